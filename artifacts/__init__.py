@@ -1,0 +1,1 @@
+"""The artifact on disk: manifest, weight store, digests. Knows no jax."""

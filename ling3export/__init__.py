@@ -1,0 +1,1 @@
+"""Compile Ling3-Tiny ahead of time: one artifact, any machine, no compiling at start."""

@@ -1,0 +1,44 @@
+"""Errors a user can act on. The command line prints the message and the hint, and exits with 1."""
+
+
+class Ling3Error(Exception):
+    """A clear failure: ``what `name`: expected …, found …, where``, and an optional hint.
+
+    Args:
+        message: What was expected, what was found, and where.
+        hint: What the user can do about it, printed on a line of its own.
+    """
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
+
+
+class ConfigError(Ling3Error):
+    """config.json is not one that we model exactly."""
+
+
+class CheckpointError(Ling3Error):
+    """A checkpoint's files, names, shapes or dtypes are not the published layout."""
+
+
+class PlanError(Ling3Error):
+    """What was asked to be built cannot be: paddings, TP, pools, targets."""
+
+
+class ArtifactError(Ling3Error):
+    """An artifact is missing, damaged, of another version, or not for this machine."""
+
+
+class RequestError(Ling3Error):
+    """A generation request that can never be served."""
+
+
+def listed(items: list[str], limit: int = 5) -> str:
+    """Joins names for a message: at most ``limit`` of them, "and 12 more" for the rest."""
+    shown = ", ".join(items[:limit])
+    return shown if len(items) <= limit else f"{shown} and {len(items) - limit} more"
