@@ -1,0 +1,33 @@
+# Each target does its own set-up. A second run finds the stamp of the first and does none again.
+.PHONY: setup parity fmt lint types test bench demo
+.NOTPARALLEL:
+BIN := .venv/bin
+
+setup: .venv/installed
+parity: .venv-parity/installed
+
+.venv/installed: pyproject.toml constraints.txt .ci/venv
+	.ci/venv .venv build,test,dev 3.13 3.12 3.11
+
+# Python 3.11 first: the oldest supported, so this environment also tests the oldest jax.
+.venv-parity/installed: pyproject.toml constraints.txt .ci/venv
+	.ci/venv .venv-parity parity,test 3.11 3.12 3.13
+
+fmt: setup
+	$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format .
+
+lint: setup
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+test: setup parity
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: setup
+	$(BIN)/python -m bench $(ARGS)
+
+demo: setup
+	$(BIN)/ling3export build --paddings 16,128,512 --tp 16 --force
+	$(BIN)/ling3-runner generate demo.ling3 --prompt "Once upon a time" --max-tokens 32
