@@ -1,0 +1,199 @@
+"""The plain model in numpy: the independent reference that programs and receipts are measured against.
+
+Nothing here is clever: KDA is its recurrence, one token after the other; MLA expands keys and values and keeps no
+pages; each chosen expert is a matrix product over the tokens that chose it. It shares no code with the product model.
+
+Dimension letters: T tokens, D hidden. Weights stay in torch's [out, in] order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from ling3export.errors import RequestError, listed
+from ling3export.reference_formulas import (
+    NO_MARGINS,
+    Array,
+    causal_attention,
+    causal_conv,
+    kda_log_decay,
+    kda_recurrence,
+    l2_norm,
+    rms_norm,
+    rope,
+    rope_angles,
+    route,
+    sigmoid,
+    silu,
+)
+
+if TYPE_CHECKING:
+    from ling3export.model.config import Config
+
+# Fixed in the published code, whatever rms_norm_eps says: the norms of the MLA query and key-value latents.
+LATENT_NORM_EPS = 1e-6
+# Rows of lm_head converted at a time: bounds the memory in use.
+VOCAB_BLOCK = 4096
+
+
+class Reference:
+    """The whole model over a checkpoint's tensors, a layer at a time.
+
+    Memory in use beyond what ``read`` maps: the activations of all tokens, one converted tensor, and the logits asked
+    for. Only the experts that some token chose are read, one after the other.
+
+    Args:
+        config: The model's configuration.
+        read: Returns a tensor of the checkpoint by name, in any float dtype and in torch's order.
+        dtype: Precision of everything but the rotary angles: float64, or float32 where time matters.
+
+    Attributes:
+        margins: The closest routing decisions over all tokens and layers of the last call.
+    """
+
+    def __init__(self, config: Config, read: Callable[[str], Array], dtype: DTypeLike = np.float64) -> None:
+        self.config = config
+        self.dtype = np.dtype(dtype)
+        self.margins = NO_MARGINS
+        self._read = read
+
+    def logits(self, token_ids: Sequence[int]) -> Array:
+        """Logits at every position of one sequence: [T, vocab_size]. Raises RequestError for an unknown token."""
+        return self.logits_many([token_ids])[0]
+
+    def logits_many(
+        self, sequences: Sequence[Sequence[int]], positions: Sequence[Sequence[int]] | None = None
+    ) -> list[Array]:
+        """Logits of several sequences, streaming each layer's weights once for all of them.
+
+        Args:
+            sequences: Token ids; each sequence starts at position 0 from an empty state.
+            positions: For each sequence the positions whose logits are wanted; None for all.
+
+        Returns:
+            For each sequence [number of its positions, vocab_size].
+
+        Raises:
+            RequestError: A token id is outside the vocabulary.
+        """
+        ids = self._checked(sequences)
+        ends = np.cumsum([len(sequence) for sequence in sequences], dtype=np.int64)
+        spans = [slice(int(end) - len(sequence), int(end)) for sequence, end in zip(sequences, ends, strict=True)]
+        self.margins = NO_MARGINS
+        x = self._read("model.word_embeddings.weight")[ids].astype(self.dtype)
+        for layer in range(self.config.num_hidden_layers):
+            prefix = f"model.layers.{layer}."
+            normed = self._norm(x, f"{prefix}input_layernorm")
+            attend = self._mla if self._is_mla(layer) else self._kda
+            x += attend(normed, spans, f"{prefix}attention.")
+            normed = self._norm(x, f"{prefix}post_attention_layernorm")
+            feed = self._mlp if layer < self.config.first_k_dense_replace else self._moe
+            x += feed(normed, f"{prefix}mlp.")
+        x = self._norm(x, "model.norm")
+        wanted = [x[span] if positions is None else x[span][list(positions[i])] for i, span in enumerate(spans)]
+        return self._lm_head(wanted)
+
+    def _checked(self, sequences: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+        ids = np.array([token for sequence in sequences for token in sequence], np.int64)
+        wrong = [str(token) for token in ids if not 0 <= token < self.config.vocab_size]
+        if wrong:
+            raise RequestError(
+                f"token `token_ids`: expected 0 to {self.config.vocab_size - 1}, found {listed(wrong)}, in the prompt"
+            )
+        return ids
+
+    def _is_mla(self, layer: int) -> bool:
+        """The last layer of each group, and all of an incomplete last group."""
+        size, layers = self.config.layer_group_size, self.config.num_hidden_layers
+        return (layer + 1) % size == 0 or layer >= layers // size * size
+
+    def _weight(self, name: str) -> Array:
+        return self._read(f"{name}.weight").astype(self.dtype)
+
+    def _linear(self, x: Array, name: str) -> Array:
+        return x @ self._weight(name).T
+
+    def _norm(self, x: Array, name: str, eps: float | None = None) -> Array:
+        return rms_norm(x, self._weight(name), self.config.rms_norm_eps if eps is None else eps)
+
+    def _kda(self, x: Array, spans: list[slice], prefix: str) -> Array:
+        """Kimi delta attention of all sequences: x [T, D] → [T, D]."""
+        heads, width = self.config.num_attention_heads, self.config.head_dim
+        split = (len(x), heads, width)
+        mixed = {}
+        for name in "qkv":
+            raw, taps = self._linear(x, f"{prefix}{name}_proj"), self._weight(f"{prefix}{name}_conv1d")[:, 0]
+            for span in spans:
+                raw[span] = silu(causal_conv(raw[span], taps))
+            mixed[name] = raw.reshape(split)
+        q, k = l2_norm(mixed["q"]) * width**-0.5, l2_norm(mixed["k"])
+        log_decay = kda_log_decay(
+            self._linear(x, f"{prefix}f_proj").reshape(split),
+            self._read(f"{prefix}A_log").astype(self.dtype),
+            self._read(f"{prefix}dt_bias").astype(self.dtype).reshape(heads, width),
+            self.config.kda_lower_bound if self.config.kda_safe_gate else None,
+        )
+        beta = sigmoid(self._linear(x, f"{prefix}b_proj"))
+        out = mixed["v"]
+        for span in spans:
+            out[span] = kda_recurrence(q[span], k[span], out[span], log_decay[span], beta[span])
+        gate = sigmoid(self._linear(x, f"{prefix}g_proj")).reshape(split)
+        return self._linear((self._norm(out, f"{prefix}o_norm") * gate).reshape(len(x), -1), f"{prefix}o_proj")
+
+    def _mla(self, x: Array, spans: list[slice], prefix: str) -> Array:
+        """Gated multi-head latent attention of all sequences, keys and values expanded: x [T, D] → [T, D]."""
+        config, tokens = self.config, len(x)
+        heads, nope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
+        if config.q_lora_rank is None:
+            q = self._linear(x, f"{prefix}q_proj")
+        else:
+            q = self._norm(self._linear(x, f"{prefix}q_a_proj"), f"{prefix}q_a_layernorm", LATENT_NORM_EPS)
+            q = self._linear(q, f"{prefix}q_b_proj")
+        q = q.reshape(tokens, heads, nope + config.qk_rope_head_dim)
+        kv = self._linear(x, f"{prefix}kv_a_proj_with_mqa")
+        latent = self._norm(kv[:, :rank], f"{prefix}kv_a_layernorm", LATENT_NORM_EPS)
+        expanded = self._linear(latent, f"{prefix}kv_b_proj").reshape(tokens, heads, nope + config.v_head_dim)
+        out = np.empty((tokens, heads, config.v_head_dim), self.dtype)
+        for span in spans:
+            angles = rope_angles(span.stop - span.start, config.qk_rope_head_dim, config.rope_theta)
+            shared = np.repeat(rope(kv[span, None, rank:], angles), heads, axis=1)
+            keys = np.concatenate([expanded[span, :, :nope], shared], axis=-1)
+            queries = np.concatenate([q[span, :, :nope], rope(q[span, :, nope:], angles)], axis=-1)
+            out[span] = causal_attention(queries, keys, expanded[span, :, nope:], q.shape[-1] ** -0.5)
+        gate = sigmoid(self._linear(x, f"{prefix}g_proj"))
+        return self._linear((out * gate[:, :, None]).reshape(tokens, -1), f"{prefix}dense")
+
+    def _mlp(self, x: Array, prefix: str) -> Array:
+        """down(silu(gate x) * up x): x [T, D] → [T, D]."""
+        hidden = silu(self._linear(x, f"{prefix}gate_proj")) * self._linear(x, f"{prefix}up_proj")
+        return self._linear(hidden, f"{prefix}down_proj")
+
+    def _moe(self, x: Array, prefix: str) -> Array:
+        """Σ weight · expert(x) over the chosen experts + shared_expert(x): x [T, D] → [T, D]."""
+        config = self.config
+        scores = sigmoid(self._linear(x, f"{prefix}gate"))
+        bias = self._read(f"{prefix}gate.expert_bias").astype(self.dtype)
+        routing = route(
+            scores, bias, config.n_group, config.topk_group, config.num_experts_per_tok, config.routed_scaling_factor
+        )
+        self.margins = self.margins.smaller(routing.margins)
+        out = self._mlp(x, f"{prefix}shared_experts.") if config.num_shared_experts else np.zeros_like(x)
+        for expert in np.unique(routing.experts):
+            tokens, choice = np.nonzero(routing.experts == expert)
+            weights = routing.weights[tokens, choice, None]
+            out[tokens] += weights * self._mlp(x[tokens], f"{prefix}experts.{expert}.")
+        return out
+
+    def _lm_head(self, rows: list[Array]) -> list[Array]:
+        """Logits of each [T, D], converting a block of the vocabulary at a time."""
+        weight = self._read("lm_head.weight")
+        out = [np.empty((len(x), len(weight)), self.dtype) for x in rows]
+        for start in range(0, len(weight), VOCAB_BLOCK):
+            block = weight[start : start + VOCAB_BLOCK].astype(self.dtype).T
+            for x, logits in zip(rows, out, strict=True):
+                logits[:, start : start + VOCAB_BLOCK] = x @ block
+        return out
