@@ -1,0 +1,39 @@
+"""What a program is compiled for besides the model: parallelism, pools, dtype and the form of each loop."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+CHUNK = 16  # tokens of a prefill chunk; the gate's lower bound of -5 keeps factored exponents in fp32 over 16 tokens
+
+AXIS = "tp"  # the one mesh axis
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes and forms of one target's programs.
+
+    Attributes:
+        tp: Devices that share the model.
+        dtype: ``"bfloat16"`` or ``"float32"``; the latter also means highest matmul precision.
+        slots: Sequences that can hold state at once; the pools have one more, slot 0, the dummy.
+        pages: Usable latent pages; the pool has one more, page 0, the dummy.
+        page_size: Tokens a page.
+        max_pages: Pages a sequence can have, ``ceil(context / page_size)``.
+        latent_row: Stored width of a latent row, at least ``kv_lora_rank + qk_rope_head_dim``.
+        layer_loop: ``"scan"`` (one loop over layer groups) or ``"unroll"``.
+    """
+
+    tp: int
+    dtype: str
+    slots: int
+    pages: int
+    page_size: int
+    max_pages: int
+    latent_row: int
+    layer_loop: str = "scan"
+
+    @property
+    def jnp_dtype(self) -> jnp.dtype:
+        """The model dtype as jax knows it."""
+        return jnp.dtype(self.dtype)

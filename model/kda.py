@@ -1,0 +1,278 @@
+"""Kimi Delta Attention: a recurrent form for decode, a chunked form for prefill, one truth.
+
+Per head, with state S [K, V], log decay g_t [K] <= 0, write strength beta_t::
+
+    S'_t = exp(g_t)[:, None] * S_{t-1}
+    r_t  = v_t - k_t^T S'_t
+    S_t  = S'_t + (beta_t k_t) r_t^T
+    o_t  = q_t^T S_t                      (read after the write)
+
+Chunked, over C = 16 tokens that start from S_0, with G_t = g_1 + ... + g_t, this is the same as::
+
+    A_ti = beta_i <k_t exp(G_t), k_i exp(-G_i)>    for i < t, else 0
+    r    = (I + A)^-1 (v - (k exp(G)) S_0)
+    o_t  = (q_t exp(G_t))^T S_0 + sum_{i <= t} beta_i <q_t exp(G_t), k_i exp(-G_i)> r_i
+    S_C  = exp(G_C) S_0 + sum_i (beta_i k_i exp(G_C - G_i)) r_i^T
+
+Source: Kimi Linear (arXiv 2510.26692), written from MODEL.md section 2.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from ling3export.model.chunks import Chunks
+from ling3export.model.config import Config
+from ling3export.model.geometry import CHUNK
+from ling3export.model.layers import dot, dot_rows, l2_norm, rms_norm, take
+
+HIGHEST = lax.Precision.HIGHEST  # the recurrence is an fp32 island
+FACTORED_BOUND = -80.0 / CHUNK  # per-token decay above which exp(-G) over a chunk stays finite in fp32
+
+State = dict[str, jax.Array]
+
+
+class Inputs(NamedTuple):
+    """What the recurrence takes, fp32: q, k, g ``[..., H, K]``, v ``[..., H, V]``, beta ``[..., H]``."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    g: jax.Array
+    beta: jax.Array
+
+
+def log_decay(f: jax.Array, a_log: jax.Array, dt_bias: jax.Array, config: Config) -> jax.Array:
+    """The gate ``g``, in fp32 in both phases (rounding it to bf16 shifts the decay by up to 1.6 %).
+
+    Args:
+        f: ``[T, H, K]``, the output of f_proj.
+        a_log: ``[H]``.
+        dt_bias: ``[H, K]``.
+        config: Says which gate (``kda_safe_gate``) and its bound.
+    """
+    rate = jnp.exp(a_log)[:, None]
+    if config.kda_safe_gate:
+        return config.kda_lower_bound * jax.nn.sigmoid(rate * (f + dt_bias))
+    return -rate * jax.nn.softplus(f + dt_bias)
+
+
+def causal_conv(history: jax.Array, raw: jax.Array, taps: jax.Array) -> jax.Array:
+    """Depthwise causal convolution and SiLU; the last tap multiplies the current token.
+
+    Args:
+        history: ``[N, W-1, ...]`` raw inputs before the first of ``raw``.
+        raw: ``[N, C, ...]``.
+        taps: ``[..., W]``.
+
+    Returns:
+        fp32 ``[N, C, ...]``.
+    """
+    length, width = raw.shape[1], taps.shape[-1]
+    sequence = jnp.concatenate([history, raw], axis=1).astype(jnp.float32)
+    taps = taps.astype(jnp.float32)
+    out = sum(taps[..., w] * sequence[:, w : w + length] for w in range(width))
+    return jax.nn.silu(out)
+
+
+def recurrent_step(state: jax.Array, x: Inputs) -> tuple[jax.Array, jax.Array]:
+    """One token of the recurrence: ``state [B, H, K, V]``; returns (new state, o ``[B, H, V]``)."""
+    state = jnp.exp(x.g)[..., None] * state
+    r = x.v - jnp.einsum("bhk,bhkv->bhv", x.k, state, precision=HIGHEST)
+    state = state + (x.beta[..., None] * x.k)[..., None] * r[..., None, :]
+    return state, jnp.einsum("bhk,bhkv->bhv", x.q, state, precision=HIGHEST)
+
+
+def scores_factored(rows: jax.Array, k: jax.Array, total: jax.Array) -> jax.Array:
+    """``<rows_t exp(G_t), k_i exp(-G_i)>`` through factors relative to the middle of the chunk.
+
+    The reference in the middle keeps every factor within exp(±40) for the bound of -5, far from both ends of fp32.
+    Shapes: rows, k, total ``[..., C, K]``; returns ``[..., C, C]``. Entries above the diagonal are not meaningful.
+    """
+    middle = total[..., CHUNK // 2 - 1 : CHUNK // 2, :]
+    return jnp.einsum("...tk,...ik->...ti", rows * jnp.exp(total - middle), k * jnp.exp(middle - total),
+                      precision=HIGHEST)  # fmt: skip
+
+
+def scores_pairwise(rows: jax.Array, k: jax.Array, total: jax.Array) -> jax.Array:
+    """The same without factored exponents, for gates that have no lower bound: costs C² K exponentials a head."""
+    difference = total[..., :, None, :] - total[..., None, :, :]
+    lower = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))[:, :, None]
+    weight = jnp.exp(jnp.where(lower, difference, -jnp.inf))
+    return jnp.einsum("...tk,...ik,...tik->...ti", rows, k, weight, precision=HIGHEST)
+
+
+def unit_lower_inverse(strict: jax.Array) -> jax.Array:
+    """``(I + A)^-1`` for a strictly lower triangular ``A [..., C, C]``, by forward substitution, row by row.
+
+    Products of powers (I - A)(I + A²)... need fewer steps but cancel: with repeated keys their intermediate entries
+    reach thousands and fp32 loses four digits.
+    """
+    size = strict.shape[-1]
+    identity = jnp.broadcast_to(jnp.eye(size, dtype=strict.dtype), strict.shape)
+
+    def row(t: jax.Array, inverse: jax.Array) -> jax.Array:
+        a = lax.dynamic_index_in_dim(strict, t, axis=-2, keepdims=True)
+        new = lax.dynamic_index_in_dim(inverse, t, axis=-2, keepdims=True)
+        new = new - jnp.sum(jnp.swapaxes(a, -1, -2) * inverse, axis=-2, keepdims=True)
+        return lax.dynamic_update_slice_in_dim(inverse, new, t, axis=inverse.ndim - 2)
+
+    return lax.fori_loop(1, size, row, identity)
+
+
+class ChunkTerms(NamedTuple):
+    """What a chunk contributes whatever state it starts from; all fp32, ``[N, H, ...]``.
+
+    ``r = u - w S_0``; ``o = q_in S_0 + mix r``; ``S_C = decay * S_0 + k_out^T r``.
+    """
+
+    u: jax.Array
+    w: jax.Array
+    q_in: jax.Array
+    mix: jax.Array
+    k_out: jax.Array
+    decay: jax.Array
+
+
+def chunk_terms(x: Inputs, factored: bool) -> ChunkTerms:
+    """Everything of the chunk form that does not depend on S_0; inputs ``[N, C, H, ...]``."""
+    q, k, v, g = (jnp.swapaxes(y, 1, 2) for y in (x.q, x.k, x.v, x.g))
+    beta = jnp.swapaxes(x.beta, 1, 2)
+    total = jnp.cumsum(g, axis=-2)
+    scores = scores_factored if factored else scores_pairwise
+    causal = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
+    strict = jnp.tril(jnp.ones((CHUNK, CHUNK), bool), -1)
+    inverse = unit_lower_inverse(jnp.where(strict, scores(k, k, total), 0.0) * beta[..., None, :])
+    grown = jnp.exp(total)
+    last = total[..., -1:, :]
+    return ChunkTerms(
+        u=jnp.matmul(inverse, v, precision=HIGHEST),
+        w=jnp.matmul(inverse, k * grown, precision=HIGHEST),
+        q_in=q * grown,
+        mix=jnp.where(causal, scores(q, k, total), 0.0) * beta[..., None, :],
+        k_out=k * jnp.exp(last - total) * beta[..., None],
+        decay=jnp.exp(last[..., 0, :]),
+    )
+
+
+def chunk_step(state: jax.Array, x: ChunkTerms) -> tuple[jax.Array, jax.Array]:
+    """One chunk from ``state [H, K, V]``: (state after it, o ``[H, C, V]``). Terms without their chunk axis."""
+    r = x.u - jnp.matmul(x.w, state, precision=HIGHEST)
+    o = jnp.matmul(x.q_in, state, precision=HIGHEST) + jnp.matmul(x.mix, r, precision=HIGHEST)
+    return x.decay[..., None] * state + jnp.einsum("hck,hcv->hkv", x.k_out, r, precision=HIGHEST), o
+
+
+class KimiDeltaAttention(nnx.Module):
+    """All KDA layers of one device, stacked; parameters as ``model/parameters.py`` lists them under ``kda``."""
+
+    def __init__(self, config: Config, weights: dict[str, nnx.Param]) -> None:
+        self.config = config
+        self.qkvfg_proj, self.b_proj = weights["qkvfg_proj"], weights["b_proj"]
+        self.conv1d, self.A_log, self.dt_bias = weights["conv1d"], weights["A_log"], weights["dt_bias"]
+        self.o_norm, self.o_proj = weights["o_norm"], weights["o_proj"]
+
+    def _per_head(self, weight: nnx.Param, layer: int | jax.Array) -> jax.Array:
+        """A split parameter of one layer with its slab and head axes merged: ``[H, ...]``."""
+        value = take(weight[...], layer, split=True)
+        return value.reshape(-1, *value.shape[2:])
+
+    def _project(self, x: jax.Array, layer: int | jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """(raw q k v ``[T, H, 3, K]`` model dtype, g, output gate ``[T, H, K]``, beta ``[T, H]``) from x ``[T, D]``."""
+        rows, key = x.shape[0], self.config.head_dim
+        y = dot(x, take(self.qkvfg_proj[...], layer, split=True)).reshape(rows, -1, 5, key)
+        g = log_decay(y[:, :, 3], self._per_head(self.A_log, layer), self._per_head(self.dt_bias, layer), self.config)
+        beta = jax.nn.sigmoid(dot(x, take(self.b_proj[...], layer, split=True)).reshape(rows, -1))
+        return y[:, :, :3].astype(x.dtype), g, y[:, :, 4], beta
+
+    def _inputs(self, conv: jax.Array, g: jax.Array, beta: jax.Array) -> Inputs:
+        """Normalizes and scales what the convolution gave, ``[..., H, 3, K]``."""
+        q = l2_norm(conv[..., 0, :]) * self.config.head_dim**-0.5
+        return Inputs(q, l2_norm(conv[..., 1, :]), conv[..., 2, :], g, beta)
+
+    def _output(self, o: jax.Array, gate: jax.Array, layer: int | jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Norm, elementwise sigmoid gate and o_proj: o, gate ``[T, H, V]`` to this device's partial ``[T, D]``."""
+        weight = take(self.o_norm[...], layer, split=False)
+        y = rms_norm(o, weight, self.config.rms_norm_eps) * jax.nn.sigmoid(gate)
+        return dot_rows(y.reshape(o.shape[0], -1).astype(dtype), take(self.o_proj[...], layer, split=True))
+
+    def decode(self, x: jax.Array, layer: int | jax.Array, state: State, slot: jax.Array) -> tuple[jax.Array, State]:
+        """One token of each sequence.
+
+        Args:
+            x: ``[B, D]``, normed, model dtype.
+            layer: Index into the stack.
+            state: The state dict; the KDA arrays are replaced.
+            slot: ``[B]`` int32, 0 for padding rows.
+
+        Returns:
+            This device's partial sum ``[B, D]`` in fp32, and the state.
+        """
+        raw, g, gate, beta = self._project(x, layer)
+        history = read_history(state, layer, slot, raw.shape)
+        conv = causal_conv(history, raw[:, None], self._per_head(self.conv1d, layer))[:, 0]
+        state = write_history(state, layer, slot, jnp.concatenate([history[:, 1:], raw[:, None]], axis=1))
+        pool = state["kda_recurrent"]
+        new, o = recurrent_step(pool[layer, slot], self._inputs(conv, g, beta))
+        state = state | {"kda_recurrent": pool.at[layer, slot].set(new)}
+        return self._output(o, gate, layer, x.dtype), state
+
+    def prefill(self, x: jax.Array, layer: int | jax.Array, state: State, chunks: Chunks) -> tuple[jax.Array, State]:
+        """All token slots of a prefill call; arguments and results as :meth:`decode`, rows being token slots."""
+        raw, g, gate, beta = self._project(x, layer)
+        count, heads = chunks.slot.shape[0], raw.shape[1]
+        conv, state = self._convolve(raw.reshape(count, CHUNK, *raw.shape[1:]), layer, state, chunks)
+        real = chunks.valid.reshape(count, CHUNK, 1)
+        # An unused token slot neither decays nor writes: the state passes through it untouched.
+        g = jnp.where(real[..., None], g.reshape(count, CHUNK, *g.shape[1:]), 0.0)
+        beta = jnp.where(real, beta.reshape(count, CHUNK, heads), 0.0)
+        config = self.config
+        factored = config.kda_safe_gate and config.kda_lower_bound >= FACTORED_BOUND
+        terms = chunk_terms(self._inputs(conv, g, beta), factored)
+
+        def step(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            pool, out = carry
+            slot = chunks.slot[n]
+            start = jnp.where(chunks.fresh[n], 0.0, pool[layer, slot])
+            after, o = chunk_step(start, ChunkTerms(*(term[n] for term in terms)))
+            return pool.at[layer, slot].set(after), out.at[n].set(o)
+
+        out = jnp.zeros((count, heads, CHUNK, config.head_dim), jnp.float32)
+        pool, out = lax.fori_loop(0, chunks.used, step, (state["kda_recurrent"], out))
+        o = jnp.swapaxes(out, 1, 2).reshape(count * CHUNK, heads, config.head_dim)
+        return self._output(o, gate, layer, x.dtype), state | {"kda_recurrent": pool}
+
+    def _convolve(
+        self, raw: jax.Array, layer: int | jax.Array, state: State, chunks: Chunks
+    ) -> tuple[jax.Array, State]:
+        """Convolves ``raw [N, C, H, 3, K]``; a chunk's history is the chunk before it, the pool, or zero."""
+        width = self.config.short_conv_kernel_size - 1
+        pooled = read_history(state, layer, chunks.slot, (raw.shape[0], *raw.shape[2:]))
+        before = jnp.concatenate([jnp.zeros_like(raw[:1]), raw[:-1]])[:, CHUNK - width :]
+        shape = (-1, 1, 1, 1, 1)
+        history = jnp.where(chunks.first.reshape(shape), pooled, before)
+        history = jnp.where(chunks.fresh.reshape(shape), jnp.zeros_like(history), history)
+        conv = causal_conv(history, raw, self._per_head(self.conv1d, layer))
+        sequence = jnp.concatenate([history, raw], axis=1)
+        kept = jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, width))(sequence, chunks.length)
+        return conv, write_history(state, layer, jnp.where(chunks.last, chunks.slot, 0), kept)
+
+
+def read_history(state: State, layer: int | jax.Array, slot: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The last raw inputs of each slot: ``[N, W-1, H, 3, K]`` for ``shape = (N, H, 3, K)``."""
+    count, heads, _, key = shape
+    rows = [state[f"kda_conv_{name}"][layer, slot] for name in "qkv"]
+    return jnp.stack([row.reshape(count, -1, heads, key) for row in rows], axis=3)
+
+
+def write_history(state: State, layer: int | jax.Array, slot: jax.Array, history: jax.Array) -> State:
+    """Stores ``history [N, W-1, H, 3, K]`` under its slots; duplicates may only name the dummy slot 0."""
+    count, width = history.shape[:2]
+    new = dict(state)
+    for index, name in enumerate("qkv"):
+        pool = state[f"kda_conv_{name}"]
+        rows = history[:, :, :, index].reshape(count, width, -1).astype(pool.dtype)
+        new[f"kda_conv_{name}"] = pool.at[layer, slot].set(rows)
+    return new

@@ -1,0 +1,167 @@
+"""The whole model of one device: embedding, layers, final norm, logits.
+
+``Ling3`` runs inside ``shard_map``: its parameters are this device's slabs, and each layer has exactly two all-reduces,
+after attention and after the MLP, of fp32 partial sums (rounding them first would make results depend on TP).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from ling3export.model.chunks import Chunks
+from ling3export.model.config import Config
+from ling3export.model.geometry import AXIS, Geometry
+from ling3export.model.kda import KimiDeltaAttention
+from ling3export.model.layers import dot, gated_mlp, rms_norm, take
+from ling3export.model.mla import GatedMLA
+from ling3export.model.moe import MixtureOfExperts
+from ling3export.model.parameters import Parameter, parameters
+
+State = dict[str, jax.Array]
+Index = int | jax.Array
+
+
+class Decode(NamedTuple):
+    """The rows of a decode step: slot, position ``[B]``, page_table ``[B, M]``, valid ``[B]`` bool."""
+
+    slot: jax.Array
+    position: jax.Array
+    page_table: jax.Array
+    valid: jax.Array
+
+
+class Layer(NamedTuple):
+    """Which row of which stack a layer uses; the indices are traced inside the loop over groups."""
+
+    index: Index
+    attention: str
+    attention_index: Index
+    mlp: str
+    mlp_index: Index
+
+
+def plain_name(parameter: Parameter) -> tuple[str, str]:
+    """A parameter's place in the pure dict: (module, attribute)."""
+    stack, _, attribute = parameter.name.partition(".")
+    return stack, attribute
+
+
+class Ling3(nnx.Module):
+    """Parameters as ``model/parameters.py`` lists them, this device's part.
+
+    Args:
+        config: The checkpoint's configuration.
+        geometry: What the programs are compiled for.
+    """
+
+    def __init__(self, config: Config, geometry: Geometry) -> None:
+        self.config, self.geometry = config, geometry
+        weights: dict[str, dict[str, nnx.Param]] = {}
+        for parameter in parameters(config):
+            shape = parameter.shape
+            if parameter.split is not None:
+                shape = (shape[0] // geometry.tp, *shape[1:])
+            dtype = geometry.dtype if parameter.dtype == "model" else parameter.dtype
+            stack, attribute = plain_name(parameter)
+            weights.setdefault(stack, {})[attribute] = nnx.Param(jnp.zeros(shape, dtype))
+        self.embeddings, self.layers = nnx.Dict(weights["embeddings"]), nnx.Dict(weights["layers"])
+        self.kda = KimiDeltaAttention(config, weights["kda"]) if "kda" in weights else None
+        self.mla = GatedMLA(config, weights["mla"])
+        self.moe = MixtureOfExperts(config, weights["moe"]) if "moe" in weights else None
+        self.dense = nnx.Dict(weights["dense"]) if "dense" in weights else None
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """``tokens [T]`` to fp32 ``[T, D]``; each device looks up its own rows of the vocabulary."""
+        table = self.embeddings["word_embeddings"][...]
+        table = table.reshape(-1, table.shape[-1])
+        local = tokens - lax.axis_index(AXIS) * table.shape[0]
+        inside = (local >= 0) & (local < table.shape[0])
+        rows = table[jnp.where(inside, local, 0)].astype(jnp.float32)
+        return lax.psum(jnp.where(inside[:, None], rows, 0.0), AXIS)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """fp32 ``[R, V/TP]`` of this device's vocabulary, from ``x [R, D]`` before the final norm."""
+        x = rms_norm(x, self.embeddings["norm"][...], self.config.rms_norm_eps).astype(self.geometry.jnp_dtype)
+        return dot(x, self.embeddings["lm_head"][...]).reshape(x.shape[0], -1)
+
+    def _attention(
+        self, x: jax.Array, layer: Layer, state: State, batch: Decode | Chunks
+    ) -> tuple[jax.Array, State]:
+        if layer.attention == "kda":
+            assert self.kda is not None
+            if isinstance(batch, Decode):
+                return self.kda.decode(x, layer.attention_index, state, batch.slot)
+            return self.kda.prefill(x, layer.attention_index, state, batch)
+        pool = state["mla_latent"]
+        if isinstance(batch, Decode):
+            out, pool = self.mla.decode(
+                x, layer.attention_index, pool, batch.position, batch.page_table, batch.valid
+            )
+        else:
+            out, pool = self.mla.prefill(x, layer.attention_index, pool, batch)
+        return out, state | {"mla_latent": pool}
+
+    def _mlp(self, x: jax.Array, layer: Layer, valid: jax.Array) -> jax.Array:
+        dtype = self.geometry.jnp_dtype
+        if layer.mlp == "moe":
+            assert self.moe is not None
+            return self.moe(x, layer.mlp_index, valid, dtype)
+        assert self.dense is not None
+        gate_up, down = self.dense["gate_up_proj"][...], self.dense["down_proj"][...]
+        index = layer.mlp_index
+        return gated_mlp(x.astype(dtype), take(gate_up, index, split=True), take(down, index, split=True))
+
+    def run_layer(self, layer: Layer, x: jax.Array, state: State, batch: Decode | Chunks) -> tuple[jax.Array, State]:
+        """One pre-norm layer: ``x [T, D]`` fp32 in and out, replicated."""
+        eps, dtype = self.config.rms_norm_eps, self.geometry.jnp_dtype
+        weight = take(self.layers["input_layernorm"][...], layer.index, split=False)
+        out, state = self._attention(rms_norm(x, weight, eps).astype(dtype), layer, state, batch)
+        x = x + lax.psum(out, AXIS)
+        weight = take(self.layers["post_attention_layernorm"][...], layer.index, split=False)
+        return x + lax.psum(self._mlp(rms_norm(x, weight, eps), layer, batch.valid), AXIS), state
+
+    def run_layers(self, x: jax.Array, state: State, batch: Decode | Chunks) -> tuple[jax.Array, State]:
+        """All layers: those that are not alike one by one, whole groups that are alike in a loop."""
+        config = self.config
+        size = config.layer_group_size
+        groups = config.num_hidden_layers // size
+        before = -(-min(config.first_k_dense_replace, config.num_hidden_layers) // size)
+        if self.geometry.layer_loop == "unroll" or groups - before < 2:
+            before = groups
+        carry = (x, state)
+        for index in range(before * size):
+            carry = self.run_layer(static_layer(config, index), *carry, batch)
+        if groups > before:
+            carry = lax.fori_loop(before, groups, self._group(batch), carry)
+        for index in range(groups * size, config.num_hidden_layers):
+            carry = self.run_layer(static_layer(config, index), *carry, batch)
+        return carry
+
+    def _group(
+        self, batch: Decode | Chunks
+    ) -> Callable[[jax.Array, tuple[jax.Array, State]], tuple[jax.Array, State]]:
+        """The body of the loop over groups: a loop over its KDA layers, then its MLA layer, all with MoE."""
+        size, dense = self.config.layer_group_size, self.config.first_k_dense_replace
+
+        def group(g: jax.Array, carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
+            def kda(j: jax.Array, carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
+                index = g * size + j
+                return self.run_layer(Layer(index, "kda", g * (size - 1) + j, "moe", index - dense), *carry, batch)
+
+            carry = lax.fori_loop(0, size - 1, kda, carry)
+            index = g * size + size - 1
+            return self.run_layer(Layer(index, "mla", g, "moe", index - dense), *carry, batch)
+
+        return group
+
+
+def static_layer(config: Config, index: int) -> Layer:
+    """The stacks' rows for a layer whose index is known when tracing."""
+    attention, mlp = config.attention_kinds[index], config.mlp_kinds[index]
+    attention_layers = config.kda_layers if attention == "kda" else config.mla_layers
+    mlp_layers = config.dense_layers if mlp == "dense" else config.moe_layers
+    return Layer(index, attention, attention_layers.index(index), mlp, mlp_layers.index(index))

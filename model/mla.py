@@ -1,0 +1,269 @@
+"""Gated multi-head latent attention over paged latents.
+
+Two forms of the same attention, softmax scale ``(nope + rope)^-0.5``. Expanded: keys and values of every head are
+computed from the latent; cheapest for the tokens of a prefill call among themselves. Absorbed: the query is taken into
+latent space by ``w_uk``, the result back out by ``w_uv``; cheapest over what is cached, since a page is read once for
+all heads. Prefill uses the first inside the call and the second over what was cached before it, merged by their
+log-sum-exp; decode uses the second. Source: MODEL.md section 2; DeepSeek-V2 (arXiv 2405.04434).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from ling3export.model.chunks import Chunks
+from ling3export.model.config import Config
+from ling3export.model.geometry import CHUNK
+from ling3export.model.layers import dot, dot_rows, precision, rms_norm, rope, take
+
+MASKED = -1e30  # finite, so that a row which sees nothing yet gives weights of zero and not NaN
+QUERY_BLOCK = 512  # token slots whose scores against the whole call are held at once
+
+
+class Partial(NamedTuple):
+    """A softmax over part of the keys: running maximum, sum of weights, weighted values (all fp32)."""
+
+    maximum: jax.Array
+    total: jax.Array
+    values: jax.Array
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """The softmax over both parts; shapes ``[...]``, ``[...]``, ``[..., V]``."""
+    maximum = jnp.maximum(a.maximum, b.maximum)
+    left, right = jnp.exp(a.maximum - maximum), jnp.exp(b.maximum - maximum)
+    values = a.values * left[..., None] + b.values * right[..., None]
+    return Partial(maximum, a.total * left + b.total * right, values)
+
+
+def softmax_part(scores: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(maximum, sum, unnormalized weights) over the last axis of fp32 ``scores``, only where ``mask``."""
+    scores = jnp.where(mask, scores, MASKED)
+    maximum = jnp.max(scores, axis=-1)
+    weights = jnp.where(mask, jnp.exp(scores - maximum[..., None]), 0.0)
+    return maximum, jnp.sum(weights, axis=-1), weights
+
+
+def attend_pages(
+    query: jax.Array, pool: jax.Array, layer: int | jax.Array, table: jax.Array, length: jax.Array, rank: int
+) -> Partial:
+    """Absorbed attention of one sequence over its first ``length`` cached tokens.
+
+    Costs the pages that the sequence uses: the loop's trip count is ``ceil(length / page)``.
+
+    Args:
+        query: ``[Q, row]``, already scaled, zero beyond latent and rope.
+        pool: ``[layers, pages, page, row]``.
+        layer: Index into the pool.
+        table: ``[M]`` page numbers.
+        length: int32 scalar.
+        rank: Width of the latent, the part that is also the value.
+
+    Returns:
+        :class:`Partial` of shapes ``[Q]``, ``[Q]``, ``[Q, rank]``.
+    """
+    page = pool.shape[2]
+
+    def step(j: jax.Array, part: Partial) -> Partial:
+        cached = pool[layer, table[j]]
+        scores = jnp.matmul(query, cached.T, precision=precision(pool.dtype), preferred_element_type=jnp.float32)
+        mask = (j * page + jnp.arange(page, dtype=jnp.int32) < length)[None]
+        maximum, total, weights = softmax_part(scores, mask)
+        values = jnp.matmul(weights.astype(pool.dtype), cached[:, :rank], precision=precision(pool.dtype),
+                            preferred_element_type=jnp.float32)  # fmt: skip
+        return merge(part, Partial(maximum, total, values))
+
+    rows = query.shape[0]
+    empty = Partial(jnp.full((rows,), MASKED), jnp.zeros((rows,)), jnp.zeros((rows, rank)))
+    return lax.fori_loop(0, (length + page - 1) // page, step, empty)
+
+
+class Projected(NamedTuple):
+    """Projections of the tokens of a step, model dtype: q_nope ``[T, H, N]``, q_rope ``[T, H, P]`` (both scaled),
+    latent ``[T, R]``, k_rope ``[T, P]``, and the head gate in fp32 ``[T, H]``."""
+
+    q_nope: jax.Array
+    q_rope: jax.Array
+    latent: jax.Array
+    k_rope: jax.Array
+    gate: jax.Array
+
+
+class GatedMLA(nnx.Module):
+    """All MLA layers of one device, stacked; parameters as ``model/parameters.py`` lists them under ``mla``."""
+
+    def __init__(self, config: Config, weights: dict[str, nnx.Param]) -> None:
+        self.config = config
+        self.kv_a_proj_with_mqa, self.kv_a_layernorm = weights["kv_a_proj_with_mqa"], weights["kv_a_layernorm"]
+        self.w_uk, self.w_uv = weights["w_uk"], weights["w_uv"]
+        self.g_proj, self.dense = weights["g_proj"], weights["dense"]
+        self.q_proj, self.q_a_proj = weights.get("q_proj"), weights.get("q_a_proj")
+        self.q_a_layernorm, self.q_b_proj = weights.get("q_a_layernorm"), weights.get("q_b_proj")
+
+    def _heads(self, weight: nnx.Param, layer: int | jax.Array) -> jax.Array:
+        """``[H, X, R]`` of one layer, slabs merged."""
+        value = take(weight[...], layer, split=True)
+        return value.reshape(-1, *value.shape[2:])
+
+    def _query(self, x: jax.Array, layer: int | jax.Array) -> jax.Array:
+        """fp32 ``[T, H, N + P]`` by the flat projection or through the low rank."""
+        if self.q_proj is not None:
+            y = dot(x, take(self.q_proj[...], layer, split=True))
+        else:
+            assert self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None
+            low = dot(x, take(self.q_a_proj[...], layer, split=False))
+            weight = take(self.q_a_layernorm[...], layer, split=False)
+            low = rms_norm(low, weight, self.config.rms_norm_eps).astype(x.dtype)
+            y = dot(low, take(self.q_b_proj[...], layer, split=True))
+        return y.reshape(x.shape[0], -1, self.config.qk_head_dim)
+
+    def _project(self, x: jax.Array, layer: int | jax.Array, position: jax.Array) -> Projected:
+        config = self.config
+        query = self._query(x, layer) * config.qk_head_dim**-0.5
+        compressed = dot(x, take(self.kv_a_proj_with_mqa[...], layer, split=False))
+        weight = take(self.kv_a_layernorm[...], layer, split=False)
+        nope, rank = config.qk_nope_head_dim, config.kv_lora_rank
+        gate = jax.nn.sigmoid(dot(x, take(self.g_proj[...], layer, split=True)).reshape(x.shape[0], -1))
+        return Projected(
+            q_nope=query[..., :nope].astype(x.dtype),
+            q_rope=rope(query[..., nope:], position, config.rope_theta).astype(x.dtype),
+            latent=rms_norm(compressed[:, :rank], weight, config.rms_norm_eps).astype(x.dtype),
+            k_rope=rope(compressed[:, rank:], position, config.rope_theta).astype(x.dtype),
+            gate=gate,
+        )
+
+    def _absorb(self, p: Projected, layer: int | jax.Array, row: int) -> jax.Array:
+        """The query in latent space: ``[T, H, row]`` = [q_nope w_uk | q_rope | 0]."""
+        w_uk = self._heads(self.w_uk, layer)
+        query = jnp.einsum("thn,hnr->thr", p.q_nope, w_uk, precision=precision(w_uk.dtype),
+                           preferred_element_type=jnp.float32).astype(p.latent.dtype)  # fmt: skip
+        query = jnp.concatenate([query, p.q_rope], axis=-1)
+        return jnp.pad(query, ((0, 0), (0, 0), (0, row - query.shape[-1])))
+
+    def _release(self, latent: jax.Array, layer: int | jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Attended latents ``[T, H, R]`` fp32 to head outputs ``[T, H, V]`` fp32."""
+        w_uv = self._heads(self.w_uv, layer)
+        return jnp.einsum("thr,hvr->thv", latent.astype(dtype), w_uv, precision=precision(dtype),
+                          preferred_element_type=jnp.float32)  # fmt: skip
+
+    def _output(self, heads: jax.Array, p: Projected, layer: int | jax.Array) -> jax.Array:
+        """Gates each head, then the output projection: ``[T, H, V]`` fp32 to this device's partial ``[T, D]``."""
+        gated = (heads * p.gate[..., None]).reshape(heads.shape[0], -1).astype(p.latent.dtype)
+        return dot_rows(gated, take(self.dense[...], layer, split=True))
+
+    def decode(
+        self, x: jax.Array, layer: int | jax.Array, pool: jax.Array, position: jax.Array, table: jax.Array,
+        valid: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        """One token of each sequence.
+
+        Args:
+            x: ``[B, D]``, normed, model dtype.
+            layer: Index into the stack and the pool.
+            pool: ``[layers, pages, page, row]``.
+            position: ``[B]`` int32.
+            table: ``[B, M]`` int32.
+            valid: ``[B]`` bool, False for padding rows.
+
+        Returns:
+            This device's partial sum ``[B, D]`` in fp32, and the pool with the new latents.
+        """
+        p = self._project(x, layer, position)
+        pool = store_latents(pool, layer, p, position, table, valid)
+        query = self._absorb(p, layer, pool.shape[3])
+        length = jnp.where(valid, position + 1, 0)
+        rank = self.config.kv_lora_rank
+
+        def sequence(b: jax.Array, out: jax.Array) -> jax.Array:
+            part = attend_pages(query[b], pool, layer, table[b], length[b], rank)
+            return out.at[b].set(part.values / jnp.maximum(part.total, 1e-30)[:, None])
+
+        used = jnp.max(jnp.where(valid, jnp.arange(1, x.shape[0] + 1, dtype=jnp.int32), 0))
+        latent = lax.fori_loop(0, used, sequence, jnp.zeros((*query.shape[:2], rank), jnp.float32))
+        return self._output(self._release(latent, layer, x.dtype), p, layer), pool
+
+    def prefill(
+        self, x: jax.Array, layer: int | jax.Array, pool: jax.Array, chunks: Chunks
+    ) -> tuple[jax.Array, jax.Array]:
+        """All token slots of a prefill call; arguments and results as :meth:`decode`, rows being token slots."""
+        p = self._project(x, layer, chunks.position)
+        part = self._within(p, layer, chunks)
+        part = lax.cond(
+            jnp.any(chunks.run_start > 0),
+            lambda part, pool: merge(part, self._before(p, layer, pool, chunks)),
+            lambda part, pool: part,
+            part, pool,
+        )  # fmt: skip
+        heads = part.values / jnp.maximum(part.total, 1e-30)[..., None]
+        table = jnp.repeat(chunks.page_table, CHUNK, axis=0)
+        pool = store_latents(pool, layer, p, chunks.position, table, chunks.valid)
+        return self._output(heads, p, layer), pool
+
+    def _within(self, p: Projected, layer: int | jax.Array, chunks: Chunks) -> Partial:
+        """Expanded attention of the call's tokens among themselves: ``[T, H]``, ``[T, H]``, ``[T, H, V]``."""
+        k_nope = dot(p.latent, self._heads(self.w_uk, layer)).astype(p.latent.dtype)
+        value = dot(p.latent, self._heads(self.w_uv, layer)).astype(p.latent.dtype)
+        k_rope = jnp.broadcast_to(p.k_rope[:, None], (*k_nope.shape[:2], p.k_rope.shape[-1]))
+        key = jnp.concatenate([k_nope, k_rope], axis=-1)
+        query = jnp.concatenate([p.q_nope, p.q_rope], axis=-1)
+        exact = precision(key.dtype)
+
+        def block(rows: tuple[jax.Array, jax.Array, jax.Array]) -> Partial:
+            q, slot, position = rows
+            scores = jnp.einsum("thd,shd->hts", q, key, precision=exact, preferred_element_type=jnp.float32)
+            mask = (slot[:, None] == chunks.token_slot) & (chunks.position <= position[:, None]) & chunks.valid
+            maximum, total, weights = softmax_part(scores, mask[None])
+            values = jnp.einsum("hts,shv->thv", weights.astype(key.dtype), value, precision=exact,
+                                preferred_element_type=jnp.float32)  # fmt: skip
+            return Partial(maximum.T, total.T, values)
+
+        count = query.shape[0]
+        size = max(s for s in range(CHUNK, min(count, QUERY_BLOCK) + 1, CHUNK) if count % s == 0)
+        rows = (query, chunks.token_slot, chunks.position)
+        if size == count:
+            return block(rows)
+        split = jax.tree.map(lambda y: y.reshape(-1, size, *y.shape[1:]), rows)
+        return jax.tree.map(lambda y: y.reshape(count, *y.shape[2:]), lax.map(block, split))
+
+    def _before(self, p: Projected, layer: int | jax.Array, pool: jax.Array, chunks: Chunks) -> Partial:
+        """Absorbed attention of each chunk over what its sequence had cached before this call."""
+        count, rank = chunks.slot.shape[0], self.config.kv_lora_rank
+        query = self._absorb(p, layer, pool.shape[3])
+        heads = query.shape[1]
+        query = query.reshape(count, CHUNK * heads, -1)
+
+        def chunk(n: jax.Array, out: Partial) -> Partial:
+            length = jnp.where(chunks.slot[n] > 0, chunks.run_start[n], 0)
+            part = attend_pages(query[n], pool, layer, chunks.page_table[n], length, rank)
+            return jax.tree.map(lambda whole, one: whole.at[n].set(one), out, part)
+
+        rows = (count, CHUNK * heads)
+        empty = Partial(jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros((*rows, rank)))
+        part = lax.fori_loop(0, chunks.used, chunk, empty)
+        maximum, total, values = jax.tree.map(lambda y: y.reshape(count * CHUNK, heads, *y.shape[2:]), part)
+        # The weights of a value are not normalized yet: the sums may be large, w_uv is linear, so order is free.
+        return Partial(maximum, total, self._release(values, layer, p.latent.dtype))
+
+
+def store_latents(
+    pool: jax.Array, layer: int | jax.Array, p: Projected, position: jax.Array, table: jax.Array, valid: jax.Array
+) -> jax.Array:
+    """Writes each token's [latent | roped k | 0] into its page; padding goes to the dummy page 0.
+
+    Args:
+        pool: ``[layers, pages, page, row]``.
+        layer: Index into the pool.
+        p: The step's projections.
+        position: ``[T]`` int32.
+        table: ``[T, M]`` int32, each token's page table.
+        valid: ``[T]`` bool.
+    """
+    page, row = pool.shape[2:]
+    index = jnp.where(valid, position // page, 0)
+    number = jnp.where(valid, jnp.take_along_axis(table, index[:, None], axis=1)[:, 0], 0)
+    new = jnp.concatenate([p.latent, p.k_rope], axis=-1).astype(pool.dtype)
+    new = jnp.pad(new, ((0, 0), (0, row - new.shape[-1])))
+    return pool.at[layer, number, position % page].set(new)

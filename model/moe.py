@@ -1,0 +1,148 @@
+"""Mixture of experts: sigmoid router with groups, work for the chosen experts only, one shared expert.
+
+Rows (a token and one of its experts) are sorted by expert into tiles of R rows; a loop runs over the tiles that hold
+rows, and slices the weights of that tile's expert. So the time follows the experts that were chosen, and an expert that
+was not chosen is not read. ``lax.ragged_dot`` would be shorter but is dense over all experts on CPU (docs/log.md).
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from ling3export.model.config import Config
+from ling3export.model.geometry import AXIS
+from ling3export.model.layers import gated_mlp, precision, take
+
+LARGEST_TILE = 64  # rows; more rows a tile cost as much time a row and waste more on the last tile of an expert
+
+
+def group_score(biased: jax.Array) -> jax.Array:
+    """Score of each group, ``[T, G, E/G] -> [T, G]``: the sum of its two best biased scores."""
+    return jnp.sum(lax.top_k(biased, min(2, biased.shape[-1]))[0], axis=-1)
+
+
+def route(scores: jax.Array, bias: jax.Array, config: Config) -> tuple[jax.Array, jax.Array]:
+    """Chooses experts; the bias takes part in the choice, never in the weights.
+
+    Args:
+        scores: ``[T, E]`` fp32, sigmoid of the router's logits.
+        bias: ``[E]`` fp32.
+        config: Groups, how many to keep, experts a token, scaling.
+
+    Returns:
+        Expert ids ``[T, A]`` int32 and their weights ``[T, A]`` fp32, which sum to ``routed_scaling_factor``.
+    """
+    tokens, experts = scores.shape
+    grouped = (scores + bias).reshape(tokens, config.n_group, -1)
+    _, kept = lax.top_k(group_score(grouped), config.topk_group)
+    open_group = jnp.any(kept[:, :, None] == jnp.arange(config.n_group), axis=1)
+    candidates = jnp.where(open_group[:, :, None], grouped, -jnp.inf).reshape(tokens, experts)
+    _, chosen = lax.top_k(candidates, config.num_experts_per_tok)
+    weights = jnp.take_along_axis(scores, chosen, axis=1)
+    weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20) * config.routed_scaling_factor
+    return chosen.astype(jnp.int32), weights
+
+
+def tile_rows(rows: int, experts: int) -> int:
+    """Rows of a tile: the power of two next to the mean rows an expert, at most :data:`LARGEST_TILE`."""
+    size = 1
+    while size < min(LARGEST_TILE, rows / experts):
+        size *= 2
+    return size
+
+
+class MixtureOfExperts(nnx.Module):
+    """All MoE layers of one device, stacked; parameters as ``model/parameters.py`` lists them under ``moe``."""
+
+    def __init__(self, config: Config, weights: dict[str, nnx.Param]) -> None:
+        self.config = config
+        self.gate, self.expert_bias = weights["gate"], weights["expert_bias"]
+        self.experts_gate_up_proj = weights["experts_gate_up_proj"]
+        self.experts_down_proj = weights["experts_down_proj"]
+        self.shared_gate_up_proj = weights["shared_gate_up_proj"]
+        self.shared_down_proj = weights["shared_down_proj"]
+
+    def __call__(self, x: jax.Array, layer: int | jax.Array, valid: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """This device's partial sum: its own experts and its part of the shared one.
+
+        Args:
+            x: ``[T, D]`` fp32, normed; the router sees it unrounded.
+            layer: Index into the stack.
+            valid: ``[T]`` bool; padding takes no expert.
+            dtype: The model dtype.
+
+        Returns:
+            fp32 ``[T, D]``, to be summed over devices.
+        """
+        gate = take(self.gate[...], layer, split=False)
+        logits = jnp.matmul(x, gate.T, precision=lax.Precision.HIGHEST)  # a rounded score flips experts
+        scores = jax.nn.sigmoid(logits)
+        chosen, weights = route(scores, take(self.expert_bias[...], layer, split=False), self.config)
+        x = x.astype(dtype)
+        return self._routed(x, layer, chosen, weights, valid) + self._shared(x, layer)
+
+    def _shared(self, x: jax.Array, layer: int | jax.Array) -> jax.Array:
+        return gated_mlp(x, take(self.shared_gate_up_proj[...], layer, split=True),
+                         take(self.shared_down_proj[...], layer, split=True))  # fmt: skip
+
+    def _routed(
+        self, x: jax.Array, layer: int | jax.Array, chosen: jax.Array, weights: jax.Array, valid: jax.Array
+    ) -> jax.Array:
+        gate_up, down = self.experts_gate_up_proj[...], self.experts_down_proj[...]
+        slabs, each = gate_up.shape[0], gate_up.shape[2]
+        local = slabs * each
+        tokens, top = chosen.shape
+        mine = chosen - lax.axis_index(AXIS) * local
+        mine = jnp.where(valid[:, None] & (mine >= 0) & (mine < local), mine, local).reshape(-1)
+        rows = tile_rows(tokens * top, self.config.num_experts)
+        place, tile_expert, tiles = tile_layout(mine, local, rows)
+        capacity = tile_expert.shape[0] * rows
+        # Where each row of the tiled order comes from; rows without a token repeat token 0 and are never read back.
+        token = jnp.zeros((capacity + 1,), jnp.int32).at[place].set(jnp.arange(tokens * top, dtype=jnp.int32) // top)
+        exact = precision(x.dtype)
+
+        def tile(i: jax.Array, out: jax.Array) -> jax.Array:
+            expert = tile_expert[i]
+            at = (expert // each, layer, expert % each)
+            inputs = x[lax.dynamic_slice_in_dim(token, i * rows, rows)]
+            y = lax.dot_general(inputs, gate_up[at].reshape(-1, x.shape[1]), (((1,), (1,)), ((), ())),
+                                precision=exact, preferred_element_type=jnp.float32)  # fmt: skip
+            half = y.shape[1] // 2
+            hidden = (jax.nn.silu(y[:, :half]) * y[:, half:]).astype(x.dtype)
+            y = lax.dot_general(hidden, down[at], (((1,), (1,)), ((), ())),
+                                precision=exact, preferred_element_type=jnp.float32)  # fmt: skip
+            return lax.dynamic_update_slice_in_dim(out, y, i * rows, axis=0)
+
+        done = lax.fori_loop(0, tiles, tile, jnp.zeros((capacity + 1, x.shape[1]), jnp.float32))
+        share = jnp.where((mine < local).reshape(tokens, top), weights, 0.0)
+        return jnp.einsum("tad,ta->td", done[place].reshape(tokens, top, -1), share, precision=lax.Precision.HIGHEST)
+
+
+def tile_layout(expert: jax.Array, experts: int, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sorts rows by expert into tiles.
+
+    Args:
+        expert: ``[X]`` int32, each row's expert; ``experts`` for a row that is not ours.
+        experts: How many experts there are here.
+        rows: Rows of a tile.
+
+    Returns:
+        ``place [X]``: each row's place in the tiled order (the last place, one past the tiles, for rows not ours);
+        ``tile_expert [capacity]``: each tile's expert; the number of tiles that hold rows.
+    """
+    count = expert.shape[0]
+    capacity = min(count, count // rows + experts)
+    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
+    counts = jnp.sum(expert[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
+    start = jnp.cumsum(counts) - counts
+    needed = (counts + rows - 1) // rows
+    tile_end = jnp.cumsum(needed)
+    tile_start = tile_end - needed
+    sorted_expert = expert[order]
+    owner = jnp.minimum(sorted_expert, experts - 1)
+    rank = jnp.arange(count, dtype=jnp.int32) - start[owner]
+    place = jnp.where(sorted_expert < experts, tile_start[owner] * rows + rank, capacity * rows)
+    place = jnp.zeros((count,), jnp.int32).at[order].set(place.astype(jnp.int32))
+    tile_expert = jnp.searchsorted(tile_end, jnp.arange(capacity), side="right", method="compare_all")
+    return place, jnp.minimum(tile_expert, experts - 1).astype(jnp.int32), tile_end[-1]

@@ -1,0 +1,163 @@
+"""The step contract: ``(params, state, batch) -> (state, out)`` for prefill, decode and sample.
+
+``build_step`` returns a global function (``shard_map`` over one axis, ``tp``) of plain nested dicts, with the abstract
+values and partition specs of everything that it takes and gives.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from ling3export.model.batch import Field, batch_fields, packed_size, unpack
+from ling3export.model.chunks import chunks_of
+from ling3export.model.config import Config
+from ling3export.model.geometry import AXIS, CHUNK, Geometry
+from ling3export.model.ling3 import Decode, Ling3, plain_name
+from ling3export.model.parameters import parameters
+from ling3export.model.sampling import sample
+from ling3export.model.state import StateArray, state_arrays
+
+P = PartitionSpec
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A program before lowering.
+
+    Attributes:
+        call: ``(params, state, batch) -> (state, out)`` on global arrays.
+        arguments: Abstract values of (params, state, batch).
+        specs: Their partition specs, of the same structure.
+        out_specs: Partition specs of (state, out).
+        fields: Layout of ``batch["packed"]``.
+    """
+
+    call: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
+    arguments: tuple[Tree, Tree, Tree]
+    specs: tuple[Tree, Tree, Tree]
+    out_specs: tuple[Tree, Tree]
+    fields: tuple[Field, ...]
+
+
+def parameter_spec(split: str | None) -> PartitionSpec:
+    """Split parameters are cut along their slab axis, the others are on every device."""
+    return P() if split is None else P(AXIS)
+
+
+def state_spec(array: StateArray) -> PartitionSpec:
+    """State is cut along its heads; no trailing None is spelled (jax would compile again for it)."""
+    if "heads" not in array.axes:
+        return P()
+    return P(*(AXIS if axis == "heads" else None for axis in array.axes[: array.axes.index("heads") + 1]))
+
+
+def parameter_tree(config: Config, geometry: Geometry) -> tuple[Tree, Tree]:
+    """(abstract values, partition specs) of the parameters, ``{stack: {name: ...}}``."""
+    values: Tree = {}
+    specs: Tree = {}
+    for row in parameters(config):
+        stack, attribute = plain_name(row)
+        dtype = geometry.dtype if row.dtype == "model" else row.dtype
+        values.setdefault(stack, {})[attribute] = jax.ShapeDtypeStruct(row.shape, jnp.dtype(dtype))
+        specs.setdefault(stack, {})[attribute] = parameter_spec(row.split)
+    return values, specs
+
+
+def state_tree(config: Config, geometry: Geometry) -> tuple[Tree, Tree]:
+    """(abstract values, partition specs) of the state."""
+    rows = state_arrays(config, geometry)
+    values = {row.name: jax.ShapeDtypeStruct(row.shape, jnp.dtype(row.dtype)) for row in rows}
+    return values, {row.name: state_spec(row) for row in rows}
+
+
+def bind(config: Config, geometry: Geometry) -> Callable[[Tree], Ling3]:
+    """Builds the model's structure once, without a byte of weights, and returns what fills it with local params."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Ling3(config, geometry)))
+
+    def fill(params: Tree) -> Ling3:
+        filled = nnx.State(state)
+        nnx.replace_by_pure_dict(filled, params)
+        return nnx.merge(graph, filled)
+
+    return fill
+
+
+def prefill(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
+    """``logits [N, V/TP]``: one row a chunk, its last token's."""
+    chunks = chunks_of(fields)
+    tokens = jnp.where(chunks.valid, fields["tokens"], 0)
+    x, state = model.run_layers(model.embed(tokens), state, chunks)
+    last = jnp.arange(chunks.slot.shape[0]) * CHUNK + jnp.maximum(chunks.length - 1, 0)
+    return state, {"logits": model.logits(x[last])}
+
+
+def decode(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
+    """``logits [B, V/TP]``; a token of -1 is taken from ``last_token``."""
+    slot = fields["slot"]
+    valid = slot > 0
+    token = jnp.where(fields["token"] < 0, state["last_token"][slot], fields["token"])
+    batch = Decode(slot, fields["position"], fields["page_table"], valid)
+    x, state = model.run_layers(model.embed(jnp.where(valid, token, 0)), state, batch)
+    return state, {"logits": model.logits(x)}
+
+
+def _sharded(
+    body: Callable[..., tuple[Tree, Tree]], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, specs: Any,
+    out_specs: Any,
+) -> Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]:  # fmt: skip
+    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+
+
+def build_step(
+    config: Config, geometry: Geometry, phase: str, padding: int,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+) -> Step:  # fmt: skip
+    """The program of one cell.
+
+    Args:
+        config: The model.
+        geometry: Parallelism, pools and dtype.
+        phase: ``prefill``, ``decode`` or ``sample``.
+        padding: Token slots, sequences or rows.
+        mesh: One axis ``tp`` of ``geometry.tp`` devices, abstract or real.
+    """
+    fields = batch_fields(phase, padding, geometry.max_pages)
+    packed = jax.ShapeDtypeStruct((packed_size(fields),), jnp.int32)
+    if phase == "sample":
+        return _sample_step(config, geometry, padding, mesh, fields, packed)
+    params, param_specs = parameter_tree(config, geometry)
+    state, state_specs = state_tree(config, geometry)
+    fill = bind(config, geometry)
+    run = {"prefill": prefill, "decode": decode}[phase]
+
+    def body(params: Tree, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        return run(fill(params), state, unpack(batch["packed"], fields))
+
+    specs = (param_specs, state_specs, {"packed": P()})
+    out_specs = (state_specs, {"logits": P(None, AXIS)})
+    return Step(_sharded(body, mesh, specs, out_specs), (params, state, {"packed": packed}), specs, out_specs, fields)
+
+
+def _sample_step(
+    config: Config, geometry: Geometry, rows: int, mesh: Any, fields: tuple[Field, ...], packed: jax.ShapeDtypeStruct
+) -> Step:
+    """``sample@R``: no parameters, of the state only ``last_token``; logits come in the batch."""
+
+    def body(params: Tree, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        values = unpack(batch["packed"], fields)
+        token, logprob = sample(batch["logits"], values)
+        last = state["last_token"].at[values["slot"]].set(token)
+        return {"last_token": last}, {"token": token, "logprob": logprob}
+
+    logits = jax.ShapeDtypeStruct((rows, config.vocab_size), jnp.float32)
+    state = {"last_token": jax.ShapeDtypeStruct((geometry.slots + 1,), jnp.int32)}
+    specs: tuple[Tree, Tree, Tree] = ({}, {"last_token": P()}, {"packed": P(), "logits": P(None, AXIS)})
+    out_specs: tuple[Tree, Tree] = ({"last_token": P()}, {"token": P(), "logprob": P()})
+    arguments: tuple[Tree, Tree, Tree] = ({}, state, {"packed": packed, "logits": logits})
+    return Step(_sharded(body, mesh, specs, out_specs), arguments, specs, out_specs, fields)

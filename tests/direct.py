@@ -1,0 +1,129 @@
+"""Runs the steps under plain jit, without artifact, store or runner: for tests of the numerics alone.
+
+Slots, pages and chunks are handed out by hand here, so that a test can cut and pack calls as it likes.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from ling3export.convert import DTYPES, pieces, stored_dtype
+from ling3export.model.batch import packed_size
+from ling3export.model.config import Config
+from ling3export.model.geometry import AXIS, CHUNK, Geometry
+from ling3export.model.parameters import parameters
+from ling3export.model.steps import Step, build_step, plain_name, state_tree
+
+
+def assemble(config: Config, read: Callable[[str], np.ndarray], dtype: str) -> dict[str, dict[str, np.ndarray]]:
+    """All parameters in memory, by the same pieces that the store is written from."""
+    tree: dict[str, dict[str, np.ndarray]] = {}
+    for row in parameters(config):
+        kind = DTYPES[stored_dtype(row, dtype)][1]
+        flat: dict[int | None, list[np.ndarray]] = {}
+        for layer in row.layers or (None,):
+            for slab, piece in pieces(row, layer, config, read):
+                flat.setdefault(slab, []).append(np.ascontiguousarray(piece).astype(kind).reshape(-1))
+        keys = [None] if row.split is None else list(range(config.slabs))
+        value = np.concatenate([part for key in keys for part in flat[key]]).reshape(row.shape)
+        stack, name = plain_name(row)
+        tree.setdefault(stack, {})[name] = value
+    return tree
+
+
+def pack(fields: Any, **values: Any) -> np.ndarray:
+    """Packs named fields as the manifest's offsets say; what is not given is zero."""
+    packed = np.zeros(packed_size(fields), np.int32)
+    for field in fields:
+        if field.name in values:
+            value = np.asarray(values[field.name], field.dtype).reshape(-1).view(np.int32)
+            packed[field.offset : field.offset + field.size] = value
+    return packed
+
+
+class Direct:
+    """One model, its state and its compiled steps."""
+
+    def __init__(
+        self, config: Config, read: Callable[[str], np.ndarray], *, tp: int = 1, dtype: str = "float32",
+        slots: int = 4, page_size: int = 32, max_pages: int = 32, layer_loop: str = "scan",
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.geometry = Geometry(
+            tp=tp, dtype=dtype, slots=slots, pages=slots * max_pages, page_size=page_size, max_pages=max_pages,
+            latent_row=config.latent_dim, layer_loop=layer_loop,
+        )  # fmt: skip
+        self.mesh = Mesh(np.array(jax.devices()[:tp]), (AXIS,), axis_types=(AxisType.Auto,))
+        self.steps: dict[tuple[str, int], tuple[Step, Any]] = {}
+        specs = self.step("decode", 1)[0].specs[0]
+        self.params = self._put(assemble(config, read, dtype), specs)
+        self.reset()
+
+    def _put(self, tree: Any, specs: Any) -> Any:
+        return jax.tree.map(lambda value, spec: jax.device_put(value, NamedSharding(self.mesh, spec)), tree, specs)
+
+    def reset(self) -> None:
+        """Fresh pools, filled with ones: nothing may depend on what a freed slot or page held."""
+        values, specs = state_tree(self.config, self.geometry)
+        self.state = self._put(jax.tree.map(lambda v: np.ones(v.shape, v.dtype), values), specs)
+
+    def step(self, phase: str, padding: int) -> tuple[Step, Any]:
+        if (phase, padding) not in self.steps:
+            step = build_step(self.config, self.geometry, phase, padding, self.mesh)
+            self.steps[phase, padding] = step, jax.jit(step.call, donate_argnums=(1,))
+        return self.steps[phase, padding]
+
+    def table(self, slot: int) -> np.ndarray:
+        """The pages of a slot, in an order that is not the natural one."""
+        first = (slot - 1) * self.geometry.max_pages
+        return np.arange(first, first + self.geometry.max_pages, dtype=np.int32)[::-1] + 1
+
+    def prefill(self, padding: int, parts: Sequence[tuple[int, int, Sequence[int]]]) -> dict[int, np.ndarray]:
+        """One call. ``parts``: (slot, start position, tokens). Returns the logits of each part's last token by slot."""
+        step, call = self.step("prefill", padding)
+        count = padding // CHUNK
+        tokens = np.full(padding, self.config.vocab_size - 1, np.int32)
+        slot, start, length, fresh = (np.zeros(count, np.int32) for _ in range(4))
+        tables = np.zeros((count, self.geometry.max_pages), np.int32)
+        rows: dict[int, int] = {}
+        n = 0
+        for which, position, ids in parts:
+            for cut in range(0, len(ids), CHUNK):
+                piece = ids[cut : cut + CHUNK]
+                tokens[n * CHUNK : n * CHUNK + len(piece)] = piece
+                slot[n], start[n], length[n] = which, position + cut, len(piece)
+                fresh[n] = position + cut == 0
+                tables[n] = self.table(which)
+                rows[which] = n
+                n += 1
+        packed = pack(step.fields, tokens=tokens, chunk_slot=slot, chunk_start=start, chunk_len=length, fresh=fresh,
+                      page_table=tables)  # fmt: skip
+        self.state, out = call(self.params, self.state, {"packed": packed})
+        logits = np.asarray(out["logits"])
+        return {which: logits[row] for which, row in rows.items()}
+
+    def decode(self, padding: int, rows: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
+        """One step. ``rows``: (slot, position, token)."""
+        step, call = self.step("decode", padding)
+        empty = [(0, 0, 0)] * (padding - len(rows))
+        slot, position, token = np.array([*rows, *empty], np.int32).T
+        tables = np.stack([self.table(s) if s else np.zeros(self.geometry.max_pages, np.int32) for s in slot])
+        packed = pack(step.fields, slot=slot, position=position, page_table=tables, token=token)
+        self.state, out = call(self.params, self.state, {"packed": packed})
+        return list(np.asarray(out["logits"])[: len(rows)])
+
+    def sequence(self, padding: int, ids: Sequence[int], *, cut: int | None = None, slot: int = 1) -> np.ndarray:
+        """Logits after the last of ``ids``, prefilled in calls of at most ``cut`` (default: padding) tokens."""
+        size = cut or padding
+        for at in range(0, len(ids), size):
+            logits = self.prefill(padding, [(slot, at, ids[at : at + size])])[slot]
+        return logits
+
+
+def relative(found: np.ndarray, expected: np.ndarray) -> float:
+    """Relative L2 distance, the largest over positions."""
+    found, expected = np.atleast_2d(found).astype(np.float64), np.atleast_2d(expected).astype(np.float64)
+    return float(np.max(np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1)))
