@@ -1,0 +1,211 @@
+"""A published checkpoint, opened strictly: exactly the tensors that its config asks for, each where the index says.
+
+Opening reads config, index and the headers of the shards; the weights stay on disk and are mapped when asked for.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from ling3export.errors import CheckpointError, listed
+from ling3export.layout import TensorInfo, expected_tensors, is_mtp
+from ling3export.model.config import Config
+from ling3export.shard import Shard
+
+__all__ = ["Checkpoint", "TensorInfo", "expected_tensors", "is_mtp"]
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+class Checkpoint:
+    """An opened checkpoint: its config, and each of the model's tensors by its published name.
+
+    Made by ``open``. The MTP layers are skipped: their tensors are neither required nor readable.
+    """
+
+    def __init__(self, path: Path, config: Config, shards: dict[str, Shard], homes: dict[str, Shard]) -> None:
+        self.path = path
+        self.config = config
+        self._shards = shards
+        self._homes = homes
+
+    @classmethod
+    def open(cls, path: str | Path, *, ignore: Iterable[str] = ()) -> "Checkpoint":
+        """Opens a folder and checks everything that can be checked without reading weights.
+
+        Args:
+            path: The folder: config.json, model*.safetensors with their index (or model.safetensors alone).
+            ignore: Unknown config fields to accept.
+
+        Raises:
+            ConfigError: config.json is not one that we model.
+            CheckpointError: a file is absent or damaged; a tensor is missing, unknown, doubled, of another shape or
+                dtype, or not where the index says.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise CheckpointError(f"checkpoint `{folder}`: expected a folder, found {_what_is(folder)}")
+        config = Config.from_file(folder / "config.json", ignore)
+        weight_map = _read_index(folder)
+        shards = {name: Shard(folder / name) for name in _shard_names(folder, weight_map)}
+        homes = _locate(shards, weight_map)
+        expected = expected_tensors(config)
+        _check_names(homes, expected, config, folder)
+        for name, info in expected.items():
+            _check_tensor(name, info, homes[name])
+        return cls(folder, config, shards, {name: homes[name] for name in expected})
+
+    def tensor(self, name: str) -> NDArray[Any]:
+        """A tensor as a read-only view of its mapped shard: bfloat16 or float32, in torch's order and shape.
+
+        Raises:
+            CheckpointError: the model has no tensor of that name.
+        """
+        if name not in self._homes:
+            raise CheckpointError(f"tensor `{name}`: expected one of the model's, found none, in {self.path}")
+        return self._homes[name].tensor(name)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that the model needs, without MTP."""
+        entries = (shard.entries[name] for name, shard in self._homes.items())
+        return sum(entry.stop - entry.start for entry in entries)
+
+    @property
+    def tokenizer_files(self) -> list[Path]:
+        """The tokenizer's and generation's files that exist."""
+        return [self.path / name for name in TOKENIZER_FILES if (self.path / name).is_file()]
+
+    def digests(self) -> dict[str, dict[str, Any]]:
+        """What identifies the source, by file name: sha256 of config and index, size and header's sha256 of shards."""
+        whole = [name for name in ("config.json", INDEX) if (self.path / name).is_file()]
+        digests: dict[str, dict[str, Any]] = {
+            name: {"sha256": hashlib.sha256((self.path / name).read_bytes()).hexdigest()} for name in whole
+        }
+        for name, shard in self._shards.items():
+            digests[name] = {"bytes": shard.nbytes, "header_sha256": shard.header_sha256}
+        return digests
+
+
+def _what_is(path: Path) -> str:
+    return "a file" if path.exists() else "nothing"
+
+
+def _read_index(folder: Path) -> dict[str, str] | None:
+    """The index's map from tensor to shard; None where there is no index."""
+    path = folder / INDEX
+
+    def broken(expected: str, found: str) -> CheckpointError:
+        return CheckpointError(f"index `{INDEX}`: expected {expected}, found {found}, in {folder}")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in seen:
+                raise broken(f"`{name}` once", "it twice")
+            seen[name] = value
+        return seen
+
+    try:
+        index = json.loads(path.read_bytes().decode(), object_pairs_hook=unique)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise broken("readable JSON", str(error)) from None
+    if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
+        raise broken("an object with a `weight_map`", json.dumps(index)[:60])
+    if not isinstance(index.get("metadata", {}), dict):
+        raise broken("`metadata` to be an object", json.dumps(index["metadata"])[:60])
+    weight_map: dict[str, str] = index["weight_map"]
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or "/" in shard or "\\" in shard or not shard.endswith(".safetensors"):
+            raise broken(f"a .safetensors file of the same folder for `{name}`", json.dumps(shard))
+    return weight_map
+
+
+def _shard_names(folder: Path, weight_map: dict[str, str] | None) -> list[str]:
+    """The shards to open: those that the index names, and no other model*.safetensors may lie beside them."""
+    present = sorted(path.name for path in folder.glob("model*.safetensors"))
+    if weight_map is None:
+        if present == [SINGLE]:
+            return present
+        expected = f"{INDEX}, or {SINGLE} alone"
+        raise CheckpointError(f"checkpoint `{folder}`: expected {expected}, found {listed(present) or 'neither'}")
+    named = sorted(set(weight_map.values()))
+    for shard in named:
+        if not (folder / shard).is_file():
+            missing = [name for name, home in weight_map.items() if home == shard]
+            raise CheckpointError(
+                f"shard `{shard}`: expected a file with {len(missing)} tensors ({listed(missing, 1)}), found none, "
+                f"in {folder}",
+                "download the checkpoint again, all files",
+            )
+    if unknown := [name for name in present if name not in named]:
+        raise CheckpointError(f"shard `{unknown[0]}`: expected in {INDEX}, found beside it, in {folder}")
+    return named
+
+
+def _locate(shards: dict[str, Shard], weight_map: dict[str, str] | None) -> dict[str, Shard]:
+    """Where each tensor is, having checked that it is there once and that the index says the same."""
+    homes: dict[str, Shard] = {}
+    for file, shard in shards.items():
+        for name in shard.entries:
+            if name in homes:
+                raise CheckpointError(
+                    f"tensor `{name}`: expected once, found twice, in {homes[name].path.name} and {file}"
+                )
+            homes[name] = shard
+    for name, file in (weight_map or {}).items():
+        if name not in homes:
+            raise CheckpointError(f"tensor `{name}`: expected in {file}, as {INDEX} says, found in no shard")
+        if homes[name].path.name != file:
+            found = homes[name].path.name
+            raise CheckpointError(f"tensor `{name}`: expected in {file}, as {INDEX} says, found in {found}")
+    if weight_map is not None and (unknown := [name for name in homes if name not in weight_map]):
+        file = homes[unknown[0]].path.name
+        raise CheckpointError(f"{_tensors(unknown)}: expected in {INDEX}, found only in {file}")
+    return homes
+
+
+def _tensors(names: list[str]) -> str:
+    return f"tensor{'s' if len(names) > 1 else ''} {listed([f'`{name}`' for name in names])}"
+
+
+def _check_names(homes: dict[str, Shard], expected: dict[str, TensorInfo], config: Config, folder: Path) -> None:
+    missing = [name for name in expected if name not in homes]
+    extra = [name for name in homes if name not in expected and not is_mtp(name, config)]
+    # A renamed tensor is both; the missing name says what was wanted, the extra one what came instead.
+    if missing:
+        hint = f"not in the model: {listed(extra)}" if extra else None
+        info = expected[missing[0]]
+        wanted = f"{info.dtypes[0]} {list(info.shape)}" if len(missing) == 1 else "each of them"
+        raise CheckpointError(f"{_tensors(missing)}: expected {wanted}, found none, in {folder}", hint)
+    if extra:
+        where = homes[extra[0]].path.name
+        raise CheckpointError(f"{_tensors(extra)}: expected no such tensor, found in {where}, in {folder}")
+
+
+def _check_tensor(name: str, info: TensorInfo, home: Shard) -> None:
+    entry = home.entries[name]
+    if entry.shape != info.shape:
+        raise CheckpointError(
+            f"tensor `{name}`: expected shape {list(info.shape)}, found {list(entry.shape)}, in {home.path.name}"
+        )
+    if entry.dtype not in info.dtypes:
+        expected = " or ".join(info.dtypes)
+        raise CheckpointError(f"tensor `{name}`: expected dtype {expected}, found {entry.dtype}, in {home.path.name}")

@@ -1,0 +1,143 @@
+"""One safetensors file: its header checked against the file, its tensors mapped without a copy.
+
+Layout: 8 bytes of little-endian header length, a JSON object of ``name: {dtype, shape, data_offsets}``, then the data,
+which the offsets (counted from its start) must cover exactly once.
+"""
+
+import hashlib
+import json
+import math
+import mmap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ling3export.errors import CheckpointError
+
+LARGEST_HEADER = 100_000_000  # the format's own limit
+
+ITEM_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+}
+READABLE = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32)}
+
+
+class Entry(NamedTuple):
+    """Where a tensor lies: ``start`` and ``stop`` are bytes from the start of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class Shard:
+    """A safetensors file whose header was read and found to fit the file.
+
+    Args:
+        path: The file.
+
+    Attributes:
+        entries: Every tensor in it, by name.
+        header_sha256: Digest of the length and header bytes.
+
+    Raises:
+        CheckpointError: the file is absent, truncated, or its header is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._map: mmap.mmap | None = None
+        try:
+            with open(path, "rb") as file:
+                self.nbytes = file.seek(0, 2)
+                file.seek(0)
+                raw = self._header(file.read(8), file)
+        except OSError as error:
+            raise self._broken("a readable file", error.strerror or str(error)) from None
+        self.data_start = 8 + len(raw)
+        self.header_sha256 = hashlib.sha256(len(raw).to_bytes(8, "little") + raw).hexdigest()
+        self.entries = self._entries(raw)
+
+    def tensor(self, name: str) -> NDArray[Any]:
+        """A read-only view of a mapped BF16 or F32 tensor; its pages are read when touched."""
+        entry = self.entries[name]
+        if self._map is None:
+            with open(self.path, "rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        count = math.prod(entry.shape)
+        return np.frombuffer(self._map, READABLE[entry.dtype], count, entry.start).reshape(entry.shape)
+
+    def _broken(self, expected: str, found: str) -> CheckpointError:
+        return CheckpointError(f"shard `{self.path.name}`: expected {expected}, found {found}, in {self.path.parent}")
+
+    def _header(self, prefix: bytes, file: Any) -> bytes:
+        if len(prefix) < 8:
+            raise self._broken("a safetensors header", f"{len(prefix)} bytes")
+        length = int.from_bytes(prefix, "little")
+        if length > LARGEST_HEADER:
+            raise self._broken(f"a header of at most {LARGEST_HEADER} bytes", str(length))
+        if 8 + length > self.nbytes:
+            raise self._broken(f"a header of {length} bytes", f"a file of {self.nbytes}")
+        raw = file.read(length)
+        assert isinstance(raw, bytes)
+        return raw
+
+    def _entries(self, raw: bytes) -> dict[str, Entry]:
+        def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+            seen: dict[str, Any] = {}
+            for name, value in pairs:
+                if name in seen:
+                    raise CheckpointError(
+                        f"tensor `{name}`: expected once, found twice, in the header of {self.path.name}"
+                    )
+                seen[name] = value
+            return seen
+
+        try:
+            header = json.loads(raw.decode(), object_pairs_hook=unique)
+        except (ValueError, RecursionError) as error:
+            raise self._broken("a header in JSON", str(error)) from None
+        if not isinstance(header, dict):
+            raise self._broken("a header that is a JSON object", type(header).__name__)
+        header.pop("__metadata__", None)
+        entries = {name: self._entry(name, value) for name, value in header.items()}
+        self._check_cover(entries)
+        return entries
+
+    def _entry(self, name: str, value: Any) -> Entry:
+        def is_size(item: Any) -> bool:
+            return isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 1 << 62
+
+        def sizes(field: str) -> list[int] | None:
+            found = value.get(field) if isinstance(value, dict) else None
+            return found if isinstance(found, list) and all(is_size(item) for item in found) else None
+
+        shape, offsets = sizes("shape"), sizes("data_offsets")
+        dtype = value.get("dtype") if isinstance(value, dict) else None
+        if shape is None or offsets is None or len(offsets) != 2 or not isinstance(dtype, str):
+            raise self._broken(f"dtype, shape and data_offsets of `{name}`", json.dumps(value)[:80])
+        if dtype not in ITEM_BYTES:
+            raise self._broken(f"a known dtype of `{name}`", dtype)
+        entry = Entry(dtype, tuple(shape), *(self.data_start + offset for offset in offsets))
+        wanted = math.prod(shape) * ITEM_BYTES[entry.dtype]
+        if entry.stop - entry.start != wanted:
+            raise self._broken(f"{wanted} bytes of `{name}`", f"offsets that span {entry.stop - entry.start}")
+        return entry
+
+    def _check_cover(self, entries: dict[str, Entry]) -> None:
+        """The tensors must lie end to end from the header to the end of the file."""
+        end = self.data_start
+        for name, entry in sorted(entries.items(), key=lambda item: item[1].start):
+            if entry.start != end:
+                raise self._broken(f"`{name}` at byte {end}", f"it at byte {entry.start}")
+            end = entry.stop
+        if end != self.nbytes:
+            what = "it truncated at" if self.nbytes < end else "it going on to"
+            raise self._broken(f"a file of {end} bytes", f"{what} {self.nbytes}")
