@@ -181,7 +181,7 @@ class Reference:
             scores, bias, config.n_group, config.topk_group, config.num_experts_per_tok, config.routed_scaling_factor
         )
         self.margins = self.margins.smaller(routing.margins)
-        out = self._mlp(x, f"{prefix}shared_experts.") if config.num_shared_experts else np.zeros_like(x)
+        out = self._mlp(x, f"{prefix}shared_experts.")
         for expert in np.unique(routing.experts):
             tokens, choice = np.nonzero(routing.experts == expert)
             weights = routing.weights[tokens, choice, None]

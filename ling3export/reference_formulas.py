@@ -23,12 +23,13 @@ QUERY_BLOCK = 128
 
 
 class Margins(NamedTuple):
-    """Distance of the closest routing decision from a tie, in biased scores; infinite if there was nothing to choose."""
+    """How far the closest routing decisions are from a tie, in biased scores; infinite where there was no choice."""
 
     expert: float
     group: float
 
     def smaller(self, other: Margins) -> Margins:
+        """The closer decision of the two, for experts and groups apart."""
         return Margins(min(self.expert, other.expert), min(self.group, other.group))
 
 
@@ -50,6 +51,7 @@ def sigmoid(x: Array) -> Array:
 
 
 def silu(x: Array) -> Array:
+    """x * sigmoid(x)."""
     return x * sigmoid(x)
 
 

@@ -1,0 +1,190 @@
+"""Micro-size configurations and random weights in the published layout, for tests that need no real checkpoint.
+
+The weights are built so that mistakes show: norm weights unlike 1, asymmetric conv taps, a tiny v in every second KDA
+layer (so that the output norm's eps counts), more experts a token than kept groups, and a bias that changes choices.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+FLOAT32_SUFFIXES = ("A_log", "dt_bias", "expert_bias")
+
+
+def tiny_fields(**changes: Any) -> dict[str, Any]:
+    """config.json of a micro model: layers KDA KDA MLA, KDA KDA MLA and an incomplete last group, MLA; one dense."""
+    fields: dict[str, Any] = {
+        "architectures": ["BailingMoeV3ForCausalLM"],
+        "model_type": "bailing_hybrid",
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "layer_group_size": 3,
+        "first_k_dense_replace": 1,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "num_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+        "routed_scaling_factor": 2.5,
+        "router_dtype": "fp32",
+        "score_function": "sigmoid",
+        "norm_topk_prob": True,
+        "moe_router_enable_expert_bias": True,
+        "topk_method": "noaux_tc",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000,
+        "rope_scaling": None,
+        "rope_interleave": True,
+        "max_position_embeddings": 512,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 12,
+        "head_dim": 16,
+        "short_conv_kernel_size": 4,
+        "kda_safe_gate": True,
+        "kda_lower_bound": -5.0,
+        "no_kda_lora": True,
+        "gated_attention_proj_granularity_type": "head_wise",
+        "num_nextn_predict_layers": 0,
+        "use_mla_nope": False,
+        "use_bias": False,
+        "use_qkv_bias": False,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "eos_token_id": 95,
+        "pad_token_id": 95,
+        "torch_dtype": "bfloat16",
+    }
+    return fields | changes
+
+
+def is_mla(fields: dict[str, Any], layer: int) -> bool:
+    size, layers = fields["layer_group_size"], fields["num_hidden_layers"]
+    return (layer + 1) % size == 0 or layer >= layers - layers % size
+
+
+def tiny_shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and stored shape of every tensor but the MTP layers'."""
+    hidden, vocab = fields["hidden_size"], fields["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.word_embeddings.weight": (vocab, hidden),
+        "lm_head.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for layer in range(fields["num_hidden_layers"]):
+        attention = _mla_shapes(fields) if is_mla(fields, layer) else _kda_shapes(fields)
+        dense = layer < fields["first_k_dense_replace"]
+        mlp = _mlp_shapes(hidden, fields["intermediate_size"]) if dense else _moe_shapes(fields)
+        prefix = f"model.layers.{layer}."
+        shapes |= {f"{prefix}{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
+        shapes |= {f"{prefix}attention.{name}": shape for name, shape in attention.items()}
+        shapes |= {f"{prefix}mlp.{name}": shape for name, shape in mlp.items()}
+    return shapes
+
+
+def _kda_shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, heads, width = fields["hidden_size"], fields["num_attention_heads"], fields["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {f"{name}_proj.weight": (heads * width, hidden) for name in "qkvfg"}
+    shapes |= {f"{name}_conv1d.weight": (heads * width, 1, fields["short_conv_kernel_size"]) for name in "qkv"}
+    return shapes | {
+        "b_proj.weight": (heads, hidden),
+        "A_log": (heads,),
+        "dt_bias": (heads * width,),
+        "o_norm.weight": (width,),
+        "o_proj.weight": (hidden, heads * width),
+    }
+
+
+def _mla_shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    nope, rope, value = fields["qk_nope_head_dim"], fields["qk_rope_head_dim"], fields["v_head_dim"]
+    rank, query_rank = fields["kv_lora_rank"], fields["q_lora_rank"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "kv_a_proj_with_mqa.weight": (rank + rope, hidden),
+        "kv_a_layernorm.weight": (rank,),
+        "kv_b_proj.weight": (heads * (nope + value), rank),
+        "g_proj.weight": (heads, hidden),
+        "dense.weight": (hidden, heads * value),
+    }
+    if query_rank is None:
+        return shapes | {"q_proj.weight": (heads * (nope + rope), hidden)}
+    return shapes | {
+        "q_a_proj.weight": (query_rank, hidden),
+        "q_a_layernorm.weight": (query_rank,),
+        "q_b_proj.weight": (heads * (nope + rope), query_rank),
+    }
+
+
+def _mlp_shapes(hidden: int, width: int) -> dict[str, tuple[int, ...]]:
+    return {"gate_proj.weight": (width, hidden), "up_proj.weight": (width, hidden), "down_proj.weight": (hidden, width)}
+
+
+def _moe_shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, experts = fields["hidden_size"], fields["num_experts"]
+    shared = fields["num_shared_experts"] * fields["moe_shared_expert_intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {"gate.weight": (experts, hidden), "gate.expert_bias": (experts,)}
+    shapes |= {f"shared_experts.{name}": shape for name, shape in _mlp_shapes(hidden, shared).items()}
+    for expert in range(experts):
+        widths = _mlp_shapes(hidden, fields["moe_intermediate_size"])
+        shapes |= {f"experts.{expert}.{name}": shape for name, shape in widths.items()}
+    return shapes
+
+
+def tiny_weights(fields: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
+    """Random weights in the published names, shapes and dtypes (bf16; fp32 for A_log, dt_bias, expert_bias)."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: _tiny_tensor(name, shape, rng).astype(
+            np.float32 if name.endswith(FLOAT32_SUFFIXES) else ml_dtypes.bfloat16
+        )
+        for name, shape in tiny_shapes(fields).items()
+    }
+
+
+def _tiny_tensor(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    if name.endswith("norm.weight"):
+        return rng.uniform(0.5, 1.5, shape)
+    if name.endswith("A_log"):
+        return rng.uniform(-1, 1, shape)
+    if name.endswith("dt_bias"):
+        return rng.normal(-1, 1, shape)
+    if name.endswith("expert_bias"):
+        return rng.normal(0, 0.1, shape)
+    if name.endswith("conv1d.weight"):
+        return rng.normal(0, 0.5, shape)
+    if name.endswith("word_embeddings.weight"):
+        return rng.normal(0, 1, shape)
+    scale = shape[-1] ** -0.5
+    if name.endswith("v_proj.weight") and int(name.split(".")[2]) % 2 == 1:
+        scale *= 2e-3
+    return rng.normal(0, scale, shape)
+
+
+def write_tiny(folder: Path, fields: dict[str, Any], weights: dict[str, np.ndarray]) -> Path:
+    """A checkpoint folder of two shards, their index and config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = sorted(weights)
+    shards = {f"model-0000{part + 1}-of-00002.safetensors": names[part::2] for part in range(2)}
+    for file, held in shards.items():
+        save_file({name: weights[name] for name in held}, folder / file, metadata={"format": "pt"})
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in weights.values())},
+        "weight_map": {name: file for file, held in shards.items() for name in held},
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    (folder / "config.json").write_text(json.dumps(fields, indent=2))
+    return folder
