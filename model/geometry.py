@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import jax.numpy as jnp
-
 CHUNK = 16  # tokens of a prefill chunk; the gate's lower bound of -5 keeps factored exponents in fp32 over 16 tokens
 
 AXIS = "tp"  # the one mesh axis
@@ -32,8 +30,3 @@ class Geometry:
     max_pages: int
     latent_row: int
     layer_loop: str = "scan"
-
-    @property
-    def jnp_dtype(self) -> jnp.dtype:
-        """The model dtype as jax knows it."""
-        return jnp.dtype(self.dtype)

@@ -85,7 +85,7 @@ class Ling3(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """fp32 ``[R, V/TP]`` of this device's vocabulary, from ``x [R, D]`` before the final norm."""
-        x = rms_norm(x, self.embeddings["norm"][...], self.config.rms_norm_eps).astype(self.geometry.jnp_dtype)
+        x = rms_norm(x, self.embeddings["norm"][...], self.config.rms_norm_eps).astype(jnp.dtype(self.geometry.dtype))
         return dot(x, self.embeddings["lm_head"][...]).reshape(x.shape[0], -1)
 
     def _attention(
@@ -106,7 +106,7 @@ class Ling3(nnx.Module):
         return out, state | {"mla_latent": pool}
 
     def _mlp(self, x: jax.Array, layer: Layer, valid: jax.Array) -> jax.Array:
-        dtype = self.geometry.jnp_dtype
+        dtype = jnp.dtype(self.geometry.dtype)
         if layer.mlp == "moe":
             assert self.moe is not None
             return self.moe(x, layer.mlp_index, valid, dtype)
@@ -117,7 +117,7 @@ class Ling3(nnx.Module):
 
     def run_layer(self, layer: Layer, x: jax.Array, state: State, batch: Decode | Chunks) -> tuple[jax.Array, State]:
         """One pre-norm layer: ``x [T, D]`` fp32 in and out, replicated."""
-        eps, dtype = self.config.rms_norm_eps, self.geometry.jnp_dtype
+        eps, dtype = self.config.rms_norm_eps, jnp.dtype(self.geometry.dtype)
         weight = take(self.layers["input_layernorm"][...], layer.index, split=False)
         out, state = self._attention(rms_norm(x, weight, eps).astype(dtype), layer, state, batch)
         x = x + lax.psum(out, AXIS)

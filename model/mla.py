@@ -19,6 +19,7 @@ from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
 from ling3export.model.layers import dot, dot_rows, precision, rms_norm, rope, take
 
+LATENT_NORM_EPS = 1e-6  # of the query's and the key-value latent's norm, whatever rms_norm_eps says
 MASKED = -1e30  # finite, so that a row which sees nothing yet gives weights of zero and not NaN
 QUERY_BLOCK = 512  # token slots whose scores against the whole call are held at once
 
@@ -116,7 +117,7 @@ class GatedMLA(nnx.Module):
             assert self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None
             low = dot(x, take(self.q_a_proj[...], layer, split=False))
             weight = take(self.q_a_layernorm[...], layer, split=False)
-            low = rms_norm(low, weight, self.config.rms_norm_eps).astype(x.dtype)
+            low = rms_norm(low, weight, LATENT_NORM_EPS).astype(x.dtype)
             y = dot(low, take(self.q_b_proj[...], layer, split=True))
         return y.reshape(x.shape[0], -1, self.config.qk_head_dim)
 
@@ -130,7 +131,7 @@ class GatedMLA(nnx.Module):
         return Projected(
             q_nope=query[..., :nope].astype(x.dtype),
             q_rope=rope(query[..., nope:], position, config.rope_theta).astype(x.dtype),
-            latent=rms_norm(compressed[:, :rank], weight, config.rms_norm_eps).astype(x.dtype),
+            latent=rms_norm(compressed[:, :rank], weight, LATENT_NORM_EPS).astype(x.dtype),
             k_rope=rope(compressed[:, rank:], position, config.rope_theta).astype(x.dtype),
             gate=gate,
         )

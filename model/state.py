@@ -1,5 +1,6 @@
 """The table of state arrays: what a sequence leaves behind between steps."""
 
+import math
 from dataclasses import dataclass
 
 from ling3export.model.config import Config
@@ -42,3 +43,12 @@ def state_arrays(config: Config, geometry: Geometry) -> list[StateArray]:
     latent = (len(config.mla_layers), geometry.pages + 1, geometry.page_size, geometry.latent_row)
     rows.append(StateArray("mla_latent", latent, geometry.dtype, ("layers", "pages", "page", "row")))
     return sorted(rows, key=lambda row: row.name)
+
+
+def state_bytes(config: Config, geometry: Geometry) -> int:
+    """Bytes of the whole state on all ``tp`` devices together: a replicated array counts once a device."""
+    total = 0
+    for row in state_arrays(config, geometry):
+        copies = 1 if "heads" in row.axes else geometry.tp
+        total += copies * math.prod(row.shape) * (2 if row.dtype == "bfloat16" else 4)
+    return total

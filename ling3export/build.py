@@ -1,0 +1,250 @@
+"""Checkpoint to artifact: programs, weights, vectors and tokenizer files, checked, then named in one manifest.
+
+Everything is written to a hidden folder beside the destination, which takes the artifact's name only when the manifest
+stands; a kill at any moment leaves nothing that looks whole.
+"""
+
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import ling3export
+from ling3export.artifacts.manifest import file_record, sha256_of, write_manifest
+from ling3export.artifacts.staging import staged
+from ling3export.checkpoint import Checkpoint
+from ling3export.compiling import Compilers
+from ling3export.convert import DTYPES, convert, store_bytes, stored_dtype
+from ling3export.errors import ArtifactError
+from ling3export.fingerprint import fingerprint, state_abi, toolchain
+from ling3export.model.config import Config
+from ling3export.model.geometry import AXIS, CHUNK
+from ling3export.model.parameters import parameters
+from ling3export.model.state import state_arrays
+from ling3export.plan import Cell, Options, Plan, make_plan
+from ling3export.vectors import PATH as VECTORS_PATH
+from ling3export.vectors import write_vectors
+
+PROVISIONAL = "provisional"  # folder of the manifest that the receipts are measured with
+DEMO = Path(ling3export.__file__).parent / "demo"
+
+
+class Reporter(Protocol):
+    """Where a build tells how far it is."""
+
+    def note(self, text: str) -> None:
+        """A line for the user."""
+        ...
+
+    def start(self, stage: str, total: int) -> None:
+        """A stage of ``total`` units begins."""
+        ...
+
+    def advance(self, stage: str, amount: int) -> None:
+        """``amount`` more units are done."""
+        ...
+
+
+def build(
+    checkpoint: Path, artifact: Path, options: Options, report: Reporter, *, force: bool = False,
+    ignore: Sequence[str] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Builds ``artifact`` from ``checkpoint``.
+
+    Args:
+        checkpoint: A folder in the published layout.
+        artifact: The folder to make.
+        options: What to build.
+        report: Told of every stage.
+        force: Replace an artifact that is there.
+        ignore: Fields of config.json to ignore.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        Ling3Error: The checkpoint, the plan or the disk do not allow it; nothing is left behind.
+    """
+    source = Checkpoint.open(checkpoint, ignore=ignore)
+    plans = [make_plan(source.config, options, target) for target in dict.fromkeys(options.targets)]
+    for plan in plans:
+        for note in plan.notes:
+            report.note(f"{plan.target.name}: {note}")
+    with staged(artifact, force=force) as folder:
+        body = _fill(folder, source, plans, options, report, ignore)
+        return write_manifest(folder, body)
+
+
+def _fill(
+    folder: Path, source: Checkpoint, plans: list[Plan], options: Options, report: Reporter, ignore: Sequence[str]
+) -> dict[str, Any]:
+    """Writes every file but the manifest, and returns the manifest's fields."""
+    raw = json.loads((source.path / "config.json").read_text())
+    compilers = []
+    for plan in plans:
+        programs = folder / "programs" / plan.target.name
+        programs.mkdir(parents=True)
+        compilers.append(Compilers(plan, raw, ignore, programs, options.jobs))
+    report.start("programs", sum(len(plan.cells) for plan in plans))
+    with ThreadPoolExecutor(1) as pool:
+        compiled = pool.submit(_compile_all, plans, compilers, report)
+        try:
+            weights = _write_weights(folder, source, options.dtype, report)
+            context = min(plan.context for plan in plans)
+            report.start("vectors", 1)
+            vectors = write_vectors(source.config, source.tensor, folder, context, options.dtype)
+            report.advance("vectors", 1)
+            tokenizer = _copy_tokenizer(folder, source)
+            records = compiled.result()
+        except BaseException:
+            _stop(compilers, compiled)
+            raise
+    body = {
+        "producer": {"ling3export": metadata.version("ling3export"), **toolchain(), "python": platform.python_version()},
+        "source": {"name": source.path.resolve().name, "digests": source.digests()},
+        "config": source.config.semantic() | {"eos_token_id": list(source.config.eos_token_ids)},
+        "plan": plans[0].record() | {"targets": [plan.target.name for plan in plans]},
+        "targets": {
+            plan.target.name: target_record(folder, source.config, plan, record)
+            for plan, record in zip(plans, records, strict=True)
+        },
+        "weights": weights,
+        "vectors": vectors | {"file": file_record(folder, VECTORS_PATH)},
+        "tokenizer": tokenizer,
+        "notes": [note for plan in plans for note in plan.notes],
+    }
+    body["vectors"]["receipts"] = _receipts(folder, body, plans, report)
+    return body
+
+
+def _stop(compilers: list[Compilers], compiled: "Future[Any]") -> None:
+    """Ends the compilers, so that their thread can be joined."""
+    for each in compilers:
+        each.stop()
+    compiled.cancel()
+
+
+def _compile_all(plans: list[Plan], compilers: list[Compilers], report: Reporter) -> list[dict[str, dict[str, Any]]]:
+    def done(cell: Cell, record: dict[str, Any]) -> None:
+        report.advance("programs", 1)
+
+    return [each.run(plan.cells, done) for plan, each in zip(plans, compilers, strict=True)]
+
+
+def _write_weights(folder: Path, source: Checkpoint, dtype: str, report: Reporter) -> dict[str, Any]:
+    store = folder / "weights"
+    store.mkdir()
+    report.start("weights", store_bytes(source.config, dtype))
+    progress: Callable[[int], None] = lambda amount: report.advance("weights", amount)  # noqa: E731
+    index = convert(source, store, dtype, progress)
+    sizes = {entry["file"]: (store / entry["file"]).stat().st_size for entry in index.values()}
+    return {
+        "files": {name: {"bytes": size} for name, size in sorted(sizes.items())},
+        "index": index,
+        "digest": sha256_of({name: entry["sha256"] for name, entry in index.items()}),
+        "bytes": sum(sizes.values()),
+    }
+
+
+def _copy_tokenizer(folder: Path, source: Checkpoint) -> list[dict[str, Any]]:
+    target = folder / "tokenizer"
+    target.mkdir()
+    records = []
+    for file in source.tokenizer_files:
+        shutil.copyfile(file, target / file.name)
+        records.append(file_record(folder, f"tokenizer/{file.name}"))
+    return records
+
+
+def target_record(
+    folder: Path, config: Config, plan: Plan, cells: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """What the manifest says of one target."""
+    # Imported here: the specs are jax's, and nothing else of a build needs jax in this process.
+    from ling3export.lower import spec_list
+    from ling3export.model.steps import parameter_spec, state_spec
+
+    geometry, target = plan.geometry, plan.target
+    programs = f"programs/{target.name}"
+    named = {}
+    for cell in sorted(plan.cells, key=lambda cell: (cell.phase, cell.padding)):
+        files = {
+            "stablehlo": file_record(folder, f"{programs}/{cell.name}.stablehlo"),
+            "exec": file_record(folder, f"{programs}/{cell.name}.exec"),
+        }
+        named[cell.name] = {"status": "compiled", **files, **cells[cell.name]}
+    first = next(iter(named.values()))
+    return {
+        "target": target.text,
+        "platform": target.platform,
+        "kind": None,
+        "topology": None,
+        "tp": target.tp,
+        "processes": 1,
+        "fingerprint": fingerprint(config, plan),
+        "state_abi": state_abi(config, plan),
+        "mesh": {"axis": AXIS, "devices": list(range(target.tp))},
+        "requires": first["call"]["requires"],
+        "parameters": [
+            {"path": row.name.split("."), "tensor": row.name, "shape": list(row.shape),
+             "dtype": DTYPES[stored_dtype(row, geometry.dtype)][1].name, "spec": spec_list(parameter_spec(row.split))}
+            for row in parameters(config)
+        ],
+        "state": {
+            "placement": "replicated",
+            "slots": geometry.slots,
+            "pages": geometry.pages,
+            "page_size": geometry.page_size,
+            "max_pages": geometry.max_pages,
+            "chunk": CHUNK,
+            "arrays": [asdict(row) | {"spec": spec_list(state_spec(row))} for row in state_arrays(config, geometry)],
+        },
+        "cells": named,
+    }  # fmt: skip
+
+
+def _receipts(folder: Path, body: dict[str, Any], plans: list[Plan], report: Reporter) -> dict[str, Any]:
+    """Runs the vectors through every cell in a fresh process, and refuses a build whose programs are wrong.
+
+    A fresh process, because an executable can work in the one that compiled it and fail in any other.
+
+    Raises:
+        ArtifactError: A cell differs from its expectation by more than its tolerance, or does not run.
+    """
+    view = folder / PROVISIONAL
+    view.mkdir()
+    for name in ("programs", "weights", "vectors", "tokenizer"):
+        (view / name).symlink_to(f"../{name}")
+    try:
+        write_manifest(view, body)
+        receipts = {}
+        report.start("receipts", len(plans))
+        for plan in plans:
+            receipts[plan.target.name] = measure(view, plan.target.name)
+            report.advance("receipts", 1)
+        return receipts
+    finally:
+        shutil.rmtree(view)
+
+
+def measure(artifact: Path, target: str) -> dict[str, Any]:
+    """``ling3export verify`` of one target in a process of its own; its result as JSON.
+
+    Raises:
+        ArtifactError: It failed; with what it said.
+    """
+    command = [sys.executable, "-m", "ling3export.verify", str(artifact), target]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode or not done.stdout.strip():
+        raise ArtifactError(
+            f"receipts of `{target}`: expected every vector within its tolerance, found: "
+            f"{done.stderr.strip()[-1500:] or f'exit code {done.returncode}'}"
+        )
+    return dict(json.loads(done.stdout.splitlines()[-1]))

@@ -1,0 +1,159 @@
+"""The command line of the build side. Nothing heavy is imported before it is needed."""
+
+import json
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ling3export.errors import Ling3Error
+from ling3export.plan import Options, parse_bytes, parse_paddings
+
+DEFAULTS = Options()
+
+
+class _Paddings(click.ParamType[tuple[int, ...]]):
+    """``16,128,512``; what it means is checked with the plan."""
+
+    name = "N,N,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """The integers between the commas."""
+        if isinstance(value, tuple):
+            return value
+        return parse_paddings(value, param.opts[0] if param is not None else "paddings")
+
+
+class _Bytes(click.ParamType[int]):
+    """``4GiB``."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes."""
+        return value if isinstance(value, int) else parse_bytes(value)
+
+
+def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Prints a Ling3Error as message and hint on stderr and exits with 1, without a traceback."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except Ling3Error as error:
+            click.echo(f"error: {error.message}", err=True)
+            if error.hint:
+                click.echo(f"hint: {error.hint}", err=True)
+            sys.exit(1)
+
+    return run
+
+
+class _Group(click.Group):
+    """Guards parsing too: a padding that is no number is a Ling3Error like any other."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """As click's, with errors printed."""
+        return guarded(super().main)(*args, **kwargs)
+
+
+@click.group(cls=_Group)
+@click.version_option(package_name="ling3export")
+def main() -> None:
+    """Compile Ling3-Tiny ahead of time."""
+
+
+@main.command()
+@click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
+@click.argument("artifact", required=False, type=click.Path(path_type=Path))
+@click.option("--paddings", type=_Paddings(), default=DEFAULTS.paddings, show_default="16,128,512",
+              help="Token slots of the prefill programs.")
+@click.option("--decode-paddings", type=_Paddings(),
+              help="Sequences of the decode programs.  [default: paddings up to the first that holds --max-running]")
+@click.option("--tp", type=int, help="Devices that share the model.  [default: 16 on cpu]")
+@click.option("--target", "targets", multiple=True, default=DEFAULTS.targets, show_default="cpu",
+              help="PLATFORM[:KIND][:TOPOLOGY]; may be given many times.")
+@click.option("--max-running", type=int, default=DEFAULTS.max_running, show_default=True,
+              help="Sequences that hold state at once.")
+@click.option("--page-size", type=int, default=DEFAULTS.page_size, show_default=True, help="Tokens a latent page.")
+@click.option("--context", type=int, help="Longest sequence.  [default: 8192, or the model's limit]")
+@click.option("--memory-fraction", type=click.FloatRange(0, 1, min_open=True), default=DEFAULTS.memory_fraction,
+              show_default=True, help="Of an accelerator's memory, for weights and pools.")
+@click.option("--state-memory", type=_Bytes(), default=DEFAULTS.state_memory, show_default="4GiB",
+              help="For the state of all virtual devices of a cpu target.")
+@click.option("--pages", type=int, help="Latent pages.  [default: what fits]")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default=DEFAULTS.dtype, show_default=True,
+              help="float32 means highest matmul precision throughout.")
+@click.option("--jobs", type=click.IntRange(1), help="Cells compiled at a time.  [default: one a core]")
+@click.option("--ignore-config-field", "ignore", multiple=True, metavar="NAME",
+              help="A field of config.json to ignore.")
+@click.option("--force", is_flag=True, help="Replace ARTIFACT if it is there.")
+def build(checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], force: bool, **knobs: Any) -> None:
+    """Build ARTIFACT from CHECKPOINT.
+
+    Without CHECKPOINT the packaged demo checkpoint is built into ./demo.ling3; ARTIFACT defaults to
+    ./<checkpoint folder name>.ling3.
+    """
+    from ling3export.build import DEMO
+    from ling3export.build import build as run
+    from ling3export.progress import Console
+
+    source = checkpoint or DEMO
+    destination = artifact or Path(f"{source.resolve().name}.ling3")
+    with Console() as console:
+        manifest = run(source, destination, Options(**knobs), console, force=force, ignore=ignore)
+        console.summary(destination, manifest)
+
+
+@main.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--preset", type=click.Choice(["micro", "small", "aligned", "full"]), required=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--layers", type=click.IntRange(1), help="Layers instead of the preset's.")
+@click.option("--force", is_flag=True, help="Replace DIRECTORY if it is there.")
+def synth(directory: Path, preset: str, seed: int, layers: int | None, force: bool) -> None:
+    """Write a seeded checkpoint in the exact published layout into DIRECTORY."""
+    from ling3export.synth import synthesize
+
+    synthesize(directory, preset, seed, layers=layers, force=force)
+    click.echo(f"wrote {directory}", err=True)
+
+
+@main.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="The manifest, as JSON.")
+def inspect(artifact: Path, as_json: bool) -> None:
+    """Show what ARTIFACT holds: plan, cells, sizes, costs, state."""
+    from ling3export.artifacts.manifest import read_manifest
+    from ling3export.inspection import describe
+
+    manifest = read_manifest(artifact)
+    click.echo(json.dumps(manifest, indent=2, ensure_ascii=False) if as_json else describe(manifest))
+
+
+@main.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--target", help="Only this target.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def verify(artifact: Path, target: str | None, as_json: bool) -> None:
+    """Check every digest of ARTIFACT, then run its vectors through every cell that runs here.
+
+    The worst error comes first. Exits with 1 when a cell is outside its tolerance.
+    """
+    from ling3export.verify import verify_artifact
+
+    result = verify_artifact(artifact, target)
+    if as_json:
+        click.echo(json.dumps(result.record))
+    else:
+        click.echo(result.table())
+    if not result.passed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""``ling3export inspect``: an artifact's manifest as a page of text."""
+
+from typing import Any
+
+
+def _megabytes(count: float) -> str:
+    return f"{count / 1e6:,.2f} MB"
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Columns aligned: the first to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  " + "  ".join(text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths)))
+        for row in rows
+    ]
+
+
+def _cells(target: dict[str, Any], receipts: dict[str, Any]) -> list[str]:
+    rows: list[tuple[str, ...]] = [
+        ("cell", "status", "stablehlo", "executable", "temporaries", "Gflop", "compile s", "worst error")
+    ]
+    for name, cell in target["cells"].items():
+        error = receipts.get(name, {}).get("relative")
+        rows.append(
+            (
+                name,
+                cell["status"],
+                _megabytes(cell["stablehlo"]["bytes"]),
+                _megabytes(cell["exec"]["bytes"]),
+                _megabytes(cell["memory"]["temporaries"]),
+                "-" if cell["flops"] is None else f"{cell['flops'] / 1e9:.3f}",
+                f"{cell['compile_seconds']:.1f}",
+                "not run" if error is None else f"{error:.1e}",
+            )
+        )
+    return _table(rows)
+
+
+def _state(state: dict[str, Any]) -> list[str]:
+    rows: list[tuple[str, ...]] = [("state", "shape", "dtype", "split")]
+    for array in state["arrays"]:
+        split = [axis for axis, spec in zip(array["axes"], array["spec"]) if spec]
+        rows.append((array["name"], "x".join(map(str, array["shape"])), array["dtype"], ",".join(split) or "whole"))
+    return _table(rows)
+
+
+def describe(manifest: dict[str, Any]) -> str:
+    """The plan, cells, sizes, costs and state schema of every target, for a person."""
+    producer, plan, weights = manifest["producer"], manifest["plan"], manifest["weights"]
+    versions = ", ".join(f"{name} {version}" for name, version in producer.items())
+    lines = [
+        f"checkpoint  {manifest['source']['name']}",
+        f"made by     {versions}",
+        f"plan        prefill {plan['paddings']}, decode {plan['decode_paddings']}, {plan['dtype']}, "
+        f"context {plan['context']}, {plan['max_running']} running",
+        f"weights     {_megabytes(weights['bytes'])} in {len(weights['files'])} files, {len(weights['index'])} tensors",
+        f"vectors     {manifest['vectors']['source']}",
+        f"tokenizer   {'yes' if manifest['tokenizer'] else 'none: token ids only'}",
+    ]
+    for name, target in manifest["targets"].items():
+        receipts = manifest["vectors"].get("receipts", {}).get(name, {}).get("cells", {})
+        state = target["state"]
+        lines += [
+            "",
+            f"target {name}: {target['tp']} devices, {state['pages']} pages of {state['page_size']} tokens "
+            f"({state['placement']}), state abi {target['state_abi'][:12]}",
+            *_cells(target, receipts),
+            *_state(state),
+        ]
+    if manifest["notes"]:
+        lines += ["", *manifest["notes"]]
+    return "\n".join(lines)

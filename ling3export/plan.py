@@ -1,0 +1,281 @@
+"""What is to be built: paddings, parallelism, targets and pool sizes, checked before any work is done."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from ling3export.errors import PlanError, listed
+from ling3export.model.config import Config
+from ling3export.model.geometry import CHUNK, Geometry
+from ling3export.model.state import state_bytes
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Options:
+    """The knobs of ``ling3export build``; the one place where their defaults live.
+
+    Attributes:
+        paddings: Token slots of the prefill programs: ascending multiples of 16.
+        decode_paddings: Sequences of the decode programs; None derives them from ``paddings``.
+        tp: Devices that share the model; None takes the target's default.
+        targets: ``PLATFORM[:KIND][:TOPOLOGY]``.
+        max_running: Sequences that hold state at once.
+        page_size: Tokens a latent page.
+        context: Longest sequence; None is 8192 or the model's limit, whichever is less.
+        memory_fraction: Of an accelerator's memory, what weights and pools may take.
+        state_memory: Bytes for the state of all virtual devices of a cpu target together.
+        pages: Latent pages; None takes what fits, at most what ``max_running`` full sequences need.
+        dtype: ``bfloat16`` or ``float32`` (highest matmul precision throughout).
+        jobs: Cells compiled at a time; None is one a core.
+    """
+
+    paddings: tuple[int, ...] = (16, 128, 512)
+    decode_paddings: tuple[int, ...] | None = None
+    tp: int | None = None
+    targets: tuple[str, ...] = ("cpu",)
+    max_running: int = 64
+    page_size: int = 256
+    context: int | None = None
+    memory_fraction: float = 0.6
+    state_memory: int = 4 * GIB
+    pages: int | None = None
+    dtype: str = "bfloat16"
+    jobs: int | None = None
+
+
+DEFAULT_CONTEXT = 8192
+DEFAULT_CPU_TP = 16
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine to build for, parsed from ``PLATFORM[:KIND][:TOPOLOGY]``, at a tensor parallelism.
+
+    Attributes:
+        text: As the user wrote it.
+        platform: ``cpu``.
+        tp: Devices that share the model.
+    """
+
+    text: str
+    platform: str
+    tp: int
+
+    @property
+    def name(self) -> str:
+        """The folder name: ``:`` and ``@`` written as ``-``."""
+        return f"{self.text}@tp{self.tp}".replace(":", "-").replace("@", "-")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One program: a phase at a padding (token slots, sequences or rows)."""
+
+    phase: str
+    padding: int
+
+    @property
+    def name(self) -> str:
+        """``prefill@512`` and its like."""
+        return f"{self.phase}@{self.padding}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked plan for one target.
+
+    Attributes:
+        target: The machine.
+        geometry: What its programs are compiled for.
+        paddings: Prefill's.
+        decode_paddings: Decode's.
+        context: Longest sequence in tokens.
+        notes: Lines for the user: what was chosen, and why.
+    """
+
+    target: Target
+    geometry: Geometry
+    paddings: tuple[int, ...]
+    decode_paddings: tuple[int, ...]
+    context: int
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """Every program, largest first within a phase, so that parallel builds end together."""
+        rows = sorted({p // CHUNK for p in self.paddings} | set(self.decode_paddings))
+        return (
+            *(Cell("prefill", p) for p in reversed(self.paddings)),
+            *(Cell("decode", p) for p in reversed(self.decode_paddings)),
+            *(Cell("sample", r) for r in reversed(rows)),
+        )
+
+    def record(self) -> dict[str, Any]:
+        """What the manifest says of the plan."""
+        return {
+            "paddings": list(self.paddings),
+            "decode_paddings": list(self.decode_paddings),
+            "max_running": self.geometry.slots,
+            "page_size": self.geometry.page_size,
+            "context": self.context,
+            "pages": self.geometry.pages,
+            "dtype": self.geometry.dtype,
+            "geometry": asdict(self.geometry),
+        }
+
+
+def parse_bytes(text: str) -> int:
+    """``4GiB``, ``512 MiB``, ``1000000``: bytes. Binary and decimal units are told apart.
+
+    Raises:
+        PlanError: Not a size.
+    """
+    units = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
+    units |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2] not in units:
+        raise PlanError(f"size `{text}`: expected a number and a unit, found something else", "write 4GiB or 512MiB")
+    return int(float(match[1]) * units[match[2]])
+
+
+def parse_paddings(text: str, name: str = "--paddings") -> tuple[int, ...]:
+    """``16,128,512`` as integers.
+
+    Raises:
+        PlanError: Not a comma-separated list of integers.
+    """
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise PlanError(f"{name}: expected integers with commas between, found `{text}`", "e.g. 16,128,512") from None
+
+
+def check_paddings(paddings: Sequence[int], name: str, multiple: int) -> None:
+    """Ascending, positive, distinct multiples; none is dropped in silence.
+
+    Raises:
+        PlanError: With the first padding that is wrong.
+    """
+    if not paddings:
+        raise PlanError(f"{name}: expected at least one padding, found none")
+    for value in paddings:
+        if value <= 0 or value % multiple:
+            what = "a positive number" if multiple == 1 else f"a positive multiple of {multiple}"
+            near = max(multiple, (value + multiple - 1) // multiple * multiple)
+            raise PlanError(f"{name}: expected {what}, found {value}", f"the next one that can be built is {near}")
+    for left, right in zip(paddings, paddings[1:], strict=False):
+        if left >= right:
+            ordered = ",".join(str(p) for p in sorted(set(paddings)))
+            raise PlanError(f"{name}: expected ascending paddings, found {left} before {right}", f"write {ordered}")
+
+
+def derive_decode_paddings(paddings: tuple[int, ...], max_running: int) -> tuple[tuple[int, ...], str]:
+    """Decode's paddings: those up to and including the first that holds ``max_running``; with the reason."""
+    for index, padding in enumerate(paddings):
+        if padding >= max_running:
+            chosen = paddings[: index + 1]
+            return chosen, f"decode paddings {_numbers(chosen)}: {padding} is the first that holds {max_running} running"
+    return paddings, (
+        f"decode paddings {_numbers(paddings)}: none holds {max_running} running, "
+        f"so at most {paddings[-1]} sequences decode in one step and take turns"
+    )
+
+
+def _numbers(values: Sequence[int]) -> str:
+    return ",".join(str(value) for value in values)
+
+
+def parse_target(text: str, tp: int | None, config: Config) -> Target:
+    """Parses ``PLATFORM[:KIND][:TOPOLOGY]`` and checks that the TP divides the slabs.
+
+    Raises:
+        PlanError: Unknown platform, or a TP that does not divide.
+    """
+    if text != "cpu":
+        raise PlanError(f"target `{text}`: expected one of cpu, found another", "the targets built today: cpu")
+    chosen = DEFAULT_CPU_TP if tp is None else tp
+    if tp is None and config.slabs % chosen:
+        chosen = config.slabs
+    if chosen < 1 or config.slabs % chosen:
+        divisors = [str(d) for d in range(1, config.slabs + 1) if config.slabs % d == 0]
+        raise PlanError(
+            f"--tp: expected a divisor of {config.slabs} (the common divisor of heads {config.num_attention_heads}, "
+            f"experts {config.num_experts}, vocabulary {config.vocab_size} and widths), found {chosen}",
+            f"this model splits over {listed(divisors, 12)}",
+        )
+    return Target(text, text.split(":")[0], chosen)
+
+
+def make_plan(config: Config, options: Options, target_text: str) -> Plan:
+    """Checks every option against the model and sizes the pools.
+
+    Raises:
+        PlanError: An option that cannot be built, named with what would work.
+    """
+    check_paddings(options.paddings, "--paddings", CHUNK)
+    notes: list[str] = []
+    if options.decode_paddings is None:
+        decode, note = derive_decode_paddings(options.paddings, options.max_running)
+        notes.append(note)
+    else:
+        check_paddings(options.decode_paddings, "--decode-paddings", 1)
+        decode = options.decode_paddings
+    for name, number in (("--max-running", options.max_running), ("--page-size", options.page_size)):
+        if number < 1:
+            raise PlanError(f"{name}: expected a positive number, found {number}")
+    limit = config.max_position_embeddings
+    context = min(DEFAULT_CONTEXT, limit) if options.context is None else options.context
+    if not 1 <= context <= limit:
+        raise PlanError(f"--context: expected 1 to {limit} (max_position_embeddings), found {context}")
+    target = parse_target(target_text, options.tp, config)
+    geometry = Geometry(
+        tp=target.tp,
+        dtype=options.dtype,
+        slots=options.max_running,
+        pages=0,
+        page_size=options.page_size,
+        max_pages=-(-context // options.page_size),
+        latent_row=config.latent_dim,
+    )
+    geometry, note = size_pages(config, geometry, options)
+    return Plan(target, geometry, tuple(options.paddings), tuple(decode), context, (*notes, note))
+
+
+def size_pages(config: Config, geometry: Geometry, options: Options) -> tuple[Geometry, str]:
+    """Gives the latent pool its pages: what is asked for, or what fits; refuses what does not, with the sum.
+
+    Raises:
+        PlanError: The state does not fit ``state_memory``.
+    """
+    empty = state_bytes(config, geometry)  # the dummy page is in it
+    each = state_bytes(config, replace(geometry, pages=1)) - empty
+    most = geometry.slots * geometry.max_pages
+    fits = max(0, (options.state_memory - empty) // each)
+    pages = min(most, fits) if options.pages is None else options.pages
+    if options.pages is not None and pages < 1:
+        raise PlanError(f"--pages: expected a positive number, found {pages}")
+    need = empty + each * (max(pages, 1) if options.pages is not None else geometry.max_pages)
+    if need > options.state_memory or (options.pages is None and pages < geometry.max_pages):
+        asked = pages if options.pages is not None else geometry.max_pages
+        raise PlanError(
+            f"--state-memory: expected room for {_size(need)} ({geometry.slots + 1} slots and the rest {_size(empty)}, "
+            f"{asked} pages of {geometry.page_size} tokens at {_size(each)} on {geometry.tp} devices together), "
+            f"found {_size(options.state_memory)}",
+            "lower --max-running, --context or --pages, or raise --state-memory",
+        )
+    why = "as asked" if options.pages is not None else (
+        f"all that {geometry.slots} full sequences need" if pages == most else f"what fits {_size(options.state_memory)}"
+    )  # fmt: skip
+    note = f"latent pool: {pages} pages of {geometry.page_size} tokens, {why}; state {_size(empty + each * pages)} in all"
+    return replace(geometry, pages=pages), note
+
+
+def _size(count: int) -> str:
+    """Bytes as a person reads them."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count} B"

@@ -1,0 +1,94 @@
+"""Vectors: token sequences and the logits that the plain model gives for them, stored with the artifact.
+
+The expectations come from ``ling3export/reference.py`` (numpy, token by token, unpaged, one device), never from the
+programs that they judge.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from ling3export.model.config import Config
+from ling3export.model.geometry import CHUNK
+from ling3export.reference import Reference
+
+SMALLEST_MARGIN = 5e-6  # a routing decision closer than this flips under any rounding (MODEL.md section 5)
+TRIES = 8
+PATH = "vectors/expected.safetensors"
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One sequence: the first ``prompt`` tokens are prefilled, the others decoded, each given (teacher forcing).
+
+    Attributes:
+        ids: Token ids.
+        prompt: How many of them are the prompt.
+        positions: Positions whose logits are stored: every chunk's end in the prompt, its last token, all decoded ones.
+    """
+
+    ids: tuple[int, ...]
+    prompt: int
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Ascending."""
+        ends = set(range(CHUNK - 1, self.prompt, CHUNK)) | {self.prompt - 1}
+        return tuple(sorted(ends | set(range(self.prompt, len(self.ids)))))
+
+
+def sequences(config: Config, context: int, seed: int) -> list[Sequence]:
+    """Seeded random sequences: one that crosses a chunk, one shorter than a chunk, one of several chunks."""
+    rng = np.random.default_rng(seed)
+    lengths = [(17, 7), (3, 5), (50, 2)]
+    chosen = []
+    for prompt, decoded in lengths:
+        total = min(prompt + decoded, context)
+        ids = tuple(int(token) for token in rng.integers(0, config.vocab_size, total))
+        chosen.append(Sequence(ids, max(1, min(prompt, total - 1))))
+    return chosen
+
+
+def write_vectors(
+    config: Config, read: Callable[[str], np.ndarray], folder: Path, context: int, dtype: str
+) -> dict[str, Any]:
+    """Computes and writes the vectors; returns what the manifest says of them.
+
+    An fp32 artifact is compared to 1e-5, so its sequences are chosen by seed until no routing decision is closer than
+    5e-6; the smallest margins found are recorded.
+
+    Args:
+        config: The model.
+        read: Gives a checkpoint tensor by name.
+        folder: The artifact's folder.
+        context: Longest sequence.
+        dtype: The artifact's dtype.
+    """
+    reference = Reference(config, read, np.float64 if dtype == "float32" else np.float32)
+    for seed in range(TRIES):
+        chosen = sequences(config, context, seed)
+        logits = reference.logits_many([s.ids for s in chosen], [s.positions for s in chosen])
+        margins = reference.margins
+        if dtype != "float32" or min(margins.expert, margins.group) >= SMALLEST_MARGIN:
+            break
+    path = folder / PATH
+    path.parent.mkdir(exist_ok=True)
+    save_file({f"logits.{i}": np.ascontiguousarray(v, np.float32) for i, v in enumerate(logits)}, path)
+    return {
+        "source": f"plain numpy model, {reference.dtype.name}, token by token, unpaged, one device",
+        "seed": seed,
+        "margins": {"expert": _finite(margins.expert), "group": _finite(margins.group)},
+        "sequences": [
+            {"ids": list(s.ids), "prompt": s.prompt, "positions": list(s.positions), "logits": f"logits.{i}"}
+            for i, s in enumerate(chosen)
+        ],
+    }
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity: a model without a choice to make has no margin."""
+    return float(value) if np.isfinite(value) else None
