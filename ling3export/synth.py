@@ -1,0 +1,261 @@
+"""Writes a seeded checkpoint in the exact published layout: config, sharded safetensors, index, MTP keys, tokenizer.
+
+Streams: a shard's header follows from names and shapes alone, and its tensors are then generated block by block into
+the file, so memory stays in the megabytes whatever the size.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ling3export.artifacts.disk import write_error
+from ling3export.artifacts.staging import staged
+from ling3export.errors import CheckpointError, ConfigError
+from ling3export.layout import TensorInfo, expected_tensors, mtp_tensors
+from ling3export.model.config import Config
+from ling3export.synth_tokenizer import SPECIALS, write_json, write_tokenizer
+from ling3export.synth_weights import DTYPES, blocks
+
+LARGEST_SHARD = 4 << 30
+FEWEST_SHARDS = 3
+INDEX = "model.safetensors.index.json"
+
+
+class Preset(NamedTuple):
+    """The sizes in which presets differ; all else is as in Ling3-Tiny."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kda_head: int
+    q_lora: int
+    kv_lora: int
+    nope: int
+    rope: int
+    v_head: int
+    experts: int
+    top_k: int
+    groups: int
+    kept_groups: int
+    expert_width: int
+    dense_width: int
+    vocab: int
+    eos: int
+
+
+PRESETS = {
+    "micro": Preset(8, 64, 4, 16, 32, 48, 16, 8, 16, 16, 4, 4, 2, 32, 160, 320, 316),
+    "small": Preset(8, 256, 16, 32, 64, 128, 32, 16, 32, 32, 8, 8, 4, 64, 768, 2048, 2044),
+    "aligned": Preset(8, 256, 16, 128, 256, 512, 128, 64, 128, 32, 8, 8, 4, 128, 768, 2048, 2044),
+    "full": Preset(24, 1536, 16, 128, 256, 512, 128, 64, 128, 128, 8, 8, 4, 512, 4608, 157184, 156892),
+}
+
+
+def synthesize(
+    directory: str | Path,
+    preset: str,
+    seed: int,
+    *,
+    layers: int | None = None,
+    shard_bytes: int | None = None,
+    overrides: dict[str, Any] | None = None,
+    gate_dtype: str = "F32",
+    force: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> int:
+    """Writes a checkpoint to ``directory``, whole or not at all.
+
+    Args:
+        directory: The folder to create.
+        preset: A key of ``PRESETS``.
+        seed: With the same seed a tensor of the same name and shape always has the same bytes.
+        layers: Instead of the preset's number of layers.
+        shard_bytes: Tensor bytes at which a shard ends; by default 4 GiB, or a third of a smaller checkpoint.
+        overrides: Fields of config.json to set over the preset's, such as ``{"q_lora_rank": None}``.
+        gate_dtype: "F32", or "BF16" as the public release stores the router's weight.
+        force: Replace an existing folder.
+        progress: Called with the bytes written so far and in total.
+
+    Returns:
+        The bytes of all tensors.
+
+    Raises:
+        ConfigError: no such preset, or sizes that make no model.
+        ArtifactError: ``directory`` exists and ``force`` is not set, or the disk is full.
+    """
+    fields = preset_config(preset) | ({} if layers is None else {"num_hidden_layers": layers}) | (overrides or {})
+    config = Config.from_dict(fields, where=f"preset {preset}")
+    tensors = _stored(config, gate_dtype)
+    total = sum(tensor.nbytes for tensor in tensors)
+    shards = _shards(tensors, shard_bytes or min(LARGEST_SHARD, -(-total // FEWEST_SHARDS)))
+    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    with staged(Path(directory), force=force, mark="config.json") as folder:
+        write_json(folder / "config.json", fields)
+        _write_tokenizer_files(folder, config, fields)
+        weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+        report = _Progress(progress, total)
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            written = [
+                pool.submit(_write_shard, folder / name, shard, config, seed, report)
+                for name, shard in zip(names, shards, strict=True)
+            ]
+            for shard in written:
+                shard.result()
+    return total
+
+
+def preset_config(preset: str) -> dict[str, Any]:
+    """The config.json of a preset, with the fields that the published one has. Raises ConfigError for an unknown name."""
+    if preset not in PRESETS:
+        raise ConfigError(f"preset `{preset}`: expected one of {', '.join(PRESETS)}, found no such preset")
+    p = PRESETS[preset]
+    return {
+        "architectures": ["BailingMoeV3ForCausalLM"],
+        "model_type": "bailing_hybrid",
+        "vocab_size": p.vocab,
+        "hidden_size": p.hidden,
+        "intermediate_size": p.dense_width,
+        "num_hidden_layers": p.layers,
+        "num_attention_heads": p.heads,
+        "num_key_value_heads": p.heads,
+        "layer_group_size": 4,
+        "first_k_dense_replace": 1,
+        "num_experts": p.experts,
+        "num_experts_per_tok": p.top_k,
+        "num_shared_experts": 1,
+        "n_group": p.groups,
+        "topk_group": p.kept_groups,
+        "moe_intermediate_size": p.expert_width,
+        "moe_shared_expert_intermediate_size": p.expert_width,
+        "routed_scaling_factor": 2.5,
+        "router_dtype": "fp32",
+        "score_function": "sigmoid",
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "moe_router_enable_expert_bias": True,
+        "q_lora_rank": p.q_lora,
+        "kv_lora_rank": p.kv_lora,
+        "qk_nope_head_dim": p.nope,
+        "qk_rope_head_dim": p.rope,
+        "v_head_dim": p.v_head,
+        "qk_head_dim": p.nope + p.rope,
+        "rotary_dim": p.rope,
+        "head_dim": p.kda_head,
+        "short_conv_kernel_size": 4,
+        "kda_safe_gate": True,
+        "kda_lower_bound": -5.0,
+        "no_kda_lora": True,
+        "gated_attention_proj_granularity_type": "head_wise",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "rope_interleave": True,
+        "partial_rotary_factor": p.rope / (p.nope + p.rope),
+        "max_position_embeddings": 8192,
+        "use_mla_nope": False,
+        "use_bias": False,
+        "use_qkv_bias": False,
+        "use_qk_norm": True,
+        "tie_word_embeddings": False,
+        "expert_swiglu_limit_list": None,
+        "share_expert_swiglu_limit_list": None,
+        "eos_token_id": p.eos,
+        "pad_token_id": p.eos,
+        "num_nextn_predict_layers": 1,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "torch_dtype": "bfloat16",
+    }
+
+
+class _Stored(NamedTuple):
+    """A tensor to write, in the dtype chosen for it."""
+
+    name: str
+    info: TensorInfo
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        count = 1
+        for size in self.info.shape:
+            count *= size
+        return count * DTYPES[self.dtype].itemsize
+
+
+def _stored(config: Config, gate_dtype: str) -> list[_Stored]:
+    tensors = expected_tensors(config) | mtp_tensors(config)
+    gates = {name: gate_dtype for name in tensors if name.endswith(".mlp.gate.weight")}
+    for name, dtype in gates.items():
+        if dtype not in tensors[name].dtypes:
+            raise CheckpointError(f"gate dtype `{dtype}`: expected one of {', '.join(tensors[name].dtypes)}")
+    return [_Stored(name, info, gates.get(name, info.dtypes[0])) for name, info in tensors.items()]
+
+
+def _shards(tensors: list[_Stored], shard_bytes: int) -> list[list[_Stored]]:
+    """Fills shards in order; within each the wider dtype comes first, so that every tensor is aligned."""
+    shards: list[list[_Stored]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if shards[-1] and filled + tensor.nbytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += tensor.nbytes
+    return [sorted(shard, key=lambda tensor: -DTYPES[tensor.dtype].itemsize) for shard in shards]
+
+
+class _Progress:
+    """Adds up the bytes that several threads have written, and reports them one call at a time."""
+
+    def __init__(self, report: Callable[[int, int], None] | None, total: int) -> None:
+        self.report, self.total, self.done = report, total, 0
+        self.lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self.lock:
+            self.done += count
+            if self.report is not None:
+                self.report(self.done, self.total)
+
+
+def _write_shard(path: Path, tensors: list[_Stored], config: Config, seed: int, progress: _Progress) -> None:
+    """Writes one safetensors file, header first."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.nbytes
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.info.shape), "data_offsets": [start, end]}
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    try:
+        with open(path, "wb", buffering=0) as file:
+            file.write(len(raw).to_bytes(8, "little") + raw)
+            for tensor in tensors:
+                for block in blocks(tensor.name, tensor.info, config, seed, tensor.dtype):
+                    _write_all(file.fileno(), block)
+                progress.add(tensor.nbytes)
+    except OSError as error:
+        raise write_error(error, path, end) from error
+
+
+def _write_all(descriptor: int, block: memoryview) -> None:
+    while block:
+        block = block[os.write(descriptor, block) :]
+
+
+def _write_tokenizer_files(folder: Path, config: Config, fields: dict[str, Any]) -> None:
+    eos = config.eos_token_ids[0]
+    if eos > 256 and eos + max(SPECIALS.values()) < config.vocab_size:
+        write_tokenizer(folder, eos)
+    write_json(
+        folder / "generation_config.json",
+        {"eos_token_id": fields["eos_token_id"], "pad_token_id": fields["pad_token_id"], "do_sample": False},
+    )

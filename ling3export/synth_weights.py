@@ -1,0 +1,141 @@
+"""Seeded random weights under which a wrong model shows: each tensor's distribution, and a fast generator of it.
+
+Plain small random weights hide mistakes: norms of one, an output norm whose eps never matters, a router that a bias
+never moves, conv taps that read the same backwards. The table below is chosen so that each mistake named in MODEL.md
+moves the logits, while activations stay of order one through any number of layers.
+
+A tensor's bytes depend on its name, its shape and the seed alone, never on the order of generation.
+"""
+
+import functools
+import hashlib
+import math
+from collections.abc import Iterator
+from statistics import NormalDist
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ling3export.layout import TensorInfo
+from ling3export.model.config import Config
+
+DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32)}
+_LEVELS = 1 << 16  # a value is one of so many quantiles, picked by 16 random bits
+_BLOCK = 1 << 16  # elements a step: indices and values stay in the processor's cache
+_BLOCKS_A_YIELD = 16
+
+
+class Recipe(NamedTuple):
+    """A tensor's distribution: quantiles ("normal": variance 1, "uniform": 0 to 1) times ``scale`` plus ``shift``.
+
+    A ``shift`` of several numbers runs along the last axis.
+    """
+
+    quantiles: str
+    scale: float
+    shift: float | tuple[float, ...] = 0.0
+
+
+def _linear(fan_in: int, gain: float = 1.0) -> Recipe:
+    """A matrix that gives inputs of variance 1 the standard deviation ``gain``."""
+    return Recipe("normal", gain / fan_in**0.5)
+
+
+_NORM = Recipe("uniform", 1.0, 0.5)  # unlike 1
+_TINY_V = 0.03  # in these layers the mean square that the output norm sees is of the order of its eps, 1e-6
+
+
+def recipe(name: str, info: TensorInfo, config: Config) -> Recipe:
+    """The distribution of a tensor, by the module it belongs to.
+
+    Gains balance two aims, both measured against the float64 reference: a mistake in any single step must move the
+    logits by several percent, yet rounding to bf16 must not (0.02 in 8 layers, 0.1 in 24), although it flips routes.
+    """
+    module = name.removesuffix(".weight").rsplit(".", 1)[-1]
+    if module.endswith("norm"):
+        return _NORM
+    if ".attention." in name:
+        layer = int(name.split(".")[2])
+        return _kda_recipe(module, info, config, layer) if layer in config.kda_layers else _mla_recipe(module, info)
+    if module == "down_proj":
+        routed, shared, dense = 0.28, 0.4, 0.5
+        return _linear(info.shape[-1], routed if ".experts." in name else shared if "shared" in name else dense)
+    if module == "expert_bias":
+        return Recipe("uniform", 0.7, -0.35)  # of the order of the scores' spread: it changes choices
+    if module == "word_embeddings":
+        return Recipe("normal", 1.0)
+    # Logits that differ by a few; all else keeps a variance of 1.
+    return _linear(info.shape[-1], 1.5 if module == "lm_head" else 1.0)
+
+
+def _kda_recipe(module: str, info: TensorInfo, config: Config, layer: int) -> Recipe:
+    if module.endswith("conv1d"):
+        return Recipe("normal", 0.25, _taps(info.shape[-1]))
+    # Log decays from about -1e-5 a token (remembers all) to -4.9 (forgets at once), spread within each head.
+    if module == "A_log":
+        return Recipe("uniform", 2.2, -1.0)
+    if module == "dt_bias":
+        return Recipe("uniform", 6.0, -4.0)
+    tiny = config.kda_layers.index(layer) % 2 == 1
+    gains = {
+        # Past the bend of SiLU keys resemble each other, and what a state holds is read back by later tokens.
+        "q_proj": 2.0,
+        "k_proj": 2.0,
+        "v_proj": _TINY_V if tiny else 1.0,
+        "f_proj": 0.5,
+        "b_proj": 2.0,
+        "g_proj": 1.5,
+        "o_proj": 0.7,
+    }
+    return _linear(info.shape[-1], gains[module])
+
+
+def _mla_recipe(module: str, info: TensorInfo) -> Recipe:
+    # Peaked enough that a wrong rotation picks other tokens and that values are not averaged away.
+    gains = {"q_b_proj": 1.5, "q_proj": 1.5, "g_proj": 2.0, "dense": 1.5}
+    return _linear(info.shape[-1], gains.get(module, 1.0))
+
+
+def _taps(count: int) -> tuple[float, ...]:
+    """Centres of the conv taps: growing towards the current token, with a sign change, so that no reversal fits."""
+    return tuple((-0.5 if age % 2 else 1.0) * 0.6**age for age in reversed(range(count)))
+
+
+def blocks(name: str, info: TensorInfo, config: Config, seed: int, dtype: str) -> Iterator[memoryview]:
+    """The tensor's bytes in ascending order; a block is valid until the next one is asked for."""
+    how = recipe(name, info, config)
+    bits = np.random.SFC64(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16]))
+    if isinstance(how.shift, tuple):
+        table = _table(how.quantiles, how.scale, 0.0, "F32")
+        levels = bits.random_raw(-(-_size(info) // 4)).view(np.uint16)[: _size(info)]
+        values = table[levels].reshape(info.shape) + np.array(how.shift, np.float32)
+        yield memoryview(values.astype(DTYPES[dtype]).view(np.uint8).reshape(-1))
+        return
+    table = _table(how.quantiles, how.scale, how.shift, dtype)
+    buffer = np.empty(_BLOCKS_A_YIELD * _BLOCK, table.dtype)
+    for start in range(0, _size(info), len(buffer)):
+        count = min(len(buffer), _size(info) - start)
+        for low in range(0, count, _BLOCK):
+            out = buffer[low : min(low + _BLOCK, count)]
+            levels = bits.random_raw(-(-len(out) // 4)).view(np.uint16)[: len(out)]
+            np.take(table, levels, out=out, mode="clip")  # "clip" skips numpy's bounds check and its copy
+        yield memoryview(buffer[:count].view(np.uint8))
+
+
+def _size(info: TensorInfo) -> int:
+    return math.prod(info.shape)
+
+
+@functools.lru_cache(maxsize=64)
+def _table(quantiles: str, scale: float, shift: float, dtype: str) -> NDArray[np.generic]:
+    """Every level's value in the stored dtype; bf16 as its 16 bits, for which numpy's ``take`` is fast."""
+    values = (_quantiles(quantiles) * scale + shift).astype(DTYPES[dtype])
+    return values.view(np.uint16) if dtype == "BF16" else values
+
+
+@functools.cache
+def _quantiles(kind: str) -> NDArray[np.float64]:
+    levels = (np.arange(_LEVELS) + 0.5) / _LEVELS
+    return levels if kind == "uniform" else np.array([NormalDist().inv_cdf(level) for level in levels])
