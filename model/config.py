@@ -195,7 +195,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         text = path.read_bytes().decode()
     except FileNotFoundError:
-        raise ConfigError(f"config `{path}`: expected a file, found none", "a checkpoint is a folder") from None
+        raise ConfigError(f"config `{path}`: expected a file, found none", "a checkpoint is a folder that holds one") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config `{path}`: expected a readable file, found {error}") from None
 
@@ -210,7 +210,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
     try:
         value = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"config `{path}`: expected JSON, found {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"config `{path}`: expected a JSON object, found {shown(value)}")

@@ -143,16 +143,16 @@ def check_fields(d: dict[str, Any], ignore: frozenset[str], where: str) -> dict[
         if not rule.accepts(found[name]):
             raise refused(name, rule.expected, shown(found[name]), where)
     for name, value in found.items():
-        if name in FIXED:
-            if not only(FIXED[name]).accepts(value):
-                raise refused(name, shown(FIXED[name]), shown(value), where, "no other value is modelled")
-        elif name in PUBLISHED:
-            if value is not None and value is not False and not only(PUBLISHED[name]).accepts(value):
-                raise refused(name, shown(PUBLISHED[name]), shown(value), where, "no other value is modelled")
-        elif name not in READ and name not in REPEATED and name not in ignore and not is_ignored(name):
-            if value is not None and value is not False:
-                hint = f"if it does not change what the model computes, --ignore-config-field {name}"
-                raise refused(name, "no such field", shown(value), where, hint)
+        if name in READ or name in REPEATED or name in ignore or is_ignored(name):
+            continue
+        if (value is None or value is False) and not FIXED.get(name):
+            continue
+        allowed = FIXED | PUBLISHED
+        if name not in allowed:
+            hint = f"if it does not change what the model computes, --ignore-config-field {name}"
+            raise refused(name, "no such field", shown(value), where, hint)
+        if not only(allowed[name]).accepts(value):
+            raise refused(name, shown(allowed[name]), shown(value), where, "no other value is modelled")
     return {name: found[name] for name in READ}
 
 
@@ -170,7 +170,7 @@ def _with_score_function(d: dict[str, Any], where: str) -> dict[str, Any]:
 def _check_presence(found: dict[str, Any], where: str) -> None:
     missing = [name for name in READ if name not in found]
     missing += [name for name, value in FIXED.items() if value and name not in found]
-    if "architectures" not in found and "model_type" not in found:
+    if found.get("architectures") is None and found.get("model_type") is None:
         missing.append("model_type")
     if len(missing) == 1:
         expected = READ[missing[0]].expected if missing[0] in READ else shown((FIXED | PUBLISHED)[missing[0]])

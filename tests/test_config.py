@@ -1,0 +1,254 @@
+"""config.json is read strictly: what is accepted, what is refused and in which words."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ling3export.errors import ConfigError
+from ling3export.model.config import Config
+from ling3export.model.config_rules import FIXED, READ
+from ling3export.synth import config_fields
+
+TINY = config_fields("full", {})
+
+# What the public releases of the same architecture add or set otherwise.
+PUBLIC = TINY | {
+    "rope_theta": 6000000,
+    "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 6000000, "rope_type": "default"},
+    "kda_lower_bound": -5,
+    "max_position_embeddings": 131072,
+    "eos_token_id": 156895,
+    "num_nextn_predict_layers": 0,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_bailing_moe_v3.BailingMoeV3Config"},
+    "dtype": "bfloat16",
+    "group_norm_size": 1,
+    "linear_silu": True,
+    "max_window_layers": 20,
+    "mtp_loss_scaling_factor": 0,
+    "mtp_use_kda": False,
+    "num_kv_heads_for_linear_attn": 0,
+    "output_router_logits": False,
+    "seq_aux": True,
+    "use_kda_lora": False,
+    "value_norm": False,
+    "transformers_version": "5.8.1",
+}
+
+FLASH = PUBLIC | {
+    "num_hidden_layers": 42,
+    "layer_group_size": 6,
+    "hidden_size": 2560,
+    "intermediate_size": 6144,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "num_experts": 512,
+    "moe_intermediate_size": 768,
+    "moe_shared_expert_intermediate_size": 768,
+    "first_k_dense_replace": 2,
+    "q_lora_rank": None,
+    "num_nextn_predict_layers": 1,
+}
+
+
+def without(name: str) -> dict[str, Any]:
+    return {key: value for key, value in TINY.items() if key != name}
+
+
+def refusal(fields: dict[str, Any], **kwargs) -> str:
+    with pytest.raises(ConfigError) as error:
+        Config.from_dict(fields, **kwargs)
+    return str(error.value)
+
+
+def test_ling3_tiny():
+    config = Config.from_dict(TINY)
+    assert config.mla_layers == (3, 7, 11, 15, 19, 23)
+    assert len(config.kda_layers) == 18
+    assert config.dense_layers == (0,)
+    assert config.moe_layers == tuple(range(1, 24))
+    assert (config.qk_head_dim, config.latent_dim, config.head_dim) == (192, 576, 128)
+    assert config.slabs == 16
+    assert config.eos_token_ids == (156892,)
+    assert config.rope_theta == 10000.0
+
+
+def test_public_release_with_the_fields_it_carries_along():
+    config = Config.from_dict(PUBLIC)
+    assert (config.rope_theta, config.num_nextn_predict_layers) == (6e6, 0)
+    assert isinstance(config.rope_theta, float)
+    assert isinstance(config.kda_lower_bound, float)
+
+
+def test_flash_structure():
+    config = Config.from_dict(FLASH)
+    assert config.mla_layers == (5, 11, 17, 23, 29, 35, 41)
+    assert config.dense_layers == (0, 1)
+    assert config.slabs == 32
+    assert config.q_lora_rank is None
+
+
+def test_layers_of_an_incomplete_last_group_are_mla():
+    config = Config.from_dict(TINY | {"num_hidden_layers": 6})
+    assert config.attention_kinds == ("kda", "kda", "kda", "mla", "mla", "mla")
+
+
+def test_slabs_count_only_the_widths_that_exist():
+    assert Config.from_dict(TINY | {"intermediate_size": 4600}).slabs == 8
+    assert Config.from_dict(TINY | {"intermediate_size": 4600, "first_k_dense_replace": 0}).slabs == 16
+
+
+def test_several_end_of_text_ids():
+    config = Config.from_dict(TINY | {"eos_token_id": [156892, 156895]})
+    assert config.eos_token_ids == (156892, 156895)
+    assert hash(config) == hash(Config.from_dict(TINY | {"eos_token_id": [156892, 156895]}))
+
+
+def test_semantic_fields_are_json_and_leave_out_the_end_of_text():
+    semantic = Config.from_dict(TINY).semantic()
+    assert json.loads(json.dumps(semantic)) == semantic
+    assert semantic.keys() == READ.keys() - {"eos_token_id"}
+    assert semantic == Config.from_dict(TINY | {"eos_token_id": 7, "pad_token_id": 1}).semantic()
+
+
+@pytest.mark.parametrize("name", [*READ, *(name for name, value in FIXED.items() if value)])
+def test_no_field_has_a_default(name: str):
+    fields = without(name)
+    fields.pop("scoring_func", None)
+    message = refusal(fields)
+    assert message.startswith(f"config field `{name}`: expected ")
+    assert message.endswith(", found none, in config.json")
+
+
+def test_several_missing_fields_are_listed():
+    assert refusal({"architectures": ["BailingMoeV3ForCausalLM"]}) == (
+        "config fields `vocab_size`, `hidden_size`, `intermediate_size`, `num_hidden_layers`, `num_attention_heads` "
+        f"and {len(READ) + 4 - 5} more: expected each of them, found none, in config.json"
+    )
+
+
+def test_one_of_the_two_names_of_the_score_function_is_enough():
+    assert Config.from_dict(without("score_function")) == Config.from_dict(TINY)
+    assert Config.from_dict(without("scoring_func")) == Config.from_dict(TINY)
+
+
+GROUPS = "groups of two or more that divide 128 experts"
+REFUSALS = [
+    ("vocab_size", 0, "an integer of at least 1", "0"),
+    ("vocab_size", -5, "an integer of at least 1", "-5"),
+    ("hidden_size", 1536.0, "an integer of at least 1", "1536.0"),
+    ("hidden_size", "1536", "an integer of at least 1", '"1536"'),
+    ("num_hidden_layers", True, "an integer of at least 1", "true"),
+    ("num_experts_per_tok", None, "an integer of at least 1", "null"),
+    ("vocab_size", 10**30, "an integer of at least 1", "1" + "0" * 30),
+    ("rms_norm_eps", 0, "a number above 0", "0"),
+    ("rms_norm_eps", "1e-6", "a number above 0", '"1e-6"'),
+    ("rope_theta", float("inf"), "a number above 0", "Infinity"),
+    ("routed_scaling_factor", -2.5, "a number above 0", "-2.5"),
+    ("q_lora_rank", 0, "an integer of at least 1, or null", "0"),
+    ("qk_rope_head_dim", 63, "an even integer of at least 2", "63"),
+    ("kda_safe_gate", 1, "true or false", "1"),
+    ("kda_lower_bound", -5.5, "a number from -5 to below 0", "-5.5"),
+    ("kda_lower_bound", 0.0, "a number from -5 to below 0", "0.0"),
+    ("no_kda_lora", False, "true", "false"),
+    ("rope_interleave", False, "true", "false"),
+    ("router_dtype", "bf16", '"fp32"', '"bf16"'),
+    ("gated_attention_proj_granularity_type", "element_wise", '"head_wise"', '"element_wise"'),
+    ("eos_token_id", [], "a token id, or a list of them", "[]"),
+    ("eos_token_id", 157184, "an id from 0 to 157183", "157184"),
+    ("first_k_dense_replace", 25, "at most 24, the number of layers", "25"),
+    ("n_group", 7, GROUPS, "7"),
+    ("n_group", 128, GROUPS, "128"),
+    ("topk_group", 9, "at most 8, the number of groups", "9"),
+    ("num_experts_per_tok", 65, "at most 64, the experts in 4 kept groups", "65"),
+    ("num_key_value_heads", 4, "16, which is num_attention_heads", "4"),
+    ("qk_head_dim", 128, "192, which is qk_nope_head_dim + qk_rope_head_dim", "128"),
+    ("rotary_dim", 32, "64, which is qk_rope_head_dim", "32"),
+    (
+        "rope_parameters",
+        {"rope_type": "yarn", "rope_theta": 10000.0},
+        '{"rope_type": "default", "rope_theta": 10000.0}',
+        '{"rope_type": "yarn", "rope_theta": 10000.0}',
+    ),
+    ("scoring_func", "softmax", 'the same as `score_function`, "sigmoid"', '"softmax"'),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected", "found"), REFUSALS)
+def test_refused_by_name(name: str, value: Any, expected: str, found: str):
+    message = f"config field `{name}`: expected {expected}, found {found}, in config.json"
+    assert refusal(TINY | {name: value}) == message
+
+
+NOT_MODELLED = [
+    ("hidden_act", "gelu", '"silu"', '"gelu"'),
+    ("norm_topk_prob", False, "true", "false"),
+    ("topk_method", None, '"noaux_tc"', "null"),
+    ("use_qkv_bias", True, "false", "true"),
+    ("tie_word_embeddings", True, "false", "true"),
+    ("rope_scaling", {"type": "yarn"}, "null", '{"type": "yarn"}'),
+    ("expert_swiglu_limit_list", [0, 4], "null", "[0, 4]"),
+    ("share_expert_swiglu_limit_list", [0, 4], "null", "[0, 4]"),
+    ("group_norm_size", 4, "1", "4"),
+    ("model_type", "bailing_moe", '"bailing_hybrid"', '"bailing_moe"'),
+    ("architectures", ["BailingMoeV2ForCausalLM"], '["BailingMoeV3ForCausalLM"]', '["BailingMoeV2ForCausalLM"]'),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected", "found"), NOT_MODELLED)
+def test_what_is_not_modelled_is_refused_by_name(name: str, value: Any, expected: str, found: str):
+    assert refusal(TINY | {name: value}) == (
+        f"config field `{name}`: expected {expected}, found {found}, in config.json\nhint: no other value is modelled"
+    )
+
+
+def test_unknown_fields_are_refused_unless_empty_or_ignored():
+    assert refusal(TINY | {"logit_scale": 2.0}) == (
+        "config field `logit_scale`: expected no such field, found 2.0, in config.json\n"
+        "hint: if it does not change what the model computes, --ignore-config-field logit_scale"
+    )
+    config = Config.from_dict(TINY)
+    assert Config.from_dict(TINY | {"logit_scale": None, "use_nGPT": False}) == config
+    assert Config.from_dict(TINY | {"logit_scale": 2.0}, ignore=["logit_scale"]) == config
+    assert refusal(TINY | {"logit_scale": 0}).startswith("config field `logit_scale`: expected no such field, found 0,")
+
+
+def test_a_field_with_a_meaning_cannot_be_ignored():
+    assert refusal(TINY | {"expert_swiglu_limit_list": [4]}, ignore=["expert_swiglu_limit_list"]) == (
+        "config field `expert_swiglu_limit_list`: expected an unknown field to ignore, found one with a meaning, "
+        "in config.json"
+    )
+
+
+def test_absent_is_as_good_where_null_or_false_is_wanted():
+    fields = {name: value for name, value in TINY.items() if FIXED.get(name, True)}
+    assert Config.from_dict(fields) == Config.from_dict(TINY)
+
+
+BROKEN_FILES = [
+    (b"{", "config `{path}`: expected JSON, found Expecting property name enclosed in double quotes"),
+    (b"[]", "config `{path}`: expected a JSON object, found []"),
+    (b'{"rope_theta": NaN}', "config `{path}`: expected JSON, found NaN is not JSON"),
+    (b'{"a": 1, "a": 2}', "config field `a`: expected once, found twice, in {path}"),
+    (b"\xff", "config `{path}`: expected a readable file, found 'utf-8' codec can't decode byte 0xff"),
+]
+
+
+@pytest.mark.parametrize(("raw", "message"), BROKEN_FILES)
+def test_a_broken_file_is_an_error_that_names_it(tmp_path: Path, raw: bytes, message: str):
+    path = tmp_path / "config.json"
+    path.write_bytes(raw)
+    with pytest.raises(ConfigError) as error:
+        Config.from_file(path)
+    assert str(error.value).startswith(message.format(path=path))
+
+
+def test_an_absent_file(tmp_path: Path):
+    path = tmp_path / "config.json"
+    with pytest.raises(ConfigError) as error:
+        Config.from_file(path)
+    assert str(error.value) == (
+        f"config `{path}`: expected a file, found none\nhint: a checkpoint is a folder that holds one"
+    )
