@@ -1,0 +1,9 @@
+"""Settings of every test: 16 virtual CPU devices, strict dtype promotion; pyproject.toml makes warnings errors."""
+
+import os
+
+from ling3export.runners.environment import prepare_cpu
+
+# Before any test module imports jax. Commands that tests start inherit both.
+prepare_cpu(16)
+os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"  # a bf16 array that meets an fp32 one by accident is an error
