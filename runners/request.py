@@ -1,0 +1,155 @@
+"""What is asked for, and what comes back. Refuses at once what can never be served."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ling3export.errors import RequestError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SEEDS = 1 << 32
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is taken from logits. Its randomness comes from the seed and the token's position, nothing else.
+
+    Attributes:
+        temperature: 0 takes the best token; ties go to the lowest id.
+        top_k: Keep only the best k tokens; 0 keeps all.
+        top_p: Then keep the fewest tokens that hold this probability; 1 keeps all.
+        seed: 0 … 2³² - 1.
+
+    Raises:
+        RequestError: A value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "a finite number, 0 or more"),
+            ("top_k", 0 <= self.top_k < 1 << 31, "0 (off) or a positive number"),
+            ("top_p", 0 < self.top_p <= 1, "a number above 0, at most 1"),
+            ("seed", 0 <= self.seed < SEEDS, f"0 to {SEEDS - 1}"),
+        )
+        for name, good, wanted in rules:
+            if not good:
+                raise RequestError(f"sampling `{name}`: expected {wanted}, found {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and what to do with it.
+
+    Attributes:
+        prompt_ids: Token ids, at least one.
+        max_tokens: At most this many are generated; the context may end it sooner.
+        sampling: How tokens are taken.
+        stop: Strings that end the text; they are not part of it.
+        ignore_eos: Go on behind an end-of-text token.
+        logits: Also return the logits that each token was taken from.
+    """
+
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logits: bool = False
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a request came to.
+
+    Attributes:
+        prompt_ids: The prompt as it was run.
+        token_ids: Generated ids, with the end-of-text token where that ended them.
+        text: Their text without special tokens and without the stop string; None where the artifact has no tokenizer.
+        stop_reason: ``eos``, ``stop`` or ``length``.
+        ttft_ms: Milliseconds from submission to the first token.
+        e2e_ms: Milliseconds from submission to the last one.
+        logits: fp32 ``[len(token_ids), vocab]`` if asked for: row i is what token i was taken from.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str | None
+    stop_reason: str
+    ttft_ms: float
+    e2e_ms: float
+    logits: "np.ndarray | None" = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask of an artifact.
+
+    Attributes:
+        context: Tokens of prompt and answer together.
+        vocab_size: Ids are below it.
+        pages: Pages that exist.
+        page_size: Tokens a page.
+    """
+
+    context: int
+    vocab_size: int
+    pages: int
+    page_size: int
+
+    def answer(self, request: Request) -> int:
+        """How many tokens may be generated: ``max_tokens``, cut by the context."""
+        return min(request.max_tokens, self.context - len(request.prompt_ids))
+
+    def check(self, request: Request, name: str = "request") -> None:
+        """Refuses a request that can never be served.
+
+        Raises:
+            RequestError: An empty prompt, an id outside the vocabulary, a prompt that leaves no room for a token, more
+                pages than exist, or no token asked for.
+        """
+        length = len(request.prompt_ids)
+        if length == 0:
+            raise RequestError(f"{name}: expected a prompt of at least one token, found an empty one")
+        if request.max_tokens < 1:
+            raise RequestError(f"{name}: expected max_tokens of at least 1, found {request.max_tokens}")
+        for place, token in enumerate(request.prompt_ids):
+            if not 0 <= token < self.vocab_size:
+                raise RequestError(
+                    f"{name}: expected token ids from 0 to {self.vocab_size - 1}, found {token} at place {place}"
+                )
+        if length >= self.context:
+            raise RequestError(
+                f"{name}: expected prompt and answer within the context of {self.context} tokens, found a prompt of "
+                f"{length} tokens + 1 = {length + 1}",
+                "shorten the prompt, or build the artifact with a larger --context",
+            )
+        stored = length + self.answer(request) - 1  # the last token is never fed back
+        needed = -(-stored // self.page_size)
+        if needed > self.pages:
+            raise RequestError(
+                f"{name}: expected at most {self.pages} pages of {self.page_size} tokens, found {length} prompt tokens "
+                f"+ {stored - length} of the answer = {stored} tokens = {needed} pages",
+                "ask for fewer tokens, or build the artifact with more --pages",
+            )
+
+
+def token_ids(values: Sequence[object], name: str = "request") -> tuple[int, ...]:
+    """``values`` as token ids.
+
+    Raises:
+        RequestError: One of them is not a whole number.
+    """
+    ids = []
+    for place, value in enumerate(values):
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise RequestError(f"{name}: expected token ids, found {value!r} at place {place}")
+        ids.append(value.__index__())
+    return tuple(ids)

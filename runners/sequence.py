@@ -1,0 +1,119 @@
+"""A request on its way through the scheduler."""
+
+import time
+from typing import TYPE_CHECKING
+
+from ling3export.runners.request import Completion, Request
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ling3export.runners.allocator import Lease
+    from ling3export.runners.tokenizer import TextStream
+
+
+class Sequence:
+    """One request: its tokens, what of them lies in the pools, and how it ended.
+
+    Args:
+        request: Already checked.
+        index: Order of arrival.
+        limit: How many tokens may be generated.
+        eos: Ids that end it.
+        stream: Turns tokens into text and watches for stop strings; None without a tokenizer.
+
+    Attributes:
+        generated: Tokens known on the host.
+        sampled: Tokens whose sampling was dispatched: those, and at most a few in flight.
+        stored: Positions whose state was dispatched. The last sampled token is not among them.
+        lease: Slot and pages, while it has them.
+        stop_reason: ``eos``, ``stop``, ``length`` or ``cancelled`` once it ended.
+    """
+
+    def __init__(
+        self, request: Request, index: int, limit: int, eos: frozenset[int], stream: "TextStream | None" = None
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.limit = limit
+        self.eos = frozenset() if request.ignore_eos else eos
+        self.stream = stream
+        self.generated: list[int] = []
+        self.rows: list[np.ndarray] = []
+        self.sampled = 0
+        self.stored = 0
+        self.lease: Lease | None = None
+        self.stop_reason: str | None = None
+        self.text: str | None = None if stream is None else ""
+        self.arrived = time.perf_counter()
+        self.first = self.ended = self.arrived
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def known(self) -> int:
+        """Tokens whose ids the host knows: the prompt and what was generated."""
+        return self.length + len(self.generated)
+
+    @property
+    def unstored(self) -> int:
+        """Known tokens that prefill has yet to store."""
+        return self.known - self.stored
+
+    @property
+    def stored_in_the_end(self) -> int:
+        """Positions that it will have stored if nothing ends it early: the last token is never fed back."""
+        return self.length + self.limit - 1
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Known tokens at positions ``start`` to ``stop``."""
+        prompt = self.request.prompt_ids[start:stop]
+        return [*prompt, *self.generated[max(start - self.length, 0) : max(stop - self.length, 0)]]
+
+    def accept(self, token: int, row: "np.ndarray | None" = None) -> str:
+        """Takes the next token; sets ``stop_reason`` if it ends the sequence.
+
+        Returns:
+            The text that became certain with it.
+        """
+        self.ended = time.perf_counter()
+        if not self.generated:
+            self.first = self.ended
+        self.generated.append(token)
+        if row is not None:
+            self.rows.append(row)
+        piece = ""
+        if token in self.eos:
+            self.stop_reason = "eos"
+        elif self.stream is not None:
+            piece = self.stream.push(token)
+            if self.stream.stopped:
+                self.stop_reason = "stop"
+        if self.stop_reason is None and len(self.generated) == self.limit:
+            self.stop_reason = "length"
+        if self.stop_reason is not None and self.stream is not None:
+            piece += self.stream.finish()
+        if self.text is not None:
+            self.text += piece
+        return piece
+
+    def completion(self) -> Completion:
+        """What it came to.
+
+        Raises:
+            ValueError: It has not ended, or was cancelled.
+        """
+        if self.stop_reason is None or self.stop_reason == "cancelled":
+            raise ValueError(f"sequence {self.index}: expected one that ended, found {self.stop_reason or 'running'}")
+        logits = None
+        if self.request.logits:
+            import numpy as np
+
+            logits = np.stack(self.rows)
+        return Completion(
+            list(self.request.prompt_ids), list(self.generated), self.text, self.stop_reason,
+            1e3 * (self.first - self.arrived), 1e3 * (self.ended - self.arrived), logits,
+        )  # fmt: skip

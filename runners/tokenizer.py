@@ -1,0 +1,181 @@
+"""Text in and out: the checkpoint's fast tokenizer, and text that grows by whole characters."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ling3export.artifacts.manifest import read_checked
+from ling3export.errors import ArtifactError, RequestError
+
+FILE = "tokenizer.json"
+WINDOW = 16  # tokens decoded again for each new one, at most
+KEPT = 8  # of them, when the window moves: two characters of four bytes each at least
+HALF = "�"  # what a decoder makes of bytes that are no character, or not yet
+
+
+class TextStream:
+    """Text of a growing list of tokens: never half a character, never the begin of a stop string.
+
+    Args:
+        decode: Text of a list of ids, without special tokens.
+        stop: Strings that end the text; they are not part of it.
+
+    Attributes:
+        stopped: Whether a stop string was met.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()) -> None:
+        self.stopped = False
+        self._decode = decode
+        self._stop = tuple(stop)
+        self._window: list[int] = []
+        self._done = 0  # characters of the window's text that were taken
+        self._held = ""  # taken, not yet given away: it may be the begin of a stop string
+
+    def push(self, token: int) -> str:
+        """Adds a token; returns the text that is certain now: nothing behind a stop string."""
+        if self.stopped:
+            return ""
+        self._window.append(token)
+        text = self._decode(self._window)
+        # An unfinished character is always one HALF at the very end; what stands before it never changes again.
+        whole = text.removesuffix(HALF)
+        new, self._done = whole[self._done :], max(self._done, len(whole))
+        if len(self._window) > WINDOW:
+            del self._window[:-KEPT]
+            self._done = len(self._decode(self._window).removesuffix(HALF))
+        return self._release(new)
+
+    def finish(self) -> str:
+        """The text that was held back; the stream ends here."""
+        if self.stopped:
+            return ""
+        rest = self._release(self._decode(self._window)[self._done :]) if self._window else ""
+        if not self.stopped:
+            rest, self._held = rest + self._held, ""
+        self._window = []
+        self._done = 0
+        return rest
+
+    def _release(self, new: str) -> str:
+        text = self._held + new
+        found = [place for place in (text.find(stop) for stop in self._stop) if place >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that begins ``stop``."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[-size:]):
+            return size
+    return 0
+
+
+class Tokenizer:
+    """The tokenizer of an artifact.
+
+    Args:
+        data: Bytes of tokenizer.json.
+        where: The file, for messages.
+
+    Raises:
+        ArtifactError: The library cannot read it.
+    """
+
+    def __init__(self, data: bytes, where: str = FILE) -> None:
+        import tokenizers
+
+        try:
+            self._tokenizer: tokenizers.Tokenizer = tokenizers.Tokenizer.from_str(data.decode())
+        except Exception as error:  # the library raises a plain Exception
+            raise ArtifactError(f"tokenizer `{where}`: expected one that `tokenizers` reads, found {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of ``text``, with the special tokens that the tokenizer adds by itself."""
+        return list(self._tokenizer.encode(text).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids`` without special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def stream(self, stop: Sequence[str] = ()) -> TextStream:
+        """A stream of text for one answer."""
+        return TextStream(self.decode, stop)
+
+    def id_of(self, token: str) -> int | None:
+        """Id of a token by its name."""
+        return self._tokenizer.token_to_id(token)
+
+
+class TokenizerFiles:
+    """The tokenizer files of an artifact, read when first needed, each by its digest.
+
+    Args:
+        folder: The artifact.
+        manifest: Its manifest.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self._folder = folder
+        self._records = {Path(record["path"]).name: record for record in manifest["tokenizer"]}
+        self._config = manifest["config"]
+        self._tokenizer: Tokenizer | None = None
+
+    @property
+    def there(self) -> bool:
+        """Whether the artifact has a tokenizer."""
+        return FILE in self._records
+
+    def tokenizer(self, purpose: str) -> Tokenizer:
+        """The tokenizer.
+
+        Args:
+            purpose: What it is wanted for, as in "text in".
+
+        Raises:
+            RequestError: The artifact has none.
+            ArtifactError: Its file is damaged.
+        """
+        if not self.there:
+            raise RequestError(
+                f"{purpose}: expected an artifact with a tokenizer, found none, in {self._folder}",
+                "give and take token ids, or build from a checkpoint that has tokenizer.json",
+            )
+        if self._tokenizer is None:
+            record = self._records[FILE]
+            self._tokenizer = Tokenizer(read_checked(self._folder, record), record["path"])
+        return self._tokenizer
+
+    def eos_token_ids(self) -> frozenset[int]:
+        """Ids that end a text: those of config.json, generation_config.json and tokenizer_config.json together."""
+        ids = {*_ids(self._config.get("eos_token_id")), *_ids(self._json("generation_config.json").get("eos_token_id"))}
+        token = self._json("tokenizer_config.json").get("eos_token")
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str) and self.there:
+            named = self.tokenizer("eos_token").id_of(token)
+            ids |= set() if named is None else {named}
+        return frozenset(ids)
+
+    def _json(self, name: str) -> dict[str, Any]:
+        if name not in self._records:
+            return {}
+        try:
+            value = json.loads(read_checked(self._folder, self._records[name]))
+        except ValueError as error:
+            raise ArtifactError(f"tokenizer file `{name}`: expected JSON, found {error}, in {self._folder}") from error
+        return value if isinstance(value, dict) else {}
+
+
+def _ids(value: object) -> list[int]:
+    """The ids of a JSON field that holds one, or a list of them, or nothing."""
+    values = value if isinstance(value, list) else [value]
+    return [item for item in values if isinstance(item, int)]

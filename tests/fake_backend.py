@@ -1,0 +1,120 @@
+"""A backend without jax whose tokens depend on every byte that the step contract moves.
+
+Its "model" remembers a sequence only through the pools: each position's token is written to the page that the call's
+table names, and the next token is a hash of all that the pages then hold. A wrong page, slot, position or order, or a
+page shared by two sequences, changes what comes out.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+VOCAB = 97
+
+
+def next_token(tokens: list[int], seed: int = 0, temperature: float = 0.0) -> int:
+    """What the fake model says after ``tokens``."""
+    key = repr((tokens, seed if temperature > 0 else 0)).encode()
+    return int.from_bytes(hashlib.sha256(key).digest()[:4], "little") % VOCAB
+
+
+def answer(prompt: list[int], count: int, eos: frozenset[int] = frozenset(), seed: int = 0,
+           temperature: float = 0.0) -> list[int]:  # fmt: skip
+    """The oracle: one sequence, one token at a time, no pools."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + count:
+        tokens.append(next_token(tokens, seed, temperature))
+        if tokens[-1] in eos:
+            break
+    return tokens[len(prompt) :]
+
+
+class FakeBackend:
+    """Checks each call against the step contract, and keeps state only where the contract does."""
+
+    def __init__(self, slots: int, pages: int, page_size: int, chunk: int) -> None:
+        self.page_size, self.chunk = page_size, chunk
+        self.pool = np.full((pages + 1, page_size), -7, np.int64)
+        self.recurrent: list[list[int] | None] = [None] * (slots + 1)
+        self.last_token = np.full(slots + 1, -7, np.int64)
+        self.calls: list[tuple[str, int]] = []
+
+    def _store(self, table: np.ndarray, position: int, token: int) -> None:
+        page = int(table[position // self.page_size])
+        assert page > 0, "a position without a page"
+        self.pool[page, position % self.page_size] = token
+
+    def _held(self, table: np.ndarray, length: int) -> list[int]:
+        return [int(self.pool[table[p // self.page_size], p % self.page_size]) for p in range(length)]
+
+    def step(self, phase: str, padding: int, fields: Mapping[str, np.ndarray]) -> list[list[int] | None]:
+        self.calls.append((phase, padding))
+        assert all(value.dtype in (np.int32, np.float32) for value in fields.values())
+        return self._prefill(padding, fields) if phase == "prefill" else self._decode(padding, fields)
+
+    def _prefill(self, padding: int, fields: Mapping[str, np.ndarray]) -> list[list[int] | None]:
+        assert fields["tokens"].shape == (padding,)
+        slots = [int(slot) for slot in fields["chunk_slot"]]
+        used = [slot for slot in slots if slot]
+        assert slots == used + [0] * (len(slots) - len(used))
+        assert len(list(dict.fromkeys(used))) == sum(a != b for a, b in zip(used, [0, *used], strict=False))
+        rows: list[list[int] | None] = []
+        for n, slot in enumerate(slots):
+            start, length = int(fields["chunk_start"][n]), int(fields["chunk_len"][n])
+            if slot == 0:
+                assert length == 0
+                rows.append(None)
+                continue
+            assert 1 <= length <= self.chunk
+            if n + 1 < len(slots) and slots[n + 1] == slot:
+                assert length == self.chunk
+            assert fields["fresh"][n] == (start == 0)
+            state = [] if fields["fresh"][n] else self.recurrent[slot]
+            assert state is not None and len(state) == start, "the slot's state is not that of the sequence"
+            tokens = [int(t) for t in fields["tokens"][n * self.chunk : n * self.chunk + length]]
+            for offset, token in enumerate(tokens):
+                self._store(fields["page_table"][n], start + offset, token)
+            self.recurrent[slot] = state = [*state, *tokens]
+            assert self._held(fields["page_table"][n], len(state)) == state
+            rows.append(state)
+        return rows
+
+    def _decode(self, padding: int, fields: Mapping[str, np.ndarray]) -> list[list[int] | None]:
+        slots = [int(slot) for slot in fields["slot"]]
+        assert len(slots) == padding
+        used = [slot for slot in slots if slot]
+        assert len(set(used)) == len(used)
+        rows: list[list[int] | None] = []
+        for n, slot in enumerate(slots):
+            if slot == 0:
+                rows.append(None)
+                continue
+            token = int(fields["token"][n])
+            token = int(self.last_token[slot]) if token < 0 else token
+            state, position = self.recurrent[slot], int(fields["position"][n])
+            assert state is not None and len(state) == position
+            self._store(fields["page_table"][n], position, token)
+            self.recurrent[slot] = state = [*state, token]
+            assert self._held(fields["page_table"][n], len(state)) == state
+            rows.append(state)
+        return rows
+
+    def sample(self, logits: list[list[int] | None], rows: int, fields: Mapping[str, np.ndarray]) -> np.ndarray:
+        assert len(logits) == rows
+        self.calls.append(("sample", rows))
+        tokens = np.zeros(rows, np.int32)
+        for n, state in enumerate(logits):
+            slot = int(fields["slot"][n])
+            if slot:
+                assert state is not None and int(fields["position"][n]) == len(state)
+                tokens[n] = next_token(state, int(fields["seed"].view(np.uint32)[n]), float(fields["temperature"][n]))
+                self.last_token[slot] = tokens[n]
+        return tokens
+
+    def read(self, handle: Any) -> np.ndarray:
+        if isinstance(handle, np.ndarray):
+            return handle
+        rows = [[0.0, 0.0] if row is None else [len(row), sum(row)] for row in handle]
+        return np.asarray(rows, np.float32)

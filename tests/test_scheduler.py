@@ -1,0 +1,209 @@
+"""The scheduler against a fake model that sees a sequence only through slots and pages: same tokens as one by one."""
+
+import random
+
+import numpy as np
+import pytest
+
+from fake_backend import VOCAB, FakeBackend, answer
+from ling3export.runners.allocator import Allocator
+from ling3export.runners.request import Limits, Request, Sampling
+from ling3export.runners.scheduler import Scheduler, Shapes, fitting
+from ling3export.runners.sequence import Sequence
+
+CHUNK = 4
+
+
+class Rig:
+    """A scheduler on a fake backend."""
+
+    def __init__(self, slots=4, pages=40, page_size=4, prefill=(4, 16), decode=(2, 4), context=80, ahead=1):
+        self.backend = FakeBackend(slots, pages, page_size, CHUNK)
+        self.allocator = Allocator(slots, pages, page_size)
+        self.limits = Limits(context, VOCAB, pages, page_size)
+        shapes = Shapes(prefill, decode, CHUNK, -(-context // page_size))
+        self.scheduler = Scheduler(self.backend, shapes, self.allocator, ahead=ahead)
+        self.sequences: list[Sequence] = []
+        self.size = slots, pages
+
+    def submit(self, prompt, max_tokens, eos=frozenset(), logits=False, **sampling):
+        request = Request(tuple(prompt), max_tokens, Sampling(**sampling), logits=logits)
+        self.limits.check(request)
+        sequence = Sequence(request, len(self.sequences), self.limits.answer(request), eos)
+        self.sequences.append(sequence)
+        self.scheduler.submit(sequence)
+        return sequence
+
+    def run(self, steps=100_000):
+        emitted = []
+        while self.scheduler.busy and steps:
+            emitted += self.scheduler.step()
+            steps -= 1
+        return emitted
+
+    def check(self):
+        """Every answer is the oracle's, and everything came back."""
+        for sequence in self.sequences:
+            prompt, how = list(sequence.request.prompt_ids), sequence.request.sampling
+            expected = answer(prompt, sequence.limit, sequence.eos, how.seed, how.temperature)
+            if sequence.stop_reason == "cancelled":
+                expected = expected[: len(sequence.generated)]
+            assert sequence.generated == expected
+        assert (self.allocator.free_slots, self.allocator.free_pages) == self.size
+
+
+def prompt(rng, length):
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 15, 16, 17, 40])
+def test_one_request_is_answered_token_for_token(length, ahead):
+    rig = Rig(ahead=ahead)
+    rig.submit(prompt(random.Random(length), length), 9)
+    rig.run()
+    rig.check()
+    assert rig.sequences[0].stop_reason == "length"
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(15))
+def test_random_arrivals_finishes_and_cancels(seed, ahead):
+    rng = random.Random(seed)
+    pages = rng.choice([20, 24, 60])
+    rig = Rig(slots=rng.randint(1, 6), pages=pages, decode=rng.choice([(1,), (2, 4), (8,)]), ahead=ahead)
+    emitted = []
+    for _ in range(60):
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            rig.submit(
+                prompt(rng, rng.randint(1, 40)), rng.randint(1, 40), frozenset({rng.randrange(VOCAB), 5}),
+                seed=rng.randrange(1 << 32), temperature=rng.choice([0.0, 1.0]),
+            )  # fmt: skip
+        emitted += rig.scheduler.step()
+        if rig.sequences and rng.random() < 0.1:
+            rig.scheduler.cancel(rng.choice(rig.sequences))
+    emitted += rig.run()
+    rig.check()
+    for sequence in rig.sequences:
+        assert [e.token for e in emitted if e.sequence is sequence] == sequence.generated
+        ended = "eos" if sequence.eos.intersection(sequence.generated) else "length"
+        assert sequence.stop_reason in ("cancelled", ended)
+    assert rig.scheduler.counters.tokens_out == len(emitted)
+
+
+def test_the_pool_running_dry_preempts_the_youngest_and_changes_no_token():
+    rig = Rig(slots=3, pages=20)
+    for seed in range(3):
+        rig.submit(prompt(random.Random(seed), 20), 50)
+    ends = [e.sequence.index for e in rig.run() if e.sequence.stop_reason]
+    rig.check()
+    assert rig.scheduler.counters.preempted > 0
+    assert ends[0] == 0, "the oldest is never preempted, so it ends first"
+
+
+def test_waiting_requests_start_in_order_of_arrival():
+    rig = Rig(slots=1)
+    for seed in range(4):
+        rig.submit(prompt(random.Random(seed), 5), 3)
+    order = [e.sequence.index for e in rig.run()]
+    assert order == sorted(order)
+    rig.check()
+
+
+def test_prefill_and_decode_take_turns():
+    """A long prompt that arrives delays a running sequence by one call at a time."""
+    rig = Rig(context=200, pages=100, prefill=(16,))
+    rig.submit([1, 2, 3], 12)
+    rig.run(2)
+    rig.submit(prompt(random.Random(1), 100), 4)
+    rig.run()
+    phases = [phase for phase, _ in rig.backend.calls if phase != "sample"]
+    assert phases[2:14] == ["prefill", "decode"] * 6
+    rig.check()
+
+
+def test_the_smallest_padding_that_holds_the_work_is_taken():
+    rig = Rig(slots=4, prefill=(4, 8, 16), decode=(1, 2, 4))
+    for length in (3, 4):
+        rig.submit(prompt(random.Random(length), length), 2)
+    rig.run()
+    assert rig.backend.calls == [("prefill", 8), ("sample", 2), ("decode", 2), ("sample", 2)]
+    cells = rig.scheduler.counters.cells
+    assert (cells["prefill@8"].used, cells["prefill@8"].slots) == (7, 8)
+
+
+def test_more_running_than_the_largest_decode_padding_take_turns():
+    rig = Rig(slots=5, decode=(2,), pages=60)
+    for seed in range(5):
+        rig.submit(prompt(random.Random(seed), 4), 20)
+    counts: dict[int, int] = dict.fromkeys(range(5), 0)
+    for event in rig.run():
+        counts[event.sequence.index] += 1
+        assert max(counts.values()) - min(counts.values()) <= 2
+    rig.check()
+
+
+def test_several_sequences_share_a_prefill_call():
+    rig = Rig(prefill=(16,))
+    for seed in range(4):
+        rig.submit(prompt(random.Random(seed), 3), 1)
+    rig.run()
+    assert rig.backend.calls == [("prefill", 16), ("sample", 4)]
+    rig.check()
+
+
+def test_nothing_is_emitted_behind_the_end():
+    first = answer([1, 2, 3], 5)
+    rig = Rig()
+    sequence = rig.submit([1, 2, 3], 30, frozenset({first[2]}))
+    emitted = rig.run()
+    assert [e.token for e in emitted] == sequence.generated == first[: first.index(first[2]) + 1]
+    assert sequence.stop_reason == "eos"
+
+
+def test_the_context_cuts_the_answer():
+    rig = Rig(context=12)
+    sequence = rig.submit(list(range(10)), 30)
+    rig.run()
+    assert (len(sequence.generated), sequence.stop_reason) == (2, "length")
+    rig.check()
+
+
+def test_a_cancelled_request_gives_its_slot_to_the_next_while_its_step_is_in_flight():
+    rig = Rig(slots=1)
+    first, second = rig.submit([1, 2, 3], 30), rig.submit([4, 5], 5)
+    rig.run(5)
+    rig.scheduler.cancel(first)
+    rig.run()
+    rig.check()
+    assert second.stop_reason == "length"
+
+
+def test_logits_rows_are_those_that_the_tokens_were_taken_from():
+    rig = Rig(slots=3)
+    for seed in range(3):
+        rig.submit(prompt(random.Random(seed), 7), 6, logits=seed != 1)
+    rig.run()
+    for sequence in rig.sequences:
+        if not sequence.request.logits:
+            assert sequence.rows == []
+            continue
+        tokens = [*sequence.request.prompt_ids, *sequence.generated]
+        expected = [[n, sum(tokens[:n])] for n in range(7, 13)]
+        np.testing.assert_array_equal(sequence.completion().logits, expected)
+
+
+def test_samples_do_not_depend_on_neighbours():
+    alone = Rig()
+    alone.submit([9, 8, 7], 10, seed=3, temperature=1.0)
+    alone.run()
+    crowd = Rig()
+    for seed in range(6):
+        crowd.submit(prompt(random.Random(seed), 5), 10, seed=seed, temperature=1.0)
+    crowd.submit([9, 8, 7], 10, seed=3, temperature=1.0)
+    crowd.run()
+    assert crowd.sequences[-1].generated == alone.sequences[0].generated
+
+
+def test_fitting():
+    assert [fitting(work, (16, 128, 512)) for work in (1, 16, 17, 512, 513)] == [16, 16, 128, 512, 512]
