@@ -25,33 +25,58 @@ FEWEST_SHARDS = 3
 INDEX = "model.safetensors.index.json"
 
 
-class Preset(NamedTuple):
-    """The sizes in which presets differ; all else is as in Ling3-Tiny."""
+_COLUMNS = (
+    "num_hidden_layers hidden_size num_attention_heads head_dim q_lora_rank kv_lora_rank "
+    "qk_nope_head_dim qk_rope_head_dim v_head_dim num_experts num_experts_per_tok n_group topk_group "
+    "moe_intermediate_size intermediate_size vocab_size eos_token_id"
+).split()
 
-    layers: int
-    hidden: int
-    heads: int
-    kda_head: int
-    q_lora: int
-    kv_lora: int
-    nope: int
-    rope: int
-    v_head: int
-    experts: int
-    top_k: int
-    groups: int
-    kept_groups: int
-    expert_width: int
-    dense_width: int
-    vocab: int
-    eos: int
+# What presets differ in, by config field; all else is as in Ling3-Tiny, whose sizes are "full".
+PRESETS: dict[str, dict[str, int]] = {
+    name: dict(zip(_COLUMNS, sizes, strict=True))
+    for name, sizes in {
+        "micro": (8, 64, 4, 16, 32, 48, 16, 8, 16, 16, 4, 4, 2, 32, 160, 320, 316),
+        "small": (8, 256, 16, 32, 64, 128, 32, 16, 32, 32, 8, 8, 4, 64, 768, 2048, 2044),
+        "aligned": (8, 256, 16, 128, 256, 512, 128, 64, 128, 32, 8, 8, 4, 128, 768, 2048, 2044),
+        "full": (24, 1536, 16, 128, 256, 512, 128, 64, 128, 128, 8, 8, 4, 512, 4608, 157184, 156892),
+    }.items()
+}
 
-
-PRESETS = {
-    "micro": Preset(8, 64, 4, 16, 32, 48, 16, 8, 16, 16, 4, 4, 2, 32, 160, 320, 316),
-    "small": Preset(8, 256, 16, 32, 64, 128, 32, 16, 32, 32, 8, 8, 4, 64, 768, 2048, 2044),
-    "aligned": Preset(8, 256, 16, 128, 256, 512, 128, 64, 128, 32, 8, 8, 4, 128, 768, 2048, 2044),
-    "full": Preset(24, 1536, 16, 128, 256, 512, 128, 64, 128, 128, 8, 8, 4, 512, 4608, 157184, 156892),
+_COMMON: dict[str, Any] = {
+    "architectures": ["BailingMoeV3ForCausalLM"],
+    "model_type": "bailing_hybrid",
+    "layer_group_size": 4,
+    "first_k_dense_replace": 1,
+    "num_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "router_dtype": "fp32",
+    "score_function": "sigmoid",
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "moe_router_enable_expert_bias": True,
+    "short_conv_kernel_size": 4,
+    "kda_safe_gate": True,
+    "kda_lower_bound": -5.0,
+    "no_kda_lora": True,
+    "gated_attention_proj_granularity_type": "head_wise",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "rope_interleave": True,
+    "max_position_embeddings": 8192,
+    "use_mla_nope": False,
+    "use_bias": False,
+    "use_qkv_bias": False,
+    "use_qk_norm": True,
+    "tie_word_embeddings": False,
+    "expert_swiglu_limit_list": None,
+    "share_expert_swiglu_limit_list": None,
+    "num_nextn_predict_layers": 1,
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "torch_dtype": "bfloat16",
 }
 
 
@@ -87,7 +112,7 @@ def synthesize(
         ConfigError: no such preset, or sizes that make no model.
         ArtifactError: ``directory`` exists and ``force`` is not set, or the disk is full.
     """
-    fields = preset_config(preset) | ({} if layers is None else {"num_hidden_layers": layers}) | (overrides or {})
+    fields = config_fields(preset, ({} if layers is None else {"num_hidden_layers": layers}) | (overrides or {}))
     config = Config.from_dict(fields, where=f"preset {preset}")
     tensors = _stored(config, gate_dtype)
     total = sum(tensor.nbytes for tensor in tensors)
@@ -109,70 +134,23 @@ def synthesize(
     return total
 
 
-def preset_config(preset: str) -> dict[str, Any]:
-    """The config.json of a preset, with the fields that the published one has. Raises ConfigError for an unknown name."""
+def config_fields(preset: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a preset under ``overrides``; fields that repeat others follow them.
+
+    Raises:
+        ConfigError: no such preset.
+    """
     if preset not in PRESETS:
         raise ConfigError(f"preset `{preset}`: expected one of {', '.join(PRESETS)}, found no such preset")
-    p = PRESETS[preset]
-    return {
-        "architectures": ["BailingMoeV3ForCausalLM"],
-        "model_type": "bailing_hybrid",
-        "vocab_size": p.vocab,
-        "hidden_size": p.hidden,
-        "intermediate_size": p.dense_width,
-        "num_hidden_layers": p.layers,
-        "num_attention_heads": p.heads,
-        "num_key_value_heads": p.heads,
-        "layer_group_size": 4,
-        "first_k_dense_replace": 1,
-        "num_experts": p.experts,
-        "num_experts_per_tok": p.top_k,
-        "num_shared_experts": 1,
-        "n_group": p.groups,
-        "topk_group": p.kept_groups,
-        "moe_intermediate_size": p.expert_width,
-        "moe_shared_expert_intermediate_size": p.expert_width,
-        "routed_scaling_factor": 2.5,
-        "router_dtype": "fp32",
-        "score_function": "sigmoid",
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "norm_topk_prob": True,
-        "moe_router_enable_expert_bias": True,
-        "q_lora_rank": p.q_lora,
-        "kv_lora_rank": p.kv_lora,
-        "qk_nope_head_dim": p.nope,
-        "qk_rope_head_dim": p.rope,
-        "v_head_dim": p.v_head,
-        "qk_head_dim": p.nope + p.rope,
-        "rotary_dim": p.rope,
-        "head_dim": p.kda_head,
-        "short_conv_kernel_size": 4,
-        "kda_safe_gate": True,
-        "kda_lower_bound": -5.0,
-        "no_kda_lora": True,
-        "gated_attention_proj_granularity_type": "head_wise",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "rope_scaling": None,
-        "rope_interleave": True,
-        "partial_rotary_factor": p.rope / (p.nope + p.rope),
-        "max_position_embeddings": 8192,
-        "use_mla_nope": False,
-        "use_bias": False,
-        "use_qkv_bias": False,
-        "use_qk_norm": True,
-        "tie_word_embeddings": False,
-        "expert_swiglu_limit_list": None,
-        "share_expert_swiglu_limit_list": None,
-        "eos_token_id": p.eos,
-        "pad_token_id": p.eos,
-        "num_nextn_predict_layers": 1,
-        "initializer_range": 0.02,
-        "use_cache": True,
-        "torch_dtype": "bfloat16",
+    fields = _COMMON | PRESETS[preset] | overrides
+    repeated = {
+        "num_key_value_heads": fields["num_attention_heads"],
+        "moe_shared_expert_intermediate_size": fields["moe_intermediate_size"],
+        "qk_head_dim": fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"],
+        "rotary_dim": fields["qk_rope_head_dim"],
+        "pad_token_id": fields["eos_token_id"],
     }
+    return repeated | fields
 
 
 class _Stored(NamedTuple):
@@ -193,9 +171,10 @@ class _Stored(NamedTuple):
 def _stored(config: Config, gate_dtype: str) -> list[_Stored]:
     tensors = expected_tensors(config) | mtp_tensors(config)
     gates = {name: gate_dtype for name in tensors if name.endswith(".mlp.gate.weight")}
-    for name, dtype in gates.items():
-        if dtype not in tensors[name].dtypes:
-            raise CheckpointError(f"gate dtype `{dtype}`: expected one of {', '.join(tensors[name].dtypes)}")
+    for name in gates:
+        if gate_dtype not in tensors[name].dtypes:
+            expected = " or ".join(tensors[name].dtypes)
+            raise CheckpointError(f"gate dtype `{gate_dtype}`: expected {expected}, found another, in the request")
     return [_Stored(name, info, gates.get(name, info.dtypes[0])) for name, info in tensors.items()]
 
 

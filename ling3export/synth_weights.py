@@ -1,7 +1,7 @@
 """Seeded random weights under which a wrong model shows: each tensor's distribution, and a fast generator of it.
 
 Plain small random weights hide mistakes: norms of one, an output norm whose eps never matters, a router that a bias
-never moves, conv taps that read the same backwards. The table below is chosen so that each mistake named in MODEL.md
+never moves, conv taps that read the same backwards. The distributions below are chosen so that every such mistake
 moves the logits, while activations stay of order one through any number of layers.
 
 A tensor's bytes depend on its name, its shape and the seed alone, never on the order of generation.
@@ -73,9 +73,9 @@ def recipe(name: str, info: TensorInfo, config: Config) -> Recipe:
 def _kda_recipe(module: str, info: TensorInfo, config: Config, layer: int) -> Recipe:
     if module.endswith("conv1d"):
         return Recipe("normal", 0.25, _taps(info.shape[-1]))
-    # Log decays from about -1e-5 a token (remembers all) to -4.9 (forgets at once), spread within each head.
+    # Log decays from about -1e-5 a token (remembers all) to -4.9 (forgets at once), spread over and within heads.
     if module == "A_log":
-        return Recipe("uniform", 2.2, -1.0)
+        return Recipe("uniform", 0.2, tuple(np.linspace(-1.0, 1.0, info.shape[0]).tolist()))
     if module == "dt_bias":
         return Recipe("uniform", 6.0, -4.0)
     tiny = config.kda_layers.index(layer) % 2 == 1

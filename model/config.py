@@ -195,7 +195,9 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         text = path.read_bytes().decode()
     except FileNotFoundError:
-        raise ConfigError(f"config `{path}`: expected a file, found none", "a checkpoint is a folder that holds one") from None
+        raise ConfigError(
+            f"config `{path}`: expected a file, found none", "a checkpoint is a folder that holds one"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config `{path}`: expected a readable file, found {error}") from None
 

@@ -1,0 +1,388 @@
+"""Checkpoints are opened strictly: every way in which files and config can disagree is an error that names both."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from ling3export.checkpoint import INDEX, Checkpoint, expected_tensors, is_mtp
+from ling3export.errors import CheckpointError, ConfigError
+from ling3export.model.config import Config
+from ling3export.synth import config_fields, synthesize
+
+KDA_V = "model.layers.0.attention.v_proj.weight"
+Tensors = dict[str, tuple[str, list[int], bytes]]
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers: KDA with a dense MLP, MLA with experts; and the MTP layer."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "micro"
+    synthesize(folder, "micro", 0, layers=2, overrides={"layer_group_size": 2})
+    return folder
+
+
+@pytest.fixture
+def folder(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "micro"))
+
+
+def read_shard(path: Path) -> Tensors:
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    header.pop("__metadata__", None)
+    return {
+        name: (entry["dtype"], entry["shape"], raw[start + entry["data_offsets"][0] : start + entry["data_offsets"][1]])
+        for name, entry in header.items()
+    }
+
+
+def write_shard(path: Path, tensors: Tensors) -> None:
+    header: dict[str, Any] = {}
+    end = 0
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + len(data)]}
+        end += len(data)
+    write_raw(path, json.dumps(header).encode(), b"".join(data for _, _, data in tensors.values()))
+
+
+def write_raw(path: Path, header: bytes, data: bytes = b"") -> None:
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+
+
+def edit_index(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def home(folder: Path, name: str) -> Path:
+    return folder / str(json.loads((folder / INDEX).read_text())["weight_map"][name])
+
+
+def edit(folder: Path, name: str, change: Callable[[Tensors], object]) -> str:
+    """Rewrites the shard that holds a tensor; returns the shard's name."""
+    path = home(folder, name)
+    tensors = read_shard(path)
+    change(tensors)
+    write_shard(path, tensors)
+    return path.name
+
+
+def rename(folder: Path, old: str, new: str) -> str:
+    shard = edit(folder, old, lambda tensors: tensors.update({new: tensors.pop(old)}))
+    edit_index(folder, lambda weight_map: weight_map.update({new: weight_map.pop(old)}))
+    return shard
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        Checkpoint.open(folder)
+    return str(error.value)
+
+
+def test_tensors_are_mapped_and_equal_to_what_safetensors_reads(pristine: Path):
+    checkpoint = Checkpoint.open(pristine)
+    for path in pristine.glob("*.safetensors"):
+        with safe_open(path, "numpy") as file:
+            for name in set(file.keys()) & expected_tensors(checkpoint.config).keys():
+                tensor = checkpoint.tensor(name)
+                assert not tensor.flags.owndata
+                assert not tensor.flags.writeable
+                assert tensor.flags.aligned
+                np.testing.assert_array_equal(tensor, file.get_tensor(name))
+    assert checkpoint.tensor(KDA_V).dtype == ml_dtypes.bfloat16
+    assert checkpoint.tensor("model.layers.0.attention.A_log").dtype == np.float32
+
+
+def test_what_a_checkpoint_tells_of_itself(pristine: Path):
+    checkpoint = Checkpoint.open(pristine)
+    assert checkpoint.config == Config.from_file(pristine / "config.json")
+    assert [path.name for path in checkpoint.tokenizer_files] == [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+    ]
+    names = [*expected_tensors(checkpoint.config)]
+    assert checkpoint.nbytes == sum(checkpoint.tensor(name).nbytes for name in names)
+    digests = checkpoint.digests()
+    assert [*digests] == ["config.json", INDEX, *sorted(path.name for path in pristine.glob("*.safetensors"))]
+    assert digests == Checkpoint.open(pristine).digests()
+
+
+def test_expected_tensors_of_ling3_tiny():
+    """Shapes of the published table, one of each kind."""
+    tensors = expected_tensors(Config.from_dict(config_fields("full", {})))
+    shapes = {
+        "model.word_embeddings.weight": (157184, 1536),
+        "model.layers.0.attention.g_proj.weight": (2048, 1536),
+        "model.layers.3.attention.g_proj.weight": (16, 1536),
+        "model.layers.0.attention.q_conv1d.weight": (2048, 1, 4),
+        "model.layers.0.attention.A_log": (16,),
+        "model.layers.0.attention.dt_bias": (2048,),
+        "model.layers.0.mlp.down_proj.weight": (1536, 4608),
+        "model.layers.3.attention.q_b_proj.weight": (3072, 256),
+        "model.layers.3.attention.kv_a_proj_with_mqa.weight": (576, 1536),
+        "model.layers.3.attention.kv_b_proj.weight": (4096, 512),
+        "model.layers.23.mlp.experts.127.down_proj.weight": (1536, 512),
+        "model.layers.1.mlp.gate.expert_bias": (128,),
+        "model.layers.1.mlp.shared_experts.up_proj.weight": (512, 1536),
+        "lm_head.weight": (157184, 1536),
+    }
+    assert {name: tensors[name].shape for name in shapes} == shapes
+    # 18 KDA, 6 MLA, 1 dense, 23 MoE; two norms a layer; embedding, last norm and head.
+    assert len(tensors) == 18 * 13 + 6 * 8 + 3 + 23 * (2 + 3 * 128 + 3) + 24 * 2 + 3
+
+
+def test_flat_queries_where_there_is_no_query_rank():
+    names = expected_tensors(Config.from_dict(config_fields("full", {"q_lora_rank": None})))
+    assert names["model.layers.3.attention.q_proj.weight"].shape == (3072, 1536)
+    assert "model.layers.3.attention.q_a_proj.weight" not in names
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.layers.24.eh_proj.weight", True),
+        ("model.layers.24.mlp.experts.0.up_proj.weight", True),
+        ("model.layers.24.embed_tokens.weight", False),
+        ("model.layers.24.mlp", False),
+        ("model.layers.25.eh_proj.weight", False),
+        ("model.layers.23.eh_proj.weight", False),
+        ("model.layers.024.eh_proj.weight", False),
+        ("x.model.layers.24.eh_proj.weight", False),
+    ],
+)
+def test_mtp_names_match_exactly(name: str, expected: bool):
+    assert is_mtp(name, Config.from_dict(config_fields("full", {}))) is expected
+
+
+def test_a_single_file_needs_no_index(folder: Path):
+    tensors: Tensors = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        tensors |= read_shard(path)
+        path.unlink()
+    (folder / INDEX).unlink()
+    write_shard(folder / "model.safetensors", tensors)
+    assert Checkpoint.open(folder).tensor(KDA_V).shape == (64, 64)
+
+
+def test_other_files_are_ignored(folder: Path):
+    (folder / "consolidated.safetensors").write_bytes(b"not read")
+    (folder / "modeling_bailing_moe_v3.py").write_text("not read")
+    Checkpoint.open(folder)
+
+
+def test_the_router_may_be_stored_in_bf16(tmp_path: Path):
+    synthesize(tmp_path / "micro", "micro", 0, layers=2, gate_dtype="BF16")
+    assert Checkpoint.open(tmp_path / "micro").tensor("model.layers.1.mlp.gate.weight").dtype == ml_dtypes.bfloat16
+
+
+def test_mtp_tensors_are_skipped_and_may_be_missing(folder: Path):
+    name = "model.layers.2.eh_proj.weight"
+    edit(folder, name, lambda tensors: tensors.pop(name))
+    edit_index(folder, lambda weight_map: weight_map.pop(name))
+    with pytest.raises(CheckpointError) as error:
+        Checkpoint.open(folder).tensor("model.layers.2.enorm.weight")
+    assert str(error.value) == (
+        f"tensor `model.layers.2.enorm.weight`: expected one of the model's, found none, in {folder}"
+    )
+
+
+def test_missing_tensor(folder: Path):
+    edit(folder, KDA_V, lambda tensors: tensors.pop(KDA_V))
+    edit_index(folder, lambda weight_map: weight_map.pop(KDA_V))
+    assert refusal(folder) == f"tensor `{KDA_V}`: expected BF16 [64, 64], found none, in {folder}"
+
+
+def test_many_missing_tensors_are_cut_short(folder: Path):
+    fields = json.loads((folder / "config.json").read_text()) | {"num_experts": 64}
+    (folder / "config.json").write_text(json.dumps(fields))
+    names = [
+        f"`model.layers.1.mlp.experts.{16 + i // 3}.{('gate', 'up', 'down')[i % 3]}_proj.weight`" for i in range(5)
+    ]
+    assert refusal(folder) == f"tensors {', '.join(names)} and 139 more: expected each of them, found none, in {folder}"
+
+
+def test_renamed_tensor(folder: Path):
+    rename(folder, KDA_V, "model.layers.0.attention.v.weight")
+    assert refusal(folder) == (
+        f"tensor `{KDA_V}`: expected BF16 [64, 64], found none, in {folder}\n"
+        "hint: not in the model: model.layers.0.attention.v.weight"
+    )
+
+
+def test_extra_tensor(folder: Path):
+    name = "model.layers.0.attention.q_proj.bias"
+    shard = edit(folder, KDA_V, lambda tensors: tensors.update({name: ("BF16", [1], b"ab")}))
+    edit_index(folder, lambda weight_map: weight_map.update({name: shard}))
+    assert refusal(folder) == f"tensor `{name}`: expected no such tensor, found in {shard}, in {folder}"
+
+
+def test_mis_shaped_tensor(folder: Path):
+    shard = edit(folder, KDA_V, lambda tensors: tensors.update({KDA_V: ("BF16", [32, 128], tensors[KDA_V][2])}))
+    assert refusal(folder) == f"tensor `{KDA_V}`: expected shape [64, 64], found [32, 128], in {shard}"
+
+
+def test_wrong_dtype(folder: Path):
+    shard = edit(folder, KDA_V, lambda tensors: tensors.update({KDA_V: ("F16", [64, 64], tensors[KDA_V][2])}))
+    assert refusal(folder) == f"tensor `{KDA_V}`: expected dtype BF16, found F16, in {shard}"
+
+
+def test_wrong_router_dtype(folder: Path):
+    name = "model.layers.1.mlp.gate.weight"
+    shard = edit(folder, name, lambda tensors: tensors.update({name: ("F16", [16, 64], bytes(16 * 64 * 2))}))
+    assert refusal(folder) == f"tensor `{name}`: expected dtype F32 or BF16, found F16, in {shard}"
+
+
+def test_tensor_in_two_shards(folder: Path):
+    first = home(folder, KDA_V).name
+    value = read_shard(folder / first)[KDA_V]
+    second = edit(folder, "lm_head.weight", lambda tensors: tensors.update({KDA_V: value}))
+    assert refusal(folder) == f"tensor `{KDA_V}`: expected once, found twice, in {first} and {second}"
+
+
+def test_tensor_twice_in_one_header(folder: Path):
+    path = home(folder, KDA_V)
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    entry = '"a": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}, '
+    write_raw(path, b"{" + (2 * entry).encode() + raw[9:start], raw[start:])
+    assert refusal(folder) == f"tensor `a`: expected once, found twice, in the header of {path.name}"
+
+
+def test_tensor_in_another_shard_than_the_index_says(folder: Path):
+    found, said = home(folder, KDA_V).name, home(folder, "lm_head.weight").name
+    edit_index(folder, lambda weight_map: weight_map.update({KDA_V: said}))
+    assert refusal(folder) == f"tensor `{KDA_V}`: expected in {said}, as {INDEX} says, found in {found}"
+
+
+def test_tensor_that_no_shard_has(folder: Path):
+    shard = edit(folder, KDA_V, lambda tensors: tensors.pop(KDA_V))
+    assert refusal(folder) == f"tensor `{KDA_V}`: expected in {shard}, as {INDEX} says, found in no shard"
+
+
+def test_tensor_that_the_index_does_not_know(folder: Path):
+    shard = home(folder, KDA_V).name
+    edit_index(folder, lambda weight_map: weight_map.pop(KDA_V))
+    assert refusal(folder) == f"tensor `{KDA_V}`: expected in {INDEX}, found only in {shard}"
+
+
+def test_absent_shard(folder: Path):
+    shard = home(folder, "lm_head.weight")
+    names = [*read_shard(shard)]
+    shard.unlink()
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    first = next(name for name, file in weight_map.items() if file == shard.name)
+    assert refusal(folder) == (
+        f"shard `{shard.name}`: expected a file with {len(names)} tensors ({first} and {len(names) - 1} more), "
+        f"found none, in {folder}\nhint: download the checkpoint again, all files"
+    )
+
+
+def test_shard_that_the_index_does_not_know(folder: Path):
+    write_shard(folder / "model-00009-of-00009.safetensors", {})
+    assert refusal(folder) == (
+        f"shard `model-00009-of-00009.safetensors`: expected in {INDEX}, found beside it, in {folder}"
+    )
+
+
+def test_shards_without_an_index(folder: Path):
+    (folder / INDEX).unlink()
+    shards = ", ".join(sorted(path.name for path in folder.glob("*.safetensors")))
+    assert refusal(folder) == (f"checkpoint `{folder}`: expected {INDEX}, or model.safetensors alone, found {shards}")
+
+
+def test_no_folder_and_no_weights(tmp_path: Path, pristine: Path):
+    assert refusal(tmp_path / "absent") == f"checkpoint `{tmp_path / 'absent'}`: expected a folder, found nothing"
+    assert refusal(pristine / "config.json") == (
+        f"checkpoint `{pristine / 'config.json'}`: expected a folder, found a file"
+    )
+    with pytest.raises(ConfigError):
+        Checkpoint.open(tmp_path)
+    shutil.copy(pristine / "config.json", tmp_path)
+    assert refusal(tmp_path) == (
+        f"checkpoint `{tmp_path}`: expected {INDEX}, or model.safetensors alone, found neither"
+    )
+
+
+BROKEN_INDEXES = [
+    ("{", "readable JSON, found Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+    ("[]", "an object with a `weight_map`, found []"),
+    (
+        '{"weight_map": {"a": "../b.safetensors"}}',
+        'a .safetensors file of the same folder for `a`, found "../b.safetensors"',
+    ),
+    ('{"weight_map": {"a": 3}}', "a .safetensors file of the same folder for `a`, found 3"),
+    ('{"metadata": [], "weight_map": {}}', "`metadata` to be an object, found []"),
+    ('{"weight_map": {"a": "m.safetensors", "a": "m.safetensors"}}', "`a` once, found it twice"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN_INDEXES)
+def test_broken_index(folder: Path, text: str, message: str):
+    (folder / INDEX).write_text(text)
+    assert refusal(folder) == f"index `{INDEX}`: expected {message}, in {folder}"
+
+
+@pytest.mark.parametrize("kept", [0, 7, 8, 100, -1])
+def test_truncated_shard(folder: Path, kept: int):
+    path = home(folder, KDA_V)
+    raw = path.read_bytes()
+    path.write_bytes(raw[:kept])
+    header = int.from_bytes(raw[:8], "little")
+    messages = {
+        0: "expected a safetensors header, found 0 bytes",
+        7: "expected a safetensors header, found 7 bytes",
+        8: f"expected a header of {header} bytes, found a file of 8",
+        100: f"expected a header of {header} bytes, found a file of 100",
+        -1: f"expected a file of {len(raw)} bytes, found it truncated at {len(raw) - 1}",
+    }
+    assert refusal(folder) == f"shard `{path.name}`: {messages[kept]}, in {folder}"
+
+
+ENTRY = '{"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}'
+BROKEN_HEADERS = [
+    (b"{]", b"", "a header in JSON, found Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+    (b"3", b"", "a header that is a JSON object, found int"),
+    (b'{"a": 3}', b"", "dtype, shape and data_offsets of `a`, found 3"),
+    (
+        b'{"a": {"dtype": [], "shape": [1], "data_offsets": [0, 1]}}',
+        b"x",
+        "dtype, shape and data_offsets of `a`, found",
+    ),
+    (b'{"a": {"dtype": "U8", "shape": [-1], "data_offsets": [0, 1]}}', b"x", "dtype, shape and data_offsets of `a`"),
+    (b'{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0]}}', b"x", "dtype, shape and data_offsets of `a`, found"),
+    (b'{"a": {"dtype": "Q8", "shape": [1], "data_offsets": [0, 1]}}', b"x", "a known dtype of `a`, found Q8"),
+    (
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 2]}}',
+        b"xx",
+        "4 bytes of `a`, found offsets that span 2",
+    ),
+    (f'{{"a": {ENTRY}}}'.encode(), b"xyz", "a file of {end} bytes, found it going on to {found}"),
+    (f'{{"a": {ENTRY}, "b": {ENTRY}}}'.encode(), b"xy", "`b` at byte {end}, found it at byte {start}"),
+]
+
+
+@pytest.mark.parametrize(("header", "data", "message"), BROKEN_HEADERS)
+def test_broken_header(folder: Path, header: bytes, data: bytes, message: str):
+    path = home(folder, KDA_V)
+    write_raw(path, header, data)
+    start = 8 + len(header)
+    message = message.format(start=start, end=start + 2, found=start + len(data)) if "{end}" in message else message
+    assert refusal(folder).startswith(f"shard `{path.name}`: expected {message}")
+
+
+def test_a_header_of_absurd_length(folder: Path):
+    path = home(folder, KDA_V)
+    path.write_bytes(b"\xff" * 100)
+    assert refusal(folder) == (
+        f"shard `{path.name}`: expected a header of at most 100000000 bytes, found {2**64 - 1}, in {folder}"
+    )
