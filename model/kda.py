@@ -32,6 +32,8 @@ from ling3export.model.layers import dot, dot_rows, l2_norm, rms_norm, take
 HIGHEST = lax.Precision.HIGHEST  # the recurrence is an fp32 island
 FACTORED_BOUND = -80.0 / CHUNK  # per-token decay above which exp(-G) over a chunk stays finite in fp32
 
+IN_BOUNDS = "promise_in_bounds"  # slots come from the allocator; a bounds check costs XLA:CPU the in-place update
+
 State = dict[str, jax.Array]
 
 
@@ -215,8 +217,8 @@ class KimiDeltaAttention(nnx.Module):
         conv = causal_conv(history, raw[:, None], self._per_head(self.conv1d, layer))[:, 0]
         state = write_history(state, layer, slot, jnp.concatenate([history[:, 1:], raw[:, None]], axis=1))
         pool = state["kda_recurrent"]
-        new, o = recurrent_step(pool[layer, slot], self._inputs(conv, g, beta))
-        state = state | {"kda_recurrent": pool.at[layer, slot].set(new)}
+        new, o = recurrent_step(pool.at[layer, slot].get(mode=IN_BOUNDS), self._inputs(conv, g, beta))
+        state = state | {"kda_recurrent": pool.at[layer, slot].set(new, mode=IN_BOUNDS)}
         return self._output(o, gate, layer, x.dtype), state
 
     def prefill(self, x: jax.Array, layer: int | jax.Array, state: State, chunks: Chunks) -> tuple[jax.Array, State]:
@@ -235,9 +237,9 @@ class KimiDeltaAttention(nnx.Module):
         def step(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             pool, out = carry
             slot = chunks.slot[n]
-            start = jnp.where(chunks.fresh[n], 0.0, pool[layer, slot])
+            start = jnp.where(chunks.fresh[n], 0.0, pool.at[layer, slot].get(mode=IN_BOUNDS))
             after, o = chunk_step(start, ChunkTerms(*(term[n] for term in terms)))
-            return pool.at[layer, slot].set(after), out.at[n].set(o)
+            return pool.at[layer, slot].set(after, mode=IN_BOUNDS), out.at[n].set(o)
 
         out = jnp.zeros((count, heads, CHUNK, config.head_dim), jnp.float32)
         pool, out = lax.fori_loop(0, chunks.used, step, (state["kda_recurrent"], out))
@@ -263,7 +265,7 @@ class KimiDeltaAttention(nnx.Module):
 def read_history(state: State, layer: int | jax.Array, slot: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The last raw inputs of each slot: ``[N, W-1, H, 3, K]`` for ``shape = (N, H, 3, K)``."""
     count, heads, _, key = shape
-    rows = [state[f"kda_conv_{name}"][layer, slot] for name in "qkv"]
+    rows = [state[f"kda_conv_{name}"].at[layer, slot].get(mode=IN_BOUNDS) for name in "qkv"]
     return jnp.stack([row.reshape(count, -1, heads, key) for row in rows], axis=3)
 
 
@@ -274,5 +276,5 @@ def write_history(state: State, layer: int | jax.Array, slot: jax.Array, history
     for index, name in enumerate("qkv"):
         pool = state[f"kda_conv_{name}"]
         rows = history[:, :, :, index].reshape(count, width, -1).astype(pool.dtype)
-        new[f"kda_conv_{name}"] = pool.at[layer, slot].set(rows)
+        new[f"kda_conv_{name}"] = pool.at[layer, slot].set(rows, mode=IN_BOUNDS)
     return new

@@ -35,12 +35,23 @@ def dot(x: jax.Array, weight: jax.Array) -> jax.Array:
     One bf16 row is computed as two: XLA:CPU upcasts the whole weight to fp32 for a matrix-vector product
     (docs/log.md, 2026-11-21: 1.8 against 16 GB/s of weights).
     """
-    rows = x.shape[0]
+    rows, shape = x.shape[0], weight.shape[:-1]
     if rows == 1 and x.dtype == jnp.bfloat16:
         x = jnp.concatenate([x, x])
-    dims = (((1,), (weight.ndim - 1,)), ((), ()))
+    weight = weight.reshape(-1, weight.shape[-1])  # a dot over more axes transposes the weight on CPU
+    dims = (((1,), (1,)), ((), ()))
     y = lax.dot_general(x, weight, dims, precision=precision(x.dtype), preferred_element_type=jnp.float32)
-    return y[:rows]
+    return y[:rows].reshape(rows, *shape)
+
+
+def dot_heads(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """``jnp.einsum`` with a batch axis of heads, in fp32.
+
+    bf16 operands are widened first: XLA:CPU has no batched bf16 product with an fp32 result, and on accelerators the
+    default precision takes them back to bf16, exactly.
+    """
+    exact = precision(x.dtype)
+    return jnp.einsum(equation, x.astype(jnp.float32), weight.astype(jnp.float32), precision=exact)
 
 
 def dot_rows(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from jax import lax
 from ling3export.model.chunks import Chunks
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
-from ling3export.model.layers import dot, dot_rows, precision, rms_norm, rope, take
+from ling3export.model.layers import dot, dot_heads, dot_rows, precision, rms_norm, rope, take
 
 LATENT_NORM_EPS = 1e-6  # of the query's and the key-value latent's norm, whatever rms_norm_eps says
 MASKED = -1e30  # finite, so that a row which sees nothing yet gives weights of zero and not NaN
@@ -139,16 +139,14 @@ class GatedMLA(nnx.Module):
     def _absorb(self, p: Projected, layer: int | jax.Array, row: int) -> jax.Array:
         """The query in latent space: ``[T, H, row]`` = [q_nope w_uk | q_rope | 0]."""
         w_uk = self._heads(self.w_uk, layer)
-        query = jnp.einsum("thn,hnr->thr", p.q_nope, w_uk, precision=precision(w_uk.dtype),
-                           preferred_element_type=jnp.float32).astype(p.latent.dtype)  # fmt: skip
+        query = dot_heads("thn,hnr->thr", p.q_nope, w_uk).astype(p.latent.dtype)
         query = jnp.concatenate([query, p.q_rope], axis=-1)
         return jnp.pad(query, ((0, 0), (0, 0), (0, row - query.shape[-1])))
 
     def _release(self, latent: jax.Array, layer: int | jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Attended latents ``[T, H, R]`` fp32 to head outputs ``[T, H, V]`` fp32."""
         w_uv = self._heads(self.w_uv, layer)
-        return jnp.einsum("thr,hvr->thv", latent.astype(dtype), w_uv, precision=precision(dtype),
-                          preferred_element_type=jnp.float32)  # fmt: skip
+        return dot_heads("thr,hvr->thv", latent.astype(dtype), w_uv)
 
     def _output(self, heads: jax.Array, p: Projected, layer: int | jax.Array) -> jax.Array:
         """Gates each head, then the output projection: ``[T, H, V]`` fp32 to this device's partial ``[T, D]``."""
@@ -210,15 +208,13 @@ class GatedMLA(nnx.Module):
         k_rope = jnp.broadcast_to(p.k_rope[:, None], (*k_nope.shape[:2], p.k_rope.shape[-1]))
         key = jnp.concatenate([k_nope, k_rope], axis=-1)
         query = jnp.concatenate([p.q_nope, p.q_rope], axis=-1)
-        exact = precision(key.dtype)
 
         def block(rows: tuple[jax.Array, jax.Array, jax.Array]) -> Partial:
             q, slot, position = rows
-            scores = jnp.einsum("thd,shd->hts", q, key, precision=exact, preferred_element_type=jnp.float32)
+            scores = dot_heads("thd,shd->hts", q, key)
             mask = (slot[:, None] == chunks.token_slot) & (chunks.position <= position[:, None]) & chunks.valid
             maximum, total, weights = softmax_part(scores, mask[None])
-            values = jnp.einsum("hts,shv->thv", weights.astype(key.dtype), value, precision=exact,
-                                preferred_element_type=jnp.float32)  # fmt: skip
+            values = dot_heads("hts,shv->thv", weights.astype(key.dtype), value)
             return Partial(maximum.T, total.T, values)
 
         count = query.shape[0]
@@ -267,4 +263,4 @@ def store_latents(
     number = jnp.where(valid, jnp.take_along_axis(table, index[:, None], axis=1)[:, 0], 0)
     new = jnp.concatenate([p.latent, p.k_rope], axis=-1).astype(pool.dtype)
     new = jnp.pad(new, ((0, 0), (0, row - new.shape[-1])))
-    return pool.at[layer, number, position % page].set(new)
+    return pool.at[layer, number, position % page].set(new, mode="promise_in_bounds")
