@@ -79,7 +79,7 @@ class Allocator:
 
     def grow(self, lease: Lease, tokens: int) -> bool:
         """Takes what pages are missing for ``tokens`` positions; False, and nothing taken, if they are not all free."""
-        taken = []
+        taken: list[tuple[int, list[int]]] = []
         for index in range(len(lease.pages), -(-tokens // self.page_size)):
             pool = self._pool(lease.home, index)
             if not pool:

@@ -57,6 +57,15 @@ class Shapes:
     chunk: int
     max_pages: int
 
+    @classmethod
+    def of(cls, target: dict[str, Any]) -> "Shapes":
+        """Those of a manifest's target."""
+        paddings: dict[str, list[int]] = {"prefill": [], "decode": [], "sample": []}
+        for cell in target["cells"].values():
+            paddings[cell["phase"]].append(cell["padding"])
+        prefill, decode = (tuple(sorted(paddings[phase])) for phase in ("prefill", "decode"))
+        return cls(prefill, decode, target["state"]["chunk"], target["state"]["max_pages"])
+
 
 class Emitted(NamedTuple):
     """A token that was read, and the text that became certain with it."""
@@ -109,7 +118,7 @@ class Scheduler:
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a sequence, wherever it is; what it holds is free at once."""
-        if sequence.stop_reason is None:
+        if not sequence.over:
             sequence.stop_reason = "cancelled"
             self._leave(sequence)
 
@@ -243,7 +252,7 @@ class Scheduler:
         tokens = self._backend.read(call.tokens)
         logits = None
         for row, sequence in call.rows:
-            if sequence.stop_reason is not None:
+            if sequence.over:
                 continue
             taken_from = None
             if sequence.request.logits:
@@ -253,7 +262,7 @@ class Scheduler:
             text = sequence.accept(token, taken_from)
             self.counters.tokens_out += 1
             self._emitted.append(Emitted(sequence, token, text))
-            if sequence.stop_reason is not None:
+            if sequence.over:
                 self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:

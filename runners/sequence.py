@@ -49,6 +49,11 @@ class Sequence:
         self.first = self.ended = self.arrived
 
     @property
+    def over(self) -> bool:
+        """Whether it ended."""
+        return self.stop_reason is not None
+
+    @property
     def length(self) -> int:
         """Tokens of the prompt."""
         return len(self.request.prompt_ids)

@@ -1,0 +1,211 @@
+"""The command line of the runner. stdout carries data only; nothing heavy is imported before it is needed."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ling3export.errors import Ling3Error, RequestError
+from ling3export.runners.prompts import Prompt, parse_ids, read_prompts
+from ling3export.runners.request import SEEDS, Completion, Sampling
+from ling3export.runners.verdict import POLICIES
+
+if TYPE_CHECKING:
+    from ling3export.runners.engine import Engine
+
+DEFAULTS = Sampling()
+CHECKS = ("all", "programs")
+
+
+def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Prints a Ling3Error as message and hint on stderr and exits with 1, without a traceback."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except Ling3Error as error:
+            click.echo(f"error: {error.message}", err=True)
+            if error.hint:
+                click.echo(f"hint: {error.hint}", err=True)
+            sys.exit(1)
+
+    return run
+
+
+class _Ids(click.ParamType):
+    """``1,2,3``."""
+
+    name = "ID,ID,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """The integers between the commas."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            return parse_ids(value)
+        except ValueError:
+            self.fail(f"expected whole numbers with commas between, found {value!r}.", param, ctx)
+
+
+@click.group()
+@click.version_option(package_name="ling3export")
+def main() -> None:
+    """Run a prebuilt Ling3-Tiny artifact."""
+
+
+@main.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--prompt", metavar="TEXT", help="Text to complete.")
+@click.option("--prompt-ids", type=_Ids(), help="Token ids to complete.")
+@click.option(
+    "--prompt-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help='JSON lines, {"prompt": TEXT} or {"prompt_ids": [ID, ...]}, run as one batch.',
+)
+@click.option("--max-tokens", type=click.IntRange(1), required=True, help="Generate at most this many tokens.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0),
+    default=DEFAULTS.temperature,
+    show_default=True,
+    help="0 takes the best token.",
+)
+@click.option(
+    "--top-k",
+    type=click.IntRange(0),
+    default=DEFAULTS.top_k,
+    show_default=True,
+    help="Sample among the best k tokens; 0 for all.",
+)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=DEFAULTS.top_p,
+    show_default=True,
+    help="Then among the fewest that hold this probability.",
+)
+@click.option(
+    "--seed", type=click.IntRange(0, SEEDS - 1), default=DEFAULTS.seed, show_default=True, help="Of the sampling."
+)
+@click.option("--ignore-eos", is_flag=True, help="Go on behind an end-of-text token.")
+@click.option(
+    "--logits",
+    type=click.Path(path_type=Path),
+    metavar="OUT.npz",
+    help="Write tokens [n] and the logits [n, vocab] that they were taken from.",
+)
+@click.option("--force", is_flag=True, help="Replace OUT.npz if it is there.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a request.")
+@click.option("--target", help="Which of the artifact's targets.  [default: the only one that fits]")
+@click.option(
+    "--programs",
+    type=click.Choice(POLICIES),
+    default="prebuilt-only",
+    show_default=True,
+    help="Whether programs that do not fit this machine may be compiled here.",
+)
+@click.option(
+    "--check",
+    type=click.Choice(CHECKS),
+    default="all",
+    show_default=True,
+    help="Whose digests to check: programs leaves out the weights.",
+)
+@click.option("--stats", is_flag=True, help="Print counters and the times of the start on stderr.")
+@guarded
+def generate(
+    artifact: Path, prompt: str | None, prompt_ids: tuple[int, ...] | None, prompt_file: Path | None, max_tokens: int,
+    temperature: float, top_k: int, top_p: float, seed: int, ignore_eos: bool, logits: Path | None, force: bool,
+    as_json: bool, target: str | None, programs: str, check: str, stats: bool,
+) -> None:  # fmt: skip
+    """Complete prompts with ARTIFACT."""
+    prompts = _prompts(prompt, prompt_ids, prompt_file)
+    if logits is not None:
+        _check_output(logits, force)
+    from ling3export.runners.engine import Engine
+
+    with Engine(artifact, target=target, programs=programs, check=check) as engine:
+        completions = engine.generate(
+            prompts, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
+            ignore_eos=ignore_eos, logits=logits is not None,
+        )  # fmt: skip
+        if logits is not None:
+            _write_logits(logits, completions, numbered=prompt_file is not None)
+        for completion in completions:
+            click.echo(_json_line(completion) if as_json else _text(completion))
+        if stats:
+            _print_stats(engine)
+
+
+def _prompts(prompt: str | None, prompt_ids: tuple[int, ...] | None, prompt_file: Path | None) -> Sequence[Prompt]:
+    given = [value for value in (prompt, prompt_ids, prompt_file) if value is not None]
+    if len(given) != 1:
+        found = "none" if not given else f"{len(given)}"
+        raise click.UsageError(f"expected one of --prompt, --prompt-ids and --prompt-file, found {found}.")
+    if prompt_file is not None:
+        return read_prompts(prompt_file)
+    return [given[0]] if isinstance(given[0], (str, tuple)) else []
+
+
+def _text(completion: Completion) -> str:
+    return ",".join(map(str, completion.token_ids)) if completion.text is None else completion.text
+
+
+def _json_line(completion: Completion) -> str:
+    return json.dumps(
+        {
+            "prompt_ids": completion.prompt_ids,
+            "token_ids": completion.token_ids,
+            "text": completion.text,
+            "stop_reason": completion.stop_reason,
+            "ttft_ms": round(completion.ttft_ms, 3),
+            "e2e_ms": round(completion.e2e_ms, 3),
+        },
+        ensure_ascii=False,
+    )
+
+
+def _print_stats(engine: "Engine") -> None:
+    click.echo(f"stats: {json.dumps(engine.stats())}", err=True)
+
+
+def _check_output(path: Path, force: bool) -> None:
+    """Refuses a file that cannot be written or is there already, before anything is loaded."""
+    if not path.parent.is_dir():
+        raise RequestError(f"--logits `{path}`: expected an existing folder, found none, at {path.parent}")
+    if path.is_dir():
+        raise RequestError(f"--logits `{path}`: expected a file, found a folder")
+    if path.exists() and not force:
+        raise RequestError(f"--logits `{path}`: expected no such file, found one", "replace it with --force")
+
+
+def _write_logits(path: Path, completions: list[Completion], *, numbered: bool) -> None:
+    """Writes ``tokens`` and ``logits``, or ``tokens.I`` and ``logits.I``; the file appears whole, by rename."""
+    import numpy as np
+
+    from ling3export.artifacts.disk import writing
+
+    arrays = {}
+    for number, completion in enumerate(completions):
+        suffix = f".{number}" if numbered else ""
+        arrays[f"tokens{suffix}"] = np.asarray(completion.token_ids, np.int32)
+        arrays[f"logits{suffix}"] = np.asarray(completion.logits, np.float32)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with writing(path, sum(array.nbytes for array in arrays.values())):
+            with open(temporary, "wb") as file:
+                np.savez(file, allow_pickle=False, **arrays)
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main()

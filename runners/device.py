@@ -1,0 +1,110 @@
+"""The loaded programs, the parameters and the state on devices: runs one step at a time, knows no requests."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ling3export.runners.arrays import device_weight, fresh_zeros
+
+if TYPE_CHECKING:
+    Program = Callable[..., list[jax.Array]]
+
+
+class Device:
+    """A target that is ready to run: the ``Backend`` of the scheduler.
+
+    State goes through every call and is donated, so the pools exist once.
+
+    Args:
+        target: The manifest's record.
+        programs: By cell.
+        params: By dotted path.
+        state: By name.
+        mesh: The devices.
+    """
+
+    def __init__(
+        self, target: dict[str, Any], programs: "Mapping[str, Program]", params: Mapping[str, jax.Array],
+        state: dict[str, jax.Array], mesh: Mesh,
+    ) -> None:  # fmt: skip
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self.state = state
+        self.cells = {name: _Cell(cell, programs[name], params) for name, cell in target["cells"].items()}
+
+    def step(self, phase: str, padding: int, fields: Mapping[str, np.ndarray]) -> jax.Array:
+        """Runs ``prefill`` or ``decode``.
+
+        Args:
+            phase: Which.
+            padding: Token slots or sequences.
+            fields: Every field of the step contract, by name.
+
+        Returns:
+            Logits, fp32 ``[rows, vocab]``, still being computed.
+        """
+        return self._run(f"{phase}@{padding}", fields, {})["logits"]
+
+    def sample(self, logits: jax.Array, rows: int, fields: Mapping[str, np.ndarray]) -> jax.Array:
+        """Tokens, int32 ``[rows]``, still being computed; also written to the state."""
+        token = self._run(f"sample@{rows}", fields, {"logits": logits})["token"]
+        token.copy_to_host_async()
+        return token
+
+    def read(self, handle: jax.Array) -> np.ndarray:
+        """Waits for an array."""
+        return np.asarray(handle)
+
+    def _run(self, name: str, fields: Mapping[str, np.ndarray], batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        cell = self.cells[name]
+        batch["packed"] = device_weight(cell.pack(fields), self._replicated)
+        arguments = [self.state[key] for key in cell.state_in]
+        outputs = cell.program(*cell.params, *arguments, *(batch[key] for key in cell.batch_in))
+        count = len(cell.state_out)
+        self.state.update(zip(cell.state_out, outputs[:count], strict=True))
+        return dict(zip(cell.out, outputs[count:], strict=True))
+
+
+class _Cell:
+    """A program and what its flat inputs and outputs are."""
+
+    def __init__(self, record: dict[str, Any], program: "Program", params: Mapping[str, jax.Array]) -> None:
+        self.program = program
+        self.record = record
+        groups: dict[str, list[str]] = {"params": [], "state": [], "batch": []}
+        for row in record["inputs"]:
+            groups[row["group"]].append(row["name"])
+        self.params = [params[name] for name in groups["params"]]
+        self.state_in, self.batch_in = groups["state"], groups["batch"]
+        self.state_out = [row["name"] for row in record["outputs"] if row["group"] == "state"]
+        self.out = [row["name"] for row in record["outputs"] if row["group"] == "out"]
+
+    def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
+        """All fields in one int32 vector, floats bit-cast.
+
+        Raises:
+            ValueError: A field is missing, unknown, or of another shape or dtype.
+        """
+        rows = self.record["fields"]
+        if len(fields) != len(rows):
+            raise ValueError(f"fields: expected {sorted(row['name'] for row in rows)}, found {sorted(fields)}")
+        packed = np.zeros(self.record["packed"], np.int32)
+        for row in rows:
+            value = fields[row["name"]]
+            if list(value.shape) != row["shape"] or value.dtype.name != row["dtype"]:
+                raise ValueError(
+                    f"field `{row['name']}`: expected {row['dtype']} {row['shape']}, "
+                    f"found {value.dtype} {list(value.shape)}"
+                )
+            packed[row["offset"] : row["offset"] + value.size] = value.reshape(-1).view(np.int32)
+        return packed
+
+
+def fresh_state(target: dict[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
+    """Every state array, zero."""
+    return {
+        row["name"]: fresh_zeros(row["shape"], row["dtype"], NamedSharding(mesh, PartitionSpec(*row["spec"])))
+        for row in target["state"]["arrays"]
+    }

@@ -1,0 +1,161 @@
+"""From an artifact's path to programs, weights and state on devices: the ladder, and the order in which things load.
+
+Nothing is given to a deserializer before its digest and its verdict. Reading, digests and loading run in threads beside
+the import of jax; everything has ended, and has been found right, before the first step.
+"""
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ling3export.artifacts.manifest import read_manifest
+from ling3export.errors import ArtifactError
+from ling3export.runners.counters import Timings
+from ling3export.runners.targets import choose_target, platforms_here, prepare
+
+if TYPE_CHECKING:
+    from ling3export.runners.device import Device
+    from ling3export.runners.events import CompileCounter
+    from ling3export.runners.programs import ProgramFiles
+    from ling3export.runners.verdict import Verdict
+    from ling3export.runners.weights import Weights
+
+CHECKS = ("all", "programs")
+THREADS = 4  # that read, digest and load programs: more than cores, as they also wait for the disk
+
+
+def say(text: str) -> None:
+    """A line for the user, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass
+class Loaded:
+    """An artifact that is ready to run.
+
+    Attributes:
+        folder: The artifact.
+        manifest: Its manifest.
+        target: Name of the target.
+        device: Programs, parameters and state.
+        verdicts: Of every cell.
+        timings: Of every stage.
+        compiles: Counts what jax compiles from now on; a prebuilt start leaves it at 0.
+    """
+
+    folder: Path
+    manifest: dict[str, Any]
+    target: str
+    device: "Device"
+    verdicts: "dict[str, Verdict]"
+    timings: Timings
+    compiles: "CompileCounter"
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The manifest's record of the target."""
+        return dict(self.manifest["targets"][self.target])
+
+
+def load(
+    artifact: str | Path, *, target: str | None = None, programs: str = "prebuilt-only", check: str = "all",
+    report: Callable[[str], None] = say,
+) -> Loaded:  # fmt: skip
+    """Loads an artifact.
+
+    Args:
+        artifact: Its folder.
+        target: Which target; None takes the only one that fits this machine.
+        programs: ``prebuilt-only``, or ``allow-compile``: portable programs are compiled here where executables do not
+            fit, and cached beside the artifact.
+        check: ``all``, or ``programs``: weights are used without checking their digests.
+        report: Told what was chosen and why.
+
+    Raises:
+        ArtifactError: The artifact is missing, damaged, or not for this machine under this policy.
+        Ling3Error: jax runs already in this process, with too few devices.
+    """
+    if check not in CHECKS:
+        raise ArtifactError(f"check: expected {' or '.join(CHECKS)}, found {check}")
+    timings = Timings()
+    folder = Path(artifact)
+    with timings.stage("manifest"):
+        manifest = read_manifest(folder)
+        name = choose_target(manifest["targets"], target, platforms_here())
+        record = manifest["targets"][name]
+        prepare(record)
+    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ling3-load")
+    try:
+        return _load(_Job(folder, manifest, name, record, programs, check, report, timings, pool))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What `load` was asked for, once the target is known."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    name: str
+    record: dict[str, Any]
+    policy: str
+    check: str
+    report: Callable[[str], None]
+    timings: Timings
+    pool: ThreadPoolExecutor
+
+
+def _load(job: _Job) -> Loaded:
+    with job.timings.stage("imports"):
+        from ling3export.runners.programs import ProgramFiles  # numpy comes with what is imported from here on
+        from ling3export.runners.weights import Weights
+
+        files = ProgramFiles(job.folder, job.record, job.pool)
+        weights = Weights(job.folder, job.manifest, job.record)
+        checked = _start_check(job, weights)
+        import jax
+
+        from ling3export.runners import device, pjrt
+    with job.timings.stage("backend"):
+        jax.devices()
+    compiles = pjrt.compile_events()
+    with job.timings.stage("programs"):
+        verdicts, loading, mesh = _start_programs(job, files)
+    with job.timings.stage("weights"):
+        params = weights.arrays(mesh)
+    with job.timings.stage("state"):
+        state = device.fresh_state(job.record, mesh)
+    with job.timings.stage("programs"):
+        files.check()
+        loaded = {cell: future.result() for cell, future in loading.items()}
+    with job.timings.stage("check"):
+        checked.result()
+    ready = device.Device(job.record, loaded, params, state, mesh)
+    return Loaded(job.folder, job.manifest, job.name, ready, verdicts, job.timings, compiles)
+
+
+def _start_check(job: _Job, weights: "Weights") -> "Future[None]":
+    if job.check == "programs":
+        job.report("weights are not checked (--check programs)")
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+    return job.pool.submit(weights.check)
+
+
+def _start_programs(job: _Job, files: "ProgramFiles") -> tuple[Any, Any, Any]:
+    """Verdicts, the programs that are being loaded, and their mesh."""
+    from ling3export.runners import programs
+
+    verdicts, recompile = programs.judged(job.record, job.policy, job.name, job.folder)
+    mesh = programs.mesh_of(job.record)
+    compiled = {}
+    if recompile:
+        from ling3export.runners.recompile import compile_here
+
+        compiled = compile_here(job.folder, job.record, recompile, files.portable, mesh, job.report)
+    return verdicts, programs.load_programs(files, job.record, mesh, verdicts, compiled, job.pool), mesh

@@ -1,0 +1,155 @@
+"""A target's programs: read by digest, judged, then loaded in threads or compiled where the policy allows."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ling3export.artifacts.manifest import read_checked
+from ling3export.errors import ArtifactError
+from ling3export.runners.verdict import Machine, Status, Verdict, enforce, judge
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Mesh
+
+    Program = Callable[..., list[jax.Array]]  # flat inputs → flat outputs
+
+LOADERS = 4  # threads; loading is mostly the compiler's linker, which runs without Python's lock
+
+
+class ProgramFiles:
+    """The executables of a target, read and digested in threads while jax is being imported.
+
+    Args:
+        folder: The artifact.
+        target: The manifest's record.
+        pool: Where to read.
+    """
+
+    def __init__(self, folder: Path, target: dict[str, Any], pool: ThreadPoolExecutor) -> None:
+        self._folder = folder
+        self._target = target
+        self._raw: dict[str, Future[bytes]] = {
+            name: pool.submit(read_checked, folder, cell["exec"])
+            for name, cell in target["cells"].items()
+            if "exec" in cell
+        }
+
+    def executable(self, name: str) -> bytes:
+        """The compiled tier of a cell.
+
+        Raises:
+            ArtifactError: The file is missing or damaged.
+        """
+        return self._raw[name].result()
+
+    def portable(self, name: str) -> bytes:
+        """The portable tier of a cell.
+
+        Raises:
+            ArtifactError: The file is missing or damaged.
+        """
+        return read_checked(self._folder, self._target["cells"][name]["stablehlo"])
+
+    def check(self) -> None:
+        """Waits for every executable, also for those that will not be used.
+
+        Raises:
+            ArtifactError: A file is missing or damaged.
+        """
+        for future in self._raw.values():
+            future.result()
+
+
+def machine_here() -> Machine:
+    """What jax finds here. Starts its backend."""
+    import jax
+
+    from ling3export.runners.targets import NAMES
+
+    devices = jax.devices()
+    platform = devices[0].platform
+    return Machine(NAMES.get(platform, platform), len(devices), jax.process_count())
+
+
+def verdicts_here(target: dict[str, Any]) -> dict[str, Verdict]:
+    """The verdict of every cell of a target on this machine. Starts jax's backend, deserializes nothing."""
+    from ling3export.runners.pjrt import executable_fits
+
+    return judge(target, machine_here(), executable_fits)
+
+
+def mesh_of(target: dict[str, Any]) -> "Mesh":
+    """The mesh of a target over the devices with the recorded ids where they all exist, else over the first ones."""
+    import jax
+    import numpy as np
+    from jax.sharding import AxisType, Mesh
+
+    wanted = target["mesh"]["devices"]
+    by_id = {device.id: device for device in jax.devices()}
+    chosen = [by_id[number] for number in wanted] if set(wanted) <= by_id.keys() else jax.devices()[: len(wanted)]
+    return Mesh(np.array(chosen), (target["mesh"]["axis"],), axis_types=(AxisType.Auto,))
+
+
+def load_programs(
+    files: ProgramFiles, target: dict[str, Any], mesh: "Mesh", verdicts: dict[str, Verdict],
+    compiled: dict[str, tuple[bytes, dict[str, Any]]], pool: ThreadPoolExecutor,
+) -> "dict[str, Future[Program]]":  # fmt: skip
+    """Starts loading every cell.
+
+    Args:
+        files: Of the target.
+        target: The manifest's record.
+        mesh: Where to load.
+        verdicts: Of every cell: OPTIMAL ones come from the artifact.
+        compiled: Executable and call record of the others, compiled here.
+        pool: Where to load.
+    """
+    from ling3export.runners.pjrt import load_executable
+
+    def load(name: str) -> "Program":
+        cell = target["cells"][name]
+        if verdicts[name].status is Status.OPTIMAL:
+            raw, record = files.executable(name), cell["call"]
+        else:
+            raw, record = compiled[name]
+        same_signature(name, cell, record)
+        try:
+            return load_executable(raw, record, mesh)
+        except (RuntimeError, ValueError) as error:
+            raise ArtifactError(
+                f"program `{name}`: expected an executable that loads, found {error}",
+                "build the artifact again, or compile the portable programs here: --programs allow-compile",
+            ) from error
+
+    largest_first = sorted(target["cells"], key=lambda name: -target["cells"][name].get("exec", {}).get("bytes", 0))
+    return {name: pool.submit(load, name) for name in largest_first}
+
+
+def same_signature(name: str, cell: dict[str, Any], record: dict[str, Any]) -> None:
+    """Compares a call record with what the manifest says of the cell's inputs and outputs; jax compares shardings.
+
+    Raises:
+        ArtifactError: They differ: calling the program would mix up arrays.
+    """
+    for side in ("inputs", "outputs"):
+        wanted = [(row["shape"], row["dtype"]) for row in cell[side]]
+        if wanted != [(row["shape"], row["dtype"]) for row in record[side]]:
+            raise ArtifactError(
+                f"program `{name}`: expected {len(wanted)} {side} as its cell lists them, found others in its call "
+                "record, in the manifest",
+                "build the artifact again",
+            )
+
+
+def judged(
+    target: dict[str, Any], policy: str, name: str, artifact: Path
+) -> tuple[dict[str, Verdict], Sequence[Verdict]]:
+    """Verdicts of a target here, and those of them that are to be compiled under ``policy``.
+
+    Raises:
+        ArtifactError: As ``verdict.enforce``.
+    """
+    verdicts = verdicts_here(target)
+    return verdicts, enforce(verdicts, policy, name, str(artifact))

@@ -1,0 +1,56 @@
+"""Prompts of the command line: a text, ids, or a file of JSON lines, every mistake named by its line."""
+
+import json
+from pathlib import Path
+
+from ling3export.errors import RequestError
+from ling3export.runners.request import token_ids
+
+Prompt = str | tuple[int, ...]
+FIELDS = ("prompt", "prompt_ids")
+
+
+def parse_ids(text: str) -> tuple[int, ...]:
+    """``1,2,3`` as token ids.
+
+    Raises:
+        ValueError: Not whole numbers with commas between.
+    """
+    return tuple(int(part) for part in text.split(","))
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a file: a line is ``{"prompt": TEXT}`` or ``{"prompt_ids": [ID, …]}``.
+
+    Raises:
+        RequestError: The file cannot be read or is empty, or a line is something else.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise RequestError(f"prompt file `{path}`: expected a readable file, found {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"prompt file `{path}`: expected UTF-8, found {error}") from error
+    if lines[-1] == "":
+        lines.pop()
+    if not lines:
+        raise RequestError(f"prompt file `{path}`: expected a prompt a line, found an empty file")
+    return [_prompt(line, f"prompt file `{path}` line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _prompt(line: str, where: str) -> Prompt:
+    wanted = 'expected {"prompt": TEXT} or {"prompt_ids": [ID, ...]}'
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise RequestError(f"{where}: {wanted}, found no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise RequestError(f"{where}: {wanted}, found {line.strip()[:60]}")
+    if len(value) != 1 or next(iter(value)) not in FIELDS:
+        raise RequestError(f"{where}: {wanted}, found the fields {', '.join(value) or 'none'}")
+    field, prompt = next(iter(value.items()))
+    if field == "prompt" and isinstance(prompt, str):
+        return prompt
+    if field == "prompt_ids" and isinstance(prompt, list):
+        return token_ids(prompt, where)
+    raise RequestError(f"{where}: {wanted}, found {json.dumps(prompt)[:60]} for {field}")

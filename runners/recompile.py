@@ -1,0 +1,167 @@
+"""RECOMPILE: portable programs compiled on this machine, and kept beside the artifact, never in it.
+
+``NAME.ling3.cache/`` holds, per program, ``KEY.json`` and ``KEY.exec``. KEY is the digest of the portable program's
+own digest and of everything that decides what the compiler makes of it here. The JSON file names the executable's
+digest and carries its own; an entry that does not match is compiled again. Files appear by rename, the JSON last, so
+parallel runners and kills leave nothing half-written that counts.
+"""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ling3export.artifacts.disk import writing
+from ling3export.artifacts.manifest import canonical, file_record, read_checked, sha256_of
+from ling3export.errors import ArtifactError
+from ling3export.runners.verdict import Verdict
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+Compiled = tuple[bytes, dict[str, Any]]  # executable, call record
+
+
+def cache_folder(artifact: Path) -> Path:
+    """Beside the artifact."""
+    artifact = artifact.resolve()
+    return artifact.with_name(f"{artifact.name}.cache")
+
+
+def compile_here(
+    artifact: Path, target: dict[str, Any], cells: Sequence[Verdict], portable: Callable[[str], bytes], mesh: "Mesh",
+    say: Callable[[str], None],
+) -> dict[str, Compiled]:  # fmt: skip
+    """Executables of ``cells`` for this machine, from the cache or compiled now.
+
+    Args:
+        artifact: Its folder; the cache lies beside it.
+        target: The manifest's record.
+        cells: What to compile, and why.
+        portable: Reads the portable program of a cell by its digest.
+        mesh: What to compile for.
+        say: Told of every cell: what was done, and why.
+
+    Raises:
+        ArtifactError: A portable program is damaged, or this jax cannot read or compile it.
+    """
+    folder = cache_folder(artifact)
+    out, missing = {}, []
+    for verdict in cells:
+        key = cache_key(target["cells"][verdict.cell]["stablehlo"]["sha256"], mesh)
+        hit = _lookup(folder, key, say)
+        if hit is None:
+            missing.append((verdict, key))
+        else:
+            out[verdict.cell] = hit
+            say(f"{verdict.cell}: RECOMPILE ({verdict.reason}): from {folder.name}")
+    if missing:
+        out.update(_compile_all(folder, missing, portable, mesh, say))
+    return out
+
+
+def _compile_all(
+    folder: Path, missing: list[tuple[Verdict, str]], portable: Callable[[str], bytes], mesh: "Mesh",
+    say: Callable[[str], None],
+) -> dict[str, Compiled]:  # fmt: skip
+    from ling3export.runners.pjrt import no_compilation_cache
+
+    def work(verdict: Verdict, key: str) -> tuple[str, Compiled]:
+        say(f"{verdict.cell}: RECOMPILE ({verdict.reason}): compiling")
+        result = _compile(verdict.cell, portable(verdict.cell), mesh)
+        _store(folder, key, result, say)
+        return verdict.cell, result
+
+    # An executable that came from jax's own persistent cache cannot be saved.
+    with no_compilation_cache(), ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        return dict(pool.map(lambda item: work(*item), missing))
+
+
+def _compile(cell: str, blob: bytes, mesh: "Mesh") -> Compiled:
+    import jax
+    from jax import export
+
+    from ling3export.runners.pjrt import call_record, executable_bytes
+
+    try:
+        exported = export.deserialize(bytearray(blob))
+        flat = [
+            jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+            for aval, sharding in zip(exported.in_avals, exported.in_shardings_jax(mesh), strict=True)
+        ]
+        arguments, _ = jax.tree.unflatten(exported.in_tree, flat)
+        # jax.export forgets donation: the state is the second argument of every program.
+        compiled = jax.jit(exported.call, donate_argnums=(1,)).lower(*arguments).compile()
+    except Exception as error:
+        raise ArtifactError(
+            f"program `{cell}`: expected portable StableHLO that jax {jax.__version__} compiles, "
+            f"found {type(error).__name__}: {error}",
+            "build the artifact again with this version of jax, or install the one it was built with",
+        ) from error
+    return executable_bytes(compiled), call_record(compiled)
+
+
+def cache_key(stablehlo: str, mesh: "Mesh") -> str:
+    """Digest of what an executable depends on: the program, the toolchain, the processor, flags and devices."""
+    from ling3export.runners.pjrt import toolchain
+
+    devices = list(mesh.devices.flat)
+    return sha256_of(
+        {
+            "stablehlo": stablehlo,
+            "toolchain": toolchain(),
+            "platform": devices[0].platform,
+            "kind": devices[0].device_kind,
+            "devices": [device.id for device in devices],
+            "axes": list(mesh.axis_names),
+            "processes": len({device.process_index for device in devices}),
+        }
+    )
+
+
+def _lookup(folder: Path, key: str, say: Callable[[str], None]) -> Compiled | None:
+    from ling3export.runners.pjrt import executable_fits
+
+    path = folder / f"{key}.json"
+    if not path.exists():
+        return None
+    try:
+        entry = json.loads(path.read_bytes())
+        if entry.pop("sha256") != sha256_of(entry):
+            raise ValueError("another digest")
+        if entry["exec"]["path"] != f"{key}.exec":
+            raise ValueError("another program's name")
+        raw = read_checked(folder, entry["exec"])
+        if misfit := executable_fits(entry["call"]):
+            raise ValueError(misfit)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ArtifactError) as error:
+        say(f"cache entry {key[:12]}: expected a whole one, found {error}; compiling it again")
+        return None
+    return raw, entry["call"]
+
+
+def _store(folder: Path, key: str, result: Compiled, say: Callable[[str], None]) -> None:
+    raw, record = result
+    try:
+        with writing(folder):
+            folder.mkdir(exist_ok=True)
+        _write(folder / f"{key}.exec", raw)
+        entry = {"exec": file_record(folder, f"{key}.exec"), "call": record}
+        _write(folder / f"{key}.json", canonical({**entry, "sha256": sha256_of(entry)}))
+    except ArtifactError as error:
+        say(f"not cached: {error.message}")
+
+
+def _write(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with writing(path, len(data)):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)

@@ -1,0 +1,132 @@
+"""May a compiled program be given to the deserializer here? Decided before it is, from the manifest alone.
+
+PJRT checks next to nothing, and a file that does not fit can end the process inside C++. So every cell gets a verdict:
+OPTIMAL (its executable fits), RECOMPILE (only its portable program will do, compiled here), or UNSUPPORTED.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from ling3export.errors import ArtifactError, listed
+
+POLICIES = ("prebuilt-only", "allow-compile")
+
+
+class Status(Enum):
+    """The ladder's three rungs."""
+
+    OPTIMAL = "OPTIMAL"
+    RECOMPILE = "RECOMPILE"
+    UNSUPPORTED = "UNSUPPORTED"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What jax finds here.
+
+    Attributes:
+        platform: As the manifest names it: ``cpu``, ``tpu``, ``cuda``.
+        devices: How many, over all processes.
+        processes: How many run together.
+    """
+
+    platform: str
+    devices: int
+    processes: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What can be done with a cell here, and why it is not better.
+
+    Attributes:
+        cell: ``prefill@16``.
+        status: The rung.
+        reason: What was built for and what was found; empty for OPTIMAL.
+    """
+
+    cell: str
+    status: Status
+    reason: str = ""
+
+
+def judge(target: dict[str, Any], here: Machine, misfit: Callable[[dict[str, Any]], str | None]) -> dict[str, Verdict]:
+    """A verdict for every cell of a target.
+
+    Args:
+        target: The manifest's record.
+        here: This machine.
+        misfit: Why the executable of a call record must not be loaded here, or None (``pjrt.executable_fits``).
+    """
+    impossible = _impossible(target, here)
+    verdicts = {}
+    for name, cell in target["cells"].items():
+        if impossible:
+            verdicts[name] = Verdict(name, Status.UNSUPPORTED, impossible)
+            continue
+        if "exec" not in cell or "call" not in cell:
+            reason: str | None = f"executable: built for {target['target']}, found none in the artifact"
+        else:
+            reason = misfit(cell["call"])
+        if reason is None:
+            verdicts[name] = Verdict(name, Status.OPTIMAL)
+        else:
+            verdicts[name] = Verdict(name, Status.RECOMPILE if "stablehlo" in cell else Status.UNSUPPORTED, reason)
+    return verdicts
+
+
+def _impossible(target: dict[str, Any], here: Machine) -> str:
+    """Why not even the portable programs run here; empty if they might."""
+    devices = len(target["mesh"]["devices"])
+    if target["platform"] != here.platform:
+        return f"platform: built for {target['platform']}, found {here.platform}"
+    if target["processes"] != here.processes:
+        return f"processes: built for {target['processes']}, found {here.processes}"
+    if here.devices < devices:
+        return f"devices: built for {devices}, found {here.devices}"
+    return ""
+
+
+def enforce(verdicts: dict[str, Verdict], policy: str, target: str, artifact: str) -> list[Verdict]:
+    """Applies the policy: which cells are to be compiled here.
+
+    Args:
+        verdicts: Of every cell.
+        policy: ``prebuilt-only`` (a cell that needs compiling is an error) or ``allow-compile``.
+        target: Its name, for messages.
+        artifact: Its folder, for messages.
+
+    Returns:
+        The verdicts that are RECOMPILE; none under ``prebuilt-only``.
+
+    Raises:
+        ArtifactError: A cell cannot run here, or not under this policy; with what was wanted, what was found, and the
+            command that fixes it.
+    """
+    if policy not in POLICIES:
+        raise ArtifactError(f"program policy: expected {' or '.join(POLICIES)}, found {policy}")
+    by_status = {status: [v for v in verdicts.values() if v.status is status] for status in Status}
+    if unsupported := by_status[Status.UNSUPPORTED]:
+        raise ArtifactError(
+            f"target `{target}`: expected programs that run here, found {_told(unsupported)}, in {artifact}",
+            f"build for this machine: ling3export build CHECKPOINT {artifact} --force",
+        )
+    recompile = by_status[Status.RECOMPILE]
+    if recompile and policy == "prebuilt-only":
+        raise ArtifactError(
+            f"target `{target}`: expected compiled programs that fit, found {_told(recompile)}, in {artifact}",
+            "compile the portable programs here (once; they are cached beside the artifact): --programs allow-compile; "
+            "or build the artifact on this machine with this jaxlib",
+        )
+    return recompile
+
+
+def _told(verdicts: list[Verdict]) -> str:
+    """The verdicts in one phrase: equal reasons are said once."""
+    reasons: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        reasons.setdefault(verdict.reason, []).append(verdict.cell)
+    status = verdicts[0].status.value
+    return "; ".join(f"{status} {listed(cells)} ({reason})" for reason, cells in reasons.items())
