@@ -262,7 +262,8 @@ class Scheduler:
             text = sequence.accept(token, taken_from)
             self.counters.tokens_out += 1
             self._emitted.append(Emitted(sequence, token, text))
-            if sequence.over:
+        for _, sequence in call.rows:
+            if sequence.over and sequence.lease is not None:
                 self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
