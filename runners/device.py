@@ -21,7 +21,7 @@ class Device:
     Args:
         target: The manifest's record.
         programs: By cell.
-        params: By dotted path.
+        params: By name of the argument.
         state: By name.
         mesh: The devices.
     """

@@ -52,7 +52,7 @@ class Weights:
         self._store.check_many(((name, 0, None) for name in self.tensors), threads)
 
     def arrays(self, mesh: "Mesh") -> "dict[str, jax.Array]":
-        """Every parameter on the devices, by its dotted path. On CPU they are the mapped file: nothing is read."""
+        """Every parameter on the devices, by the name of the argument. On CPU they are the mapped file: nothing is read."""
         from jax.sharding import NamedSharding, PartitionSpec
 
         from ling3export.runners.arrays import device_weight
@@ -65,5 +65,5 @@ class Weights:
                 raise ArtifactError(
                     f"weight `{row['tensor']}`: expected dtype {row['dtype']}, found {found}, in the weight index"
                 )
-            out[".".join(row["path"])] = device_weight(view, NamedSharding(mesh, PartitionSpec(*row["spec"])))
+            out[row["argument"]] = device_weight(view, NamedSharding(mesh, PartitionSpec(*row["spec"])))
         return out
