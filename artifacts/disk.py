@@ -1,0 +1,87 @@
+"""Files on disk: errors a user can act on, paths that stay inside a folder, durability."""
+
+import errno
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+from ling3export.errors import ArtifactError
+
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def inside(folder: Path, relative: object, where: str) -> Path:
+    """The file ``relative`` names below ``folder``, without touching the disk.
+
+    Args:
+        folder: The artifact's folder.
+        relative: A path as the manifest spells it: with ``/``, relative, in its shortest form.
+        where: What holds the path, for the message.
+
+    Raises:
+        ArtifactError: The path is absolute, climbs out of the folder, or is not in its shortest form.
+    """
+    if isinstance(relative, str) and relative.isprintable():
+        path = PurePosixPath(relative)
+        if path.parts and not path.is_absolute() and ".." not in path.parts and str(path) == relative:
+            return folder / path
+    raise ArtifactError(
+        f"file path {relative!r}: expected a path below the artifact's folder, found one that leaves it, in {where}",
+        "do not load this artifact: no build writes such a path",
+    )
+
+
+def write_error(error: OSError, path: Path, needed: int | None = None) -> ArtifactError:
+    """The ArtifactError for a failed write.
+
+    Args:
+        error: What the system said.
+        path: The file that was being written.
+        needed: Its full size in bytes, where known.
+    """
+    room = "room" if needed is None else f"room for {needed:,} bytes"
+    if error.errno == errno.EFBIG:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        found = "a file larger than its volume takes"
+        if limit != resource.RLIM_INFINITY:
+            found = f"a file-size limit of {limit:,} bytes"
+        return ArtifactError(
+            f"write `{path.name}`: expected {room}, found {found}, in {path.parent}",
+            "raise the limit (ulimit -f) or write to another volume",
+        )
+    if error.errno in DISK_FULL:
+        free = shutil.disk_usage(path.parent if path.parent.is_dir() else "/").free
+        return ArtifactError(
+            f"write `{path.name}`: expected {room}, found a full disk ({free:,} bytes free), in {path.parent}",
+            "free some space or write to another volume",
+        )
+    return ArtifactError(f"write `{path.name}`: expected a writable file, found {error.strerror}, in {path.parent}")
+
+
+@contextmanager
+def writing(path: Path, needed: int | None = None) -> Iterator[None]:
+    """Turns the OSErrors of a block that writes ``path`` into ArtifactErrors."""
+    try:
+        yield
+    except OSError as error:
+        raise write_error(error, path, needed) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in ``folder`` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Makes every file below ``folder``, and every name, survive a power cut."""
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            sync_folder(Path(parent, name))  # fsync takes a file as well as a folder
+        sync_folder(Path(parent))

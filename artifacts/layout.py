@@ -1,0 +1,95 @@
+"""Where each tensor lies in a weight file: specs, their order, and the safetensors header."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+DTYPES: dict[str, np.dtype] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype("<f4"),
+    "I32": np.dtype("<i4"),
+}
+ALIGNMENT = 64  # jax on CPU aliases mapped memory from here on, and copies below
+HEADER_MULTIPLE = 4096
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a weight file.
+
+    Args:
+        name: Its name, unique in the store.
+        shape: Whole shape. With slabs the leading axis is theirs: ``shape[0] == slabs``.
+        dtype: ``BF16``, ``F32`` or ``I32``.
+        slabs: How many parts it is cut into for tensor parallelism; 0 for a tensor that is never split.
+
+    Raises:
+        ValueError: An unknown dtype, an empty axis, or a leading axis that is not the slabs.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    slabs: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"tensor `{self.name}`: expected dtype {' or '.join(DTYPES)}, found {self.dtype}")
+        if any(size < 1 for size in self.shape):
+            raise ValueError(f"tensor `{self.name}`: expected no empty axis, found shape {list(self.shape)}")
+        if self.slabs < 0 or (self.slabs and self.shape[:1] != (self.slabs,)):
+            raise ValueError(
+                f"tensor `{self.name}`: expected a leading axis of {self.slabs} slabs, found shape {list(self.shape)}"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    @property
+    def parts(self) -> int:
+        """How many digests it has: one a slab, or one for an unsplit tensor."""
+        return max(self.slabs, 1)
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of one slab; of the whole tensor where it is not split."""
+        return self.nbytes // self.parts
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every slab starts at a multiple of ALIGNMENT if the tensor does."""
+        return self.slab_bytes % ALIGNMENT == 0
+
+
+def arranged(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """The order in a file: aligned tensors first, so that each starts at a multiple of 64; the others last.
+
+    safetensors allows no holes between tensors, so order is the only way to align. The others go by falling
+    item size, so that each still starts at a multiple of its own. Otherwise the given order holds.
+    """
+    return sorted(specs, key=lambda spec: 0 if spec.aligned else ALIGNMENT - DTYPES[spec.dtype].itemsize)
+
+
+def header(specs: Sequence[TensorSpec]) -> bytes:
+    """The first bytes of a file that holds ``specs`` in this order, without holes.
+
+    Eight bytes of little-endian length, then JSON padded with spaces so that the data starts at a multiple of 4096.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "ling3"}}
+    offset = 0
+    for spec in specs:
+        entries[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.nbytes],
+        }
+        offset += spec.nbytes
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % HEADER_MULTIPLE)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,242 @@
+"""The manifest: canonical JSON, its digest, and the records of digested files."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ling3export.artifacts.disk import inside, sync_folder, writing
+from ling3export.errors import ArtifactError, listed
+
+# Version history (artifacts/FORMAT.md tells what a reader must do):
+# 1 (November 2026): the first.
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+FIELDS = ("producer", "source", "config", "plan", "targets", "weights", "vectors", "tokenizer", "notes")
+CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+SPACED = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+LINE = 100  # characters: a value that fits stands on one line of the file
+FOREIGN = ("source", "notes")  # fields whose paths are not of this artifact
+REBUILD = "copy the artifact again, or build it again"
+
+
+def canonical(value: object) -> bytes:
+    """The one spelling of a JSON value: UTF-8, keys sorted by code point, no spaces, no NaN or infinity.
+
+    Raises:
+        TypeError: A key that is not a string, or a value that JSON does not have.
+        ValueError: NaN, an infinity, or a lone surrogate.
+    """
+    for key in _keys(value):
+        if not isinstance(key, str):
+            raise TypeError(f"JSON key {key!r}: expected a string, found {type(key).__name__}")
+    return CANONICAL.encode(value).encode()
+
+
+def sha256_of(value: object) -> str:
+    """The hex sha256 of a value's canonical JSON."""
+    return hashlib.sha256(canonical(value)).hexdigest()
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Makes ``folder`` an artifact, or replaces its manifest, in one step: written beside, then renamed.
+
+    Args:
+        folder: The artifact's folder, every other file already in place.
+        manifest: The fields of FIELDS, all of them. ``format`` and ``sha256`` are set here, whatever they were.
+
+    Returns:
+        The manifest as written.
+
+    Raises:
+        ArtifactError: A field is missing or unknown, a path leaves the folder, or the disk is full.
+    """
+    body = {key: value for key, value in manifest.items() if key not in ("format", "sha256")}
+    if unknown := sorted(set(body) - set(FIELDS)):
+        raise ArtifactError(f"manifest: expected the fields of format {FORMAT_VERSION}, found {listed(unknown)}")
+    whole = {"format": FORMAT_VERSION, **body}
+    whole["sha256"] = sha256_of(whole)
+    whole = json.loads(json.dumps(whole))  # tuples become lists, as they will be read
+    _check_fields(whole, folder)
+    path = folder / MANIFEST
+    temporary = folder / f".{MANIFEST}.partial"
+    data = _file_bytes(whole)
+    try:
+        with writing(path, len(data)):
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            sync_folder(folder)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return whole
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of an artifact, its own digest checked. Other files are not opened.
+
+    Raises:
+        ArtifactError: No folder, no manifest, another format, a byte that was changed, a missing field, or a path
+            that leaves the folder.
+    """
+    folder = Path(folder)
+    path = folder / MANIFEST
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "nothing"
+        raise ArtifactError(
+            f"artifact `{folder.name}`: expected a folder, found {found}, at {folder}",
+            "make one with: ling3export build CHECKPOINT ARTIFACT",
+        )
+    if not path.exists():
+        raise ArtifactError(
+            f"artifact `{folder.name}`: expected {MANIFEST}, found none, in {folder}",
+            "this is no artifact, or its build was interrupted: build it again",
+        )
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ArtifactError(f"{MANIFEST}: expected a readable file, found {error.strerror}, in {folder}") from error
+    try:
+        manifest = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{MANIFEST}: expected JSON, found {error}, in {folder}", REBUILD) from error
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if type(version) is not int or version < 1:
+        raise ArtifactError(f"{MANIFEST}: expected a format version, found {version!r}, in {folder}", REBUILD)
+    if version != FORMAT_VERSION:
+        raise ArtifactError(
+            f"{MANIFEST}: expected format {FORMAT_VERSION}, found format {version}, in {folder}",
+            "install a newer ling3export, or build the artifact again with this one",
+        )
+    if not _is_exact(manifest, data):
+        raise ArtifactError(
+            f"{MANIFEST}: expected the spacing and spelling of a build, found another, in {folder}", REBUILD
+        )
+    claimed = manifest.pop("sha256", None)
+    digest = hashlib.sha256(CANONICAL.encode(manifest).encode()).hexdigest()  # parsed JSON has only string keys
+    if claimed != digest:
+        raise ArtifactError(f"{MANIFEST}: expected sha256 {claimed}, found {digest}, in {folder}", REBUILD)
+    manifest["sha256"] = digest
+    _check_fields(manifest, folder)
+    return manifest
+
+
+def file_record(folder: Path, relative: str) -> dict[str, Any]:
+    """``{"path", "bytes", "sha256"}`` of a file below ``folder``.
+
+    Raises:
+        ArtifactError: The path leaves the folder, or the file cannot be read.
+    """
+    path = inside(folder, relative, "a file record")
+    try:
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return {"path": relative, "bytes": file.tell(), "sha256": digest}
+    except OSError as error:
+        raise _unreadable(relative, folder, error) from error
+
+
+def read_checked(folder: Path, record: dict[str, Any]) -> bytes:
+    """The bytes of a recorded file: those that were digested, so nothing can change them in between.
+
+    Raises:
+        ArtifactError: The record is none, the path leaves the folder, the file is missing, or its size or digest
+            is another.
+    """
+    if not isinstance(record, dict) or not {"path", "bytes", "sha256"} <= set(record):
+        raise ArtifactError(f"file record: expected path, bytes and sha256, found {record!r}, in {MANIFEST}")
+    relative = record["path"]
+    path = inside(folder, relative, MANIFEST)
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            data = file.read() if size == record["bytes"] else b""
+    except OSError as error:
+        raise _unreadable(relative, folder, error) from error
+    if size != record["bytes"]:
+        raise ArtifactError(
+            f"file `{relative}`: expected {record['bytes']:,} bytes, found {size:,}, in {folder}", REBUILD
+        )
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != record["sha256"]:
+        raise ArtifactError(
+            f"file `{relative}`: expected sha256 {record['sha256']}, found {digest}, in {folder}", REBUILD
+        )
+    return data
+
+
+def _unreadable(relative: str, folder: Path, error: OSError) -> ArtifactError:
+    return ArtifactError(f"file `{relative}`: expected a readable file, found {error.strerror}, in {folder}", REBUILD)
+
+
+def _file_bytes(manifest: dict[str, Any]) -> bytes:
+    return (_laid_out(manifest, "\n") + "\n").encode()
+
+
+def _is_exact(manifest: dict[str, Any], data: bytes) -> bool:
+    """Whether ``data`` is what `write_manifest` writes for ``manifest``: the digest alone lets spacing change."""
+    try:
+        return _file_bytes(manifest) == data
+    except (ValueError, RecursionError):
+        return False
+
+
+def _laid_out(value: object, newline: str) -> str:
+    """JSON for people: in the given key order, on one line where it fits in LINE characters, else a member a line."""
+    text = SPACED.encode(value)
+    if len(text) <= LINE or not isinstance(value, (dict, list)):
+        return text
+    deeper = newline + "  "
+    if isinstance(value, dict):
+        lines = [f"{SPACED.encode(key)}: {_laid_out(item, deeper)}" for key, item in value.items()]
+        return "{" + deeper + ("," + deeper).join(lines) + newline + "}"
+    return "[" + deeper + ("," + deeper).join(_laid_out(item, deeper) for item in value) + newline + "]"
+
+
+def _check_fields(manifest: dict[str, Any], folder: Path) -> None:
+    if missing := [field for field in FIELDS if field not in manifest]:
+        raise ArtifactError(f"{MANIFEST}: expected the field {listed(missing)}, found none, in {folder}", REBUILD)
+    for field in FIELDS:
+        if field not in FOREIGN:
+            for path in _paths(manifest[field]):
+                inside(folder, path, MANIFEST)
+
+
+def _keys(value: object) -> Iterator[object]:
+    """Every key of every object in ``value``."""
+    if isinstance(value, dict):
+        yield from value
+        for item in value.values():
+            yield from _keys(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _keys(item)
+
+
+def _paths(value: object) -> Iterator[object]:
+    """Every value under a key ``path`` or ``file``."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key in ("path", "file"):
+                yield item
+            elif isinstance(item, (dict, list)):
+                yield from _paths(item)
+    elif isinstance(value, list):
+        for item in value:
+            if isinstance(item, (dict, list)):
+                yield from _paths(item)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        raise ValueError("a key that stands twice in one object")
+    return unique
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"the number {name}")

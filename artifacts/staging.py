@@ -1,0 +1,95 @@
+"""Folders that appear whole or not at all."""
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ling3export.artifacts.disk import DISK_FULL, sync_folder, sync_tree, write_error
+from ling3export.artifacts.lock import folder_lock
+from ling3export.artifacts.manifest import MANIFEST
+from ling3export.errors import ArtifactError
+
+
+@contextmanager
+def staged(destination: Path, *, force: bool = False, mark: str = MANIFEST) -> Iterator[Path]:
+    """A temporary folder beside ``destination`` that takes its name when the block ends well.
+
+    Holds ``destination``'s lock, so whatever else is named ``.NAME.partial-…`` belongs to a dead build and is removed.
+    When the block raises, the temporary folder is removed and ``destination`` is as before. A kill leaves at most
+    the temporary folder; one between the two renames of a replacement leaves the old folder under such a name too.
+
+    Args:
+        destination: The folder to make. Its parent must exist.
+        force: Replace an existing folder that holds ``mark``.
+        mark: The file that shows a folder to be of the kind that may be replaced.
+
+    Raises:
+        ArtifactError: The destination exists, is no such folder, is being written, or the disk is full.
+    """
+    destination = Path(destination).resolve()
+    parent = destination.parent
+    if not parent.is_dir():
+        raise ArtifactError(f"output `{destination.name}`: expected an existing parent folder, found none, at {parent}")
+    with folder_lock(destination):
+        _refuse(destination, force, mark)
+        _remove_leftovers(destination)
+        partial = _sibling(destination)
+        try:
+            try:
+                partial.mkdir()
+                yield partial
+                sync_tree(partial)
+                _rename(partial, destination)
+                sync_folder(parent)
+            except OSError as error:
+                if error.errno in DISK_FULL:
+                    raise write_error(error, Path(error.filename or destination)) from error
+                raise
+        finally:
+            _remove_leftovers(destination)
+
+
+def _refuse(destination: Path, force: bool, mark: str) -> None:
+    """Raises unless ``destination`` is free or may be replaced."""
+    if not os.path.lexists(destination):
+        return
+    if not force:
+        raise ArtifactError(
+            f"output `{destination.name}`: expected a free name, found one that exists, in {destination.parent}",
+            "choose another name, or replace it with --force",
+        )
+    if not (destination / mark).is_file():
+        raise ArtifactError(
+            f"output `{destination.name}`: expected a folder with {mark}, found something else, "
+            f"in {destination.parent}",
+            "--force replaces only what an earlier run wrote: remove it yourself, or choose another name",
+        )
+
+
+def _rename(partial: Path, destination: Path) -> None:
+    """Gives ``partial`` its name; an old folder of that name becomes a leftover."""
+    if not destination.exists():
+        partial.rename(destination)
+        return
+    old = _sibling(destination)
+    destination.rename(old)
+    try:
+        partial.rename(destination)
+    except BaseException:
+        old.rename(destination)
+        raise
+
+
+def _sibling(destination: Path) -> Path:
+    return destination.parent / f".{destination.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def _remove_leftovers(destination: Path) -> None:
+    leftover = re.compile(rf"\.{re.escape(destination.name)}\.partial-\d+-[0-9a-f]{{8}}")
+    for path in destination.parent.iterdir():
+        if leftover.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,139 @@
+"""Writing the weight store against copying the same bytes: ``python -m bench.store_copy [--layers N] [--folder DIR]``.
+
+The shapes are the full size's, a few layers of them: experts as contiguous matrices spread over 16 slabs, the output
+head in slabs of 30 MB, output projections as transposed column cuts. The source is mapped and warm, as for a copy.
+"""
+
+import argparse
+import hashlib
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from ling3export.artifacts.store import Store, StoreWriter, TensorSpec
+
+SLABS, HIDDEN, EXPERTS, WIDTH, HEADS_WIDTH, VOCAB = 16, 1536, 128, 512, 2048, 157184
+Piece = tuple[int, np.ndarray]
+
+
+def specs(layers: int) -> list[TensorSpec]:
+    each = EXPERTS // SLABS
+    return [
+        TensorSpec("experts_gate_up", (SLABS, layers, each, 2 * WIDTH, HIDDEN), "BF16", SLABS),
+        TensorSpec("experts_down", (SLABS, layers, each, HIDDEN, WIDTH), "BF16", SLABS),
+        TensorSpec("lm_head", (SLABS, VOCAB // SLABS, HIDDEN), "BF16", SLABS),
+        TensorSpec("o_proj", (SLABS, 12 * layers, HEADS_WIDTH // SLABS, HIDDEN), "BF16", SLABS),
+    ]
+
+
+def pieces(spec: TensorSpec, source: np.ndarray) -> Iterator[Piece]:
+    """What a conversion writes for ``spec``, from views of ``source`` [elements] uint16, in its order."""
+    if spec.name == "o_proj":
+        for matrix in source.reshape(-1, HIDDEN, HEADS_WIDTH):
+            for slab, cut in enumerate(np.split(matrix, SLABS, axis=1)):
+                yield slab, cut.T
+    elif spec.name == "lm_head":
+        yield from enumerate(source.reshape(SLABS, -1))
+    else:
+        for layer in source.reshape(-1, EXPERTS, WIDTH * HIDDEN * (2 if spec.name == "experts_gate_up" else 1)):
+            for expert, matrix in enumerate(layer):
+                for half in matrix.reshape(-1, WIDTH * HIDDEN):
+                    yield expert * SLABS // EXPERTS, half
+
+
+def write(folder: Path, plan: list[TensorSpec], source: np.ndarray, threads: int) -> tuple[Store, float]:
+    """The written store and the seconds of its last step, which waits for the disk."""
+
+    def one(spec: TensorSpec, first: int) -> None:
+        offsets = [0] * SLABS
+        for slab, value in pieces(spec, source[first : first + spec.nbytes // 2]):
+            writer.write(spec.name, value, slab=slab, offset=offsets[slab])
+            offsets[slab] += value.nbytes
+
+    writer = StoreWriter(folder, {"weights.safetensors": plan})
+    starts = np.cumsum([0] + [spec.nbytes // 2 for spec in plan])
+    with ThreadPoolExecutor(threads) as pool:
+        for job in [pool.submit(one, spec, int(start)) for spec, start in zip(plan, starts, strict=False)]:
+            job.result()
+    start_of_end = time.perf_counter()
+    return Store(folder, writer.finish()), time.perf_counter() - start_of_end
+
+
+def anonymous() -> int:
+    """This process's anonymous memory, in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def measure(folder: Path, layers: int, rounds: int, threads: int) -> None:
+    plan = specs(layers)
+    total = sum(spec.nbytes for spec in plan)
+    with open(folder / "source", "wb") as file:
+        for _ in range(total >> 24):
+            file.write(os.urandom(1 << 24))
+        file.truncate(total)
+        os.fsync(file.fileno())
+    source = np.memmap(folder / "source", np.uint16, "r")
+    hashlib.sha256(source).digest()  # warm
+    peak, done = anonymous(), threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.01):
+            peak = max(peak, anonymous())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    seconds: dict[str, list[float]] = {name: [] for name in ("copy", "copy+fsync", "write", "of it fsync", "check")}
+    for _ in range(rounds + 1):  # the first warms up and is dropped
+        start = time.perf_counter()
+        subprocess.run(["cp", folder / "source", folder / "copy"], check=True)
+        seconds["copy"].append(time.perf_counter() - start)
+        with open(folder / "copy", "rb") as copied:
+            os.fsync(copied.fileno())
+        seconds["copy+fsync"].append(time.perf_counter() - start)
+        (folder / "copy").unlink()
+        start = time.perf_counter()
+        store, waited = write(folder, plan, source, threads)
+        seconds["write"].append(time.perf_counter() - start)
+        seconds["of it fsync"].append(waited)
+        start = time.perf_counter()
+        store.check_many([(spec.name, 0, None) for spec in plan], threads=threads)
+        seconds["check"].append(time.perf_counter() - start)
+        (folder / "weights.safetensors").unlink()
+    done.set()
+    watcher.join()
+    median = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    print(f"{total / 1e9:.2f} GB, {threads} threads, medians of {rounds}")
+    for name, value in median.items():
+        print(f"{name:12} {value:6.2f} s  {total / 1e9 / value:5.2f} GB/s")
+    print(f"write / copy           {median['write'] / median['copy']:.2f}")
+    print(f"write / (copy + fsync) {median['write'] / median['copy+fsync']:.2f}")
+    print(f"peak anonymous memory  {peak / 1e6:.0f} MB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=2, help="expert layers; 2 are 1.8 GB")
+    parser.add_argument("--folder", type=Path, help="a volume to measure; twice the bytes must fit")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="store-copy-", dir=options.folder))
+    try:
+        measure(folder, options.layers, options.rounds, options.threads)
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

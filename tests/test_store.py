@@ -1,0 +1,367 @@
+"""The weight store: its bytes, its digests, and what happens when the disk or the files are bad."""
+
+import copy
+import errno
+import hashlib
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+
+from ling3export.artifacts import writer as writer_module
+from ling3export.artifacts.store import Store, StoreWriter, TensorSpec
+from ling3export.errors import ArtifactError
+
+BF16 = ml_dtypes.bfloat16
+FILE = "weights/tiny.safetensors"
+TINY = [
+    TensorSpec("a", (2, 3), "BF16", 2),
+    TensorSpec("n", (4,), "F32", 0),
+    TensorSpec("b", (2, 4, 8), "F32", 2),
+]
+TINY_HEADER = (
+    b'{"__metadata__":{"format":"ling3"},'
+    b'"b":{"dtype":"F32","shape":[2,4,8],"data_offsets":[0,256]},'
+    b'"n":{"dtype":"F32","shape":[4],"data_offsets":[256,272]},'
+    b'"a":{"dtype":"BF16","shape":[2,3],"data_offsets":[272,284]}}'
+)
+
+
+def tiny(folder: Path) -> dict[str, dict]:
+    """A store of three tensors: a slab tensor written from transposed views, an unsplit one, an odd-sized one."""
+    with StoreWriter(folder, {FILE: TINY}) as writer:
+        for slab in range(2):
+            writer.write("a", np.arange(3 * slab, 3 * slab + 3).astype(BF16), slab=slab)
+            writer.write("b", np.arange(32, dtype=np.float32).reshape(8, 4).T, slab=slab)
+        writer.write("n", np.arange(4, dtype=np.float32), slab=None)
+        return writer.finish()
+
+
+def random_store(folder: Path) -> tuple[dict[str, dict], dict[str, np.ndarray]]:
+    """Two files, aligned and odd tensors, and what each should read as (BF16 as uint16)."""
+    random = np.random.default_rng(0)
+    files = {
+        "one.safetensors": [
+            TensorSpec("odd", (4, 7), "BF16", 4),
+            TensorSpec("experts", (4, 3, 64, 32), "BF16", 4),
+            TensorSpec("whole", (33, 16), "F32", 0),
+        ],
+        "two.safetensors": [TensorSpec("ids", (5,), "I32", 0), TensorSpec("head", (4, 10, 32), "BF16", 4)],
+    }
+    arrays = {}
+    with StoreWriter(folder, files) as writer:
+        for spec in [spec for specs in files.values() for spec in specs]:
+            kind = np.uint16 if spec.dtype == "BF16" else np.int32
+            array = arrays[spec.name] = random.integers(0, 1 << 15, spec.shape).astype(kind)
+            value = array.view({"BF16": BF16, "F32": np.float32, "I32": np.int32}[spec.dtype])
+            for slab in range(spec.parts):
+                writer.write(spec.name, value[slab] if spec.slabs else value, slab=slab if spec.slabs else None)
+        return writer.finish(), arrays
+
+
+def test_golden_bytes(tmp_path: Path) -> None:
+    index = tiny(tmp_path)
+    transposed = np.arange(32, dtype="<f4").reshape(8, 4).T.tobytes()
+    numbers = np.arange(4, dtype="<f4").tobytes()
+    odd = bytes.fromhex("0000803f0040" + "40408040a040")
+    assert (tmp_path / FILE).read_bytes() == (
+        b"\xf8\x0f\0\0\0\0\0\0" + TINY_HEADER.ljust(4088) + transposed + transposed + numbers + odd
+    )
+    digest = [hashlib.sha256(data).hexdigest() for data in (transposed, numbers, odd[:6], odd[6:])]
+    assert index == {
+        "b": {
+            "file": FILE, "dtype": "F32", "shape": [2, 4, 8], "slabs": 2, "offset": 4096, "slab_bytes": 128,
+            "sha256": [digest[0], digest[0]],
+        },
+        "n": {
+            "file": FILE, "dtype": "F32", "shape": [4], "slabs": 0, "offset": 4352, "slab_bytes": 16,
+            "sha256": [digest[1]],
+        },
+        "a": {
+            "file": FILE, "dtype": "BF16", "shape": [2, 3], "slabs": 2, "offset": 4368, "slab_bytes": 6,
+            "sha256": [digest[2], digest[3]],
+        },
+    }  # fmt: skip
+
+
+def test_safetensors_reads_it(tmp_path: Path) -> None:
+    index, arrays = random_store(tmp_path)
+    for file in ("one.safetensors", "two.safetensors"):
+        with safetensors.safe_open(tmp_path / file, "numpy") as opened:
+            assert opened.metadata() == {"format": "ling3"}
+            assert set(opened.keys()) == {name for name, entry in index.items() if entry["file"] == file}
+            for name in opened.keys():
+                value = opened.get_tensor(name)
+                assert value.dtype == (BF16 if index[name]["dtype"] == "BF16" else value.dtype)
+                np.testing.assert_array_equal(value.view(arrays[name].dtype), arrays[name])
+
+
+def test_views_are_mapped_aligned_and_read_only(tmp_path: Path) -> None:
+    index, arrays = random_store(tmp_path)
+    store = Store(tmp_path, index)
+    assert store.nbytes == sum(array.nbytes for array in arrays.values())
+    for name, array in arrays.items():
+        view = store.view(name)
+        assert not view.flags.writeable
+        assert view.flags.aligned
+        np.testing.assert_array_equal(view.view(array.dtype), array)
+    for name in ("experts", "whole", "head"):
+        assert store.view(name).ctypes.data % 64 == 0
+    part = store.slabs("experts", 1, 3)
+    assert part.ctypes.data % 64 == 0
+    assert part.flags.c_contiguous
+    assert part.dtype == BF16
+    np.testing.assert_array_equal(part.view(np.uint16), arrays["experts"][1:3])
+
+
+@pytest.mark.parametrize("order", ["C", "F", "transposed", "strided", "reversed", "outer"])
+def test_any_view_in_any_piece_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str) -> None:
+    monkeypatch.setattr(writer_module, "BLOCK", 96)
+    monkeypatch.setattr(writer_module, "COPIED", 512)
+    base = np.random.default_rng(1).integers(0, 1 << 16, (6, 90, 70), dtype=np.uint16)
+    value = {
+        "C": base,
+        "F": np.asfortranarray(base),
+        "transposed": base.transpose(0, 2, 1),
+        "strided": base[:, ::3, 5:41],
+        "reversed": base[::-1, :, ::-1],
+        "outer": base.transpose(2, 0, 1),
+    }[order]
+    with StoreWriter(tmp_path, {"x": [TensorSpec("x", value.shape, "BF16", 0)]}) as writer:
+        offset = 0
+        for piece in np.array_split(value, 4):
+            writer.write("x", piece.view(BF16), slab=None, offset=offset)
+            offset += piece.nbytes
+        index = writer.finish()
+    store = Store(tmp_path, index)
+    np.testing.assert_array_equal(store.view("x").view(np.uint16), value)
+    store.check("x")
+
+
+def test_slabs_grow_side_by_side_in_threads(tmp_path: Path) -> None:
+    value = np.random.default_rng(2).integers(0, 1 << 16, (8, 5, 3000), dtype=np.uint16)
+    with StoreWriter(tmp_path, {"x": [TensorSpec("x", value.shape, "BF16", 8)]}) as writer:
+
+        def write(slab: int) -> None:
+            for layer in range(5):
+                writer.write("x", value[slab, layer], slab=slab, offset=layer * 6000)
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(write, range(8)))
+        index = writer.finish()
+    store = Store(tmp_path, index)
+    store.check_many([("x", 0, 3), ("x", 3, None)], threads=3)
+    np.testing.assert_array_equal(store.view("x").view(np.uint16), value)
+
+
+def piece(size: int, dtype: Any = BF16) -> np.ndarray:
+    return np.zeros(size, dtype)
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda w: w.write("c", piece(3), slab=0), "tensor `c`: expected one of the plan's, found an unknown name"),
+        (lambda w: w.write("a", piece(3), slab=None), f"tensor `a`: expected a slab below 2, found None, in {FILE}"),
+        (lambda w: w.write("a", piece(3), slab=2), f"tensor `a`: expected a slab below 2, found 2, in {FILE}"),
+        (lambda w: w.write("n", piece(4, "f4"), slab=0), f"tensor `n`: expected no slab, found 0, in {FILE}"),
+        (
+            lambda w: w.write("n", piece(4, "f8"), slab=None),
+            f"tensor `n`: expected dtype float32, found float64, in {FILE}",
+        ),
+        (
+            lambda w: w.write("a", piece(1), slab=1, offset=2),
+            f"tensor `a` slab 1: expected a piece at byte 0 of 6, found 2 bytes at 2, in {FILE}",
+        ),
+        (
+            lambda w: w.write("a", piece(4), slab=1),
+            f"tensor `a` slab 1: expected a piece at byte 0 of 6, found 8 bytes at 0, in {FILE}",
+        ),
+    ],
+)
+def test_misuse_is_named(tmp_path: Path, write: Callable[[StoreWriter], None], message: str) -> None:
+    with StoreWriter(tmp_path, {FILE: TINY}) as writer, pytest.raises(ValueError) as caught:  # noqa: PT011
+        write(writer)
+    assert str(caught.value) == message
+    assert not (tmp_path / FILE).exists()
+
+
+def test_a_plan_with_a_doubled_name_or_a_wrong_axis_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tensor `a`: expected one, found two, in y"):
+        StoreWriter(tmp_path, {"x": TINY[:1], "y": TINY[:1]})
+    with pytest.raises(ValueError, match="tensor `s`: expected a leading axis of 4 slabs"):
+        TensorSpec("s", (2, 4), "F32", 4)
+    with pytest.raises(ValueError, match="tensor `s`: expected no empty axis"):
+        TensorSpec("s", (0, 4), "F32", 0)
+    with pytest.raises(ValueError, match="tensor `s`: expected dtype BF16 or F32 or I32, found F64"):
+        TensorSpec("s", (4,), "F64", 0)
+    with pytest.raises(ArtifactError, match="expected a path below the artifact's folder"):
+        StoreWriter(tmp_path, {"../x": TINY})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unfinished_store_is_no_safetensors_file_and_finish_removes_it(tmp_path: Path) -> None:
+    writer = StoreWriter(tmp_path, {FILE: TINY})
+    writer.write("n", piece(4, "f4"), slab=None)
+    with pytest.raises(safetensors.SafetensorError):
+        safetensors.safe_open(tmp_path / FILE, "numpy")
+    with pytest.raises(ArtifactError) as caught:
+        writer.finish()
+    assert str(caught.value) == "weights: expected every tensor written, found parts missing of a, b"
+    assert not (tmp_path / FILE).exists()
+
+
+def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
+    index, _ = random_store(tmp_path)
+    random = np.random.default_rng(3)
+    for number in range(200):
+        path = tmp_path / ("one.safetensors" if number % 2 else "two.safetensors")
+        whole = path.read_bytes()
+        header = 4096 if number % 4 < 2 else 0  # half of them within the header
+        at = int(random.integers(0, 4096) if header else random.integers(4096, len(whole)))
+        flipped = bytearray(whole)
+        flipped[at] ^= int(random.integers(1, 256))
+        path.write_bytes(flipped)
+        with pytest.raises(ArtifactError, match=f"{path.name}"):
+            Store(tmp_path, index).check_many([(name, 0, None) for name in index], threads=2)
+        path.write_bytes(whole)
+    Store(tmp_path, index).check_many([(name, 0, None) for name in index], threads=2)
+
+
+def test_a_flip_outside_the_slabs_in_use_is_not_looked_at(tmp_path: Path) -> None:
+    index, _ = random_store(tmp_path)
+    path, entry = tmp_path / "one.safetensors", index["experts"]
+    data = bytearray(path.read_bytes())
+    data[entry["offset"] + 2 * entry["slab_bytes"]] ^= 1
+    path.write_bytes(data)
+    store = Store(tmp_path, index)
+    store.check("experts", 0, 2)
+    store.check("experts", 3, 4)
+    with pytest.raises(ArtifactError) as caught:
+        store.check("experts", 2, 3)
+    found = hashlib.sha256(store.slabs("experts", 2, 3)).hexdigest()
+    assert str(caught.value) == (
+        f"tensor `experts` slab 2: expected sha256 {entry['sha256'][2]}, found {found}, in {path}\n"
+        "hint: copy the artifact again, or build it again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: path.unlink(), f"weight file `{FILE}`: expected a readable file, found No such file"),
+        (lambda path: os.truncate(path, 4379), f"weight file `{FILE}`: expected 4,380 bytes, found 4,379"),
+        (lambda path: os.truncate(path, 4381), f"weight file `{FILE}`: expected 4,380 bytes, found 4,381"),
+        (lambda path: path.write_bytes(b" " * 4380), f"weight file `{FILE}`: expected the header that the manifest"),
+    ],
+)
+def test_layout_is_checked_before_anything_is_mapped(
+    tmp_path: Path, change: Callable[[Path], None], message: str
+) -> None:
+    index = tiny(tmp_path)
+    Store(tmp_path, index).check_layout()
+    change(tmp_path / FILE)
+    for use in (Store.check_layout, lambda store: store.view("n"), lambda store: store.check("a")):
+        with pytest.raises(ArtifactError, match=message):
+            use(Store(tmp_path, index))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("dtype", "F8", "tensor `a`: expected dtype BF16 or F32 or I32, found F8, in the weight index"),
+        ("shape", [2, "3"], "tensor `a`: expected a shape"),
+        ("shape", [2, -3], "tensor `a`: expected no empty axis"),
+        ("slabs", True, "tensor `a`: expected slabs of type int, found True"),
+        ("slab_bytes", 7, "tensor `a`: expected 2 digests of 6 bytes each, found 2 of 7"),
+        ("sha256", ["00"], "tensor `a`: expected 2 digests of 6 bytes each, found 1 of 6"),
+        ("offset", 4370, "tensor `a`: expected byte offset 4368, found 4370, in the index of"),
+        ("offset", -8, "tensor `a`: expected byte offset 4096, found -8, in the index of"),
+        ("file", "/etc/passwd", "file path '/etc/passwd': expected a path below"),
+        ("file", "../x", "file path '../x': expected a path below"),
+        ("sha256", None, "tensor `a`: expected sha256 of type list, found None"),
+    ],
+)
+def test_a_crafted_index_is_refused(tmp_path: Path, field: str, value: Any, message: str) -> None:
+    index = copy.deepcopy(tiny(tmp_path))
+    index["a"][field] = value
+    with pytest.raises(ArtifactError, match=message):
+        Store(tmp_path, index).check_layout()
+    del index["a"][field]
+    with pytest.raises(ArtifactError, match=f"tensor `a`: expected {field} of type .*, found None"):
+        Store(tmp_path, index)
+    with pytest.raises(ArtifactError, match="tensor `a`: expected an object, found 3, in the weight index"):
+        Store(tmp_path, index | {"a": 3})  # type: ignore[dict-item]
+
+
+def test_asking_for_what_is_not_there(tmp_path: Path) -> None:
+    store = Store(tmp_path, tiny(tmp_path))
+    with pytest.raises(ArtifactError, match="tensor `c`: expected it in the artifact, found no such weight"):
+        store.view("c")
+    with pytest.raises(ValueError, match="tensor `a`: expected slabs within 0:2, found 1:3"):
+        store.slabs("a", 1, 3)
+    with pytest.raises(ValueError, match="tensor `n`: expected a split tensor, found a whole one"):
+        store.slabs("n", 0, 1)
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite"])
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(ArtifactError) as caught:
+        tiny(tmp_path)
+    assert caught.value.message.startswith(
+        "write `tiny.safetensors`: expected room for 4,380 bytes, found a full disk ("
+    )
+    assert caught.value.message.endswith(f"bytes free), in {tmp_path / 'weights'}")
+    assert caught.value.hint == "free some space or write to another volume"
+    assert not (tmp_path / FILE).exists()
+
+
+def test_a_volume_that_cannot_reserve_still_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    Store(tmp_path, tiny(tmp_path)).check_many([("a", 0, None), ("b", 0, None), ("n", 0, None)])
+
+
+def test_a_file_size_limit_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    """The limit's signal, SIGXFSZ, would kill the process if it were not ignored."""
+    script = """
+        import resource, sys
+        from pathlib import Path
+        from ling3export.artifacts.store import StoreWriter, TensorSpec
+        from ling3export.errors import ArtifactError
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+        try:
+            StoreWriter(Path(sys.argv[1]), {"x": [TensorSpec("x", (100000,), "F32", 0)]})
+        except ArtifactError as error:
+            print(error)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == (
+        f"write `x`: expected room for 404,096 bytes, found a file-size limit of 65,536 bytes, in {tmp_path}\n"
+        "hint: raise the limit (ulimit -f) or write to another volume\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_jax() -> None:
+    modules = "disk layout lock manifest staging store writer".split()
+    imports = "; ".join(f"import ling3export.artifacts.{name}" for name in modules)
+    found = "import sys; print([m for m in sys.modules if m.split('.')[0] in ('jax', 'jaxlib', 'flax', 'safetensors')])"
+    done = subprocess.run([sys.executable, "-c", f"{imports}; {found}"], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
