@@ -1,0 +1,96 @@
+"""What must be set before jax starts, and what this machine's processor can do. Imports no jax."""
+
+import os
+import platform
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from ling3export.errors import Ling3Error
+
+
+def _table(words: str) -> dict[str, str]:
+    """``"avx pni=sse3"`` → ``{"avx": "avx", "pni": "sse3"}``."""
+    return {word.partition("=")[0]: word.rpartition("=")[2] for word in words.split()}
+
+
+# The features that a compiler may turn into instructions, in the spelling of /proc/cpuinfo, and in LLVM's where that
+# differs. Flags of the kernel, of virtual machines and of tuning (erms, constant_tsc, hypervisor, …) never decide
+# whether compiled code runs.
+X86_FEATURES = _table(
+    "cmov cx16 mmx sse sse2 pni=sse3 ssse3 sse4_1=sse4.1 sse4_2=sse4.2 sse4a popcnt abm=lzcnt bmi1=bmi bmi2 tbm movbe "
+    "adx aes vaes pclmulqdq=pclmul vpclmulqdq sha_ni=sha sha512 sm3 sm4 gfni avx avx2 f16c fma fma4 xop "
+    "avx512f avx512bw avx512cd avx512dq avx512vl avx512ifma avx512vbmi avx512_vbmi2=avx512vbmi2 "
+    "avx512_vnni=avx512vnni avx512_bitalg=avx512bitalg avx512_vpopcntdq=avx512vpopcntdq "
+    "avx512_vp2intersect=avx512vp2intersect avx512_bf16=avx512bf16 avx512_fp16=avx512fp16 "
+    "avx_vnni=avxvnni avx_vnni_int8=avxvnniint8 avx_vnni_int16=avxvnniint16 avx_ifma=avxifma "
+    "avx_ne_convert=avxneconvert amx_tile=amx-tile amx_int8=amx-int8 amx_bf16=amx-bf16 amx_fp16=amx-fp16 "
+    "amx_complex=amx-complex"
+)
+ARM_FEATURES = _table(
+    "asimd=neon asimdhp=fullfp16 asimddp=dotprod asimdrdm=rdm asimdfhm=fp16fml atomics=lse crc32=crc aes sha2 sha3 "
+    "bf16 i8mm sve sve2 svebf16=bf16 svei8mm=i8mm sme"
+)
+
+
+def prepare_cpu(devices: int) -> None:
+    """Makes jax start with ``devices`` virtual CPU devices; call it before jax starts, best before its import.
+
+    Sets JAX_NUM_CPU_DEVICES; NPROC to at least ``devices`` + 2 (jax 0.10.2 waits forever in a collective when its
+    thread pool has fewer threads than devices; measured: no cost in any version); OPENBLAS_NUM_THREADS=1 (one pool per
+    virtual device makes a LAPACK call ten times slower), and JAX_PLATFORMS=cpu. The last two only where unset.
+
+    Raises:
+        Ling3Error: jax runs already, with another number of devices.
+    """
+    if devices < 1:
+        raise Ling3Error(f"CPU devices: expected 1 or more, found {devices}")
+    os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)
+    given = os.environ.get("NPROC", "")
+    os.environ["NPROC"] = str(max(devices + 2, os.cpu_count() or 1, int(given) if given.isdigit() else 0))
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    jax = sys.modules.get("jax")
+    if jax is not None:
+        _prepare_imported(jax, devices)
+
+
+def _prepare_imported(jax: ModuleType, devices: int) -> None:
+    """jax read the environment when it was imported: its configuration still counts until its first operation."""
+    try:
+        jax.config.update("jax_num_cpu_devices", devices)
+    except RuntimeError:
+        found = jax.local_device_count("cpu")
+        if found != devices:
+            raise Ling3Error(
+                f"CPU devices: expected {devices}, found {found} in this process, where jax runs already",
+                hint=f"set JAX_NUM_CPU_DEVICES={devices} and NPROC={devices + 2} before jax's first operation, "
+                "or start a new process",
+            ) from None
+
+
+def machine() -> str:
+    """Operating system and instruction set, such as ``linux-x86_64``."""
+    return f"{sys.platform}-{platform.machine()}"
+
+
+def feature_names() -> dict[str, str]:
+    """The features that compiled code may depend on here: this machine's spelling → LLVM's."""
+    return ARM_FEATURES if platform.machine() in ("aarch64", "arm64") else X86_FEATURES
+
+
+def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """What this processor offers of ``feature_names()``, in the kernel's spelling, sorted.
+
+    Empty where ``cpuinfo`` does not exist (no Linux): then no recorded requirement is met, and none is recorded.
+    """
+    names = feature_names()
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return sorted(set(value.split()) & names.keys())
+    return []

@@ -1,0 +1,212 @@
+"""Compiled programs as files: PJRT's own bytes, and a JSON record of how to call them. Never pickle.
+
+The only file that uses jax's internals (tried with jax 0.10.2, 0.11.2 and 0.12.0). jax keeps, beside the executable,
+the inputs' and outputs' shapes, dtypes and shardings, and which inputs the program dropped. ``call_record`` writes
+those down, and ``load_executable`` gives them back to the classes that ``jit(f).lower(…).compile()`` ends in. So a
+loaded program is called as a compiled one is: same checks, same fast path, same donation; nothing is traced.
+
+The record, all lists in jax's flattening order of ``(args, kwargs)`` and of the result:
+
+- ``requires``: where the executable may run; see ``executable_fits``.
+- ``mesh``: ``axes`` (names) and ``shape``; its devices in order are ``requires.devices``.
+- ``inputs``: ``name``, ``shape``, ``dtype``, ``spec``, ``donated``, ``kept`` (false: the program does not use it).
+- ``outputs``: ``name``, ``shape``, ``dtype``, ``spec``.
+- ``custom_calls``: targets that the program calls by name: LAPACK routines, kernels.
+
+A spec has, per axis, null, a mesh axis or a list of them, without trailing nulls: ``[]`` is replicated.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import core, stages
+from jax._src.interpreters import pxla
+from jax._src.lax import linalg
+from jax._src.lib import xla_client
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from ling3export.errors import ArtifactError, listed
+from ling3export.runners.events import cache_is_off, compile_events, no_compilation_cache
+from ling3export.runners.requirements import executable_fits, requirements, toolchain
+
+__all__ = [
+    "call_record",
+    "compile_events",
+    "executable_bytes",
+    "executable_fits",
+    "load_executable",
+    "no_compilation_cache",
+    "recorded_mesh",
+    "toolchain",
+]
+
+Program = Callable[..., list[jax.Array]]
+
+
+def executable_bytes(compiled: stages.Compiled) -> bytes:
+    """The executable of ``compiled`` in PJRT's serialization.
+
+    Compile and call this within ``no_compilation_cache()``: an executable that came from the persistent cache is
+    serialized without its machine code, loads in this process, and fails in every other.
+
+    Raises:
+        ValueError: outside of ``no_compilation_cache()``, or the program needs this process (see ``call_record``).
+    """
+    if not cache_is_off():
+        raise ValueError("executable `bytes`: expected to be called within no_compilation_cache(), found the cache on")
+    _check_self_contained(compiled)
+    return _serialize(compiled)
+
+
+def call_record(compiled: stages.Compiled) -> dict[str, Any]:
+    """What ``load_executable`` needs to know of ``compiled``, as JSON; the module's docstring lists the fields.
+
+    Raises:
+        ValueError: the program holds what a file cannot: constants in device memory, callbacks, effects, refs, layouts
+            of its own; or it has shardings that are not on one mesh.
+    """
+    _check_self_contained(compiled)
+    shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda leaf: leaf is None)
+    inputs, _ = jax.tree.flatten_with_path(compiled.args_info)
+    outputs, _ = jax.tree.flatten_with_path(compiled.out_info)
+    mesh = _mesh([*shardings, *(info.sharding for _, info in outputs)], compiled)
+    return {
+        "requires": requirements(list(mesh.devices.flat), lambda: _serialize(compiled)),
+        "mesh": {"axes": list(mesh.axis_names), "shape": list(mesh.devices.shape)},
+        "inputs": [
+            {
+                **_array(path, info.shape, info.dtype, sharding),
+                "donated": bool(info.donated),
+                "kept": sharding is not None,
+            }
+            for (path, info), sharding in zip(inputs, shardings, strict=True)
+        ],
+        "outputs": [_array(path, info.shape, info.dtype, info.sharding) for path, info in outputs],
+        "custom_calls": sorted(set(re.findall(r'custom_call_target="([^"]+)"', compiled.as_text() or ""))),
+    }
+
+
+def _serialize(compiled: stages.Compiled) -> bytes:
+    executable: Any = compiled.runtime_executable()
+    return executable.serialize()
+
+
+def _parts(compiled: stages.Compiled) -> Any:
+    """The UnloadedMeshExecutable, which jit's executables keep."""
+    return compiled._executable._unloaded_executable  # type: ignore[attr-defined]
+
+
+def _check_self_contained(compiled: stages.Compiled) -> None:
+    unloaded = _parts(compiled)
+    found = {
+        "constants that are arguments": compiled._params.const_args,
+        "host callbacks": [*unloaded.host_callbacks, *unloaded.keepalive],
+        "effects": [*unloaded.ordered_effects, *unloaded.unordered_effects],
+        "mutable refs": [] if unloaded.mut is None else [*unloaded.mut.in_mut],
+        "input layouts": [layout for layout in unloaded.dispatch_in_layouts if layout is not None],
+    }
+    if wrong := [what for what, values in found.items() if values]:
+        raise ValueError(f"executable `{unloaded.name}`: expected only arrays in and out, found {listed(wrong)}")
+
+
+def _mesh(shardings: Sequence[Sharding | None], compiled: stages.Compiled) -> Mesh:
+    """The one mesh of all shardings; on one device, where jax drops it, a mesh ``('tp',)`` of that device."""
+    meshes: set[Any] = {sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)}
+    devices = tuple(_parts(compiled).device_list)
+    if not meshes and len(devices) == 1:
+        return Mesh(np.array(devices), ("tp",), axis_types=(AxisType.Auto,))
+    if len(meshes) != 1 or tuple((mesh := meshes.pop()).devices.flat) != devices:
+        raise ValueError(f"shardings: expected all on one mesh over {len(devices)} devices, found {len(meshes)} meshes")
+    return mesh
+
+
+def _array(path: Any, shape: Sequence[int], dtype: Any, sharding: Sharding | None) -> dict[str, Any]:
+    name = jax.tree_util.keystr(path)
+    spec: list[Any] = []
+    if isinstance(sharding, NamedSharding):
+        spec = [list(entry) if isinstance(entry, tuple) else entry for entry in sharding.spec]
+        while spec and not spec[-1]:
+            spec.pop()
+    elif sharding is not None and not sharding.is_fully_replicated:
+        raise ValueError(f"sharding of `{name}`: expected a NamedSharding, found {sharding}; give jit out_shardings")
+    return {"name": name, "shape": list(shape), "dtype": np.dtype(dtype).name, "spec": spec}
+
+
+def recorded_mesh(record: dict[str, Any]) -> Mesh:
+    """The mesh of ``record`` over this process's devices, in the recorded order."""
+    devices = {device.id: device for device in jax.devices()}
+    chosen = np.array([devices[number] for number in record["requires"]["devices"]])
+    axes = tuple(record["mesh"]["axes"])
+    return Mesh(chosen.reshape(record["mesh"]["shape"]), axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def load_executable(raw: bytes, record: dict[str, Any], mesh: Mesh) -> Program:
+    """The program of ``executable_bytes`` and ``call_record``: ``f(*flat inputs) -> [flat outputs]``.
+
+    Nothing is traced, compiled or unpickled. Inputs are jax.Arrays with the recorded shardings on ``mesh`` (others are
+    refused by jax with the input's name); donated ones are deleted; outputs have the recorded NamedShardings on
+    ``mesh``. Check digests before: damaged bytes may kill the process.
+
+    Raises:
+        ArtifactError: the executable does not fit here, or ``mesh`` is not the recorded one.
+    """
+    if reason := executable_fits(record):
+        raise ArtifactError(f"executable: {reason}", hint="compile the portable program on this machine instead")
+    expected = recorded_mesh(record)
+    if mesh.axis_names != expected.axis_names or not np.array_equal(mesh.devices, expected.devices):
+        raise ArtifactError(f"mesh: expected {expected} over {expected.devices}, found {mesh} over {mesh.devices}")
+    if any(target.startswith("lapack_") for target in record["custom_calls"]):
+        linalg.initialize_lapack()  # tracing a LAPACK routine does this; without it the first call is a segfault
+    devices = tuple(mesh.devices.flat)
+    device_list = xla_client.DeviceList(devices)
+    client = devices[0].client
+    executable = client.deserialize_executable(raw, executable_devices=device_list)
+    return _program(executable, device_list, client, record, mesh)
+
+
+def _program(executable: Any, device_list: Any, client: Any, record: dict[str, Any], mesh: Mesh) -> Program:
+    def avals(arrays: list[dict[str, Any]]) -> list[core.ShapedArray]:
+        return [core.ShapedArray(tuple(array["shape"]), jax.numpy.dtype(array["dtype"])) for array in arrays]
+
+    def shardings(arrays: list[dict[str, Any]]) -> list[NamedSharding]:
+        entries = ([tuple(entry) if isinstance(entry, list) else entry for entry in a["spec"]] for a in arrays)
+        return [NamedSharding(mesh, PartitionSpec(*spec)) for spec in entries]
+
+    inputs, outputs = record["inputs"], record["outputs"]
+    kept = [array for array in inputs if array["kept"]]
+    names = tuple(array["name"] for array in inputs)
+    debug_info = core.DebugInfo("load_executable", "program", names, tuple(array["name"] for array in outputs))
+    loaded = pxla.UnloadedMeshExecutable(
+        xla_executable=executable,
+        device_list=device_list,
+        backend=client,
+        input_avals=avals(kept),
+        input_shardings=shardings(kept),
+        output_avals=avals(outputs),
+        output_shardings=shardings(outputs),
+        committed=True,
+        name="program",
+        unordered_effects=[],
+        ordered_effects=[],
+        keepalive=[],
+        host_callbacks=[],
+        kept_var_idx={index for index, array in enumerate(inputs) if array["kept"]},
+        mut=None,
+        xla_in_layouts=[None] * len(kept),
+        dispatch_in_layouts=[None] * len(kept),
+        xla_out_layouts=[None] * len(outputs),
+        all_args_info=pxla.AllArgsInfo(avals(inputs), debug_info),
+        pgle_profiler=None,
+    ).load()
+    arguments = tuple(stages.ArgInfo(aval, a["donated"]) for aval, a in zip(avals(inputs), inputs, strict=True))
+    result = jax.tree.structure([0] * len(outputs))
+    compiled = stages.Compiled(loaded, [], (arguments, {}), result, no_kwargs=True)
+    program = loaded.create_cpp_call(compiled._params)
+    if program is None:
+        raise ArtifactError(
+            "executable: expected jax's fast call path, found none", hint="report this with jax's version"
+        )
+    return program

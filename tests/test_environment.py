@@ -1,0 +1,84 @@
+"""What is set before jax starts."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ling3export.errors import Ling3Error
+from ling3export.runners import environment
+
+SHOW = """
+import json, os, sys
+names = ["JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "NPROC", "OPENBLAS_NUM_THREADS"]
+print(json.dumps([os.environ[name] for name in names] + ["jax" in sys.modules]))
+"""
+
+
+def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "NPROC", "OPENBLAS_"))}
+    code = "from ling3export.runners.environment import prepare_cpu\n" + code
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=kept | variables)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ["500", "cpu", "502", "1", False]),
+        ({"NPROC": "600", "JAX_NUM_CPU_DEVICES": "2"}, ["500", "cpu", "600", "1", False]),
+        ({"NPROC": "3", "JAX_PLATFORMS": "tpu,cpu"}, ["500", "tpu,cpu", "502", "1", False]),
+        ({"OPENBLAS_NUM_THREADS": "4"}, ["500", "cpu", "502", "4", False]),
+    ],
+)
+def test_what_is_set_and_what_is_left(given, expected):
+    assert json.loads(run("prepare_cpu(500)" + SHOW, **given).stdout) == expected
+
+
+def test_jax_imported_but_not_started_still_takes_the_number():
+    code = "import jax; prepare_cpu(3); print(jax.local_device_count()); prepare_cpu(3)"
+    done = run(code, JAX_PLATFORMS="cpu")
+    assert (done.stdout, done.stderr) == ("3\n", "")
+
+
+def test_jax_started_with_the_same_number_by_another_setting_is_fine():
+    code = "import jax; jax.devices(); prepare_cpu(2); print(jax.local_device_count())"
+    done = run(code, JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    assert (done.stdout, done.stderr) == ("2\n", "")
+
+
+def test_jax_started_with_another_number_is_an_error():
+    code = """
+import jax
+jax.devices()
+try:
+    prepare_cpu(4)
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+    assert run(code, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="2").stdout == (
+        "Ling3Error: CPU devices: expected 4, found 2 in this process, where jax runs already\n"
+        "hint: set JAX_NUM_CPU_DEVICES=4 and NPROC=6 before jax's first operation, or start a new process\n"
+    )
+
+
+def test_no_devices_is_an_error():
+    with pytest.raises(Ling3Error, match=r"^CPU devices: expected 1 or more, found 0$"):
+        environment.prepare_cpu(0)
+
+
+def test_features_are_those_that_code_can_depend_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment.platform, "machine", lambda: "x86_64")
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu sse2 pni hypervisor avx512_bf16 erms avx\nbugs\t\t: spectre\n")
+    assert environment.cpu_features(cpuinfo) == ["avx", "avx512_bf16", "pni", "sse2"]
+    assert environment.feature_names()["avx512_bf16"] == "avx512bf16"
+    assert environment.cpu_features(tmp_path / "none") == []
+
+
+def test_features_of_arm(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment.platform, "machine", lambda: "aarch64")
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nFeatures\t: fp asimd evtstrm atomics cpuid\n")
+    assert environment.cpu_features(cpuinfo) == ["asimd", "atomics"]
