@@ -218,13 +218,13 @@ def _keys(value: object) -> Iterator[object]:
 
 
 def _paths(value: object) -> Iterator[object]:
-    """Every value under a key ``path`` or ``file``."""
+    """Every value under a key ``path`` or ``file`` that is no object or list itself."""
     if isinstance(value, dict):
         for key, item in value.items():
-            if key in ("path", "file"):
-                yield item
-            elif isinstance(item, (dict, list)):
+            if isinstance(item, (dict, list)):
                 yield from _paths(item)
+            elif key in ("path", "file"):
+                yield item
     elif isinstance(value, list):
         for item in value:
             if isinstance(item, (dict, list)):

@@ -192,7 +192,7 @@ def test_each_failure_has_its_own_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", "./x", "a//b", "", ".", "a\0b", 7, None])
 def test_paths_stay_inside(tmp_path: Path, path: Any) -> None:
     message = "expected a path below the artifact's folder, found one that leaves it, in manifest.json"
-    for changes in ({"targets": [{"cells": [{"path": path}]}]}, {"weights": {"x": {"file": path}}}):
+    for changes in ({"targets": [{"cells": [{"path": path}]}]}, {"vectors": {"file": {"path": path}}}):
         resealed(tmp_path, **changes)
         with pytest.raises(ArtifactError, match=message):
             read_manifest(tmp_path)
