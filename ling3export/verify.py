@@ -1,0 +1,318 @@
+"""Runs an artifact's vectors through its cells and compares with the stored expectations.
+
+``python -m ling3export.verify ARTIFACT TARGET`` measures one target in a process of its own (the number of virtual
+devices is fixed when jax starts) and prints one JSON object; ``ling3export verify`` and the build read it.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ling3export.artifacts.manifest import read_checked, read_manifest
+from ling3export.artifacts.store import Store
+from ling3export.errors import ArtifactError, Ling3Error
+
+if TYPE_CHECKING:
+    from ling3export.runners.device import Device
+
+# Relative L2 of the logits at a position (MODEL.md section 5). fp32: every position. bf16: the median over positions,
+# since a single routing flip alone moves one by up to 0.3.
+TOLERANCES = {"float32": ("largest", 1e-5), "bfloat16": ("median", 0.15)}
+
+Found = dict[tuple[int, int], np.ndarray]  # (sequence, position) → logits [V]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What ``ling3export verify`` found.
+
+    Attributes:
+        record: As JSON: by target either its receipts or why it could not run here.
+        passed: Every digest agreed and every cell that runs here is within its tolerance.
+    """
+
+    record: dict[str, Any]
+    passed: bool
+
+    def table(self) -> str:
+        """A line a cell, the worst error first."""
+        lines = [f"digests: {self.record['files']} files and {self.record['slabs']} weight slabs agree"]
+        for name, target in self.record["targets"].items():
+            if "reason" in target:
+                lines.append(f"{name}: not run here: {target['reason']}")
+                continue
+            lines.append(f"{name}: {target['tolerance']['measure']} relative error at most {target['tolerance']['bound']:g}")
+            for cell, row in sorted(target["cells"].items(), key=lambda item: -item[1]["relative"]):
+                lines.append(
+                    f"  {cell:14} {row['status']:7} largest relative {row['relative']:.2e}, median {row['median']:.2e}, "
+                    f"largest absolute {row['absolute']:.2e}, {row['positions']} positions"
+                )
+            for what, value in target["agreement"].items():
+                lines.append(f"  {what.replace('_', ' ')}: {value:.2e}")
+        return "\n".join(lines)
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """Relative L2 distance of one position's logits, in float64; infinite where a value is not finite."""
+    if not np.isfinite(found).all():
+        return float("inf")
+    expected = expected.astype(np.float64)
+    return float(np.linalg.norm(found.astype(np.float64) - expected) / np.linalg.norm(expected))
+
+
+class Prober:
+    """Feeds the vectors to one loaded target, with slots and pages handed out by hand.
+
+    Args:
+        device: The loaded programs.
+        target: The manifest's record of the target.
+        sequences: The manifest's vectors.
+    """
+
+    def __init__(self, device: "Device", target: dict[str, Any], sequences: list[dict[str, Any]]) -> None:
+        self._device, self._state, self._sequences = device, target["state"], sequences
+        self._chunk = target["state"]["chunk"]
+
+    def _table(self, slot: int) -> np.ndarray:
+        """The pages of a sequence; they are few, and every sequence gets the same number."""
+        longest = max(len(sequence["ids"]) for sequence in self._sequences)
+        pages = -(-longest // self._state["page_size"])
+        table = np.zeros(self._state["max_pages"], np.int32)
+        if slot and slot * pages <= self._state["pages"]:
+            table[:pages] = np.arange((slot - 1) * pages, slot * pages, dtype=np.int32) + 1
+        elif slot:
+            raise ArtifactError(f"vectors: expected {slot * pages} latent pages, found {self._state['pages']}")
+        return table
+
+    def prefill(self, padding: int, sequence: int, slot: int) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
+        """Prefills one prompt in calls of ``padding``; yields the logits at every chunk's end."""
+        entry = self._sequences[sequence]
+        prompt = entry["ids"][: entry["prompt"]]
+        for at in range(0, len(prompt), padding):
+            fields, ends = self._prefill_fields(padding, prompt[at : at + padding], at, slot)
+            logits = self._device.read(self._device.step("prefill", padding, fields))
+            for row, end in enumerate(ends):
+                yield (sequence, end), logits[row]
+
+    def _prefill_fields(
+        self, padding: int, tokens: list[int], start: int, slot: int
+    ) -> tuple[dict[str, np.ndarray], list[int]]:
+        count, size = padding // self._chunk, self._chunk
+        fields = {
+            "tokens": np.zeros(padding, np.int32),
+            "chunk_slot": np.zeros(count, np.int32),
+            "chunk_start": np.zeros(count, np.int32),
+            "chunk_len": np.zeros(count, np.int32),
+            "fresh": np.zeros(count, np.int32),
+            "page_table": np.zeros((count, self._state["max_pages"]), np.int32),
+        }
+        fields["tokens"][: len(tokens)] = tokens
+        ends = []
+        for n, at in enumerate(range(0, len(tokens), size)):
+            length = min(size, len(tokens) - at)
+            fields["chunk_slot"][n], fields["chunk_start"][n], fields["chunk_len"][n] = slot, start + at, length
+            fields["fresh"][n] = start + at == 0
+            fields["page_table"][n] = self._table(slot)
+            ends.append(start + at + length - 1)
+        return fields, ends
+
+    def decode(self, padding: int, prefill: int) -> Found:
+        """Prefills every prompt at ``prefill``, then decodes the given tokens, as many sequences a step as fit."""
+        found: Found = {}
+        together = min(padding, self._state["slots"], len(self._sequences))
+        for first in range(0, len(self._sequences), together):
+            group = list(range(first, min(first + together, len(self._sequences))))
+            for slot, sequence in enumerate(group, 1):
+                for _ in self.prefill(prefill, sequence, slot):
+                    pass
+            found |= self._decode_group(padding, group)
+        return found
+
+    def _decode_group(self, padding: int, group: list[int]) -> Found:
+        found: Found = {}
+        steps = max(len(self._sequences[s]["ids"]) - self._sequences[s]["prompt"] for s in group)
+        for step in range(steps):
+            fields = {name: np.zeros(padding, np.int32) for name in ("slot", "position", "token")}
+            fields["page_table"] = np.zeros((padding, self._state["max_pages"]), np.int32)
+            live = []
+            for row, sequence in enumerate(group):
+                entry = self._sequences[sequence]
+                position = entry["prompt"] + step
+                if position < len(entry["ids"]):
+                    fields["slot"][row], fields["position"][row] = row + 1, position
+                    fields["token"][row] = entry["ids"][position]
+                    fields["page_table"][row] = self._table(row + 1)
+                    live.append((row, (sequence, position)))
+            logits = self._device.read(self._device.step("decode", padding, fields))
+            found |= {key: logits[row] for row, key in live}
+        return found
+
+    def sample(self, phase: str, padding: int, rows: int) -> tuple[int, int]:
+        """Greedy tokens of one call through ``sample``: (how many were compared, how many were wrong)."""
+        if phase == "prefill":
+            fields, _ = self._prefill_fields(padding, self._sequences[0]["ids"][:padding], 0, 1)
+        else:
+            fields = {name: np.zeros(padding, np.int32) for name in ("slot", "position", "token")}
+            fields["page_table"] = np.zeros((padding, self._state["max_pages"]), np.int32)
+        handle = self._device.step(phase, padding, fields)
+        logits = self._device.read(handle)
+        zeros = {name: np.zeros(rows, np.int32) for name in ("slot", "position", "top_k", "seed")}
+        floats = {"temperature": np.zeros(rows, np.float32), "top_p": np.ones(rows, np.float32)}
+        tokens = self._device.read(self._device.sample(handle, rows, zeros | floats))
+        return rows, int(np.sum(tokens != np.argmax(logits, axis=1)))
+
+
+def measure_target(artifact: Path, name: str) -> dict[str, Any]:
+    """Loads one target and runs every vector through each of its cells.
+
+    Returns:
+        ``cells``: by name the errors and a status; ``agreement``: the largest relative distance between cells;
+        ``passed``.
+    """
+    from safetensors.numpy import load
+
+    from ling3export.runners.loader import load as load_artifact
+
+    loaded = load_artifact(artifact, target=name, check="programs", report=lambda _: None)
+    manifest, target = loaded.manifest, loaded.record
+    vectors = manifest["vectors"]
+    stored = load(read_checked(artifact, vectors["expected"]))
+    expected: Found = {
+        (index, position): stored[sequence["logits"]][row]
+        for index, sequence in enumerate(vectors["sequences"])
+        for row, position in enumerate(sequence["positions"])
+    }
+    prober = Prober(loaded.device, target, vectors["sequences"])
+    found = _probe(prober, target, len(vectors["sequences"]))
+    dtype = manifest["plan"]["dtype"]
+    cells = {cell: _receipt(values, expected, dtype) for cell, values in found.items()}
+    for cell, record in target["cells"].items():
+        if record["phase"] == "sample":
+            cells[cell] = _sample_receipt(prober, target, record)
+    measure, bound = TOLERANCES[dtype]
+    return {
+        "tolerance": {"measure": measure, "bound": bound},
+        "cells": cells,
+        "agreement": _agreement(found),
+        "passed": all(row["status"] == "passed" for row in cells.values()),
+    }
+
+
+def _probe(prober: Prober, target: dict[str, Any], count: int) -> dict[str, Found]:
+    found: dict[str, Found] = {}
+    paddings = sorted(record["padding"] for record in target["cells"].values() if record["phase"] == "prefill")
+    for padding in paddings:
+        values = found.setdefault(f"prefill@{padding}", {})
+        for sequence in range(count):
+            values |= dict(prober.prefill(padding, sequence, 1))
+    for cell, record in target["cells"].items():
+        if record["phase"] == "decode":
+            found[cell] = prober.decode(record["padding"], paddings[0])
+    return found
+
+
+def _receipt(found: Found, expected: Found, dtype: str) -> dict[str, Any]:
+    errors = [relative_error(value, expected[key]) for key, value in found.items() if key in expected]
+    absolute = max(float(np.max(np.abs(value - expected[key]))) for key, value in found.items() if key in expected)
+    measure, bound = TOLERANCES[dtype]
+    judged = max(errors) if measure == "largest" else float(np.median(errors))
+    return {
+        "status": "passed" if judged <= bound else "failed",
+        "relative": max(errors),
+        "median": float(np.median(errors)),
+        "absolute": absolute,
+        "positions": len(errors),
+    }
+
+
+def _sample_receipt(prober: Prober, target: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+    """Greedy sampling is exact: any token that is not the first of the largest logits is an error."""
+    rows = record["padding"]
+    giver = next(
+        cell for cell in target["cells"].values() if cell["phase"] != "sample" and cell["rows"] == rows
+    )
+    count, wrong = prober.sample(giver["phase"], giver["padding"], rows)
+    share = wrong / count
+    status = "passed" if wrong == 0 else "failed"
+    return {"status": status, "relative": share, "median": share, "absolute": float(wrong), "positions": count}
+
+
+def _agreement(found: dict[str, Found]) -> dict[str, float]:
+    """Largest relative distance: padding against padding, and decode's paddings against each other."""
+    agreement = {}
+    for phase in ("prefill", "decode"):
+        cells = [values for cell, values in found.items() if cell.startswith(phase)]
+        distances = [
+            relative_error(other[key], cells[0][key]) for other in cells[1:] for key in other if key in cells[0]
+        ]
+        if distances:
+            agreement[f"{phase}_padding_against_padding"] = max(distances)
+    return agreement
+
+
+def measure_apart(artifact: Path, target: str) -> dict[str, Any]:
+    """:func:`measure_target` in a fresh process.
+
+    Raises:
+        ArtifactError: It ended without a result; with what it said.
+    """
+    command = [sys.executable, "-m", "ling3export.verify", str(artifact), target]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode or not done.stdout.strip():
+        said = done.stderr.strip()[-1500:] or f"exit code {done.returncode}"
+        raise ArtifactError(f"vectors of `{target}`: expected to run, found: {said}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def verify_artifact(artifact: Path, target: str | None) -> Result:
+    """Checks every digest, then measures every target that runs here.
+
+    Args:
+        artifact: The folder.
+        target: Only this one; None for all.
+
+    Raises:
+        ArtifactError: A file is damaged, or there is no such target.
+    """
+    manifest = read_manifest(artifact)
+    names = list(manifest["targets"]) if target is None else [target]
+    if unknown := [name for name in names if name not in manifest["targets"]]:
+        raise ArtifactError(f"target `{unknown[0]}`: expected one of {list(manifest['targets'])}, found another")
+    files = [cell[tier] for t in manifest["targets"].values() for cell in t["cells"].values()
+             for tier in ("stablehlo", "exec") if tier in cell]  # fmt: skip
+    files += [*manifest["tokenizer"], manifest["vectors"]["expected"]]
+    for record in files:
+        read_checked(artifact, record)
+    store = Store(artifact / "weights", manifest["weights"]["index"])
+    store.check_layout()
+    store.check_many((name, 0, None) for name in manifest["weights"]["index"])
+    targets: dict[str, Any] = {}
+    for name in names:
+        try:
+            targets[name] = measure_apart(artifact, name)
+        except Ling3Error as error:
+            if manifest["targets"][name]["platform"] == "cpu":
+                raise
+            targets[name] = {"reason": error.message}
+    slabs = sum(len(entry["sha256"]) for entry in manifest["weights"]["index"].values())
+    passed = all(row.get("passed", True) for row in targets.values())
+    return Result({"files": len(files), "slabs": slabs, "targets": targets, "passed": passed}, passed)
+
+
+def main() -> None:
+    """Prints the receipts of one target as JSON."""
+    try:
+        print(json.dumps(measure_target(Path(sys.argv[1]), sys.argv[2])))
+    except Ling3Error as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
