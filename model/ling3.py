@@ -35,9 +35,12 @@ class Decode(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Which row of which stack a layer uses; the indices are traced inside the loop over groups."""
+    """Which row of which stack a layer uses; the indices are traced inside the loop over groups.
 
-    index: Index
+    ``mlp`` is ``dense``, ``moe``, or ``either``: decided when it runs, by ``mlp_index``, which then is the layer's.
+    """
+
+    number: Index
     attention: str
     attention_index: Index
     mlp: str
@@ -106,37 +109,50 @@ class Ling3(nnx.Module):
         return out, state | {"mla_latent": pool}
 
     def _mlp(self, x: jax.Array, layer: Layer, valid: jax.Array) -> jax.Array:
-        dtype = jnp.dtype(self.geometry.dtype)
+        """``x [T, D]`` fp32, normed, to this device's partial sum."""
+        if layer.mlp == "dense":
+            return self._dense_mlp(x, layer.mlp_index)
         if layer.mlp == "moe":
-            assert self.moe is not None
-            return self.moe(x, layer.mlp_index, valid, dtype)
+            return self._moe_mlp(x, layer.mlp_index, valid)
+        # Inside the loop over groups: the first layers are dense. Each branch clamps the index that is not its own.
+        first = self.config.first_k_dense_replace
+        return lax.cond(
+            layer.mlp_index < first,
+            lambda x: self._dense_mlp(x, jnp.minimum(layer.mlp_index, first - 1)),
+            lambda x: self._moe_mlp(x, jnp.maximum(layer.mlp_index - first, 0), valid),
+            x,
+        )
+
+    def _moe_mlp(self, x: jax.Array, index: Index, valid: jax.Array) -> jax.Array:
+        assert self.moe is not None
+        return self.moe(x, index, valid, jnp.dtype(self.geometry.dtype))
+
+    def _dense_mlp(self, x: jax.Array, index: Index) -> jax.Array:
         assert self.dense is not None
         gate_up, down = self.dense["gate_up_proj"][...], self.dense["down_proj"][...]
-        index = layer.mlp_index
-        return gated_mlp(x.astype(dtype), take(gate_up, index, split=True), take(down, index, split=True))
+        x = x.astype(self.geometry.dtype)
+        return gated_mlp(x, take(gate_up, index, split=True), take(down, index, split=True))
 
     def run_layer(self, layer: Layer, x: jax.Array, state: State, batch: Decode | Chunks) -> tuple[jax.Array, State]:
         """One pre-norm layer: ``x [T, D]`` fp32 in and out, replicated."""
         eps, dtype = self.config.rms_norm_eps, jnp.dtype(self.geometry.dtype)
-        weight = take(self.layers["input_layernorm"][...], layer.index, split=False)
+        weight = take(self.layers["input_layernorm"][...], layer.number, split=False)
         out, state = self._attention(rms_norm(x, weight, eps).astype(dtype), layer, state, batch)
         x = x + lax.psum(out, AXIS)
-        weight = take(self.layers["post_attention_layernorm"][...], layer.index, split=False)
+        weight = take(self.layers["post_attention_layernorm"][...], layer.number, split=False)
         return x + lax.psum(self._mlp(rms_norm(x, weight, eps), layer, batch.valid), AXIS), state
 
     def run_layers(self, x: jax.Array, state: State, batch: Decode | Chunks) -> tuple[jax.Array, State]:
-        """All layers: those that are not alike one by one, whole groups that are alike in a loop."""
+        """All layers: one by one, or in a loop over whole groups and then an incomplete last one.
+
+        The loop compiles each kind of layer once, whatever the depth.
+        """
         config = self.config
         size = config.layer_group_size
-        groups = config.num_hidden_layers // size
-        before = -(-min(config.first_k_dense_replace, config.num_hidden_layers) // size)
-        if self.geometry.layer_loop == "unroll" or groups - before < 2:
-            before = groups
+        groups = config.num_hidden_layers // size if self.geometry.layer_loop == "scan" else 0
         carry = (x, state)
-        for index in range(before * size):
-            carry = self.run_layer(static_layer(config, index), *carry, batch)
-        if groups > before:
-            carry = lax.fori_loop(before, groups, self._group(batch), carry)
+        if groups:
+            carry = lax.fori_loop(0, groups, self._group(batch), carry)
         for index in range(groups * size, config.num_hidden_layers):
             carry = self.run_layer(static_layer(config, index), *carry, batch)
         return carry
@@ -144,17 +160,23 @@ class Ling3(nnx.Module):
     def _group(
         self, batch: Decode | Chunks
     ) -> Callable[[jax.Array, tuple[jax.Array, State]], tuple[jax.Array, State]]:
-        """The body of the loop over groups: a loop over its KDA layers, then its MLA layer, all with MoE."""
-        size, dense = self.config.layer_group_size, self.config.first_k_dense_replace
+        """The body of the loop over groups: a loop over its KDA layers, then its MLA layer."""
+        config = self.config
+        size = config.layer_group_size
+
+        def layer(index: jax.Array, attention: str, attention_index: jax.Array) -> Layer:
+            kinds = {mlp for kind, mlp in zip(config.attention_kinds, config.mlp_kinds, strict=True) if kind == attention}
+            if len(kinds) == 2:
+                return Layer(index, attention, attention_index, "either", index)
+            mlp = kinds.pop()
+            return Layer(index, attention, attention_index, mlp, index - (mlp == "moe") * config.first_k_dense_replace)
 
         def group(g: jax.Array, carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
             def kda(j: jax.Array, carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
-                index = g * size + j
-                return self.run_layer(Layer(index, "kda", g * (size - 1) + j, "moe", index - dense), *carry, batch)
+                return self.run_layer(layer(g * size + j, "kda", g * (size - 1) + j), *carry, batch)
 
             carry = lax.fori_loop(0, size - 1, kda, carry)
-            index = g * size + size - 1
-            return self.run_layer(Layer(index, "mla", g, "moe", index - dense), *carry, batch)
+            return self.run_layer(layer(g * size + size - 1, "mla", g), *carry, batch)
 
         return group
 
