@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ling3export.errors import Ling3Error, RequestError
-from ling3export.runners.prompts import Prompt, parse_ids, read_prompts
+from ling3export.runners.prompts import Prompt, line_names, parse_ids, read_prompts
 from ling3export.runners.request import SEEDS, Completion, Sampling
 from ling3export.runners.verdict import POLICIES
 
@@ -135,6 +135,7 @@ def generate(
         completions = engine.generate(
             prompts, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
             ignore_eos=ignore_eos, logits=logits is not None,
+            names=["prompt"] if prompt_file is None else line_names(prompt_file, len(prompts)),
         )  # fmt: skip
         if logits is not None:
             _write_logits(logits, completions, numbered=prompt_file is not None)

@@ -67,6 +67,7 @@ class Engine:
         self, prompts: Many[Prompt], *, max_tokens: int, temperature: float = Sampling.temperature,
         top_k: int = Sampling.top_k, top_p: float = Sampling.top_p, seed: int = Sampling.seed,
         stop: str | Iterable[str] = (), ignore_eos: bool = False, logits: bool = False,
+        names: Many[str] | None = None,
     ) -> list[Completion]:  # fmt: skip
         """Completes prompts, all together.
 
@@ -80,6 +81,7 @@ class Engine:
             stop: Strings that end the text.
             ignore_eos: Go on behind an end-of-text token.
             logits: Also return the logits that each token was taken from.
+            names: What messages call the prompts; ``prompt 0`` and so on by default.
 
         Returns:
             One completion a prompt, in order.
@@ -91,10 +93,11 @@ class Engine:
             raise RequestError("prompts: expected a list of prompts, found a single one", "write [prompt]")
         how = Sampling(temperature, top_k, top_p, seed)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        names = [f"prompt {number}" for number in range(len(prompts))] if names is None else names
         return self.complete(
             [
-                Request(self._prompt_ids(prompt, number), max_tokens, how, stops, ignore_eos, logits)
-                for number, prompt in enumerate(prompts)
+                Request(self._prompt_ids(prompt, name), max_tokens, how, stops, ignore_eos, logits, name)
+                for prompt, name in zip(prompts, names, strict=True)
             ]
         )
 
@@ -104,8 +107,8 @@ class Engine:
         Raises:
             RequestError: A request that can never be served; then none is started.
         """
-        for number, request in enumerate(requests):
-            self._check(request, f"request {number}")
+        for request in requests:
+            self._check(request)
         sequences = [self._submit(request) for request in requests]
         try:
             self._run(sequences)
@@ -136,17 +139,19 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _prompt_ids(self, prompt: Prompt, number: int) -> tuple[int, ...]:
+    def _prompt_ids(self, prompt: Prompt, name: str) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return tuple(self._files.tokenizer("text in").encode(prompt))
-        return token_ids(prompt, f"request {number}")
+            return tuple(self._files.tokenizer(f"{name}: text in").encode(prompt))
+        return token_ids(prompt, name)
 
-    def _check(self, request: Request, name: str) -> None:
-        self.limits.check(request, name)
+    def _check(self, request: Request) -> None:
+        self.limits.check(request)
         if request.stop:
-            self._files.tokenizer("stop strings")
+            self._files.tokenizer(f"{request.name}: stop strings")
             if "" in request.stop:
-                raise RequestError(f"{name}: expected stop strings of at least one character, found an empty one")
+                raise RequestError(
+                    f"{request.name}: expected stop strings of at least one character, found an empty one"
+                )
 
     def _submit(self, request: Request) -> Sequence:
         stream = self._files.tokenizer("text out").stream(request.stop) if self._files.there else None

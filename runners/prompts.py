@@ -35,7 +35,12 @@ def read_prompts(path: Path) -> list[Prompt]:
         lines.pop()
     if not lines:
         raise RequestError(f"prompt file `{path}`: expected a prompt a line, found an empty file")
-    return [_prompt(line, f"prompt file `{path}` line {number}") for number, line in enumerate(lines, 1)]
+    return [_prompt(line, name) for line, name in zip(lines, line_names(path, len(lines)), strict=True)]
+
+
+def line_names(path: Path, count: int) -> list[str]:
+    """What messages call the lines of a prompt file, counted from 1."""
+    return [f"prompt file `{path}` line {number}" for number in range(1, count + 1)]
 
 
 def _prompt(line: str, where: str) -> Prompt:

@@ -55,6 +55,7 @@ class Request:
         stop: Strings that end the text; they are not part of it.
         ignore_eos: Go on behind an end-of-text token.
         logits: Also return the logits that each token was taken from.
+        name: What messages call it.
     """
 
     prompt_ids: tuple[int, ...]
@@ -63,6 +64,7 @@ class Request:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logits: bool = False
+    name: str = "request"
 
 
 @dataclass(frozen=True)
@@ -108,14 +110,14 @@ class Limits:
         """How many tokens may be generated: ``max_tokens``, cut by the context."""
         return min(request.max_tokens, self.context - len(request.prompt_ids))
 
-    def check(self, request: Request, name: str = "request") -> None:
+    def check(self, request: Request) -> None:
         """Refuses a request that can never be served.
 
         Raises:
             RequestError: An empty prompt, an id outside the vocabulary, a prompt that leaves no room for a token, more
                 pages than exist, or no token asked for.
         """
-        length = len(request.prompt_ids)
+        length, name = len(request.prompt_ids), request.name
         if length == 0:
             raise RequestError(f"{name}: expected a prompt of at least one token, found an empty one")
         if request.max_tokens < 1:

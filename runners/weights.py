@@ -52,7 +52,7 @@ class Weights:
         self._store.check_many(((name, 0, None) for name in self.tensors), threads)
 
     def arrays(self, mesh: "Mesh") -> "dict[str, jax.Array]":
-        """Every parameter on the devices, by the name of the argument. On CPU they are the mapped file: nothing is read."""
+        """Every parameter on the devices, by argument. On CPU they are the mapped file: nothing is read."""
         from jax.sharding import NamedSharding, PartitionSpec
 
         from ling3export.runners.arrays import device_weight
