@@ -105,8 +105,12 @@ def _fill(
         except BaseException:
             _stop(compilers, compiled)
             raise
-    body = {
-        "producer": {"ling3export": metadata.version("ling3export"), **toolchain(), "python": platform.python_version()},
+    body: dict[str, Any] = {
+        "producer": {
+            "ling3export": metadata.version("ling3export"),
+            **toolchain(),
+            "python": platform.python_version(),
+        },
         "source": {"name": source.path.resolve().name, "digests": source.digests()},
         "config": source.config.semantic() | {"eos_token_id": list(source.config.eos_token_ids)},
         "plan": plans[0].record() | {"targets": [plan.target.name for plan in plans]},
@@ -162,9 +166,7 @@ def _copy_tokenizer(folder: Path, source: Checkpoint) -> list[dict[str, Any]]:
     return records
 
 
-def target_record(
-    folder: Path, config: Config, plan: Plan, cells: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
+def target_record(folder: Path, config: Config, plan: Plan, cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What the manifest says of one target."""
     # Imported here: the specs are jax's, and nothing else of a build needs jax in this process.
     from ling3export.lower import spec_list
@@ -230,8 +232,8 @@ def _receipts(folder: Path, body: dict[str, Any], plans: list[Plan], report: Rep
             if not measured["passed"]:
                 worst = max(measured["cells"].items(), key=lambda item: item[1]["relative"])
                 raise ArtifactError(
-                    f"receipts of `{plan.target.name}`: expected a {measured['tolerance']['measure']} relative error of at "
-                    f"most {measured['tolerance']['bound']:g}, found {worst[1]}, in {worst[0]}",
+                    f"receipts of `{plan.target.name}`: expected a {measured['tolerance']['measure']} relative error "
+                    f"of at most {measured['tolerance']['bound']:g}, found {worst[1]}, in {worst[0]}",
                     "the programs do not compute what the model computes: do not use them, and report this",
                 )
             report.advance("receipts", 1)

@@ -70,27 +70,62 @@ def main() -> None:
 @main.command()
 @click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
 @click.argument("artifact", required=False, type=click.Path(path_type=Path))
-@click.option("--paddings", type=_Paddings(), default=DEFAULTS.paddings, show_default="16,128,512",
-              help="Token slots of the prefill programs.")
-@click.option("--decode-paddings", type=_Paddings(),
-              help="Sequences of the decode programs.  [default: paddings up to the first that holds --max-running]")
+@click.option(
+    "--paddings",
+    type=_Paddings(),
+    default=DEFAULTS.paddings,
+    show_default="16,128,512",
+    help="Token slots of the prefill programs.",
+)
+@click.option(
+    "--decode-paddings",
+    type=_Paddings(),
+    help="Sequences of the decode programs.  [default: paddings up to the first that holds --max-running]",
+)
 @click.option("--tp", type=int, help="Devices that share the model.  [default: 16 on cpu]")
-@click.option("--target", "targets", multiple=True, default=DEFAULTS.targets, show_default="cpu",
-              help="PLATFORM[:KIND][:TOPOLOGY]; may be given many times.")
-@click.option("--max-running", type=int, default=DEFAULTS.max_running, show_default=True,
-              help="Sequences that hold state at once.")
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    default=DEFAULTS.targets,
+    show_default="cpu",
+    help="PLATFORM[:KIND][:TOPOLOGY]; may be given many times.",
+)
+@click.option(
+    "--max-running",
+    type=int,
+    default=DEFAULTS.max_running,
+    show_default=True,
+    help="Sequences that hold state at once.",
+)
 @click.option("--page-size", type=int, default=DEFAULTS.page_size, show_default=True, help="Tokens a latent page.")
 @click.option("--context", type=int, help="Longest sequence.  [default: 8192, or the model's limit]")
-@click.option("--memory-fraction", type=click.FloatRange(0, 1, min_open=True), default=DEFAULTS.memory_fraction,
-              show_default=True, help="Of an accelerator's memory, for weights and pools.")
-@click.option("--state-memory", type=_Bytes(), default=DEFAULTS.state_memory, show_default="4GiB",
-              help="For the state of all virtual devices of a cpu target.")
+@click.option(
+    "--memory-fraction",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=DEFAULTS.memory_fraction,
+    show_default=True,
+    help="Of an accelerator's memory, for weights and pools.",
+)
+@click.option(
+    "--state-memory",
+    type=_Bytes(),
+    default=DEFAULTS.state_memory,
+    show_default="4GiB",
+    help="For the state of all virtual devices of a cpu target.",
+)
 @click.option("--pages", type=int, help="Latent pages.  [default: what fits]")
-@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default=DEFAULTS.dtype, show_default=True,
-              help="float32 means highest matmul precision throughout.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float32"]),
+    default=DEFAULTS.dtype,
+    show_default=True,
+    help="float32 means highest matmul precision throughout.",
+)
 @click.option("--jobs", type=click.IntRange(1), help="Cells compiled at a time.  [default: one a core]")
-@click.option("--ignore-config-field", "ignore", multiple=True, metavar="NAME",
-              help="A field of config.json to ignore.")
+@click.option(
+    "--ignore-config-field", "ignore", multiple=True, metavar="NAME", help="A field of config.json to ignore."
+)
 @click.option("--force", is_flag=True, help="Replace ARTIFACT if it is there.")
 def build(checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], force: bool, **knobs: Any) -> None:
     """Build ARTIFACT from CHECKPOINT.

@@ -48,7 +48,8 @@ class Compilers:
         self._jobs = jobs
         self._processes: list[subprocess.Popen[str]] = []
         self._stopped = False
-        self._errors = tempfile.TemporaryFile("w+")  # a pipe nobody reads would fill up and block a worker
+        # A file, because a pipe nobody reads would fill up and block a worker; it lives as long as this object.
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
 
     def run(self, cells: Sequence[Cell], done: Done) -> dict[str, dict[str, Any]]:
         """Compiles every cell; one that fails does not stop the others.
@@ -69,9 +70,7 @@ class Compilers:
         records: dict[str, dict[str, Any]] = {}
         failures: dict[str, str] = {}
         count = default_jobs(len(cells)) if self._jobs is None else max(1, min(self._jobs, len(cells)))
-        threads = [
-            threading.Thread(target=self._serve, args=(waiting, records, failures, done)) for _ in range(count)
-        ]
+        threads = [threading.Thread(target=self._serve, args=(waiting, records, failures, done)) for _ in range(count)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -137,4 +136,3 @@ class Compilers:
         self._errors.seek(0)
         tail = self._errors.read()[-400:].strip()
         return {"error": f"the compiling process ended with code {code}: {tail or 'nothing was printed'}"}
-

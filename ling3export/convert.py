@@ -160,9 +160,7 @@ def store_files(config: Config, dtype: str) -> dict[str, list[TensorSpec]]:
 
 def store_bytes(config: Config, dtype: str) -> int:
     """Bytes of all weights in an artifact of ``dtype``, headers apart."""
-    return sum(
-        int(np.prod(row.shape)) * DTYPES[stored_dtype(row, dtype)][1].itemsize for row in parameters(config)
-    )
+    return sum(int(np.prod(row.shape)) * DTYPES[stored_dtype(row, dtype)][1].itemsize for row in parameters(config))
 
 
 def convert_parameter(

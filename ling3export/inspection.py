@@ -11,7 +11,10 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
     """Columns aligned: the first to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
-        "  " + "  ".join(text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths)))
+        "  "
+        + "  ".join(
+            text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths, strict=False))
+        )
         for row in rows
     ]
 
@@ -40,7 +43,7 @@ def _cells(target: dict[str, Any], receipts: dict[str, Any]) -> list[str]:
 def _state(state: dict[str, Any]) -> list[str]:
     rows: list[tuple[str, ...]] = [("state", "shape", "dtype", "split")]
     for array in state["arrays"]:
-        split = [axis for axis, spec in zip(array["axes"], array["spec"]) if spec]
+        split = [axis for axis, spec in zip(array["axes"], array["spec"], strict=False) if spec]
         rows.append((array["name"], "x".join(map(str, array["shape"])), array["dtype"], ",".join(split) or "whole"))
     return _table(rows)
 

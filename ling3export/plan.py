@@ -1,5 +1,6 @@
 """What is to be built: paddings, parallelism, targets and pool sizes, checked before any work is done."""
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -166,7 +167,7 @@ def check_paddings(paddings: Sequence[int], name: str, multiple: int) -> None:
             what = "a positive number" if multiple == 1 else f"a positive multiple of {multiple}"
             near = max(multiple, (value + multiple - 1) // multiple * multiple)
             raise PlanError(f"{name}: expected {what}, found {value}", f"the next one that can be built is {near}")
-    for left, right in zip(paddings, paddings[1:], strict=False):
+    for left, right in itertools.pairwise(paddings):
         if left >= right:
             ordered = ",".join(str(p) for p in sorted(set(paddings)))
             raise PlanError(f"{name}: expected ascending paddings, found {left} before {right}", f"write {ordered}")
@@ -177,7 +178,10 @@ def derive_decode_paddings(paddings: tuple[int, ...], max_running: int) -> tuple
     for index, padding in enumerate(paddings):
         if padding >= max_running:
             chosen = paddings[: index + 1]
-            return chosen, f"decode paddings {_numbers(chosen)}: {padding} is the first that holds {max_running} running"
+            return (
+                chosen,
+                f"decode paddings {_numbers(chosen)}: {padding} is the first that holds {max_running} running",
+            )
     return paddings, (
         f"decode paddings {_numbers(paddings)}: none holds {max_running} running, "
         f"so at most {paddings[-1]} sequences decode in one step and take turns"
@@ -266,10 +270,15 @@ def size_pages(config: Config, geometry: Geometry, options: Options) -> tuple[Ge
             f"found {_size(options.state_memory)}",
             "lower --max-running, --context or --pages, or raise --state-memory",
         )
-    why = "as asked" if options.pages is not None else (
-        f"all that {geometry.slots} full sequences need" if pages == most else f"what fits {_size(options.state_memory)}"
-    )  # fmt: skip
-    note = f"latent pool: {pages} pages of {geometry.page_size} tokens, {why}; state {_size(empty + each * pages)} in all"
+    if options.pages is not None:
+        why = "as asked"
+    elif pages == most:
+        why = f"all that {geometry.slots} full sequences need"
+    else:
+        why = f"what fits {_size(options.state_memory)}"
+    note = (
+        f"latent pool: {pages} pages of {geometry.page_size} tokens, {why}; state {_size(empty + each * pages)} in all"
+    )
     return replace(geometry, pages=pages), note
 
 

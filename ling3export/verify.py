@@ -47,11 +47,13 @@ class Result:
             if "reason" in target:
                 lines.append(f"{name}: not run here: {target['reason']}")
                 continue
-            lines.append(f"{name}: {target['tolerance']['measure']} relative error at most {target['tolerance']['bound']:g}")
+            lines.append(
+                f"{name}: {target['tolerance']['measure']} relative error at most {target['tolerance']['bound']:g}"
+            )
             for cell, row in sorted(target["cells"].items(), key=lambda item: -item[1]["relative"]):
                 lines.append(
-                    f"  {cell:14} {row['status']:7} largest relative {row['relative']:.2e}, median {row['median']:.2e}, "
-                    f"largest absolute {row['absolute']:.2e}, {row['positions']} positions"
+                    f"  {cell:14} {row['status']:7} largest relative {row['relative']:.2e}, "
+                    f"median {row['median']:.2e}, largest absolute {row['absolute']:.2e}, {row['positions']} positions"
                 )
             for what, value in target["agreement"].items():
                 lines.append(f"  {what.replace('_', ' ')}: {value:.2e}")
@@ -234,9 +236,7 @@ def _receipt(found: Found, expected: Found, dtype: str) -> dict[str, Any]:
 def _sample_receipt(prober: Prober, target: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
     """Greedy sampling is exact: any token that is not the first of the largest logits is an error."""
     rows = record["padding"]
-    giver = next(
-        cell for cell in target["cells"].values() if cell["phase"] != "sample" and cell["rows"] == rows
-    )
+    giver = next(cell for cell in target["cells"].values() if cell["phase"] != "sample" and cell["rows"] == rows)
     count, wrong = prober.sample(giver["phase"], giver["padding"], rows)
     share = wrong / count
     status = "passed" if wrong == 0 else "failed"

@@ -43,7 +43,7 @@ def main() -> None:
     for line in sys.stdin:
         cell = json.loads(line)
         try:
-            reply = {"record": run_cell(job, cell["phase"], cell["padding"])}
+            reply: dict[str, Any] = {"record": run_cell(job, cell["phase"], cell["padding"])}
         except Exception as error:
             reply = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         replies.write(json.dumps(reply) + "\n")

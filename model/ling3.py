@@ -91,9 +91,7 @@ class Ling3(nnx.Module):
         x = rms_norm(x, self.embeddings["norm"][...], self.config.rms_norm_eps).astype(jnp.dtype(self.geometry.dtype))
         return dot(x, self.embeddings["lm_head"][...]).reshape(x.shape[0], -1)
 
-    def _attention(
-        self, x: jax.Array, layer: Layer, state: State, batch: Decode | Chunks
-    ) -> tuple[jax.Array, State]:
+    def _attention(self, x: jax.Array, layer: Layer, state: State, batch: Decode | Chunks) -> tuple[jax.Array, State]:
         if layer.attention == "kda":
             assert self.kda is not None
             if isinstance(batch, Decode):
@@ -101,9 +99,7 @@ class Ling3(nnx.Module):
             return self.kda.prefill(x, layer.attention_index, state, batch)
         pool = state["mla_latent"]
         if isinstance(batch, Decode):
-            out, pool = self.mla.decode(
-                x, layer.attention_index, pool, batch.position, batch.page_table, batch.valid
-            )
+            out, pool = self.mla.decode(x, layer.attention_index, pool, batch.position, batch.page_table, batch.valid)
         else:
             out, pool = self.mla.prefill(x, layer.attention_index, pool, batch)
         return out, state | {"mla_latent": pool}
@@ -157,15 +153,15 @@ class Ling3(nnx.Module):
             carry = self.run_layer(static_layer(config, index), *carry, batch)
         return carry
 
-    def _group(
-        self, batch: Decode | Chunks
-    ) -> Callable[[jax.Array, tuple[jax.Array, State]], tuple[jax.Array, State]]:
+    def _group(self, batch: Decode | Chunks) -> Callable[[jax.Array, tuple[jax.Array, State]], tuple[jax.Array, State]]:
         """The body of the loop over groups: a loop over its KDA layers, then its MLA layer."""
         config = self.config
         size = config.layer_group_size
 
         def layer(index: jax.Array, attention: str, attention_index: jax.Array) -> Layer:
-            kinds = {mlp for kind, mlp in zip(config.attention_kinds, config.mlp_kinds, strict=True) if kind == attention}
+            kinds = {
+                mlp for kind, mlp in zip(config.attention_kinds, config.mlp_kinds, strict=True) if kind == attention
+            }
             if len(kinds) == 2:
                 return Layer(index, attention, attention_index, "either", index)
             mlp = kinds.pop()

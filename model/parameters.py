@@ -1,13 +1,13 @@
 """The table of parameters: every weight the programs take, its shape, dtype and split.
 
 Layers of one kind are stacked, so a program has some forty weight arguments whatever its depth, and a loop over layers
-slices what it needs. A split parameter has a leading axis of slabs (``Config.slabs``): a device at tensor parallelism TP
-owns ``slabs / TP`` neighbouring slabs, one contiguous range of the store.
+slices what it needs. A split parameter has a leading axis of slabs (``Config.slabs``): a device at tensor parallelism
+TP owns ``slabs / TP`` neighbouring slabs, one contiguous range of the store.
 
 Matrices are kept ``[..., out, in]`` where the output is split and ``[..., in, out]`` where the input is split, so that
 merging slabs is a reshape at every TP. On CPU the first form is also the faster one (docs/log.md, 2026-11-21).
 
-Axis letters: see STYLE in docs/decisions/0001-layout.md; s slabs, n stacked layers, h heads of one slab.
+Axis letters: s slabs, n stacked layers, h heads of one slab.
 """
 
 from dataclasses import dataclass
