@@ -131,7 +131,6 @@ def _load(job: _Job) -> Loaded:
     with job.timings.stage("state"):
         state = device.fresh_state(job.record, mesh)
     with job.timings.stage("programs"):
-        files.check()
         loaded = {cell: future.result() for cell, future in loading.items()}
     with job.timings.stage("check"):
         checked.result()

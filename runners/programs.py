@@ -94,7 +94,7 @@ def load_programs(
     files: ProgramFiles, target: dict[str, Any], mesh: "Mesh", verdicts: dict[str, Verdict],
     compiled: dict[str, tuple[bytes, dict[str, Any]]], pool: ThreadPoolExecutor,
 ) -> "dict[str, Future[Program]]":  # fmt: skip
-    """Starts loading every cell.
+    """Starts loading every cell, once every digest and every signature was found right.
 
     Args:
         files: Of the target.
@@ -103,16 +103,22 @@ def load_programs(
         verdicts: Of every cell: OPTIMAL ones come from the artifact.
         compiled: Executable and call record of the others, compiled here.
         pool: Where to load.
+
+    Raises:
+        ArtifactError: A file is missing or damaged, or a call record contradicts its cell; nothing was deserialized.
     """
     from ling3export.runners.pjrt import load_executable
 
+    files.check()
+    parts = {
+        name: (files.executable(name), cell["call"]) if verdicts[name].status is Status.OPTIMAL else compiled[name]
+        for name, cell in target["cells"].items()
+    }
+    for name, (_, record) in parts.items():
+        same_signature(name, target["cells"][name], record)
+
     def load(name: str) -> "Program":
-        cell = target["cells"][name]
-        if verdicts[name].status is Status.OPTIMAL:
-            raw, record = files.executable(name), cell["call"]
-        else:
-            raw, record = compiled[name]
-        same_signature(name, cell, record)
+        raw, record = parts[name]
         try:
             return load_executable(raw, record, mesh)
         except (RuntimeError, ValueError) as error:
@@ -121,7 +127,7 @@ def load_programs(
                 "build the artifact again, or compile the portable programs here: --programs allow-compile",
             ) from error
 
-    largest_first = sorted(target["cells"], key=lambda name: -target["cells"][name].get("exec", {}).get("bytes", 0))
+    largest_first = sorted(parts, key=lambda name: -len(parts[name][0]))
     return {name: pool.submit(load, name) for name in largest_first}
 
 

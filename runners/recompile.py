@@ -68,9 +68,11 @@ def _compile_all(
 ) -> dict[str, Compiled]:  # fmt: skip
     from ling3export.runners.pjrt import no_compilation_cache
 
+    blobs = {verdict.cell: portable(verdict.cell) for verdict, _ in missing}  # every digest before any compiling
+
     def work(verdict: Verdict, key: str) -> tuple[str, Compiled]:
         say(f"{verdict.cell}: RECOMPILE ({verdict.reason}): compiling")
-        result = _compile(verdict.cell, portable(verdict.cell), mesh)
+        result = _compile(verdict.cell, blobs[verdict.cell], mesh)
         _store(folder, key, result, say)
         return verdict.cell, result
 

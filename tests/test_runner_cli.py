@@ -1,0 +1,199 @@
+"""The runner's command line: golden help, data on stdout alone, exit codes, prompt files, logits files."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import toy_artifact
+from ling3export.runners.cli import main
+from ling3export.runners.prompts import read_prompts
+
+HELP = """\
+Usage: ling3-runner generate [OPTIONS] ARTIFACT
+
+  Complete prompts with ARTIFACT.
+
+Options:
+  --prompt TEXT                   Text to complete.
+  --prompt-ids ID,ID,...          Token ids to complete.
+  --prompt-file FILE              JSON lines, {"prompt": TEXT} or
+                                  {"prompt_ids": [ID, ...]}, run as one batch.
+  --max-tokens INTEGER RANGE      Generate at most this many tokens.  [x>=1;
+                                  required]
+  --temperature FLOAT RANGE       0 takes the best token.  [default: 0.0;
+                                  x>=0]
+  --top-k INTEGER RANGE           Sample among the best k tokens; 0 for all.
+                                  [default: 0; x>=0]
+  --top-p FLOAT RANGE             Then among the fewest that hold this
+                                  probability.  [default: 1.0; 0<x<=1]
+  --seed INTEGER RANGE            Of the sampling.  [default: 0;
+                                  0<=x<=4294967295]
+  --ignore-eos                    Go on behind an end-of-text token.
+  --logits OUT.npz                Write tokens [n] and the logits [n, vocab]
+                                  that they were taken from.
+  --force                         Replace OUT.npz if it is there.
+  --json                          One JSON object a request.
+  --target TEXT                   Which of the artifact's targets.  [default:
+                                  the only one that fits]
+  --programs [prebuilt-only|allow-compile]
+                                  Whether programs that do not fit this
+                                  machine may be compiled here.  [default:
+                                  prebuilt-only]
+  --check [all|programs]          Whose digests to check: programs leaves out
+                                  the weights.  [default: all]
+  --stats                         Print counters and the times of the start on
+                                  stderr.
+  --help                          Show this message and exit.
+"""
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("toy") / "toy.ling3"
+    toy_artifact.build_toy(folder)
+    return folder
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["generate", *map(str, arguments)], prog_name="ling3-runner", terminal_width=80)
+
+
+def test_help_is_golden():
+    done = run("--help")
+    assert (done.exit_code, done.stdout) == (0, HELP)
+
+
+def test_text_goes_to_stdout_and_nothing_else(artifact):
+    done = run(artifact, "--prompt", "the time", "--max-tokens", 5, "--ignore-eos")
+    assert done.exit_code == 0
+    assert done.stderr == ""
+    assert done.stdout.endswith("\n")
+
+
+def test_a_json_line_has_the_fields_in_order(artifact):
+    done = run(artifact, "--prompt-ids", "1,2,3", "--max-tokens", 6, "--ignore-eos", "--json")
+    record = json.loads(done.stdout)
+    assert list(record) == ["prompt_ids", "token_ids", "text", "stop_reason", "ttft_ms", "e2e_ms"]
+    tokens, _ = toy_artifact.answer([1, 2, 3], 6)
+    assert (record["prompt_ids"], record["token_ids"], record["stop_reason"]) == ([1, 2, 3], tokens, "length")
+    assert 0 < record["ttft_ms"] <= record["e2e_ms"]
+
+
+def test_a_prompt_file_runs_as_one_batch_in_order(artifact, tmp_path):
+    prompts = [[1, 2, 3], [9] * 30, [4], [8, 8], [7]]
+    lines = [json.dumps({"prompt_ids": prompt}) for prompt in prompts]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    out = tmp_path / "logits.npz"
+    done = run(artifact, "--prompt-file", tmp_path / "p.jsonl", "--max-tokens", 6, "--ignore-eos", "--json",
+               "--logits", out, "--stats")  # fmt: skip
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [record["prompt_ids"] for record in records] == prompts
+    with np.load(out) as arrays:
+        assert sorted(arrays) == sorted(f"{name}.{i}" for i in range(5) for name in ("tokens", "logits"))
+        for i, prompt in enumerate(prompts):
+            tokens, logits = toy_artifact.answer(prompt, 6)
+            assert records[i]["token_ids"] == arrays[f"tokens.{i}"].tolist() == tokens
+            assert arrays[f"logits.{i}"].dtype == np.float32
+            np.testing.assert_array_equal(arrays[f"logits.{i}"], logits)
+    stats = json.loads(done.stderr.removeprefix("stats: "))
+    assert stats["compile_events"] == 0
+    assert stats["tokens_out"] == 30
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logits.npz", "p.jsonl"]
+
+
+def test_logits_of_one_prompt_have_no_number(artifact, tmp_path):
+    run(artifact, "--prompt-ids", "5", "--max-tokens", 3, "--ignore-eos", "--logits", tmp_path / "out")
+    with np.load(tmp_path / "out") as arrays:
+        assert {name: arrays[name].shape for name in arrays} == {"tokens": (3,), "logits": (3, 320)}
+
+
+def test_an_existing_logits_file_is_kept_unless_forced(tmp_path, artifact):
+    out = tmp_path / "out.npz"
+    out.write_text("precious")
+    done = run(artifact, "--prompt-ids", "5", "--max-tokens", 3, "--logits", out)
+    assert done.exit_code == 1
+    assert done.stderr == f"error: --logits `{out}`: expected no such file, found one\nhint: replace it with --force\n"
+    assert out.read_text() == "precious"
+    assert run(artifact, "--prompt-ids", "5", "--max-tokens", 3, "--logits", out, "--force").exit_code == 0
+    assert len(np.load(out)) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--prompt-ids", "1"], 2, "Missing option '--max-tokens'"),
+        (["--max-tokens", "1"], 2, "expected one of --prompt, --prompt-ids and --prompt-file, found none."),
+        (["--max-tokens", "1", "--prompt", "a", "--prompt-ids", "1"], 2, "--prompt-file, found 2."),
+        (["--max-tokens", "1", "--prompt-ids", "1,x"], 2, "expected whole numbers with commas between, found '1,x'."),
+        (["--max-tokens", "0", "--prompt-ids", "1"], 2, "0 is not in the range x>=1"),
+        (["--max-tokens", "1", "--prompt-ids", "1", "--top-p", "0"], 2, "not in the range"),
+        (["--max-tokens", "1", "--prompt-ids", "1", "--programs", "maybe"], 2, "'maybe' is not one of"),
+        (["--max-tokens", "1", "--prompt-ids", "1", "--logits", "no/such/folder/x"], 1, "expected an existing folder"),
+        (["--max-tokens", "1", "--prompt-ids", "320"], 1, "error: prompt: expected token ids from 0 to 319, found 320"),
+        (["--max-tokens", "1", "--prompt", ""], 1, "error: prompt: expected a prompt of at least one token, found an"),
+        (["--max-tokens", "1", "--prompt-ids", "1", "--target", "tpu"], 1, "target `tpu`: expected one of cpu-tp2"),
+        (["--max-tokens", "1", "--prompt-file", "no-such-file"], 1, "expected a readable file, found No such file"),
+    ],
+)  # fmt: skip
+def test_bad_input_ends_with_a_code_and_a_reason(artifact, arguments, code, message):
+    done = run(artifact, *arguments)
+    assert done.exit_code == code, done.output
+    assert message in done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "found no JSON: "),
+        ("", "found no JSON: "),
+        ("[1]", "found [1]"),
+        ("{}", "found the fields none"),
+        ('{"prompt": "a", "prompt_ids": [1]}', "found the fields prompt, prompt_ids"),
+        ('{"text": "a"}', "found the fields text"),
+        ('{"prompt": 1}', "found 1 for prompt"),
+        ('{"prompt_ids": "1"}', 'found "1" for prompt_ids'),
+        ('{"prompt_ids": [true]}', "expected token ids, found True at place 0"),
+        ('{"prompt_ids": [320]}', "expected token ids from 0 to 319, found 320 at place 0"),
+    ],
+)
+def test_a_bad_line_of_a_prompt_file_is_named(artifact, tmp_path, line, message):
+    path = tmp_path / "p.jsonl"
+    path.write_text(f'{{"prompt_ids": [1]}}\n{line}\n{{"prompt_ids": [1]}}\n')
+    done = run(artifact, "--prompt-file", path, "--max-tokens", 2, "--json")
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f"error: prompt file `{path}` line 2: expected ")
+    assert message in done.stderr
+    assert done.stdout == ""
+
+
+def test_prompt_files_take_both_kinds_of_lines(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "日本\\u2028x"}\n{"prompt_ids": [1, 2]}\n', encoding="utf-8")
+    assert read_prompts(tmp_path / "p.jsonl") == ["日本\u2028x", (1, 2)]
+
+
+def test_the_command_makes_its_own_devices_and_compiles_nothing(artifact, tmp_path):
+    """In a fresh process, with nothing set up: the environment is the runner's work."""
+    code = "import sys; from ling3export.runners.cli import main; sys.argv[0] = 'ling3-runner'; main()"
+    arguments = [
+        "generate",
+        artifact,
+        "--prompt-ids",
+        "1,2,3",
+        "--max-tokens",
+        "6",
+        "--ignore-eos",
+        "--json",
+        "--stats",
+    ]
+    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True,
+                          env={"PYTHONPATH": ":".join(sys.path), "JAX_LOG_COMPILES": "1"})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["token_ids"] == toy_artifact.answer([1, 2, 3], 6)[0]
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert json.loads(done.stderr.removeprefix("stats: "))["compile_events"] == 0

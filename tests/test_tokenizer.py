@@ -1,0 +1,112 @@
+"""Text that grows by whole characters, whatever the tokens; stop strings across token borders; what ends a text."""
+
+import json
+import random
+
+import pytest
+
+from ling3export.artifacts.manifest import file_record
+from ling3export.errors import ArtifactError, RequestError
+from ling3export.runners.tokenizer import TextStream, Tokenizer, TokenizerFiles
+from ling3export.synth_tokenizer import write_tokenizer
+
+EOS = 2044
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder, EOS)
+    return Tokenizer((folder / "tokenizer.json").read_bytes())
+
+
+def pieces(stream, ids):
+    return [*(stream.push(token) for token in ids), stream.finish()]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "any", "text"])
+def test_a_stream_says_what_decoding_at_once_says(tokenizer, kind):
+    rng = random.Random(kind)
+    for _ in range(100):
+        if kind == "text":
+            ids = tokenizer.encode("héllo wörld 🎉🎉 日本語 of the " * 3)[rng.randrange(8) :]
+        else:
+            ids = [rng.randrange(256 if kind == "bytes" else EOS + 4) for _ in range(rng.randrange(80))]
+        assert "".join(pieces(tokenizer.stream(), ids)) == tokenizer.decode(ids)
+
+
+def test_no_piece_holds_half_a_character(tokenizer):
+    ids = tokenizer.encode("日本語🎉é")
+    assert pieces(tokenizer.stream(), ids) == ["", "", "日", "", "", "本", "", "", "語", "", "", "", "🎉", "", "é", ""]
+
+
+def test_half_a_character_at_the_end_is_shown_as_such(tokenizer):
+    assert pieces(tokenizer.stream(), tokenizer.encode("a日")[:-1]) == ["a", "", "", "�"]
+
+
+@pytest.mark.parametrize(
+    ("stop", "shown"),
+    [
+        (["lo w"], "hel"),
+        (["world", "wor"], "hello "),
+        (["\nQ", "xx"], "hello world\nA"),
+        (["Z"], "hello world\nA\nQ: of"),
+    ],
+)
+def test_a_stop_string_is_found_across_tokens_and_never_shown(tokenizer, stop, shown):
+    stream = tokenizer.stream(stop)
+    parts = pieces(stream, tokenizer.encode("hello world\nA\nQ: of"))
+    assert "".join(parts) == shown
+    assert stream.stopped == (stop != ["Z"])
+
+
+def test_the_begin_of_a_stop_string_is_held_back_until_it_is_none():
+    stream = TextStream(lambda ids: "".join(map(chr, ids)), ["abcd"])
+    assert pieces(stream, b"xabcabcx") == ["x", "", "", "", "abc", "", "", "abcx", ""]
+
+
+def test_a_broken_tokenizer_is_a_clear_error():
+    with pytest.raises(
+        ArtifactError, match=r"tokenizer `tokenizer/tokenizer.json`: expected one that `tokenizers` reads"
+    ):
+        Tokenizer(b'{"model": 1}', "tokenizer/tokenizer.json")
+
+
+def artifact(folder, eos, **files):
+    (folder / "tokenizer").mkdir()
+    write_tokenizer(folder / "tokenizer", EOS)
+    for name, value in files.items():
+        (folder / "tokenizer" / f"{name}.json").write_text(json.dumps(value))
+    records = [file_record(folder, f"tokenizer/{path.name}") for path in sorted((folder / "tokenizer").iterdir())]
+    return TokenizerFiles(folder, {"tokenizer": records, "config": {"eos_token_id": eos}})
+
+
+@pytest.mark.parametrize(
+    ("eos", "files", "expected"),
+    [
+        ([7], {}, {7, EOS}),
+        (7, {"generation_config": {"eos_token_id": [8, 9]}}, {7, 8, 9, EOS}),
+        ([7], {"generation_config": {"eos_token_id": 8}, "tokenizer_config": {"eos_token": {"content": "<role>"}}},
+         {7, 8, EOS + 2}),
+        ([7], {"tokenizer_config": {"eos_token": "no such token"}}, {7}),
+        ([7], {"tokenizer_config": {}}, {7}),
+    ],
+)  # fmt: skip
+def test_a_text_ends_at_any_id_that_a_file_names(tmp_path, eos, files, expected):
+    assert artifact(tmp_path, eos, **files).eos_token_ids() == expected
+
+
+def test_a_changed_tokenizer_file_is_not_used(tmp_path):
+    files = artifact(tmp_path, [7])
+    path = tmp_path / "tokenizer" / "tokenizer.json"
+    path.write_bytes(path.read_bytes().replace(b"of", b"fo", 1))
+    with pytest.raises(ArtifactError, match=r"file `tokenizer/tokenizer.json`: expected sha256"):
+        files.tokenizer("text in")
+
+
+def test_no_tokenizer_is_refused_by_purpose(tmp_path):
+    files = TokenizerFiles(tmp_path, {"tokenizer": [], "config": {"eos_token_id": [7]}})
+    assert not files.there
+    assert files.eos_token_ids() == {7}
+    with pytest.raises(RequestError, match="text in: expected an artifact with a tokenizer, found none"):
+        files.tokenizer("text in")

@@ -1,0 +1,126 @@
+"""Which target runs, and the ladder's three verdicts, without jax and without an artifact."""
+
+import pytest
+
+from ling3export.errors import ArtifactError
+from ling3export.runners.targets import choose_target, platforms_here
+from ling3export.runners.verdict import Machine, Status, enforce, judge
+
+
+def target(platform="cpu", devices=2, processes=1, tiers=("stablehlo", "exec")):
+    cells = {}
+    for name in ("prefill@16", "decode@16"):
+        cells[name] = {tier: {} for tier in tiers} | ({"call": {"requires": {}}} if "exec" in tiers else {})
+    mesh = {"axis": "tp", "devices": list(range(devices))}
+    return {"target": platform, "platform": platform, "processes": processes, "mesh": mesh, "cells": cells}
+
+
+HERE = Machine("cpu", 2, 1)
+
+
+def fits(record):
+    return None
+
+
+def other_jaxlib(record):
+    return "jaxlib: built for 0.10.0, found 0.11.2"
+
+
+@pytest.mark.parametrize(
+    ("record", "here", "misfit", "status", "reason"),
+    [
+        (target(), HERE, fits, Status.OPTIMAL, ""),
+        (target(devices=1), HERE, fits, Status.OPTIMAL, ""),
+        (target(), HERE, other_jaxlib, Status.RECOMPILE, "jaxlib: built for 0.10.0, found 0.11.2"),
+        (target(tiers=("stablehlo",)), HERE, fits, Status.RECOMPILE,
+         "executable: built for cpu, found none in the artifact"),
+        (target(tiers=("exec",)), HERE, other_jaxlib, Status.UNSUPPORTED, "jaxlib: built for 0.10.0, found 0.11.2"),
+        (target("tpu"), HERE, fits, Status.UNSUPPORTED, "platform: built for tpu, found cpu"),
+        (target(devices=4), HERE, fits, Status.UNSUPPORTED, "devices: built for 4, found 2"),
+        (target(processes=4), HERE, fits, Status.UNSUPPORTED, "processes: built for 4, found 1"),
+    ],
+)  # fmt: skip
+def test_verdicts(record, here, misfit, status, reason):
+    verdicts = judge(record, here, misfit)
+    assert {(v.status, v.reason) for v in verdicts.values()} == {(status, reason)}
+    assert list(verdicts) == list(record["cells"])
+
+
+def test_an_executable_is_not_even_compared_where_nothing_can_run():
+    judge(target("tpu"), HERE, lambda record: pytest.fail("compared"))
+
+
+def test_optimal_programs_need_no_compiling():
+    assert enforce(judge(target(), HERE, fits), "prebuilt-only", "cpu-tp2", "a.ling3") == []
+
+
+def test_recompile_is_an_error_under_prebuilt_only():
+    with pytest.raises(ArtifactError) as caught:
+        enforce(judge(target(), HERE, other_jaxlib), "prebuilt-only", "cpu-tp2", "a.ling3")
+    assert caught.value.message == (
+        "target `cpu-tp2`: expected compiled programs that fit, found RECOMPILE prefill@16, decode@16 "
+        "(jaxlib: built for 0.10.0, found 0.11.2), in a.ling3"
+    )
+    assert "--programs allow-compile" in (caught.value.hint or "")
+
+
+def test_recompile_is_allowed_where_the_policy_says_so():
+    verdicts = judge(target(), HERE, other_jaxlib)
+    assert enforce(verdicts, "allow-compile", "cpu-tp2", "a.ling3") == list(verdicts.values())
+
+
+@pytest.mark.parametrize("policy", ["prebuilt-only", "allow-compile"])
+def test_unsupported_is_an_error_under_every_policy(policy):
+    with pytest.raises(
+        ArtifactError, match=r"found UNSUPPORTED prefill@16, decode@16 \(devices: built for 4, found 2\)"
+    ):
+        enforce(judge(target(devices=4), HERE, fits), policy, "cpu-tp4", "a.ling3")
+
+
+def test_unknown_policy_is_refused():
+    with pytest.raises(ArtifactError, match="program policy: expected prebuilt-only or allow-compile, found maybe"):
+        enforce({}, "maybe", "cpu-tp2", "a.ling3")
+
+
+TARGETS = {"cpu-tp2": target(), "tpu-v6e-4x4-tp16": target("tpu", 16, 4), "cpu-4x4-tp16": target("cpu", 16, 4)}
+
+
+@pytest.mark.parametrize("wanted", [None, "cpu-tp2", "cpu@2", "cpu"])
+def test_the_only_target_that_fits_is_taken(wanted):
+    assert choose_target(TARGETS, wanted, ["cpu"]) == "cpu-tp2"
+
+
+@pytest.mark.parametrize("wanted", ["tpu:v6e:4x4@16", "tpu:v6e:4x4", "tpu-v6e-4x4-tp16"])
+def test_a_target_is_found_as_a_build_spells_it(wanted):
+    assert choose_target(TARGETS, wanted, ["cpu"]) == "tpu-v6e-4x4-tp16"
+
+
+def test_an_accelerator_that_is_here_goes_before_the_cpu():
+    assert (
+        choose_target({"cpu-tp1": target(), "cuda-h200-tp1": target("cuda")}, None, ["cuda", "cpu"]) == "cuda-h200-tp1"
+    )
+
+
+def test_two_targets_that_fit_are_a_question():
+    with pytest.raises(ArtifactError, match=r"fits this machine \(cpu\), found 2: cpu-tp1, cpu-tp2") as caught:
+        choose_target({"cpu-tp2": target(), "cpu-tp1": target()}, None, ["cpu"])
+    assert caught.value.hint == "choose one: --target cpu-tp1"
+
+
+def test_no_target_that_fits_names_those_that_are_there():
+    with pytest.raises(
+        ArtifactError, match="expected one for cpu in one process, found tpu-v6e-4x4-tp16, in the manifest"
+    ):
+        choose_target({"tpu-v6e-4x4-tp16": target("tpu", 16, 4)}, None, ["cpu"])
+
+
+def test_an_unknown_target_names_those_that_are_there():
+    with pytest.raises(ArtifactError, match="target `cpu@8`: expected one of cpu-tp2, found none of that name"):
+        choose_target({"cpu-tp2": target()}, "cpu@8", ["cpu"])
+
+
+def test_jax_platforms_narrows_what_is_here(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert platforms_here() == ["cpu"]
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    assert "cpu" not in platforms_here()
