@@ -18,9 +18,7 @@ PROMPTS = [[1, 2, 3], [5] * 20, [7] * 40, [300], [100, 200, 4]]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("toy") / "toy.ling3"
-    toy_artifact.build_toy(folder)
-    return folder
+    return toy_artifact.shared(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -20,12 +20,11 @@ Usage: ling3-runner generate [OPTIONS] ARTIFACT
 Options:
   --prompt TEXT                   Text to complete.
   --prompt-ids ID,ID,...          Token ids to complete.
-  --prompt-file FILE              JSON lines, {"prompt": TEXT} or
-                                  {"prompt_ids": [ID, ...]}, run as one batch.
+  --prompt-file FILE              JSON lines, {"prompt": TEXT} or {"prompt_ids":
+                                  [ID, ...]}, run as one batch.
   --max-tokens INTEGER RANGE      Generate at most this many tokens.  [x>=1;
                                   required]
-  --temperature FLOAT RANGE       0 takes the best token.  [default: 0.0;
-                                  x>=0]
+  --temperature FLOAT RANGE       0 takes the best token.  [default: 0.0; x>=0]
   --top-k INTEGER RANGE           Sample among the best k tokens; 0 for all.
                                   [default: 0; x>=0]
   --top-p FLOAT RANGE             Then among the fewest that hold this
@@ -40,9 +39,9 @@ Options:
   --target TEXT                   Which of the artifact's targets.  [default:
                                   the only one that fits]
   --programs [prebuilt-only|allow-compile]
-                                  Whether programs that do not fit this
-                                  machine may be compiled here.  [default:
-                                  prebuilt-only]
+                                  Whether programs that do not fit this machine
+                                  may be compiled here.  [default: prebuilt-
+                                  only]
   --check [all|programs]          Whose digests to check: programs leaves out
                                   the weights.  [default: all]
   --stats                         Print counters and the times of the start on
@@ -53,9 +52,7 @@ Options:
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("toy") / "toy.ling3"
-    toy_artifact.build_toy(folder)
-    return folder
+    return toy_artifact.shared(tmp_path_factory)
 
 
 def run(*arguments):

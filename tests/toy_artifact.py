@@ -108,6 +108,14 @@ def build_toy(folder: Path, *, seed: int = 0, tokenizer: bool = True) -> dict[st
     return write_manifest(folder, _body(cells, index, records))
 
 
+def shared(factory: pytest.TempPathFactory) -> Path:
+    """An artifact for every test of a run; nobody may change it."""
+    folder = factory.getbasetemp() / "toy.ling3"
+    if not folder.exists():
+        build_toy(folder)
+    return folder
+
+
 def _body(cells: dict[str, Any], index: dict[str, Any], tokenizer: list[dict[str, Any]]) -> dict[str, Any]:
     arrays = [{"name": name, "shape": [SLOTS + 1], "dtype": "int32", "axes": ["slots"], "spec": []}
               for name in ("last_token", "seen")]  # fmt: skip
