@@ -50,8 +50,8 @@ def pieces(spec: TensorSpec, source: np.ndarray) -> Iterator[Piece]:
                     yield expert * SLABS // EXPERTS, half
 
 
-def write(folder: Path, plan: list[TensorSpec], source: np.ndarray, threads: int) -> tuple[Store, float]:
-    """The written store and the seconds of its last step, which waits for the disk."""
+def write(folder: Path, plan: list[TensorSpec], source: np.ndarray, threads: int) -> Store:
+    """The store written as a build does."""
 
     def one(spec: TensorSpec, first: int) -> None:
         offsets = [0] * SLABS
@@ -64,8 +64,17 @@ def write(folder: Path, plan: list[TensorSpec], source: np.ndarray, threads: int
     with ThreadPoolExecutor(threads) as pool:
         for job in [pool.submit(one, spec, int(start)) for spec, start in zip(plan, starts, strict=False)]:
             job.result()
-    start_of_end = time.perf_counter()
-    return Store(folder, writer.finish()), time.perf_counter() - start_of_end
+    return Store(folder, writer.finish())
+
+
+def clocks() -> tuple[float, float]:
+    """Wall and processor seconds, of this process and its children, since some fixed moment."""
+    return time.perf_counter(), sum(os.times()[:4])
+
+
+def since(start: tuple[float, float]) -> tuple[float, float]:
+    wall, cpu = clocks()
+    return wall - start[0], cpu - start[1]
 
 
 def anonymous() -> int:
@@ -93,31 +102,32 @@ def measure(folder: Path, layers: int, rounds: int, threads: int) -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    seconds: dict[str, list[float]] = {name: [] for name in ("copy", "copy+fsync", "write", "of it fsync", "check")}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in ("copy", "copy + fsync", "write", "check")}
     for _ in range(rounds + 1):  # the first warms up and is dropped
-        start = time.perf_counter()
+        start = clocks()
         subprocess.run(["cp", folder / "source", folder / "copy"], check=True)
-        seconds["copy"].append(time.perf_counter() - start)
+        seconds["copy"].append(since(start))
         with open(folder / "copy", "rb") as copied:
             os.fsync(copied.fileno())
-        seconds["copy+fsync"].append(time.perf_counter() - start)
+        seconds["copy + fsync"].append(since(start))
         (folder / "copy").unlink()
-        start = time.perf_counter()
-        store, waited = write(folder, plan, source, threads)
-        seconds["write"].append(time.perf_counter() - start)
-        seconds["of it fsync"].append(waited)
-        start = time.perf_counter()
+        start = clocks()
+        store = write(folder, plan, source, threads)
+        seconds["write"].append(since(start))
+        start = clocks()
         store.check_many([(spec.name, 0, None) for spec in plan], threads=threads)
-        seconds["check"].append(time.perf_counter() - start)
+        seconds["check"].append(since(start))
         (folder / "weights.safetensors").unlink()
     done.set()
     watcher.join()
-    median = {name: statistics.median(values[1:]) for name, values in seconds.items()}
-    print(f"{total / 1e9:.2f} GB, {threads} threads, medians of {rounds}")
-    for name, value in median.items():
-        print(f"{name:12} {value:6.2f} s  {total / 1e9 / value:5.2f} GB/s")
-    print(f"write / copy           {median['write'] / median['copy']:.2f}")
-    print(f"write / (copy + fsync) {median['write'] / median['copy+fsync']:.2f}")
+    print(f"{total / 1e9:.2f} GB, {threads} threads, medians of {rounds}; write ends with fsync")
+    medians = {}
+    for name, values in seconds.items():
+        wall, cpu = (statistics.median(column) for column in zip(*values[1:], strict=True))
+        medians[name] = wall
+        print(f"{name:12} {wall:6.2f} s {cpu:6.2f} s cpu  {total / 1e9 / wall:5.2f} GB/s")
+    print(f"write / copy           {medians['write'] / medians['copy']:.2f}")
+    print(f"write / (copy + fsync) {medians['write'] / medians['copy + fsync']:.2f}")
     print(f"peak anonymous memory  {peak / 1e6:.0f} MB")
 
 
