@@ -18,9 +18,12 @@ from ling3export.runners.counters import Timings
 from ling3export.runners.targets import choose_target, platforms_here, prepare
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from ling3export.runners.device import Device
     from ling3export.runners.events import CompileCounter
     from ling3export.runners.programs import ProgramFiles
+    from ling3export.runners.recompile import Compiled
     from ling3export.runners.verdict import Verdict
     from ling3export.runners.weights import Weights
 
@@ -109,6 +112,11 @@ class _Job:
     timings: Timings
     pool: ThreadPoolExecutor
 
+    def timed(self, stage: str, work: Callable[[], Any]) -> Any:
+        """Does ``work`` as a stage."""
+        with self.timings.stage(stage):
+            return work()
+
 
 def _load(job: _Job) -> Loaded:
     with job.timings.stage("imports"):
@@ -120,20 +128,22 @@ def _load(job: _Job) -> Loaded:
         checked = _start_check(job, weights)
         import jax
 
-        from ling3export.runners import device, pjrt
+        from ling3export.runners import device, pjrt, programs
     with job.timings.stage("backend"):
         jax.devices()
     compiles = pjrt.compile_events()
+    mesh = programs.mesh_of(job.record)
     with job.timings.stage("programs"):
-        verdicts, loading, mesh = _start_programs(job, files)
+        verdicts, compiled = _verdicts(job, files, mesh)
+        # The state first: writing its zeros is the longest piece of work that no thread can share.
+        zeroed = job.pool.submit(job.timed, "state", lambda: device.fresh_state(job.record, mesh))
+        loading = programs.load_programs(files, job.record, mesh, verdicts, compiled, job.pool)
     with job.timings.stage("weights"):
         params = weights.arrays(mesh)
-    with job.timings.stage("state"):
-        state = device.fresh_state(job.record, mesh)
     with job.timings.stage("programs"):
         loaded = {cell: future.result() for cell, future in loading.items()}
-    with job.timings.stage("check"):
-        checked.result()
+    state = zeroed.result()
+    checked.result()
     ready = device.Device(job.record, loaded, params, state, mesh)
     return Loaded(job.folder, job.manifest, job.name, ready, verdicts, job.timings, compiles)
 
@@ -144,18 +154,16 @@ def _start_check(job: _Job, weights: "Weights") -> "Future[None]":
         done: Future[None] = Future()
         done.set_result(None)
         return done
-    return job.pool.submit(weights.check)
+    return job.pool.submit(job.timed, "check", weights.check)
 
 
-def _start_programs(job: _Job, files: "ProgramFiles") -> tuple[Any, Any, Any]:
-    """Verdicts, the programs that are being loaded, and their mesh."""
+def _verdicts(job: _Job, files: "ProgramFiles", mesh: "Mesh") -> "tuple[dict[str, Verdict], dict[str, Compiled]]":
+    """The verdict of every cell, and what had to be compiled for those that need it."""
     from ling3export.runners import programs
 
     verdicts, recompile = programs.judged(job.record, job.policy, job.name, job.folder)
-    mesh = programs.mesh_of(job.record)
-    compiled = {}
-    if recompile:
-        from ling3export.runners.recompile import compile_here
+    if not recompile:
+        return verdicts, {}
+    from ling3export.runners.recompile import compile_here
 
-        compiled = compile_here(job.folder, job.record, recompile, files.portable, mesh, job.report)
-    return verdicts, programs.load_programs(files, job.record, mesh, verdicts, compiled, job.pool), mesh
+    return verdicts, compile_here(job.folder, job.record, recompile, files.portable, mesh, job.report)
