@@ -4,17 +4,17 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import IO, Any
 
 from ling3export.errors import PlanError
 from ling3export.plan import Cell, Plan
+from ling3export.processes import command, ending, environment
 
 Done = Callable[[Cell, dict[str, Any]], None]
 
@@ -46,10 +46,9 @@ class Compilers:
             "folder": str(folder),
         }
         self._jobs = jobs
-        self._processes: list[subprocess.Popen[str]] = []
+        self._workers: list[_Worker] = []
         self._stopped = False
-        # A file, because a pipe nobody reads would fill up and block a worker; it lives as long as this object.
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._lock = threading.Lock()
 
     def run(self, cells: Sequence[Cell], done: Done) -> dict[str, dict[str, Any]]:
         """Compiles every cell; one that fails does not stop the others.
@@ -67,72 +66,93 @@ class Compilers:
         waiting: SimpleQueue[Cell] = SimpleQueue()
         for cell in cells:
             waiting.put(cell)
-        records: dict[str, dict[str, Any]] = {}
-        failures: dict[str, str] = {}
+        replies: dict[Cell, dict[str, Any]] = {}
         count = default_jobs(len(cells)) if self._jobs is None else max(1, min(self._jobs, len(cells)))
-        threads = [threading.Thread(target=self._serve, args=(waiting, records, failures, done)) for _ in range(count)]
+        threads = [threading.Thread(target=self._serve, args=(waiting, replies, done)) for _ in range(count)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        if failures and not self._stopped:
-            text = "; ".join(f"{name}: {why}" for name, why in list(failures.items())[:3])
-            raise PlanError(f"programs: expected {len(cells)} cells to build, {len(failures)} did not: {text}")
-        return records
+        failed = {cell.name: reply for cell, reply in replies.items() if "error" in reply}
+        if failed and not self._stopped:
+            text = "; ".join(f"{name}: {reply['error']}" for name, reply in list(failed.items())[:3])
+            hint = next((reply["hint"] for reply in failed.values() if reply.get("hint")), None)
+            raise PlanError(f"programs: expected {len(cells)} cells to build, {len(failed)} did not: {text}", hint)
+        return {cell.name: reply["record"] for cell, reply in replies.items() if "record" in reply}
 
     def stop(self) -> None:
         """Ends the workers at once."""
-        self._stopped = True
-        for process in self._processes:
-            process.kill()
+        with self._lock:
+            self._stopped = True
+            for worker in self._workers:
+                worker.process.kill()
 
-    def _serve(
-        self, waiting: "SimpleQueue[Cell]", records: dict[str, dict[str, Any]], failures: dict[str, str], done: Done
-    ) -> None:
+    def _serve(self, waiting: "SimpleQueue[Cell]", replies: dict[Cell, dict[str, Any]], done: Done) -> None:
         """One worker's life: a fresh process when the last one died, a cell at a time."""
-        process: subprocess.Popen[str] | None = None
-        while not self._stopped:
-            try:
+        worker: _Worker | None = None
+        with contextlib.ExitStack() as stack, contextlib.suppress(Empty):
+            while not self._stopped:
                 cell = waiting.get_nowait()
-            except Empty:
-                break
-            if process is None or process.poll() is not None:
-                process = self._start()
-            reply = self._ask(process, cell)
-            if "record" in reply:
-                records[cell.name] = reply["record"]
-                done(cell, reply["record"])
-            else:
-                failures[cell.name] = reply["error"]
-        if process is not None:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait()
+                try:
+                    worker = self._alive(worker, stack)
+                except OSError as error:
+                    replies[cell] = {"error": f"no compiling process could be started: {error}"}
+                    continue
+                if worker is None:
+                    break
+                replies[cell] = reply = worker.ask(cell)
+                if "record" in reply:
+                    done(cell, reply["record"])
 
-    def _start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "ling3export.worker"]
-        # -m finds this package as the parent did, be it installed or a bare checkout.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment
+    def _alive(self, worker: "_Worker | None", stack: contextlib.ExitStack) -> "_Worker | None":
+        """``worker``, or a new one if it has died; None once the workers are stopped."""
+        with self._lock:  # so that none starts behind `stop`
+            if self._stopped:
+                return None
+            if worker is None or worker.process.poll() is not None:
+                worker = stack.enter_context(_Worker(self._job))
+                self._workers.append(worker)
+            return worker
+
+
+class _Worker:
+    """A process of ``ling3export/worker.py``, and what is written to and read from it."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        # A file, because a pipe that nobody reads would fill up and block the worker.
+        self._errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            command("ling3export.worker"), stdin=pipe, stdout=pipe, stderr=self._errors, text=True, env=environment()
         )
-        self._processes.append(process)
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):  # a worker that is dead already is found when it is asked
-            process.stdin.write(json.dumps(self._job) + "\n")
-        return process
+        self._send(job)
 
-    def _ask(self, process: subprocess.Popen[str], cell: Cell) -> dict[str, Any]:
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(json.dumps({"phase": cell.phase, "padding": cell.padding}) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except OSError:
-            line = ""
-        if line:
+    def __enter__(self) -> "_Worker":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with contextlib.suppress(OSError):  # what a dead worker has not read cannot be flushed
+            self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+        self._errors.close()
+
+    def ask(self, cell: Cell) -> dict[str, Any]:
+        """The worker's reply: a ``record``, or an ``error`` with or without a ``hint``, also when it dies."""
+        assert self.process.stdout is not None
+        self._send({"phase": cell.phase, "padding": cell.padding})
+        line = self.process.stdout.readline()
+        if line.endswith("\n"):
             return dict(json.loads(line))
-        code = process.wait()
+        code = self.process.wait()
         self._errors.seek(0)
-        tail = self._errors.read()[-400:].strip()
-        return {"error": f"the compiling process ended with code {code}: {tail or 'nothing was printed'}"}
+        said = self._errors.read()[-400:].strip() or "nothing was printed"
+        hint = "if the memory was full: compile fewer at a time with --jobs" if code < 0 else None
+        return {"error": f"the compiling process {ending(code)}: {said}", "hint": hint}
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # one that is dead is found when its reply is read
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()

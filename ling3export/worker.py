@@ -5,16 +5,27 @@ devices is fixed when jax starts, and because a compiler that dies must not take
 """
 
 import json
+import os
 import sys
+import threading
 import traceback
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
+from ling3export.artifacts.disk import writing
+from ling3export.errors import Ling3Error
 from ling3export.runners.environment import prepare_cpu
 
 
 def _prepare(job: dict[str, Any]) -> None:
+    os.environ["JAX_PLATFORMS"] = job["platform"]
     prepare_cpu(job["geometry"]["tp"])
+
+
+def _write(path: Path, data: bytes) -> None:
+    with writing(path, len(data)):
+        path.write_bytes(data)
 
 
 def run_cell(job: dict[str, Any], phase: str, padding: int) -> dict[str, Any]:
@@ -28,25 +39,47 @@ def run_cell(job: dict[str, Any], phase: str, padding: int) -> dict[str, Any]:
     lowered = lower_cell(config, geometry, phase, padding, job["platform"])
     folder = Path(job["folder"])
     name = f"{phase}@{padding}"
-    (folder / f"{name}.stablehlo").write_bytes(lowered.blob)
+    _write(folder / f"{name}.stablehlo", lowered.blob)
     raw, compiled = compile_cell(lowered, device_mesh(geometry.tp))
-    (folder / f"{name}.exec").write_bytes(raw)
+    _write(folder / f"{name}.exec", raw)
     return lowered.record | compiled
+
+
+def _reply(job: dict[str, Any], cell: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"record": run_cell(job, cell["phase"], cell["padding"])}
+    except Ling3Error as error:
+        return {"error": error.message, "hint": error.hint}
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _lines() -> "SimpleQueue[str]":
+    """The lines of stdin, read ahead; this process ends at once when stdin does, in the middle of a cell too.
+
+    Whoever started it ends stdin when all cells are done; otherwise it was killed.
+    """
+    lines: SimpleQueue[str] = SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
 
 
 def main() -> None:
     """Serves cells until stdin ends."""
     replies = sys.stdout
     sys.stdout = sys.stderr  # nothing but replies may reach the pipe
-    job = json.loads(sys.stdin.readline())
+    lines = _lines()
+    job = json.loads(lines.get())
     _prepare(job)
-    for line in sys.stdin:
-        cell = json.loads(line)
-        try:
-            reply: dict[str, Any] = {"record": run_cell(job, cell["phase"], cell["padding"])}
-        except Exception as error:
-            reply = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-        replies.write(json.dumps(reply) + "\n")
+    while True:
+        replies.write(json.dumps(_reply(job, json.loads(lines.get()))) + "\n")
         replies.flush()
 
 
