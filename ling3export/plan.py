@@ -48,6 +48,7 @@ class Options:
 
 
 DEFAULT_CONTEXT = 8192
+LARGEST_PADDING = 2**20  # int32 offsets hold every field of a step up to here
 DEFAULT_CPU_TP = 16
 
 
@@ -128,7 +129,7 @@ class Plan:
         }
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, name: str = "--state-memory") -> int:
     """``4GiB``, ``512 MiB``, ``1000000``: bytes. Binary and decimal units are told apart.
 
     Raises:
@@ -136,9 +137,9 @@ def parse_bytes(text: str) -> int:
     """
     units = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
     units |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2] not in units:
-        raise PlanError(f"size `{text}`: expected a number and a unit, found something else", "write 4GiB or 512MiB")
+        raise PlanError(f"{name}: expected a size, found `{_short(text)}`", "write 4GiB, 512MiB or a number of bytes")
     return int(float(match[1]) * units[match[2]])
 
 
@@ -148,10 +149,14 @@ def parse_paddings(text: str, name: str = "--paddings") -> tuple[int, ...]:
     Raises:
         PlanError: Not a comma-separated list of integers.
     """
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise PlanError(f"{name}: expected integers with commas between, found `{text}`", "e.g. 16,128,512") from None
+    if re.fullmatch(r"\s*-?[0-9]{1,18}\s*(,\s*-?[0-9]{1,18}\s*)*", text) is None:
+        raise PlanError(f"{name}: expected integers with commas between, found `{_short(text)}`", "e.g. 16,128,512")
+    return tuple(int(part) for part in text.split(","))
+
+
+def _short(text: str) -> str:
+    """The begin of what a user wrote, for a message."""
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def check_paddings(paddings: Sequence[int], name: str, multiple: int) -> None:
@@ -167,6 +172,8 @@ def check_paddings(paddings: Sequence[int], name: str, multiple: int) -> None:
             what = "a positive number" if multiple == 1 else f"a positive multiple of {multiple}"
             near = max(multiple, (value + multiple - 1) // multiple * multiple)
             raise PlanError(f"{name}: expected {what}, found {value}", f"the next one that can be built is {near}")
+        if value > LARGEST_PADDING:
+            raise PlanError(f"{name}: expected paddings of at most {LARGEST_PADDING:,}, found {value:,}")
     for left, right in itertools.pairwise(paddings):
         if left >= right:
             ordered = ",".join(str(p) for p in sorted(set(paddings)))
@@ -200,15 +207,13 @@ def parse_target(text: str, tp: int | None, config: Config) -> Target:
     """
     if text != "cpu":
         raise PlanError(f"target `{text}`: expected one of cpu, found another", "the targets built today: cpu")
-    chosen = DEFAULT_CPU_TP if tp is None else tp
-    if tp is None and config.slabs % chosen:
-        chosen = config.slabs
-    if chosen < 1 or config.slabs % chosen:
-        divisors = [str(d) for d in range(1, config.slabs + 1) if config.slabs % d == 0]
+    divisors = [d for d in range(1, config.slabs + 1) if config.slabs % d == 0]
+    chosen = max(d for d in divisors if d <= DEFAULT_CPU_TP) if tp is None else tp
+    if chosen not in divisors:
         raise PlanError(
             f"--tp: expected a divisor of {config.slabs} (the common divisor of heads {config.num_attention_heads}, "
             f"experts {config.num_experts}, vocabulary {config.vocab_size} and widths), found {chosen}",
-            f"this model splits over {listed(divisors, 12)}",
+            f"this model splits over {listed([str(d) for d in divisors], 12)}",
         )
     return Target(text, text.split(":")[0], chosen)
 
@@ -230,11 +235,15 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
     for name, number in (("--max-running", options.max_running), ("--page-size", options.page_size)):
         if number < 1:
             raise PlanError(f"{name}: expected a positive number, found {number}")
+    if not 0 < options.memory_fraction <= 1:
+        raise PlanError(f"--memory-fraction: expected above 0 and at most 1, found {options.memory_fraction}")
     limit = config.max_position_embeddings
     context = min(DEFAULT_CONTEXT, limit) if options.context is None else options.context
-    if not 1 <= context <= limit:
-        raise PlanError(f"--context: expected 1 to {limit} (max_position_embeddings), found {context}")
+    if not 2 <= context <= limit:  # a prompt and an answer are a token each at least
+        raise PlanError(f"--context: expected 2 to {limit} (max_position_embeddings), found {context}")
     target = parse_target(target_text, options.tp, config)
+    if options.tp is None and target.tp != DEFAULT_CPU_TP:
+        notes.append(f"tp {target.tp}: the most of up to {DEFAULT_CPU_TP} devices that this model splits over")
     geometry = Geometry(
         tp=target.tp,
         dtype=options.dtype,
@@ -265,9 +274,9 @@ def size_pages(config: Config, geometry: Geometry, options: Options) -> tuple[Ge
     if need > options.state_memory or (options.pages is None and pages < geometry.max_pages):
         asked = pages if options.pages is not None else geometry.max_pages
         raise PlanError(
-            f"--state-memory: expected room for {_size(need)} ({geometry.slots + 1} slots and the rest {_size(empty)}, "
-            f"{asked} pages of {geometry.page_size} tokens at {_size(each)} on {geometry.tp} devices together), "
-            f"found {_size(options.state_memory)}",
+            f"--state-memory: expected room for {geometry.slots + 1} slots and one page ({_size(empty)}) "
+            f"+ {asked} pages of {geometry.page_size} tokens ({_size(each)} each) = {_size(need)}, "
+            f"on {geometry.tp} devices together, found {_size(options.state_memory)}",
             "lower --max-running, --context or --pages, or raise --state-memory",
         )
     if options.pages is not None:
