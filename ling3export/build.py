@@ -15,18 +15,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import ling3export
+from ling3export.artifacts.disk import writing
 from ling3export.artifacts.manifest import file_record, sha256_of, write_manifest
 from ling3export.artifacts.staging import staged
 from ling3export.checkpoint import Checkpoint
 from ling3export.compiling import Compilers
 from ling3export.convert import DTYPES, convert, store_bytes, stored_dtype
-from ling3export.errors import ArtifactError
+from ling3export.errors import ArtifactError, CheckpointError
 from ling3export.fingerprint import fingerprint, state_abi, toolchain
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK
 from ling3export.model.parameters import parameters
 from ling3export.model.state import state_arrays
 from ling3export.plan import Cell, Options, Plan, make_plan
+from ling3export.runners.tokenizer import TokenizerFiles
 from ling3export.vectors import PATH as VECTORS_PATH
 from ling3export.vectors import write_vectors
 from ling3export.verify import measure_apart
@@ -72,6 +74,7 @@ def build(
         Ling3Error: The checkpoint, the plan or the disk do not allow it; nothing is left behind.
     """
     source = Checkpoint.open(checkpoint, ignore=ignore)
+    _check_tokenizer(source)
     plans = [make_plan(source.config, options, target) for target in dict.fromkeys(options.targets)]
     for plan in plans:
         for note in plan.notes:
@@ -85,7 +88,8 @@ def _fill(
     folder: Path, source: Checkpoint, plans: list[Plan], options: Options, report: Reporter, ignore: Sequence[str]
 ) -> dict[str, Any]:
     """Writes every file but the manifest, and returns the manifest's fields."""
-    raw = json.loads((source.path / "config.json").read_text())
+    raw = json.loads((source.path / "config.json").read_bytes())
+    tokenizer = _copy_tokenizer(folder, source)
     compilers = []
     for plan in plans:
         programs = folder / "programs" / plan.target.name
@@ -96,11 +100,10 @@ def _fill(
         compiled = pool.submit(_compile_all, plans, compilers, report)
         try:
             weights = _write_weights(folder, source, options.dtype, report)
-            context = min(plan.context for plan in plans)
+            context = min(min(plan.context, plan.geometry.pages * plan.geometry.page_size) for plan in plans)
             report.start("vectors", 1)
             vectors = write_vectors(source.config, source.tensor, folder, context, options.dtype)
             report.advance("vectors", 1)
-            tokenizer = _copy_tokenizer(folder, source)
             records = compiled.result()
         except BaseException:
             _stop(compilers, compiled)
@@ -125,6 +128,22 @@ def _fill(
     }
     body["vectors"]["receipts"] = _receipts(folder, body, plans, report)
     return body
+
+
+def _check_tokenizer(source: Checkpoint) -> None:
+    """Reads the tokenizer's files as the runner will.
+
+    Raises:
+        CheckpointError: One is no JSON, or no tokenizer.
+    """
+    records = [file_record(source.path, file.name) for file in source.tokenizer_files]
+    files = TokenizerFiles(source.path, {"tokenizer": records, "config": source.config.semantic()})
+    try:
+        files.eos_token_ids()
+        if files.there:
+            files.tokenizer("text")
+    except ArtifactError as error:
+        raise CheckpointError(error.message, "repair the file, or remove it: token ids work without") from error
 
 
 def _stop(compilers: list[Compilers], compiled: "Future[Any]") -> None:
@@ -157,11 +176,12 @@ def _write_weights(folder: Path, source: Checkpoint, dtype: str, report: Reporte
 
 
 def _copy_tokenizer(folder: Path, source: Checkpoint) -> list[dict[str, Any]]:
-    target = folder / "tokenizer"
-    target.mkdir()
+    (folder / "tokenizer").mkdir()
     records = []
     for file in source.tokenizer_files:
-        shutil.copyfile(file, target / file.name)
+        copy = folder / "tokenizer" / file.name
+        with writing(copy, file.stat().st_size):
+            shutil.copyfile(file, copy)
         records.append(file_record(folder, f"tokenizer/{file.name}"))
     return records
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
+from ling3export.artifacts.disk import writing
+from ling3export.errors import CheckpointError
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
 from ling3export.reference import Reference
@@ -67,6 +69,10 @@ def write_vectors(
         folder: The artifact's folder.
         context: Longest sequence.
         dtype: The artifact's dtype.
+
+    Raises:
+        CheckpointError: The plain model's logits are not finite.
+        ArtifactError: The disk is full.
     """
     reference = Reference(config, read, np.float64 if dtype == "float32" else np.float32)
     for seed in range(TRIES):
@@ -75,9 +81,16 @@ def write_vectors(
         margins = reference.margins
         if dtype != "float32" or min(margins.expert, margins.group) >= SMALLEST_MARGIN:
             break
+    if bad := [i for i, values in enumerate(logits) if not np.isfinite(values).all()]:
+        raise CheckpointError(
+            f"vectors: expected finite logits of the plain model, found NaN or infinity in sequence {bad[0]}",
+            "some weight of the checkpoint is not finite, or far too large",
+        )
     path = folder / PATH
     path.parent.mkdir(exist_ok=True)
-    save_file({f"logits.{i}": np.ascontiguousarray(v, np.float32) for i, v in enumerate(logits)}, path)
+    data = save({f"logits.{i}": np.ascontiguousarray(v, np.float32) for i, v in enumerate(logits)})
+    with writing(path, len(data)):
+        path.write_bytes(data)
     return {
         "source": f"plain numpy model, {reference.dtype.name}, token by token, unpaged, one device",
         "seed": seed,
