@@ -16,7 +16,8 @@ import numpy as np
 
 from ling3export.artifacts.manifest import read_checked, read_manifest
 from ling3export.artifacts.store import Store
-from ling3export.errors import ArtifactError, Ling3Error
+from ling3export.errors import ArtifactError, Ling3Error, listed
+from ling3export.processes import command, ending, environment
 
 if TYPE_CHECKING:
     from ling3export.runners.device import Device
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 # Relative L2 of the logits at a position (MODEL.md section 5). fp32: every position. bf16: the median over positions,
 # since a single routing flip alone moves one by up to 0.3.
 TOLERANCES = {"float32": ("largest", 1e-5), "bfloat16": ("median", 0.15)}
+
+REFUSED = 3  # how the measuring process ends with a message for the user; 1 is a traceback
 
 Found = dict[tuple[int, int], np.ndarray]  # (sequence, position) → logits [V]
 
@@ -81,10 +84,14 @@ class Prober:
         self._device, self._state, self._sequences = device, target["state"], sequences
         self._chunk = target["state"]["chunk"]
 
-    def _table(self, slot: int) -> np.ndarray:
-        """The pages of a sequence; they are few, and every sequence gets the same number."""
+    @property
+    def _pages(self) -> int:
+        """Pages of a sequence; they are few, and every sequence gets the same number."""
         longest = max(len(sequence["ids"]) for sequence in self._sequences)
-        pages = -(-longest // self._state["page_size"])
+        return int(-(-longest // self._state["page_size"]))
+
+    def _table(self, slot: int) -> np.ndarray:
+        pages = self._pages
         table = np.zeros(self._state["max_pages"], np.int32)
         if slot and slot * pages <= self._state["pages"]:
             table[:pages] = np.arange((slot - 1) * pages, slot * pages, dtype=np.int32) + 1
@@ -127,7 +134,7 @@ class Prober:
     def decode(self, padding: int, prefill: int) -> Found:
         """Prefills every prompt at ``prefill``, then decodes the given tokens, as many sequences a step as fit."""
         found: Found = {}
-        together = min(padding, self._state["slots"], len(self._sequences))
+        together = min(padding, self._state["slots"], self._state["pages"] // self._pages, len(self._sequences))
         for first in range(0, len(self._sequences), together):
             group = list(range(first, min(first + together, len(self._sequences))))
             for slot, sequence in enumerate(group, 1):
@@ -262,12 +269,32 @@ def measure_apart(artifact: Path, target: str) -> dict[str, Any]:
     Raises:
         ArtifactError: It ended without a result; with what it said.
     """
-    command = [sys.executable, "-m", "ling3export.verify", str(artifact), target]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    started = command("ling3export.verify", str(artifact), target)
+    done = subprocess.run(started, capture_output=True, text=True, errors="replace", env=environment(), check=False)
     if done.returncode or not done.stdout.strip():
-        said = done.stderr.strip()[-1500:] or f"exit code {done.returncode}"
+        said = done.stderr.strip()[-1500:] or "nothing was printed"
+        if done.returncode != REFUSED:
+            said = f"a process that {ending(done.returncode)}: {said}"
         raise ArtifactError(f"vectors of `{target}`: expected to run, found: {said}")
     return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def check_digests(artifact: Path, manifest: dict[str, Any]) -> tuple[int, int]:
+    """Compares every file and every weight slab with the manifest; returns how many there are of each.
+
+    Raises:
+        ArtifactError: One is missing or damaged.
+    """
+    cells = [cell for target in manifest["targets"].values() for cell in target["cells"].values()]
+    files = [cell[tier] for cell in cells for tier in ("stablehlo", "exec") if tier in cell]
+    files += [*manifest["tokenizer"], manifest["vectors"]["expected"]]
+    for record in files:
+        read_checked(artifact, record)
+    index = manifest["weights"]["index"]
+    store = Store(artifact / "weights", index)
+    store.check_layout()
+    store.check_many((name, 0, None) for name in index)
+    return len(files), sum(len(entry["sha256"]) for entry in index.values())
 
 
 def verify_artifact(artifact: Path, target: str | None) -> Result:
@@ -283,15 +310,9 @@ def verify_artifact(artifact: Path, target: str | None) -> Result:
     manifest = read_manifest(artifact)
     names = list(manifest["targets"]) if target is None else [target]
     if unknown := [name for name in names if name not in manifest["targets"]]:
-        raise ArtifactError(f"target `{unknown[0]}`: expected one of {list(manifest['targets'])}, found another")
-    files = [cell[tier] for t in manifest["targets"].values() for cell in t["cells"].values()
-             for tier in ("stablehlo", "exec") if tier in cell]  # fmt: skip
-    files += [*manifest["tokenizer"], manifest["vectors"]["expected"]]
-    for record in files:
-        read_checked(artifact, record)
-    store = Store(artifact / "weights", manifest["weights"]["index"])
-    store.check_layout()
-    store.check_many((name, 0, None) for name in manifest["weights"]["index"])
+        there = listed(list(manifest["targets"]))
+        raise ArtifactError(f"target `{unknown[0]}`: expected one of {there}, found none of that name, in {artifact}")
+    files, slabs = check_digests(artifact, manifest)
     targets: dict[str, Any] = {}
     for name in names:
         try:
@@ -300,9 +321,8 @@ def verify_artifact(artifact: Path, target: str | None) -> Result:
             if manifest["targets"][name]["platform"] == "cpu":
                 raise
             targets[name] = {"reason": error.message}
-    slabs = sum(len(entry["sha256"]) for entry in manifest["weights"]["index"].values())
     passed = all(row.get("passed", True) for row in targets.values())
-    return Result({"files": len(files), "slabs": slabs, "targets": targets, "passed": passed}, passed)
+    return Result({"files": files, "slabs": slabs, "targets": targets, "passed": passed}, passed)
 
 
 def main() -> None:
@@ -311,7 +331,7 @@ def main() -> None:
         print(json.dumps(measure_target(Path(sys.argv[1]), sys.argv[2])))
     except Ling3Error as error:
         print(error, file=sys.stderr)
-        sys.exit(1)
+        sys.exit(REFUSED)
 
 
 if __name__ == "__main__":
