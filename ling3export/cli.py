@@ -2,20 +2,18 @@
 
 import json
 import sys
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ling3export.errors import Ling3Error
 from ling3export.plan import Options, parse_bytes, parse_paddings
+from ling3export.runners.cli import guarded
 
 DEFAULTS = Options()
 
 
-class _Paddings(click.ParamType[tuple[int, ...]]):
+class _Paddings(click.ParamType):
     """``16,128,512``; what it means is checked with the plan."""
 
     name = "N,N,..."
@@ -24,33 +22,17 @@ class _Paddings(click.ParamType[tuple[int, ...]]):
         """The integers between the commas."""
         if isinstance(value, tuple):
             return value
-        return parse_paddings(value, param.opts[0] if param is not None else "paddings")
+        return parse_paddings(value, *(() if param is None else param.opts[:1]))
 
 
-class _Bytes(click.ParamType[int]):
+class _Bytes(click.ParamType):
     """``4GiB``."""
 
     name = "SIZE"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Bytes."""
-        return value if isinstance(value, int) else parse_bytes(value)
-
-
-def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Prints a Ling3Error as message and hint on stderr and exits with 1, without a traceback."""
-
-    @wraps(command)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return command(*args, **kwargs)
-        except Ling3Error as error:
-            click.echo(f"error: {error.message}", err=True)
-            if error.hint:
-                click.echo(f"hint: {error.hint}", err=True)
-            sys.exit(1)
-
-    return run
+        return value if isinstance(value, int) else parse_bytes(value, *(() if param is None else param.opts[:1]))
 
 
 class _Group(click.Group):
@@ -135,11 +117,12 @@ def build(checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...
     """
     from ling3export.build import DEMO
     from ling3export.build import build as run
+    from ling3export.processes import unwinding
     from ling3export.progress import Console
 
     source = checkpoint or DEMO
     destination = artifact or Path(f"{source.resolve().name}.ling3")
-    with Console() as console:
+    with unwinding(), Console() as console:
         manifest = run(source, destination, Options(**knobs), console, force=force, ignore=ignore)
         console.summary(destination, manifest)
 
@@ -152,9 +135,11 @@ def build(checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...
 @click.option("--force", is_flag=True, help="Replace DIRECTORY if it is there.")
 def synth(directory: Path, preset: str, seed: int, layers: int | None, force: bool) -> None:
     """Write a seeded checkpoint in the exact published layout into DIRECTORY."""
+    from ling3export.processes import unwinding
     from ling3export.synth import synthesize
 
-    synthesize(directory, preset, seed, layers=layers, force=force)
+    with unwinding():
+        synthesize(directory, preset, seed, layers=layers, force=force)
     click.echo(f"wrote {directory}", err=True)
 
 

@@ -1,5 +1,6 @@
 """The command line of the runner. stdout carries data only; nothing heavy is imported before it is needed."""
 
+import errno
 import json
 import os
 import sys
@@ -23,7 +24,10 @@ CHECKS = ("all", "programs")
 
 
 def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Prints a Ling3Error as message and hint on stderr and exits with 1, without a traceback."""
+    """Prints a Ling3Error as message and hint on stderr and exits with 1, without a traceback.
+
+    So too for what the system refuses (a full disk behind stdout, a name that is too long).
+    """
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -33,7 +37,14 @@ def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
             click.echo(f"error: {error.message}", err=True)
             if error.hint:
                 click.echo(f"hint: {error.hint}", err=True)
-            sys.exit(1)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader of stdout is gone; click ends in silence
+                raise
+            where = "output" if error.filename is None else f"file `{str(error.filename)[:200]}`"
+            click.echo(
+                f"error: {where}: expected to be readable or writable, found {error.strerror or error}", err=True
+            )
+        sys.exit(1)
 
     return run
 
@@ -181,8 +192,8 @@ def _check_output(path: Path, force: bool) -> None:
     """Refuses a file that cannot be written or is there already, before anything is loaded."""
     if not path.parent.is_dir():
         raise RequestError(f"--logits `{path}`: expected an existing folder, found none, at {path.parent}")
-    if path.is_dir():
-        raise RequestError(f"--logits `{path}`: expected a file, found a folder")
+    if path.exists() and not path.is_file():  # renaming over /dev/null would remove the device
+        raise RequestError(f"--logits `{path}`: expected a file, found a folder or a device")
     if path.exists() and not force:
         raise RequestError(f"--logits `{path}`: expected no such file, found one", "replace it with --force")
 

@@ -141,6 +141,8 @@ class Engine:
 
     def _prompt_ids(self, prompt: Prompt, name: str) -> tuple[int, ...]:
         if isinstance(prompt, str):
+            if not prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in prompt):
+                raise RequestError(f"{name}: expected text in Unicode, found half a character (a lone surrogate)")
             return tuple(self._files.tokenizer(f"{name}: text in").encode(prompt))
         return token_ids(prompt, name)
 

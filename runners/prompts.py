@@ -47,7 +47,7 @@ def _prompt(line: str, where: str) -> Prompt:
     wanted = 'expected {"prompt": TEXT} or {"prompt_ids": [ID, ...]}'
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{where}: {wanted}, found no JSON: {error}") from error
     if not isinstance(value, dict):
         raise RequestError(f"{where}: {wanted}, found {line.strip()[:60]}")

@@ -62,7 +62,8 @@ def choose_target(targets: dict[str, Target], wanted: str | None, here: list[str
         if fits:
             return fits[0]
     raise ArtifactError(
-        f"target: expected one for {' or '.join(here)} in one process, found {listed(names)}, in the manifest",
+        f"target: expected one for {' or '.join(here) or 'a platform of JAX_PLATFORMS'} in one process, "
+        f"found {listed(names)}, in the manifest",
         f"build for this machine: ling3export build CHECKPOINT ARTIFACT --target {here[0] if here else 'cpu'}",
     )
 
