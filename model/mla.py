@@ -189,6 +189,9 @@ class GatedMLA(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """All token slots of a prefill call; arguments and results as :meth:`decode`, rows being token slots."""
         p = self._project(x, layer, chunks.position)
+        # Written before anything is read: a write after a read that nothing orders would make XLA copy the pool.
+        table = jnp.repeat(chunks.page_table, CHUNK, axis=0)
+        pool = store_latents(pool, layer, p, chunks.position, table, chunks.valid)
         part = self._within(p, layer, chunks)
         part = lax.cond(
             jnp.any(chunks.run_start > 0),
@@ -197,8 +200,6 @@ class GatedMLA(nnx.Module):
             part, pool,
         )  # fmt: skip
         heads = part.values / jnp.maximum(part.total, 1e-30)[..., None]
-        table = jnp.repeat(chunks.page_table, CHUNK, axis=0)
-        pool = store_latents(pool, layer, p, chunks.position, table, chunks.valid)
         return self._output(heads, p, layer), pool
 
     def _within(self, p: Projected, layer: int | jax.Array, chunks: Chunks) -> Partial:
