@@ -56,22 +56,20 @@ def main() -> None:
     "--paddings",
     type=_Paddings(),
     default=DEFAULTS.paddings,
-    show_default="16,128,512",
-    help="Token slots of the prefill programs.",
+    help="Token slots of the prefill programs.  [default: 16,128,512]",
 )
 @click.option(
     "--decode-paddings",
     type=_Paddings(),
     help="Sequences of the decode programs.  [default: paddings up to the first that holds --max-running]",
 )
-@click.option("--tp", type=int, help="Devices that share the model.  [default: 16 on cpu]")
+@click.option("--tp", type=int, help="Devices that share the model.  [default: on cpu 16, or as many as the model splits over]")
 @click.option(
     "--target",
     "targets",
     multiple=True,
     default=DEFAULTS.targets,
-    show_default="cpu",
-    help="PLATFORM[:KIND][:TOPOLOGY]; may be given many times.",
+    help="PLATFORM[:KIND][:TOPOLOGY]; may be given many times.  [default: cpu]",
 )
 @click.option(
     "--max-running",
@@ -93,8 +91,7 @@ def main() -> None:
     "--state-memory",
     type=_Bytes(),
     default=DEFAULTS.state_memory,
-    show_default="4GiB",
-    help="For the state of all virtual devices of a cpu target.",
+    help="For the state of all virtual devices of a cpu target.  [default: 4GiB]",
 )
 @click.option("--pages", type=int, help="Latent pages.  [default: what fits]")
 @click.option(
@@ -134,7 +131,7 @@ def build(checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...
 @click.option("--layers", type=click.IntRange(1), help="Layers instead of the preset's.")
 @click.option("--force", is_flag=True, help="Replace DIRECTORY if it is there.")
 def synth(directory: Path, preset: str, seed: int, layers: int | None, force: bool) -> None:
-    """Write a seeded checkpoint in the exact published layout into DIRECTORY."""
+    """Write a seeded checkpoint in the published layout into DIRECTORY."""
     from ling3export.processes import unwinding
     from ling3export.synth import synthesize
 
@@ -160,9 +157,10 @@ def inspect(artifact: Path, as_json: bool) -> None:
 @click.option("--target", help="Only this target.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def verify(artifact: Path, target: str | None, as_json: bool) -> None:
-    """Check every digest of ARTIFACT, then run its vectors through every cell that runs here.
+    """Check ARTIFACT: every digest, then every vector in every cell.
 
-    The worst error comes first. Exits with 1 when a cell is outside its tolerance.
+    Cells of machines unlike this one are not run. The worst error comes first. Exits with 1 when a cell is outside its
+    tolerance.
     """
     from ling3export.verify import verify_artifact
 
