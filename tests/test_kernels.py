@@ -184,9 +184,12 @@ def test_tile_layout(count: int, experts: int, rows: int):
         assert all(np.all(np.diff(place[expert == e]) > 0) for e in range(experts))
 
 
-@pytest.mark.parametrize(("rows", "experts", "expected"), [(1, 16, 1), (16, 16, 1), (17, 16, 2), (600, 16, 64)])
-def test_tile_rows(rows: int, experts: int, expected: int):
-    assert moe.tile_rows(rows, experts) == expected
+def test_tile_rows_grow_with_the_rows_an_expert():
+    sizes = [moe.tile_rows(rows, 128) for rows in (1, 8, 64, 128, 512, 4096, 1 << 20)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] == 1
+    assert sizes[-1] == moe.LARGEST_TILE
+    assert all(size & (size - 1) == 0 for size in sizes)
 
 
 def test_route_equals_the_reference_with_ties():

@@ -120,12 +120,7 @@ def local_bytes(array: StateArray) -> int:
     return math.prod(array.shape) * width // (TP if "heads" in array.axes else 1)
 
 
-COPIES = pytest.mark.xfail(
-    strict=True, reason="prefill stores its latents last, which copies the pool in each MLA layer"
-)
-
-
-@pytest.mark.parametrize(("phase", "padding"), [pytest.param("prefill", 32, marks=COPIES), ("decode", 3)])
+@pytest.mark.parametrize(("phase", "padding"), CELLS)
 def test_state_is_donated_and_never_copied(phase: str, padding: int):
     """Every state input aliases its output, and what the program allocates does not grow with the pools.
 
