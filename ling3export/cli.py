@@ -1,5 +1,6 @@
 """The command line of the build side. Nothing heavy is imported before it is needed."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import click
 
+from ling3export.errors import Ling3Error, listed
 from ling3export.plan import Options, parse_bytes, parse_paddings
 from ling3export.runners.cli import guarded
 
@@ -33,6 +35,19 @@ class _Bytes(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Bytes."""
         return value if isinstance(value, int) else parse_bytes(value, *(() if param is None else param.opts[:1]))
+
+
+def _require(command: str, packages: tuple[str, ...]) -> None:
+    """Refuses a command whose packages are not installed: those who only run artifacts do without.
+
+    Raises:
+        Ling3Error: Names them, and the extra that brings them.
+    """
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise Ling3Error(
+            f"{command}: expected the packages of the extra `build`, found no {listed(missing)}",
+            'pip install "ling3export[build]", or in a checkout: pip install ".[build]"',
+        )
 
 
 class _Group(click.Group):
@@ -63,7 +78,11 @@ def main() -> None:
     type=_Paddings(),
     help="Sequences of the decode programs.  [default: paddings up to the first that holds --max-running]",
 )
-@click.option("--tp", type=int, help="Devices that share the model.  [default: on cpu 16, or as many as the model splits over]")
+@click.option(
+    "--tp",
+    type=int,
+    help="Devices that share the model.  [default: on cpu 16, or as many as the model splits over]",
+)
 @click.option(
     "--target",
     "targets",
@@ -112,6 +131,7 @@ def build(checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...
     Without CHECKPOINT the packaged demo checkpoint is built into ./demo.ling3; ARTIFACT defaults to
     ./<checkpoint folder name>.ling3.
     """
+    _require("build", ("flax", "rich"))
     from ling3export.build import DEMO
     from ling3export.build import build as run
     from ling3export.processes import unwinding

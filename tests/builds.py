@@ -29,6 +29,12 @@ runpy.run_module("ling3export.cli", run_name="__main__", alter_sys=True)
 LONG = 300  # seconds: a machine may be busy
 
 
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Ours with ``variables``; a process of it finds the package from any working directory."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
+
+
 @contextmanager
 def building(
     checkpoint: Path, artifact: Path, *, options: Sequence[object] = (), limit: int = 0, cwd: Path | None = None,
@@ -45,9 +51,9 @@ def building(
         variables: Of its environment.
     """
     command = [sys.executable, "-P", "-c", SCRIPT, limit, "build", checkpoint, artifact, *SMALLEST, *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), MARK: str(artifact), **variables}
     process = subprocess.Popen(
-        [str(part) for part in command], env=environment, cwd=cwd or artifact.parent, text=True,
+        [str(part) for part in command], env=environment({MARK: str(artifact), **variables}),
+        cwd=cwd or artifact.parent, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     with process:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import random
 import re
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from builds import ROOT
+from builds import environment
 from ling3export import cli
 from ling3export.artifacts.manifest import read_manifest, sha256_of, write_manifest
 from ling3export.errors import ArtifactError
@@ -175,7 +174,7 @@ def command_line(*arguments: object, **variables: str) -> subprocess.CompletedPr
     """``ling3-runner`` as a process."""
     return subprocess.run(
         [sys.executable, "-m", "ling3export.runners.cli", *map(str, arguments)],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        capture_output=True, text=True, env=environment(variables),
     )  # fmt: skip
 
 
@@ -218,8 +217,8 @@ def test_fewer_devices_than_tp(whole):
         "except Ling3Error as error:\n"
         "    print(error)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
-    done = subprocess.run([sys.executable, "-c", script, whole], capture_output=True, text=True, env=environment)
+    one = environment({"JAX_NUM_CPU_DEVICES": "1"})
+    done = subprocess.run([sys.executable, "-c", script, whole], capture_output=True, text=True, env=one)
     assert done.stdout.startswith("CPU devices: expected 2, found 1 in this process, where jax runs already\nhint: "), (
         done
     )

@@ -1,7 +1,6 @@
 """``ling3export build`` as a process: help, signals, kills, full disks, and what its surroundings must not change."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -12,7 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from builds import ROOT, SMALLEST, building, ended, kill_one, marked, wait_for, wait_until_gone
+from builds import SMALLEST, building, ended, environment, kill_one, marked, wait_for, wait_until_gone
 from ling3export import cli
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.errors import ArtifactError
@@ -65,6 +64,14 @@ def test_without_a_checkpoint_the_demo_is_built_into_demo_ling3(tmp_path, monkey
     assert done.exit_code == 1
     assert "cpu-tp16: decode paddings 16,128: 128 is the first that holds 64 running" in done.stderr
     assert "error: output `demo.ling3`: expected a free name, found one that exists" in done.stderr
+
+
+def test_an_installation_without_the_build_side_says_what_is_missing(checkpoint, tmp_path, monkeypatch):
+    """It once compiled nothing for a while, then printed each cell's ModuleNotFoundError."""
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "flax" else object())
+    done = CliRunner().invoke(cli.main, ["build", str(checkpoint), str(tmp_path / "x.ling3")])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: build: expected the packages of the extra `build`, found no flax\nhint: pip ")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
@@ -171,8 +178,7 @@ def test_how_a_process_ended(code, text):
 
 def test_a_full_disk_behind_stdout_is_named(artifact):
     command = [sys.executable, "-m", "ling3export.cli", "inspect", str(artifact("micro-tp2")), "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment({}))
     assert done.returncode == 1
     assert done.stderr == "error: output: expected to be readable or writable, found No space left on device\n"
