@@ -177,7 +177,8 @@ class Ling3(nnx.Module):
             def kda(j: jax.Array, carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
                 return self.run_layer(layer(g * size + j, "kda", g * (size - 1) + j), *carry, batch)
 
-            carry = lax.fori_loop(0, size - 1, kda, carry)
+            if size > 1:
+                carry = lax.fori_loop(0, size - 1, kda, carry)
             return self.run_layer(layer(g * size + size - 1, "mla", g), *carry, batch)
 
         return group

@@ -210,12 +210,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-NO_KDA = pytest.mark.xfail(strict=True, raises=KeyError, reason="the loop over groups traces KDA where there is none")
-
-
-@pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=[NO_KDA] if "all MLA" in name else []) for name in VARIANTS]
-)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_of_the_structure(variant: str, tmp_path: Path):
     case = Case(tmp_path / "checkpoint", (60,), **VARIANTS[variant]).expect()
     assert case.error_of_prompt(Quick(case.config, case.read), 48, 1, lengths=(1, 33, 54), until=60) < FLOAT32

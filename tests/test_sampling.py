@@ -118,7 +118,6 @@ def test_kept_set_is_exact(width: int):
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.xfail(strict=True, reason="keep_mask compares a rounded cumulated probability with 1")
 def test_top_p_of_one_keeps_all():
     """However small the tail: its cumulated probability rounds to one long before its end."""
     scaled = np.array([np.linspace(0, -40, 320)], np.float32)
