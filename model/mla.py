@@ -69,11 +69,12 @@ def attend_pages(
     page = pool.shape[2]
 
     def step(j: jax.Array, part: Partial) -> Partial:
-        cached = pool[layer, table[j]]
+        mask = j * page + jnp.arange(page, dtype=jnp.int32) < length
+        # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
+        cached = jnp.where(mask[:, None], pool[layer, table[j]], jnp.zeros((), pool.dtype))
         exact = precision(pool.dtype)
         scores = jnp.matmul(query, cached.T, precision=exact, preferred_element_type=jnp.float32)
-        mask = (j * page + jnp.arange(page, dtype=jnp.int32) < length)[None]
-        maximum, total, weights = softmax_part(scores, mask)
+        maximum, total, weights = softmax_part(scores, mask[None])
         # Over the whole row, rope part and all: a slice of the page would be copied first on CPU.
         weights = weights.astype(pool.dtype)
         values = jnp.matmul(weights, cached, precision=exact, preferred_element_type=jnp.float32)
