@@ -134,7 +134,9 @@ def mmlu_pro(data: Path | None) -> Suite:
 
 def product_smoke(data: Path | None) -> Suite:
     """What the product itself left behind: counters and files, whatever the model said."""
-    return Suite("product-smoke", smoke_tasks(), settings={"batch": 1, "max_tokens": 8}, product=True)
+    return Suite(
+        "product-smoke", smoke_tasks(), settings={"batch": 1, "max_tokens": 8, "transcripts": True}, product=True
+    )
 
 
 def demo(data: Path | None) -> Suite:

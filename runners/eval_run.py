@@ -1,0 +1,249 @@
+"""Runs a suite on a backend, batch by batch in file order, and leaves a folder that tells the whole story."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ling3export.artifacts.manifest import sha256_of
+from ling3export.errors import Ling3Error
+from ling3export.runners.eval_answers import choice_letter, extract_answer
+from ling3export.runners.eval_backend import Ask, Backend
+from ling3export.runners.eval_folder import RunFolder, open_folder, prediction, run_record
+from ling3export.runners.eval_harness import graded
+from ling3export.runners.eval_objects import (
+    EvalError,
+    InfraError,
+    Outcome,
+    RankDivergence,
+    Transcript,
+    Trial,
+    tokens_digest,
+    trial_seed,
+)
+from ling3export.runners.eval_ranks import ALONE, Ranks, check_ranks
+from ling3export.runners.eval_report import report
+from ling3export.runners.eval_smoke import product_state
+from ling3export.runners.eval_suites import Suite
+from ling3export.runners.eval_summary import MAX_INFRA, Summary
+from ling3export.runners.eval_tasks import Task
+from ling3export.runners.request import Completion, Sampling
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Settings of a run; the defaults are those of the reference evaluation.
+
+    Attributes:
+        trials: Tries at each task.
+        max_tokens: At most this many tokens a trial.
+        temperature: 0 takes the best token.
+        top_k: Keep only the best k tokens; 0 keeps all.
+        top_p: Then keep the fewest tokens that hold this probability.
+        stop: Strings that end the text; none by default, as the reference evaluation names only the end-of-text token.
+        seed: Of the run.
+        batch: Trials that are given to the backend together.
+        retry: How often a trial is tried again after an infrastructure error.
+        max_infra: The run is invalid if a larger share of trials ends in infrastructure errors.
+        threshold: Share of a task's trials that must pass, in place of the tasks' own.
+        transcripts: Also write transcripts/IDX-TRIAL.json with outcome and grades.
+    """
+
+    trials: int = 1
+    max_tokens: int = 2000
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    batch: int = 256
+    retry: int = 1
+    max_infra: float = MAX_INFRA
+    threshold: float | None = None
+    transcripts: bool = False
+
+    def __post_init__(self) -> None:
+        Sampling(self.temperature, self.top_k, self.top_p)
+        for name, least in (("trials", 1), ("max_tokens", 1), ("batch", 1), ("retry", 0)):
+            if getattr(self, name) < least:
+                raise EvalError(f"`{name}`: expected {least} or more, found {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Item:
+    """A trial to be run: the task, its place in the suite, and which trial."""
+
+    place: int
+    task: Task
+    trial: int
+
+
+def run_suite(
+    suite: Suite, backend: Backend, folder: Path, config: RunConfig, *, ranks: Ranks = ALONE, force: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Summary:  # fmt: skip
+    """Runs a suite on the process that leads, or goes on where an earlier run of the same record ended.
+
+    Args:
+        suite: At least one task.
+        backend: Answers prompts.
+        folder: Where the run is written.
+        config: Settings.
+        ranks: The processes that take the same steps.
+        force: Begin anew whatever is in the folder.
+        progress: Told finished and all trials.
+
+    Raises:
+        EvalError: The suite is empty, or the folder holds another run.
+        GraderError: A grader failed; the run can be resumed.
+        RankDivergence: Processes sampled different tokens.
+        Ling3Error: Every prompt of the first batch was refused.
+    """
+    if not suite.tasks:
+        raise EvalError(f"suite `{suite.name}`: expected at least one task, found none")
+    config = replace(config, **suite.settings)
+    items = [Item(p, task, trial) for p, task in enumerate(suite.tasks) for trial in range(config.trials)]
+    run = run_record(_suite_record(suite), json.loads(json.dumps(asdict(config))), backend.environment())
+    with open_folder(folder, run, suite.tasks, force=force) as opened:
+        runner = _Runner(suite, backend, config, opened, ranks)
+        for batch in _batches(items, config.batch):
+            runner.run([item for item in batch if (item.task.id, item.trial) not in opened.done])
+            if progress:
+                progress(len(opened.done), len(items))
+        records = [opened.done[item.task.id, item.trial] for item in items]
+        summary = summary_of(records, suite.tasks, config.threshold)
+        run["totals"] = {**summary.record(), "invalid": summary.invalid(config.max_infra)}
+        opened.finish(run, report(run, records, summary, suite.tasks))
+    return summary
+
+
+def summary_of(records: Sequence[dict[str, Any]], tasks: Sequence[Task], threshold: float | None = None) -> Summary:
+    """Totals of the records of a run."""
+    thresholds = {task.id: task.threshold if threshold is None else threshold for task in tasks}
+    return Summary([(record["task_id"], record["passed"]) for record in records], thresholds)
+
+
+class _Runner:
+    """Runs batches of trials and writes their records."""
+
+    def __init__(self, suite: Suite, backend: Backend, config: RunConfig, folder: RunFolder, ranks: Ranks) -> None:
+        self._suite = suite
+        self._backend = backend
+        self._config = config
+        self._folder = folder
+        self._ranks = ranks
+        self._worked = bool(folder.done)
+
+    def run(self, items: list[Item]) -> None:
+        if not items:
+            return
+        trials = [
+            Trial(i.task.id, i.trial, trial_seed(self._config.seed, i.task.id, i.trial)) for i in items
+        ]  # fmt: skip
+        asks = [self.ask(item, trial) for item, trial in zip(items, trials, strict=True)]
+        before = self._backend.stats() if self._suite.product else {}
+        completions, refusal = complete(self._backend, asks, trials, self._config.retry)
+        if not self._worked and refusal is not None and not any(completions):
+            raise refusal  # all of the first batch refused: no accident, but a wrong set-up
+        self._worked = True
+        check_ranks(self._ranks, (i for done in completions if done for i in done.token_ids))
+        after = self._backend.stats() if self._suite.product else {}
+        for item, trial, completion in zip(items, trials, completions, strict=True):
+            if completion is None:
+                trial.status = "infra_error"
+            else:
+                outcome = self.outcome(item.task, completion, before, after)
+                graded(trial, item.task, transcript_of(completion), outcome)
+            if self._config.transcripts:
+                self.write_transcript(item, trial)
+            self._folder.add(prediction(item.place, item.task, trial))
+
+    def ask(self, item: Item, trial: Trial) -> Ask:
+        config = self._config
+        sampling = Sampling(config.temperature, config.top_k, config.top_p, trial.seed)
+        return Ask(f"task `{item.task.id}`", item.task.prompt, config.max_tokens, sampling, config.stop)
+
+    def outcome(self, task: Task, completion: Completion, before: dict[str, Any], after: dict[str, Any]) -> Outcome:
+        text = completion.text or ""
+        extracted = extract_answer(text) if task.choices is None else choice_letter(text, len(task.choices))
+        state = {"text": text, "extracted": extracted, "tokens_digest": tokens_digest(completion.token_ids)}
+        if self._suite.product:
+            folder = self._folder
+            output = len(completion.token_ids)
+            state |= product_state(before, after, folder.path, len(folder.done), output)
+        return Outcome(state)
+
+    def write_transcript(self, item: Item, trial: Trial) -> None:
+        folder = self._folder.path / "transcripts"
+        folder.mkdir(exist_ok=True)
+        record = {
+            "task_id": trial.task_id, "trial": trial.trial, "seed": trial.seed, "status": trial.status,
+            "attempts": [attempt.record() for attempt in trial.attempts],
+            "transcript": asdict(trial.transcript) if trial.transcript else None,
+            "outcome": trial.outcome.state if trial.outcome else None,
+            "grades": [asdict(grade) for grade in trial.grades], "passed": trial.passed, "score": trial.score,
+        }  # fmt: skip
+        path = folder / f"{item.place}-{item.trial}.json"
+        path.write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def complete(
+    backend: Backend, asks: Sequence[Ask], trials: Sequence[Trial], retry: int
+) -> tuple[list[Completion | None], Ling3Error | None]:
+    """Completes a batch; after an error each trial alone, so that only those at fault end in one.
+
+    Returns:
+        A completion or None a trial, and the last refusal with a message for the user, if there was one.
+    """
+    done, error = _attempt(backend, asks)
+    if done is not None:
+        return list(done), None
+    refusal: Ling3Error | None = None
+    completions: list[Completion | None] = []
+    # The failure of a batch says nothing yet about any one of its trials.
+    tries = retry if len(asks) == 1 else max(retry, 1)
+    for ask, trial in zip(asks, trials, strict=True):
+        last = error
+        found: list[Completion] | None = None
+        trial.attempts.append(InfraError.of(last)) if last else None
+        for _ in range(tries):
+            found, last = _attempt(backend, [ask])
+            if found is not None:
+                break
+            trial.attempts.append(InfraError.of(last)) if last else None
+        completions.append(found[0] if found else None)
+        refusal = last if isinstance(last, Ling3Error) else refusal
+    return completions, refusal
+
+
+def _attempt(backend: Backend, asks: Sequence[Ask]) -> tuple[list[Completion] | None, Exception | None]:
+    try:
+        done = backend.generate(asks)
+    except RankDivergence:
+        raise
+    except Exception as error:
+        return None, error
+    if len(done) != len(asks):
+        raise EvalError(f"backend: expected {len(asks)} completions, found {len(done)}")
+    return done, None
+
+
+def transcript_of(completion: Completion) -> Transcript:
+    """What was said in a completion."""
+    return Transcript(
+        completion.text or "", list(completion.prompt_ids), list(completion.token_ids), completion.stop_reason,
+        ttft_ms=completion.ttft_ms, e2e_ms=completion.e2e_ms,
+    )  # fmt: skip
+
+
+def _batches(items: list[Item], size: int) -> Iterator[list[Item]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+def _suite_record(suite: Suite) -> dict[str, Any]:
+    return {
+        "name": suite.name, "tasks": len(suite.tasks), "files": suite.files, "notes": list(suite.notes),
+        "reference": suite.reference, "tasks_sha256": sha256_of([task.record() for task in suite.tasks]),
+    }  # fmt: skip
