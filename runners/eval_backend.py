@@ -11,9 +11,8 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from ling3export.errors import RequestError
+from ling3export.runners.eval_tasks import Prompt
 from ling3export.runners.request import Completion, Request, Sampling, token_ids
-
-Prompt = str | list[int] | list[dict[str, str]]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ling3export.runners.eval_folder import TASKS, read_lines, read_predictions
+from ling3export.runners.eval_folder import TASKS, read_lines, read_predictions, read_run
 from ling3export.runners.eval_objects import EvalError
 from ling3export.runners.eval_statistics import mcnemar
 from ling3export.runners.eval_summary import Summary
@@ -42,7 +42,8 @@ def diff(a: Path, b: Path) -> Difference:
         EvalError: A run is not finished, or they have no task in common.
     """
     records = [read_predictions(path) for path in (a, b)]
-    thresholds = {task["id"]: task["threshold"] for task in read_lines(a / TASKS)}
+    everywhere = read_run(a)["config"]["threshold"]
+    thresholds = {task["id"]: task["threshold"] if everywhere is None else everywhere for task in read_lines(a / TASKS)}
     prompts = [{record["task_id"]: record["prompt_sha256"] for record in run} for run in records]
     counts = [_scored(run) for run in records]
     common = [

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,11 @@ def load_tasks(path: str | Path, predicates: Predicates | None = None) -> list[T
     def where(field: FieldPath) -> str:
         return f"in {path.name} line {line_of(field)}"
 
-    tasks = []
+    tasks: list[Task] = []
     for value, field in _items(document):
         if isinstance(value, dict) and "input" not in value and value.keys() & {"prompt", "question"}:
             made = problem(value, f"{path.stem}-{len(tasks)}", where, field)
-            tasks.append(task_from(made, suite=path.stem, where=lambda _, field=field: where(field)))
+            tasks.append(task_from(made, suite=path.stem, where=_always(where(field))))
             continue
         tasks.append(task_from(value, field, suite=path.stem, predicates=predicates, where=where))
     if not tasks:
@@ -114,6 +115,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         EvalError: The file is something else.
     """
     text = read_text(path)
+    records: Any
     try:
         if path.suffix == ".jsonl":
             records = [json.loads(line) for line in text.split("\n") if line.strip()]
@@ -126,6 +128,10 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise EvalError(f"file `{path.name}`: expected a list of objects, found something else, in {path.parent}")
     return records
+
+
+def _always(text: str) -> Callable[[FieldPath], str]:
+    return lambda path: text
 
 
 def _items(document: Any) -> list[tuple[Any, FieldPath]]:

@@ -128,10 +128,9 @@ def value_at(state: Any, path: str) -> Any:
         ValueError: The path is no such path.
     """
     for name, quoted, index in parse_path(path):
-        if index:
-            state = state[int(index)] if isinstance(state, list) else {}[index]
-        else:
-            state = (state if isinstance(state, dict) else {})[name or quoted]
+        if not isinstance(state, list if index else dict):
+            raise LookupError(path)
+        state = state[int(index) if index else name or quoted]
     return state
 
 

@@ -10,6 +10,7 @@ from ling3export.artifacts.manifest import sha256_of
 from ling3export.errors import Ling3Error
 from ling3export.runners.eval_answers import choice_letter, extract_answer
 from ling3export.runners.eval_backend import Ask, Backend
+from ling3export.runners.eval_config import RunConfig
 from ling3export.runners.eval_folder import RunFolder, open_folder, prediction, run_record
 from ling3export.runners.eval_harness import graded
 from ling3export.runners.eval_objects import (
@@ -26,48 +27,9 @@ from ling3export.runners.eval_ranks import ALONE, Ranks, check_ranks
 from ling3export.runners.eval_report import report
 from ling3export.runners.eval_smoke import product_state
 from ling3export.runners.eval_suites import Suite
-from ling3export.runners.eval_summary import MAX_INFRA, Summary
+from ling3export.runners.eval_summary import Summary
 from ling3export.runners.eval_tasks import Task
 from ling3export.runners.request import Completion, Sampling
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """Settings of a run; the defaults are those of the reference evaluation.
-
-    Attributes:
-        trials: Tries at each task.
-        max_tokens: At most this many tokens a trial.
-        temperature: 0 takes the best token.
-        top_k: Keep only the best k tokens; 0 keeps all.
-        top_p: Then keep the fewest tokens that hold this probability.
-        stop: Strings that end the text; none by default, as the reference evaluation names only the end-of-text token.
-        seed: Of the run.
-        batch: Trials that are given to the backend together.
-        retry: How often a trial is tried again after an infrastructure error.
-        max_infra: The run is invalid if a larger share of trials ends in infrastructure errors.
-        threshold: Share of a task's trials that must pass, in place of the tasks' own.
-        transcripts: Also write transcripts/IDX-TRIAL.json with outcome and grades.
-    """
-
-    trials: int = 1
-    max_tokens: int = 2000
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    stop: tuple[str, ...] = ()
-    seed: int = 0
-    batch: int = 256
-    retry: int = 1
-    max_infra: float = MAX_INFRA
-    threshold: float | None = None
-    transcripts: bool = False
-
-    def __post_init__(self) -> None:
-        Sampling(self.temperature, self.top_k, self.top_p)
-        for name, least in (("trials", 1), ("max_tokens", 1), ("batch", 1), ("retry", 0)):
-            if getattr(self, name) < least:
-                raise EvalError(f"`{name}`: expected {least} or more, found {getattr(self, name)}")
 
 
 @dataclass(frozen=True)

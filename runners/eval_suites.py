@@ -112,7 +112,9 @@ def mmlu_pro(data: Path | None) -> Suite:
     """
     data = _given("mmlu-pro", data, "a folder with test.jsonl and validation.jsonl, or a file")
     test = data if data.is_file() else _one(data, ("test.jsonl", "test.json"))
-    files, shots, notes = [test], {}, ("no validation file: 0 shots",)
+    files = [test]
+    shots: dict[str, str] = {}
+    notes: tuple[str, ...] = ("no validation file: 0 shots",)
     if data.is_dir() and any((data / name).is_file() for name in ("validation.jsonl", "validation.json")):
         files.append(_one(data, ("validation.jsonl", "validation.json")))
         examples = _need(read_records(files[1]), ("question", "options", "answer", "category", "cot_content"), files[1])

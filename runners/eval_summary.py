@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ling3export.runners.eval_config import MAX_INFRA
 from ling3export.runners.eval_objects import Trial
 from ling3export.runners.eval_statistics import macro_mean, pass_at_k, pass_hat_k, plug_in, wilson
 
 KS = (1, 3, 5, 10)
-MAX_INFRA = 0.01
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from ling3export.runners.eval_graders import KINDS, Grader, GraderSpec, parse_pa
 from ling3export.runners.eval_objects import EvalError
 
 Path = tuple[str | int, ...]  # of a field: names and indices from the root of a file
+Prompt = str | list[int] | list[dict[str, str]]
 Where = Callable[[Path], str]
 Predicates = Mapping[str, Callable[..., Any]]
 
@@ -89,12 +90,9 @@ class Task:
         return self.grading.get("threshold", 1.0)
 
     @property
-    def prompt(self) -> str | list[int] | list[dict[str, str]]:
-        """What the model gets: a text, token ids, or messages; a context stands behind a text, as JSON."""
-        value = next(self.input[name] for name in PROMPTS if name in self.input)
-        if "context" in self.input:
-            value = f"{value}\n\n{canonical(self.input['context']).decode()}"
-        return cast("str | list[int] | list[dict[str, str]]", value)
+    def prompt(self) -> Prompt:
+        """What the model gets."""
+        return prompt_of(self.input)
 
     @property
     def prompt_sha256(self) -> str:
@@ -110,6 +108,14 @@ class Task:
         ]
         fields = {name: getattr(self, name) for name in ("id", "suite", "input", "target", "choices", "category")}
         return {**fields, "threshold": self.threshold, "graders": graders}
+
+
+def prompt_of(fields: dict[str, Any]) -> Prompt:
+    """What the model gets of a task's input: a text, token ids, or messages; a context stands behind a text as JSON."""
+    value = next(fields[name] for name in PROMPTS if name in fields)
+    if "context" in fields:
+        value = f"{value}\n\n{canonical(fields['context']).decode()}"
+    return cast("Prompt", value)
 
 
 def task_from(
