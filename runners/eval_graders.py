@@ -130,7 +130,8 @@ def value_at(state: Any, path: str) -> Any:
     for name, quoted, index in parse_path(path):
         if not isinstance(state, list if index else dict):
             raise LookupError(path)
-        state = state[int(index) if index else name or quoted]
+        key: Any = int(index) if index else name or quoted
+        state = state[key]
     return state
 
 

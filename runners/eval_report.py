@@ -15,9 +15,7 @@ from ling3export.runners.eval_tasks import Task
 SHOWN = 10  # names in a list
 
 
-def report(
-    run: dict[str, Any], records: Sequence[dict[str, Any]], summary: Summary, tasks: Sequence[Task]
-) -> str:  # fmt: skip
+def report(run: dict[str, Any], records: Sequence[dict[str, Any]], summary: Summary, tasks: Sequence[Task]) -> str:
     """The report of a run as Markdown. It depends on its arguments only: no clock, no path.
 
     Args:
@@ -64,10 +62,10 @@ def _score(run: dict[str, Any], summary: Summary) -> list[str]:
 
 def _rates(run: dict[str, Any], summary: Summary) -> list[str]:
     rows = [
-        (row["k"], *(_number(row[name]) for name in ("pass@k", "pass^k", "1-(1-p)^k", "p^k")))
+        (row["k"], row["tasks"], *(_number(row[name]) for name in ("pass@k", "pass^k", "1-(1-p)^k", "p^k")))
         for row in summary.rates(run["config"]["trials"])
     ]
-    return ["", "## pass@k and pass^k", "", *_table(("k", "pass@k", "pass^k", "1-(1-p)^k", "p^k"), rows)]
+    return ["", "## pass@k and pass^k", "", *_table(("k", "tasks", "pass@k", "pass^k", "1-(1-p)^k", "p^k"), rows)]
 
 
 def _categories(records: Sequence[dict[str, Any]], tasks: Sequence[Task]) -> list[str]:

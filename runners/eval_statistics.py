@@ -32,10 +32,9 @@ def plug_in(p: float, k: int) -> tuple[float, float]:
 
 
 def macro_mean(values: Iterable[float | None]) -> float | None:
-    """Mean over tasks; None if one of them is undefined, or there is none."""
-    listed = list(values)
-    defined = [value for value in listed if value is not None]
-    return sum(defined) / len(defined) if defined and len(defined) == len(listed) else None
+    """Mean over the tasks where the figure is defined; None where it is for none."""
+    defined = [value for value in values if value is not None]
+    return sum(defined) / len(defined) if defined else None
 
 
 def wilson(passed: int, total: int, z: float = Z95) -> tuple[float, float] | None:

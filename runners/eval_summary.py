@@ -70,11 +70,11 @@ class Summary:
         return counts
 
     def pass_at_k(self, k: int) -> float | None:
-        """Macro mean over tasks; None where a task has fewer than ``k`` scored trials."""
+        """Macro mean over the tasks with ``k`` scored trials or more; None without any."""
         return macro_mean(pass_at_k(n, c, k) for n, c in self.by_task.values())
 
     def pass_hat_k(self, k: int) -> float | None:
-        """Macro mean over tasks; None where a task has fewer than ``k`` scored trials."""
+        """Macro mean over the tasks with ``k`` scored trials or more; None without any."""
         return macro_mean(pass_hat_k(n, c, k) for n, c in self.by_task.values())
 
     @property
@@ -83,13 +83,13 @@ class Summary:
         return [name for name, (n, c) in self.by_task.items() if n and c >= self.thresholds.get(name, 1.0) * n]
 
     def rates(self, most: int) -> list[dict[str, Any]]:
-        """Rows of k up to ``most``: unbiased pass@k and pass^k, and the plug-in figures of the mean rate."""
+        """Rows of k up to ``most``: on how many tasks, unbiased pass@k and pass^k, plug-in figures of the mean rate."""
         rows = []
         mean = self.pass_at_k(1)
         for k in sorted({*(k for k in KS if k <= most), most}):
             plug = (None, None) if mean is None else plug_in(mean, k)
             rows.append(
-                {"k": k, "pass@k": self.pass_at_k(k), "pass^k": self.pass_hat_k(k),
+                {"k": k, "tasks": sum(n >= k for n, _ in self.by_task.values()), "pass@k": self.pass_at_k(k), "pass^k": self.pass_hat_k(k),
                  "1-(1-p)^k": plug[0], "p^k": plug[1]}
             )  # fmt: skip
         return rows
