@@ -89,8 +89,10 @@ class Summary:
         for k in sorted({*(k for k in KS if k <= most), most}):
             plug = (None, None) if mean is None else plug_in(mean, k)
             rows.append(
-                {"k": k, "tasks": sum(n >= k for n, _ in self.by_task.values()), "pass@k": self.pass_at_k(k), "pass^k": self.pass_hat_k(k),
-                 "1-(1-p)^k": plug[0], "p^k": plug[1]}
+                {
+                    "k": k, "tasks": sum(n >= k for n, _ in self.by_task.values()), "pass@k": self.pass_at_k(k),
+                    "pass^k": self.pass_hat_k(k), "1-(1-p)^k": plug[0], "p^k": plug[1],
+                }
             )  # fmt: skip
         return rows
 

@@ -140,7 +140,8 @@ def test_a_broken_grader_fails_the_run_and_keeps_what_was_done(tmp_path):
 def test_kill_9_and_resume_give_the_file_of_an_uninterrupted_run(tmp_path):
     """A7: nothing twice, nothing lost; also where the kill cut a line short."""
     partial = tmp_path / "killed/predictions.jsonl.partial"
-    with subprocess.Popen([sys.executable, eval_fakes.__file__, tmp_path / "killed", "0.05"]) as process:
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen([sys.executable, eval_fakes.__file__, tmp_path / "killed", "0.05"], env=here) as process:
         deadline = time.monotonic() + 60
         while not (partial.exists() and partial.read_bytes().count(b"\n") >= 5):
             assert process.poll() is None, "it ended before it could be killed"
