@@ -153,39 +153,53 @@ class _Runner:
 def complete(
     backend: Backend, asks: Sequence[Ask], trials: Sequence[Trial], retry: int
 ) -> tuple[list[Completion | None], Ling3Error | None]:
-    """Completes a batch; after an error each trial alone, so that only those at fault end in one.
+    """Completes a batch; after an error its halves, down to those trials alone that are at fault.
 
     Returns:
         A completion or None a trial, and the last refusal with a message for the user, if there was one.
     """
     done, error = _attempt(backend, asks)
-    if done is not None:
+    if error is None:
         return list(done), None
-    refusal: Ling3Error | None = None
-    completions: list[Completion | None] = []
-    # The failure of a batch says nothing yet about any one of its trials.
+    for trial in trials:
+        trial.attempts.append(InfraError.of(error))
+    # The failure of a batch says nothing yet about any one of its trials: each gets another attempt in any case.
     tries = retry if len(asks) == 1 else max(retry, 1)
-    for ask, trial in zip(asks, trials, strict=True):
-        last = error
-        found: list[Completion] | None = None
-        trial.attempts.append(InfraError.of(last)) if last else None
-        for _ in range(tries):
-            found, last = _attempt(backend, [ask])
-            if found is not None:
-                break
-            trial.attempts.append(InfraError.of(last)) if last else None
-        completions.append(found[0] if found else None)
-        refusal = last if isinstance(last, Ling3Error) else refusal
-    return completions, refusal
+    found = _halved(backend, list(zip(asks, trials, strict=True)), tries, error)
+    refusals = [error for completion, error in found if completion is None and isinstance(error, Ling3Error)]
+    return [completion for completion, _ in found], refusals[-1] if refusals else None
 
 
-def _attempt(backend: Backend, asks: Sequence[Ask]) -> tuple[list[Completion] | None, Exception | None]:
+def _halved(
+    backend: Backend, pairs: list[tuple[Ask, Trial]], tries: int, error: Exception
+) -> list[tuple[Completion | None, Exception]]:
+    """For a failed batch: of each trial its completion, or None, and the last error."""
+    if len(pairs) > 1:
+        middle, found = len(pairs) // 2, []
+        for half in (pairs[:middle], pairs[middle:]):
+            if len(half) == 1:
+                found += _halved(backend, half, tries, error)
+                continue
+            done, again = _attempt(backend, [ask for ask, _ in half])
+            found += [(one, error) for one in done] if again is None else _halved(backend, half, tries, again)
+        return found
+    ((ask, trial),) = pairs
+    for _ in range(tries):
+        done, again = _attempt(backend, [ask])
+        if again is None:
+            return [(done[0], error)]
+        error = again
+        trial.attempts.append(InfraError.of(error))
+    return [(None, error)]
+
+
+def _attempt(backend: Backend, asks: Sequence[Ask]) -> tuple[list[Completion], Exception | None]:
     try:
         done = backend.generate(asks)
     except RankDivergence:
         raise
     except Exception as error:
-        return None, error
+        return [], error
     if len(done) != len(asks):
         raise EvalError(f"backend: expected {len(asks)} completions, found {len(done)}")
     return done, None

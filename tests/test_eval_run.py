@@ -94,6 +94,13 @@ def test_one_infrastructure_error_of_ten(evaluate, tmp_path):
     assert evaluate(FailsOn("3", RuntimeError("x")), "--max-infra", "0.1", folder="b").exit_code == 0
 
 
+def test_the_trial_at_fault_is_found_by_halves(tmp_path):
+    backend = FailsOn("5", RequestError("too long"))
+    summary = run_suite(Suite("s", numbered(64)), backend, tmp_path / "r", RunConfig())
+    assert (summary.passed, summary.infra) == (63, 1)
+    assert [len(batch) for batch in backend.batches] == [4, 1, 2, 8, 16, 32]  # those that worked
+
+
 def test_an_error_that_passes_is_kept_and_not_counted(evaluate, tmp_path):
     done = evaluate(FailsOn("3", TimeoutError("late"), times=1))
     assert (done.exit_code, done.stdout) == (0, "正确率: 10/10 = 1.0000\n")
