@@ -118,9 +118,9 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     records: Any
     try:
         if path.suffix == ".jsonl":
-            records = [json.loads(line) for line in text.split("\n") if line.strip()]
+            records = [_parsed(line) for line in text.split("\n") if line.strip()]
         else:
-            records = json.loads(text)
+            records = _parsed(text)
     except ValueError as error:
         raise EvalError(f"file `{path.name}`: expected JSON, found {error}, in {path.parent}") from error
     if isinstance(records, dict) and set(records) == {"data"}:
@@ -160,6 +160,7 @@ def _yaml(text: str, path: Path) -> tuple[Any, Any]:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         document = None if root is None else loader.construct_document(root)
+        document = _parsed(json.dumps(document, default=str))  # dates as texts
     except (yaml.YAMLError, ValueError) as error:
         raise EvalError(f"task file `{path.name}`: expected YAML, found {' '.join(str(error).split())}") from error
 
@@ -179,9 +180,20 @@ def _yaml(text: str, path: Path) -> tuple[Any, Any]:
     return document, line_of
 
 
+def _parsed(text: str) -> Any:
+    """A JSON text's value, without NaN and without halves of characters.
+
+    Raises:
+        ValueError: It is no such JSON.
+    """
+    value = json.loads(text)
+    json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    return value
+
+
 def _json(text: str, path: Path) -> tuple[Any, Any]:
     try:
-        document = json.loads(text)
+        document = _parsed(text)
     except ValueError as error:
         raise EvalError(f"task file `{path.name}`: expected JSON, found {error}, in {path.parent}") from error
 

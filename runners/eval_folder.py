@@ -7,7 +7,7 @@ finished, one without can be resumed under the same record.
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -72,7 +72,7 @@ class RunFolder:
 
 
 @contextmanager
-def open_folder(path: Path, run: dict[str, Any], tasks: Iterable[Task], *, force: bool = False) -> Iterator[RunFolder]:
+def open_folder(path: Path, run: dict[str, Any], tasks: Sequence[Task], *, force: bool = False) -> Iterator[RunFolder]:
     """Begins a run, or resumes one.
 
     Args:
@@ -98,7 +98,7 @@ def open_folder(path: Path, run: dict[str, Any], tasks: Iterable[Task], *, force
             replace(path / TASKS, "".join(json_line(task.record()) for task in tasks))
             replace(path / RUN, _pretty({**run, "status": "running", "totals": None}))
         with open(path / PARTIAL, "a+b") as file:
-            yield RunFolder(path, file, _whole_lines(file, path))
+            yield RunFolder(path, file, _whole_lines(file, path, {task.id: task.prompt_sha256 for task in tasks}))
     finally:
         os.close(descriptor)
 
@@ -135,7 +135,9 @@ def read_predictions(path: Path) -> list[dict[str, Any]]:
     if not (path / PREDICTIONS).is_file():
         hint = "resume it with the command that began it" if (path / PARTIAL).exists() else None
         raise EvalError(f"run `{path.name}`: expected {PREDICTIONS}, found none, in {path.parent}", hint)
-    return read_lines(path / PREDICTIONS)
+    records = read_lines(path / PREDICTIONS)
+    _check_records(records, path / PREDICTIONS)
+    return records
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -208,15 +210,32 @@ def _compare(old: dict[str, Any], new: dict[str, Any], path: Path) -> None:
     )
 
 
-def _whole_lines(file: BinaryIO, path: Path) -> dict[Pair, dict[str, Any]]:
+def _whole_lines(file: BinaryIO, path: Path, prompts: dict[str, str]) -> dict[Pair, dict[str, Any]]:
     """Records of the finished trials; a line that a kill cut short is removed."""
     file.seek(0)
     data = file.read()
     whole = data.rfind(b"\n") + 1
+    records = [_record(line, n, path / PARTIAL) for n, line in enumerate(data[:whole].split(b"\n")[:-1], 1)]
+    _check_records(records, path / PARTIAL)
+    done = {}
+    for number, record in enumerate(records, 1):
+        pair = record["task_id"], record["trial"]
+        if pair in done or prompts.get(pair[0]) != record["prompt_sha256"]:
+            found = "it again" if pair in done else "a record of another run"
+            raise EvalError(
+                f"line {number}: expected each trial of this run once, found {found}, in {path / PARTIAL}",
+                "nothing was changed: choose another folder, or begin anew with --force",
+            )
+        done[pair] = record
     if whole != len(data):
         file.truncate(whole)
-    records = [_record(line, n, path / PARTIAL) for n, line in enumerate(data[:whole].split(b"\n")[:-1], 1)]
-    return {(record["task_id"], record["trial"]): record for record in records}
+    return done
+
+
+def _check_records(records: Sequence[dict[str, Any]], path: Path) -> None:
+    for number, record in enumerate(records, 1):
+        if tuple(record) != KEYS:
+            raise EvalError(f"line {number}: expected the record of a trial, found {listed(list(record))}, in {path}")
 
 
 def _record(line: bytes, number: int, path: Path) -> dict[str, Any]:

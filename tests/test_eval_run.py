@@ -188,6 +188,27 @@ def test_a_run_of_another_record_is_refused_and_kept(evaluate, tmp_path):
     assert "expected a run to resume, found a finished one" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b'"task_id": "ten-4"', b'"task_id": "ten-3"', "line 5: expected each trial of this run once, found it again"),
+        (b'"prompt_sha256": "4', b'"prompt_sha256": "5', "found a record of another run"),
+        (b'{"idx": 0', b'[]\n{"idx": 0', "line 1: expected an object, found b'[]'"),
+        (b'"n_prompt"', b'"n"', "line 1: expected the record of a trial, found idx"),
+        (b"\n", b"\n{\n", "line 2: expected JSON"),
+    ],
+)  # fmt: skip
+def test_predictions_of_another_run_or_damaged_ones_are_refused_and_kept(evaluate, tmp_path, old, new, message):
+    evaluate(FailsOn("9", KeyboardInterrupt()), "--batch", "1")
+    partial = tmp_path / "run/predictions.jsonl.partial"
+    partial.write_bytes(partial.read_bytes().replace(old, new, 1) + b"half a li")
+    before = partial.read_bytes()
+    done = evaluate(FakeBackend(half), "--batch", "1")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert message in done.stderr
+    assert partial.read_bytes() == before
+
+
 def test_folders_that_are_no_run(evaluate, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/thesis.txt").write_text("mine")

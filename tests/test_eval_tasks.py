@@ -112,6 +112,8 @@ GOOD = {"id": "a", "input": {"prompt": "?"}, "graders": ["exact"], "target": "x"
         ({**GOOD, "input": {"prompt": "?", "message": "!"}}, "found prompt and message, in t.json line 3"),
         ({**GOOD, "input": {"prompt_ids": [1, "2"]}}, "expected a list of token ids, found '2', in t.json line 4"),
         ({"input": {"prompt": "?"}}, r"task `\?`: expected the field id, found none, in t.json line 1"),
+        ('{"id": NaN}', "task file `t.json`: expected JSON, found Out of range float values"),
+        (r'{"id": "\ud800"}', "task file `t.json`: expected JSON, found .* surrogates not allowed"),
         ("[1, 2", "task file `t.json`: expected JSON, found Expecting"),
         ([{"question": "?", "answer": "1", "hint": "2"}], "key `hint`: expected one of answer, .* in t.json line 5"),
         ([{"question": "?"}], "problem: expected prompt or question, .*, found question, in t.json line 2"),
@@ -132,6 +134,12 @@ def test_problems_come_in_two_shapes_and_are_used_verbatim(tmp_path):
         assert [task.suite for task in tasks] == ["gsm_8k"] * 2
         assert [grade(task, "so 2 and 2 make 4", None)[1] for task in tasks] == [True, False]
         assert grade(tasks[1], "6.00", None)[1]
+
+
+def test_dates_of_yaml_are_texts(tmp_path):
+    text = TEMPLATE.replace('"2026-02-15"', "2026-02-15")
+    (task,) = load_tasks(write(tmp_path, "t.yaml", text), {"database": bool})
+    assert task.input["context"]["purchase_date"] == "2026-02-15"
 
 
 def test_lines_of_json():
