@@ -129,7 +129,7 @@ def run(
     artifact: Path, run_folder: Path, suite: str, data: Path | None, limit: int | None, force: bool,
     target: str | None, programs: str, **settings: Any,
 ) -> None:  # fmt: skip
-    """Run a suite on ARTIFACT and write RUN; go on where it was interrupted."""
+    """Run a suite on ARTIFACT, or go on with it; write RUN."""
     from ling3export.runners.eval_report import invalid_line
     from ling3export.runners.eval_run import run_suite
     from ling3export.runners.eval_suites import load_suite
@@ -200,7 +200,7 @@ def diagnose(run_folder: Path) -> None:
 @click.argument("b", type=FOLDER)
 @coded
 def diff(a: Path, b: Path) -> None:
-    """Compare runs A and B by task; exit with 6 if B breaks what A solves."""
+    """Compare runs A and B; exit with 6 if B breaks a task."""
     from ling3export.runners import eval_diff
 
     found = eval_diff.diff(a, b)
@@ -228,7 +228,10 @@ def determinism(
     artifact: Path, suite: str, data: Path | None, limit: int | None, runs: int, alone: int, max_tokens: int,
     stop: tuple[str, ...], batch: int, target: str | None, programs: str,
 ) -> None:  # fmt: skip
-    """Run a suite several times at temperature 0; exit with 3 unless all token ids are the same."""
+    """Run a suite again; exit with 3 if a token id differs.
+
+    All runs are at temperature 0, in the same order and batches.
+    """
     from ling3export.runners import eval_determinism
     from ling3export.runners.eval_backend import Ask
     from ling3export.runners.eval_suites import load_suite

@@ -274,3 +274,26 @@ def test_golden_report(tmp_path):
     if os.environ.get("UPDATE_GOLDEN"):
         REPORT.write_text(found, encoding="utf-8")
     assert found == REPORT.read_text(encoding="utf-8")
+
+
+HELP = """\
+Usage: ling3-runner eval [OPTIONS] COMMAND [ARGS]...
+
+  Evaluate an artifact: run suites, compare runs, check tasks.
+
+Options:
+  --help  Show this message and exit.
+
+Commands:
+  check        Prove that the tasks of a file can be solved, and failed.
+  determinism  Run a suite again; exit with 3 if a token id differs.
+  diagnose     Group the failures of RUN by cause.
+  diff         Compare runs A and B; exit with 6 if B breaks a task.
+  export       Write a finished RUN as a log that other tools read.
+  new          Write a task to fill in: TASK.yaml or TASK.json.
+  run          Run a suite on ARTIFACT, or go on with it; write RUN.
+"""
+
+
+def test_golden_help():
+    assert CliRunner().invoke(main, ["eval", "--help"], prog_name="ling3-runner").stdout == HELP
