@@ -1,10 +1,9 @@
-"""Writing the weight store against copying the same bytes: ``python -m bench.store_copy [--layers N] [--folder DIR]``.
+"""Writing the weight store against copying the same bytes: ``python -m bench store [--layers N] [--folder DIR]``.
 
 The shapes are the full size's, a few layers of them: experts as contiguous matrices spread over 16 slabs, the output
 head in slabs of 30 MB, output projections as transposed column cuts. The source is mapped and warm, as for a copy.
 """
 
-import argparse
 import hashlib
 import os
 import shutil
@@ -16,9 +15,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from bench.report import machine, show, table
 from ling3export.artifacts.store import Store, StoreWriter, TensorSpec
 
 SLABS, HIDDEN, EXPERTS, WIDTH, HEADS_WIDTH, VOCAB = 16, 1536, 128, 512, 2048, 157184
@@ -83,7 +84,7 @@ def anonymous() -> int:
     return int(line.split()[1]) * 1024
 
 
-def measure(folder: Path, layers: int, rounds: int, threads: int) -> None:
+def measure(folder: Path, layers: int, rounds: int, threads: int) -> dict[str, Any]:
     plan = specs(layers)
     total = sum(spec.nbytes for spec in plan)
     with open(folder / "source", "wb") as file:
@@ -120,30 +121,40 @@ def measure(folder: Path, layers: int, rounds: int, threads: int) -> None:
         (folder / "weights.safetensors").unlink()
     done.set()
     watcher.join()
-    print(f"{total / 1e9:.2f} GB, {threads} threads, medians of {rounds}; write ends with fsync")
-    medians = {}
-    for name, values in seconds.items():
-        wall, cpu = (statistics.median(column) for column in zip(*values[1:], strict=True))
-        medians[name] = wall
-        print(f"{name:12} {wall:6.2f} s {cpu:6.2f} s cpu  {total / 1e9 / wall:5.2f} GB/s")
-    print(f"write / copy           {medians['write'] / medians['copy']:.2f}")
-    print(f"write / (copy + fsync) {medians['write'] / medians['copy + fsync']:.2f}")
-    print(f"peak anonymous memory  {peak / 1e6:.0f} MB")
+    medians = {
+        name: tuple(statistics.median(column) for column in zip(*values[1:], strict=True))
+        for name, values in seconds.items()
+    }
+    return {
+        "benchmark": "store",
+        "machine": machine(),
+        "bytes": total,
+        "threads": threads,
+        "rounds": rounds,
+        "seconds": {name: wall for name, (wall, _) in medians.items()},
+        "cpu_seconds": {name: cpu for name, (_, cpu) in medians.items()},
+        "ratios": {name: medians["write"][0] / medians[name][0] for name in ("copy", "copy + fsync")},
+        "peak_anonymous_bytes": peak,
+    }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=2, help="expert layers; 2 are 1.8 GB")
-    parser.add_argument("--folder", type=Path, help="a volume to measure; twice the bytes must fit")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="store-copy-", dir=options.folder))
+def main(folder: Path | None, layers: int, rounds: int, threads: int) -> dict[str, Any]:
+    """Measures and prints."""
+    scratch = Path(tempfile.mkdtemp(prefix="store-copy-", dir=folder))
     try:
-        measure(folder, options.layers, options.rounds, options.threads)
+        result = measure(scratch, layers, rounds, threads)
     finally:
-        shutil.rmtree(folder)
-
-
-if __name__ == "__main__":
-    main()
+        shutil.rmtree(scratch)
+    total, seconds = result["bytes"], result["seconds"]
+    rows = [[name, wall, result["cpu_seconds"][name], total / 1e9 / wall] for name, wall in seconds.items()]
+    show(
+        f"Writing the weight store (to the end of its fsync), {total / 1e9:.2f} GB, {threads} threads, "
+        f"medians of {rounds}, load average {result['machine']['load_average'][0]}",
+        [
+            table(["", "s", "cpu s", "GB/s"], rows),
+            table(["ratio", "write /"], list(result["ratios"].items())),
+            f"peak anonymous memory {result['peak_anonymous_bytes'] / 1e6:.0f} MB",
+        ],
+        result,
+    )
+    return result

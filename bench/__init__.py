@@ -1,0 +1,1 @@
+"""Measurements: ``python -m bench --help``. Everything is a ratio of two things measured in one run."""

@@ -1,0 +1,75 @@
+"""``python -m bench``: what is measured, and how often."""
+
+from pathlib import Path
+
+import click
+
+CHECKPOINT = click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path, exists=True),
+    help="Checkpoint to measure.  [default: small, 24 layers]",
+)
+ROUNDS = click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Medians of this many.")
+
+
+@click.group(invoke_without_command=True)
+@click.pass_context
+def main(context: click.Context) -> None:
+    """Measure; without a command, everything. A table and a line of JSON on stdout for each."""
+    if context.invoked_subcommand is None:
+        context.invoke(every)
+
+
+@main.command()
+@CHECKPOINT
+@ROUNDS
+def startup(checkpoint: Path | None, rounds: int) -> None:
+    """Process start to first token, against jit cold and with a warm cache."""
+    from bench.startup import main as run
+
+    run(checkpoint, rounds)
+
+
+@main.command()
+@CHECKPOINT
+@ROUNDS
+@click.option("--context", default=512, show_default=True, help="Tokens a sequence holds when decoding starts.")
+@click.option("--tp", "tps", default="1,16", show_default=True, help="Parallelism of our side.")
+@click.option("--batches", default="1,16", show_default=True, help="Sequences that transformers decodes.")
+@click.option("--peers", default="default,eager", show_default=True, help="Expert implementations of transformers.")
+@click.option("--max-running", default=64, show_default=True, help="Sequences that our side has state for.")
+def speed(
+    checkpoint: Path | None, rounds: int, context: int, tps: str, batches: str, peers: str, max_running: int
+) -> None:
+    """Prefill and decode tokens/s against transformers, memory bandwidth and dispatch."""
+    from bench.inputs import numbers
+    from bench.speed import main as run
+
+    run(
+        checkpoint, rounds, context=context, tps=numbers(tps), batches=numbers(batches),
+        peers=[peer for peer in peers.split(",") if peer], max_running=max_running,
+    )  # fmt: skip
+
+
+@main.command()
+@ROUNDS
+@click.option("--layers", default=2, show_default=True, help="Expert layers of the full size; 2 are 1.8 GB.")
+@click.option("--folder", type=click.Path(path_type=Path, exists=True), help="A volume that holds twice the bytes.")
+@click.option("--threads", default=2, show_default=True)
+def store(rounds: int, layers: int, folder: Path | None, threads: int) -> None:
+    """Writing and checking the weight store against copying its bytes."""
+    from bench.store_copy import main as run
+
+    run(folder, layers, rounds, threads)
+
+
+@main.command("all")
+@click.pass_context
+def every(context: click.Context) -> None:
+    """Everything, with the defaults."""
+    for command in (startup, speed, store):
+        context.invoke(command)
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m bench")

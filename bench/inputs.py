@@ -1,0 +1,83 @@
+"""Checkpoints and artifacts to measure, made once and kept in ``.cache/bench``; and processes to measure them in."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.report import say
+from ling3export.fingerprint import sources_digest, toolchain
+
+ROOT = Path(__file__).parents[1]
+CACHE = ROOT / ".cache" / "bench"
+SPAWNED = "BENCH_SPAWNED"  # time.monotonic() at which the parent started a process: its clock is the machine's
+
+
+def checkpoint(given: Path | None) -> Path:
+    """``given``, or ``small`` with 24 layers."""
+    if given is not None:
+        return given.resolve()
+    folder = CACHE / "small-24"
+    if not folder.exists():
+        run(["ling3export.cli", "synth", folder, "--preset", "small", "--layers", 24])
+    return folder
+
+
+def artifact(source: Path, name: str, options: Sequence[Any]) -> Path:
+    """The artifact of ``source`` built with ``options``; built again when they or the model's sources changed."""
+    folder = CACHE / f"{source.name}-{name}.ling3"
+    stamp = folder.with_suffix(".json")
+    wanted = {
+        "source": str(source),
+        "options": [str(option) for option in options],
+        "sources": sources_digest(),
+        "toolchain": toolchain(),
+    }
+    if not (folder.exists() and stamp.exists() and json.loads(stamp.read_text()) == wanted):
+        CACHE.mkdir(parents=True, exist_ok=True)
+        run(["ling3export.cli", "build", source, folder, "--force", *options])
+        stamp.write_text(json.dumps(wanted))
+    return folder
+
+
+def run(command: Sequence[Any], **environment: str) -> str:
+    """Runs ``python -m COMMAND`` with this interpreter; its stdout.
+
+    Raises:
+        subprocess.CalledProcessError: It failed; its stderr was passed on.
+    """
+    say(f"$ python -m {' '.join(str(part) for part in command)}")
+    return spawn([sys.executable, "-m", *command], environment)
+
+
+def spawn(command: Sequence[Any], environment: dict[str, str]) -> str:
+    """Runs a command at the checkout's root and returns its stdout; no compilation cache but one that is asked for."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    here = {SPAWNED: str(time.monotonic()), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [str(part) for part in command], cwd=ROOT, env=inherited | here | environment, stdout=subprocess.PIPE, text=True
+    )
+    done.check_returncode()
+    return done.stdout
+
+
+def last_line(output: str) -> dict[str, Any]:
+    """The JSON object on the last line."""
+    return dict(json.loads(output.splitlines()[-1]))
+
+
+def fresh(folder: Path) -> Path:
+    """An empty folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def numbers(text: str) -> list[int]:
+    """``1,16`` as integers."""
+    return [int(part) for part in text.split(",") if part]
