@@ -20,6 +20,8 @@ class Geometry:
         max_pages: Pages a sequence can have, ``ceil(context / page_size)``.
         latent_row: Stored width of a latent row, at least ``kv_lora_rank + qk_rope_head_dim``.
         layer_loop: ``"scan"`` (one loop over layer groups) or ``"unroll"``.
+        placement: Of the latent pool: ``"replicated"`` (every device holds all pages), or ``"striped"`` (page number n
+            lies on device ``(n - 1) % tp``, so that pages handed out in order spread over the devices).
     """
 
     tp: int
@@ -30,3 +32,4 @@ class Geometry:
     max_pages: int
     latent_row: int
     layer_loop: str = "scan"
+    placement: str = "replicated"
