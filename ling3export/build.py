@@ -21,7 +21,7 @@ from ling3export.artifacts.staging import staged
 from ling3export.checkpoint import Checkpoint
 from ling3export.compiling import Compilers
 from ling3export.convert import DTYPES, convert, store_bytes, stored_dtype
-from ling3export.errors import ArtifactError, CheckpointError
+from ling3export.errors import ArtifactError, CheckpointError, PlanError
 from ling3export.fingerprint import fingerprint, state_abi, toolchain
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK
@@ -29,10 +29,13 @@ from ling3export.model.parameters import parameters
 from ling3export.model.state import state_arrays
 from ling3export.plan import Cell, Options, Plan, make_plan
 from ling3export.runners.tokenizer import TokenizerFiles
+from ling3export.targets import check_toolchain
 from ling3export.vectors import PATH as VECTORS_PATH
 from ling3export.vectors import write_vectors
 from ling3export.verify import measure_apart
 
+# Of a cell: its receipts are in the manifest, or there is no machine here that could run it.
+COMPILED, NOT_EXECUTED = "compiled", "compiled, not executed"
 PROVISIONAL = "provisional"  # folder of the manifest that the receipts are measured with
 DEMO = Path(ling3export.__file__).parent / "demo"
 
@@ -76,7 +79,11 @@ def build(
     source = Checkpoint.open(checkpoint, ignore=ignore)
     _check_tokenizer(source)
     plans = [make_plan(source.config, options, target) for target in dict.fromkeys(options.targets)]
+    names = [plan.target.name for plan in plans]
+    if doubled := {name for name in names if names.count(name) > 1}:
+        raise PlanError(f"--target: expected each target once, found {doubled.pop()} twice")
     for plan in plans:
+        check_toolchain(plan.target)
         for note in plan.notes:
             report.note(f"{plan.target.name}: {note}")
     with staged(artifact, force=force) as folder:
@@ -111,7 +118,7 @@ def _fill(
     body: dict[str, Any] = {
         "producer": {
             "ling3export": metadata.version("ling3export"),
-            **toolchain(),
+            **{name: version for plan in plans for name, version in toolchain(plan.target).items()},
             "python": platform.python_version(),
         },
         "source": {"name": source.path.resolve().name, "digests": source.digests()},
@@ -200,26 +207,27 @@ def target_record(folder: Path, config: Config, plan: Plan, cells: dict[str, dic
             "stablehlo": file_record(folder, f"{programs}/{cell.name}.stablehlo"),
             "exec": file_record(folder, f"{programs}/{cell.name}.exec"),
         }
-        named[cell.name] = {"status": "compiled", **files, **cells[cell.name]}
-    first = next(iter(named.values()))
+        named[cell.name] = {"status": COMPILED if target.runs_here else NOT_EXECUTED, **files, **cells[cell.name]}
+    requires = next(iter(named.values()))["call"]["requires"]
     return {
         "target": target.text,
         "platform": target.platform,
-        "kind": None,
-        "topology": None,
+        "kind": target.kind,
+        "topology": target.topology,
         "tp": target.tp,
-        "processes": 1,
+        "processes": target.processes,
+        **_slice(named),
         "fingerprint": fingerprint(config, plan),
         "state_abi": state_abi(config, plan),
-        "mesh": {"axis": AXIS, "devices": list(range(target.tp))},
-        "requires": first["call"]["requires"],
+        "mesh": {"axis": AXIS, "devices": requires["devices"]},
+        "requires": requires,
         "parameters": [
             {"argument": row.name, "tensor": row.name, "shape": list(row.shape),
              "dtype": DTYPES[stored_dtype(row, geometry.dtype)][1].name, "spec": spec_list(parameter_spec(row.split))}
             for row in parameters(config)
         ],
         "state": {
-            "placement": "replicated",
+            "placement": geometry.placement,
             "slots": geometry.slots,
             "pages": geometry.pages,
             "page_size": geometry.page_size,
@@ -229,6 +237,13 @@ def target_record(folder: Path, config: Config, plan: Plan, cells: dict[str, dic
         },
         "cells": named,
     }  # fmt: skip
+
+
+def _slice(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Device ids of each host, which every cell of an accelerator's target was compiled for alike."""
+    found = [cell.pop("hosts") for cell in cells.values() if "hosts" in cell]
+    assert all(hosts == found[0] for hosts in found)
+    return {"hosts": found[0]} if found else {}
 
 
 def _receipts(folder: Path, body: dict[str, Any], plans: list[Plan], report: Reporter) -> dict[str, Any]:
@@ -246,8 +261,9 @@ def _receipts(folder: Path, body: dict[str, Any], plans: list[Plan], report: Rep
     try:
         write_manifest(view, body)
         receipts = {}
-        report.start("receipts", len(plans))
-        for plan in plans:
+        runnable = [plan for plan in plans if plan.target.runs_here]
+        report.start("receipts", len(runnable))
+        for plan in runnable:
             receipts[plan.target.name] = measured = measure_apart(view, plan.target.name)
             if not measured["passed"]:
                 worst = max(measured["cells"].items(), key=lambda item: item[1]["relative"])

@@ -242,7 +242,8 @@ class KimiDeltaAttention(nnx.Module):
             return pool.at[layer, slot].set(after, mode=IN_BOUNDS), out.at[n].set(o)
 
         out = jnp.zeros((count, heads, CHUNK, config.head_dim), jnp.float32)
-        pool, out = lax.fori_loop(0, chunks.used, step, (state["kda_recurrent"], out))
+        with jax.named_scope("chunks"):
+            pool, out = lax.fori_loop(0, chunks.used, step, (state["kda_recurrent"], out))
         o = jnp.swapaxes(out, 1, 2).reshape(count * CHUNK, heads, config.head_dim)
         return self._output(o, gate, layer, x.dtype), state | {"kda_recurrent": pool}
 

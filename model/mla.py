@@ -79,7 +79,8 @@ def attend_pages(
 
     rows = query.shape[0]
     empty = Partial(jnp.full((rows,), MASKED), jnp.zeros((rows,)), jnp.zeros((rows, rank)))
-    return lax.fori_loop(0, (length + page - 1) // page, step, empty)
+    with jax.named_scope("pages"):
+        return lax.fori_loop(0, (length + page - 1) // page, step, empty)
 
 
 class Projected(NamedTuple):
@@ -181,7 +182,8 @@ class GatedMLA(nnx.Module):
             return out.at[b].set(part.values / jnp.maximum(part.total, 1e-30)[:, None])
 
         used = jnp.max(jnp.where(valid, jnp.arange(1, x.shape[0] + 1, dtype=jnp.int32), 0))
-        latent = lax.fori_loop(0, used, sequence, jnp.zeros((*query.shape[:2], rank), jnp.float32))
+        with jax.named_scope("sequences"):
+            latent = lax.fori_loop(0, used, sequence, jnp.zeros((*query.shape[:2], rank), jnp.float32))
         return self._output(self._release(latent, layer, x.dtype), p, layer), pool
 
     def prefill(
@@ -190,12 +192,13 @@ class GatedMLA(nnx.Module):
         """All token slots of a prefill call; arguments and results as :meth:`decode`, rows being token slots."""
         p = self._project(x, layer, chunks.position)
         part = self._within(p, layer, chunks)
-        part = lax.cond(
-            jnp.any(chunks.run_start > 0),
-            lambda part, pool: merge(part, self._before(p, layer, pool, chunks)),
-            lambda part, pool: part,
-            part, pool,
-        )  # fmt: skip
+        with jax.named_scope("cached"):
+            part = lax.cond(
+                jnp.any(chunks.run_start > 0),
+                lambda part, pool: merge(part, self._before(p, layer, pool, chunks)),
+                lambda part, pool: part,
+                part, pool,
+            )  # fmt: skip
         heads = part.values / jnp.maximum(part.total, 1e-30)[..., None]
         table = jnp.repeat(chunks.page_table, CHUNK, axis=0)
         pool = store_latents(pool, layer, p, chunks.position, table, chunks.valid)
@@ -239,7 +242,8 @@ class GatedMLA(nnx.Module):
 
         rows = (count, CHUNK * heads)
         empty = Partial(jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros((*rows, rank)))
-        part = lax.fori_loop(0, chunks.used, chunk, empty)
+        with jax.named_scope("chunks"):
+            part = lax.fori_loop(0, chunks.used, chunk, empty)
         maximum, total, values = jax.tree.map(lambda y: y.reshape(count * CHUNK, heads, *y.shape[2:]), part)
         # The weights of a value are not normalized yet: the sums may be large, w_uv is linear, so order is free.
         return Partial(maximum, total, self._release(values, layer, p.latent.dtype))

@@ -114,7 +114,8 @@ class MixtureOfExperts(nnx.Module):
                                 precision=exact, preferred_element_type=jnp.float32)  # fmt: skip
             return lax.dynamic_update_slice_in_dim(out, y, i * rows, axis=0)
 
-        done = lax.fori_loop(0, tiles, tile, jnp.zeros((capacity + 1, x.shape[1]), jnp.float32))
+        with jax.named_scope("tiles"):
+            done = lax.fori_loop(0, tiles, tile, jnp.zeros((capacity + 1, x.shape[1]), jnp.float32))
         share = jnp.where((mine < local).reshape(tokens, top), weights, 0.0)
         return jnp.einsum("tad,ta->td", done[place].reshape(tokens, top, -1), share, precision=lax.Precision.HIGHEST)
 
