@@ -1,5 +1,6 @@
 """The command line of the build side. Nothing heavy is imported before it is needed."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import click
 
+from ling3export.errors import Ling3Error, listed
 from ling3export.plan import Options, parse_bytes, parse_paddings
 from ling3export.runners.cli import guarded
 
@@ -35,6 +37,19 @@ class _Bytes(click.ParamType):
         return value if isinstance(value, int) else parse_bytes(value, *(() if param is None else param.opts[:1]))
 
 
+def _require(command: str, packages: tuple[str, ...]) -> None:
+    """Refuses a command whose packages are not installed: those who only run artifacts do without.
+
+    Raises:
+        Ling3Error: Names them, and the extra that brings them.
+    """
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise Ling3Error(
+            f"{command}: expected the packages of the extra `build`, found no {listed(missing)}",
+            'pip install "ling3export[build]", or in a checkout: pip install ".[build]"',
+        )
+
+
 class _Group(click.Group):
     """Guards parsing too: a padding that is no number is a Ling3Error like any other."""
 
@@ -56,22 +71,24 @@ def main() -> None:
     "--paddings",
     type=_Paddings(),
     default=DEFAULTS.paddings,
-    show_default="16,128,512",
-    help="Token slots of the prefill programs.",
+    help="Token slots of the prefill programs.  [default: 16,128,512]",
 )
 @click.option(
     "--decode-paddings",
     type=_Paddings(),
     help="Sequences of the decode programs.  [default: paddings up to the first that holds --max-running]",
 )
-@click.option("--tp", type=int, help="Devices that share the model.  [default: 16 on cpu]")
+@click.option(
+    "--tp",
+    type=int,
+    help="Devices that share the model.  [default: on cpu 16, or as many as the model splits over]",
+)
 @click.option(
     "--target",
     "targets",
     multiple=True,
     default=DEFAULTS.targets,
-    show_default="cpu",
-    help="PLATFORM[:KIND][:TOPOLOGY]; may be given many times.",
+    help="PLATFORM[:KIND][:TOPOLOGY]; may be given many times.  [default: cpu]",
 )
 @click.option(
     "--max-running",
@@ -93,8 +110,7 @@ def main() -> None:
     "--state-memory",
     type=_Bytes(),
     default=DEFAULTS.state_memory,
-    show_default="4GiB",
-    help="For the state of all virtual devices of a cpu target.",
+    help="For the state of all virtual devices of a cpu target.  [default: 4GiB]",
 )
 @click.option("--pages", type=int, help="Latent pages.  [default: what fits]")
 @click.option(
@@ -115,6 +131,7 @@ def build(checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...
     Without CHECKPOINT the packaged demo checkpoint is built into ./demo.ling3; ARTIFACT defaults to
     ./<checkpoint folder name>.ling3.
     """
+    _require("build", ("flax", "rich"))
     from ling3export.build import DEMO
     from ling3export.build import build as run
     from ling3export.processes import unwinding
@@ -134,7 +151,7 @@ def build(checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...
 @click.option("--layers", type=click.IntRange(1), help="Layers instead of the preset's.")
 @click.option("--force", is_flag=True, help="Replace DIRECTORY if it is there.")
 def synth(directory: Path, preset: str, seed: int, layers: int | None, force: bool) -> None:
-    """Write a seeded checkpoint in the exact published layout into DIRECTORY."""
+    """Write a seeded checkpoint in the published layout into DIRECTORY."""
     from ling3export.processes import unwinding
     from ling3export.synth import synthesize
 
@@ -160,9 +177,10 @@ def inspect(artifact: Path, as_json: bool) -> None:
 @click.option("--target", help="Only this target.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def verify(artifact: Path, target: str | None, as_json: bool) -> None:
-    """Check every digest of ARTIFACT, then run its vectors through every cell that runs here.
+    """Check ARTIFACT: every digest, then every vector in every cell.
 
-    The worst error comes first. Exits with 1 when a cell is outside its tolerance.
+    Cells of machines unlike this one are not run. The worst error comes first. Exits with 1 when a cell is outside its
+    tolerance.
     """
     from ling3export.verify import verify_artifact
 

@@ -81,11 +81,17 @@ def causal_conv(history: jax.Array, raw: jax.Array, taps: jax.Array) -> jax.Arra
 
 
 def recurrent_step(state: jax.Array, x: Inputs) -> tuple[jax.Array, jax.Array]:
-    """One token of the recurrence: ``state [B, H, K, V]``; returns (new state, o ``[B, H, V]``)."""
-    state = jnp.exp(x.g)[..., None] * state
-    r = x.v - jnp.einsum("bhk,bhkv->bhv", x.k, state, precision=HIGHEST)
-    state = state + (x.beta[..., None] * x.k)[..., None] * r[..., None, :]
-    return state, jnp.einsum("bhk,bhkv->bhv", x.q, state, precision=HIGHEST)
+    """One token of the recurrence: ``state [B, H, K, V]``; returns (new state, o ``[B, H, V]``).
+
+    The state is read once for both products, by ``k^T S' = (k exp(g))^T S`` and ``q^T S_t = q^T S' + <q, beta k> r``.
+    The barriers keep XLA:CPU from computing an exponential again for every element of the state.
+    """
+    decay, written = jnp.exp(x.g), x.beta[..., None] * x.k
+    decay, written, rows = lax.optimization_barrier((decay, written, jnp.stack([x.q, x.k], axis=2) * decay[:, :, None]))
+    read = jnp.einsum("bhnk,bhkv->bhnv", rows, state, precision=HIGHEST)
+    r = lax.optimization_barrier(x.v - read[:, :, 1])
+    o = read[:, :, 0] + jnp.sum(x.q * written, axis=-1, keepdims=True) * r
+    return decay[..., None] * state + written[..., None] * r[..., None, :], o
 
 
 def scores_factored(rows: jax.Array, k: jax.Array, total: jax.Array) -> jax.Array:
@@ -200,7 +206,9 @@ class KimiDeltaAttention(nnx.Module):
         y = rms_norm(o, weight, self.config.rms_norm_eps) * jax.nn.sigmoid(gate)
         return dot_rows(y.reshape(o.shape[0], -1).astype(dtype), take(self.o_proj[...], layer, split=True))
 
-    def decode(self, x: jax.Array, layer: int | jax.Array, state: State, slot: jax.Array) -> tuple[jax.Array, State]:
+    def decode(
+        self, x: jax.Array, layer: int | jax.Array, state: State, slot: jax.Array, used: jax.Array
+    ) -> tuple[jax.Array, State]:
         """One token of each sequence.
 
         Args:
@@ -208,6 +216,7 @@ class KimiDeltaAttention(nnx.Module):
             layer: Index into the stack.
             state: The state dict; the KDA arrays are replaced.
             slot: ``[B]`` int32, 0 for padding rows.
+            used: int32 scalar, one past the last row that is not padding.
 
         Returns:
             This device's partial sum ``[B, D]`` in fp32, and the state.
@@ -216,10 +225,18 @@ class KimiDeltaAttention(nnx.Module):
         history = read_history(state, layer, slot, raw.shape)
         conv = causal_conv(history, raw[:, None], self._per_head(self.conv1d, layer))[:, 0]
         state = write_history(state, layer, slot, jnp.concatenate([history[:, 1:], raw[:, None]], axis=1))
-        pool = state["kda_recurrent"]
-        new, o = recurrent_step(pool.at[layer, slot].get(mode=IN_BOUNDS), self._inputs(conv, g, beta))
-        state = state | {"kda_recurrent": pool.at[layer, slot].set(new, mode=IN_BOUNDS)}
-        return self._output(o, gate, layer, x.dtype), state
+        inputs = self._inputs(conv, g, beta)
+
+        def step(b: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            pool, out = carry
+            row = Inputs(*(lax.dynamic_slice_in_dim(value, b, 1) for value in inputs))
+            new, o = recurrent_step(pool[layer, slot[b]][None], row)
+            return pool.at[layer, slot[b]].set(new[0]), lax.dynamic_update_slice_in_dim(out, o, b, axis=0)
+
+        # A row at a time: gathering and scattering whole states takes XLA:CPU ten times longer (docs/log.md).
+        with jax.named_scope("sequences"):
+            pool, out = lax.fori_loop(0, used, step, (state["kda_recurrent"], jnp.zeros_like(inputs.v)))
+        return self._output(out, gate, layer, x.dtype), state | {"kda_recurrent": pool}
 
     def prefill(self, x: jax.Array, layer: int | jax.Array, state: State, chunks: Chunks) -> tuple[jax.Array, State]:
         """All token slots of a prefill call; arguments and results as :meth:`decode`, rows being token slots."""

@@ -26,12 +26,16 @@ Index = int | jax.Array
 
 
 class Decode(NamedTuple):
-    """The rows of a decode step: slot, position ``[B]``, page_table ``[B, M]``, valid ``[B]`` bool."""
+    """The rows of a decode step.
+
+    slot, position ``[B]``, page_table ``[B, M]``, valid ``[B]`` bool; used, one past the last row that is valid.
+    """
 
     slot: jax.Array
     position: jax.Array
     page_table: jax.Array
     valid: jax.Array
+    used: jax.Array
 
 
 class Layer(NamedTuple):
@@ -95,11 +99,13 @@ class Ling3(nnx.Module):
         if layer.attention == "kda":
             assert self.kda is not None
             if isinstance(batch, Decode):
-                return self.kda.decode(x, layer.attention_index, state, batch.slot)
+                return self.kda.decode(x, layer.attention_index, state, batch.slot, batch.used)
             return self.kda.prefill(x, layer.attention_index, state, batch)
         pool = state["mla_latent"]
         if isinstance(batch, Decode):
-            out, pool = self.mla.decode(x, layer.attention_index, pool, batch.position, batch.page_table, batch.valid)
+            out, pool = self.mla.decode(
+                x, layer.attention_index, pool, batch.position, batch.page_table, batch.valid, batch.used
+            )
         else:
             out, pool = self.mla.prefill(x, layer.attention_index, pool, batch)
         return out, state | {"mla_latent": pool}
@@ -171,7 +177,8 @@ class Ling3(nnx.Module):
             def kda(j: jax.Array, carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
                 return self.run_layer(layer(g * size + j, "kda", g * (size - 1) + j), *carry, batch)
 
-            carry = lax.fori_loop(0, size - 1, kda, carry)
+            if size > 1:
+                carry = lax.fori_loop(0, size - 1, kda, carry)
             return self.run_layer(layer(g * size + size - 1, "mla", g), *carry, batch)
 
         return group

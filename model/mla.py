@@ -70,17 +70,20 @@ def attend_pages(
 
     def step(j: jax.Array, part: Partial) -> Partial:
         cached = pool[layer, table[j]]
-        scores = jnp.matmul(query, cached.T, precision=precision(pool.dtype), preferred_element_type=jnp.float32)
+        exact = precision(pool.dtype)
+        scores = jnp.matmul(query, cached.T, precision=exact, preferred_element_type=jnp.float32)
         mask = (j * page + jnp.arange(page, dtype=jnp.int32) < length)[None]
         maximum, total, weights = softmax_part(scores, mask)
-        values = jnp.matmul(weights.astype(pool.dtype), cached[:, :rank], precision=precision(pool.dtype),
-                            preferred_element_type=jnp.float32)  # fmt: skip
+        # Over the whole row, rope part and all: a slice of the page would be copied first on CPU.
+        weights = weights.astype(pool.dtype)
+        values = jnp.matmul(weights, cached, precision=exact, preferred_element_type=jnp.float32)
         return merge(part, Partial(maximum, total, values))
 
-    rows = query.shape[0]
-    empty = Partial(jnp.full((rows,), MASKED), jnp.zeros((rows,)), jnp.zeros((rows, rank)))
+    rows, row = query.shape
+    empty = Partial(jnp.full((rows,), MASKED), jnp.zeros((rows,)), jnp.zeros((rows, row)))
     with jax.named_scope("pages"):
-        return lax.fori_loop(0, (length + page - 1) // page, step, empty)
+        part = lax.fori_loop(0, (length + page - 1) // page, step, empty)
+    return part._replace(values=part.values[:, :rank])
 
 
 class Projected(NamedTuple):
@@ -157,6 +160,7 @@ class GatedMLA(nnx.Module):
     def decode(
         self, x: jax.Array, layer: int | jax.Array, pool: jax.Array, position: jax.Array, table: jax.Array,
         valid: jax.Array,
+        used: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """One token of each sequence.
 
@@ -167,6 +171,7 @@ class GatedMLA(nnx.Module):
             position: ``[B]`` int32.
             table: ``[B, M]`` int32.
             valid: ``[B]`` bool, False for padding rows.
+            used: int32 scalar, one past the last valid row.
 
         Returns:
             This device's partial sum ``[B, D]`` in fp32, and the pool with the new latents.
@@ -181,7 +186,6 @@ class GatedMLA(nnx.Module):
             part = attend_pages(query[b], pool, layer, table[b], length[b], rank)
             return out.at[b].set(part.values / jnp.maximum(part.total, 1e-30)[:, None])
 
-        used = jnp.max(jnp.where(valid, jnp.arange(1, x.shape[0] + 1, dtype=jnp.int32), 0))
         with jax.named_scope("sequences"):
             latent = lax.fori_loop(0, used, sequence, jnp.zeros((*query.shape[:2], rank), jnp.float32))
         return self._output(self._release(latent, layer, x.dtype), p, layer), pool
@@ -191,6 +195,9 @@ class GatedMLA(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """All token slots of a prefill call; arguments and results as :meth:`decode`, rows being token slots."""
         p = self._project(x, layer, chunks.position)
+        # Written before anything is read: a write after a read that nothing orders would make XLA copy the pool.
+        table = jnp.repeat(chunks.page_table, CHUNK, axis=0)
+        pool = store_latents(pool, layer, p, chunks.position, table, chunks.valid)
         part = self._within(p, layer, chunks)
         with jax.named_scope("cached"):
             part = lax.cond(
@@ -200,8 +207,6 @@ class GatedMLA(nnx.Module):
                 part, pool,
             )  # fmt: skip
         heads = part.values / jnp.maximum(part.total, 1e-30)[..., None]
-        table = jnp.repeat(chunks.page_table, CHUNK, axis=0)
-        pool = store_latents(pool, layer, p, chunks.position, table, chunks.valid)
         return self._output(heads, p, layer), pool
 
     def _within(self, p: Projected, layer: int | jax.Array, chunks: Chunks) -> Partial:

@@ -14,6 +14,7 @@ from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS
 from ling3export.model.layers import gated_mlp, precision, take
 
+SMALLEST_TILE = 4
 LARGEST_TILE = 64  # rows; more rows a tile cost as much time a row and waste more on the last tile of an expert
 
 
@@ -45,9 +46,16 @@ def route(scores: jax.Array, bias: jax.Array, config: Config) -> tuple[jax.Array
 
 
 def tile_rows(rows: int, experts: int) -> int:
-    """Rows of a tile: the power of two next to the mean rows an expert, at most :data:`LARGEST_TILE`."""
-    size = 1
-    while size < min(LARGEST_TILE, rows / experts):
+    """Rows of a tile, a power of two: room for one and a half times the mean rows an expert.
+
+    One row where nearly every row has an expert of its own; else at least :data:`SMALLEST_TILE`, because rows that
+    share an expert then share the reading of its weights.
+    """
+    mean = rows / experts
+    if mean <= 0.25:
+        return 1
+    size = SMALLEST_TILE
+    while size < min(LARGEST_TILE, 1.5 * mean):
         size *= 2
     return size
 

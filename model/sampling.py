@@ -37,7 +37,8 @@ def keep_mask(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Arra
     inside = jnp.where(rank < limit, ranked, -jnp.inf)
     probability = jax.nn.softmax(inside, axis=1)
     before = jnp.cumsum(probability, axis=1) - probability
-    kept = (rank < limit) & ((before < top_p[:, None]) | (rank == 0))
+    # A share of 1 keeps everything, though the sum of a long tail's head rounds to 1 before its end.
+    kept = (rank < limit) & ((before < top_p[:, None]) | (rank == 0) | (top_p[:, None] >= 1))
     rows = jnp.arange(scaled.shape[0])[:, None]
     return jnp.zeros(scaled.shape, bool).at[rows, order].set(kept)
 

@@ -107,7 +107,8 @@ def decode(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tre
     slot = fields["slot"]
     valid = slot > 0
     token = jnp.where(fields["token"] < 0, state["last_token"][slot], fields["token"])
-    batch = Decode(slot, fields["position"], fields["page_table"], valid)
+    used = jnp.max(jnp.where(valid, jnp.arange(1, slot.shape[0] + 1, dtype=jnp.int32), 0))
+    batch = Decode(slot, fields["position"], fields["page_table"], valid, used)
     x, state = model.run_layers(model.embed(jnp.where(valid, token, 0)), state, batch)
     return state, {"logits": model.logits(x)[:rows]}
 

@@ -1,6 +1,7 @@
 """The ladder on a toy artifact: digests first, then verdicts, then programs; what is damaged is never used."""
 
 import json
+import random
 import shutil
 
 import pytest
@@ -95,6 +96,21 @@ def test_a_flipped_byte_in_a_program_is_found_before_any_is_loaded(artifact, off
     flip(artifact / "programs" / toy_artifact.TARGET / "decode@2.exec", offset)
     with pytest.raises(ArtifactError, match=r"file `programs/cpu-tp2/decode@2.exec`: expected sha256"):
         load(artifact)
+
+
+def test_every_flipped_byte_is_found_before_it_is_used(artifact):
+    rng = random.Random(0)
+    portable = set(artifact.rglob("*.stablehlo"))  # read where it is compiled: another test
+    files = sorted(path for path in artifact.rglob("*") if path.is_file() and path not in portable)
+    for number in range(200):
+        path = files[number % len(files)]
+        whole = path.read_bytes()
+        flip(path, rng.randrange(len(whole)))
+        with pytest.raises(ArtifactError):
+            Engine(artifact)
+        path.write_bytes(whole)
+    with Engine(artifact) as engine:
+        check_tokens(engine)
 
 
 def test_a_missing_program_is_named(artifact):

@@ -1,0 +1,13 @@
+"""A command that refuses: in a clear way, or the test fails."""
+
+import click
+from click.testing import CliRunner
+
+
+def refusal(command: click.Command, *arguments: object, code: int = 1) -> str:
+    """What ``command`` says on stderr as it refuses ``arguments``."""
+    done = CliRunner().invoke(command, [str(argument) for argument in arguments])
+    assert isinstance(done.exception, SystemExit), done.exception
+    assert (done.exit_code, done.stdout) == (code, ""), done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr

@@ -1,0 +1,282 @@
+"""Damaged artifacts, those for other machines, and bad requests: refused in clear words, before anything is used."""
+
+import hashlib
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from builds import environment
+from ling3export import cli
+from ling3export.artifacts.manifest import read_manifest, sha256_of, write_manifest
+from ling3export.errors import ArtifactError
+from ling3export.runners import cli as runner_cli
+from ling3export.runners import pjrt
+from ling3export.runners.loader import load
+from ling3export.verify import check_digests
+from refusals import refusal
+
+FLIPS = 200
+USED = ("manifest.json", "*.exec", "weights/*", "tokenizer/*.json")  # files that the runner reads
+
+
+@pytest.fixture(scope="module")
+def whole(artifact) -> Path:
+    return artifact("micro-tp2")
+
+
+@pytest.fixture
+def copy(whole, tmp_path) -> Path:
+    """To be damaged."""
+    return Path(shutil.copytree(whole, tmp_path / "x.ling3"))
+
+
+def files(folder: Path, *patterns: str) -> list[Path]:
+    found = {path for pattern in patterns or ("*",) for path in folder.rglob(pattern) if path.is_file()}
+    return sorted(path for path in found)
+
+
+def kinds(folder: Path) -> list[Path]:
+    """A file of each kind."""
+    return [files(folder, pattern)[0] for pattern in (*USED, "*.stablehlo", "vectors/*")]
+
+
+def check(folder: Path) -> None:
+    """What ``verify`` does before it runs anything."""
+    check_digests(folder, read_manifest(folder))
+
+
+def flip(path: Path, offset: int, bits: int = 0xFF) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ bits]))
+
+
+def test_a_whole_artifact_is_found_to_be_whole(whole):
+    check(whole)
+
+
+def test_every_flipped_byte_is_detected_before_use(copy):
+    """200 random positions over all files, and a random bit at each."""
+    rng = random.Random(7)
+    everything = files(copy)
+    assert {path.suffix for path in everything} == {".json", ".exec", ".stablehlo", ".safetensors"}
+    places = [(path, rng.randrange(path.stat().st_size)) for path in everything for _ in range(2)]
+    weights = [path.stat().st_size for path in everything]
+    while len(places) < FLIPS:
+        path = rng.choices(everything, weights)[0]
+        places.append((path, rng.randrange(path.stat().st_size)))
+    for path, offset in places:
+        bits = 1 << rng.randrange(8)
+        flip(path, offset, bits)
+        with pytest.raises(ArtifactError):
+            check(copy)
+        flip(path, offset, bits)
+    check(copy)
+
+
+def test_the_runner_gives_no_damaged_file_to_anything(copy, monkeypatch):
+    """The loader refuses each flip of a file that it reads; only undamaged programs reach the deserializer."""
+    good = {hashlib.sha256(path.read_bytes()).hexdigest() for path in files(copy, "*.exec")}
+    given = []
+
+    def deserialize(raw: bytes, *others: object) -> Callable[..., None]:
+        given.append(hashlib.sha256(raw).hexdigest())
+        return lambda *arguments: None
+
+    monkeypatch.setattr(pjrt, "load_executable", deserialize)
+    load_all(copy)
+    assert set(given) == good
+    rng = random.Random(8)
+    for path in files(copy, *USED):
+        offset = rng.randrange(path.stat().st_size)
+        flip(path, offset)
+        with pytest.raises(ArtifactError, match=r"expected (sha256|JSON|the header|a format version|the spacing)"):
+            load_all(copy)
+        flip(path, offset)
+    assert set(given) == good
+
+
+def load_all(folder: Path) -> None:
+    """Loads what a run loads: tokenizer files first, since the engine reads them behind the programs."""
+    from ling3export.runners.tokenizer import TokenizerFiles
+
+    tokenizer = TokenizerFiles(folder, read_manifest(folder))
+    tokenizer.eos_token_ids()
+    tokenizer.tokenizer("text")
+    load(folder, report=lambda _: None)
+
+
+@pytest.mark.parametrize("command", ["verify", "generate"])
+def test_a_missing_file_of_each_kind(copy, command):
+    used = files(copy, *USED)
+    for path in kinds(copy):
+        if command == "generate" and path not in used:
+            continue
+        aside = copy.parent / "aside"
+        path.rename(aside)
+        if command == "verify":
+            said = refusal(cli.main, "verify", copy)
+        else:
+            said = refusal(runner_cli.main, "generate", copy, "--prompt", "a", "--max-tokens", "1")
+        aside.rename(path)
+        assert path.name in said
+        assert re.search("found none|found No such file", said), said
+        assert "\nhint: " in said
+
+
+def test_truncated_and_longer_files(copy):
+    for path in kinds(copy):
+        data = path.read_bytes()
+        for damaged in (b"", data[:-1], data[: len(data) // 2], data + b"\0"):
+            path.write_bytes(damaged)
+            with pytest.raises(ArtifactError, match="expected"):
+                check(copy)
+        path.write_bytes(data)
+
+
+def test_a_future_format(copy):
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["format"] = 2
+    del manifest["sha256"]
+    manifest["sha256"] = sha256_of(manifest)
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    for command, arguments in (
+        (cli.main, ["inspect", copy]), (cli.main, ["verify", copy]),
+        (runner_cli.main, ["generate", copy, "--prompt-ids", "1", "--max-tokens", "1"]),
+    ):  # fmt: skip
+        said = refusal(command, *arguments)
+        assert said == (
+            f"error: manifest.json: expected format 1, found format 2, in {copy}\n"
+            "hint: install a newer ling3export, or build the artifact again with this one\n"
+        )
+
+
+def claiming(folder: Path, **requires: object) -> Path:
+    """Signs the manifest again after changing what every executable says that it requires."""
+    manifest = read_manifest(folder)
+    for target in manifest["targets"].values():
+        for cell in target["cells"].values():
+            cell["call"]["requires"] |= requires
+    write_manifest(folder, manifest)
+    return folder
+
+
+def command_line(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """``ling3-runner`` as a process."""
+    return subprocess.run(
+        [sys.executable, "-m", "ling3export.runners.cli", *map(str, arguments)],
+        capture_output=True, text=True, env=environment(variables),
+    )  # fmt: skip
+
+
+def test_another_jaxlib_is_refused_and_the_process_does_not_abort(copy):
+    claiming(copy, jaxlib="0.9.9")
+    done = command_line("generate", copy, "--prompt-ids", "1,2", "--max-tokens", "1")
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert done.stderr.startswith("error: target `cpu-tp2`: expected compiled programs that fit, found RECOMPILE ")
+    assert "(jaxlib: built for 0.9.9, found " in done.stderr
+    assert "--programs allow-compile" in done.stderr
+    said = refusal(cli.main, "verify", copy)
+    assert "jaxlib: built for 0.9.9, found " in said
+
+
+@pytest.mark.parametrize(
+    ("requires", "message"),
+    [
+        ({"cpu_features": ["avx1024"]}, "processor: built for avx1024, which this one lacks"),
+        ({"machine": "linux-s390x"}, "machine: built for linux-s390x, found "),
+        ({"platform": "tpu"}, "platform: built for tpu, found cpu"),
+        ({"device_kind": "abacus"}, "device kind: built for abacus, found cpu"),
+        ({"processes": 4}, "processes: built for 4, found 1"),
+    ],
+)
+def test_another_machine_is_refused(copy, requires, message):
+    said = refusal(runner_cli.main, "generate", claiming(copy, **requires), "--prompt-ids", "1", "--max-tokens", "1")
+    assert message in said
+    assert "\nhint: " in said
+
+
+def test_fewer_devices_than_tp(whole):
+    """A process whose jax runs with one device is told so; the command line makes its own devices."""
+    script = (
+        "import sys, jax\n"
+        "assert len(jax.devices()) == 1\n"
+        "from ling3export.errors import Ling3Error\n"
+        "from ling3export.runners.engine import Engine\n"
+        "try:\n"
+        "    Engine(sys.argv[1])\n"
+        "except Ling3Error as error:\n"
+        "    print(error)\n"
+    )
+    one = environment({"JAX_NUM_CPU_DEVICES": "1"})
+    done = subprocess.run([sys.executable, "-c", script, whole], capture_output=True, text=True, env=one)
+    assert done.stdout.startswith("CPU devices: expected 2, found 1 in this process, where jax runs already\nhint: "), (
+        done
+    )
+    done = command_line("generate", whole, "--prompt-ids", "1,2", "--max-tokens", "1", JAX_NUM_CPU_DEVICES="1")
+    assert done.returncode == 0, done.stderr
+
+
+# Requests
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--prompt-ids", ",".join(["1"] * 1024)], 1, "error: prompt: expected prompt and answer within the context"),
+        (["--prompt-ids", "1,320"], 1, "error: prompt: expected token ids from 0 to 319, found 320 at place 1"),
+        (["--prompt-ids=-1"], 1, "error: prompt: expected token ids from 0 to 319, found -1 at place 0"),
+        (["--prompt-ids", ""], 2, "expected whole numbers with commas between, found ''"),
+        (["--prompt-ids", "1,,2"], 2, "expected whole numbers with commas between, found '1,,2'"),
+        (["--prompt", ""], 1, "error: prompt: expected a prompt of at least one token, found an empty one"),
+        (["--prompt", "a\udcff"], 1, "error: prompt: expected text in Unicode, found half a character"),
+        ([], 2, "expected one of --prompt, --prompt-ids and --prompt-file, found none"),
+        (["--prompt", "a", "--prompt-ids", "1"], 2, "expected one of --prompt, --prompt-ids and --prompt-file, found "),
+        (["--prompt", "a", "--max-tokens", "0"], 2, "Invalid value for '--max-tokens'"),
+        (["--prompt", "a", "--logits", "no/such/x.npz"], 1, "--logits `no/such/x.npz`: expected an existing folder"),
+        (["--prompt", "a", "--logits", "/proc/out.npz"], 1, "error: write `out.npz`: expected a writable file"),
+        (["--prompt", "a", "--logits", "/dev/null", "--force"], 1, "--logits `/dev/null`: expected a file, found a"),
+        (["--prompt", "a", "--logits", "x" * 300], 1, "found File name too long"),
+        (["--prompt", "a", "--target", "cpu-tp3"], 1, "error: target `cpu-tp3`: expected one of cpu-tp2, found none"),
+        (["--prompt", "a", "--temperature", "nan"], 1, "sampling `temperature`: expected a finite number"),
+        (["--prompt", "a", "--top-p", "0"], 2, "Invalid value for '--top-p'"),
+        (["--prompt-file", "nothing.jsonl"], 1, "prompt file `nothing.jsonl`: expected a readable file"),
+    ],
+)  # fmt: skip
+def test_requests(whole, options, code, message):
+    """``--logits /dev/null --force`` once replaced the device by a file."""
+    options = options if "--max-tokens" in options else [*options, "--max-tokens", "2"]
+    assert message in refusal(runner_cli.main, "generate", whole, *options, code=code)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "found no JSON"),
+        ("x", "found no JSON"),
+        ("[" * 100_000, "found no JSON"),
+        ("[1]", "found [1]"),
+        ("{}", "found the fields none"),
+        ('{"prompt": 3}', "found 3 for prompt"),
+        ('{"prompt": "a", "prompt_ids": [1]}', "found the fields prompt, prompt_ids"),
+        ('{"prompt_ids": [1.0]}', "expected token ids, found 1.0 at place 0"),
+        ('{"prompt_ids": []}', "expected a prompt of at least one token, found an empty one"),
+        ('{"prompt_ids": [999]}', "expected token ids from 0 to 319, found 999 at place 0"),
+        ('{"prompt": "\\ud800"}', "found half a character"),
+    ],
+)
+def test_a_bad_line_of_a_prompt_file_stops_all(whole, tmp_path, line, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt_ids": [1, 2]}}\n{line}\n{{"prompt_ids": [3]}}\n')
+    said = refusal(runner_cli.main, "generate", whole, "--prompt-file", path, "--max-tokens", "1")
+    assert said.startswith(f"error: prompt file `{path}` line 2: ")
+    assert message in said

@@ -1,0 +1,272 @@
+"""The steps in fp32 against the float64 reference, however a prompt is padded, cut, packed, batched or split."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from direct import Direct, relative
+from ling3export.checkpoint import Checkpoint
+from ling3export.model import mla
+from ling3export.reference import Reference
+from ling3export.synth import synthesize
+from tolerances import BFLOAT16_MEDIAN, FLOAT32, MARGIN, SAME
+
+PADDINGS = (16, 48, 128)
+ROWS = 6  # of a decode step: more than the four slots, so that some are always padding
+# Around the borders of conv taps (4), chunks (16), pages (32) and paddings.
+LENGTHS = (1, 2, 3, 4, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129, 200, 250)
+
+
+class Case:
+    """A synthetic micro model, prompts, and what the reference says of every position of each.
+
+    KDA heads are 32 wide: at the preset's 16 the output norm of a head that reads almost nothing lifts rounding, the
+    reference's own in float32 too, to 1e-5.
+    """
+
+    def __init__(self, folder: Path, lengths: Sequence[int], seed: int = 3, **overrides: Any) -> None:
+        fields = {"head_dim": 32, "num_nextn_predict_layers": 0, "layer_group_size": 3}
+        synthesize(folder, "micro", seed, overrides=fields | overrides)
+        checkpoint = Checkpoint.open(folder)
+        self.config, self.read = checkpoint.config, checkpoint.tensor
+        rng = np.random.default_rng(seed)
+        self.prompts = [rng.integers(0, self.config.vocab_size, length).tolist() for length in lengths]
+
+    def expect(self) -> "Case":
+        """Runs the reference; asserts that no routing decision is so close that rounding may flip it."""
+        reference = Reference(self.config, self.read)
+        self.expected = reference.logits_many(self.prompts)
+        assert min(reference.margins) > MARGIN
+        return self
+
+    def direct(self, **options: Any) -> Direct:
+        return Direct(self.config, self.read, **options)
+
+    def error_of_prompt(self, direct: Direct, padding: int, rows: int, *, lengths: Sequence[int], until: int) -> float:
+        """Largest error: prompt 0 prefilled to each of ``lengths``, the last of them decoded on to ``until``."""
+        ids, expected, errors = self.prompts[0], self.expected[0], []
+        for length in lengths:
+            errors.append(relative(direct.sequence(padding, ids[:length]), expected[length - 1]))
+        for position in range(lengths[-1], until):
+            errors.append(relative(direct.decode(rows, [(1, position, ids[position])])[0], expected[position]))
+        return max(errors)
+
+
+class Quick(Direct):
+    """Compiled without optimization, which takes half the time."""
+
+    def step(self, phase: str, padding: int) -> Any:
+        if (phase, padding) not in self.steps:
+            step, _ = super().step(phase, padding)
+            options = {"xla_backend_optimization_level": 0}
+            self.steps[phase, padding] = step, jax.jit(step.call, donate_argnums=(1,), compiler_options=options)
+        return self.steps[phase, padding]
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Ten layers: a group with a dense layer, a loop over two more groups, an incomplete last group."""
+    return Case(tmp_path_factory.mktemp("case") / "checkpoint", (250,) * 4, num_hidden_layers=10).expect()
+
+
+@pytest.fixture(scope="module")
+def direct(case: Case) -> Direct:
+    return case.direct()
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_prompts_of_every_length_through_every_padding(case: Case, direct: Direct, padding: int):
+    direct.reset()
+    for number, length in enumerate(LENGTHS):
+        which, slot = number % 4, number % 3 + 1  # slots and pages hold what the prompt before left there
+        found = direct.sequence(padding, case.prompts[which][:length], slot=slot)
+        assert relative(found, case.expected[which][length - 1]) < FLOAT32, length
+
+
+def test_padding_changes_nothing(case: Case, direct: Direct):
+    for length in (1, 16, 33, 100):
+        found = []
+        for padding in PADDINGS:
+            direct.reset()
+            found.append(direct.sequence(padding, case.prompts[0][:length]))
+        assert max(relative(other, found[0]) for other in found[1:]) < SAME, length
+
+
+@pytest.mark.parametrize("cut", [1, 5, 16, 17, 31, 32, 40])
+def test_prefill_cut_into_equal_parts(case: Case, direct: Direct, cut: int):
+    length = 40 if cut < 5 else 200
+    direct.reset()
+    found = direct.sequence(48, case.prompts[1][:length], cut=cut)
+    assert relative(found, case.expected[1][length - 1]) < FLOAT32
+
+
+def random_prefill(
+    rng: np.random.Generator, case: Case, done: list[int], padding: int
+) -> list[tuple[int, int, list[int]]]:
+    """Parts of random sequences in random order that fill a call at most; sequence n lives in slot n + 1."""
+    free, parts = padding // 16, []
+    for n in rng.permutation(4).tolist():
+        left = len(case.prompts[n]) - done[n]
+        if left and free and rng.random() < 0.7:
+            size = int(rng.integers(1, min(left, free * 16) + 1))
+            parts.append((n + 1, done[n], case.prompts[n][done[n] : done[n] + size]))
+            done[n] += size
+            free -= -(-size // 16)
+    if free and rng.random() < 0.3:  # padding that is not empty, before real chunks
+        parts.insert(0, (0, 0, [3] * 16))
+    return parts
+
+
+def random_decode(rng: np.random.Generator, case: Case, done: list[int]) -> list[tuple[int, int, int]]:
+    """A row for each of some running sequences and padding rows, in random order."""
+    rows = []
+    for n in range(4):
+        if 0 < done[n] < len(case.prompts[n]) and rng.random() < 0.7:
+            rows.append((n + 1, done[n], case.prompts[n][done[n]]))
+            done[n] += 1
+    rows += [(0, 7, 5)] * (ROWS - len(rows))
+    return [rows[i] for i in rng.permutation(ROWS)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_schedules(case: Case, direct: Direct, seed: int):
+    """Four sequences, cut and packed at random, prefill and decode in turn: every logit is right."""
+    rng = np.random.default_rng(seed)
+    direct.reset()
+    done, errors = [0] * 4, []
+    while any(count < len(prompt) for count, prompt in zip(done, case.prompts, strict=True)):
+        for _ in range(int(rng.integers(0, 12))):
+            rows = random_decode(rng, case, done)
+            found = zip(rows, direct.decode(ROWS, rows), strict=True)
+            errors += [relative(logits, case.expected[s - 1][p]) for (s, p, _), logits in found if s]
+        padding = int(rng.choice(PADDINGS))
+        if parts := random_prefill(rng, case, done, padding):
+            out = direct.prefill(padding, parts)
+            errors += [relative(out[s], case.expected[s - 1][p + len(ids) - 1]) for s, p, ids in parts if s]
+    assert len(errors) > 30
+    assert max(errors) < FLOAT32
+
+
+def test_packed_equals_alone(case: Case, direct: Direct):
+    lengths = (1, 20, 33, 16)
+    direct.reset()
+    packed = direct.prefill(128, [(n + 1, 0, case.prompts[n][:size]) for n, size in enumerate(lengths)])
+    for n, size in enumerate(lengths):
+        direct.reset()
+        assert relative(packed[n + 1], direct.prefill(128, [(2, 0, case.prompts[n][:size])])[2]) < SAME
+
+
+def test_prefill_then_decode_equals_one_prefill(case: Case, direct: Direct):
+    ids = case.prompts[2]
+    direct.reset()
+    direct.sequence(48, ids[:30])
+    decoded = [direct.decode(ROWS, [(1, position, ids[position])])[0] for position in range(30, 100)]
+    direct.reset()
+    assert relative(decoded[-1], direct.sequence(128, ids[:100])) < SAME
+    assert relative(np.array(decoded), case.expected[2][30:100]) < FLOAT32
+
+
+def test_decode_rows_are_independent_of_their_place(case: Case, direct: Direct):
+    found = []
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        direct.reset()
+        for n in range(4):
+            direct.sequence(48, case.prompts[n][: 20 + n], slot=n + 1)
+        rows = [(n + 1, 20 + n, case.prompts[n][20 + n]) for n in order]
+        out = direct.decode(ROWS, [(0, 0, 1), *rows] if order[0] else rows)
+        found.append(dict(zip(order, out[1:] if order[0] else out, strict=True)))
+    assert max(relative(found[0][n], found[1][n]) for n in range(4)) < SAME
+
+
+@pytest.mark.parametrize(("tp", "loop"), [(2, "unroll"), (4, "scan")])
+def test_tensor_parallelism_changes_nothing(case: Case, direct: Direct, tp: int, loop: str):
+    """Also pins the loop over layers against the unrolled form."""
+    split = case.direct(tp=tp, layer_loop=loop)
+    found: list[np.ndarray] = []
+    one: list[np.ndarray] = []
+    for model, out in ((direct, one), (split, found)):
+        model.reset()
+        for n in range(4):
+            out += model.prefill(48, [(n + 1, 0, case.prompts[n][:40])]).values()
+            out += model.prefill(48, [(n + 1, 40, case.prompts[n][40 : 60 + n])]).values()
+        for step in range(8):
+            rows = [(n + 1, 60 + n + step, case.prompts[n][60 + n + step]) for n in range(4)]
+            out += model.decode(ROWS, rows)
+    assert relative(np.array(found), np.array(one)) < SAME
+    expected = [case.expected[n][67 + n] for n in range(4)]
+    assert relative(np.array(found[-4:]), np.array(expected)) < FLOAT32
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "flat query, gate without a bound": {"num_hidden_layers": 4, "q_lora_rank": None, "kda_safe_gate": False},
+    "dense layers past a group": {"num_hidden_layers": 5, "layer_group_size": 2, "first_k_dense_replace": 3},
+    "all MLA, two shared experts": {"num_hidden_layers": 3, "layer_group_size": 1, "num_shared_experts": 2},
+    "no whole group": {"num_hidden_layers": 2, "layer_group_size": 4, "first_k_dense_replace": 0},
+    "all dense, three taps": {"num_hidden_layers": 3, "first_k_dense_replace": 3, "short_conv_kernel_size": 3},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_the_structure(variant: str, tmp_path: Path):
+    case = Case(tmp_path / "checkpoint", (60,), **VARIANTS[variant]).expect()
+    assert case.error_of_prompt(Quick(case.config, case.read), 48, 1, lengths=(1, 33, 54), until=60) < FLOAT32
+
+
+def test_queries_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A call of more token slots than ``QUERY_BLOCK`` attends block by block; 96 splits into blocks of 32."""
+    monkeypatch.setattr(mla, "QUERY_BLOCK", 40)
+    case = Case(tmp_path / "checkpoint", (90, 90), num_hidden_layers=1).expect()
+    direct = case.direct()
+    first = direct.prefill(96, [(1, 0, case.prompts[0][:30]), (2, 0, case.prompts[1][:50])])
+    second = direct.prefill(96, [(2, 50, case.prompts[1][50:])])
+    assert relative(first[1], case.expected[0][29]) < FLOAT32
+    assert relative(second[2], case.expected[1][89]) < FLOAT32
+
+
+GATES = {
+    # dt_bias of every fourth channel where f_proj is nulled and A_log is 0: log decays of -2.6, -5 and -1e-5 a token.
+    "bounded": ({"kda_safe_gate": True}, (np.log(2.6 / 2.4), 40.0, -13.1)),
+    # Of -2.6, -60 and -1e-5: over a chunk the second reaches e^-960.
+    "unbounded": ({"kda_safe_gate": False}, (np.log(np.expm1(2.6)), 60.0, -11.5)),
+}
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_strong_decay(gate: str, tmp_path: Path):
+    """700 tokens with channels that decay strongly, fully, hardly, and (every fourth) between all and nothing."""
+    overrides, biases = GATES[gate]
+    case = Case(tmp_path / "checkpoint", (700,), num_hidden_layers=2, layer_group_size=2, **overrides)
+    original, width = case.read, case.config.head_dim * case.config.num_attention_heads
+
+    def read(name: str) -> np.ndarray:
+        value = original(name)
+        if name.endswith("A_log"):
+            return np.zeros_like(value)
+        if name.endswith("f_proj.weight"):
+            scale = np.tile([0, 0, 0, 20], width // 4)[:, None]  # the last swings by ten and more from token to token
+            return (value * scale.astype(value.dtype)).astype(value.dtype)
+        if name.endswith("dt_bias"):
+            return np.tile(np.array([*biases, -2.0], value.dtype), width // 4)
+        return value
+
+    case.read = read
+    case.expect()
+    error = case.error_of_prompt(case.direct(), 128, 1, lengths=(16, 100, 300, 690), until=700)
+    assert error < FLOAT32
+
+
+def test_bfloat16(case: Case):
+    """The median alone: routes flip here, and a flipped one moves its position by up to 0.4 (measured)."""
+    direct = case.direct(dtype="bfloat16")
+    errors = []
+    for n in range(4):
+        out = direct.prefill(128, [(n + 1, 0, case.prompts[n][:100])])
+        errors.append(relative(out[n + 1], case.expected[n][99]))
+    for position in range(100, 250):
+        found = direct.decode(ROWS, [(n + 1, position, case.prompts[n][position]) for n in range(4)])
+        errors += [relative(logits, case.expected[n][position]) for n, logits in enumerate(found)]
+    assert float(np.median(errors)) < BFLOAT16_MEDIAN

@@ -1,0 +1,213 @@
+"""The plan: what the options mean, and the exact words in which a plan that cannot be built is refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ling3export.errors import PlanError
+from ling3export.model.config import Config
+from ling3export.plan import (
+    Cell,
+    Options,
+    check_paddings,
+    derive_decode_paddings,
+    make_plan,
+    parse_bytes,
+    parse_paddings,
+)
+from tiny import tiny_fields
+
+CONFIG = Config.from_dict(tiny_fields())
+# One page of 16 tokens on one device: 3 MLA layers x 16 tokens x (20 + 4) values x 2 bytes.
+PAGE = 3 * 16 * 24 * 2
+# 4 KDA layers, fp32 state [4, 16, 16] and three bf16 windows [3, 64] a slot, and its last token.
+SLOT = 4 * (4 * 16 * 16 * 4 + 3 * 3 * 64 * 2) + 4
+MULTIPLE = "--paddings: expected a positive multiple of 16"
+SMALL = Options((16,), tp=1, max_running=1, page_size=16, context=64)
+
+
+def refusal(**changes: Any) -> str:
+    with pytest.raises(PlanError) as caught:
+        make_plan(CONFIG, replace(SMALL, **changes), "cpu")
+    return str(caught.value)
+
+
+def test_cells_of_the_default_plan():
+    plan = make_plan(CONFIG, Options(tp=4), "cpu")
+    assert [cell.name for cell in plan.cells] == [
+        "prefill@512", "prefill@128", "prefill@16", "decode@128", "decode@16",
+        "sample@128", "sample@32", "sample@16", "sample@8", "sample@1",
+    ]  # fmt: skip
+    assert (plan.context, plan.geometry.max_pages, plan.geometry.pages) == (512, 2, 128)
+    assert plan.notes == (
+        "decode paddings 16,128: 128 is the first that holds 64 running",
+        "latent pool: 128 pages of 256 tokens, all that 64 full sequences need; state 19.44 MiB in all",
+    )
+
+
+@pytest.mark.parametrize(
+    ("paddings", "running", "expected"),
+    [((16, 128, 512), 64, (16, 128)), ((16, 128), 16, (16,)), ((16, 32), 33, (16, 32)), ((512,), 1, (512,))],
+)
+def test_decode_takes_the_paddings_up_to_the_first_that_holds_all_running(paddings, running, expected):
+    assert derive_decode_paddings(paddings, running)[0] == expected
+
+
+def test_paddings_that_hold_fewer_than_run_are_said_to_take_turns():
+    assert derive_decode_paddings((16, 32), 33)[1] == (
+        "decode paddings 16,32: none holds 33 running, so at most 32 sequences decode in one step and take turns"
+    )
+
+
+def test_decode_paddings_are_built_to_the_letter():
+    plan = make_plan(CONFIG, replace(SMALL, decode_paddings=(1, 3, 7)), "cpu")
+    assert plan.decode_paddings == (1, 3, 7)
+    assert Cell("sample", 7) in plan.cells
+
+
+@pytest.mark.parametrize(("fields", "tp"), [({}, 4), ({"num_attention_heads": 2, "num_key_value_heads": 2}, 2)])
+def test_tp_defaults_to_the_most_that_the_model_splits_over_and_says_so(fields, tp):
+    plan = make_plan(Config.from_dict(tiny_fields(**fields)), replace(SMALL, tp=None), "cpu")
+    assert plan.target.name == f"cpu-tp{tp}"
+    assert f"tp {tp}: the most of up to 16 devices that this model splits over" in plan.notes
+
+
+def test_tp_defaults_to_at_most_16():
+    """A model of 24 slabs was once planned for 24 devices."""
+    fields = {"num_attention_heads": 24, "num_key_value_heads": 24, "num_experts": 24, "num_experts_per_tok": 4}
+    widths = {"intermediate_size": 48, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24}
+    config = Config.from_dict(tiny_fields(**fields, **widths))
+    assert config.slabs == 24
+    assert make_plan(config, replace(SMALL, tp=None), "cpu").target.tp == 12
+
+
+def test_a_tp_that_does_not_divide_is_refused_with_those_that_do():
+    assert refusal(tp=8) == (
+        "--tp: expected a divisor of 4 (the common divisor of heads 4, experts 16, vocabulary 96 and widths), found 8\n"
+        "hint: this model splits over 1, 2, 4"
+    )
+    for tp in (0, -1, 3):
+        assert f"found {tp}\n" in refusal(tp=tp)
+
+
+@pytest.mark.parametrize(
+    ("paddings", "message"),
+    [
+        ((), "--paddings: expected at least one padding, found none"),
+        ((0,), f"{MULTIPLE}, found 0\nhint: the next one that can be built is 16"),
+        ((-16,), f"{MULTIPLE}, found -16\nhint: the next one that can be built is 16"),
+        ((16, 40), f"{MULTIPLE}, found 40\nhint: the next one that can be built is 48"),
+        ((32, 16), "--paddings: expected ascending paddings, found 32 before 16\nhint: write 16,32"),
+        ((16, 16), "--paddings: expected ascending paddings, found 16 before 16\nhint: write 16"),
+        ((1 << 21,), "--paddings: expected paddings of at most 1,048,576, found 2,097,152"),
+    ],
+)  # fmt: skip
+def test_paddings_are_refused_not_dropped(paddings, message):
+    assert refusal(paddings=paddings) == message
+
+
+@pytest.mark.parametrize(
+    ("paddings", "message"),
+    [
+        ((), "--decode-paddings: expected at least one padding, found none"),
+        ((0,), "--decode-paddings: expected a positive number, found 0\nhint: the next one that can be built is 1"),
+        ((3, 2), "--decode-paddings: expected ascending paddings, found 3 before 2\nhint: write 2,3"),
+    ],
+)
+def test_decode_paddings_are_refused_not_dropped(paddings, message):
+    assert refusal(decode_paddings=paddings) == message
+
+
+def test_any_ascending_multiples_will_do():
+    check_paddings((16, 32, 48, 4096), "--paddings", 16)
+    check_paddings((1, 2, 3), "--decode-paddings", 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_running": 0}, "--max-running: expected a positive number, found 0"),
+        ({"page_size": -1}, "--page-size: expected a positive number, found -1"),
+        ({"pages": 0}, "--pages: expected a positive number, found 0"),
+        ({"context": 1}, "--context: expected 2 to 512 (max_position_embeddings), found 1"),
+        ({"context": 513}, "--context: expected 2 to 512 (max_position_embeddings), found 513"),
+        ({"memory_fraction": float("nan")}, "--memory-fraction: expected above 0 and at most 1, found nan"),
+        ({"memory_fraction": 0.0}, "--memory-fraction: expected above 0 and at most 1, found 0.0"),
+    ],
+)
+def test_numbers_outside_their_range_are_refused(changes, message):
+    assert refusal(**changes) == message
+
+
+def test_targets_of_other_platforms_are_refused():
+    with pytest.raises(PlanError) as caught:
+        make_plan(CONFIG, SMALL, "tpu:v6e:4x4")
+    assert str(caught.value).startswith("target `tpu:v6e:4x4`: expected one of cpu, found another")
+
+
+def test_the_pool_takes_what_full_sequences_need_or_what_fits():
+    fixed = 2 * SLOT + PAGE  # slot 0 and page 0 are dummies
+    assert make_plan(CONFIG, SMALL, "cpu").geometry.pages == 4
+    two = replace(SMALL, max_running=2)
+    assert make_plan(CONFIG, two, "cpu").geometry.pages == 8
+    room = fixed + SLOT + 5 * PAGE + PAGE - 1
+    plan = make_plan(CONFIG, replace(two, state_memory=room), "cpu")
+    assert plan.geometry.pages == 5
+    assert "5 pages of 16 tokens, what fits" in plan.notes[-1]
+    assert make_plan(CONFIG, replace(SMALL, pages=1), "cpu").geometry.pages == 1
+
+
+def test_a_replicated_pool_counts_once_a_device():
+    slot, page = SLOT - 4 + 2 * 4, 2 * PAGE  # heads are cut; last_token and latents are not
+    exact = 2 * slot + page + 4 * page
+    assert make_plan(CONFIG, replace(SMALL, tp=2, state_memory=exact), "cpu").geometry.pages == 4
+    assert "found" in refusal(tp=2, state_memory=exact - 1)
+
+
+def test_a_pool_that_does_not_fit_is_refused_with_the_sum():
+    fixed, need = 2 * SLOT + PAGE, 2 * SLOT + PAGE + 4 * PAGE
+    kib = [f"{count / 1024:.2f} KiB" for count in (fixed, PAGE, need, need - 1)]
+    assert refusal(state_memory=need - 1) == (
+        f"--state-memory: expected room for 2 slots and one page ({kib[0]}) + 4 pages of 16 tokens ({kib[1]} each) "
+        f"= {kib[2]}, on 1 devices together, found {kib[3]}\n"
+        "hint: lower --max-running, --context or --pages, or raise --state-memory"
+    )
+    assert "+ 1000000000 pages of 16 tokens (2.25 KiB each) = 2145.77 GiB" in refusal(pages=10**9)
+    assert "expected room for 100000001 slots and one page" in refusal(max_running=10**8)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0", 0), ("1000000", 10**6), ("4GiB", 4 << 30), ("512 MiB", 512 << 20), (" 2kB".replace("k", "K"), 2000),
+     ("1.5MB", 1_500_000), ("7B", 7), ("1TiB", 1 << 40)],
+)  # fmt: skip
+def test_sizes(text, expected):
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "x", "4Gi", "-4GiB", "4 4", "4gib", "nan", "1e9", "1_0", "٤GiB", "9" * 400])
+def test_what_is_no_size_is_refused(text):
+    """400 digits once ended in an OverflowError."""
+    with pytest.raises(PlanError) as caught:
+        parse_bytes(text, "--state-memory")
+    shown = text if len(text) < 61 else "9" * 60 + "…"
+    assert caught.value.message == f"--state-memory: expected a size, found `{shown}`"
+
+
+def test_padding_lists():
+    assert parse_paddings("16,128,512") == (16, 128, 512)
+    assert parse_paddings(" 16, 32 ") == (16, 32)
+    assert parse_paddings("-16,0") == (-16, 0)  # what they mean is checked with the plan
+
+
+@pytest.mark.parametrize(
+    "text", ["", ",", "16,", "16,,32", "a", "16.0", "1_6", "+16", "0x10", "１６", "16;32", "9" * 99]
+)
+def test_what_is_no_list_of_integers_is_refused(text):
+    """int() takes underscores and the digits of every script."""
+    with pytest.raises(PlanError) as caught:
+        parse_paddings(text, "--decode-paddings")
+    shown = text if len(text) < 61 else "9" * 60 + "…"
+    assert caught.value.message == f"--decode-paddings: expected integers with commas between, found `{shown}`"
+    assert caught.value.hint == "e.g. 16,128,512"

@@ -1,0 +1,170 @@
+"""Sampling: exact choices, exact kept sets, and draws that depend on seed and position alone."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from direct import pack
+from ling3export.model.config import Config
+from ling3export.model.geometry import AXIS, Geometry
+from ling3export.model.sampling import keep_mask
+from ling3export.model.steps import build_step
+from ling3export.synth import config_fields
+from tolerances import CHI_SQUARE_5, KERNEL
+
+CONFIG = Config.from_dict(config_fields("micro", {}))
+VOCAB, SLOTS = CONFIG.vocab_size, 8
+
+
+class Sampler:
+    """``sample@rows`` at one tensor parallelism."""
+
+    def __init__(self, tp: int, rows: int) -> None:
+        geometry = Geometry(tp=tp, dtype="float32", slots=SLOTS, pages=1, page_size=16, max_pages=1, latent_row=1)
+        mesh = Mesh(np.array(jax.devices()[:tp]), (AXIS,), axis_types=(AxisType.Auto,))
+        self.step, self.rows = build_step(CONFIG, geometry, "sample", rows, mesh), rows
+        self.call = jax.jit(self.step.call)
+        self.shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.step.specs)
+
+    def __call__(self, logits: np.ndarray, **fields: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(token, logprob, last_token); greedy unless ``fields`` say otherwise, rows without a sequence appended."""
+        given = len(logits)
+        values = {"slot": np.arange(1, given + 1), "top_p": np.ones(given)} | fields
+        padded = {}
+        for name, value in values.items():
+            value = np.broadcast_to(value, (given,))
+            padded[name] = np.concatenate([value, np.zeros(self.rows - given, value.dtype)])
+        whole = np.concatenate([logits, np.full((self.rows - given, VOCAB), 7.0)]).astype(np.float32)
+        batch = {"packed": pack(self.step.fields, **padded), "logits": whole}
+        arguments: Any = ({}, {"last_token": np.full(SLOTS + 1, -9, np.int32)}, batch)
+        state, out = self.call(*jax.tree.map(jax.device_put, arguments, self.shardings))
+        tokens, logprobs = np.asarray(out["token"]), np.asarray(out["logprob"])
+        return tokens[:given], logprobs[:given], np.asarray(state["last_token"])
+
+
+@pytest.fixture(scope="module")
+def samplers() -> dict[tuple[int, int], Sampler]:
+    return {cell: Sampler(*cell) for cell in ((1, 8), (1, 3), (2, 8), (4, 8))}
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.sum(np.exp(shifted), axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_greedy_finds_every_token(samplers: dict, tp: int):
+    logits = np.random.default_rng(0).normal(size=(8, VOCAB)).astype(np.float32)
+    for first in range(0, VOCAB, 8):
+        raised = logits.copy()
+        raised[np.arange(8), first + np.arange(8)] = 9
+        token, logprob, last = samplers[tp, 8](raised)
+        assert token.tolist() == list(range(first, first + 8))
+        assert last.tolist() == [-9, *token]
+        assert np.max(np.abs(logprob - log_softmax(raised)[np.arange(8), token])) < KERNEL
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_greedy_ties_go_to_the_lowest_id(samplers: dict, tp: int):
+    """Within a device's vocabulary, across the border of two, and where all are equal."""
+    tied = [(0, 1), (5, 79), (79, 80), (80, 319), (159, 160, 239), (3, 240), (100, 101), tuple(range(VOCAB))]
+    logits = np.full((8, VOCAB), -3.0)
+    for row, ids in enumerate(tied):
+        logits[row, list(ids)] = 2.5
+    assert samplers[tp, 8](logits)[0].tolist() == [ids[0] for ids in tied]
+
+
+def test_rows_without_a_sequence_write_to_the_dummy_slot_alone(samplers: dict):
+    token, _, last = samplers[1, 8](np.random.default_rng(0).normal(size=(2, VOCAB)), slot=np.array([5, 2]))
+    assert last[[5, 2]].tolist() == token.tolist()
+    assert last[[1, 3, 4, 6, 7, 8]].tolist() == [-9] * 6
+
+
+def kept_by_numpy(scaled: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+    """The rule of the contract: the ``top_k`` best, lower ids first among equals; of these the fewest that hold p."""
+    order = np.argsort(-scaled, kind="stable")[: top_k or None]
+    probability = np.exp(log_softmax(scaled[order]))
+    count = len(order) if top_p >= 1 else int(np.searchsorted(np.cumsum(probability), top_p)) + 1
+    kept = np.zeros(len(scaled), bool)
+    kept[order[:count]] = True
+    return kept
+
+
+def borders(scaled: np.ndarray, top_k: int, rng: np.random.Generator) -> float:
+    """A top_p half way between two cumulated probabilities, so that fp32 cannot land on the other side."""
+    ranked = np.sort(scaled)[::-1][: top_k or None]
+    cumulated = np.cumsum(np.exp(log_softmax(ranked)))
+    wide = np.flatnonzero(np.diff(cumulated) > 1e-4)
+    at = int(rng.choice(wide)) if len(wide) else 0
+    return float((cumulated[at] + cumulated[at + 1]) / 2) if len(wide) else 0.5
+
+
+@pytest.mark.parametrize("width", [8, 320])
+def test_kept_set_is_exact(width: int):
+    rng = np.random.default_rng(width)
+    mask = jax.jit(keep_mask)
+    for _ in range(12):
+        scaled = (rng.normal(size=(8, width)) * rng.choice([0.2, 1, 4])).astype(np.float32)
+        scaled[0] = np.round(scaled[0])  # ties
+        top_k = np.array([0, 1, 2, 5, width, width + 3, 0, 3])
+        top_p = np.array([borders(scaled[row], top_k[row], rng) for row in range(8)])
+        top_p[[1, 2]] = [0.0, 1e-9]  # at least the best one is kept
+        found = mask(jnp.asarray(scaled), jnp.asarray(top_k, jnp.int32), jnp.asarray(top_p, jnp.float32))
+        expected = [kept_by_numpy(*row) for row in zip(scaled, top_k, top_p, strict=True)]
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_top_p_of_one_keeps_all():
+    """However small the tail: its cumulated probability rounds to one long before its end."""
+    scaled = np.array([np.linspace(0, -40, 320)], np.float32)
+    mask = jax.jit(keep_mask)
+    for top_k in (0, 200):
+        found = mask(jnp.asarray(scaled), jnp.array([top_k], jnp.int32), jnp.ones(1, jnp.float32))
+        np.testing.assert_array_equal(found[0], kept_by_numpy(scaled[0], top_k, 1.0))
+
+
+def test_draws_depend_on_seed_and_position_alone(samplers: dict):
+    """Not on row, neighbours, number of rows or tensor parallelism."""
+    logits = np.random.default_rng(1).normal(size=(8, VOCAB)).astype(np.float32)
+    fields = {
+        "temperature": np.full(8, 1.3), "top_k": np.array([0, 50] * 4), "top_p": np.array([1, 0.9, 0.8, 1] * 2),
+        "seed": np.arange(8) * 1000 - 3, "position": np.arange(8) * 7,
+    }  # fmt: skip
+    token, logprob, _ = samplers[1, 8](logits, **fields)
+    assert len(set(token)) > 4
+    assert np.max(np.abs(logprob - log_softmax(logits)[np.arange(8), token])) < KERNEL
+    for cell in ((1, 8), (1, 3), (2, 8), (4, 8)):
+        for rows in ([7, 2, 0], [5], [1, 4]):
+            assert samplers[cell](logits[rows], **{k: v[rows] for k, v in fields.items()})[0].tolist() == [*token[rows]]
+    moved = samplers[1, 8](logits, **fields | {"position": fields["position"] + 1})[0]
+    other = samplers[1, 8](logits, **fields | {"seed": fields["seed"] + 1})[0]
+    assert np.sum(moved == token) < 3
+    assert np.sum(other == token) < 3
+
+
+def test_greedy_rows_beside_drawn_ones(samplers: dict):
+    logits = np.random.default_rng(2).normal(size=(8, VOCAB)).astype(np.float32)
+    temperature = np.array([0, 5, 0, 5, 0, 5, 0, 5.0])
+    token, logprob, _ = samplers[4, 8](logits, temperature=temperature, seed=np.arange(8))
+    np.testing.assert_array_equal(token[::2], logits.argmax(axis=1)[::2])
+    assert np.any(token[1::2] != logits.argmax(axis=1)[1::2])
+    assert np.max(np.abs(logprob - log_softmax(logits)[np.arange(8), token])) < KERNEL
+
+
+@pytest.mark.parametrize("along", ["seed", "position"])
+def test_draws_follow_the_distribution(samplers: dict, along: str):
+    """Six tokens kept at temperature 0.7: counts of 2000 draws against their probabilities; never another token."""
+    logits = np.random.default_rng(3).normal(size=VOCAB).astype(np.float32)
+    best = np.argsort(-logits, kind="stable")[:6]
+    probability = np.exp(log_softmax(logits[best] / 0.7))
+    drawn = []
+    for start in range(0, 2000, 8):
+        fields = {"seed": 11, "position": 5} | {along: np.arange(start, start + 8)}
+        drawn += samplers[1, 8](np.tile(logits, (8, 1)), temperature=0.7, top_k=6, **fields)[0].tolist()
+    counts = np.array([drawn.count(token) for token in best])
+    assert counts.sum() == 2000
+    assert np.sum((counts - 2000 * probability) ** 2 / (2000 * probability)) < CHI_SQUARE_5

@@ -1,0 +1,197 @@
+"""``ling3export verify``: what it measures, how it judges, and that damage and lies of an artifact come to light."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from safetensors.numpy import load_file, save_file
+
+from ling3export import cli, processes, verify
+from ling3export.artifacts.manifest import file_record, read_manifest, write_manifest
+from ling3export.errors import ArtifactError
+from ling3export.verify import Prober, check_digests, measure_apart, relative_error
+
+VECTORS = "vectors/expected.safetensors"
+SEQUENCES = [{"ids": list(range(20)), "prompt": 17}, {"ids": [7, 8, 9], "prompt": 2}, {"ids": [5] * 40, "prompt": 39}]
+
+
+@pytest.fixture(scope="module")
+def whole(artifact) -> Path:
+    return artifact("micro-tp2")
+
+
+@pytest.fixture
+def copy(whole, tmp_path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "x.ling3"))
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.main, ["verify", *map(str, arguments)])
+
+
+def with_vectors(folder: Path, **changes: Any) -> None:
+    """Signs the artifact again after changing its vectors and what the manifest says of them."""
+    manifest = read_manifest(folder)
+    manifest["vectors"] |= {**changes, "expected": file_record(folder, VECTORS)}
+    write_manifest(folder, manifest)
+
+
+def test_a_whole_artifact_passes_and_every_cell_is_listed_the_worst_first(whole):
+    done = run(whole)
+    assert done.exit_code == 0, done.stderr
+    lines = done.stdout.splitlines()
+    cells = read_manifest(whole)["targets"]["cpu-tp2"]["cells"]
+    files = 2 * len(cells) + 3 + 1  # tiers, tokenizer files, vectors
+    slabs = sum(len(entry["sha256"]) for entry in read_manifest(whole)["weights"]["index"].values())
+    assert lines[0] == f"digests: {files} files and {slabs} weight slabs agree"
+    assert lines[1] == "cpu-tp2: largest relative error at most 1e-05"
+    rows = [line.split() for line in lines[2 : 2 + len(cells)]]
+    assert {row[0] for row in rows} == set(cells)
+    assert {row[1] for row in rows} == {"passed"}
+    errors = [float(row[4].strip(",")) for row in rows]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] <= 1e-5
+
+
+def test_as_json_it_agrees_with_the_receipts_of_the_build(whole):
+    done = run(whole, "--json", "--target", "cpu-tp2")
+    assert done.exit_code == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert record["passed"] is True
+    found, receipts = record["targets"]["cpu-tp2"], read_manifest(whole)["vectors"]["receipts"]["cpu-tp2"]
+    assert found["tolerance"] == receipts["tolerance"] == {"measure": "largest", "bound": 1e-5}
+    assert found["cells"].keys() == receipts["cells"].keys()
+    for name, row in receipts["cells"].items():
+        assert found["cells"][name] == pytest.approx(row, abs=1e-5)
+
+
+def test_a_wrong_expectation_fails_and_comes_first(copy):
+    """The judge has teeth: one logit of one decoded position moved by a thousandth of the row."""
+    stored = load_file(copy / VECTORS)
+    entry = read_manifest(copy)["vectors"]["sequences"][0]
+    row = entry["positions"].index(entry["prompt"])
+    values = stored[entry["logits"]].copy()
+    values[row, 3] += 1e-3 * np.linalg.norm(values[row])
+    save_file(stored | {entry["logits"]: values}, copy / VECTORS)
+    with_vectors(copy)
+    done = run(copy)
+    assert done.exit_code == 1
+    cell, status, _, _, error = done.stdout.splitlines()[2].split()[:5]
+    assert (cell, status) == ("decode@8", "failed")
+    assert float(error.strip(",")) == pytest.approx(1e-3, rel=0.01)
+    assert done.stdout.count("failed") == 1
+
+
+def test_an_unknown_target_is_refused(whole):
+    done = run(whole, "--target", "tpu-v6e-4x4-tp16")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"error: target `tpu-v6e-4x4-tp16`: expected one of cpu-tp2, found none of that name, in {whole}\n"
+    )
+
+
+@pytest.mark.parametrize("damaged", ["programs/*/sample@*.stablehlo", "weights/moe.safetensors", VECTORS])
+def test_damage_is_found_before_anything_runs(copy, damaged, monkeypatch):
+    monkeypatch.setattr(verify, "measure_apart", lambda *arguments: pytest.fail("a damaged artifact was run"))
+    path = next(copy.glob(damaged))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    done = run(copy)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "expected sha256 " in done.stderr
+
+
+def test_what_the_measuring_process_says_is_passed_on(whole, monkeypatch):
+    with pytest.raises(ArtifactError) as caught:
+        measure_apart(whole, "cpu-tp9")
+    assert caught.value.message.startswith(
+        "vectors of `cpu-tp9`: expected to run, found: target `cpu-tp9`: expected one"
+    )
+
+    monkeypatch.setattr(verify, "command", lambda *_: ["sh", "-c", "echo last words >&2; kill -ABRT $$"])
+    with pytest.raises(ArtifactError) as caught:
+        measure_apart(whole, "cpu-tp2")
+    assert caught.value.message == (
+        "vectors of `cpu-tp2`: expected to run, found: a process that was killed by SIGABRT: last words"
+    )
+
+
+def test_the_measuring_process_takes_nothing_from_its_surroundings(whole, tmp_path, monkeypatch):
+    """A json.py in the working directory was once imported, and JAX_DISABLE_JIT ended in a traceback."""
+    (tmp_path / "json.py").write_text("raise SystemExit('shadowed')")
+    monkeypatch.chdir(tmp_path)
+    for name in ("JAX_DISABLE_JIT", "JAX_ENABLE_X64"):
+        monkeypatch.setenv(name, "1")
+    assert "JAX_NUMPY_DTYPE_PROMOTION" in processes.environment()
+    assert measure_apart(whole, "cpu-tp2")["passed"] is True
+
+
+def test_digests_are_counted(whole):
+    manifest = read_manifest(whole)
+    files, slabs = check_digests(whole, manifest)
+    assert files == sum(1 for path in whole.rglob("*") if path.is_file() and "weights" not in path.parts) - 1
+    assert slabs == sum(max(entry["slabs"], 1) for entry in manifest["weights"]["index"].values())
+
+
+def test_relative_error():
+    assert relative_error(np.array([3.0, 4.0]), np.array([3.0, 4.0])) == 0
+    assert relative_error(np.array([3.0, 4.5]), np.array([3.0, 4.0])) == pytest.approx(0.1)
+    assert relative_error(np.array([3.0, np.nan]), np.array([3.0, 4.0])) == float("inf")
+    large = np.array([3e30, 4e30], np.float32)
+    assert relative_error(large, large * np.float32(2)) == pytest.approx(0.5)
+
+
+class FakeDevice:
+    """Takes the steps down; the logits of every row are its position."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, int, dict[str, np.ndarray]]] = []
+
+    def step(self, phase: str, padding: int, fields: dict[str, np.ndarray]) -> np.ndarray:
+        self.steps.append((phase, padding, {name: value.copy() for name, value in fields.items()}))
+        if phase == "decode":
+            return fields["position"][:, None].astype(np.float32)
+        return (fields["chunk_start"] + fields["chunk_len"] - 1)[:, None].astype(np.float32)
+
+    def read(self, handle: np.ndarray) -> np.ndarray:
+        return handle
+
+
+def prober(device: FakeDevice, **state: int) -> Prober:
+    record = {"chunk": 16, "page_size": 16, "max_pages": 4, "slots": 4, "pages": 12} | state
+    return Prober(SimpleNamespace(step=device.step, read=device.read), {"state": record}, SEQUENCES)  # type: ignore[arg-type]
+
+
+def test_prompts_are_prefilled_in_calls_of_whole_chunks():
+    device = FakeDevice()
+    found = dict(prober(device).prefill(32, 2, 3))
+    assert {key: float(value[0]) for key, value in found.items()} == {(2, end): end for end in (15, 31, 38)}
+    (_, _, first), (_, padding, second) = device.steps
+    assert padding == 32
+    assert [first[name].tolist() for name in ("chunk_start", "chunk_len", "chunk_slot", "fresh")] == [
+        [0, 16], [16, 16], [3, 3], [1, 0],
+    ]  # fmt: skip
+    assert [second[name].tolist() for name in ("chunk_start", "chunk_len", "chunk_slot", "fresh")] == [
+        [32, 0], [7, 0], [3, 0], [0, 0],
+    ]  # fmt: skip
+    assert second["page_table"].tolist() == [[7, 8, 9, 0], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("padding", "state", "together"),
+    [(4, {}, 3), (2, {}, 2), (4, {"slots": 1}, 1), (4, {"pages": 6}, 2), (4, {"pages": 3}, 1)],
+)
+def test_decode_takes_as_many_sequences_as_padding_slots_and_pages_hold(padding, state, together):
+    """A pool of fewer pages than three sequences need once made every build fail."""
+    device = FakeDevice()
+    found = prober(device, **state).decode(padding, 16)
+    wanted = {(0, 17): 17, (0, 18): 18, (0, 19): 19, (1, 2): 2, (2, 39): 39}
+    assert {key: float(value[0]) for key, value in found.items()} == wanted
+    live = [np.count_nonzero(fields["slot"]) for phase, _, fields in device.steps if phase == "decode"]
+    assert max(live) == live[0] == together
