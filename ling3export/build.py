@@ -25,7 +25,7 @@ from ling3export.errors import ArtifactError, CheckpointError, PlanError
 from ling3export.fingerprint import fingerprint, state_abi, toolchain
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK
-from ling3export.model.parameters import parameters
+from ling3export.model.parameters import Argument, arguments
 from ling3export.model.state import state_arrays
 from ling3export.plan import Cell, Options, Plan, make_plan
 from ling3export.runners.tokenizer import TokenizerFiles
@@ -222,9 +222,9 @@ def target_record(folder: Path, config: Config, plan: Plan, cells: dict[str, dic
         "mesh": {"axis": AXIS, "devices": requires["devices"]},
         "requires": requires,
         "parameters": [
-            {"argument": row.name, "tensor": row.name, "shape": list(row.shape),
+            {"argument": ".".join(argument.path), "tensor": row.name, "shape": list(row.shape), **layer_of(argument),
              "dtype": DTYPES[stored_dtype(row, geometry.dtype)][1].name, "spec": spec_list(parameter_spec(row.split))}
-            for row in parameters(config)
+            for argument in arguments(config, geometry) for row in (argument.parameter,)
         ],
         "state": {
             "placement": geometry.placement,
@@ -237,6 +237,11 @@ def target_record(folder: Path, config: Config, plan: Plan, cells: dict[str, dic
         },
         "cells": named,
     }  # fmt: skip
+
+
+def layer_of(argument: Argument) -> dict[str, Any]:
+    """Which index of which axis of the tensor an argument is; nothing for a whole tensor."""
+    return {} if argument.layer is None else {"index": argument.layer, "axis": argument.stack_axis}
 
 
 def _slice(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:

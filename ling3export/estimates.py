@@ -15,6 +15,7 @@ from ling3export.hlo import Frame, Instruction, Module, parse, shape_bytes, trip
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.moe import tile_rows
+from ling3export.model.pages import TILE
 from ling3export.model.parameters import parameters
 from ling3export.targets import Chip
 
@@ -24,6 +25,7 @@ FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after
         "copy-done", "async-done", "slice-done", "opt-barrier", "domain"}  # fmt: skip
 MOVED = ("copy-start", "async-start", "slice-start")  # run beside other work
 LARGE = 10**6  # bytes of a copy worth counting
+FAST = "S(1)"  # the memory space of a chip's own fast memory: a move there is a prefetch, not a copy
 
 
 @dataclass
@@ -36,7 +38,7 @@ class Costs:
         overlapped: Seconds by bytes of moves that run beside other work.
         collectives: kind → [count, bytes].
         custom_calls: target → [count, bytes].
-        copies: Names of copies over 1 MB, with bytes.
+        copies: Names of copies over 1 MB within the large memory, with bytes.
         loops: Where every trip count came from.
         instructions: opcode → how many there are in the program (not how often they run).
     """
@@ -100,8 +102,9 @@ class Estimator:
     def _timed(self, frame: Frame, instruction: Instruction, times: float) -> None:
         costs, opcode = self.costs, instruction.opcode
         moved = self._moved(frame, instruction)
-        if opcode in ("copy", "copy-start") and instruction.bytes > LARGE:
-            costs.copies[instruction.name] = shape_bytes(instruction.shape.split("}, ")[0])
+        result = instruction.shape.split("}, ")[0]
+        if opcode in ("copy", "copy-start") and shape_bytes(result) > LARGE and FAST not in result:
+            costs.copies[instruction.name] = shape_bytes(result)
         if opcode in MOVED:
             costs.overlapped += times * moved / self._chip.bandwidth
         elif instruction.cycles is not None:
@@ -116,8 +119,8 @@ class Estimator:
             return 2 * sum(operands[1:])
         if instruction.opcode in ("dynamic-slice", "slice", "gather") or "gather" in instruction.name:
             return 2 * instruction.bytes
-        if instruction.opcode in MOVED:
-            return sum(operands)
+        if instruction.opcode in MOVED:  # (operand, result, context)
+            return max(0, instruction.bytes - sum(operands)) if "slice" in instruction.opcode else sum(operands)
         return instruction.bytes + sum(operands)
 
     def _bytes(self, frame: Frame, name: str) -> int:
@@ -199,7 +202,8 @@ class Workload:
         if phase == "prefill":
             return {"chunks": padding // CHUNK, "tiles": tiles, "cached": 0}
         pages = min(geometry.max_pages, math.ceil(self.tokens / geometry.page_size))
-        return {"sequences": padding, "pages": pages, "tiles": tiles}
+        held = math.ceil(padding * pages / (geometry.tp if geometry.placement == "striped" else 1))
+        return {"sequences": padding, "pages": pages, "page_tiles": math.ceil(held / TILE), "tiles": tiles}
 
 
 def expected_tiles(tokens: int, config: Config, experts: float) -> float:

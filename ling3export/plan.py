@@ -183,7 +183,14 @@ def forms(config: Config, target: Target) -> dict[str, Any]:
         return {"latent_row": config.latent_dim}
     # A latent row of whole lanes: else the compiler copies the donated pool every step.
     lanes = target.chip.lanes
-    return {"latent_row": -(-config.latent_dim // lanes) * lanes}
+    return {
+        "latent_row": -(-config.latent_dim // lanes) * lanes,
+        "layer_loop": "unroll",
+        "placement": "striped" if target.tp > 1 else "replicated",
+        "attention": "pages",
+        "experts": "local",
+        "recurrence": "together",
+    }
 
 
 def make_plan(config: Config, options: Options, target_text: str) -> Plan:

@@ -112,8 +112,8 @@ def test_compiling_for_a_tpu_needs_no_tpu_in_the_environment():
 @pytest.mark.parametrize(
     ("text", "pages", "note"),
     [
-        ("tpu:v6e:4x4", 2048, "latent pool: 2048 pages of 256 tokens (replicated), all that 64 full sequences need; a "
-         "device holds 971.55 MiB of weights and 3.83 GiB of state"),
+        ("tpu:v6e:4x4", 2048, "latent pool: 2048 pages of 256 tokens (striped), all that 64 full sequences need; a "
+         "device holds 971.55 MiB of weights and 317.57 MiB of state"),
         ("tpu:v6e:1x1", 1555, "latent pool: 1555 pages of 256 tokens (replicated), what fits 0.6 of 31.24 GiB a "
          "device; a device holds 14.71 GiB of weights and 4.03 GiB of state"),
     ],
@@ -123,6 +123,13 @@ def test_pages_fill_what_weights_and_slots_leave_of_a_chip(text, pages, note):
     assert plan.geometry.pages == pages
     assert plan.geometry.latent_row == 640  # whole lanes; 576 copies the pool every step
     assert plan.notes[-1] == note
+
+
+def test_striped_pages_are_the_same_number_on_every_device():
+    assert make_plan(FULL, Options(pages=48), "tpu:v6e:4x4").geometry.pages == 48
+    with pytest.raises(PlanError) as caught:
+        make_plan(FULL, Options(pages=33), "tpu:v6e:4x4")
+    assert caught.value.message == "--pages: expected a multiple of 16 (striped over as many devices), found 33"
 
 
 def test_a_plan_that_a_chip_cannot_hold_is_refused_with_the_sum():
