@@ -146,14 +146,9 @@ class MixtureOfExperts(nnx.Module):
         share = lax.dynamic_slice_in_dim(weights, lax.axis_index(AXIS) * local, local, axis=1)
         y = dot(x, gate_up).reshape(rows, local, 2, -1)
         hidden = (jax.nn.silu(y[:, :, 0]) * y[:, :, 1] * share[:, :, None]).astype(x.dtype)
-        parts = down.reshape(local, x.shape[1], -1)
-        dims = (((1,), (1,)), ((), ()))
-        out = [
-            lax.dot_general(hidden[:, e], parts[e], dims, precision=precision(x.dtype),
-                            preferred_element_type=jnp.float32)
-            for e in range(local)
-        ]  # fmt: skip
-        return sum(out[1:], start=out[0])
+        dims = (((1, 2), (0, 2)), ((), ()))
+        down = down.reshape(local, x.shape[1], -1)
+        return lax.dot_general(hidden, down, dims, precision=precision(x.dtype), preferred_element_type=jnp.float32)
 
     def _routed(
         self, x: jax.Array, layer: int | jax.Array, chosen: jax.Array, weights: jax.Array, valid: jax.Array
