@@ -10,7 +10,7 @@ import click
 
 from ling3export.errors import Ling3Error, listed
 from ling3export.plan import Options, parse_bytes, parse_paddings
-from ling3export.runners.cli import guarded
+from ling3export.runners.guard import guarded
 
 DEFAULTS = Options()
 

@@ -1,6 +1,6 @@
 """Runs an artifact's vectors through its cells and compares with the stored expectations.
 
-``python -m ling3export.verify ARTIFACT TARGET`` measures one target in a process of its own (the number of virtual
+``python -m ling3export.verify ARTIFACT TARGET < MANIFEST`` measures one target in a process of its own (the number of
 devices is fixed when jax starts) and prints one JSON object; ``ling3export verify`` and the build read it.
 """
 
@@ -178,7 +178,7 @@ class Prober:
         return rows, int(np.sum(tokens != np.argmax(logits, axis=1)))
 
 
-def measure_target(artifact: Path, name: str) -> dict[str, Any]:
+def measure_target(artifact: Path, name: str, manifest: dict[str, Any]) -> dict[str, Any]:
     """Loads one target and runs every vector through each of its cells.
 
     Returns:
@@ -189,8 +189,8 @@ def measure_target(artifact: Path, name: str) -> dict[str, Any]:
 
     from ling3export.runners.loader import load as load_artifact
 
-    loaded = load_artifact(artifact, target=name, check="programs", report=lambda _: None)
-    manifest, target = loaded.manifest, loaded.record
+    loaded = load_artifact(artifact, target=name, check="programs", report=lambda _: None, manifest=manifest)
+    target = loaded.record
     vectors = manifest["vectors"]
     stored = load(read_checked(artifact, vectors["expected"]))
     expected: Found = {
@@ -264,14 +264,19 @@ def _agreement(found: dict[str, Found]) -> dict[str, float]:
     return agreement
 
 
-def measure_apart(artifact: Path, target: str) -> dict[str, Any]:
+def measure_apart(artifact: Path, target: str, manifest: dict[str, Any]) -> dict[str, Any]:
     """:func:`measure_target` in a fresh process.
+
+    The manifest goes through its stdin: a build has none in the folder before its receipts are in it.
 
     Raises:
         ArtifactError: It ended without a result; with what it said.
     """
     started = command("ling3export.verify", str(artifact), target)
-    done = subprocess.run(started, capture_output=True, text=True, errors="replace", env=environment(), check=False)
+    done = subprocess.run(
+        started, input=json.dumps(manifest), capture_output=True, text=True, errors="replace", env=environment(),
+        check=False,
+    )  # fmt: skip
     if done.returncode or not done.stdout.strip():
         said = done.stderr.strip()[-1500:] or "nothing was printed"
         if done.returncode != REFUSED:
@@ -327,7 +332,7 @@ def verify_artifact(artifact: Path, target: str | None) -> Result:
     targets: dict[str, Any] = {}
     for name in names:
         reason = _not_here(manifest["targets"][name])
-        targets[name] = measure_apart(artifact, name) if reason is None else {"reason": reason}
+        targets[name] = measure_apart(artifact, name, manifest) if reason is None else {"reason": reason}
     passed = all(row.get("passed", True) for row in targets.values())
     return Result({"files": files, "slabs": slabs, "targets": targets, "passed": passed}, passed)
 
@@ -335,7 +340,7 @@ def verify_artifact(artifact: Path, target: str | None) -> Result:
 def main() -> None:
     """Prints the receipts of one target as JSON."""
     try:
-        print(json.dumps(measure_target(Path(sys.argv[1]), sys.argv[2])))
+        print(json.dumps(measure_target(Path(sys.argv[1]), sys.argv[2], json.load(sys.stdin))))
     except Ling3Error as error:
         print(error, file=sys.stderr)
         sys.exit(REFUSED)

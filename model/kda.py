@@ -96,21 +96,28 @@ def recurrent_step(state: jax.Array, x: Inputs) -> tuple[jax.Array, jax.Array]:
     return decay[..., None] * state + written[..., None] * r[..., None, :], o
 
 
-def scores_factored(rows: jax.Array, k: jax.Array, total: jax.Array) -> jax.Array:
+def scores_factored(rows: jax.Array, k: jax.Array, g: jax.Array) -> jax.Array:
     """``<rows_t exp(G_t), k_i exp(-G_i)>`` through factors relative to the middle of the chunk.
 
     The reference in the middle keeps every factor within exp(±40) for the bound of -5, far from both ends of fp32.
-    Shapes: rows, k, total ``[..., C, K]``; returns ``[..., C, C]``. Entries above the diagonal are not meaningful.
+    Shapes: rows, k, g ``[..., C, K]``; returns ``[..., C, C]``. Entries above the diagonal are not meaningful.
     """
+    total = jnp.cumsum(g, axis=-2)
     middle = total[..., CHUNK // 2 - 1 : CHUNK // 2, :]
-    return jnp.einsum("...tk,...ik->...ti", rows * jnp.exp(total - middle), k * jnp.exp(middle - total),
-                      precision=HIGHEST)  # fmt: skip
+    grown, shrunk = rows * jnp.exp(total - middle), k * jnp.exp(middle - total)
+    return jnp.einsum("...tk,...ik->...ti", grown, shrunk, precision=HIGHEST)
 
 
-def scores_pairwise(rows: jax.Array, k: jax.Array, total: jax.Array) -> jax.Array:
-    """The same without factored exponents, for gates that have no lower bound: costs C² K exponentials a head."""
-    difference = total[..., :, None, :] - total[..., None, :, :]
-    lower = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))[:, :, None]
+def scores_pairwise(rows: jax.Array, k: jax.Array, g: jax.Array) -> jax.Array:
+    """The same without factored exponents, for gates that have no lower bound: costs C² K exponentials a head.
+
+    ``G_t - G_i`` is summed from the g between them: after a token that decays everything, the difference of two large
+    sums would have lost its digits.
+    """
+    step = jnp.arange(CHUNK)
+    between = (step[:, None, None] >= step) & (step[None, :, None] < step)  # t, i, s: i < s <= t
+    difference = jnp.einsum("tis,...sk->...tik", between.astype(jnp.float32), g, precision=HIGHEST)
+    lower = (step[:, None] >= step)[:, :, None]
     weight = jnp.exp(jnp.where(lower, difference, -jnp.inf))
     return jnp.einsum("...tk,...ik,...tik->...ti", rows, k, weight, precision=HIGHEST)
 
@@ -177,16 +184,19 @@ def chunk_terms(x: Inputs, factored: bool, invert: Callable[[jax.Array], jax.Arr
     scores = scores_factored if factored else scores_pairwise
     causal = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
     strict = jnp.tril(jnp.ones((CHUNK, CHUNK), bool), -1)
-    inverse = invert(jnp.where(strict, scores(k, k, total), 0.0) * beta[..., None, :])
+    inverse = invert(jnp.where(strict, scores(k, k, g), 0.0) * beta[..., None, :])
     grown = jnp.exp(total)
-    last = total[..., -1:, :]
+    # What comes after each token, summed by itself for the same reason as in `scores_pairwise`.
+    after = lax.cumsum(
+        jnp.pad(g[..., 1:, :], [(0, 0)] * (g.ndim - 2) + [(0, 1), (0, 0)]), axis=g.ndim - 2, reverse=True
+    )
     return ChunkTerms(
         u=jnp.matmul(inverse, v, precision=HIGHEST),
         w=jnp.matmul(inverse, k * grown, precision=HIGHEST),
         q_in=q * grown,
-        mix=jnp.where(causal, scores(q, k, total), 0.0) * beta[..., None, :],
-        k_out=k * jnp.exp(last - total) * beta[..., None],
-        decay=jnp.exp(last[..., 0, :]),
+        mix=jnp.where(causal, scores(q, k, g), 0.0) * beta[..., None, :],
+        k_out=k * jnp.exp(after) * beta[..., None],
+        decay=grown[..., -1, :],
     )
 
 

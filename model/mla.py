@@ -63,14 +63,15 @@ def attend_pages(
     page = pool.shape[2]
 
     def step(j: jax.Array, part: Partial) -> Partial:
+        mask = j * page + jnp.arange(page, dtype=jnp.int32) < length
         here, number = local_pages(table[j], geometry)
-        cached = pool[layer, number]
+        # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
+        cached = jnp.where(mask[:, None], pool[layer, number], jnp.zeros((), pool.dtype))
         if geometry.placement == "striped":
-            cached = lax.psum(jnp.where(here, cached, 0), AXIS)
+            cached = lax.psum(jnp.where(here, cached, jnp.zeros((), pool.dtype)), AXIS)
         exact = precision(pool.dtype)
         scores = jnp.matmul(query, cached.T, precision=exact, preferred_element_type=jnp.float32)
-        mask = (j * page + jnp.arange(page, dtype=jnp.int32) < length)[None]
-        maximum, total, weights = softmax_part(scores, mask)
+        maximum, total, weights = softmax_part(scores, mask[None])
         # Over the whole row, rope part and all: a slice of the page would be copied first on CPU.
         weights = weights.astype(pool.dtype)
         values = jnp.matmul(weights, cached, precision=exact, preferred_element_type=jnp.float32)

@@ -99,13 +99,16 @@ def attend_list(query: jax.Array, pool: jax.Array, layer: int | jax.Array, pages
 
     def step(i: jax.Array, part: Partial) -> Partial:
         row, number, length = (lax.dynamic_slice_in_dim(x, i * TILE, TILE) for x in pages[:3])
+        counts = place < length[:, None]  # [TILE, page]
         cached = pool.at[layer, number].get(mode="promise_in_bounds")
+        # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
+        cached = jnp.where(counts[:, :, None], cached, jnp.zeros((), pool.dtype))
         owner = (row == jnp.arange(count, dtype=jnp.int32)[:, None]) & (length > 0)  # [B, TILE]
         scores = jnp.einsum("phr,plr->phl", query[row], cached, precision=exact, preferred_element_type=jnp.float32)
-        scores = jnp.where((place < length[:, None])[:, None], scores, MASKED)
+        scores = jnp.where(counts[:, None], scores, MASKED)
         highest = jnp.where(owner[:, :, None], jnp.max(scores, axis=-1), MASKED)  # [B, TILE, H]
         maximum = jnp.maximum(part.maximum, jnp.max(highest, axis=1))
-        weights = jnp.where((place < length[:, None])[:, None], jnp.exp(scores - maximum[row][..., None]), 0.0)
+        weights = jnp.where(counts[:, None], jnp.exp(scores - maximum[row][..., None]), 0.0)
         share = owner.astype(jnp.float32)
         values = jnp.einsum("phl,plr->phr", weights.astype(pool.dtype), cached[..., :rank], precision=exact,
                             preferred_element_type=jnp.float32)  # fmt: skip

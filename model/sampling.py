@@ -18,11 +18,12 @@ def greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     best = jnp.max(logits, axis=1)
     index = jnp.argmax(logits, axis=1).astype(jnp.int32) + lax.axis_index(AXIS) * width
     total = jnp.sum(jnp.exp(logits - best[:, None]), axis=1)
-    each = lax.all_gather(jnp.stack([best, total, lax.bitcast_convert_type(index, jnp.float32)]), AXIS)
+    # As a number, exact up to 2^24: a bit-cast id is a denormal, which an accelerator may flush to zero.
+    each = lax.all_gather(jnp.stack([best, total, index.astype(jnp.float32)]), AXIS)
     bests, totals = each[:, 0], each[:, 1]
     winner = jnp.argmax(bests, axis=0)
     rows = jnp.arange(logits.shape[0])
-    token = lax.bitcast_convert_type(each[winner, 2, rows], jnp.int32)
+    token = each[winner, 2, rows].astype(jnp.int32)
     maximum = bests[winner, rows]
     return token, -jnp.log(jnp.sum(totals * jnp.exp(bests - maximum), axis=0))
 

@@ -1,17 +1,16 @@
 """The command line of the runner. stdout carries data only; nothing heavy is imported before it is needed."""
 
-import errno
 import json
 import os
-import sys
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ling3export.errors import Ling3Error, RequestError
+from ling3export.errors import RequestError
+from ling3export.runners.eval_cli import evaluate
+from ling3export.runners.guard import guarded
 from ling3export.runners.prompts import Prompt, line_names, parse_ids, read_prompts
 from ling3export.runners.request import SEEDS, Completion, Sampling
 from ling3export.runners.verdict import POLICIES
@@ -21,32 +20,6 @@ if TYPE_CHECKING:
 
 DEFAULTS = Sampling()
 CHECKS = ("all", "programs")
-
-
-def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Prints a Ling3Error as message and hint on stderr and exits with 1, without a traceback.
-
-    So too for what the system refuses (a full disk behind stdout, a name that is too long).
-    """
-
-    @wraps(command)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return command(*args, **kwargs)
-        except Ling3Error as error:
-            click.echo(f"error: {error.message}", err=True)
-            if error.hint:
-                click.echo(f"hint: {error.hint}", err=True)
-        except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader of stdout is gone; click ends in silence
-                raise
-            where = "output" if error.filename is None else f"file `{str(error.filename)[:200]}`"
-            click.echo(
-                f"error: {where}: expected to be readable or writable, found {error.strerror or error}", err=True
-            )
-        sys.exit(1)
-
-    return run
 
 
 class _Ids(click.ParamType):
@@ -68,6 +41,9 @@ class _Ids(click.ParamType):
 @click.version_option(package_name="ling3export")
 def main() -> None:
     """Run a prebuilt Ling3-Tiny artifact."""
+
+
+main.add_command(evaluate)
 
 
 @main.command()

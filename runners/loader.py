@@ -65,7 +65,7 @@ class Loaded:
 
 def load(
     artifact: str | Path, *, target: str | None = None, programs: str = "prebuilt-only", check: str = "all",
-    report: Callable[[str], None] = say,
+    report: Callable[[str], None] = say, manifest: dict[str, Any] | None = None,
 ) -> Loaded:  # fmt: skip
     """Loads an artifact.
 
@@ -76,6 +76,7 @@ def load(
             fit, and cached beside the artifact.
         check: ``all``, or ``programs``: weights are used without checking their digests.
         report: Told what was chosen and why.
+        manifest: Used instead of the folder's: a build measures what it has no manifest for yet.
 
     Raises:
         ArtifactError: The artifact is missing, damaged, or not for this machine under this policy.
@@ -86,7 +87,7 @@ def load(
     timings = Timings()
     folder = Path(artifact)
     with timings.stage("manifest"):
-        manifest = read_manifest(folder)
+        manifest = read_manifest(folder) if manifest is None else manifest
         name = choose_target(manifest["targets"], target, platforms_here())
         record = manifest["targets"][name]
         prepare(record)

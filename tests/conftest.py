@@ -2,8 +2,13 @@
 
 import os
 
+from artifacts_fixture import artifact  # noqa: F401  (a fixture)
 from ling3export.runners.environment import prepare_cpu
 
 # Before any test module imports jax. Commands that tests start inherit both.
 prepare_cpu(16)
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"  # a bf16 array that meets an fp32 one by accident is an error
+
+import jax  # noqa: E402
+
+jax.devices()  # started here: a test that changes the environment must not be the one that starts it

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -108,7 +109,12 @@ def test_a_kill_at_any_moment_leaves_nothing_whole_and_the_next_build_cleans_up(
         assert not list(tmp_path.glob("**/manifest.json"))
 
     surroundings = {"JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cuda", "JAX_NUM_CPU_DEVICES": "3"}
+    left = list(tmp_path.glob(".x.ling3.partial-*"))
+    assert len(left) == 1
     with building(checkpoint, artifact, cwd=elsewhere, variables=surroundings) as winner:
+        while left[0].exists():  # else the file that is waited for would be the killed build's
+            assert winner.poll() is None, winner.communicate()[1]
+            time.sleep(0.01)
         wait_for(tmp_path, COMPILING, winner)
         assert len(list(tmp_path.glob(".x.ling3.partial-*"))) == 1
         with building(checkpoint, artifact) as other:

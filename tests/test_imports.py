@@ -10,7 +10,18 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "ling3export"
 
 # What each layer may import of ours, and of others. The build side is every other module in ling3export/.
-RUNNER_NEEDS = {"click", "flatbuffers", "jax", "jaxlib", "jinja2", "ml_dtypes", "numpy", "safetensors", "tokenizers"}
+RUNNER_NEEDS = {
+    "click",
+    "flatbuffers",
+    "jax",
+    "jaxlib",
+    "jinja2",
+    "ml_dtypes",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "yaml",
+}
 LAYERS = {
     "errors": (set(), set()),
     "artifacts": ({"errors", "artifacts"}, {"ml_dtypes", "numpy", "safetensors"}),
@@ -31,6 +42,8 @@ WITHOUT_JAX = [
     "ling3export.reference",
     "ling3export.runners.cli",
     "ling3export.runners.environment",
+    "ling3export.runners.eval_cli",
+    "ling3export.runners.eval_run",
     "ling3export.synth",
 ]
 NEVER_IN_RUNNER = ["flax", "ling3export.model", "optax", "orbax", "rich", "tensorflow", "torch", "transformers"]
@@ -105,6 +118,7 @@ def test_code_that_only_reads_files_loads_no_jax():
         ("ling3export.cli", ["build", "--help"]),
         ("ling3export.runners.cli", ["--help"]),
         ("ling3export.runners.cli", ["generate", "--help"]),
+        ("ling3export.runners.cli", ["eval", "run", "--help"]),
     ],
 )
 def test_help_loads_no_jax(module, arguments):

@@ -29,8 +29,9 @@ def config(**overrides: Any) -> Config:
 
 
 def geometry(loop: str, **changes: Any) -> Geometry:
-    sizes = {"slots": 4, "pages": 8, "page_size": 16, "max_pages": 4, "latent_row": 56}
-    return Geometry(tp=TP, dtype="bfloat16", layer_loop=loop, **sizes | changes)
+    fields: dict[str, Any] = {"slots": 4, "pages": 8, "page_size": 16, "max_pages": 4, "latent_row": 56}
+    fields |= {"tp": TP, "dtype": "bfloat16", "layer_loop": loop} | changes
+    return Geometry(**fields)
 
 
 def text(lowered: Lowered) -> str:
@@ -126,7 +127,9 @@ def test_state_is_donated_and_never_copied(phase: str, padding: int):
 
     The pools are large and never allocated here: a copy of the smallest of them would stand out.
     """
-    model, large = config(), geometry("scan", slots=2000, pages=20000)
+    # jax 0.10.2 widens a bf16 pool to fp32 and back for each write: it has no bf16 scatter on CPU.
+    dtype = "bfloat16" if jax.__version_info__ >= (0, 11) else "float32"
+    model, large = config(), geometry("scan", slots=2000, pages=20000, dtype=dtype)
     lowered = lower_cell(model, large, phase, padding, "cpu")
     assert [lowered.record["inputs"][i]["name"] for i in lowered.record["donated"]] == sorted(
         array.name for array in state_arrays(model, large)

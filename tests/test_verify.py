@@ -109,14 +109,14 @@ def test_damage_is_found_before_anything_runs(copy, damaged, monkeypatch):
 
 def test_what_the_measuring_process_says_is_passed_on(whole, monkeypatch):
     with pytest.raises(ArtifactError) as caught:
-        measure_apart(whole, "cpu-tp9")
+        measure_apart(whole, "cpu-tp9", read_manifest(whole))
     assert caught.value.message.startswith(
         "vectors of `cpu-tp9`: expected to run, found: target `cpu-tp9`: expected one"
     )
 
     monkeypatch.setattr(verify, "command", lambda *_: ["sh", "-c", "echo last words >&2; kill -ABRT $$"])
     with pytest.raises(ArtifactError) as caught:
-        measure_apart(whole, "cpu-tp2")
+        measure_apart(whole, "cpu-tp2", read_manifest(whole))
     assert caught.value.message == (
         "vectors of `cpu-tp2`: expected to run, found: a process that was killed by SIGABRT: last words"
     )
@@ -129,7 +129,7 @@ def test_the_measuring_process_takes_nothing_from_its_surroundings(whole, tmp_pa
     for name in ("JAX_DISABLE_JIT", "JAX_ENABLE_X64"):
         monkeypatch.setenv(name, "1")
     assert "JAX_NUMPY_DTYPE_PROMOTION" in processes.environment()
-    assert measure_apart(whole, "cpu-tp2")["passed"] is True
+    assert measure_apart(whole, "cpu-tp2", read_manifest(whole))["passed"] is True
 
 
 def test_digests_are_counted(whole):

@@ -1,0 +1,74 @@
+"""The smallest harness: tasks, an agent, graders, trials. The agent is any coroutine function."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from ling3export.runners.eval_graders import grade
+from ling3export.runners.eval_objects import EvalError, GraderError, InfraError, Trial, trial_seed
+from ling3export.runners.eval_summary import Summary
+from ling3export.runners.eval_tasks import Task
+
+Agent = Callable[[dict[str, Any], dict[str, Any]], Awaitable[tuple[Any, Any]]]
+
+
+class MinimalEvalHarness:
+    """Runs tasks through an agent, one trial after the other, in order.
+
+    Args:
+        agent: ``async (input, env) -> (transcript, outcome)``; ``env`` has task_id, trial and seed. What it raises
+            is an infrastructure error, not an answer.
+        n_trials: Tries at each task.
+        seed: Of the run.
+        retry: How often a trial is tried again after an infrastructure error.
+        timeout: Seconds that an attempt may take; None for any time.
+    """
+
+    def __init__(
+        self, agent: Agent, n_trials: int = 5, *, seed: int = 0, retry: int = 1, timeout: float | None = None
+    ) -> None:
+        if n_trials < 1:
+            raise EvalError(f"n_trials: expected 1 or more, found {n_trials}")
+        self.agent = agent
+        self.n_trials = n_trials
+        self.seed = seed
+        self.retry = retry
+        self.timeout = timeout
+
+    async def run_suite(self, tasks: Sequence[Task]) -> Summary:
+        """Runs every task ``n_trials`` times.
+
+        Raises:
+            GraderError: A grader failed, or the agent returned no pair: that says nothing about a trial.
+        """
+        trials = [await self.run_trial(task, number) for task in tasks for number in range(self.n_trials)]
+        return Summary(
+            [(trial.task_id, trial.passed) for trial in trials], {task.id: task.threshold for task in tasks}, trials
+        )
+
+    async def run_trial(self, task: Task, number: int) -> Trial:
+        """One trial, tried again after infrastructure errors."""
+        trial = Trial(task.id, number, trial_seed(self.seed, task.id, number))
+        env = {"task_id": task.id, "trial": number, "seed": trial.seed}
+        for _ in range(1 + self.retry):
+            try:
+                answer = await asyncio.wait_for(self.agent(task.input, env), self.timeout)
+            except Exception as error:
+                trial.attempts.append(InfraError.of(error))
+                continue
+            if not isinstance(answer, tuple) or len(answer) != 2:
+                raise GraderError(f"agent: expected (transcript, outcome), found {answer!r}, for task `{task.id}`")
+            return graded(trial, task, *answer)
+        trial.status = "infra_error"
+        return trial
+
+
+def graded(trial: Trial, task: Task, transcript: Any, outcome: Any) -> Trial:
+    """The trial, with what came of it and its grades.
+
+    Raises:
+        GraderError: A grader failed.
+    """
+    trial.transcript, trial.outcome = transcript, outcome
+    trial.grades, trial.passed, trial.score = grade(task, transcript, outcome)
+    return trial

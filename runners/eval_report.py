@@ -1,0 +1,142 @@
+"""report.md: the score and what it is worth, failures by group, and under which settings it was reached."""
+
+import json
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any
+
+from ling3export.errors import listed
+from ling3export.runners.eval_diagnose import GROUPS, diagnose, goes_on
+from ling3export.runners.eval_statistics import wilson
+from ling3export.runners.eval_suites import REFERENCE_SETTINGS
+from ling3export.runners.eval_summary import Summary, completion_line
+from ling3export.runners.eval_tasks import Task
+
+SHOWN = 10  # names in a list
+
+
+def report(run: dict[str, Any], records: Sequence[dict[str, Any]], summary: Summary, tasks: Sequence[Task]) -> str:
+    """The report of a run as Markdown. It depends on its arguments only: no clock, no path.
+
+    Args:
+        run: The run's record.
+        records: Of every trial.
+        summary: Their totals.
+        tasks: Of the suite.
+    """
+    parts = [
+        f"# {run['suite']['name']}", *_score(run, summary), *_rates(run, summary), *_categories(records, tasks),
+        *_solved(summary), *_failures(records), *_tokens(records), *_settings(run),
+    ]  # fmt: skip
+    return "\n".join(parts) + "\n"
+
+
+def reference_differences(run: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Settings that differ from the reference evaluation: (name, reference, here)."""
+    here = {**run["environment"], **run["config"]}
+    return [(name, wanted, here.get(name)) for name, wanted in REFERENCE_SETTINGS.items() if here.get(name) != wanted]
+
+
+def invalid_line(summary: Summary, max_infra: float) -> str:
+    """Why a run with too many infrastructure errors does not count."""
+    return f"INVALID: infra rate {summary.infra_rate:.4f} > {max_infra:.4f}"
+
+
+def _score(run: dict[str, Any], summary: Summary) -> list[str]:
+    lines = ["", completion_line(summary.passed, summary.total), ""]
+    if run["totals"]["invalid"]:
+        lines[1:1] = [f"**{invalid_line(summary, run['config']['max_infra'])}**", ""]
+    reference = run["suite"]["reference"]
+    rows = [
+        ("success rate (C / N)", f"{_number(summary.success_rate)} {_interval(summary.passed, summary.total)}"),
+        (
+            "adjusted (C / (N - I))",
+            f"{_number(summary.adjusted_success_rate)} {_interval(summary.passed, summary.total - summary.infra)}",
+        ),
+        ("infra rate (I / N)", f"{summary.infra}/{summary.total} = {summary.infra_rate:.4f}"),
+    ]
+    if reference is not None:
+        rows.append(("reference evaluation, published weights", f"about {reference}"))
+    return [*lines, *_table(("rate", "value, Wilson 95 %"), rows)]
+
+
+def _rates(run: dict[str, Any], summary: Summary) -> list[str]:
+    rows = [
+        (row["k"], row["tasks"], *(_number(row[name]) for name in ("pass@k", "pass^k", "1-(1-p)^k", "p^k")))
+        for row in summary.rates(run["config"]["trials"])
+    ]
+    return ["", "## pass@k and pass^k", "", *_table(("k", "tasks", "pass@k", "pass^k", "1-(1-p)^k", "p^k"), rows)]
+
+
+def _categories(records: Sequence[dict[str, Any]], tasks: Sequence[Task]) -> list[str]:
+    category = {task.id: task.category for task in tasks}
+    if not any(category.values()):
+        return []
+    counts: dict[str, list[int]] = {}
+    for record in records:
+        row = counts.setdefault(category[record["task_id"]] or "none", [0, 0])
+        row[0] += record["passed"] is True
+        row[1] += 1
+    rows = [(name, f"{c}/{n}", f"{c / n:.4f} {_interval(c, n)}") for name, (c, n) in sorted(counts.items())]
+    return ["", "## Categories", "", *_table(("category", "passed", "rate"), rows)]
+
+
+def _solved(summary: Summary) -> list[str]:
+    solved = set(summary.solved)
+    unsolved = [name for name in summary.by_task if name not in solved]
+    lines = ["", "## Tasks", "", f"{len(solved)} of {len(summary.by_task)} tasks reach their threshold."]
+    return [*lines, f"Not: {listed(unsolved, SHOWN)}."] if unsolved else lines
+
+
+def _failures(records: Sequence[dict[str, Any]]) -> list[str]:
+    rows = [(GROUPS[name], len(found), listed(found, 5)) for name, found in diagnose(records).items()]
+    lines = ["", "## Failures", ""]
+    lines += _table(("group", "trials", "which"), rows) if rows else ["None."]
+    count = sum(goes_on(record["text"]) for record in records)
+    return [
+        *lines,
+        "",
+        f"{count} of {len(records)} texts go on behind a stop candidate (a next question, an end mark).",
+    ]
+
+
+def _tokens(records: Sequence[dict[str, Any]]) -> list[str]:
+    done = [record for record in records if record["n_prompt"] is not None]
+    if not done:
+        return []
+    rows = [
+        ("tokens in, out", f"{sum(r['n_prompt'] for r in done)}, {sum(r['n_output'] for r in done)}"),
+        ("median ms to the first token", f"{median(r['ttft_ms'] for r in done):.1f}"),
+        ("median ms to the last token", f"{median(r['e2e_ms'] for r in done):.1f}"),
+    ]
+    return ["", "## Tokens", "", *_table(("what", "value"), rows)]
+
+
+def _settings(run: dict[str, Any]) -> list[str]:
+    lines = ["", "## Against the reference evaluation", ""]
+    differing = reference_differences(run)
+    rows = [(name, _json(wanted), _json(here)) for name, wanted, here in differing]
+    lines += _table(("setting", "reference", "here"), rows) if rows else ["All its settings are the same."]
+    suite = {name: run["suite"][name] for name in ("tasks", "files", "tasks_sha256", "notes")}
+    for title, part in (("Suite", suite), ("Settings", run["config"]), ("Environment", run["environment"])):
+        lines += ["", f"## {title}", "", *_table(("name", "value"), ((n, _json(v)) for n, v in part.items()))]
+    return [*lines, "", f"Record of the run: {run['sha256']}"]
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    head = list(head)
+    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *cells)]
+
+
+def _json(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _number(value: float | None) -> str:
+    return "undefined" if value is None else f"{value:.4f}"
+
+
+def _interval(passed: int, total: int) -> str:
+    interval = wilson(passed, total)
+    return "" if interval is None else f"[{interval[0]:.4f}, {interval[1]:.4f}]"

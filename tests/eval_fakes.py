@@ -1,0 +1,94 @@
+"""Backends and agents of the evaluation tests: no jax, no artifact. Run as a program: a run that can be killed."""
+
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ling3export.runners.eval_backend import Ask
+from ling3export.runners.eval_config import RunConfig
+from ling3export.runners.eval_graders import GraderSpec
+from ling3export.runners.eval_run import run_suite
+from ling3export.runners.eval_suites import Suite
+from ling3export.runners.eval_tasks import Task
+from ling3export.runners.request import Completion
+
+NUMERIC = GraderSpec("last_numeric")
+ENVIRONMENT = {
+    "artifact": "a" * 64, "weights": "b" * 64, "target": "fake", "tp": 16, "dtype": "bfloat16", "overlap": False,
+    "paddings": [16, 128, 512], "page_size": 256, "max_running": 4, "memory_fraction": None,
+}  # fmt: skip
+
+
+class FakeBackend:
+    """Answers a prompt by a function; tokens are the text's code points, times are constant.
+
+    Args:
+        answer: Text of a prompt; what it raises is raised for the whole batch.
+        stop_reason: Of every completion.
+        delay: Seconds a batch.
+    """
+
+    def __init__(self, answer: Callable[[Any], str], stop_reason: str = "eos", delay: float = 0.0) -> None:
+        self.answer = answer
+        self.stop_reason = stop_reason
+        self.delay = delay
+        self.batches: list[list[Ask]] = []
+
+    def generate(self, asks: Sequence[Ask]) -> list[Completion]:
+        self.batches.append(list(asks))
+        time.sleep(self.delay)
+        return [self.complete(ask) for ask in asks]
+
+    def complete(self, ask: Ask) -> Completion:
+        shown = ask.prompt if isinstance(ask.prompt, str) else "".join(map(chr, ask.prompt))
+        text, prompt = self.answer(shown), [ord(c) for c in shown]
+        logits = np.zeros((1, 1 << 16), np.float32) if ask.logits else None
+        if logits is not None:
+            logits[0, ord("X")] = 1.5
+        return Completion(prompt, [ord(c) for c in text][: ask.max_tokens], text, self.stop_reason, 10.0, 20.0, logits)
+
+    def stats(self) -> dict[str, Any]:
+        asks = [ask for batch in self.batches for ask in batch]
+        return {
+            "target": "fake",
+            "cells": {"prefill@16": {"calls": len(asks), "padding_waste": 0.5}},
+            "tokens_in": sum(len(ask.prompt) for ask in asks),
+            "tokens_out": sum(len(self.complete(ask).token_ids) for ask in asks),
+            "compile_events": 0,
+        }
+
+    def environment(self) -> dict[str, Any]:
+        return dict(ENVIRONMENT)
+
+    def __enter__(self) -> "FakeBackend":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def numbered(count: int, **fields: Any) -> list[Task]:
+    """Tasks ``t0`` … whose prompts are ``0`` … and whose answer is 42."""
+    return [Task(id=f"t{n}", input={"prompt": str(n)}, target="42", graders=[NUMERIC], **fields) for n in range(count)]
+
+
+def half(prompt: str) -> str:
+    """42 for even prompts, 41 for odd ones."""
+    number = re.match(r"\d+", prompt)
+    assert number, prompt
+    return f"The answer is {42 if int(number.group()) % 2 == 0 else 41}."
+
+
+def main() -> None:
+    """Runs 40 tasks in batches of one, slowly enough to be killed: ``eval_fakes.py FOLDER DELAY``."""
+    backend = FakeBackend(half, delay=float(sys.argv[2]))
+    run_suite(Suite("slow", numbered(40)), backend, Path(sys.argv[1]), RunConfig(batch=1))
+
+
+if __name__ == "__main__":
+    main()

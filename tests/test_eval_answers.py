@@ -1,0 +1,75 @@
+"""Answers in texts: the tables of the specification, verbatim."""
+
+import pytest
+
+from ling3export.runners.eval_answers import choice_letter, extract_answer, gold_answer, same_number
+
+NUMBERS = [
+    ("The answer is 1,234.", "1234"),
+    ("so 5-3", "3"),  # a minus behind a digit is no sign
+    ("-$5", "-5"),
+    ("$18.00", "18.00"),
+    ("ratio 3/4", "4"),  # the last number, by definition
+    ("72.", "72"),
+    ("50%", "50"),
+    ("1,23", "23"),
+    ("= -7", "-7"),
+    ("\u22125", "-5"),
+    ("共3个", "3"),
+    ("１２", "12"),
+    ("x12", None),
+    ("no", None),
+    ("Answer: 42\n\nQuestion: 7 apples", "7"),  # unless a stop string cut it
+    ("", None),
+    ("\u20135", "-5"),
+    ("costs .5", ".5"),
+    ("1,234,567 and 8", "8"),
+    ("1,234,567", "1234567"),
+    ("€ 5", "5"),
+]
+LETTERS = [
+    ("The answer is (C).", "C"),
+    ("the answer is: B", "B"),
+    ("答案：E", "E"),
+    ("答案是F", "F"),
+    ("**Answer:** G", "G"),
+    ("The answer is: **(H)**", "H"),
+    ("so\nB.", "B"),
+    ("both (C) and (D)", "D"),
+    ("The answer is A. Wait, the answer is (J).", "J"),
+    ("The answer is a good one", None),
+    ("answer is Both", None),
+    ("The answer is K", None),
+    ("maybe A or B", None),
+    ("I think it is a good one", None),
+    ("", None),
+]
+
+
+@pytest.mark.parametrize(("text", "answer"), NUMBERS)
+def test_last_number(text, answer):
+    assert extract_answer(text) == answer
+
+
+@pytest.mark.parametrize(("text", "letter"), LETTERS)
+def test_letter_of_a_choice(text, letter):
+    assert choice_letter(text) == letter
+
+
+def test_letters_beyond_the_choices_are_skipped():
+    assert choice_letter("The answer is B. No, the answer is J.", 4) == "B"
+    assert choice_letter("The answer is J. Or (C).", 4) == "C"  # the first stage finds nothing that counts
+
+
+def test_numbers_compare_as_decimals():
+    assert same_number("18", "18.00")
+    assert same_number("0.1", ".10")
+    assert not same_number("0.30000000000000004", "0.3")
+    assert not same_number(None, "1")
+    assert not same_number(None, None)
+
+
+def test_gold_stands_behind_the_last_mark():
+    assert gold_answer("She has 48/2 = <<48/2=24>>24.\n#### 1,072") == "1072"
+    assert gold_answer("18") == "18"
+    assert gold_answer("#### 3 #### 4") == "4"

@@ -1,0 +1,178 @@
+"""The minimal harness with agents of the user: the specification's snippet, infrastructure errors, broken graders."""
+
+import asyncio
+
+import pytest
+
+from ling3export.runners.eval_graders import GraderSpec
+from ling3export.runners.eval_harness import MinimalEvalHarness
+from ling3export.runners.eval_objects import (
+    EvalError,
+    GraderError,
+    InfraError,
+    Outcome,
+    RankDivergence,
+    Step,
+    Transcript,
+    tokens_digest,
+    trial_seed,
+)
+from ling3export.runners.eval_ranks import ALONE, check_ranks, follow
+from ling3export.runners.eval_tasks import Task
+
+
+def run(agent, *tasks, **settings):
+    return asyncio.run(MinimalEvalHarness(agent, **settings).run_suite(tasks))
+
+
+@pytest.mark.parametrize("transcript", [Transcript("Hi there"), "Hi there"])
+def test_snippet_of_the_specification(transcript):
+    """A1: as it stands there; the transcript may be a plain string."""
+    outcome = Outcome({"text": "Hi there"})
+
+    async def main():
+        async def my_agent(input, env):
+            return transcript, outcome
+
+        task = Task(id="test-001", input={"message": "Hello"}, expected_outcome={"response_contains": "Hi"},
+                    grader=lambda t, trans, out: {"passed": "Hi" in trans})  # fmt: skip
+        return await MinimalEvalHarness(my_agent, n_trials=5).run_suite([task])
+
+    summary = asyncio.run(main())
+    assert (summary.passed, summary.total, summary.infra) == (5, 5, 0)
+    assert [row["pass^k"] for row in summary.rates(5)] == [1.0, 1.0, 1.0]
+
+
+def test_agent_sees_input_and_a_seed_of_its_own():
+    seen = []
+
+    async def agent(input, env):
+        seen.append((input, env))
+        return "42", {}
+
+    run(agent, Task(id="a", input={"prompt": "?"}, target="42", graders=[GraderSpec("last_numeric")]), n_trials=2)
+    assert [input for input, _ in seen] == [{"prompt": "?"}] * 2
+    assert [env for _, env in seen] == [
+        {"task_id": "a", "trial": n, "seed": trial_seed(0, "a", n)} for n in range(2)
+    ]  # fmt: skip
+    assert trial_seed(0, "a", 0) != trial_seed(0, "a", 1) != trial_seed(1, "a", 1)
+    assert trial_seed(7, "gsm8k-0", 3) == 3678809806  # sha256("7|gsm8k-0|3")
+
+
+def test_errors_of_the_agent_are_tried_again_and_kept():
+    calls = []
+
+    async def agent(input, env):
+        calls.append(env["task_id"])
+        if env["task_id"] == "bad" or calls.count("late") == 1:
+            raise MemoryError("RESOURCE_EXHAUSTED: 3 GiB")
+        return "ok", {}
+
+    tasks = [
+        Task(id=name, input={"prompt": "?"}, target="ok", graders=[GraderSpec("exact")]) for name in ("late", "bad")
+    ]
+    summary = run(agent, *tasks, n_trials=1)
+    late, bad = summary.trials
+    assert (late.status, late.passed, len(late.attempts)) == ("ok", True, 1)
+    assert (bad.status, bad.passed, bad.infra.kind, len(bad.attempts)) == ("infra_error", None, "oom", 2)
+    assert summary.adjusted_success_rate == 1.0
+    assert summary.success_rate == 0.5
+
+
+def test_a_slow_agent_is_a_timeout():
+    async def agent(input, env):
+        await asyncio.sleep(60)
+
+    summary = run(agent, Task(id="a", input={"prompt": "?"}, graders=[GraderSpec("exact")]), n_trials=1, timeout=0.01)
+    assert summary.trials[0].infra.kind == "timeout"
+
+
+def test_broken_graders_fail_the_run():
+    async def agent(input, env):
+        return "text", {}
+
+    def raises(task, transcript, outcome):
+        return 1 / 0
+
+    with pytest.raises(GraderError, match="grader `raises` of task `a`: expected a verdict, found ZeroDivisionError"):
+        run(agent, Task(id="a", input={"prompt": "?"}, grader=raises))
+    with pytest.raises(GraderError, match=r"grader `<lambda>` of task `a`: expected {\"passed\": bool, …}, found None"):
+        run(agent, Task(id="a", input={"prompt": "?"}, grader=lambda *_: None))
+    with pytest.raises(GraderError, match="expected at least one grader, found none"):
+        run(agent, Task(id="a", input={"prompt": "?"}))
+
+    async def no_pair(input, env):
+        return "text"
+
+    with pytest.raises(GraderError, match=r"agent: expected \(transcript, outcome\), found 'text', for task `a`"):
+        run(no_pair, Task(id="a", input={"prompt": "?"}, grader=lambda *_: {"passed": True}))
+    with pytest.raises(EvalError, match="n_trials: expected 1 or more, found 0"):
+        MinimalEvalHarness(agent, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (MemoryError(), "oom"),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate"), "oom"),
+        (TimeoutError(), "timeout"),
+        (RuntimeError("DEADLINE_EXCEEDED: barrier"), "timeout"),
+        (RuntimeError("UNAVAILABLE: connection reset"), "device_lost"),
+        (RuntimeError("tokenizer.json: bad merge"), "tokenizer_error"),
+        (FloatingPointError("nan"), "nan_logits"),
+        (RankDivergence("ids"), "rank_divergence"),
+        (ValueError("what"), "unknown"),
+    ],
+)
+def test_classes_of_infrastructure_errors(error, kind):
+    assert InfraError.of(error).kind == kind
+
+
+def test_weights_required_and_authority():
+    """All required graders decide; the score is the weighted mean; who looks at state says why first."""
+    steps = Transcript("text", steps=[Step(0, "tool", name="verify"), Step(1, "tool", name="refund")])
+
+    async def agent(input, env):
+        return steps, Outcome({"rows": [{"status": "open"}]})
+
+    graders = [
+        lambda *_: {"passed": False, "score": 0.5},
+        GraderSpec("steps_required", arguments={"steps": ["refund", "verify"]}),
+        GraderSpec("state_check", arguments={"path": "$.rows[0].status", "equals": "open"}, weight=2.0),
+    ]
+    task = Task(id="a", input={"prompt": "?"}, graders=graders)
+    trial = run(agent, task, n_trials=1).trials[0]
+    assert [grade.name for grade in trial.grades] == ["state_check", "steps_required", "<lambda>"]
+    assert trial.passed is False
+    assert trial.score == pytest.approx((2 * 1 + 1 + 0.5) / 4)
+    task.graders[0] = GraderSpec("callable", "optional", {}, task.graders[0].function, required=False)
+    assert run(agent, task, n_trials=1).trials[0].passed is True
+    task.graders[1] = GraderSpec("steps_required", arguments={"steps": ["refund", "verify"], "ordered": True})
+    assert run(agent, task, n_trials=1).trials[0].passed is False
+
+
+class TwoRanks:
+    index = 0
+
+    def __init__(self, other):
+        self.other = other
+
+    def gather(self, digest):
+        return [digest, bytes.fromhex(tokens_digest(self.other))]
+
+
+def test_processes_compare_their_tokens():
+    """The check behind an interface: one process now, several when the engine runs on several hosts."""
+    check_ranks(ALONE, [1, 2])
+    follow([[1, 2], [1, 2]], TwoRanks([1, 2]))
+    with pytest.raises(RankDivergence, match="expected the same on 2 processes, found others than on process 0 on 1"):
+        check_ranks(TwoRanks([1, 3]), [1, 2])
+
+
+def test_digest_of_tokens_is_of_little_endian_int32():
+    import hashlib
+
+    import numpy as np
+
+    ids = [0, 1, 156892, -1]
+    assert tokens_digest(ids) == hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()

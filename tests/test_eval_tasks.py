@@ -1,0 +1,204 @@
+"""Task files and graders: the specification's template, problems, and every mistake named with its line."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from ling3export.errors import Ling3Error
+from ling3export.runners.eval_files import json_lines, load_tasks
+from ling3export.runners.eval_graders import grade, value_at
+from ling3export.runners.eval_objects import EvalError, Outcome, Step, Transcript
+from ling3export.runners.eval_tasks import Task
+
+TEMPLATE = """\
+task:
+  id: "refund-processing-001"
+  category: "customer-support"
+  difficulty: "medium"
+  input:
+    user_message: "I want to return this defective product"
+    context: {order_id: "ORD-12345", product_id: "PROD-789", purchase_date: "2026-02-15", reason: "defective"}
+  expected_outcome:
+    state_checks:
+      - database: {table: "refunds", condition: "order_id = 'ORD-12345' AND status = 'processed'"}
+      - database: {table: "tickets", condition: "status = 'resolved'"}
+    tool_calls_required: [verify_identity, process_refund, send_confirmation]
+    transcript_constraints: {max_turns: 10, must_not_contain: ["I don't know", "I can't help"]}
+  grading: {threshold: 0.8}
+"""
+
+
+def write(folder, name, content):
+    path = folder / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content, indent=1), encoding="utf-8")
+    return path
+
+
+def test_template_of_the_specification_loads_and_grades(tmp_path):
+    """A1: the template, with a predicate of the user for its database."""
+    rows = {"refunds": True, "tickets": True}
+    database = lambda arguments, outcome: outcome.state[arguments["table"]]  # noqa: E731
+    (task,) = load_tasks(write(tmp_path, "refunds.yaml", TEMPLATE), {"database": database})
+    assert (task.id, task.suite, task.category, task.difficulty) == (
+        "refund-processing-001", "refunds", "customer-support", "medium",
+    )  # fmt: skip
+    assert task.threshold == 0.8
+    assert task.prompt == (
+        "I want to return this defective product\n\n"
+        '{"order_id":"ORD-12345","product_id":"PROD-789","purchase_date":"2026-02-15","reason":"defective"}'
+    )
+    calls = [Step(0, "tool", name=name) for name in ("send_confirmation", "verify_identity", "process_refund")]
+    said = Transcript("Your refund is on its way.", steps=calls, turns=3)
+    grades, passed, score = grade(task, said, Outcome(rows))
+    assert (passed, score) == (True, 1.0)
+    assert [item.name for item in grades] == [
+        "state_check database", "state_check database", "tool_calls_required", "transcript_constraints",
+    ]  # fmt: skip
+    assert not grade(task, said, Outcome({**rows, "tickets": False}))[1]
+    assert not grade(task, Transcript("I don't know", steps=calls), Outcome(rows))[1]
+    assert not grade(task, Transcript("Done.", steps=calls, turns=11), Outcome(rows))[1]
+    assert not grade(task, Transcript("Done.", steps=calls[1:]), Outcome(rows))[1]
+
+
+def test_a_database_check_without_a_predicate_is_an_error(tmp_path):
+    with pytest.raises(EvalError) as raised:
+        load_tasks(write(tmp_path, "refunds.yaml", TEMPLATE))
+    assert raised.value.message == (
+        "state check `database`: expected a predicate of this name, found none at all, in refunds.yaml line 10"
+    )
+    assert raised.value.hint == ('pass one: load_tasks(file, predicates={"database": lambda arguments, outcome: ...})')
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("  difficulty:", "  dificulty:", "key `dificulty`: expected one of id, .*, in t.yaml line 4"),
+        ("max_turns", "maxturns", "key `maxturns`: expected one of max_turns, .*, in t.yaml line 13"),
+        ("{threshold: 0.8}", "{threshold: 8}", "`threshold`: expected .*, found 8, in t.yaml line 14"),
+        ("{threshold: 0.8}", "{treshold: 0.8}", "key `treshold`: expected one of threshold, .* line 14"),
+        ("user_message:", "text:", "key `text`: expected one of prompt, .*, in t.yaml line 6"),
+        ('id: "refund-processing-001"', "id: 7", "`id`: expected a text, found 7, in t.yaml line 2"),
+        ("{max_turns: 10,", "{max_turns: ten,", "`max_turns`: expected a whole number, found 'ten', in t.yaml line 13"),
+        ("task:\n", "task: [\n", "task file `t.yaml`: expected YAML, found while parsing"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_yaml_are_named_with_their_line(tmp_path, old, new, message):
+    text = TEMPLATE.replace(old, new, 1)
+    assert text != TEMPLATE
+    with pytest.raises(EvalError, match=message):
+        load_tasks(write(tmp_path, "t.yaml", text), {"database": bool})
+
+
+GOOD = {"id": "a", "input": {"prompt": "?"}, "graders": ["exact"], "target": "x"}
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ([], "task file `t.json`: expected at least one task, found none"),
+        ([GOOD, {**GOOD, "answers": 1}], "key `answers`: .* in t.json line 21$"),
+        ([GOOD, GOOD], "task id `a`: expected it once, found it again, in t.json"),
+        ({**GOOD, "graders": ["exactly"]}, "grader: expected one of .*, found 'exactly', in t.json line 7"),
+        ({**GOOD, "graders": []}, "task `a`: expected at least one grader, found none, in t.json line 1"),
+        ({**GOOD, "graders": [{"kind": "regex"}]}, "grader `regex`: expected pattern, found none, in t.json line 7"),
+        ({**GOOD, "graders": [{"kind": "regex", "pattern": "("}]}, r"`pattern`: missing \), .* in t.json line 9"),
+        (
+            {**GOOD, "graders": [{"kind": "state_check", "path": "files[0]"}]},
+            r"`path`: expected a path such as \$.files\[0\] or .*, found 'files\[0\]', in t.json line 9",
+        ),
+        ({**GOOD, "input": {}}, "input: expected one of prompt, .*, found none, in t.json line 3"),
+        ({**GOOD, "input": {"prompt": "?", "message": "!"}}, "found prompt and message, in t.json line 3"),
+        ({**GOOD, "input": {"prompt_ids": [1, "2"]}}, "expected a list of token ids, found '2', in t.json line 4"),
+        ({"input": {"prompt": "?"}}, r"task `\?`: expected the field id, found none, in t.json line 1"),
+        ('{"id": NaN}', "task file `t.json`: expected JSON, found Out of range float values"),
+        (r'{"id": "\ud800"}', "task file `t.json`: expected JSON, found .* surrogates not allowed"),
+        ("[1, 2", "task file `t.json`: expected JSON, found Expecting"),
+        ([{"question": "?", "answer": "1", "hint": "2"}], "key `hint`: expected one of answer, .* in t.json line 5"),
+        ([{"question": "?"}], "problem: expected prompt or question, .*, found question, in t.json line 2"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_json_are_named_with_their_line(tmp_path, document, message):
+    with pytest.raises(EvalError, match=message):
+        load_tasks(write(tmp_path, "t.json", document))
+
+
+def test_problems_come_in_two_shapes_and_are_used_verbatim(tmp_path):
+    shots = "Question: 1+1?\nAnswer: 2\n\nQuestion: 2+2?\nAnswer:"
+    records = [{"prompt": shots, "answer": "#### 4"}, {"question": "3+3?", "target": 6}]
+    for document in (records, {"data": records}):
+        tasks = load_tasks(write(tmp_path, "gsm_8k.json", document))
+        assert [task.prompt for task in tasks] == [shots, "3+3?"]
+        assert [task.id for task in tasks] == ["gsm_8k-0", "gsm_8k-1"]
+        assert [task.suite for task in tasks] == ["gsm_8k"] * 2
+        assert [grade(task, "so 2 and 2 make 4", None)[1] for task in tasks] == [True, False]
+        assert grade(tasks[1], "6.00", None)[1]
+
+
+def test_dates_of_yaml_are_texts(tmp_path):
+    text = TEMPLATE.replace('"2026-02-15"', "2026-02-15")
+    (task,) = load_tasks(write(tmp_path, "t.yaml", text), {"database": bool})
+    assert task.input["context"]["purchase_date"] == "2026-02-15"
+
+
+def test_lines_of_json():
+    text = '{\n"a": [1,\n {"b": "x, }"}],\n"c": {}, "d": [],\n"e": null}'
+    assert json_lines(text) == {
+        (): 1, ("a",): 2, ("a", 0): 2, ("a", 1): 3, ("a", 1, "b"): 3, ("c",): 4, ("d",): 4, ("e",): 5,
+    }  # fmt: skip
+
+
+def test_without_pyyaml_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(Ling3Error, match="expected PyYAML to read it") as raised:
+        load_tasks(write(tmp_path, "t.yaml", TEMPLATE))
+    assert raised.value.hint == "pip install 'ling3export[eval]', or write the file as JSON"
+
+
+@pytest.mark.parametrize(
+    ("spec", "text", "passed"),
+    [
+        ({"kind": "regex", "pattern": r"\b4\d\b"}, "it is 42", True),
+        ({"kind": "regex", "pattern": r"\b4\d\b"}, "it is 420", False),
+        ({"kind": "response_contains", "value": ["it", "42"]}, "it is 42", True),
+        ({"kind": "response_contains", "value": ["it", "43"]}, "it is 42", False),
+        ({"kind": "transcript_constraints", "must_contain": ["42"]}, "it is 42", True),
+        ({"kind": "transcript_constraints", "must_not_contain": ["42"]}, "it is 42", False),
+        ({"kind": "last_numeric"}, "it is 42", True),
+        ({"kind": "exact"}, " 42\n", True),
+        ({"kind": "exact"}, "it is 42", False),
+        ({"kind": "state_check", "path": "$.n", "at_least": 1, "at_most": 2}, "", True),
+        ({"kind": "state_check", "path": "$.n", "at_least": 3}, "", False),
+        ({"kind": "state_check", "path": "$.m"}, "", False),
+        ({"kind": "state_check", "path": "$.files", "contains": "a"}, "", True),
+    ],
+)
+def test_graders_of_task_files(tmp_path, spec, text, passed):
+    (task,) = load_tasks(write(tmp_path, "t.json", {**GOOD, "target": "42", "graders": [spec]}))
+    assert grade(task, Transcript(text), Outcome({"n": 2, "files": ["a"]}))[1] is passed
+
+
+def test_choices_limit_the_letters(tmp_path):
+    fields = {**GOOD, "graders": ["choice_letter"], "target": "B", "choices": ["one", "two"]}
+    (task,) = load_tasks(write(tmp_path, "t.json", fields))
+    assert grade(task, "The answer is (B). Not the answer is (C).", None)[1]
+
+
+def test_values_at_paths():
+    state = {"cells": {"prefill@16": {"calls": 3}}, "files": ["a", "b"]}
+    assert value_at(state, "$.cells['prefill@16'].calls") == 3
+    assert value_at(state, "$.files[1]") == "b"
+    assert value_at(state, "$") is state
+    for path in ("$.cells.none", "$.files[2]", "$.files.a", "$.cells[0]"):
+        with pytest.raises(LookupError):
+            value_at(state, path)
+    with pytest.raises(ValueError, match=re.escape("expected a path such as")):
+        value_at(state, "$.cells.prefill@16")
+
+
+def test_a_task_written_in_python_is_checked_too():
+    with pytest.raises(EvalError, match=r"key `text`: expected one of .*, found `text`, in `input\.text`"):
+        Task(id="a", input={"text": "?"})
+    with pytest.raises(EvalError, match="`threshold`: expected a number above 0, at most 1, found 0"):
+        Task(id="a", input={"prompt": "?"}, grading={"threshold": 0})
