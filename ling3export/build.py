@@ -21,18 +21,21 @@ from ling3export.artifacts.staging import staged
 from ling3export.checkpoint import Checkpoint
 from ling3export.compiling import Compilers
 from ling3export.convert import DTYPES, convert, store_bytes, stored_dtype
-from ling3export.errors import ArtifactError, CheckpointError
+from ling3export.errors import ArtifactError, CheckpointError, PlanError
 from ling3export.fingerprint import fingerprint, state_abi, toolchain
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK
-from ling3export.model.parameters import parameters
+from ling3export.model.parameters import Argument, arguments
 from ling3export.model.state import state_arrays
 from ling3export.plan import Cell, Options, Plan, make_plan
 from ling3export.runners.tokenizer import TokenizerFiles
+from ling3export.targets import check_toolchain
 from ling3export.vectors import PATH as VECTORS_PATH
 from ling3export.vectors import write_vectors
 from ling3export.verify import measure_apart
 
+# Of a cell: its receipts are in the manifest, or there is no machine here that could run it.
+COMPILED, NOT_EXECUTED = "compiled", "compiled, not executed"
 DEMO = Path(ling3export.__file__).parent / "demo"
 
 
@@ -75,7 +78,11 @@ def build(
     source = Checkpoint.open(checkpoint, ignore=ignore)
     _check_tokenizer(source)
     plans = [make_plan(source.config, options, target) for target in dict.fromkeys(options.targets)]
+    names = [plan.target.name for plan in plans]
+    if doubled := {name for name in names if names.count(name) > 1}:
+        raise PlanError(f"--target: expected each target once, found {doubled.pop()} twice")
     for plan in plans:
+        check_toolchain(plan.target)
         for note in plan.notes:
             report.note(f"{plan.target.name}: {note}")
     with staged(artifact, force=force) as folder:
@@ -110,7 +117,7 @@ def _fill(
     body: dict[str, Any] = {
         "producer": {
             "ling3export": metadata.version("ling3export"),
-            **toolchain(),
+            **{name: version for plan in plans for name, version in toolchain(plan.target).items()},
             "python": platform.python_version(),
         },
         "source": {"name": source.path.resolve().name, "digests": source.digests()},
@@ -199,26 +206,27 @@ def target_record(folder: Path, config: Config, plan: Plan, cells: dict[str, dic
             "stablehlo": file_record(folder, f"{programs}/{cell.name}.stablehlo"),
             "exec": file_record(folder, f"{programs}/{cell.name}.exec"),
         }
-        named[cell.name] = {"status": "compiled", **files, **cells[cell.name]}
-    first = next(iter(named.values()))
+        named[cell.name] = {"status": COMPILED if target.runs_here else NOT_EXECUTED, **files, **cells[cell.name]}
+    requires = next(iter(named.values()))["call"]["requires"]
     return {
         "target": target.text,
         "platform": target.platform,
-        "kind": None,
-        "topology": None,
+        "kind": target.kind,
+        "topology": target.topology,
         "tp": target.tp,
-        "processes": 1,
+        "processes": target.processes,
+        **_slice(named),
         "fingerprint": fingerprint(config, plan),
         "state_abi": state_abi(config, plan),
-        "mesh": {"axis": AXIS, "devices": list(range(target.tp))},
-        "requires": first["call"]["requires"],
+        "mesh": {"axis": AXIS, "devices": requires["devices"]},
+        "requires": requires,
         "parameters": [
-            {"argument": row.name, "tensor": row.name, "shape": list(row.shape),
+            {"argument": ".".join(argument.path), "tensor": row.name, "shape": list(row.shape), **layer_of(argument),
              "dtype": DTYPES[stored_dtype(row, geometry.dtype)][1].name, "spec": spec_list(parameter_spec(row.split))}
-            for row in parameters(config)
+            for argument in arguments(config, geometry) for row in (argument.parameter,)
         ],
         "state": {
-            "placement": "replicated",
+            "placement": geometry.placement,
             "slots": geometry.slots,
             "pages": geometry.pages,
             "page_size": geometry.page_size,
@@ -230,6 +238,18 @@ def target_record(folder: Path, config: Config, plan: Plan, cells: dict[str, dic
     }  # fmt: skip
 
 
+def layer_of(argument: Argument) -> dict[str, Any]:
+    """Which index of which axis of the tensor an argument is; nothing for a whole tensor."""
+    return {} if argument.layer is None else {"index": argument.layer, "axis": argument.stack_axis}
+
+
+def _slice(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Device ids of each host, which every cell of an accelerator's target was compiled for alike."""
+    found = [cell.pop("hosts") for cell in cells.values() if "hosts" in cell]
+    assert all(hosts == found[0] for hosts in found)
+    return {"hosts": found[0]} if found else {}
+
+
 def _receipts(folder: Path, body: dict[str, Any], plans: list[Plan], report: Reporter) -> dict[str, Any]:
     """Runs the vectors through every cell in a fresh process, and refuses a build whose programs are wrong.
 
@@ -239,8 +259,9 @@ def _receipts(folder: Path, body: dict[str, Any], plans: list[Plan], report: Rep
         ArtifactError: A cell differs from its expectation by more than its tolerance, or does not run.
     """
     receipts = {}
-    report.start("receipts", len(plans))
-    for plan in plans:
+    runnable = [plan for plan in plans if plan.target.runs_here]
+    report.start("receipts", len(runnable))
+    for plan in runnable:
         receipts[plan.target.name] = measured = measure_apart(folder, plan.target.name, body)
         if not measured["passed"]:
             worst = max(measured["cells"].items(), key=lambda item: item[1]["relative"])

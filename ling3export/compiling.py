@@ -39,7 +39,7 @@ class Compilers:
         self, plan: Plan, config: dict[str, Any], ignore: Sequence[str], folder: Path, jobs: int | None
     ) -> None:
         self._job = {
-            "platform": plan.target.platform,
+            "target": asdict(plan.target),
             "geometry": asdict(plan.geometry),
             "config": config,
             "ignore": list(ignore),

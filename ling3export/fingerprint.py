@@ -11,9 +11,10 @@ from ling3export.artifacts.manifest import sha256_of
 from ling3export.model.config import Config
 from ling3export.model.state import state_arrays
 from ling3export.plan import Plan
+from ling3export.targets import Target
 
 # What decides a program besides the model's sources.
-LOWERING_SOURCES = ("lower.py",)
+LOWERING_SOURCES = ("lower.py", "accelerators.py")
 
 
 def sources_digest() -> str:
@@ -26,9 +27,10 @@ def sources_digest() -> str:
     return digest.hexdigest()
 
 
-def toolchain() -> dict[str, str]:
-    """Versions that decide a program."""
-    return {name: metadata.version(name) for name in ("jax", "jaxlib")}
+def toolchain(target: Target) -> dict[str, str]:
+    """Versions that decide a program for ``target``."""
+    names = ["jax", "jaxlib", *(["libtpu"] if target.platform == "tpu" else [])]
+    return {name: metadata.version(name) for name in names}
 
 
 def fingerprint_fields(config: Config, plan: Plan) -> dict[str, Any]:
@@ -38,7 +40,7 @@ def fingerprint_fields(config: Config, plan: Plan) -> dict[str, Any]:
         "plan": plan.record(),
         "target": asdict(plan.target),
         "sources": sources_digest(),
-        "toolchain": toolchain(),
+        "toolchain": toolchain(plan.target),
         "flags": {},
     }
 

@@ -40,6 +40,37 @@ def _cells(target: dict[str, Any], receipts: dict[str, Any]) -> list[str]:
     return _table(rows)
 
 
+def _estimates(target: dict[str, Any]) -> list[str]:
+    """What the compiler estimates for a machine that is not here; nothing for a target without estimates."""
+    cells = {name: cell for name, cell in target["cells"].items() if cell.get("estimate")}
+    if not cells:
+        return []
+    rows: list[tuple[str, ...]] = [
+        ("estimates", "ms", "floor ms", "without estimate ms", "peak a device", "copies > 1 MB", "collectives")
+    ]
+    for name, cell in cells.items():
+        memory, estimate = cell["memory"], cell["estimate"]
+        peak = sum(memory[kind] for kind in ("arguments", "outputs", "temporaries", "code")) - memory["alias"]
+        kinds = [f"{row['count']} {kind}" for kind, row in cell["collectives"].items()]
+        rows.append(
+            (
+                name,
+                f"{estimate['seconds'] * 1e3:.3f}",
+                f"{cell['floor']['seconds'] * 1e3:.3f}",
+                f"{sum(estimate['bounded'].values()) * 1e3:.3f}",
+                _megabytes(peak),
+                str(len(estimate["copies"])),
+                ", ".join(kinds) or "none",
+            )
+        )
+    first = next(iter(cells.values()))["estimate"]
+    note = (
+        f"  estimates are the compiler's cycles at {first['clock_hz'] / 1e9:g} GHz, {first['tokens_a_sequence']} "
+        "tokens a sequence, without collectives: nothing was executed"
+    )
+    return [*_table(rows), note]
+
+
 def _state(state: dict[str, Any]) -> list[str]:
     rows: list[tuple[str, ...]] = [("state", "shape", "dtype", "split")]
     for array in state["arrays"]:
@@ -69,6 +100,7 @@ def describe(manifest: dict[str, Any]) -> str:
             f"target {name}: {target['tp']} devices, {state['pages']} pages of {state['page_size']} tokens "
             f"({state['placement']}), state abi {target['state_abi'][:12]}",
             *_cells(target, receipts),
+            *_estimates(target),
             *_state(state),
         ]
     if manifest["notes"]:

@@ -3,15 +3,14 @@
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ling3export.errors import PlanError, listed
+from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
-from ling3export.model.state import state_bytes
-
-GIB = 2**30
+from ling3export.pools import size_pages
+from ling3export.targets import DEFAULT_CPU_TP, GIB, Target, parse_target
 
 
 @dataclass(frozen=True)
@@ -21,8 +20,8 @@ class Options:
     Attributes:
         paddings: Token slots of the prefill programs: ascending multiples of 16.
         decode_paddings: Sequences of the decode programs; None derives them from ``paddings``.
-        tp: Devices that share the model; None takes the target's default.
-        targets: ``PLATFORM[:KIND][:TOPOLOGY]``.
+        tp: Devices that share the model on cpu; None is 16, or all slabs of a model that has fewer.
+        targets: ``PLATFORM[:KIND][:TOPOLOGY][@TP]``.
         max_running: Sequences that hold state at once.
         page_size: Tokens a latent page.
         context: Longest sequence; None is 8192 or the model's limit, whichever is less.
@@ -49,27 +48,6 @@ class Options:
 
 DEFAULT_CONTEXT = 8192
 LARGEST_PADDING = 2**20  # int32 offsets hold every field of a step up to here
-DEFAULT_CPU_TP = 16
-
-
-@dataclass(frozen=True)
-class Target:
-    """A machine to build for, parsed from ``PLATFORM[:KIND][:TOPOLOGY]``, at a tensor parallelism.
-
-    Attributes:
-        text: As the user wrote it.
-        platform: ``cpu``.
-        tp: Devices that share the model.
-    """
-
-    text: str
-    platform: str
-    tp: int
-
-    @property
-    def name(self) -> str:
-        """The folder name: ``:`` and ``@`` written as ``-``."""
-        return f"{self.text}@tp{self.tp}".replace(":", "-").replace("@", "-")
 
 
 @dataclass(frozen=True)
@@ -199,23 +177,20 @@ def _numbers(values: Sequence[int]) -> str:
     return ",".join(str(value) for value in values)
 
 
-def parse_target(text: str, tp: int | None, config: Config) -> Target:
-    """Parses ``PLATFORM[:KIND][:TOPOLOGY]`` and checks that the TP divides the slabs.
-
-    Raises:
-        PlanError: Unknown platform, or a TP that does not divide.
-    """
-    if text != "cpu":
-        raise PlanError(f"target `{text}`: expected one of cpu, found another", "the targets built today: cpu")
-    divisors = [d for d in range(1, config.slabs + 1) if config.slabs % d == 0]
-    chosen = max(d for d in divisors if d <= DEFAULT_CPU_TP) if tp is None else tp
-    if chosen not in divisors:
-        raise PlanError(
-            f"--tp: expected a divisor of {config.slabs} (the common divisor of heads {config.num_attention_heads}, "
-            f"experts {config.num_experts}, vocabulary {config.vocab_size} and widths), found {chosen}",
-            f"this model splits over {listed([str(d) for d in divisors], 12)}",
-        )
-    return Target(text, text.split(":")[0], chosen)
+def forms(config: Config, target: Target) -> dict[str, Any]:
+    """The forms of loops and pools that are best on a target (docs/log.md has the measurements)."""
+    if target.chip is None:
+        return {"latent_row": config.latent_dim}
+    # A latent row of whole lanes: else the compiler copies the donated pool every step.
+    lanes = target.chip.lanes
+    return {
+        "latent_row": -(-config.latent_dim // lanes) * lanes,
+        "layer_loop": "unroll",
+        "placement": "striped" if target.tp > 1 else "replicated",
+        "attention": "pages",
+        "experts": "local",
+        "recurrence": "together",
+    }
 
 
 def make_plan(config: Config, options: Options, target_text: str) -> Plan:
@@ -242,7 +217,7 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
     if not 2 <= context <= limit:  # a prompt and an answer are a token each at least
         raise PlanError(f"--context: expected 2 to {limit} (max_position_embeddings), found {context}")
     target = parse_target(target_text, options.tp, config)
-    if options.tp is None and target.tp != DEFAULT_CPU_TP:
+    if options.tp is None and target.platform == "cpu" and target.tp != DEFAULT_CPU_TP:
         notes.append(f"tp {target.tp}: the most of up to {DEFAULT_CPU_TP} devices that this model splits over")
     geometry = Geometry(
         tp=target.tp,
@@ -251,49 +226,7 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
         pages=0,
         page_size=options.page_size,
         max_pages=-(-context // options.page_size),
-        latent_row=config.latent_dim,
+        **forms(config, target),
     )
-    geometry, note = size_pages(config, geometry, options)
+    geometry, note = size_pages(config, geometry, options, target)
     return Plan(target, geometry, tuple(options.paddings), tuple(decode), context, (*notes, note))
-
-
-def size_pages(config: Config, geometry: Geometry, options: Options) -> tuple[Geometry, str]:
-    """Gives the latent pool its pages: what is asked for, or what fits; refuses what does not, with the sum.
-
-    Raises:
-        PlanError: The state does not fit ``state_memory``.
-    """
-    empty = state_bytes(config, geometry)  # the dummy page is in it
-    each = state_bytes(config, replace(geometry, pages=1)) - empty
-    most = geometry.slots * geometry.max_pages
-    fits = max(0, (options.state_memory - empty) // each)
-    pages = min(most, fits) if options.pages is None else options.pages
-    if options.pages is not None and pages < 1:
-        raise PlanError(f"--pages: expected a positive number, found {pages}")
-    need = empty + each * (max(pages, 1) if options.pages is not None else geometry.max_pages)
-    if need > options.state_memory or (options.pages is None and pages < geometry.max_pages):
-        asked = pages if options.pages is not None else geometry.max_pages
-        raise PlanError(
-            f"--state-memory: expected room for {geometry.slots + 1} slots and one page ({_size(empty)}) "
-            f"+ {asked} pages of {geometry.page_size} tokens ({_size(each)} each) = {_size(need)}, "
-            f"on {geometry.tp} devices together, found {_size(options.state_memory)}",
-            "lower --max-running, --context or --pages, or raise --state-memory",
-        )
-    if options.pages is not None:
-        why = "as asked"
-    elif pages == most:
-        why = f"all that {geometry.slots} full sequences need"
-    else:
-        why = f"what fits {_size(options.state_memory)}"
-    note = (
-        f"latent pool: {pages} pages of {geometry.page_size} tokens, {why}; state {_size(empty + each * pages)} in all"
-    )
-    return replace(geometry, pages=pages), note
-
-
-def _size(count: int) -> str:
-    """Bytes as a person reads them."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count} B"

@@ -18,6 +18,7 @@ from ling3export.artifacts.manifest import read_checked, read_manifest
 from ling3export.artifacts.store import Store
 from ling3export.errors import ArtifactError, Ling3Error, listed
 from ling3export.processes import command, ending, environment
+from ling3export.runners.targets import platforms_here
 
 if TYPE_CHECKING:
     from ling3export.runners.device import Device
@@ -302,6 +303,16 @@ def check_digests(artifact: Path, manifest: dict[str, Any]) -> tuple[int, int]:
     return len(files), sum(len(entry["sha256"]) for entry in index.values())
 
 
+def _not_here(target: dict[str, Any]) -> str | None:
+    """Why a target cannot be measured on this machine; None if it can."""
+    hosts, here = target["processes"], platforms_here()
+    if target["platform"] in here and hosts == 1:
+        return None
+    statuses = sorted({cell["status"] for cell in target["cells"].values()})
+    wanted = f"{target['tp']} devices of {target['target']} on {hosts} host{'s' * (hosts > 1)}"
+    return f"{' and '.join(statuses)}; it needs {wanted}, found {' and '.join(here)} in one process"
+
+
 def verify_artifact(artifact: Path, target: str | None) -> Result:
     """Checks every digest, then measures every target that runs here.
 
@@ -320,12 +331,8 @@ def verify_artifact(artifact: Path, target: str | None) -> Result:
     files, slabs = check_digests(artifact, manifest)
     targets: dict[str, Any] = {}
     for name in names:
-        try:
-            targets[name] = measure_apart(artifact, name, manifest)
-        except Ling3Error as error:
-            if manifest["targets"][name]["platform"] == "cpu":
-                raise
-            targets[name] = {"reason": error.message}
+        reason = _not_here(manifest["targets"][name])
+        targets[name] = measure_apart(artifact, name, manifest) if reason is None else {"reason": reason}
     passed = all(row.get("passed", True) for row in targets.values())
     return Result({"files": files, "slabs": slabs, "targets": targets, "passed": passed}, passed)
 

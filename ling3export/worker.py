@@ -16,11 +16,16 @@ from typing import Any
 from ling3export.artifacts.disk import writing
 from ling3export.errors import Ling3Error
 from ling3export.runners.environment import prepare_cpu
+from ling3export.targets import Target, compiler_environment
 
 
 def _prepare(job: dict[str, Any]) -> None:
-    os.environ["JAX_PLATFORMS"] = job["platform"]
-    prepare_cpu(job["geometry"]["tp"])
+    target = Target(**job["target"])
+    if target.chip is not None:
+        os.environ.update(compiler_environment(target))
+        return
+    os.environ["JAX_PLATFORMS"] = target.platform
+    prepare_cpu(target.tp)
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -35,12 +40,17 @@ def run_cell(job: dict[str, Any], phase: str, padding: int) -> dict[str, Any]:
     from ling3export.model.geometry import Geometry
 
     config = Config.from_dict(job["config"], ignore=job["ignore"])
-    geometry = Geometry(**job["geometry"])
-    lowered = lower_cell(config, geometry, phase, padding, job["platform"])
+    geometry, target = Geometry(**job["geometry"]), Target(**job["target"])
+    lowered = lower_cell(config, geometry, phase, padding, target.platform)
     folder = Path(job["folder"])
     name = f"{phase}@{padding}"
     _write(folder / f"{name}.stablehlo", lowered.blob)
-    raw, compiled = compile_cell(lowered, device_mesh(geometry.tp))
+    if target.chip is None:
+        raw, compiled = compile_cell(lowered, device_mesh(geometry.tp))
+    else:
+        from ling3export.accelerators import compile_for
+
+        raw, compiled = compile_for(config, geometry, phase, padding, target)
     _write(folder / f"{name}.exec", raw)
     return lowered.record | compiled
 

@@ -20,6 +20,14 @@ class Geometry:
         max_pages: Pages a sequence can have, ``ceil(context / page_size)``.
         latent_row: Stored width of a latent row, at least ``kv_lora_rank + qk_rope_head_dim``.
         layer_loop: ``"scan"`` (one loop over layer groups) or ``"unroll"``.
+        placement: Of the latent pool: ``"replicated"`` (every device holds all pages), or ``"striped"`` (page number n
+            lies on device ``(n - 1) % tp``, so that pages handed out in order spread over the devices).
+        attention: Of decode: ``"sequences"`` (one after the other, a loop over its pages) or ``"pages"`` (tiles of
+            pages of all sequences).
+        recurrence: ``"rows"`` (a sequence of decode, a chunk of prefill after the other) or ``"together"`` (all at
+            once).
+        experts: ``"chosen"`` (a loop over those that have rows) or ``"local"`` (all of this device, as one product, up
+            to a number of rows).
     """
 
     tp: int
@@ -30,3 +38,15 @@ class Geometry:
     max_pages: int
     latent_row: int
     layer_loop: str = "scan"
+    placement: str = "replicated"
+    attention: str = "sequences"
+    experts: str = "chosen"
+    recurrence: str = "rows"
+
+    @property
+    def layered_experts(self) -> bool:
+        """Whether the expert weights of each layer are an argument of their own.
+
+        Where layers are unrolled, XLA:TPU would copy every layer's experts out of their stack in each step.
+        """
+        return self.layer_loop == "unroll" and self.experts == "local"

@@ -17,16 +17,18 @@ Chunked, over C = 16 tokens that start from S_0, with G_t = g_1 + ... + g_t, thi
 Source: Kimi Linear (arXiv 2510.26692), written from MODEL.md section 2.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
 from ling3export.model.chunks import Chunks
 from ling3export.model.config import Config
-from ling3export.model.geometry import CHUNK
+from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.layers import dot, dot_rows, l2_norm, rms_norm, take
 
 HIGHEST = lax.Precision.HIGHEST  # the recurrence is an fp32 island
@@ -138,6 +140,28 @@ def unit_lower_inverse(strict: jax.Array) -> jax.Array:
     return lax.fori_loop(1, size, row, identity)
 
 
+def unit_lower_inverse_blocks(strict: jax.Array) -> jax.Array:
+    """The same by blocks of 1, 2, 4 …: of two neighbours P, R with Q below P it is ``[[P', 0], [-R' Q P', R']]``.
+
+    As exact as substitution, in 2 log2(C) products of all blocks at once.
+    """
+    size = strict.shape[-1]
+    index = np.arange(size)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=strict.dtype), strict.shape)
+    width = 1
+    while width < size:
+        row, column = index[:, None] // width, index // width
+        below = jnp.where((row == column + 1) & (column % 2 == 0), strict, 0.0)
+        inverse = inverse - _small_product(_small_product(inverse, below), inverse)
+        width *= 2
+    return inverse
+
+
+def _small_product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """``a @ b`` of ``[..., C, C]`` as a sum of products: matrix units gain nothing at 16×16."""
+    return jnp.sum(a[..., :, :, None] * b[..., None, :, :], axis=-2)
+
+
 class ChunkTerms(NamedTuple):
     """What a chunk contributes whatever state it starts from; all fp32, ``[N, H, ...]``.
 
@@ -152,7 +176,7 @@ class ChunkTerms(NamedTuple):
     decay: jax.Array
 
 
-def chunk_terms(x: Inputs, factored: bool) -> ChunkTerms:
+def chunk_terms(x: Inputs, factored: bool, invert: Callable[[jax.Array], jax.Array] = unit_lower_inverse) -> ChunkTerms:
     """Everything of the chunk form that does not depend on S_0; inputs ``[N, C, H, ...]``."""
     q, k, v, g = (jnp.swapaxes(y, 1, 2) for y in (x.q, x.k, x.v, x.g))
     beta = jnp.swapaxes(x.beta, 1, 2)
@@ -160,7 +184,7 @@ def chunk_terms(x: Inputs, factored: bool) -> ChunkTerms:
     scores = scores_factored if factored else scores_pairwise
     causal = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
     strict = jnp.tril(jnp.ones((CHUNK, CHUNK), bool), -1)
-    inverse = unit_lower_inverse(jnp.where(strict, scores(k, k, g), 0.0) * beta[..., None, :])
+    inverse = invert(jnp.where(strict, scores(k, k, g), 0.0) * beta[..., None, :])
     grown = jnp.exp(total)
     # What comes after each token, summed by itself for the same reason as in `scores_pairwise`.
     after = lax.cumsum(
@@ -183,11 +207,42 @@ def chunk_step(state: jax.Array, x: ChunkTerms) -> tuple[jax.Array, jax.Array]:
     return x.decay[..., None] * state + jnp.einsum("hck,hcv->hkv", x.k_out, r, precision=HIGHEST), o
 
 
+def chunk_scan(start: jax.Array, first: jax.Array, x: ChunkTerms) -> tuple[jax.Array, jax.Array]:
+    """All chunks at once: the map of a chunk, ``S -> A S + B``, composed over 1, 2, 4 … chunks before it.
+
+    ``A = diag(decay) - k_out^T w`` contracts, so products of it stay small; its columns and B's go through one product.
+
+    Args:
+        start: ``[N, H, K, V]``, the state before each chunk that is ``first``; not read for others.
+        first: ``[N]`` bool, the chunk is its sequence's first in the call.
+        x: Terms of all chunks, ``[N, H, ...]``.
+
+    Returns:
+        (state after each chunk ``[N, H, K, V]``, o ``[N, H, C, V]``).
+    """
+    key = start.shape[2]
+    head = first[:, None, None, None]
+    a = x.decay[..., None] * jnp.eye(key) - jnp.einsum("nhck,nhcj->nhkj", x.k_out, x.w, precision=HIGHEST)
+    b = jnp.einsum("nhck,nhcv->nhkv", x.k_out, x.u, precision=HIGHEST)
+    b = jnp.where(head, jnp.matmul(a, start, precision=HIGHEST) + b, b)
+    both = jnp.concatenate([jnp.where(head, 0.0, a), b], axis=-1)
+    reach, count = 1, start.shape[0]
+    while reach < count:
+        before = jnp.pad(both[:-reach], ((reach, 0), (0, 0), (0, 0), (0, 0)))
+        own, added = both[..., :key], jnp.pad(both[..., key:], ((0, 0), (0, 0), (0, 0), (key, 0)))
+        both = jnp.matmul(own, before, precision=HIGHEST) + added
+        reach *= 2
+    after = both[..., key:]
+    begin = jnp.where(head, start, jnp.pad(after[:-1], ((1, 0), (0, 0), (0, 0), (0, 0))))
+    r = x.u - jnp.matmul(x.w, begin, precision=HIGHEST)
+    return after, jnp.matmul(x.q_in, begin, precision=HIGHEST) + jnp.matmul(x.mix, r, precision=HIGHEST)
+
+
 class KimiDeltaAttention(nnx.Module):
     """All KDA layers of one device, stacked; parameters as ``model/parameters.py`` lists them under ``kda``."""
 
-    def __init__(self, config: Config, weights: dict[str, nnx.Param]) -> None:
-        self.config = config
+    def __init__(self, config: Config, geometry: Geometry, weights: dict[str, nnx.Param]) -> None:
+        self.config, self.geometry = config, geometry
         self.qkvfg_proj, self.b_proj = weights["qkvfg_proj"], weights["b_proj"]
         self.conv1d, self.A_log, self.dt_bias = weights["conv1d"], weights["A_log"], weights["dt_bias"]
         self.o_norm, self.o_proj = weights["o_norm"], weights["o_proj"]
@@ -236,6 +291,11 @@ class KimiDeltaAttention(nnx.Module):
         conv = causal_conv(history, raw[:, None], self._per_head(self.conv1d, layer))[:, 0]
         state = write_history(state, layer, slot, jnp.concatenate([history[:, 1:], raw[:, None]], axis=1))
         inputs = self._inputs(conv, g, beta)
+        if self.geometry.recurrence == "together":
+            pool = state["kda_recurrent"]
+            new, out = recurrent_step(pool.at[layer, slot].get(mode=IN_BOUNDS), inputs)
+            state = state | {"kda_recurrent": pool.at[layer, slot].set(new, mode=IN_BOUNDS)}
+            return self._output(out, gate, layer, x.dtype), state
 
         def step(b: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             pool, out = carry
@@ -244,7 +304,8 @@ class KimiDeltaAttention(nnx.Module):
             return pool.at[layer, slot[b]].set(new[0]), lax.dynamic_update_slice_in_dim(out, o, b, axis=0)
 
         # A row at a time: gathering and scattering whole states takes XLA:CPU ten times longer (docs/log.md).
-        pool, out = lax.fori_loop(0, used, step, (state["kda_recurrent"], jnp.zeros_like(inputs.v)))
+        with jax.named_scope("sequences"):
+            pool, out = lax.fori_loop(0, used, step, (state["kda_recurrent"], jnp.zeros_like(inputs.v)))
         return self._output(out, gate, layer, x.dtype), state | {"kda_recurrent": pool}
 
     def prefill(self, x: jax.Array, layer: int | jax.Array, state: State, chunks: Chunks) -> tuple[jax.Array, State]:
@@ -258,6 +319,9 @@ class KimiDeltaAttention(nnx.Module):
         beta = jnp.where(real, beta.reshape(count, CHUNK, heads), 0.0)
         config = self.config
         factored = config.kda_safe_gate and config.kda_lower_bound >= FACTORED_BOUND
+        if self.geometry.recurrence == "together":
+            terms = chunk_terms(self._inputs(conv, g, beta), factored, unit_lower_inverse_blocks)
+            return self._scan(terms, gate, layer, state, chunks, x.dtype)
         terms = chunk_terms(self._inputs(conv, g, beta), factored)
 
         def step(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -268,9 +332,22 @@ class KimiDeltaAttention(nnx.Module):
             return pool.at[layer, slot].set(after, mode=IN_BOUNDS), out.at[n].set(o)
 
         out = jnp.zeros((count, heads, CHUNK, config.head_dim), jnp.float32)
-        pool, out = lax.fori_loop(0, chunks.used, step, (state["kda_recurrent"], out))
+        with jax.named_scope("chunks"):
+            pool, out = lax.fori_loop(0, chunks.used, step, (state["kda_recurrent"], out))
         o = jnp.swapaxes(out, 1, 2).reshape(count * CHUNK, heads, config.head_dim)
         return self._output(o, gate, layer, x.dtype), state | {"kda_recurrent": pool}
+
+    def _scan(
+        self, terms: ChunkTerms, gate: jax.Array, layer: int | jax.Array, state: State, chunks: Chunks, dtype: jnp.dtype
+    ) -> tuple[jax.Array, State]:
+        """The rest of :meth:`prefill`, all chunks at once."""
+        pool = state["kda_recurrent"]
+        pooled = pool.at[layer, chunks.slot].get(mode=IN_BOUNDS)
+        start = jnp.where(chunks.fresh[:, None, None, None], 0.0, pooled)
+        after, out = chunk_scan(start, chunks.first, terms)
+        pool = pool.at[layer, jnp.where(chunks.last, chunks.slot, 0)].set(after, mode=IN_BOUNDS)
+        o = jnp.swapaxes(out, 1, 2).reshape(gate.shape)
+        return self._output(o, gate, layer, dtype), state | {"kda_recurrent": pool}
 
     def _convolve(
         self, raw: jax.Array, layer: int | jax.Array, state: State, chunks: Chunks

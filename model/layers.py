@@ -3,9 +3,17 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 
 NORM_L2_EPS = 1e-6  # KDA's q and k; added to the sum of squares, inside the root
+
+
+def of_layer(weights: nnx.Param | nnx.Dict, layer: int | jax.Array, *, split: bool) -> jax.Array:
+    """One layer's weight, of a stack or of arguments by layer (those only where ``layer`` is known when tracing)."""
+    if isinstance(weights, nnx.Dict):
+        return weights[f"{layer:03}"][...]
+    return take(weights[...], layer, split=split)
 
 
 def take(stacked: jax.Array, index: int | jax.Array, *, split: bool) -> jax.Array:

@@ -5,7 +5,7 @@ after attention and after the MLP, of fp32 partial sums (rounding them first wou
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from ling3export.model.kda import KimiDeltaAttention
 from ling3export.model.layers import dot, gated_mlp, rms_norm, take
 from ling3export.model.mla import GatedMLA
 from ling3export.model.moe import MixtureOfExperts
-from ling3export.model.parameters import Parameter, parameters
+from ling3export.model.pages import PageList
+from ling3export.model.parameters import arguments
 
 State = dict[str, jax.Array]
 Index = int | jax.Array
@@ -28,7 +29,8 @@ Index = int | jax.Array
 class Decode(NamedTuple):
     """The rows of a decode step.
 
-    slot, position ``[B]``, page_table ``[B, M]``, valid ``[B]`` bool; used, one past the last row that is valid.
+    slot, position ``[B]``, page_table ``[B, M]``, valid ``[B]`` bool; used, one past the last row that is valid; pages,
+    what the attention form ``pages`` walks, alike in every layer.
     """
 
     slot: jax.Array
@@ -36,6 +38,7 @@ class Decode(NamedTuple):
     page_table: jax.Array
     valid: jax.Array
     used: jax.Array
+    pages: PageList | None
 
 
 class Layer(NamedTuple):
@@ -51,12 +54,6 @@ class Layer(NamedTuple):
     mlp_index: Index
 
 
-def plain_name(parameter: Parameter) -> tuple[str, str]:
-    """A parameter's place in the pure dict: (module, attribute)."""
-    stack, _, attribute = parameter.name.partition(".")
-    return stack, attribute
-
-
 class Ling3(nnx.Module):
     """Parameters as ``model/parameters.py`` lists them, this device's part.
 
@@ -67,18 +64,21 @@ class Ling3(nnx.Module):
 
     def __init__(self, config: Config, geometry: Geometry) -> None:
         self.config, self.geometry = config, geometry
-        weights: dict[str, dict[str, nnx.Param]] = {}
-        for parameter in parameters(config):
-            shape = parameter.shape
+        weights: dict[str, dict[str, Any]] = {}
+        for argument in arguments(config, geometry):
+            shape, parameter = argument.shape, argument.parameter
             if parameter.split is not None:
                 shape = (shape[0] // geometry.tp, *shape[1:])
-            dtype = geometry.dtype if parameter.dtype == "model" else parameter.dtype
-            stack, attribute = plain_name(parameter)
-            weights.setdefault(stack, {})[attribute] = nnx.Param(jnp.zeros(shape, dtype))
+            value = nnx.Param(jnp.zeros(shape, geometry.dtype if parameter.dtype == "model" else parameter.dtype))
+            stack, attribute, *layer = argument.path
+            if layer:
+                weights.setdefault(stack, {}).setdefault(attribute, nnx.Dict({}))[layer[0]] = value
+            else:
+                weights.setdefault(stack, {})[attribute] = value
         self.embeddings, self.layers = nnx.Dict(weights["embeddings"]), nnx.Dict(weights["layers"])
-        self.kda = KimiDeltaAttention(config, weights["kda"]) if "kda" in weights else None
-        self.mla = GatedMLA(config, weights["mla"])
-        self.moe = MixtureOfExperts(config, weights["moe"]) if "moe" in weights else None
+        self.kda = KimiDeltaAttention(config, geometry, weights["kda"]) if "kda" in weights else None
+        self.mla = GatedMLA(config, geometry, weights["mla"])
+        self.moe = MixtureOfExperts(config, geometry, weights["moe"]) if "moe" in weights else None
         self.dense = nnx.Dict(weights["dense"]) if "dense" in weights else None
 
     def embed(self, tokens: jax.Array) -> jax.Array:
@@ -103,9 +103,8 @@ class Ling3(nnx.Module):
             return self.kda.prefill(x, layer.attention_index, state, batch)
         pool = state["mla_latent"]
         if isinstance(batch, Decode):
-            out, pool = self.mla.decode(
-                x, layer.attention_index, pool, batch.position, batch.page_table, batch.valid, batch.used
-            )
+            rows = (batch.position, batch.page_table, batch.valid, batch.used, batch.pages)
+            out, pool = self.mla.decode(x, layer.attention_index, pool, *rows)
         else:
             out, pool = self.mla.prefill(x, layer.attention_index, pool, batch)
         return out, state | {"mla_latent": pool}

@@ -16,20 +16,12 @@ from jax import lax
 
 from ling3export.model.chunks import Chunks
 from ling3export.model.config import Config
-from ling3export.model.geometry import CHUNK
+from ling3export.model.geometry import AXIS, CHUNK, Geometry
 from ling3export.model.layers import dot, dot_heads, dot_rows, precision, rms_norm, rope, take
+from ling3export.model.pages import MASKED, PageList, Partial, attend_list, gather_heads, local_pages, merge_devices
 
 LATENT_NORM_EPS = 1e-6  # of the query's and the key-value latent's norm, whatever rms_norm_eps says
-MASKED = -1e30  # finite, so that a row which sees nothing yet gives weights of zero and not NaN
 QUERY_BLOCK = 512  # token slots whose scores against the whole call are held at once
-
-
-class Partial(NamedTuple):
-    """A softmax over part of the keys: running maximum, sum of weights, weighted values (all fp32)."""
-
-    maximum: jax.Array
-    total: jax.Array
-    values: jax.Array
 
 
 def merge(a: Partial, b: Partial) -> Partial:
@@ -49,8 +41,9 @@ def softmax_part(scores: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def attend_pages(
-    query: jax.Array, pool: jax.Array, layer: int | jax.Array, table: jax.Array, length: jax.Array, rank: int
-) -> Partial:
+    query: jax.Array, pool: jax.Array, layer: int | jax.Array, table: jax.Array, length: jax.Array, rank: int,
+    geometry: Geometry,
+) -> Partial:  # fmt: skip
     """Absorbed attention of one sequence over its first ``length`` cached tokens.
 
     Costs the pages that the sequence uses: the loop's trip count is ``ceil(length / page)``.
@@ -62,6 +55,7 @@ def attend_pages(
         table: ``[M]`` page numbers.
         length: int32 scalar.
         rank: Width of the latent, the part that is also the value.
+        geometry: Where the pages are; the device that holds a striped one sends it to all.
 
     Returns:
         :class:`Partial` of shapes ``[Q]``, ``[Q]``, ``[Q, rank]``.
@@ -70,8 +64,11 @@ def attend_pages(
 
     def step(j: jax.Array, part: Partial) -> Partial:
         mask = j * page + jnp.arange(page, dtype=jnp.int32) < length
+        here, number = local_pages(table[j], geometry)
         # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
-        cached = jnp.where(mask[:, None], pool[layer, table[j]], jnp.zeros((), pool.dtype))
+        cached = jnp.where(mask[:, None], pool[layer, number], jnp.zeros((), pool.dtype))
+        if geometry.placement == "striped":
+            cached = lax.psum(jnp.where(here, cached, jnp.zeros((), pool.dtype)), AXIS)
         exact = precision(pool.dtype)
         scores = jnp.matmul(query, cached.T, precision=exact, preferred_element_type=jnp.float32)
         maximum, total, weights = softmax_part(scores, mask[None])
@@ -82,7 +79,8 @@ def attend_pages(
 
     rows, row = query.shape
     empty = Partial(jnp.full((rows,), MASKED), jnp.zeros((rows,)), jnp.zeros((rows, row)))
-    part = lax.fori_loop(0, (length + page - 1) // page, step, empty)
+    with jax.named_scope("pages"):
+        part = lax.fori_loop(0, (length + page - 1) // page, step, empty)
     return part._replace(values=part.values[:, :rank])
 
 
@@ -100,8 +98,8 @@ class Projected(NamedTuple):
 class GatedMLA(nnx.Module):
     """All MLA layers of one device, stacked; parameters as ``model/parameters.py`` lists them under ``mla``."""
 
-    def __init__(self, config: Config, weights: dict[str, nnx.Param]) -> None:
-        self.config = config
+    def __init__(self, config: Config, geometry: Geometry, weights: dict[str, nnx.Param]) -> None:
+        self.config, self.geometry = config, geometry
         self.kv_a_proj_with_mqa, self.kv_a_layernorm = weights["kv_a_proj_with_mqa"], weights["kv_a_layernorm"]
         self.w_uk, self.w_uv = weights["w_uk"], weights["w_uv"]
         self.g_proj, self.dense = weights["g_proj"], weights["dense"]
@@ -159,8 +157,7 @@ class GatedMLA(nnx.Module):
 
     def decode(
         self, x: jax.Array, layer: int | jax.Array, pool: jax.Array, position: jax.Array, table: jax.Array,
-        valid: jax.Array,
-        used: jax.Array,
+        valid: jax.Array, used: jax.Array, pages: PageList | None,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """One token of each sequence.
 
@@ -172,22 +169,42 @@ class GatedMLA(nnx.Module):
             table: ``[B, M]`` int32.
             valid: ``[B]`` bool, False for padding rows.
             used: int32 scalar, one past the last valid row.
+            pages: The list to walk; None attends one sequence after the other.
 
         Returns:
             This device's partial sum ``[B, D]`` in fp32, and the pool with the new latents.
         """
         p = self._project(x, layer, position)
-        pool = store_latents(pool, layer, p, position, table, valid)
+        pool = store_latents(pool, layer, p, position, table, valid, self.geometry)
         query = self._absorb(p, layer, pool.shape[3])
-        length = jnp.where(valid, position + 1, 0)
+        if pages is None:
+            latent = self._one_by_one(query, pool, layer, table, jnp.where(valid, position + 1, 0), used)
+        else:
+            latent = self._all_pages(query, pool, layer, pages)
+        return self._output(self._release(latent, layer, x.dtype), p, layer), pool
+
+    def _one_by_one(
+        self, query: jax.Array, pool: jax.Array, layer: int | jax.Array, table: jax.Array, length: jax.Array,
+        used: jax.Array,
+    ) -> jax.Array:  # fmt: skip
+        """Attended latents ``[B, H, R]``, one sequence after the other."""
         rank = self.config.kv_lora_rank
 
         def sequence(b: jax.Array, out: jax.Array) -> jax.Array:
-            part = attend_pages(query[b], pool, layer, table[b], length[b], rank)
+            part = attend_pages(query[b], pool, layer, table[b], length[b], rank, self.geometry)
             return out.at[b].set(part.values / jnp.maximum(part.total, 1e-30)[:, None])
 
-        latent = lax.fori_loop(0, used, sequence, jnp.zeros((*query.shape[:2], rank), jnp.float32))
-        return self._output(self._release(latent, layer, x.dtype), p, layer), pool
+        with jax.named_scope("sequences"):
+            return lax.fori_loop(0, used, sequence, jnp.zeros((*query.shape[:2], rank), jnp.float32))
+
+    def _all_pages(self, query: jax.Array, pool: jax.Array, layer: int | jax.Array, pages: PageList) -> jax.Array:
+        """Attended latents ``[B, H, R]`` over the listed pages of all sequences."""
+        rank = self.config.kv_lora_rank
+        if self.geometry.placement == "striped":
+            part = merge_devices(attend_list(gather_heads(query), pool, layer, pages, rank))
+        else:
+            part = attend_list(query, pool, layer, pages, rank)
+        return part.values / jnp.maximum(part.total, 1e-30)[..., None]
 
     def prefill(
         self, x: jax.Array, layer: int | jax.Array, pool: jax.Array, chunks: Chunks
@@ -196,14 +213,15 @@ class GatedMLA(nnx.Module):
         p = self._project(x, layer, chunks.position)
         # Written before anything is read: a write after a read that nothing orders would make XLA copy the pool.
         table = jnp.repeat(chunks.page_table, CHUNK, axis=0)
-        pool = store_latents(pool, layer, p, chunks.position, table, chunks.valid)
+        pool = store_latents(pool, layer, p, chunks.position, table, chunks.valid, self.geometry)
         part = self._within(p, layer, chunks)
-        part = lax.cond(
-            jnp.any(chunks.run_start > 0),
-            lambda part, pool: merge(part, self._before(p, layer, pool, chunks)),
-            lambda part, pool: part,
-            part, pool,
-        )  # fmt: skip
+        with jax.named_scope("cached"):
+            part = lax.cond(
+                jnp.any(chunks.run_start > 0),
+                lambda part, pool: merge(part, self._before(p, layer, pool, chunks)),
+                lambda part, pool: part,
+                part, pool,
+            )  # fmt: skip
         heads = part.values / jnp.maximum(part.total, 1e-30)[..., None]
         return self._output(heads, p, layer), pool
 
@@ -240,20 +258,22 @@ class GatedMLA(nnx.Module):
 
         def chunk(n: jax.Array, out: Partial) -> Partial:
             length = jnp.where(chunks.slot[n] > 0, chunks.run_start[n], 0)
-            part = attend_pages(query[n], pool, layer, chunks.page_table[n], length, rank)
+            part = attend_pages(query[n], pool, layer, chunks.page_table[n], length, rank, self.geometry)
             return jax.tree.map(lambda whole, one: whole.at[n].set(one), out, part)
 
         rows = (count, CHUNK * heads)
         empty = Partial(jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros((*rows, rank)))
-        part = lax.fori_loop(0, chunks.used, chunk, empty)
+        with jax.named_scope("chunks"):
+            part = lax.fori_loop(0, chunks.used, chunk, empty)
         maximum, total, values = jax.tree.map(lambda y: y.reshape(count * CHUNK, heads, *y.shape[2:]), part)
         # The weights of a value are not normalized yet: the sums may be large, w_uv is linear, so order is free.
         return Partial(maximum, total, self._release(values, layer, p.latent.dtype))
 
 
 def store_latents(
-    pool: jax.Array, layer: int | jax.Array, p: Projected, position: jax.Array, table: jax.Array, valid: jax.Array
-) -> jax.Array:
+    pool: jax.Array, layer: int | jax.Array, p: Projected, position: jax.Array, table: jax.Array, valid: jax.Array,
+    geometry: Geometry,
+) -> jax.Array:  # fmt: skip
     """Writes each token's [latent | roped k | 0] into its page; padding goes to the dummy page 0.
 
     Args:
@@ -263,10 +283,12 @@ def store_latents(
         position: ``[T]`` int32.
         table: ``[T, M]`` int32, each token's page table.
         valid: ``[T]`` bool.
+        geometry: Where the pages are.
     """
     page, row = pool.shape[2:]
     index = jnp.where(valid, position // page, 0)
     number = jnp.where(valid, jnp.take_along_axis(table, index[:, None], axis=1)[:, 0], 0)
+    _, number = local_pages(number, geometry)
     new = jnp.concatenate([p.latent, p.k_rope], axis=-1).astype(pool.dtype)
     new = jnp.pad(new, ((0, 0), (0, row - new.shape[-1])))
     return pool.at[layer, number, position % page].set(new, mode="promise_in_bounds")

@@ -11,10 +11,14 @@ from flax import nnx
 from jax import lax
 
 from ling3export.model.config import Config
-from ling3export.model.geometry import AXIS
-from ling3export.model.layers import gated_mlp, precision, take
+from ling3export.model.geometry import AXIS, Geometry
+from ling3export.model.layers import dot, gated_mlp, of_layer, precision, take
 
 SMALLEST_TILE = 4
+# Rows up to which all local experts of every row take no longer to compute than to read. On TPU v6e that is 560:
+# 2 FLOPs at 918 TFLOP/s against 2 bytes at 1640 GB/s; other TPUs are not far from it.
+LOCAL_ROWS = 512
+PAIRS = 2**20  # comparisons up to which comparing all pairs costs less than taking one maximum after the other
 LARGEST_TILE = 64  # rows; more rows a tile cost as much time a row and waste more on the last tile of an expert
 
 
@@ -45,6 +49,44 @@ def route(scores: jax.Array, bias: jax.Array, config: Config) -> tuple[jax.Array
     return chosen.astype(jnp.int32), weights
 
 
+def route_weights(scores: jax.Array, bias: jax.Array, config: Config) -> jax.Array:
+    """:func:`route` as weights of all experts, ``[T, E]`` fp32, zero where not chosen; ties go to the lower id, too.
+
+    A handful of fused operations, where sorting needs dozens. The sum of a group's two best is the largest sum of any
+    two.
+    """
+    tokens = scores.shape[0]
+    biased = scores + bias
+    grouped = biased.reshape(tokens, config.n_group, -1)
+    size = grouped.shape[-1]
+    if size == 1:
+        best = grouped[..., 0]
+    else:
+        pairs = grouped[..., :, None] + grouped[..., None, :]
+        best = jnp.max(jnp.where(jnp.eye(size, dtype=bool), -jnp.inf, pairs), axis=(-2, -1))
+    open_group = jnp.repeat(largest(best, config.topk_group), size, axis=1)
+    chosen = largest(jnp.where(open_group, biased, -jnp.inf), config.num_experts_per_tok)
+    weights = jnp.where(chosen, scores, 0.0)
+    return weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20) * config.routed_scaling_factor
+
+
+def largest(values: jax.Array, count: int) -> jax.Array:
+    """Which are the ``count`` largest of a row of ``[T, E]``, of equals the first: bool ``[T, E]``."""
+    rows, width = values.shape
+    index = jnp.arange(width)
+    if rows * width * width > PAIRS:
+        chosen = jnp.zeros(values.shape, bool)
+        for _ in range(count):
+            # Not argmax: XLA:TPU gives its value in bf16, and nobody could say what it compares.
+            left = jnp.where(chosen, -jnp.inf, values)
+            equal = ~chosen & (left == jnp.max(left, axis=1, keepdims=True))
+            chosen |= index == jnp.min(jnp.where(equal, index, width), axis=1, keepdims=True)
+        return chosen
+    other, own = values[:, :, None], values[:, None, :]  # summed over the second axis: the last one is lanes on TPU
+    ahead = jnp.where(index[:, None] < index, other >= own, other > own)
+    return jnp.sum(ahead, axis=1, dtype=jnp.int32) < count
+
+
 def tile_rows(rows: int, experts: int) -> int:
     """Rows of a tile, a power of two: room for one and a half times the mean rows an expert.
 
@@ -63,8 +105,8 @@ def tile_rows(rows: int, experts: int) -> int:
 class MixtureOfExperts(nnx.Module):
     """All MoE layers of one device, stacked; parameters as ``model/parameters.py`` lists them under ``moe``."""
 
-    def __init__(self, config: Config, weights: dict[str, nnx.Param]) -> None:
-        self.config = config
+    def __init__(self, config: Config, geometry: Geometry, weights: dict[str, nnx.Param]) -> None:
+        self.config, self.geometry = config, geometry
         self.gate, self.expert_bias = weights["gate"], weights["expert_bias"]
         self.experts_gate_up_proj = weights["experts_gate_up_proj"]
         self.experts_down_proj = weights["experts_down_proj"]
@@ -85,20 +127,36 @@ class MixtureOfExperts(nnx.Module):
         """
         gate = take(self.gate[...], layer, split=False)
         logits = jnp.matmul(x, gate.T, precision=lax.Precision.HIGHEST)  # a rounded score flips experts
-        scores = jax.nn.sigmoid(logits)
-        chosen, weights = route(scores, take(self.expert_bias[...], layer, split=False), self.config)
+        scores, bias = jax.nn.sigmoid(logits), take(self.expert_bias[...], layer, split=False)
         x = x.astype(dtype)
+        if self.geometry.experts == "local" and x.shape[0] <= LOCAL_ROWS:
+            return self._all_local(x, layer, route_weights(scores, bias, self.config)) + self._shared(x, layer)
+        chosen, weights = route(scores, bias, self.config)
         return self._routed(x, layer, chosen, weights, valid) + self._shared(x, layer)
 
     def _shared(self, x: jax.Array, layer: int | jax.Array) -> jax.Array:
         return gated_mlp(x, take(self.shared_gate_up_proj[...], layer, split=True),
                          take(self.shared_down_proj[...], layer, split=True))  # fmt: skip
 
+    def _all_local(self, x: jax.Array, layer: int | jax.Array, weights: jax.Array) -> jax.Array:
+        """Every expert of this device for every row, weighted; best where reading the weights takes longer."""
+        gate_up = of_layer(self.experts_gate_up_proj, layer, split=True)
+        down = of_layer(self.experts_down_proj, layer, split=True)
+        local, rows = gate_up.shape[0] * gate_up.shape[1], x.shape[0]
+        share = lax.dynamic_slice_in_dim(weights, lax.axis_index(AXIS) * local, local, axis=1)
+        y = dot(x, gate_up).reshape(rows, local, 2, -1)
+        hidden = (jax.nn.silu(y[:, :, 0]) * y[:, :, 1] * share[:, :, None]).astype(x.dtype)
+        dims = (((1, 2), (0, 2)), ((), ()))
+        down = down.reshape(local, x.shape[1], -1)
+        return lax.dot_general(hidden, down, dims, precision=precision(x.dtype), preferred_element_type=jnp.float32)
+
     def _routed(
         self, x: jax.Array, layer: int | jax.Array, chosen: jax.Array, weights: jax.Array, valid: jax.Array
     ) -> jax.Array:
-        gate_up, down = self.experts_gate_up_proj[...], self.experts_down_proj[...]
-        slabs, each = gate_up.shape[0], gate_up.shape[2]
+        layered = self.geometry.layered_experts
+        gate_up = of_layer(self.experts_gate_up_proj, layer, split=True) if layered else self.experts_gate_up_proj[...]
+        down = of_layer(self.experts_down_proj, layer, split=True) if layered else self.experts_down_proj[...]
+        slabs, each = gate_up.shape[0], gate_up.shape[1 if layered else 2]
         local = slabs * each
         tokens, top = chosen.shape
         mine = chosen - lax.axis_index(AXIS) * local
@@ -112,7 +170,7 @@ class MixtureOfExperts(nnx.Module):
 
         def tile(i: jax.Array, out: jax.Array) -> jax.Array:
             expert = tile_expert[i]
-            at = (expert // each, layer, expert % each)
+            at = (expert // each, expert % each) if layered else (expert // each, layer, expert % each)
             inputs = x[lax.dynamic_slice_in_dim(token, i * rows, rows)]
             y = lax.dot_general(inputs, gate_up[at].reshape(-1, x.shape[1]), (((1,), (1,)), ((), ())),
                                 precision=exact, preferred_element_type=jnp.float32)  # fmt: skip
@@ -122,7 +180,8 @@ class MixtureOfExperts(nnx.Module):
                                 precision=exact, preferred_element_type=jnp.float32)  # fmt: skip
             return lax.dynamic_update_slice_in_dim(out, y, i * rows, axis=0)
 
-        done = lax.fori_loop(0, tiles, tile, jnp.zeros((capacity + 1, x.shape[1]), jnp.float32))
+        with jax.named_scope("tiles"):
+            done = lax.fori_loop(0, tiles, tile, jnp.zeros((capacity + 1, x.shape[1]), jnp.float32))
         share = jnp.where((mine < local).reshape(tokens, top), weights, 0.0)
         return jnp.einsum("tad,ta->td", done[place].reshape(tokens, top, -1), share, precision=lax.Precision.HIGHEST)
 

@@ -13,6 +13,7 @@ Axis letters: s slabs, n stacked layers, h heads of one slab.
 from dataclasses import dataclass
 
 from ling3export.model.config import Config
+from ling3export.model.geometry import Geometry
 
 
 @dataclass(frozen=True)
@@ -110,3 +111,44 @@ def parameters(config: Config) -> list[Parameter]:
         *_mlp(config),
     ]
     return sorted(rows, key=lambda row: row.name)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One weight argument of a program: a parameter, or one layer of it.
+
+    Attributes:
+        parameter: The row of the table.
+        layer: Index along the stack axis; None for the whole stack.
+    """
+
+    parameter: Parameter
+    layer: int | None = None
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Keys in the parameter tree; layers are written so that they sort."""
+        stack, _, attribute = self.parameter.name.partition(".")
+        return (stack, attribute) if self.layer is None else (stack, attribute, f"{self.layer:03}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's, without the stack axis where it is one layer's."""
+        shape, axis = self.parameter.shape, self.stack_axis
+        return shape if self.layer is None else (*shape[:axis], *shape[axis + 1 :])
+
+    @property
+    def stack_axis(self) -> int:
+        """Where the parameter's layers are stacked."""
+        return 0 if self.parameter.split is None else 1
+
+
+def arguments(config: Config, geometry: Geometry) -> list[Argument]:
+    """The weight arguments of a target's programs, in flattening order."""
+    rows = []
+    for row in parameters(config):
+        if geometry.layered_experts and row.name.startswith("moe.experts_"):
+            rows += [Argument(row, index) for index in range(len(row.layers))]
+        else:
+            rows.append(Argument(row))
+    return rows

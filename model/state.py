@@ -15,13 +15,15 @@ class StateArray:
         name: Key in the state dict.
         shape: Whole shape.
         dtype: numpy dtype name.
-        axes: A word for each axis; ``heads`` is the one that is cut over devices.
+        axes: A word for each axis.
+        split: The axis that is cut over devices, ``heads`` or ``pages``; None for a replicated array.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     axes: tuple[str, ...]
+    split: str | None
 
 
 def state_arrays(config: Config, geometry: Geometry) -> list[StateArray]:
@@ -32,16 +34,19 @@ def state_arrays(config: Config, geometry: Geometry) -> list[StateArray]:
     if kda:
         rows = [
             StateArray(f"kda_conv_{x}", (kda, slots, taps, heads * key), geometry.dtype,
-                       ("layers", "slots", "taps", "heads"))
+                       ("layers", "slots", "taps", "heads"), "heads")
             for x in "kqv"
         ]  # fmt: skip
         rows.append(
             StateArray("kda_recurrent", (kda, slots, heads, key, key), "float32",
-                       ("layers", "slots", "heads", "key", "value"))
+                       ("layers", "slots", "heads", "key", "value"), "heads")
         )  # fmt: skip
-    rows.append(StateArray("last_token", (slots,), "int32", ("slots",)))
-    latent = (len(config.mla_layers), geometry.pages + 1, geometry.page_size, geometry.latent_row)
-    rows.append(StateArray("mla_latent", latent, geometry.dtype, ("layers", "pages", "page", "row")))
+    rows.append(StateArray("last_token", (slots,), "int32", ("slots",), None))
+    striped = geometry.placement == "striped"
+    pages = geometry.pages + (geometry.tp if striped else 1)  # a dummy page on every device
+    latent = (len(config.mla_layers), pages, geometry.page_size, geometry.latent_row)
+    axes = ("layers", "pages", "page", "row")
+    rows.append(StateArray("mla_latent", latent, geometry.dtype, axes, "pages" if striped else None))
     return sorted(rows, key=lambda row: row.name)
 
 
@@ -49,6 +54,6 @@ def state_bytes(config: Config, geometry: Geometry) -> int:
     """Bytes of the whole state on all ``tp`` devices together: a replicated array counts once a device."""
     total = 0
     for row in state_arrays(config, geometry):
-        copies = 1 if "heads" in row.axes else geometry.tp
+        copies = 1 if row.split else geometry.tp
         total += copies * math.prod(row.shape) * (2 if row.dtype == "bfloat16" else 4)
     return total

@@ -17,8 +17,9 @@ from ling3export.model.batch import Field, batch_fields, packed_size, unpack
 from ling3export.model.chunks import chunks_of
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK, Geometry
-from ling3export.model.ling3 import Decode, Ling3, plain_name
-from ling3export.model.parameters import parameters
+from ling3export.model.ling3 import Decode, Ling3
+from ling3export.model.pages import list_pages
+from ling3export.model.parameters import arguments
 from ling3export.model.sampling import sample
 from ling3export.model.state import StateArray, state_arrays
 
@@ -51,22 +52,30 @@ def parameter_spec(split: str | None) -> PartitionSpec:
 
 
 def state_spec(array: StateArray) -> PartitionSpec:
-    """State is cut along its heads; no trailing None is spelled (jax would compile again for it)."""
-    if "heads" not in array.axes:
+    """State is cut along its heads or pages; no trailing None is spelled (jax would compile again for it)."""
+    if array.split is None:
         return P()
-    return P(*(AXIS if axis == "heads" else None for axis in array.axes[: array.axes.index("heads") + 1]))
+    at = array.axes.index(array.split)
+    return P(*(None,) * at, AXIS)
 
 
 def parameter_tree(config: Config, geometry: Geometry) -> tuple[Tree, Tree]:
     """(abstract values, partition specs) of the parameters, ``{stack: {name: ...}}``."""
     values: Tree = {}
     specs: Tree = {}
-    for row in parameters(config):
-        stack, attribute = plain_name(row)
+    for argument in arguments(config, geometry):
+        row = argument.parameter
         dtype = geometry.dtype if row.dtype == "model" else row.dtype
-        values.setdefault(stack, {})[attribute] = jax.ShapeDtypeStruct(row.shape, jnp.dtype(dtype))
-        specs.setdefault(stack, {})[attribute] = parameter_spec(row.split)
+        put(values, argument.path, jax.ShapeDtypeStruct(argument.shape, jnp.dtype(dtype)))
+        put(specs, argument.path, parameter_spec(row.split))
     return values, specs
+
+
+def put(tree: Tree, path: tuple[str, ...], value: Any) -> None:
+    """Sets a leaf of nested dicts."""
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value
 
 
 def state_tree(config: Config, geometry: Geometry) -> tuple[Tree, Tree]:
@@ -107,8 +116,11 @@ def decode(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tre
     slot = fields["slot"]
     valid = slot > 0
     token = jnp.where(fields["token"] < 0, state["last_token"][slot], fields["token"])
+    pages = None
+    if model.geometry.attention == "pages":
+        pages = list_pages(fields["position"], fields["page_table"], valid, model.geometry)
     used = jnp.max(jnp.where(valid, jnp.arange(1, slot.shape[0] + 1, dtype=jnp.int32), 0))
-    batch = Decode(slot, fields["position"], fields["page_table"], valid, used)
+    batch = Decode(slot, fields["position"], fields["page_table"], valid, used, pages)
     x, state = model.run_layers(model.embed(jnp.where(valid, token, 0)), state, batch)
     return state, {"logits": model.logits(x)[:rows]}
 

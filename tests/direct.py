@@ -14,13 +14,15 @@ from ling3export.convert import DTYPES, pieces, stored_dtype
 from ling3export.model.batch import packed_size
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK, Geometry
-from ling3export.model.parameters import parameters
-from ling3export.model.steps import Step, build_step, plain_name, state_tree
+from ling3export.model.parameters import Argument, arguments, parameters
+from ling3export.model.steps import Step, build_step, put, state_tree
 
 
-def assemble(config: Config, read: Callable[[str], np.ndarray], dtype: str) -> dict[str, dict[str, np.ndarray]]:
+def assemble(
+    config: Config, read: Callable[[str], np.ndarray], dtype: str, geometry: Geometry | None = None
+) -> dict[str, dict[str, np.ndarray]]:
     """All parameters in memory, by the same pieces that the store is written from."""
-    tree: dict[str, dict[str, np.ndarray]] = {}
+    whole: dict[str, np.ndarray] = {}
     for row in parameters(config):
         kind = DTYPES[stored_dtype(row, dtype)][1]
         flat: dict[int | None, list[np.ndarray]] = {}
@@ -29,8 +31,16 @@ def assemble(config: Config, read: Callable[[str], np.ndarray], dtype: str) -> d
                 flat.setdefault(slab, []).append(np.ascontiguousarray(piece).astype(kind).reshape(-1))
         keys = [None] if row.split is None else list(range(config.slabs))
         value = np.concatenate([part for key in keys for part in flat[key]]).reshape(row.shape)
-        stack, name = plain_name(row)
-        tree.setdefault(stack, {})[name] = value
+        whole[row.name] = value
+    tree: dict[str, dict[str, np.ndarray]] = {}
+    rows = [Argument(row) for row in parameters(config)] if geometry is None else arguments(config, geometry)
+    for argument in rows:
+        value = whole[argument.parameter.name]
+        put(
+            tree,
+            argument.path,
+            value if argument.layer is None else np.take(value, argument.layer, argument.stack_axis),
+        )
     return tree
 
 
@@ -49,17 +59,17 @@ class Direct:
 
     def __init__(
         self, config: Config, read: Callable[[str], np.ndarray], *, tp: int = 1, dtype: str = "float32",
-        slots: int = 4, page_size: int = 32, max_pages: int = 32, layer_loop: str = "scan",
+        slots: int = 4, page_size: int = 32, max_pages: int = 32, layer_loop: str = "scan", **forms: str,
     ) -> None:  # fmt: skip
         self.config = config
         self.geometry = Geometry(
             tp=tp, dtype=dtype, slots=slots, pages=slots * max_pages, page_size=page_size, max_pages=max_pages,
-            latent_row=config.latent_dim, layer_loop=layer_loop,
+            latent_row=config.latent_dim, layer_loop=layer_loop, **forms,
         )  # fmt: skip
         self.mesh = Mesh(np.array(jax.devices()[:tp]), (AXIS,), axis_types=(AxisType.Auto,))
         self.steps: dict[tuple[str, int], tuple[Step, Any]] = {}
         specs = self.step("decode", 1)[0].specs[0]
-        self.params = self._put(assemble(config, read, dtype), specs)
+        self.params = self._put(assemble(config, read, dtype, self.geometry), specs)
         self.reset()
 
     def _put(self, tree: Any, specs: Any) -> Any:

@@ -1,0 +1,104 @@
+"""Compiles cells for a TPU slice that is not here, with the compiler that would run there.
+
+The executable comes from the direct lowering, not from the portable file: ``jax.export`` lowers for readers of other
+versions (``forward_compatible``), which makes kernels slower.
+"""
+
+import re
+import time
+from typing import Any
+
+import jax
+from jax.experimental import mesh_utils, topologies
+from jax.sharding import AxisType, Mesh
+
+from ling3export.errors import PlanError
+from ling3export.estimates import Workload, estimate, floor
+from ling3export.lower import LOCATION_OPTIONS, costs, with_shardings
+from ling3export.model.config import Config
+from ling3export.model.geometry import AXIS, Geometry
+from ling3export.model.steps import build_step
+from ling3export.pools import readable
+from ling3export.runners import pjrt
+from ling3export.targets import Target
+
+
+def topology_mesh(target: Target) -> Mesh:
+    """All devices of a slice on the one axis, in the ring order that jax chooses for them; none of them is here.
+
+    Raises:
+        PlanError: The compiler does not know the topology.
+    """
+    single = (
+        {"chips_per_host_bounds": [1, 1, 1]}
+        if target.processes == 1 and set(target.topology or "") <= set("1x")
+        else {}
+    )
+    try:
+        described = topologies.get_topology_desc(f"{target.kind}:{target.topology}", platform="tpu", **single)
+    except (RuntimeError, ValueError) as error:
+        raise PlanError(f"target `{target.text}`: expected a topology that libtpu knows, found: {error}") from error
+    devices = mesh_utils.create_device_mesh((target.tp,), devices=described.devices)
+    return Mesh(devices, (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def hosts(mesh: Mesh) -> list[list[int]]:
+    """Device ids of each process, by process number."""
+    by_process: dict[int, list[int]] = {}
+    for device in mesh.devices.flat:
+        by_process.setdefault(device.process_index, []).append(device.id)
+    return [sorted(by_process[process]) for process in sorted(by_process)]
+
+
+def compile_for(
+    config: Config, geometry: Geometry, phase: str, padding: int, target: Target
+) -> tuple[bytes, dict[str, Any]]:
+    """Compiles one cell for ``target``.
+
+    Returns:
+        The serialized executable, and the manifest fields that describe it.
+
+    Raises:
+        PlanError: It needs more memory than a device has; with the compiler's sum.
+    """
+    assert target.chip is not None
+    for name, value in LOCATION_OPTIONS.items():
+        jax.config.update(name, value)
+    started = time.perf_counter()
+    mesh = topology_mesh(target)
+    step = build_step(config, geometry, phase, padding, mesh)
+    arguments = with_shardings(step.arguments, step.specs, mesh)
+    with pjrt.no_compilation_cache():
+        lowered = jax.jit(step.call, donate_argnums=(1,)).lower(*arguments)
+        try:
+            compiled = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            raise _too_large(error, target, f"{phase}@{padding}") from error
+        raw = pjrt.executable_bytes(compiled)
+    seconds = round(time.perf_counter() - started, 3)
+    workload = Workload()
+    found = estimate(compiled.as_text() or "", target.chip, workload.trips(phase, padding, config, geometry))
+    record = {
+        "call": pjrt.call_record(compiled),
+        "hosts": hosts(mesh),
+        "lowering": {"direct": True, "forward_compatible": False},
+        "compile_seconds": seconds,
+        **costs(compiled),
+        "collectives": found["collectives"],
+        "estimated_seconds": found["seconds"],
+        "estimate": found | {"tokens_a_sequence": workload.tokens, "clock_hz": target.chip.clock},
+        "floor": floor(config, geometry, phase, padding, target.chip, workload),
+    }
+    return raw, record
+
+
+def _too_large(error: Exception, target: Target, cell: str) -> Exception:
+    text = str(error)
+    if "RESOURCE_EXHAUSTED" not in text:
+        return error
+    assert target.chip is not None
+    said = re.sub(r"^.*?RESOURCE_EXHAUSTED:\s*", "", text, flags=re.S).split("\n")[0]
+    return PlanError(
+        f"memory of `{target.text}`: expected {cell} to fit {readable(target.chip.memory)} a device, found: {said}",
+        "lower --memory-fraction, --pages, --max-running or the padding, or take a larger topology",
+    )

@@ -1,0 +1,295 @@
+"""What a compiled TPU program costs, from the compiler's own per-instruction cycle estimates.
+
+A loop's body counts as often as it runs. Where the number of trips depends on the batch, it is what a stated workload
+causes, and the estimate names it. Instructions without an estimate are bounded by their bytes over the memory's
+bandwidth, and listed. Collectives and custom calls stand apart: the compiler estimates neither.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ling3export.hlo import Frame, Instruction, Module, parse, shape_bytes, trip_count
+from ling3export.model.config import Config
+from ling3export.model.geometry import CHUNK, Geometry
+from ling3export.model.moe import tile_rows
+from ling3export.model.pages import TILE
+from ling3export.model.parameters import parameters
+from ling3export.targets import Chip
+
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+# Names without work of their own: their operands' or users' instructions have it.
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
+        "copy-done", "async-done", "slice-done", "opt-barrier", "domain"}  # fmt: skip
+MOVED = ("copy-start", "async-start", "slice-start")  # run beside other work
+LARGE = 10**6  # bytes of a copy worth counting
+FAST = "S(1)"  # the memory space of a chip's own fast memory: a move there is a prefetch, not a copy
+
+
+@dataclass
+class Costs:
+    """Sums over a program, every instruction as often as it runs.
+
+    Attributes:
+        seconds: Of the compiler's estimates, by opcode.
+        bounded: Seconds by bytes of instructions without an estimate, by opcode.
+        overlapped: Seconds by bytes of moves that run beside other work.
+        collectives: kind → [count, bytes].
+        custom_calls: target → [count, bytes].
+        copies: Names of copies over 1 MB within the large memory, with bytes.
+        loops: Where every trip count came from.
+        instructions: opcode → how many there are in the program (not how often they run).
+    """
+
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    bounded: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    overlapped: float = 0.0
+    collectives: dict[str, list[float]] = field(default_factory=dict)
+    custom_calls: dict[str, list[float]] = field(default_factory=dict)
+    copies: dict[str, int] = field(default_factory=dict)
+    loops: list[dict[str, Any]] = field(default_factory=list)
+    instructions: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def total(self) -> float:
+        """Seconds of work in sequence: estimates and bounds."""
+        return sum(self.seconds.values()) + sum(self.bounded.values())
+
+
+class Estimator:
+    """Walks a module.
+
+    Args:
+        module: The optimized HLO.
+        chip: Clock and bandwidth.
+        trips: Scope of a loop whose bound depends on the batch → its trips under the stated workload; of a conditional
+            → 0 if it is not taken.
+    """
+
+    def __init__(self, module: Module, chip: Chip, trips: Mapping[str, float]) -> None:
+        self._module, self._chip, self._trips = module, chip, trips
+        self._first = True
+        self.costs = Costs()
+        self._run(Frame(module.entry), 1.0)
+
+    def _run(self, frame: Frame, times: float) -> None:
+        for instruction in frame.computation.instructions.values():
+            self._one(frame, instruction, times)
+
+    def _one(self, frame: Frame, instruction: Instruction, times: float) -> None:
+        opcode, costs = instruction.opcode, self.costs
+        if opcode in FREE or (opcode.endswith("-done") and opcode.removesuffix("-done") in COLLECTIVES):
+            return
+        costs.instructions[opcode] += 1
+        if opcode == "while":
+            return self._loop(frame, instruction, times)
+        if opcode == "conditional":
+            return self._branch(frame, instruction, times)
+        if opcode == "call":
+            inner = self._module.computations[instruction.called["to_apply"][0]]
+            return self._run(Frame(inner, frame, instruction), times)
+        kind = opcode.removesuffix("-start")
+        if kind in COLLECTIVES:
+            return self._apart(costs.collectives, kind, instruction, times)
+        if opcode == "custom-call":
+            target = instruction.attributes.partition('custom_call_target="')[2].partition('"')[0]
+            return self._apart(costs.custom_calls, target, instruction, times)
+        self._timed(frame, instruction, times)
+        return None
+
+    def _timed(self, frame: Frame, instruction: Instruction, times: float) -> None:
+        costs, opcode = self.costs, instruction.opcode
+        moved = self._moved(frame, instruction)
+        result = instruction.shape.split("}, ")[0]
+        if opcode in ("copy", "copy-start") and shape_bytes(result) > LARGE and FAST not in result:
+            costs.copies[instruction.name] = shape_bytes(result)
+        if opcode in MOVED:
+            costs.overlapped += times * moved / self._chip.bandwidth
+        elif instruction.cycles is not None:
+            costs.seconds[opcode] += times * instruction.cycles / self._chip.clock
+        else:
+            costs.bounded[_bounded_kind(instruction)] += times * moved / self._chip.bandwidth
+
+    def _moved(self, frame: Frame, instruction: Instruction) -> int:
+        """Bytes that an instruction reads and writes; an update in place does not move what it leaves as it is."""
+        operands = [self._bytes(frame, name) for name in instruction.operands]
+        if instruction.opcode in ("dynamic-update-slice", "scatter") or "scatter" in instruction.name:
+            return 2 * sum(operands[1:])
+        if instruction.opcode in ("dynamic-slice", "slice", "gather") or "gather" in instruction.name:
+            return 2 * instruction.bytes
+        if instruction.opcode in MOVED:  # (operand, result, context)
+            return max(0, instruction.bytes - sum(operands)) if "slice" in instruction.opcode else sum(operands)
+        return instruction.bytes + sum(operands)
+
+    def _bytes(self, frame: Frame, name: str) -> int:
+        return frame.computation.instructions[name].bytes
+
+    def _apart(self, table: dict[str, list[float]], kind: str, instruction: Instruction, times: float) -> None:
+        row = table.setdefault(kind, [0.0, 0.0])
+        row[0] += times
+        row[1] += times * instruction.bytes
+
+    def _loop(self, frame: Frame, loop: Instruction, times: float) -> None:
+        known = trip_count(self._module, frame, loop)
+        scope = _scope(loop)
+        trips, source = (float(known), "the program") if known is not None else (1.0, "unknown: counted once")
+        if known is None and scope in self._trips:
+            trips, source = self._trips[scope], f"the workload's `{scope}`"
+        self.costs.loops.append({"loop": loop.label or loop.name, "trips": trips, "from": source, "times": times})
+        for role, count in (("condition", trips + 1), ("body", trips)):
+            computation = self._module.computations[loop.called[role][0]]
+            self._run(Frame(computation, frame, loop), times * count)
+
+    def _branch(self, frame: Frame, instruction: Instruction, times: float) -> None:
+        """The dearer branch; the cheaper one where the workload says that the condition does not hold."""
+        roles = ("branch_computations", "true_computation", "false_computation")
+        names = [name for role in roles for name in instruction.called.get(role, [])]
+        kept = self.costs
+        found = []
+        for name in names:
+            self.costs = Costs()
+            self._run(Frame(self._module.computations[name], frame, instruction), times)
+            found.append(self.costs)
+        self.costs = kept
+        skipped = self._trips.get(_scope(instruction)) == 0
+        chosen = (min if skipped else max)(found, key=lambda costs: costs.total)
+        _add(kept, chosen)
+
+
+def _scope(instruction: Instruction) -> str:
+    """The named scope that the model put right around a loop or a conditional: ``…/pages/while``."""
+    parts = instruction.label.split("/")
+    return parts[-2] if len(parts) > 1 else ""
+
+
+def _bounded_kind(instruction: Instruction) -> str:
+    """``fusion`` says little: the name of a gather's or scatter's fusion says what it is."""
+    for word in ("scatter", "gather"):
+        if word in instruction.name:
+            return word
+    return instruction.opcode
+
+
+def _add(whole: Costs, part: Costs) -> None:
+    for times, more in ((whole.seconds, part.seconds), (whole.bounded, part.bounded)):
+        for kind, value in more.items():
+            times[kind] += value
+    whole.instructions += part.instructions
+    whole.overlapped += part.overlapped
+    whole.loops += part.loops
+    whole.copies |= part.copies
+    for left, right in ((whole.collectives, part.collectives), (whole.custom_calls, part.custom_calls)):
+        for kind, (count, moved) in right.items():
+            row = left.setdefault(kind, [0.0, 0.0])
+            row[0], row[1] = row[0] + count, row[1] + moved
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The batch that dynamic loops are counted for: full rows, ``tokens`` cached by each sequence.
+
+    Attributes:
+        tokens: Tokens that a decoding sequence holds; a prefill call starts its sequences.
+    """
+
+    tokens: int = 1024
+
+    def trips(self, phase: str, padding: int, config: Config, geometry: Geometry) -> dict[str, float]:
+        """Trips by scope of the loops whose bounds depend on the batch (named so in ``model/``)."""
+        tiles = expected_tiles(padding, config, config.num_experts / geometry.tp)
+        if phase == "prefill":
+            return {"chunks": padding // CHUNK, "tiles": tiles, "cached": 0}
+        pages = min(geometry.max_pages, math.ceil(self.tokens / geometry.page_size))
+        held = math.ceil(padding * pages / (geometry.tp if geometry.placement == "striped" else 1))
+        return {"sequences": padding, "pages": pages, "page_tiles": math.ceil(held / TILE), "tiles": tiles}
+
+
+def expected_tiles(tokens: int, config: Config, experts: float) -> float:
+    """Tiles of rows that ``experts`` experts get on average when every expert is as likely as any other."""
+    share = config.num_experts_per_tok / config.num_experts
+    rows = tile_rows(tokens * config.num_experts_per_tok, config.num_experts)
+    each = 0.0
+    for n in range(1, tokens + 1):
+        ways = math.lgamma(tokens + 1) - math.lgamma(n + 1) - math.lgamma(tokens - n + 1)
+        each += math.ceil(n / rows) * math.exp(ways + n * math.log(share) + (tokens - n) * math.log1p(-share))
+    return experts * each
+
+
+def estimate(text: str, chip: Chip, trips: Mapping[str, float]) -> dict[str, Any]:
+    """The estimate of a program as the manifest records it.
+
+    Args:
+        text: ``Compiled.as_text()``.
+        chip: The device it was compiled for.
+        trips: See :class:`Estimator`.
+
+    Returns:
+        ``seconds`` (estimates and bounds together, or the time to move what is moved beside them, if that is more),
+        ``by_opcode``, ``bounded`` (seconds without an estimate), ``collectives``, ``custom_calls``, ``copies``,
+        ``loops``, ``instructions``.
+    """
+    costs = Estimator(parse(text), chip, trips).costs
+    return {
+        "seconds": max(costs.total, costs.overlapped),
+        "estimated": sum(costs.seconds.values()),
+        "by_opcode": _rounded(costs.seconds),
+        "bounded": _rounded(costs.bounded),
+        "overlapped": costs.overlapped,
+        "collectives": {kind: {"count": int(c), "bytes": int(b)} for kind, (c, b) in sorted(costs.collectives.items())},
+        "custom_calls": {
+            name: {"count": int(c), "bytes": int(b)} for name, (c, b) in sorted(costs.custom_calls.items())
+        },
+        "copies": costs.copies,
+        "loops": costs.loops,
+        "instructions": dict(sorted(costs.instructions.items())),
+    }
+
+
+def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {kind: float(f"{value:.4g}") for kind, value in sorted(seconds.items(), key=lambda row: -row[1]) if value}
+
+
+def floor(
+    config: Config, geometry: Geometry, phase: str, padding: int, chip: Chip, workload: Workload
+) -> dict[str, Any]:
+    """What a device must move and compute at least in one step, whatever the program.
+
+    Bytes: its weights once (of the experts, those that the expected routing touches), the recurrent and conv state of
+    the rows read and written, and its share of the latents read once. FLOPs: two a weight and token that uses it.
+
+    Returns:
+        ``bytes`` by kind, ``flops``, ``seconds`` (the larger of both times).
+    """
+    if phase == "sample":
+        moved = {"logits": 4 * padding * config.vocab_size // geometry.tp}
+        return {"bytes": moved, "flops": 0, "seconds": sum(moved.values()) / chip.bandwidth}
+    width = 4 if geometry.dtype == "float32" else 2
+    weights = flops = 0.0
+    chosen = config.num_experts_per_tok / config.num_experts
+    for row in parameters(config):
+        if row.name == "embeddings.word_embeddings":
+            continue
+        share = math.prod(row.shape) / (geometry.tp if row.split else 1)
+        routed = row.split == "experts"
+        touched = 1 - (1 - chosen) ** padding if routed else 1.0
+        rows = padding // CHUNK if row.name == "embeddings.lm_head" and phase == "prefill" else padding
+        weights += share * touched * (4 if row.dtype == "float32" else width)
+        flops += 2 * rows * share * (chosen if routed else 1.0)
+    sequences = padding if phase == "decode" else 1
+    moved = {"weights": round(weights)} | _state_moved(config, geometry, sequences, phase, workload)
+    seconds = max(sum(moved.values()) / chip.bandwidth, flops / chip.flops)
+    return {"bytes": moved, "flops": round(flops), "seconds": seconds}
+
+
+def _state_moved(config: Config, geometry: Geometry, sequences: int, phase: str, workload: Workload) -> dict[str, int]:
+    width = 4 if geometry.dtype == "float32" else 2
+    heads = config.num_attention_heads / geometry.tp
+    recurrent = 4 * heads * config.head_dim**2
+    conv = width * 3 * heads * config.head_dim * (config.short_conv_kernel_size - 1)
+    state = 2 * sequences * len(config.kda_layers) * (recurrent + conv)
+    latents = 0.0
+    if phase == "decode":
+        latents = sequences * workload.tokens * len(config.mla_layers) * config.latent_dim * width / geometry.tp
+    return {"state": round(state), "latents": round(latents)}

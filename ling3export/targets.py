@@ -1,0 +1,237 @@
+"""Machines that programs are built for: facts about their chips, and how a target is written. Imports no jax.
+
+Memory is what the compiler lets a program have on one device (a refused 300 GiB program names it), the rest is from
+the vendors' tables, per chip, divided by the devices of a chip.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import metadata
+
+from ling3export.errors import PlanError, listed
+from ling3export.model.config import Config
+
+GIB = 2**30
+DEFAULT_CPU_TP = 16
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One kind of accelerator, as jax sees it: per device, not per chip.
+
+    Attributes:
+        platform: ``tpu`` or ``cuda``.
+        kind: As a target writes it.
+        memory: Bytes a program may have.
+        bandwidth: Bytes a second to and from that memory.
+        flops: bf16 operations a second, dense.
+        devices: jax devices of a chip (two where a chip has two cores that are not fused).
+        chips_per_host: Of a slice with several hosts.
+        topologies: Names that the compiler knows, of up to 16 devices.
+        lanes: The minor dimension that the memory layout pads to; 1: none.
+        clock: Cycles a second that the compiler's cycle estimates are divided by (assumed, not published).
+        sources: Where the numbers come from.
+    """
+
+    platform: str
+    kind: str
+    memory: int
+    bandwidth: float
+    flops: float
+    devices: int
+    chips_per_host: int
+    topologies: tuple[str, ...]
+    lanes: int
+    clock: float
+    sources: tuple[str, ...]
+
+    def count(self, topology: str) -> int:
+        """Devices of a topology."""
+        return math.prod(int(side) for side in topology.split("x")) * self.devices
+
+
+CLOCK = 1.75e9
+CHIPS = {
+    (chip.platform, chip.kind): chip
+    for chip in (
+        Chip("tpu", "v6e", int(31.24 * GIB), 1640e9, 918e12, 1, 4, ("1x1", "2x2", "2x4", "4x4"), 128, CLOCK,
+             ("https://cloud.google.com/tpu/docs/v6e",)),
+        Chip("tpu", "v5e", int(15.75 * GIB), 819e9, 197e12, 1, 4, ("1x1", "2x2", "2x4", "4x4"), 128, CLOCK,
+             ("https://cloud.google.com/tpu/docs/v5e",)),
+        Chip("tpu", "v5p", int(95.73 * GIB), 2765e9, 459e12, 1, 4, ("1x1x1", "2x2x1", "2x2x2", "2x2x4"), 128, CLOCK,
+             ("https://cloud.google.com/tpu/docs/v5p",)),
+        Chip("tpu", "tpu7x", int(94.74 * GIB), 7380e9 / 2, 2307e12 / 2, 2, 4, ("1x1x1", "2x2x1", "2x2x2"), 128, CLOCK,
+             ("https://cloud.google.com/tpu/docs/tpu7x",)),
+        Chip("cuda", "h100", 80 * 10**9, 3350e9, 989e12, 1, 8, (), 1, 1.755e9,
+             ("https://www.nvidia.com/en-us/data-center/h100/",)),
+        Chip("cuda", "h200", 141 * 10**9, 4800e9, 989e12, 1, 8, (), 1, 1.755e9,
+             ("https://www.nvidia.com/en-us/data-center/h200/",)),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine to build for, at a tensor parallelism.
+
+    Attributes:
+        platform: ``cpu`` or ``tpu``.
+        kind: Of accelerator; None for cpu.
+        topology: Of the slice, ``4x4``; None for cpu.
+        tp: Devices that share the model.
+        processes: Of a running model: one a host.
+    """
+
+    platform: str
+    kind: str | None
+    topology: str | None
+    tp: int
+    processes: int = 1
+
+    @property
+    def text(self) -> str:
+        """As a user writes it, without TP."""
+        return ":".join(part for part in (self.platform, self.kind, self.topology) if part)
+
+    @property
+    def name(self) -> str:
+        """The folder name: ``:`` and ``@`` written as ``-``."""
+        return f"{self.text}-tp{self.tp}".replace(":", "-")
+
+    @cached_property
+    def chip(self) -> Chip | None:
+        """Facts about the accelerator; None for cpu."""
+        return CHIPS.get((self.platform, self.kind or ""))
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether a machine that builds it can also run it: anything but cpu is compiled and not executed."""
+        return self.platform == "cpu"
+
+
+def known_targets() -> list[str]:
+    """Every target that can be written, without TP."""
+    return ["cpu", *(f"tpu:{chip.kind}:{name}" for chip in CHIPS.values() for name in chip.topologies)]
+
+
+def parse_target(text: str, tp: int | None, config: Config) -> Target:
+    """Parses ``PLATFORM[:KIND][:TOPOLOGY][@TP]``.
+
+    Args:
+        text: The target.
+        tp: ``--tp``, which speaks of cpu; elsewhere only ``@TP`` counts, and all devices of a topology are taken.
+        config: The model; TP must divide its slabs.
+
+    Raises:
+        PlanError: A platform, kind or topology that is not known, with those that are; a TP that does not fit.
+    """
+    match = re.fullmatch(r"([^:@]+)(?::([^:@]+))?(?::([^:@]+))?(?:@(?:tp)?(\d+))?", text)
+    if match is None:
+        raise PlanError(
+            f"target `{text}`: expected PLATFORM[:KIND][:TOPOLOGY][@TP], found another form",
+            "e.g. tpu:v6e:4x4 or cpu@4",
+        )
+    platform, kind, topology = match[1], match[2], match[3]
+    wanted = int(match[4]) if match[4] else None
+    if platform == "cpu":
+        if kind is not None:
+            raise PlanError(
+                f"target `{text}`: expected cpu alone, found `{kind}` behind it", "the builds of today: cpu"
+            )
+        return Target("cpu", None, None, _cpu_tp(tp if wanted is None else wanted, config))
+    if platform != "tpu":
+        raise PlanError(f"target `{text}`: expected a platform of cpu, tpu, found `{platform}`", _hint())
+    return _tpu(text, kind, topology, wanted, config)
+
+
+def _hint() -> str:
+    return f"known targets: {listed(known_targets(), 40)}"
+
+
+def _cpu_tp(wanted: int | None, config: Config) -> int:
+    if wanted is None:
+        return max(d for d in _divisors(config) if d <= DEFAULT_CPU_TP)
+    _check_tp("--tp", wanted, config)
+    return wanted
+
+
+def _divisors(config: Config) -> list[int]:
+    return [d for d in range(1, config.slabs + 1) if config.slabs % d == 0]
+
+
+def _check_tp(what: str, tp: int, config: Config) -> None:
+    if tp not in _divisors(config):
+        raise PlanError(
+            f"{what}: expected a divisor of {config.slabs} (the common divisor of heads {config.num_attention_heads}, "
+            f"experts {config.num_experts}, vocabulary {config.vocab_size} and widths), found {tp}",
+            f"this model splits over {listed([str(d) for d in _divisors(config)], 12)}",
+        )
+
+
+def _tpu(text: str, kind: str | None, topology: str | None, wanted: int | None, config: Config) -> Target:
+    kinds = [key[1] for key in CHIPS if key[0] == "tpu"]
+    if kind not in kinds:
+        raise PlanError(f"target `{text}`: expected a kind of {', '.join(kinds)}, found {_shown(kind)}", _hint())
+    chip = CHIPS["tpu", kind]
+    if topology not in chip.topologies:
+        names = ", ".join(chip.topologies)
+        message = f"target `{text}`: expected a topology of {names} for {kind}, found {_shown(topology)}"
+        raise PlanError(message, _hint())
+    devices = chip.count(topology)
+    if wanted is not None and wanted != devices:
+        fits = [name for name in chip.topologies if chip.count(name) == wanted]
+        hint = f"tpu:{kind}:{fits[0]} has {wanted}" if fits else "leave out --tp: a TPU target takes all devices"
+        raise PlanError(f"target `{text}`: expected TP to be its {devices} devices, found {wanted}", hint)
+    _check_tp(f"devices of `{text}`", devices, config)
+    chips = devices // chip.devices
+    return Target("tpu", kind, topology, devices, -(-chips // chip.chips_per_host))
+
+
+def _shown(value: str | None) -> str:
+    return "none" if value is None else f"`{value}`"
+
+
+def wanted_libtpu() -> str:
+    """The libtpu that belongs to the jax that is installed, as jax's own metadata pins it: ``0.0.48``."""
+    for line in metadata.requires("jax") or ():
+        if match := re.match(r"libtpu\s*\(?==\s*([\d.]+?)(?:\.\*)?\)?\s*;", line):
+            return match[1]
+    raise PlanError(f"jax {metadata.version('jax')}: expected its metadata to name a libtpu, found none")
+
+
+def check_toolchain(target: Target) -> None:
+    """Refuses a target whose compiler is not installed, before any work is done.
+
+    Another libtpu than jax's own may compile, and then end the process when the program is inspected.
+
+    Raises:
+        PlanError: libtpu is missing, or is not the one that belongs to the jax that is installed; names both.
+    """
+    if target.platform != "tpu":
+        return
+    jax, wanted = metadata.version("jax"), wanted_libtpu()
+    try:
+        found = metadata.version("libtpu")
+    except metadata.PackageNotFoundError:
+        found = None
+    if found is None or f"{found}.".startswith(f"{wanted}.") is False:
+        raise PlanError(
+            f"target `{target.text}`: expected libtpu {wanted} (the compiler that belongs to jax {jax}), "
+            f"found {'none' if found is None else f'libtpu {found}'}",
+            'pip install "ling3export[tpu]"',
+        )
+
+
+def compiler_environment(target: Target) -> dict[str, str]:
+    """What must stand in the environment before jax is imported to compile for a TPU that is not here."""
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",  # no metadata server: this is no TPU machine
+        "TPU_ACCELERATOR_TYPE": f"{target.kind}-{target.tp}",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_WORKER_ID": "0",
+        "TPU_LOG_DIR": "disabled",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second compiler on this machine ends at a lock file
+    }

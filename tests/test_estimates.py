@@ -1,0 +1,131 @@
+"""Costs of a program from the compiler's text, on a module small enough to add up by hand."""
+
+import dataclasses
+import re
+
+import pytest
+
+from ling3export.estimates import Workload, estimate, floor
+from ling3export.hlo import parse, shape_bytes
+from ling3export.model.config import Config
+from ling3export.plan import Options, make_plan
+from ling3export.synth import config_fields
+from ling3export.targets import CHIPS
+
+CHIP = dataclasses.replace(CHIPS["tpu", "v6e"], clock=1e9, bandwidth=1e9)
+
+MODULE = """\
+HloModule jit_body, is_scheduled=true
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %add = f32[] add(%a, %b)
+}
+
+%until (p: (s32[], s32[], f32[8])) -> pred[] {
+  %p = (s32[], s32[], f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %n = s32[] get-tuple-element(%p), index=1
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+
+%inside (p.1: (s32[], s32[], f32[8])) -> (s32[], s32[], f32[8]) {
+  %p.1 = (s32[], s32[], f32[8]{0}) parameter(0)
+  ROOT %f = (s32[], s32[], f32[8]{0}) fusion(%p.1), kind=kLoop, calls=%sum, CYCLES(100)
+}
+
+%outer_condition (q: (s32[], f32[8])) -> pred[] {
+  %q = (s32[], f32[8]{0}) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %six = s32[] constant(6)
+  ROOT %lt.1 = pred[] compare(%j, %six), direction=LT
+}
+
+%outer_body (q.1: (s32[], s32[], f32[8])) -> (s32[], s32[], f32[8]) {
+  %q.1 = (s32[], s32[], f32[8]{0}) parameter(0)
+  %x = f32[8]{0} get-tuple-element(%q.1), index=2
+  %bound = s32[] get-tuple-element(%q.1), index=1
+  %zero = s32[] constant(0)
+  %r = f32[8]{0:T(128)S(1)} all-reduce(%x), replica_groups=[1,4]<=[4], to_apply=%sum
+  %start = (s32[], s32[], f32[8]{0}) tuple(%zero, %bound, %r)
+  ROOT %w = (s32[], s32[], f32[8]{0}) while(%start), condition=%until, body=%inside, AT(b/SCOPE/while)
+}
+
+%yes (y: f32[8]) -> f32[8] {
+  %y = f32[8]{0} parameter(0)
+  ROOT %g = f32[8]{0} fusion(%y), kind=kLoop, calls=%sum, CYCLES(5000)
+}
+
+%no (z: f32[8]) -> f32[8] {
+  ROOT %z = f32[8]{0} parameter(0)
+}
+
+ENTRY %main (a.1: f32[8], big: bf16[1024,1024], which: pred[]) -> f32[8] {
+  %a.1 = f32[8]{0} parameter(0)
+  %big = bf16[1024,1024]{1,0:T(8,128)(2,1)} parameter(1)
+  %which = pred[] parameter(2)
+  %nil = s32[] constant(0)
+  %four = s32[] constant(4)
+  %t = (s32[], s32[], f32[8]{0}) tuple(%nil, BOUND, %a.1)
+  %loop = (s32[], s32[], f32[8]{0}) while(%t), condition=%outer_condition, body=%outer_body
+  %out = f32[8]{0} get-tuple-element(%loop), index=2
+  %twin = bf16[1024,1024]{1,0:T(8,128)(2,1)} copy(%big), CYCLES(7)
+  %unknown = f32[8]{0} sort(%out), dimensions={0}, to_apply=%sum
+  %kernel = f32[8]{0} custom-call(%unknown), custom_call_target="tpu_custom_call"
+  ROOT %c = f32[8]{0} conditional(%which, %kernel, %kernel), branch_computations={%yes, %no}, AT(b/cached/cond)
+}
+"""
+
+
+def module(bound: str = "%four", scope: str = "pages") -> str:
+    """The module, its long attributes written out."""
+    text = MODULE.replace("BOUND", bound).replace("SCOPE", scope)
+    text = re.sub(r"CYCLES\((\d+)\)", r'backend_config={"window_config":{"estimated_cycles":"\1"}}', text)
+    return re.sub(r"AT\((\S+)\)", r'metadata={op_name="\1"}', text)
+
+
+def test_loops_count_as_often_as_they_run():
+    found = estimate(module(), CHIP, {})
+    # 6 × 4 × 100 cycles of the fusion, 5000 of the dearer branch, 7 of the copy, at 1 GHz; the sort moves 64 bytes.
+    assert found["by_opcode"] == {"fusion": 7400e-9, "copy": 7e-9}
+    assert found["bounded"]["sort"] == 64e-9
+    assert [loop["trips"] for loop in found["loops"]] == [6, 4]
+    assert {loop["from"] for loop in found["loops"]} == {"the program"}
+    assert found["collectives"] == {"all-reduce": {"count": 6, "bytes": 6 * 32}}
+    assert found["custom_calls"] == {"tpu_custom_call": {"count": 1, "bytes": 32}}
+    assert found["copies"] == {"twin": 2 * 1024 * 1024}
+
+
+def test_a_bound_that_the_batch_decides_takes_the_stated_workload():
+    dynamic = module("%a.1")
+    found = estimate(dynamic, CHIP, {"pages": 10, "cached": 0})
+    assert found["by_opcode"]["fusion"] == pytest.approx(6 * 10 * 100e-9)  # and the branch is not taken
+    assert found["loops"][1] == {
+        "loop": "b/pages/while", "trips": 10, "from": "the workload's `pages`", "times": 6.0,
+    }  # fmt: skip
+
+
+def test_a_bound_that_nobody_states_is_counted_once_and_said_so():
+    found = estimate(module("%a.1"), CHIP, {})
+    assert found["loops"][1]["from"] == "unknown: counted once"
+    assert found["loops"][1]["trips"] == 1
+
+
+def test_text_without_an_entry_is_refused():
+    with pytest.raises(ValueError, match="expected an ENTRY computation"):
+        parse("HloModule nothing")
+
+
+def test_bytes_of_a_type():
+    assert shape_bytes("(bf16[2,3]{1,0:T(8,128)(2,1)}, s32[]{:T(128)}, pred[7]{0})") == 12 + 4 + 7
+
+
+def test_the_floor_of_decode_is_its_weights_state_and_latents():
+    """FACTS.md: about 0.67 ms for 16 rows at TP=16, nearly all of it weights."""
+    config = Config.from_dict(config_fields("full", {}))
+    geometry = make_plan(config, Options(), "tpu:v6e:4x4").geometry
+    found = floor(config, geometry, "decode", 16, CHIPS["tpu", "v6e"], Workload(1024))
+    assert found["bytes"]["latents"] == 16 * 1024 * 6 * 576 * 2 // 16
+    assert found["bytes"]["state"] == 2 * 16 * 18 * (128 * 128 * 4 + 3 * 3 * 128 * 2)
+    assert 0.4e-3 < found["seconds"] < 0.7e-3

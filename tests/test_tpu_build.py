@@ -1,0 +1,88 @@
+"""A TPU target, really compiled by libtpu on a machine without a TPU: what its artifact says, and that nothing ran."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from ling3export import cli
+from ling3export.artifacts.manifest import read_manifest
+from ling3export.synth import synthesize
+
+TARGET = "tpu-v6e-2x2-tp4"
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    """The micro model for four chips; one build for the whole module (15 s)."""
+    folder = tmp_path_factory.mktemp("tpu")
+    synthesize(folder / "micro", "micro", 0)
+    arguments = ["build", str(folder / "micro"), str(folder / "micro.ling3"), "--target", "tpu:v6e:2x2"]
+    arguments += ["--paddings", "16", "--max-running", "4", "--context", "512"]
+    done = CliRunner().invoke(cli.main, arguments)
+    assert done.exit_code == 0, done.output
+    return folder / "micro.ling3"
+
+
+def test_the_manifest_names_chips_hosts_and_device_order(artifact):
+    target = read_manifest(artifact)["targets"][TARGET]
+    assert (target["platform"], target["kind"], target["topology"]) == ("tpu", "v6e", "2x2")
+    assert (target["tp"], target["processes"], target["hosts"]) == (4, 1, [[0, 1, 2, 3]])
+    assert target["mesh"] == {"axis": "tp", "devices": [0, 1, 3, 2]}  # a ring, not a row
+    assert target["requires"]["platform"] == "tpu"
+    assert target["requires"]["device_kind"] == "TPU v6 lite"
+    assert target["requires"]["devices"] == [0, 1, 3, 2]
+    assert set(target["requires"]["plugins"]) == {"libtpu"}
+    assert read_manifest(artifact)["producer"]["libtpu"] == target["requires"]["plugins"]["libtpu"]
+
+
+def test_every_cell_is_compiled_priced_and_labelled_as_never_executed(artifact):
+    manifest = read_manifest(artifact)
+    target = manifest["targets"][TARGET]
+    assert sorted(target["cells"]) == ["decode@16", "prefill@16", "sample@1", "sample@16"]
+    for cell in target["cells"].values():
+        assert cell["status"] == "compiled, not executed"
+        assert cell["estimated_seconds"] >= cell["floor"]["seconds"] > 0
+        assert cell["lowering"] == {"direct": True, "forward_compatible": False}
+        assert all(loop["from"] != "unknown: counted once" for loop in cell["estimate"]["loops"]), cell["estimate"]
+        assert not cell["estimate"]["custom_calls"]
+    assert TARGET not in manifest["vectors"]["receipts"]
+
+
+def test_donated_state_stays_in_place(artifact):
+    target = read_manifest(artifact)["targets"][TARGET]
+    widths = {"bfloat16": 2, "float32": 4, "int32": 4}
+    for name in ("decode@16", "prefill@16"):
+        memory = target["cells"][name]["memory"]
+        held = 0
+        for array in target["state"]["arrays"]:
+            size = widths[array["dtype"]]
+            for extent, cut in zip(array["shape"], array["spec"] + [None] * len(array["shape"]), strict=False):
+                size *= extent // (target["tp"] if cut else 1)
+            held += size
+        assert memory["alias"] >= held
+
+
+def test_inspect_shows_estimates_and_that_nothing_was_executed(artifact):
+    shown = CliRunner().invoke(cli.main, ["inspect", str(artifact)]).output
+    assert "compiled, not executed" in shown
+    assert "tokens a sequence, without collectives: nothing was executed" in shown
+    assert "floor ms" in shown
+
+
+def test_verify_checks_digests_and_says_why_it_ran_nothing(artifact):
+    done = CliRunner().invoke(cli.main, ["verify", str(artifact)])
+    assert done.exit_code == 0, done.output
+    assert f"{TARGET}: not run here: compiled, not executed; it needs 4 devices of tpu:v6e:2x2 on 1 host" in done.output
+    record = json.loads(CliRunner().invoke(cli.main, ["verify", str(artifact), "--json"]).stdout)
+    assert "reason" in record["targets"][TARGET]
+
+
+def test_a_target_whose_compiler_is_missing_is_refused_before_anything_is_written(monkeypatch, tmp_path):
+    synthesize(tmp_path / "micro", "micro", 0)
+    monkeypatch.setattr("ling3export.targets.wanted_libtpu", lambda: "9.9.9")
+    arguments = ["build", str(tmp_path / "micro"), str(tmp_path / "a.ling3"), "--target", "tpu:v6e:2x2"]
+    done = CliRunner().invoke(cli.main, arguments)
+    assert done.exit_code == 1
+    assert "expected libtpu 9.9.9 (the compiler that belongs to jax" in done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["micro"]

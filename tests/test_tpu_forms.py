@@ -1,0 +1,55 @@
+"""The forms of the steps that accelerators get, on CPU in fp32: other loops and placements, the same numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from direct import relative
+from ling3export.model import moe
+from test_numerics import Case, Quick
+from tolerances import FLOAT32
+
+FORMS = {"placement": "striped", "attention": "pages", "experts": "local", "recurrence": "together"}
+ROWS = 6
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory) -> Case:
+    return Case(tmp_path_factory.mktemp("forms") / "micro", (70, 37, 21)).expect()
+
+
+@pytest.mark.parametrize(
+    ("tp", "loop", "forms"),
+    [(4, "unroll", FORMS), (2, "scan", FORMS), (1, "unroll", FORMS | {"placement": "replicated"})],
+)
+def test_the_forms_agree_with_the_reference(case: Case, tp: int, loop: str, forms: dict[str, str]):
+    """Three sequences of several pages, cut prefills, then decode side by side with padding rows between them."""
+    direct = Quick(case.config, case.read, tp=tp, layer_loop=loop, page_size=16, max_pages=8, **forms)
+    errors = []
+    starts = [len(prompt) - 6 for prompt in case.prompts]
+    for slot, (prompt, expected, start) in enumerate(zip(case.prompts, case.expected, starts, strict=True), 1):
+        errors.append(relative(direct.sequence(32, prompt[:start], slot=slot), expected[start - 1]))
+    for step in range(6):
+        rows = [(slot, start + step, case.prompts[slot - 1][start + step]) for slot, start in enumerate(starts, 1)]
+        found = direct.decode(ROWS, [rows[1], (0, 0, 0), rows[2], rows[0]])
+        for row, slot in ((0, 2), (2, 3), (3, 1)):
+            errors.append(relative(found[row], case.expected[slot - 1][starts[slot - 1] + step]))
+    assert max(errors) <= FLOAT32
+
+
+@pytest.mark.parametrize("pairs", [0, 2**30])
+@pytest.mark.parametrize("ties", [False, True])
+def test_comparing_chooses_what_sorting_chooses(case: Case, ties: bool, pairs: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(moe, "PAIRS", pairs)
+    config = case.config
+    rng = np.random.default_rng(0)
+    scores = rng.uniform(size=(64, config.num_experts)).astype(np.float32)
+    bias = rng.normal(size=config.num_experts).astype(np.float32)
+    if ties:
+        scores, bias = np.round(scores * 4) / 4, np.zeros_like(bias)
+    chosen, weights = moe.route(jnp.asarray(scores), jnp.asarray(bias), config)
+    expected = jnp.zeros(scores.shape).at[jnp.arange(64)[:, None], chosen].set(weights)
+    found = jax.jit(lambda s, b: moe.route_weights(s, b, config))(scores, bias)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert np.array_equal(np.count_nonzero(found, axis=1), np.count_nonzero(expected, axis=1))
