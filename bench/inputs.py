@@ -7,11 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from bench.report import say
-from ling3export.fingerprint import sources_digest, toolchain
+from ling3export.fingerprint import sources_digest
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".cache" / "bench"
@@ -36,7 +37,7 @@ def artifact(source: Path, name: str, options: Sequence[Any]) -> Path:
         "source": str(source),
         "options": [str(option) for option in options],
         "sources": sources_digest(),
-        "toolchain": toolchain(),
+        "toolchain": {name: metadata.version(name) for name in ("jax", "jaxlib")},
     }
     if not (folder.exists() and stamp.exists() and json.loads(stamp.read_text()) == wanted):
         CACHE.mkdir(parents=True, exist_ok=True)
