@@ -150,7 +150,7 @@ def test_weights_that_are_not_finite(build_refusal):
         (["--state-memory", "1KiB"], 1, "found 1.00 KiB\nhint: lower --max-running, --context or --pages"),
         (["--state-memory", "much"], 1, "error: --state-memory: expected a size, found `much`"),
         (["--context", "513"], 1, "error: --context: expected 2 to 512 (max_position_embeddings), found 513"),
-        (["--target", "tpu:v6e:4x4"], 1, "error: target `tpu:v6e:4x4`: expected one of cpu"),
+        (["--target", "rocm"], 1, "error: target `rocm`: expected a platform of cpu, tpu, found `rocm`"),
         (["--dtype", "float16"], 2, "Error: Invalid value for '--dtype'"),
         (["--jobs", "0"], 2, "Error: Invalid value for '--jobs'"),
         (["--frobnicate"], 2, "Error: No such option"),
