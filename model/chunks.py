@@ -18,6 +18,7 @@ class Chunks(NamedTuple):
         fresh: ``[N]`` bool, the chunk starts from zero state.
         first: ``[N]`` bool, the chunk is the first of its sequence in this call.
         last: ``[N]`` bool, the last one.
+        from_zero: ``[N]`` bool, its run of chunks starts from zero state.
         run_start: ``[N]`` int32, position at which its sequence starts in this call: tokens already in the pools.
         page_table: ``[N, M]`` int32.
         used: int32 scalar, one past the last chunk that is not padding.
@@ -31,6 +32,7 @@ class Chunks(NamedTuple):
     fresh: jax.Array
     first: jax.Array
     last: jax.Array
+    from_zero: jax.Array
     run_start: jax.Array
     page_table: jax.Array
     used: jax.Array
@@ -56,6 +58,7 @@ def chunks_of(batch: dict[str, jax.Array]) -> Chunks:
         fresh=fresh,
         first=first,
         last=last,
+        from_zero=fresh[head],
         run_start=start[head],
         page_table=batch["page_table"],
         used=jnp.max(jnp.where(slot > 0, index + 1, 0)),

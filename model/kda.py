@@ -18,7 +18,7 @@ Source: Kimi Linear (arXiv 2510.26692), written from MODEL.md section 2.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from ling3export.model.chunks import Chunks
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.layers import dot, dot_rows, l2_norm, rms_norm, take
+from ling3export.model.tiles import TILE, Rows, runs_of, tile_scan
 
 HIGHEST = lax.Precision.HIGHEST  # the recurrence is an fp32 island
 FACTORED_BOUND = -80.0 / CHUNK  # per-token decay above which exp(-G) over a chunk stays finite in fp32
@@ -82,16 +83,19 @@ def causal_conv(history: jax.Array, raw: jax.Array, taps: jax.Array) -> jax.Arra
     return jax.nn.silu(out)
 
 
-def recurrent_step(state: jax.Array, x: Inputs) -> tuple[jax.Array, jax.Array]:
+def recurrent_step(
+    state: jax.Array, x: Inputs, hold: Callable[[Any], Any] = lax.optimization_barrier
+) -> tuple[jax.Array, jax.Array]:
     """One token of the recurrence: ``state [B, H, K, V]``; returns (new state, o ``[B, H, V]``).
 
     The state is read once for both products, by ``k^T S' = (k exp(g))^T S`` and ``q^T S_t = q^T S' + <q, beta k> r``.
-    The barriers keep XLA:CPU from computing an exponential again for every element of the state.
+    ``hold`` keeps XLA:CPU from computing an exponential again for every element of the state; XLA:TPU does not, and is
+    slower for what it may not fuse.
     """
     decay, written = jnp.exp(x.g), x.beta[..., None] * x.k
-    decay, written, rows = lax.optimization_barrier((decay, written, jnp.stack([x.q, x.k], axis=2) * decay[:, :, None]))
+    decay, written, rows = hold((decay, written, jnp.stack([x.q, x.k], axis=2) * decay[:, :, None]))
     read = jnp.einsum("bhnk,bhkv->bhnv", rows, state, precision=HIGHEST)
-    r = lax.optimization_barrier(x.v - read[:, :, 1])
+    r = hold(x.v - read[:, :, 1])
     o = read[:, :, 0] + jnp.sum(x.q * written, axis=-1, keepdims=True) * r
     return decay[..., None] * state + written[..., None] * r[..., None, :], o
 
@@ -140,28 +144,6 @@ def unit_lower_inverse(strict: jax.Array) -> jax.Array:
     return lax.fori_loop(1, size, row, identity)
 
 
-def unit_lower_inverse_blocks(strict: jax.Array) -> jax.Array:
-    """The same by blocks of 1, 2, 4 …: of two neighbours P, R with Q below P it is ``[[P', 0], [-R' Q P', R']]``.
-
-    As exact as substitution, in 2 log2(C) products of all blocks at once.
-    """
-    size = strict.shape[-1]
-    index = np.arange(size)
-    inverse = jnp.broadcast_to(jnp.eye(size, dtype=strict.dtype), strict.shape)
-    width = 1
-    while width < size:
-        row, column = index[:, None] // width, index // width
-        below = jnp.where((row == column + 1) & (column % 2 == 0), strict, 0.0)
-        inverse = inverse - _small_product(_small_product(inverse, below), inverse)
-        width *= 2
-    return inverse
-
-
-def _small_product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """``a @ b`` of ``[..., C, C]`` as a sum of products: matrix units gain nothing at 16×16."""
-    return jnp.sum(a[..., :, :, None] * b[..., None, :, :], axis=-2)
-
-
 class ChunkTerms(NamedTuple):
     """What a chunk contributes whatever state it starts from; all fp32, ``[N, H, ...]``.
 
@@ -176,7 +158,7 @@ class ChunkTerms(NamedTuple):
     decay: jax.Array
 
 
-def chunk_terms(x: Inputs, factored: bool, invert: Callable[[jax.Array], jax.Array] = unit_lower_inverse) -> ChunkTerms:
+def chunk_terms(x: Inputs, factored: bool) -> ChunkTerms:
     """Everything of the chunk form that does not depend on S_0; inputs ``[N, C, H, ...]``."""
     q, k, v, g = (jnp.swapaxes(y, 1, 2) for y in (x.q, x.k, x.v, x.g))
     beta = jnp.swapaxes(x.beta, 1, 2)
@@ -184,7 +166,7 @@ def chunk_terms(x: Inputs, factored: bool, invert: Callable[[jax.Array], jax.Arr
     scores = scores_factored if factored else scores_pairwise
     causal = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
     strict = jnp.tril(jnp.ones((CHUNK, CHUNK), bool), -1)
-    inverse = invert(jnp.where(strict, scores(k, k, g), 0.0) * beta[..., None, :])
+    inverse = unit_lower_inverse(jnp.where(strict, scores(k, k, g), 0.0) * beta[..., None, :])
     grown = jnp.exp(total)
     # What comes after each token, summed by itself for the same reason as in `scores_pairwise`.
     after = lax.cumsum(
@@ -205,37 +187,6 @@ def chunk_step(state: jax.Array, x: ChunkTerms) -> tuple[jax.Array, jax.Array]:
     r = x.u - jnp.matmul(x.w, state, precision=HIGHEST)
     o = jnp.matmul(x.q_in, state, precision=HIGHEST) + jnp.matmul(x.mix, r, precision=HIGHEST)
     return x.decay[..., None] * state + jnp.einsum("hck,hcv->hkv", x.k_out, r, precision=HIGHEST), o
-
-
-def chunk_scan(start: jax.Array, first: jax.Array, x: ChunkTerms) -> tuple[jax.Array, jax.Array]:
-    """All chunks at once: the map of a chunk, ``S -> A S + B``, composed over 1, 2, 4 … chunks before it.
-
-    ``A = diag(decay) - k_out^T w`` contracts, so products of it stay small; its columns and B's go through one product.
-
-    Args:
-        start: ``[N, H, K, V]``, the state before each chunk that is ``first``; not read for others.
-        first: ``[N]`` bool, the chunk is its sequence's first in the call.
-        x: Terms of all chunks, ``[N, H, ...]``.
-
-    Returns:
-        (state after each chunk ``[N, H, K, V]``, o ``[N, H, C, V]``).
-    """
-    key = start.shape[2]
-    head = first[:, None, None, None]
-    a = x.decay[..., None] * jnp.eye(key) - jnp.einsum("nhck,nhcj->nhkj", x.k_out, x.w, precision=HIGHEST)
-    b = jnp.einsum("nhck,nhcv->nhkv", x.k_out, x.u, precision=HIGHEST)
-    b = jnp.where(head, jnp.matmul(a, start, precision=HIGHEST) + b, b)
-    both = jnp.concatenate([jnp.where(head, 0.0, a), b], axis=-1)
-    reach, count = 1, start.shape[0]
-    while reach < count:
-        before = jnp.pad(both[:-reach], ((reach, 0), (0, 0), (0, 0), (0, 0)))
-        own, added = both[..., :key], jnp.pad(both[..., key:], ((0, 0), (0, 0), (0, 0), (key, 0)))
-        both = jnp.matmul(own, before, precision=HIGHEST) + added
-        reach *= 2
-    after = both[..., key:]
-    begin = jnp.where(head, start, jnp.pad(after[:-1], ((1, 0), (0, 0), (0, 0), (0, 0))))
-    r = x.u - jnp.matmul(x.w, begin, precision=HIGHEST)
-    return after, jnp.matmul(x.q_in, begin, precision=HIGHEST) + jnp.matmul(x.mix, r, precision=HIGHEST)
 
 
 class KimiDeltaAttention(nnx.Module):
@@ -262,8 +213,8 @@ class KimiDeltaAttention(nnx.Module):
 
     def _inputs(self, conv: jax.Array, g: jax.Array, beta: jax.Array) -> Inputs:
         """Normalizes and scales what the convolution gave, ``[..., H, 3, K]``."""
-        q = l2_norm(conv[..., 0, :]) * self.config.head_dim**-0.5
-        return Inputs(q, l2_norm(conv[..., 1, :]), conv[..., 2, :], g, beta)
+        qk = l2_norm(conv[..., :2, :])
+        return Inputs(qk[..., 0, :] * self.config.head_dim**-0.5, qk[..., 1, :], conv[..., 2, :], g, beta)
 
     def _output(self, o: jax.Array, gate: jax.Array, layer: int | jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Norm, elementwise sigmoid gate and o_proj: o, gate ``[T, H, V]`` to this device's partial ``[T, D]``."""
@@ -293,7 +244,7 @@ class KimiDeltaAttention(nnx.Module):
         inputs = self._inputs(conv, g, beta)
         if self.geometry.recurrence == "together":
             pool = state["kda_recurrent"]
-            new, out = recurrent_step(pool.at[layer, slot].get(mode=IN_BOUNDS), inputs)
+            new, out = recurrent_step(pool.at[layer, slot].get(mode=IN_BOUNDS), inputs, hold=lambda x: x)
             state = state | {"kda_recurrent": pool.at[layer, slot].set(new, mode=IN_BOUNDS)}
             return self._output(out, gate, layer, x.dtype), state
 
@@ -312,16 +263,15 @@ class KimiDeltaAttention(nnx.Module):
         """All token slots of a prefill call; arguments and results as :meth:`decode`, rows being token slots."""
         raw, g, gate, beta = self._project(x, layer)
         count, heads = chunks.slot.shape[0], raw.shape[1]
-        conv, state = self._convolve(raw.reshape(count, CHUNK, *raw.shape[1:]), layer, state, chunks)
+        conv, state = self._convolve(raw, layer, state, chunks)
         real = chunks.valid.reshape(count, CHUNK, 1)
         # An unused token slot neither decays nor writes: the state passes through it untouched.
         g = jnp.where(real[..., None], g.reshape(count, CHUNK, *g.shape[1:]), 0.0)
         beta = jnp.where(real, beta.reshape(count, CHUNK, heads), 0.0)
         config = self.config
         factored = config.kda_safe_gate and config.kda_lower_bound >= FACTORED_BOUND
-        if self.geometry.recurrence == "together":
-            terms = chunk_terms(self._inputs(conv, g, beta), factored, unit_lower_inverse_blocks)
-            return self._scan(terms, gate, layer, state, chunks, x.dtype)
+        if self.geometry.recurrence == "together" and factored:
+            return self._tiles(self._inputs(conv, g, beta), gate, layer, state, chunks, x.dtype)
         terms = chunk_terms(self._inputs(conv, g, beta), factored)
 
         def step(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -337,32 +287,67 @@ class KimiDeltaAttention(nnx.Module):
         o = jnp.swapaxes(out, 1, 2).reshape(count * CHUNK, heads, config.head_dim)
         return self._output(o, gate, layer, x.dtype), state | {"kda_recurrent": pool}
 
-    def _scan(
-        self, terms: ChunkTerms, gate: jax.Array, layer: int | jax.Array, state: State, chunks: Chunks, dtype: jnp.dtype
+    def _tiles(
+        self, x: Inputs, gate: jax.Array, layer: int | jax.Array, state: State, chunks: Chunks, dtype: jnp.dtype
     ) -> tuple[jax.Array, State]:
-        """The rest of :meth:`prefill`, all chunks at once."""
-        pool = state["kda_recurrent"]
+        """The rest of :meth:`prefill`, all chunks at once; x ``[N, C, H, ...]``."""
+        pool, count = state["kda_recurrent"], chunks.slot.shape[0]
         pooled = pool.at[layer, chunks.slot].get(mode=IN_BOUNDS)
-        start = jnp.where(chunks.fresh[:, None, None, None], 0.0, pooled)
-        after, out = chunk_scan(start, chunks.first, terms)
+        start = jnp.where(chunks.from_zero[:, None, None, None], 0.0, pooled)
+        size = min(TILE, count)
+
+        def tiled(y: jax.Array, heads: int = 3) -> jax.Array:
+            """``[N, (C,) H, ...]`` to ``[J, H, n, (C,) ...]``; chunks that fill up the last tile are zeros."""
+            y = jnp.pad(y, ((0, -count % size),) + ((0, 0),) * (y.ndim - 1))
+            return jnp.moveaxis(y.reshape(-1, size, *y.shape[1:]), heads, 1)
+
+        runs = runs_of(jnp.pad(chunks.first, (0, -count % size), constant_values=True), CHUNK)
+        rows = Rows(tiled(x.q), tiled(x.k), tiled(x.v), tiled(x.g), tiled(x.beta[..., None]))
+        after, out = tile_scan(tiled(start, heads=2), runs, rows)
+        after = jnp.moveaxis(after, 1, 2).reshape(-1, *pooled.shape[1:])[:count]
         pool = pool.at[layer, jnp.where(chunks.last, chunks.slot, 0)].set(after, mode=IN_BOUNDS)
-        o = jnp.swapaxes(out, 1, 2).reshape(gate.shape)
+        o = jnp.moveaxis(out, 1, 3).reshape(-1, *gate.shape[1:])[: gate.shape[0]]
         return self._output(o, gate, layer, dtype), state | {"kda_recurrent": pool}
 
     def _convolve(
         self, raw: jax.Array, layer: int | jax.Array, state: State, chunks: Chunks
     ) -> tuple[jax.Array, State]:
-        """Convolves ``raw [N, C, H, 3, K]``; a chunk's history is the chunk before it, the pool, or zero."""
-        width = self.config.short_conv_kernel_size - 1
-        pooled = read_history(state, layer, chunks.slot, (raw.shape[0], *raw.shape[2:]))
-        before = jnp.concatenate([jnp.zeros_like(raw[:1]), raw[:-1]])[:, CHUNK - width :]
-        shape = (-1, 1, 1, 1, 1)
-        history = jnp.where(chunks.first.reshape(shape), pooled, before)
-        history = jnp.where(chunks.fresh.reshape(shape), jnp.zeros_like(history), history)
-        conv = causal_conv(history, raw, self._per_head(self.conv1d, layer))
-        sequence = jnp.concatenate([history, raw], axis=1)
-        kept = jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, width))(sequence, chunks.length)
-        return conv, write_history(state, layer, jnp.where(chunks.last, chunks.slot, 0), kept)
+        """Convolves ``raw [T, H, 3, K]`` to ``[N, C, H, 3, K]``.
+
+        The token slots before one are the tokens before it, but at the start of a run: there they are in the pool.
+        """
+        width, count = self.config.short_conv_kernel_size - 1, chunks.slot.shape[0]
+        taps = self._per_head(self.conv1d, layer).astype(jnp.float32)
+        pooled = read_history(state, layer, chunks.slot, (count, *raw.shape[1:]))
+        starts = (chunks.first & ~chunks.fresh).reshape(-1, 1, 1, 1, 1)
+        history = jnp.where(starts, pooled, jnp.zeros_like(pooled)).astype(jnp.float32)
+        padded = jnp.pad(raw, ((width, 0), (0, 0), (0, 0), (0, 0))).astype(jnp.float32)
+        place = jnp.arange(CHUNK)
+        out = taps[..., width] * raw.astype(jnp.float32)
+        lead = [jnp.zeros_like(history[:, 0])] * width
+        for back in range(1, width + 1):
+            tap = taps[..., width - back]
+            inside = ~chunks.first[:, None] | (place >= back)
+            shifted = padded[width - back : width - back + raw.shape[0]]
+            out += tap * jnp.where(inside.reshape(-1, 1, 1, 1), shifted, 0.0)
+            for at in range(back):
+                lead[at] += tap * history[:, width + at - back]
+        first_rows = jnp.pad(jnp.stack(lead, axis=1), ((0, 0), (0, CHUNK - width), (0, 0), (0, 0), (0, 0)))
+        conv = jax.nn.silu(out.reshape(count, CHUNK, *raw.shape[1:]) + first_rows)
+        return conv, write_history(state, layer, jnp.where(chunks.last, chunks.slot, 0), self._kept(raw, pooled, chunks))
+
+    def _kept(self, raw: jax.Array, pooled: jax.Array, chunks: Chunks) -> jax.Array:
+        """The last raw inputs after each chunk, ``[N, W-1, H, 3, K]``; of a short first chunk, some of ``pooled``."""
+        width, count = pooled.shape[1], pooled.shape[0]
+        within = chunks.length[:, None] - width + jnp.arange(width)  # place in the chunk; negative: before it
+        token = jnp.maximum(jnp.arange(count)[:, None] * CHUNK + within, 0)
+        kept = raw[token.reshape(-1)].reshape(pooled.shape)
+        old = jnp.where(chunks.fresh.reshape(-1, 1, 1, 1, 1), jnp.zeros_like(pooled), pooled)
+        for length in range(width):
+            moved = jnp.pad(old[:, length:], ((0, 0), (0, length), (0, 0), (0, 0), (0, 0)))
+            short = chunks.first[:, None] & (chunks.length[:, None] == length) & (within < 0)
+            kept = jnp.where(short[..., None, None, None], moved, kept)
+        return kept
 
 
 def read_history(state: State, layer: int | jax.Array, slot: jax.Array, shape: tuple[int, ...]) -> jax.Array:

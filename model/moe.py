@@ -7,6 +7,7 @@ was not chosen is not read. ``lax.ragged_dot`` would be shorter but is dense ove
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -18,7 +19,6 @@ SMALLEST_TILE = 4
 # Rows up to which all local experts of every row take no longer to compute than to read. On TPU v6e that is 560:
 # 2 FLOPs at 918 TFLOP/s against 2 bytes at 1640 GB/s; other TPUs are not far from it.
 LOCAL_ROWS = 512
-PAIRS = 2**20  # comparisons up to which comparing all pairs costs less than taking one maximum after the other
 LARGEST_TILE = 64  # rows; more rows a tile cost as much time a row and waste more on the last tile of an expert
 
 
@@ -50,41 +50,54 @@ def route(scores: jax.Array, bias: jax.Array, config: Config) -> tuple[jax.Array
 
 
 def route_weights(scores: jax.Array, bias: jax.Array, config: Config) -> jax.Array:
-    """:func:`route` as weights of all experts, ``[T, E]`` fp32, zero where not chosen; ties go to the lower id, too.
+    """:func:`route` as weights of all experts, zero where not chosen; ties go to the lower id, too.
 
-    A handful of fused operations, where sorting needs dozens. The sum of a group's two best is the largest sum of any
-    two.
+    A handful of fused operations, where sorting needs dozens.
+
+    Args:
+        scores: ``[E, T]`` fp32: tokens in the last axis, so that what is compared lies across registers.
+        bias: ``[E]``.
+        config: As in :func:`route`.
+
+    Returns:
+        fp32 ``[E, T]``.
     """
-    tokens = scores.shape[0]
-    biased = scores + bias
-    grouped = biased.reshape(tokens, config.n_group, -1)
-    size = grouped.shape[-1]
-    if size == 1:
-        best = grouped[..., 0]
-    else:
-        pairs = grouped[..., :, None] + grouped[..., None, :]
-        best = jnp.max(jnp.where(jnp.eye(size, dtype=bool), -jnp.inf, pairs), axis=(-2, -1))
-    open_group = jnp.repeat(largest(best, config.topk_group), size, axis=1)
-    chosen = largest(jnp.where(open_group, biased, -jnp.inf), config.num_experts_per_tok)
-    weights = jnp.where(chosen, scores, 0.0)
-    return weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20) * config.routed_scaling_factor
+    experts, tokens = scores.shape
+    grouped = (scores + bias[:, None]).reshape(config.n_group, -1, tokens)
+    best = sum(largest(grouped, min(2, grouped.shape[1]), 1))
+    index = np.arange(config.n_group)
+    lower = (index[:, None] < index)[:, :, None]  # the other group comes first
+    ahead = jnp.where(lower, best[:, None] >= best, best[:, None] > best)
+    is_open = jnp.sum(ahead, axis=0, dtype=jnp.int32) < config.topk_group
+    left = jnp.where(is_open[:, None], grouped, -jnp.inf).reshape(experts, tokens)
+    top = largest(left, config.num_experts_per_tok, 0)
+    # Of those equal to the last one chosen, the first few; a product counts the equal ones before each.
+    equal, room = left == top[-1], sum((value == top[-1]).astype(jnp.float32) for value in top)
+    before = jnp.asarray(np.tril(np.ones((experts, experts)), -1), jnp.bfloat16)  # zeros and ones: exact
+    earlier = jnp.matmul(before, equal.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    weights = jnp.where((left > top[-1]) | (equal & (earlier < room)), scores, 0.0)
+    return weights / (jnp.sum(weights, axis=0) + 1e-20) * config.routed_scaling_factor
 
 
-def largest(values: jax.Array, count: int) -> jax.Array:
-    """Which are the ``count`` largest of a row of ``[T, E]``, of equals the first: bool ``[T, E]``."""
-    rows, width = values.shape
-    index = jnp.arange(width)
-    if rows * width * width > PAIRS:
-        chosen = jnp.zeros(values.shape, bool)
-        for _ in range(count):
-            # Not argmax: XLA:TPU gives its value in bf16, and nobody could say what it compares.
-            left = jnp.where(chosen, -jnp.inf, values)
-            equal = ~chosen & (left == jnp.max(left, axis=1, keepdims=True))
-            chosen |= index == jnp.min(jnp.where(equal, index, width), axis=1, keepdims=True)
-        return chosen
-    other, own = values[:, :, None], values[:, None, :]  # summed over the second axis: the last one is lanes on TPU
-    ahead = jnp.where(index[:, None] < index, other >= own, other > own)
-    return jnp.sum(ahead, axis=1, dtype=jnp.int32) < count
+def largest(values: jax.Array, count: int, axis: int) -> tuple[jax.Array, ...]:
+    """The ``count`` largest along ``axis``, in descending order: one reduction whose elements are sorted lists."""
+    size = 1 << (count - 1).bit_length()
+    none = jnp.full_like(values, -jnp.inf)
+    start = (np.array(-np.inf, values.dtype),) * size
+    return tuple(lax.reduce((values, *(none,) * (size - 1)), start, _merge_sorted, (axis,))[:count])
+
+
+def _merge_sorted(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The largest half of two descending lists, descending: half a bitonic merge (Batcher 1968)."""
+    size = len(a)
+    kept = [jnp.maximum(a[i], b[size - 1 - i]) for i in range(size)]
+    step = size // 2
+    while step:
+        for i in range(size):
+            if not i & step:
+                kept[i], kept[i + step] = jnp.maximum(kept[i], kept[i + step]), jnp.minimum(kept[i], kept[i + step])
+        step //= 2
+    return tuple(kept)
 
 
 def tile_rows(rows: int, experts: int) -> int:
@@ -126,11 +139,14 @@ class MixtureOfExperts(nnx.Module):
             fp32 ``[T, D]``, to be summed over devices.
         """
         gate = take(self.gate[...], layer, split=False)
-        logits = jnp.matmul(x, gate.T, precision=lax.Precision.HIGHEST)  # a rounded score flips experts
-        scores, bias = jax.nn.sigmoid(logits), take(self.expert_bias[...], layer, split=False)
-        x = x.astype(dtype)
+        bias = take(self.expert_bias[...], layer, split=False)
         if self.geometry.experts == "local" and x.shape[0] <= LOCAL_ROWS:
-            return self._all_local(x, layer, route_weights(scores, bias, self.config)) + self._shared(x, layer)
+            scores = jax.nn.sigmoid(jnp.matmul(gate, x.T, precision=lax.Precision.HIGHEST))
+            weights = route_weights(scores, bias, self.config)
+            return self._all_local(x.astype(dtype), layer, weights) + self._shared(x.astype(dtype), layer)
+        logits = jnp.matmul(x, gate.T, precision=lax.Precision.HIGHEST)  # a rounded score flips experts
+        scores = jax.nn.sigmoid(logits)
+        x = x.astype(dtype)
         chosen, weights = route(scores, bias, self.config)
         return self._routed(x, layer, chosen, weights, valid) + self._shared(x, layer)
 
@@ -139,13 +155,13 @@ class MixtureOfExperts(nnx.Module):
                          take(self.shared_down_proj[...], layer, split=True))  # fmt: skip
 
     def _all_local(self, x: jax.Array, layer: int | jax.Array, weights: jax.Array) -> jax.Array:
-        """Every expert of this device for every row, weighted; best where reading the weights takes longer."""
+        """Every expert of this device for every row, weighted ``[E, T]``; best where reading weights takes longer."""
         gate_up = of_layer(self.experts_gate_up_proj, layer, split=True)
         down = of_layer(self.experts_down_proj, layer, split=True)
         local, rows = gate_up.shape[0] * gate_up.shape[1], x.shape[0]
-        share = lax.dynamic_slice_in_dim(weights, lax.axis_index(AXIS) * local, local, axis=1)
+        share = lax.dynamic_slice_in_dim(weights, lax.axis_index(AXIS) * local, local, axis=0)
         y = dot(x, gate_up).reshape(rows, local, 2, -1)
-        hidden = (jax.nn.silu(y[:, :, 0]) * y[:, :, 1] * share[:, :, None]).astype(x.dtype)
+        hidden = (jax.nn.silu(y[:, :, 0]) * y[:, :, 1] * share.T[:, :, None]).astype(x.dtype)
         dims = (((1, 2), (0, 2)), ((), ()))
         down = down.reshape(local, x.shape[1], -1)
         return lax.dot_general(hidden, down, dims, precision=precision(x.dtype), preferred_element_type=jnp.float32)

@@ -1,0 +1,207 @@
+"""The chunk form of ``kda.py`` for machines that are fast at products and slow at many small steps.
+
+Eight chunks make a tile of up to 128 tokens. Everything inside a tile is a product of its 128 rows, whichever sequences
+the rows belong to: masks keep them apart. Only the state that runs on from one tile into the next is a chain, and each
+of its links is one product.
+
+With the terms of ``kda.py``, a row t of chunk a and a row i of chunk b <= a of the same run of chunks::
+
+    <k_t exp(G_t), k_i exp(-G_i)>  =  <k_t grown_t, E_ab shrunk_i k_i>
+
+where ``grown`` and ``shrunk`` are relative to the middle of their own chunk (within exp(±40) for the bound of -5) and
+``E_ab <= 1`` is the decay from the middle of b to the middle of a: sums of decays only, no difference that would lose
+digits, and one factor a chunk and key instead of one a row.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+TILE = 8  # chunks: 128 rows are what a matrix unit takes
+UNROLLED = 8  # links of the chain that are written out; more of them are a loop
+
+HIGHEST = lax.Precision.HIGHEST  # the recurrence is an fp32 island
+
+
+class Runs(NamedTuple):
+    """Which chunks of each tile belong together; the same in every layer. J tiles of n chunks of C rows.
+
+    Attributes:
+        here: ``[J, n]`` bool, the chunk's run starts in its tile.
+        sums: ``[J, m, n·C]`` fp32, the rows whose decays make each of :class:`Factors`, one after the other.
+        closed: ``[J, m, 1]`` fp32, minus infinity for factors that are zero, else zero.
+    """
+
+    here: jax.Array
+    sums: jax.Array
+    closed: jax.Array
+
+
+def runs_of(first: jax.Array, chunk: int) -> Runs:
+    """:class:`Runs` of chunks of which ``first [N]`` is true where a run starts; N is a multiple of the tile."""
+    size = min(TILE, first.shape[0])
+    number = jnp.cumsum(first.reshape(-1, size), axis=1, dtype=jnp.int32)  # 0: goes on from the tile before
+    same = number[:, :, None] == number[:, None]
+    row, half = np.arange(size * chunk), chunk // 2
+    of, at = row // chunk, row % chunk  # chunk of a row, place in it
+    a, b = np.repeat(np.arange(size), size)[:, None], np.tile(np.arange(size), size)[:, None]
+    one = np.arange(size)[:, None]
+    early, late = at < half, at >= half
+    # Both halves of a chunk count from its middle; the early one backwards.
+    forward = (of[:, None] == of) & late & late[:, None] & (row <= row[:, None])
+    backward = (of[:, None] == of) & early & early[:, None] & (row > row[:, None])
+    within = forward.astype(np.float32) - backward.astype(np.float32)
+    pair = (a > b) & (((of == b) & late) | ((of > b) & (of < a)) | ((of == a) & early))
+    leave = ((of == one) & late) | (of > one)
+    rest = (of == one) & late
+    run = jnp.repeat(same & (one >= np.arange(size)), chunk, axis=2)  # [J, a, rows]: of a's run, up to a
+    count = number.shape[0]
+    fixed = [np.broadcast_to(x.astype(np.float32), (count, *x.shape)) for x in (within, -within, pair, leave, rest)]
+    enter = run & ((of < one) | (early & (of == one)))
+    sums = jnp.concatenate([*fixed[:3], enter.astype(jnp.float32), *fixed[3:], run.astype(jnp.float32)], axis=1)
+    open_pair = (same & (one >= np.arange(size))).reshape(count, -1)
+    open_leave = number == number[:, -1:]
+    always = np.ones((count, 1), bool)
+    opened = [np.broadcast_to(always, (count, 2 * size * chunk)), open_pair, np.broadcast_to(always, (count, size)),
+              open_leave, np.broadcast_to(always, (count, 2 * size))]  # fmt: skip
+    closed = jnp.where(jnp.concatenate(opened, axis=1), 0.0, -jnp.inf)[..., None]
+    return Runs(number > 0, sums, closed)
+
+
+def unit_lower_inverse_blocks(strict: jax.Array) -> jax.Array:
+    """``(I + A)^-1`` for a strictly lower triangular ``A [..., L, L]``, L a power of two.
+
+    By blocks of 1, 2, 4 …: of two neighbours P, R with Q below P it is ``[[P', 0], [-R' Q P', R']]``. As exact as
+    substitution, in 2 log2(L) products of the whole matrix: matrix units take 128 rows as fast as 2.
+    """
+    size = strict.shape[-1]
+    index = np.arange(size)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=strict.dtype), strict.shape)
+    width = 1
+    while width < size:
+        row, column = index[:, None] // width, index // width
+        below = jnp.where((row == column + 1) & (column % 2 == 0), strict, 0.0)
+        # Blocks of one are their own inverses.
+        change = below if width == 1 else _product(inverse, _product(below, inverse))
+        inverse = inverse - change
+        width *= 2
+    return inverse
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=HIGHEST)
+
+
+class Rows(NamedTuple):
+    """Rows of tiles, fp32 ``[J, h, n, C, ...]``: q, k, v, log decay g, and the write strength with an axis of one."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    g: jax.Array
+    beta: jax.Array
+
+
+class Factors(NamedTuple):
+    """Decays of a tile, all at most one but ``grown`` and ``shrunk``; ``[J, h, ...]``.
+
+    Attributes:
+        grown: ``[J, h, n, C, K]``, of rows against the middle of their chunk.
+        shrunk: Its inverse.
+        pair: ``[J, h, a, b, K]``, from the middle of chunk b to that of a; zero for another run and for b > a.
+        enter: ``[J, h, n, K]``, from the start of the run or tile to the middle of the chunk.
+        leave: From the middle of the chunk to the end of the tile; zero if the run ends before it.
+        rest: From the middle of the chunk to its end.
+        passed: From the start of the run or tile to the end of the chunk.
+    """
+
+    grown: jax.Array
+    shrunk: jax.Array
+    pair: jax.Array
+    enter: jax.Array
+    leave: jax.Array
+    rest: jax.Array
+    passed: jax.Array
+
+
+def factors(g: jax.Array, runs: Runs) -> Factors:
+    """The decays of ``g [J, h, n, C, K]``: one product adds up all exponents."""
+    tiles, heads, size, chunk, key = g.shape
+    rows = size * chunk
+    sums = jnp.einsum("jms,jhsk->jhmk", runs.sums, g.reshape(tiles, heads, rows, key), precision=HIGHEST)
+    decays = jnp.exp(sums + runs.closed[:, None])
+    grown, shrunk, pair, *others = jnp.split(
+        decays, np.cumsum([rows, rows, size * size, size, size, size]), axis=2
+    )
+    return Factors(grown.reshape(g.shape), shrunk.reshape(g.shape), pair.reshape(tiles, heads, size, size, key), *others)
+
+
+def tile_scan(start: jax.Array, runs: Runs, x: Rows) -> tuple[jax.Array, jax.Array]:
+    """All chunks of a call.
+
+    Args:
+        start: ``[J, h, n, K, V]``, for every chunk the state before its run.
+        runs: Of the call's chunks.
+        x: Rows of all chunks; an unused one has zero ``g`` and ``beta``.
+
+    Returns:
+        (state after each chunk ``[J, h, n, K, V]``, o ``[J, h, n, C, V]``).
+    """
+    tiles, heads, size, chunk, key = x.k.shape
+    rows = size * chunk
+    f = factors(x.g, runs)
+    reads = jnp.concatenate([x.k * f.grown, x.q * f.grown], axis=3)  # [J, h, n, 2C, K]
+    writes = x.k * f.shrunk * x.beta  # [J, h, n, C, K]
+    seen = (writes[:, :, None] * f.pair[..., None, :]).reshape(tiles, heads, size, rows, key)
+    scores = jnp.einsum("jhatk,jhaik->jhati", reads, seen, precision=HIGHEST)
+    index = np.arange(rows)
+    mix = jnp.where(index[:, None] >= index, scores[:, :, :, chunk:].reshape(tiles, heads, rows, rows), 0.0)
+    strict = jnp.where(index[:, None] > index, scores[:, :, :, :chunk].reshape(tiles, heads, rows, rows), 0.0)
+    inverse = unit_lower_inverse_blocks(strict)
+
+    here = runs.here[:, None, :, None, None]
+    entered = reads * f.enter[..., None, :]
+    known = jnp.einsum("jhatk,jhakv->jhatv", jnp.where(here, entered, 0.0), start, precision=HIGHEST)
+    value = x.v - known[:, :, :, :chunk]
+    if tiles == 1:
+        r = _product(inverse, value.reshape(1, heads, rows, -1))
+        o = known[:, :, :, chunk:] + _product(mix, r).reshape(value.shape)
+        before = start
+    else:
+        entered = jnp.where(here, 0.0, entered)
+        k_in, q_in = (entered[:, :, :, part].reshape(tiles, heads, rows, key) for part in (np.s_[:chunk], np.s_[chunk:]))
+        both = jnp.concatenate([k_in, value.reshape(tiles, heads, rows, -1)], axis=-1)
+        both = _product(inverse, both)  # [J, h, L, K + V]: r = both[V] - both[K] S
+        ends = (writes * f.leave[..., None, :]).reshape(tiles, heads, rows, key)
+        link = jnp.einsum("jhik,jhix->jhkx", ends, both, precision=HIGHEST)
+        carry = _chain(link, f.passed[:, :, -1], start[:, :, -1], here[:, 0, -1, 0, 0])
+        w, u = both[..., :key], both[..., key:]
+        r = u - _product(w, carry)
+        o = _product(q_in, carry) + _product(mix, r)
+        o = o.reshape(value.shape) + known[:, :, :, chunk:]
+        before = jnp.where(here, start, carry[:, :, None])
+    gained = jnp.einsum("jhaik,jhiv->jhakv", seen, r, precision=HIGHEST)
+    return f.passed[..., None] * before + f.rest[..., None] * gained, o
+
+
+def _chain(link: jax.Array, passed: jax.Array, start: jax.Array, here: jax.Array) -> jax.Array:
+    """The state that each tile takes over from the one before it, ``[J, h, K, V]``.
+
+    Args:
+        link: ``[J, h, K, K + V]``: what the tile writes of the state it takes over (negated), and of its own.
+        passed: ``[J, h, K]``, decay of the last run from its start, or the tile's.
+        start: ``[J, h, K, V]``, the state before the last run, where that starts in the tile.
+        here: ``[J]`` bool, it does.
+    """
+    key = link.shape[2]
+    here = here[:, None, None, None]
+    of_carry = jnp.where(here, 0.0, passed[..., None] * np.eye(key, dtype=np.float32)) - link[..., :key]
+    of_own = jnp.where(here, passed[..., None] * start, 0.0) + link[..., key:]
+
+    def step(carry: jax.Array, x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return _product(x[0], carry) + x[1], carry
+
+    return lax.scan(step, jnp.zeros_like(start[0]), (of_carry, of_own), unroll=min(UNROLLED, link.shape[0]))[1]
