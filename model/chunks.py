@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ling3export.model.geometry import CHUNK
+from ling3export.model.tiles import TILE, Runs, runs_of
+from ling3export.model.window import picks_of
 
 
 class Chunks(NamedTuple):
@@ -25,6 +27,7 @@ class Chunks(NamedTuple):
         token_slot: ``[T]`` int32, the slot of each token slot.
         position: ``[T]`` int32.
         valid: ``[T]`` bool, the token slot holds a token.
+        tiles: What the recurrence form ``together`` needs besides, alike in every layer.
     """
 
     slot: jax.Array
@@ -39,6 +42,27 @@ class Chunks(NamedTuple):
     token_slot: jax.Array
     position: jax.Array
     valid: jax.Array
+    tiles: "Tiles | None" = None
+
+
+class Tiles(NamedTuple):
+    """Chunks side by side in tiles, see ``model/tiles.py`` and ``model/window.py``."""
+
+    runs: Runs
+    picks: jax.Array
+
+
+def with_tiles(chunks: Chunks, width: int) -> Chunks:
+    """Adds :class:`Tiles` for a convolution that sees ``width`` tokens before each; the last tile is filled up."""
+    count = chunks.slot.shape[0]
+    size = min(TILE, count)
+
+    def fill(y: jax.Array, value: int) -> jax.Array:
+        return jnp.pad(y, (0, -count % size), constant_values=value)
+
+    first = fill(chunks.first, 1)
+    picks = picks_of(first, fill(chunks.fresh, 1), fill(chunks.length, 0), size, CHUNK, width)
+    return chunks._replace(tiles=Tiles(runs_of(first, CHUNK), picks))
 
 
 def chunks_of(batch: dict[str, jax.Array]) -> Chunks:

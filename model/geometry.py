@@ -44,6 +44,11 @@ class Geometry:
     recurrence: str = "rows"
 
     @property
+    def fewest_columns(self) -> int:
+        """Columns that a product is filled up to: 128 where the forms are those of a TPU."""
+        return 128 if self.recurrence == "together" else 1
+
+    @property
     def layered_experts(self) -> bool:
         """Whether the expert weights of each layer are an argument of their own.
 

@@ -30,7 +30,8 @@ from ling3export.model.chunks import Chunks
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.layers import dot, dot_rows, l2_norm, rms_norm, take
-from ling3export.model.tiles import TILE, Rows, runs_of, tile_scan
+from ling3export.model.tiles import Rows, tile_scan
+from ling3export.model.window import convolve
 
 HIGHEST = lax.Precision.HIGHEST  # the recurrence is an fp32 island
 FACTORED_BOUND = -80.0 / CHUNK  # per-token decay above which exp(-G) over a chunk stays finite in fp32
@@ -38,6 +39,11 @@ FACTORED_BOUND = -80.0 / CHUNK  # per-token decay above which exp(-G) over a chu
 IN_BOUNDS = "promise_in_bounds"  # slots come from the allocator; a bounds check costs XLA:CPU the in-place update
 
 State = dict[str, jax.Array]
+
+
+def is_factored(config: Config) -> bool:
+    """Whether the gate's bound keeps the factored exponents of a chunk finite."""
+    return config.kda_safe_gate and config.kda_lower_bound >= FACTORED_BOUND
 
 
 class Inputs(NamedTuple):
@@ -208,7 +214,8 @@ class KimiDeltaAttention(nnx.Module):
         rows, key = x.shape[0], self.config.head_dim
         y = dot(x, take(self.qkvfg_proj[...], layer, split=True)).reshape(rows, -1, 5, key)
         g = log_decay(y[:, :, 3], self._per_head(self.A_log, layer), self._per_head(self.dt_bias, layer), self.config)
-        beta = jax.nn.sigmoid(dot(x, take(self.b_proj[...], layer, split=True)).reshape(rows, -1))
+        b = dot(x, take(self.b_proj[...], layer, split=True), fewest=self.geometry.fewest_columns)
+        beta = jax.nn.sigmoid(b.reshape(rows, -1))
         return y[:, :, :3].astype(x.dtype), g, y[:, :, 4], beta
 
     def _inputs(self, conv: jax.Array, g: jax.Array, beta: jax.Array) -> Inputs:
@@ -263,16 +270,15 @@ class KimiDeltaAttention(nnx.Module):
         """All token slots of a prefill call; arguments and results as :meth:`decode`, rows being token slots."""
         raw, g, gate, beta = self._project(x, layer)
         count, heads = chunks.slot.shape[0], raw.shape[1]
-        conv, state = self._convolve(raw, layer, state, chunks)
+        if chunks.tiles is not None:
+            return self._tiled(raw, g, gate, beta, layer, state, chunks, x.dtype)
+        conv, state = self._convolve(raw.reshape(count, CHUNK, *raw.shape[1:]), layer, state, chunks)
         real = chunks.valid.reshape(count, CHUNK, 1)
         # An unused token slot neither decays nor writes: the state passes through it untouched.
         g = jnp.where(real[..., None], g.reshape(count, CHUNK, *g.shape[1:]), 0.0)
         beta = jnp.where(real, beta.reshape(count, CHUNK, heads), 0.0)
         config = self.config
-        factored = config.kda_safe_gate and config.kda_lower_bound >= FACTORED_BOUND
-        if self.geometry.recurrence == "together" and factored:
-            return self._tiles(self._inputs(conv, g, beta), gate, layer, state, chunks, x.dtype)
-        terms = chunk_terms(self._inputs(conv, g, beta), factored)
+        terms = chunk_terms(self._inputs(conv, g, beta), is_factored(config))
 
         def step(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             pool, out = carry
@@ -287,67 +293,59 @@ class KimiDeltaAttention(nnx.Module):
         o = jnp.swapaxes(out, 1, 2).reshape(count * CHUNK, heads, config.head_dim)
         return self._output(o, gate, layer, x.dtype), state | {"kda_recurrent": pool}
 
-    def _tiles(
-        self, x: Inputs, gate: jax.Array, layer: int | jax.Array, state: State, chunks: Chunks, dtype: jnp.dtype
-    ) -> tuple[jax.Array, State]:
-        """The rest of :meth:`prefill`, all chunks at once; x ``[N, C, H, ...]``."""
-        pool, count = state["kda_recurrent"], chunks.slot.shape[0]
-        pooled = pool.at[layer, chunks.slot].get(mode=IN_BOUNDS)
-        start = jnp.where(chunks.from_zero[:, None, None, None], 0.0, pooled)
-        size = min(TILE, count)
+    def _tiled(
+        self, raw: jax.Array, g: jax.Array, gate: jax.Array, beta: jax.Array, layer: int | jax.Array, state: State,
+        chunks: Chunks, dtype: jnp.dtype,
+    ) -> tuple[jax.Array, State]:  # fmt: skip
+        """The rest of :meth:`prefill`, all chunks at once; arguments as :meth:`_project` gives them."""
+        assert chunks.tiles is not None
+        tiles, (_, heads, _, key) = chunks.tiles, raw.shape
+        count, width = chunks.slot.shape[0], self.config.short_conv_kernel_size - 1
+        total = tiles.runs.here.size  # chunks, with those that fill up the last tile: their rows are zeros
 
-        def tiled(y: jax.Array, heads: int = 3) -> jax.Array:
-            """``[N, (C,) H, ...]`` to ``[J, H, n, (C,) ...]``; chunks that fill up the last tile are zeros."""
-            y = jnp.pad(y, ((0, -count % size),) + ((0, 0),) * (y.ndim - 1))
-            return jnp.moveaxis(y.reshape(-1, size, *y.shape[1:]), heads, 1)
+        def fill(y: jax.Array, each: int) -> jax.Array:
+            """``[N·each, ...]`` to ``[J, n·each, ...]``."""
+            y = jnp.pad(y, ((0, (total - count) * each),) + ((0, 0),) * (y.ndim - 1))
+            return y.reshape(-1, tiles.runs.here.shape[1] * each, *y.shape[1:])
 
-        runs = runs_of(jnp.pad(chunks.first, (0, -count % size), constant_values=True), CHUNK)
-        rows = Rows(tiled(x.q), tiled(x.k), tiled(x.v), tiled(x.g), tiled(x.beta[..., None]))
-        after, out = tile_scan(tiled(start, heads=2), runs, rows)
-        after = jnp.moveaxis(after, 1, 2).reshape(-1, *pooled.shape[1:])[:count]
-        pool = pool.at[layer, jnp.where(chunks.last, chunks.slot, 0)].set(after, mode=IN_BOUNDS)
-        o = jnp.moveaxis(out, 1, 3).reshape(-1, *gate.shape[1:])[: gate.shape[0]]
+        def rows(y: jax.Array) -> jax.Array:
+            """``[J, L, H, X]`` to ``[J, H, n, C, X]``."""
+            return jnp.moveaxis(y.reshape(y.shape[0], -1, CHUNK, *y.shape[2:]), 3, 1)
+
+        history = read_history(state, layer, chunks.slot, (count, heads, 3, key))
+        taps = jnp.moveaxis(self._per_head(self.conv1d, layer).astype(jnp.float32), -1, 0).reshape(width + 1, -1)
+        pooled = fill(history.reshape(count * width, -1), width)
+        conv, kept = convolve(fill(raw.reshape(count * CHUNK, -1), CHUNK), pooled, taps, tiles.picks)
+        kept = kept.reshape(total, width, heads, 3, key)[:count]
+        written = jnp.where(chunks.last, chunks.slot, 0)
+        state = write_history(state, layer, written, kept)
+        # An unused token slot neither decays nor writes: the state passes through it untouched.
+        g = jnp.where(chunks.valid[:, None, None], g, 0.0)
+        beta = jnp.where(chunks.valid[:, None], beta, 0.0)
+        x = self._inputs(conv.reshape(*conv.shape[:2], heads, 3, key), fill(g, CHUNK), fill(beta, CHUNK))
+        pool = state["kda_recurrent"]
+        old = pool.at[layer, chunks.slot].get(mode=IN_BOUNDS)
+        start = jnp.moveaxis(fill(jnp.where(chunks.from_zero[:, None, None, None], 0.0, old), 1), 2, 1)
+        after, out = tile_scan(start, tiles.runs, Rows(*(rows(y) for y in (x.q, x.k, x.v, x.g, x.beta[..., None]))))
+        after = jnp.moveaxis(after, 1, 2).reshape(-1, *old.shape[1:])[:count]
+        o = jnp.moveaxis(out, 1, 3).reshape(-1, heads, key)[: count * CHUNK]
+        pool = pool.at[layer, written].set(after, mode=IN_BOUNDS)
         return self._output(o, gate, layer, dtype), state | {"kda_recurrent": pool}
 
     def _convolve(
         self, raw: jax.Array, layer: int | jax.Array, state: State, chunks: Chunks
     ) -> tuple[jax.Array, State]:
-        """Convolves ``raw [T, H, 3, K]`` to ``[N, C, H, 3, K]``.
-
-        The token slots before one are the tokens before it, but at the start of a run: there they are in the pool.
-        """
-        width, count = self.config.short_conv_kernel_size - 1, chunks.slot.shape[0]
-        taps = self._per_head(self.conv1d, layer).astype(jnp.float32)
-        pooled = read_history(state, layer, chunks.slot, (count, *raw.shape[1:]))
-        starts = (chunks.first & ~chunks.fresh).reshape(-1, 1, 1, 1, 1)
-        history = jnp.where(starts, pooled, jnp.zeros_like(pooled)).astype(jnp.float32)
-        padded = jnp.pad(raw, ((width, 0), (0, 0), (0, 0), (0, 0))).astype(jnp.float32)
-        place = jnp.arange(CHUNK)
-        out = taps[..., width] * raw.astype(jnp.float32)
-        lead = [jnp.zeros_like(history[:, 0])] * width
-        for back in range(1, width + 1):
-            tap = taps[..., width - back]
-            inside = ~chunks.first[:, None] | (place >= back)
-            shifted = padded[width - back : width - back + raw.shape[0]]
-            out += tap * jnp.where(inside.reshape(-1, 1, 1, 1), shifted, 0.0)
-            for at in range(back):
-                lead[at] += tap * history[:, width + at - back]
-        first_rows = jnp.pad(jnp.stack(lead, axis=1), ((0, 0), (0, CHUNK - width), (0, 0), (0, 0), (0, 0)))
-        conv = jax.nn.silu(out.reshape(count, CHUNK, *raw.shape[1:]) + first_rows)
-        return conv, write_history(state, layer, jnp.where(chunks.last, chunks.slot, 0), self._kept(raw, pooled, chunks))
-
-    def _kept(self, raw: jax.Array, pooled: jax.Array, chunks: Chunks) -> jax.Array:
-        """The last raw inputs after each chunk, ``[N, W-1, H, 3, K]``; of a short first chunk, some of ``pooled``."""
-        width, count = pooled.shape[1], pooled.shape[0]
-        within = chunks.length[:, None] - width + jnp.arange(width)  # place in the chunk; negative: before it
-        token = jnp.maximum(jnp.arange(count)[:, None] * CHUNK + within, 0)
-        kept = raw[token.reshape(-1)].reshape(pooled.shape)
-        old = jnp.where(chunks.fresh.reshape(-1, 1, 1, 1, 1), jnp.zeros_like(pooled), pooled)
-        for length in range(width):
-            moved = jnp.pad(old[:, length:], ((0, 0), (0, length), (0, 0), (0, 0), (0, 0)))
-            short = chunks.first[:, None] & (chunks.length[:, None] == length) & (within < 0)
-            kept = jnp.where(short[..., None, None, None], moved, kept)
-        return kept
+        """Convolves ``raw [N, C, H, 3, K]``; a chunk's history is the chunk before it, the pool, or zero."""
+        width = self.config.short_conv_kernel_size - 1
+        pooled = read_history(state, layer, chunks.slot, (raw.shape[0], *raw.shape[2:]))
+        before = jnp.concatenate([jnp.zeros_like(raw[:1]), raw[:-1]])[:, CHUNK - width :]
+        shape = (-1, 1, 1, 1, 1)
+        history = jnp.where(chunks.first.reshape(shape), pooled, before)
+        history = jnp.where(chunks.fresh.reshape(shape), jnp.zeros_like(history), history)
+        conv = causal_conv(history, raw, self._per_head(self.conv1d, layer))
+        sequence = jnp.concatenate([history, raw], axis=1)
+        kept = jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, width))(sequence, chunks.length)
+        return conv, write_history(state, layer, jnp.where(chunks.last, chunks.slot, 0), kept)
 
 
 def read_history(state: State, layer: int | jax.Array, slot: jax.Array, shape: tuple[int, ...]) -> jax.Array:

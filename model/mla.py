@@ -129,7 +129,8 @@ class GatedMLA(nnx.Module):
         compressed = dot(x, take(self.kv_a_proj_with_mqa[...], layer, split=False))
         weight = take(self.kv_a_layernorm[...], layer, split=False)
         nope, rank = config.qk_nope_head_dim, config.kv_lora_rank
-        gate = jax.nn.sigmoid(dot(x, take(self.g_proj[...], layer, split=True)).reshape(x.shape[0], -1))
+        gate = dot(x, take(self.g_proj[...], layer, split=True), fewest=self.geometry.fewest_columns)
+        gate = jax.nn.sigmoid(gate.reshape(x.shape[0], -1))
         return Projected(
             q_nope=query[..., :nope].astype(x.dtype),
             q_rope=rope(query[..., nope:], position, config.rope_theta).astype(x.dtype),

@@ -158,13 +158,15 @@ class MixtureOfExperts(nnx.Module):
         """Every expert of this device for every row, weighted ``[E, T]``; best where reading weights takes longer."""
         gate_up = of_layer(self.experts_gate_up_proj, layer, split=True)
         down = of_layer(self.experts_down_proj, layer, split=True)
-        local, rows = gate_up.shape[0] * gate_up.shape[1], x.shape[0]
-        share = lax.dynamic_slice_in_dim(weights, lax.axis_index(AXIS) * local, local, axis=0)
-        y = dot(x, gate_up).reshape(rows, local, 2, -1)
-        hidden = (jax.nn.silu(y[:, :, 0]) * y[:, :, 1] * share.T[:, :, None]).astype(x.dtype)
-        dims = (((1, 2), (0, 2)), ((), ()))
-        down = down.reshape(local, x.shape[1], -1)
-        return lax.dot_general(hidden, down, dims, precision=precision(x.dtype), preferred_element_type=jnp.float32)
+        local, dim = gate_up.shape[0] * gate_up.shape[1], x.shape[1]
+        share = lax.dynamic_slice_in_dim(weights, lax.axis_index(AXIS) * local, local, axis=0)  # [local, T]
+        exact = precision(x.dtype)
+        # Experts outside, tokens inside: an axis of 8 experts as the second to last would be laid out anew.
+        y = jnp.einsum("td,ecfd->ectf", x, gate_up.reshape(local, 2, -1, dim), precision=exact,
+                       preferred_element_type=jnp.float32)  # fmt: skip
+        hidden = (jax.nn.silu(y[:, 0]) * y[:, 1] * share[:, :, None]).astype(x.dtype)
+        return jnp.einsum("etf,edf->td", hidden, down.reshape(local, dim, -1), precision=exact,
+                          preferred_element_type=jnp.float32)  # fmt: skip
 
     def _routed(
         self, x: jax.Array, layer: int | jax.Array, chosen: jax.Array, weights: jax.Array, valid: jax.Array

@@ -14,9 +14,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ling3export.model.batch import Field, batch_fields, packed_size, unpack
-from ling3export.model.chunks import chunks_of
+from ling3export.model.chunks import chunks_of, with_tiles
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK, Geometry
+from ling3export.model.kda import is_factored
 from ling3export.model.ling3 import Decode, Ling3
 from ling3export.model.pages import list_pages
 from ling3export.model.parameters import arguments
@@ -100,6 +101,8 @@ def bind(config: Config, geometry: Geometry) -> Callable[[Tree], Ling3]:
 def prefill(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
     """``logits [N, V/TP]``: one row a chunk, its last token's."""
     chunks = chunks_of(fields)
+    if model.kda is not None and model.geometry.recurrence == "together" and is_factored(model.config):
+        chunks = with_tiles(chunks, model.config.short_conv_kernel_size - 1)
     tokens = jnp.where(chunks.valid, fields["tokens"], 0)
     x, state = model.run_layers(model.embed(tokens), state, chunks)
     last = jnp.arange(chunks.slot.shape[0]) * CHUNK + jnp.maximum(chunks.length - 1, 0)
