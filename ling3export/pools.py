@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
-from ling3export.model.parameters import parameters
+from ling3export.model.parameters import arguments
 from ling3export.model.state import state_bytes
 from ling3export.targets import Target
 
@@ -26,9 +26,9 @@ def readable(count: float) -> str:
 def weight_bytes(config: Config, geometry: Geometry) -> int:
     """Bytes of parameters on one device."""
     total = 0
-    for row in parameters(config):
-        width = 4 if "float32" in (row.dtype, geometry.dtype) else 2
-        total += width * math.prod(row.shape) // (geometry.tp if row.split else 1)
+    for argument in arguments(config, geometry):
+        width = 4 if "float32" in (argument.parameter.dtype, geometry.dtype) else 2
+        total += width * math.prod(argument.shape) // (geometry.tp if argument.split else 1)
     return total
 
 
@@ -43,9 +43,10 @@ def size_pages(config: Config, geometry: Geometry, options: "Options", target: T
     """
     if options.pages is not None and options.pages < 1:
         raise PlanError(f"--pages: expected a positive number, found {options.pages}")
-    step = geometry.tp if geometry.placement == "striped" else 1  # every device has as many pages
+    step = geometry.tp if geometry.cut_pages else 1  # every device has as many pages
     if options.pages is not None and options.pages % step:
-        raise PlanError(f"--pages: expected a multiple of {step} (striped over as many devices), found {options.pages}")
+        how = f"{geometry.placement} over as many devices"
+        raise PlanError(f"--pages: expected a multiple of {step} ({how}), found {options.pages}")
     if target.chip is not None:
         return _on_chip(config, geometry, options, target, step)
     empty = state_bytes(config, geometry)  # the dummy page is in it

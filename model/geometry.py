@@ -20,8 +20,10 @@ class Geometry:
         max_pages: Pages a sequence can have, ``ceil(context / page_size)``.
         latent_row: Stored width of a latent row, at least ``kv_lora_rank + qk_rope_head_dim``.
         layer_loop: ``"scan"`` (one loop over layer groups) or ``"unroll"``.
-        placement: Of the latent pool: ``"replicated"`` (every device holds all pages), or ``"striped"`` (page number n
-            lies on device ``(n - 1) % tp``, so that pages handed out in order spread over the devices).
+        placement: Of the latent pool: ``"replicated"`` (every device holds all pages); ``"striped"`` (page number n
+            lies on device ``(n - 1) % tp``, so that pages handed out in order spread over the devices); or
+            ``"by_sequence"`` (each device holds a range of page numbers, and row r of a decode batch of B must have its
+            pages on device ``r * tp // B``, which attends for all heads; the MLA weights are whole on every device).
         attention: Of decode: ``"sequences"`` (one after the other, a loop over its pages) or ``"pages"`` (tiles of
             pages of all sequences).
         recurrence: ``"rows"`` (a sequence of decode, a chunk of prefill after the other) or ``"together"`` (all at
@@ -42,6 +44,11 @@ class Geometry:
     attention: str = "sequences"
     experts: str = "chosen"
     recurrence: str = "rows"
+
+    @property
+    def cut_pages(self) -> bool:
+        """Whether each device has pages of its own, and a dummy page of its own."""
+        return self.placement != "replicated"
 
     @property
     def fewest_columns(self) -> int:

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -87,6 +86,24 @@ def causal_conv(history: jax.Array, raw: jax.Array, taps: jax.Array) -> jax.Arra
     taps = taps.astype(jnp.float32)
     out = sum(taps[..., w] * sequence[:, w : w + length] for w in range(width))
     return jax.nn.silu(out)
+
+
+def step_conv(window: jax.Array, raw: jax.Array, taps: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """:func:`causal_conv` of one token of each sequence.
+
+    Args:
+        window: ``[B, H, (W-1)·X]``, the inputs before it, one after the other.
+        raw: ``[B, H, X]``.
+        taps: ``[H, X, W]`` fp32.
+
+    Returns:
+        fp32 ``[B, H, X]``, and the window after it.
+    """
+    width = raw.shape[-1]
+    window = jnp.concatenate([window, raw], axis=-1)
+    inputs = jnp.split(window, taps.shape[-1], axis=-1)
+    out = sum(taps[..., w] * value.astype(jnp.float32) for w, value in enumerate(inputs))
+    return jax.nn.silu(out), window[..., width:]
 
 
 def recurrent_step(
@@ -210,18 +227,24 @@ class KimiDeltaAttention(nnx.Module):
         return value.reshape(-1, *value.shape[2:])
 
     def _project(self, x: jax.Array, layer: int | jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """(raw q k v ``[T, H, 3, K]`` model dtype, g, output gate ``[T, H, K]``, beta ``[T, H]``) from x ``[T, D]``."""
+        """(raw q|k|v ``[T, H, 3K]`` model dtype, g, output gate ``[T, H, K]``, beta ``[T, H]``) from x ``[T, D]``."""
         rows, key = x.shape[0], self.config.head_dim
-        y = dot(x, take(self.qkvfg_proj[...], layer, split=True)).reshape(rows, -1, 5, key)
-        g = log_decay(y[:, :, 3], self._per_head(self.A_log, layer), self._per_head(self.dt_bias, layer), self.config)
+        weight = self._per_head(self.qkvfg_proj, layer)
+        y = dot(x, weight.reshape(weight.shape[0], 5 * key, -1))
+        raw, f, gate = jnp.split(y, (3 * key, 4 * key), axis=-1)
+        g = log_decay(f, self._per_head(self.A_log, layer), self._per_head(self.dt_bias, layer), self.config)
         b = dot(x, take(self.b_proj[...], layer, split=True), fewest=self.geometry.fewest_columns)
-        beta = jax.nn.sigmoid(b.reshape(rows, -1))
-        return y[:, :, :3].astype(x.dtype), g, y[:, :, 4], beta
+        return raw.astype(x.dtype), g, gate, jax.nn.sigmoid(b.reshape(rows, -1))
+
+    def _taps(self, layer: int | jax.Array) -> jax.Array:
+        """fp32 ``[H, 3K, W]``."""
+        taps = self._per_head(self.conv1d, layer)
+        return taps.reshape(taps.shape[0], -1, taps.shape[-1]).astype(jnp.float32)
 
     def _inputs(self, conv: jax.Array, g: jax.Array, beta: jax.Array) -> Inputs:
-        """Normalizes and scales what the convolution gave, ``[..., H, 3, K]``."""
-        qk = l2_norm(conv[..., :2, :])
-        return Inputs(qk[..., 0, :] * self.config.head_dim**-0.5, qk[..., 1, :], conv[..., 2, :], g, beta)
+        """Normalizes and scales what the convolution gave, ``[..., H, 3K]``."""
+        q, k, v = jnp.split(conv, 3, axis=-1)
+        return Inputs(l2_norm(q) * self.config.head_dim**-0.5, l2_norm(k), v, g, beta)
 
     def _output(self, o: jax.Array, gate: jax.Array, layer: int | jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Norm, elementwise sigmoid gate and o_proj: o, gate ``[T, H, V]`` to this device's partial ``[T, D]``."""
@@ -245,9 +268,9 @@ class KimiDeltaAttention(nnx.Module):
             This device's partial sum ``[B, D]`` in fp32, and the state.
         """
         raw, g, gate, beta = self._project(x, layer)
-        history = read_history(state, layer, slot, raw.shape)
-        conv = causal_conv(history, raw[:, None], self._per_head(self.conv1d, layer))[:, 0]
-        state = write_history(state, layer, slot, jnp.concatenate([history[:, 1:], raw[:, None]], axis=1))
+        window = state["kda_conv"].at[layer, slot].get(mode=IN_BOUNDS)
+        conv, window = step_conv(window, raw, self._taps(layer))
+        state = state | {"kda_conv": state["kda_conv"].at[layer, slot].set(window, mode=IN_BOUNDS)}
         inputs = self._inputs(conv, g, beta)
         if self.geometry.recurrence == "together":
             pool = state["kda_recurrent"]
@@ -299,8 +322,8 @@ class KimiDeltaAttention(nnx.Module):
     ) -> tuple[jax.Array, State]:  # fmt: skip
         """The rest of :meth:`prefill`, all chunks at once; arguments as :meth:`_project` gives them."""
         assert chunks.tiles is not None
-        tiles, (_, heads, _, key) = chunks.tiles, raw.shape
-        count, width = chunks.slot.shape[0], self.config.short_conv_kernel_size - 1
+        tiles, heads, key = chunks.tiles, raw.shape[1], self.config.head_dim
+        count = chunks.slot.shape[0]
         total = tiles.runs.here.size  # chunks, with those that fill up the last tile: their rows are zeros
 
         def fill(y: jax.Array, each: int) -> jax.Array:
@@ -312,17 +335,15 @@ class KimiDeltaAttention(nnx.Module):
             """``[J, L, H, X]`` to ``[J, H, n, C, X]``."""
             return jnp.moveaxis(y.reshape(y.shape[0], -1, CHUNK, *y.shape[2:]), 3, 1)
 
-        history = read_history(state, layer, chunks.slot, (count, heads, 3, key))
-        taps = jnp.moveaxis(self._per_head(self.conv1d, layer).astype(jnp.float32), -1, 0).reshape(width + 1, -1)
-        pooled = fill(history.reshape(count * width, -1), width)
-        conv, kept = convolve(fill(raw.reshape(count * CHUNK, -1), CHUNK), pooled, taps, tiles.picks)
-        kept = kept.reshape(total, width, heads, 3, key)[:count]
+        window = fill(state["kda_conv"].at[layer, chunks.slot].get(mode=IN_BOUNDS), 1)
+        conv, kept = convolve(fill(raw, CHUNK), window, jnp.moveaxis(self._taps(layer), -1, 0), tiles.picks)
+        kept = kept.reshape(total, heads, -1)[:count]
         written = jnp.where(chunks.last, chunks.slot, 0)
-        state = write_history(state, layer, written, kept)
+        state = state | {"kda_conv": state["kda_conv"].at[layer, written].set(kept, mode=IN_BOUNDS)}
         # An unused token slot neither decays nor writes: the state passes through it untouched.
         g = jnp.where(chunks.valid[:, None, None], g, 0.0)
         beta = jnp.where(chunks.valid[:, None], beta, 0.0)
-        x = self._inputs(conv.reshape(*conv.shape[:2], heads, 3, key), fill(g, CHUNK), fill(beta, CHUNK))
+        x = self._inputs(conv, fill(g, CHUNK), fill(beta, CHUNK))
         pool = state["kda_recurrent"]
         old = pool.at[layer, chunks.slot].get(mode=IN_BOUNDS)
         start = jnp.moveaxis(fill(jnp.where(chunks.from_zero[:, None, None, None], 0.0, old), 1), 2, 1)
@@ -335,32 +356,17 @@ class KimiDeltaAttention(nnx.Module):
     def _convolve(
         self, raw: jax.Array, layer: int | jax.Array, state: State, chunks: Chunks
     ) -> tuple[jax.Array, State]:
-        """Convolves ``raw [N, C, H, 3, K]``; a chunk's history is the chunk before it, the pool, or zero."""
-        width = self.config.short_conv_kernel_size - 1
-        pooled = read_history(state, layer, chunks.slot, (raw.shape[0], *raw.shape[2:]))
+        """Convolves ``raw [N, C, H, 3K]``; a chunk's history is the chunk before it, the pool, or zero."""
+        width, count = self.config.short_conv_kernel_size - 1, raw.shape[0]
+        pooled = state["kda_conv"].at[layer, chunks.slot].get(mode=IN_BOUNDS)
+        pooled = jnp.moveaxis(pooled.reshape(*pooled.shape[:2], width, -1), 2, 1)
         before = jnp.concatenate([jnp.zeros_like(raw[:1]), raw[:-1]])[:, CHUNK - width :]
-        shape = (-1, 1, 1, 1, 1)
+        shape = (-1, 1, 1, 1)
         history = jnp.where(chunks.first.reshape(shape), pooled, before)
         history = jnp.where(chunks.fresh.reshape(shape), jnp.zeros_like(history), history)
-        conv = causal_conv(history, raw, self._per_head(self.conv1d, layer))
+        conv = causal_conv(history, raw, self._taps(layer))
         sequence = jnp.concatenate([history, raw], axis=1)
         kept = jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, width))(sequence, chunks.length)
-        return conv, write_history(state, layer, jnp.where(chunks.last, chunks.slot, 0), kept)
-
-
-def read_history(state: State, layer: int | jax.Array, slot: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The last raw inputs of each slot: ``[N, W-1, H, 3, K]`` for ``shape = (N, H, 3, K)``."""
-    count, heads, _, key = shape
-    rows = [state[f"kda_conv_{name}"].at[layer, slot].get(mode=IN_BOUNDS) for name in "qkv"]
-    return jnp.stack([row.reshape(count, -1, heads, key) for row in rows], axis=3)
-
-
-def write_history(state: State, layer: int | jax.Array, slot: jax.Array, history: jax.Array) -> State:
-    """Stores ``history [N, W-1, H, 3, K]`` under its slots; duplicates may only name the dummy slot 0."""
-    count, width = history.shape[:2]
-    new = dict(state)
-    for index, name in enumerate("qkv"):
-        pool = state[f"kda_conv_{name}"]
-        rows = history[:, :, :, index].reshape(count, width, -1).astype(pool.dtype)
-        new[f"kda_conv_{name}"] = pool.at[layer, slot].set(rows, mode=IN_BOUNDS)
-    return new
+        kept = jnp.moveaxis(kept, 1, 2).reshape(count, raw.shape[2], -1)
+        pool = state["kda_conv"].at[layer, jnp.where(chunks.last, chunks.slot, 0)].set(kept, mode=IN_BOUNDS)
+        return conv, state | {"kda_conv": pool}

@@ -19,7 +19,7 @@ from ling3export.model.kda import KimiDeltaAttention
 from ling3export.model.layers import dot, gated_mlp, rms_norm, take
 from ling3export.model.mla import GatedMLA
 from ling3export.model.moe import MixtureOfExperts
-from ling3export.model.pages import PageList
+from ling3export.model.pages import OwnRows, PageList
 from ling3export.model.parameters import arguments
 
 State = dict[str, jax.Array]
@@ -30,7 +30,7 @@ class Decode(NamedTuple):
     """The rows of a decode step.
 
     slot, position ``[B]``, page_table ``[B, M]``, valid ``[B]`` bool; used, one past the last row that is valid; pages,
-    what the attention form ``pages`` walks, alike in every layer.
+    what the attention form ``pages`` walks, alike in every layer; own, the rows of this device where rows have one.
     """
 
     slot: jax.Array
@@ -39,6 +39,7 @@ class Decode(NamedTuple):
     valid: jax.Array
     used: jax.Array
     pages: PageList | None
+    own: OwnRows | None
 
 
 class Layer(NamedTuple):
@@ -67,7 +68,7 @@ class Ling3(nnx.Module):
         weights: dict[str, dict[str, Any]] = {}
         for argument in arguments(config, geometry):
             shape, parameter = argument.shape, argument.parameter
-            if parameter.split is not None:
+            if argument.split is not None:
                 shape = (shape[0] // geometry.tp, *shape[1:])
             value = nnx.Param(jnp.zeros(shape, geometry.dtype if parameter.dtype == "model" else parameter.dtype))
             stack, attribute, *layer = argument.path
@@ -103,6 +104,10 @@ class Ling3(nnx.Module):
             return self.kda.prefill(x, layer.attention_index, state, batch)
         pool = state["mla_latent"]
         if isinstance(batch, Decode):
+            if batch.own is not None and batch.pages is not None:
+                held = (batch.position, batch.page_table, batch.valid, batch.own, batch.pages)
+                out, pool = self.mla.decode_own(x, layer.attention_index, pool, *held)
+                return out, state | {"mla_latent": pool}
             rows = (batch.position, batch.page_table, batch.valid, batch.used, batch.pages)
             out, pool = self.mla.decode(x, layer.attention_index, pool, *rows)
         else:

@@ -18,7 +18,16 @@ from ling3export.model.chunks import Chunks
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK, Geometry
 from ling3export.model.layers import dot, dot_heads, dot_rows, precision, rms_norm, rope, take
-from ling3export.model.pages import MASKED, PageList, Partial, attend_list, gather_heads, local_pages, merge_devices
+from ling3export.model.pages import (
+    MASKED,
+    OwnRows,
+    PageList,
+    Partial,
+    attend_list,
+    gather_heads,
+    local_pages,
+    merge_devices,
+)
 
 LATENT_NORM_EPS = 1e-6  # of the query's and the key-value latent's norm, whatever rms_norm_eps says
 QUERY_BLOCK = 512  # token slots whose scores against the whole call are held at once
@@ -55,7 +64,7 @@ def attend_pages(
         table: ``[M]`` page numbers.
         length: int32 scalar.
         rank: Width of the latent, the part that is also the value.
-        geometry: Where the pages are; the device that holds a striped one sends it to all.
+        geometry: Where the pages are; the device that holds one alone sends it to all.
 
     Returns:
         :class:`Partial` of shapes ``[Q]``, ``[Q]``, ``[Q, rank]``.
@@ -67,7 +76,7 @@ def attend_pages(
         here, number = local_pages(table[j], geometry)
         # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
         cached = jnp.where(mask[:, None], pool[layer, number], jnp.zeros((), pool.dtype))
-        if geometry.placement == "striped":
+        if geometry.cut_pages:
             cached = lax.psum(jnp.where(here, cached, jnp.zeros((), pool.dtype)), AXIS)
         exact = precision(pool.dtype)
         scores = jnp.matmul(query, cached.T, precision=exact, preferred_element_type=jnp.float32)
@@ -184,6 +193,22 @@ class GatedMLA(nnx.Module):
             latent = self._all_pages(query, pool, layer, pages)
         return self._output(self._release(latent, layer, x.dtype), p, layer), pool
 
+    def decode_own(
+        self, x: jax.Array, layer: int | jax.Array, pool: jax.Array, position: jax.Array, table: jax.Array,
+        valid: jax.Array, own: OwnRows, pages: PageList,
+    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        """:meth:`decode` where each device attends its own rows for all heads: the sum over devices gathers the rows.
+
+        Its arguments, but ``own``, the rows of this device, and ``pages``, what they hold, rows counted as in ``own``.
+        """
+        x, position, table = x[own.row], position[own.row], table[own.row]
+        p = self._project(x, layer, position)
+        pool = store_latents(pool, layer, p, position, table, valid[own.row] & own.mine, self.geometry)
+        part = attend_list(self._absorb(p, layer, pool.shape[3]), pool, layer, pages, self.config.kv_lora_rank)
+        latent = part.values / jnp.maximum(part.total, 1e-30)[..., None]
+        out = self._output(self._release(latent, layer, x.dtype), p, layer)
+        return jnp.where(own.place[:, None] >= 0, out[jnp.maximum(own.place, 0)], 0.0), pool
+
     def _one_by_one(
         self, query: jax.Array, pool: jax.Array, layer: int | jax.Array, table: jax.Array, length: jax.Array,
         used: jax.Array,
@@ -211,6 +236,24 @@ class GatedMLA(nnx.Module):
         self, x: jax.Array, layer: int | jax.Array, pool: jax.Array, chunks: Chunks
     ) -> tuple[jax.Array, jax.Array]:
         """All token slots of a prefill call; arguments and results as :meth:`decode`, rows being token slots."""
+        if self.geometry.placement == "by_sequence":
+            return self._of_own_heads().prefill_heads(x, layer, pool, chunks)
+        return self.prefill_heads(x, layer, pool, chunks)
+
+    def _of_own_heads(self) -> "GatedMLA":
+        """Itself with this device's slabs alone of weights that are whole on every device."""
+        weights = {name: value for name, value in vars(self).items() if isinstance(value, nnx.Param)}
+        for name in {"w_uk", "w_uv", "g_proj", "dense", "q_proj", "q_b_proj"} & weights.keys():
+            value = weights[name][...]
+            each = value.shape[0] // self.geometry.tp
+            mine = lax.dynamic_slice_in_dim(value, lax.axis_index(AXIS) * each, each)
+            weights[name] = nnx.Param(mine)
+        return GatedMLA(self.config, self.geometry, weights)
+
+    def prefill_heads(
+        self, x: jax.Array, layer: int | jax.Array, pool: jax.Array, chunks: Chunks
+    ) -> tuple[jax.Array, jax.Array]:
+        """:meth:`prefill` for the heads whose weights are here."""
         p = self._project(x, layer, chunks.position)
         # Written before anything is read: a write after a read that nothing orders would make XLA copy the pool.
         table = jnp.repeat(chunks.page_table, CHUNK, axis=0)

@@ -13,7 +13,7 @@ from jax import lax
 
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
-from ling3export.model.layers import dot, gated_mlp, of_layer, precision, take
+from ling3export.model.layers import gated_mlp, of_layer, precision, take
 
 SMALLEST_TILE = 4
 # Rows up to which all local experts of every row take no longer to compute than to read. On TPU v6e that is 560:

@@ -4,6 +4,9 @@
 device's dummy. Any page may be anywhere, so whoever hands out pages needs no rule, and numbers that are handed out in
 order spread a sequence over all devices.
 
+``by_sequence``: with P pages a device, number n lies on device (n - 1) // P, as local page (n - 1) % P + 1. The pages
+of a sequence must all be on the device that attends its row of the batch.
+
 A decode step lists the (row, page) pairs that this device holds, and walks the list in tiles. So its time follows what
 the sequences hold, whatever their number and lengths, and a device reads each cached byte once for all heads.
 """
@@ -49,8 +52,37 @@ def local_pages(number: jax.Array, geometry: Geometry) -> tuple[jax.Array, jax.A
     """(whether this device holds each page, its local number, 0 where it does not); page 0 is nobody's."""
     if geometry.placement == "replicated":
         return number > 0, number
-    here = (number > 0) & ((number - 1) % geometry.tp == lax.axis_index(AXIS))
-    return here, jnp.where(here, (number - 1) // geometry.tp + 1, 0)
+    if geometry.placement == "striped":
+        device, place = (number - 1) % geometry.tp, (number - 1) // geometry.tp
+    else:
+        each = geometry.pages // geometry.tp
+        device, place = (number - 1) // each, (number - 1) % each
+    here = (number > 0) & (device == lax.axis_index(AXIS))
+    return here, jnp.where(here, place + 1, 0)
+
+
+class OwnRows(NamedTuple):
+    """The rows of a decode batch that this device attends under ``by_sequence``.
+
+    Attributes:
+        row: ``[R]`` int32, R the most rows that a device has.
+        mine: ``[R]`` bool, False where this device has fewer.
+        place: ``[B]`` int32, where in ``row`` each row of the batch is; -1 for those of other devices.
+    """
+
+    row: jax.Array
+    mine: jax.Array
+    place: jax.Array
+
+
+def own_rows(count: int, devices: int) -> OwnRows:
+    """Row r of ``count`` is on device ``r * devices // count``."""
+    device = lax.axis_index(AXIS)
+    first = (device * count + devices - 1) // devices
+    row = first + jnp.arange(-(-count // devices), dtype=jnp.int32)
+    every = jnp.arange(count, dtype=jnp.int32)
+    place = jnp.where(every * devices // count == device, every - first, -1)
+    return OwnRows(jnp.minimum(row, count - 1), row * devices // count == device, place)
 
 
 def list_pages(position: jax.Array, table: jax.Array, valid: jax.Array, geometry: Geometry) -> PageList:

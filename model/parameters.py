@@ -120,10 +120,17 @@ class Argument:
     Attributes:
         parameter: The row of the table.
         layer: Index along the stack axis; None for the whole stack.
+        whole: Every device takes all slabs of a parameter that has some.
     """
 
     parameter: Parameter
     layer: int | None = None
+    whole: bool = False
+
+    @property
+    def split(self) -> str | None:
+        """The logical axis that is cut over the devices of this target, or None."""
+        return None if self.whole else self.parameter.split
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -150,5 +157,5 @@ def arguments(config: Config, geometry: Geometry) -> list[Argument]:
         if geometry.layered_experts and row.name.startswith("moe.experts_"):
             rows += [Argument(row, index) for index in range(len(row.layers))]
         else:
-            rows.append(Argument(row))
+            rows.append(Argument(row, whole=row.stack == "mla" and geometry.placement == "by_sequence"))
     return rows

@@ -32,21 +32,20 @@ def state_arrays(config: Config, geometry: Geometry) -> list[StateArray]:
     kda, taps = len(config.kda_layers), config.short_conv_kernel_size - 1
     rows = []
     if kda:
+        # A head's last inputs of q, k and v in one row: one gather and one scatter a layer, of whole lanes.
         rows = [
-            StateArray(f"kda_conv_{x}", (kda, slots, taps, heads * key), geometry.dtype,
-                       ("layers", "slots", "taps", "heads"), "heads")
-            for x in "kqv"
+            StateArray("kda_conv", (kda, slots, heads, taps * 3 * key), geometry.dtype,
+                       ("layers", "slots", "heads", "taps"), "heads")
         ]  # fmt: skip
         rows.append(
             StateArray("kda_recurrent", (kda, slots, heads, key, key), "float32",
                        ("layers", "slots", "heads", "key", "value"), "heads")
         )  # fmt: skip
     rows.append(StateArray("last_token", (slots,), "int32", ("slots",), None))
-    striped = geometry.placement == "striped"
-    pages = geometry.pages + (geometry.tp if striped else 1)  # a dummy page on every device
+    pages = geometry.pages + (geometry.tp if geometry.cut_pages else 1)  # a dummy page on every device
     latent = (len(config.mla_layers), pages, geometry.page_size, geometry.latent_row)
     axes = ("layers", "pages", "page", "row")
-    rows.append(StateArray("mla_latent", latent, geometry.dtype, axes, "pages" if striped else None))
+    rows.append(StateArray("mla_latent", latent, geometry.dtype, axes, "pages" if geometry.cut_pages else None))
     return sorted(rows, key=lambda row: row.name)
 
 

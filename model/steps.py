@@ -19,7 +19,7 @@ from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK, Geometry
 from ling3export.model.kda import is_factored
 from ling3export.model.ling3 import Decode, Ling3
-from ling3export.model.pages import list_pages
+from ling3export.model.pages import list_pages, own_rows
 from ling3export.model.parameters import arguments
 from ling3export.model.sampling import sample
 from ling3export.model.state import StateArray, state_arrays
@@ -68,7 +68,7 @@ def parameter_tree(config: Config, geometry: Geometry) -> tuple[Tree, Tree]:
         row = argument.parameter
         dtype = geometry.dtype if row.dtype == "model" else row.dtype
         put(values, argument.path, jax.ShapeDtypeStruct(argument.shape, jnp.dtype(dtype)))
-        put(specs, argument.path, parameter_spec(row.split))
+        put(specs, argument.path, parameter_spec(argument.split))
     return values, specs
 
 
@@ -119,11 +119,15 @@ def decode(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tre
     slot = fields["slot"]
     valid = slot > 0
     token = jnp.where(fields["token"] < 0, state["last_token"][slot], fields["token"])
-    pages = None
-    if model.geometry.attention == "pages":
+    pages = own = None
+    if model.geometry.placement == "by_sequence":
+        own = own_rows(slot.shape[0], model.geometry.tp)
+        held = (fields["position"][own.row], fields["page_table"][own.row], valid[own.row] & own.mine)
+        pages = list_pages(*held, model.geometry)
+    elif model.geometry.attention == "pages":
         pages = list_pages(fields["position"], fields["page_table"], valid, model.geometry)
     used = jnp.max(jnp.where(valid, jnp.arange(1, slot.shape[0] + 1, dtype=jnp.int32), 0))
-    batch = Decode(slot, fields["position"], fields["page_table"], valid, used, pages)
+    batch = Decode(slot, fields["position"], fields["page_table"], valid, used, pages, own)
     x, state = model.run_layers(model.embed(jnp.where(valid, token, 0)), state, batch)
     return state, {"logits": model.logits(x)[:rows]}
 

@@ -133,10 +133,10 @@ def factors(g: jax.Array, runs: Runs) -> Factors:
     rows = size * chunk
     sums = jnp.einsum("jms,jhsk->jhmk", runs.sums, g.reshape(tiles, heads, rows, key), precision=HIGHEST)
     decays = jnp.exp(sums + runs.closed[:, None])
-    grown, shrunk, pair, *others = jnp.split(
-        decays, np.cumsum([rows, rows, size * size, size, size, size]), axis=2
+    grown, shrunk, pair, *others = jnp.split(decays, np.cumsum([rows, rows, size * size, size, size, size]), axis=2)
+    return Factors(
+        grown.reshape(g.shape), shrunk.reshape(g.shape), pair.reshape(tiles, heads, size, size, key), *others
     )
-    return Factors(grown.reshape(g.shape), shrunk.reshape(g.shape), pair.reshape(tiles, heads, size, size, key), *others)
 
 
 def tile_scan(start: jax.Array, runs: Runs, x: Rows) -> tuple[jax.Array, jax.Array]:
@@ -172,7 +172,8 @@ def tile_scan(start: jax.Array, runs: Runs, x: Rows) -> tuple[jax.Array, jax.Arr
         before = start
     else:
         entered = jnp.where(here, 0.0, entered)
-        k_in, q_in = (entered[:, :, :, part].reshape(tiles, heads, rows, key) for part in (np.s_[:chunk], np.s_[chunk:]))
+        k_in = entered[:, :, :, :chunk].reshape(tiles, heads, rows, key)
+        q_in = entered[:, :, :, chunk:].reshape(tiles, heads, rows, key)
         both = jnp.concatenate([k_in, value.reshape(tiles, heads, rows, -1)], axis=-1)
         both = _product(inverse, both)  # [J, h, L, K + V]: r = both[V] - both[K] S
         ends = (writes * f.leave[..., None, :]).reshape(tiles, heads, rows, key)

@@ -1,14 +1,13 @@
 """The short causal convolution of a prefill call as products with zeros and ones.
 
-A machine that is fast at products and slow at many small steps takes the rows before each row, wherever they are, in one
-product: in the tile, at the end of the tile before it, or in the pool. The product is exact, since each row of ones and
-zeros has at most a single one. Which rows those are is the same in every layer.
+A machine that is fast at products and slow at many small steps takes the rows before each row, wherever they are, in
+one product: in the tile, at the end of the tile before it, or in the pool. The product is exact, since each row of ones
+and zeros has at most a single one. Which rows those are is the same in every layer.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ling3export.model.layers import precision
 
@@ -26,8 +25,8 @@ def picks_of(first: jax.Array, fresh: jax.Array, length: jax.Array, size: int, c
 
     Returns:
         bf16 ``[J, width·L + size·width, L + width + size·width]``: for each of the L rows of a tile the row 1, 2 …
-        ``width`` before it, then the last ``width`` inputs after each chunk; out of the tile's rows, the last rows of
-        the tile before it, and what the pool holds for each chunk.
+        ``width`` before it, then of each chunk the ``width`` inputs up to its end, the first of all chunks before the
+        second; out of the tile's rows, the last rows of the tile before it, and what the pool holds, in the same order.
     """
     first, fresh, length = (y.reshape(-1, size, 1) for y in (first, fresh, length))
     rows = size * chunk
@@ -37,37 +36,35 @@ def picks_of(first: jax.Array, fresh: jax.Array, length: jax.Array, size: int, c
         """Of a place in its chunk, negative before it; ``[J or 1, size, x]`` to row numbers, -1 for none."""
         at = of * chunk + place
         inside = jnp.where(at >= 0, at, rows + width + at)
-        pooled = jnp.where(fresh, -1, rows + width + of * width + width + place)
+        pooled = jnp.where(fresh, -1, rows + width + (width + place) * size + of)
         return jnp.where((place < 0) & first, pooled, inside)
 
     place = np.arange(chunk)
     before = [source(np.broadcast_to(place - back, (1, size, chunk))) for back in range(1, width + 1)]
-    kept = source(length - width + np.arange(width))
+    kept = jnp.swapaxes(source(length - width + np.arange(width)), 1, 2)
     index = jnp.concatenate([*(y.reshape(-1, rows) for y in before), kept.reshape(-1, size * width)], axis=1)
     return jax.nn.one_hot(index, rows + width + size * width, dtype=jnp.bfloat16)
 
 
-def convolve(
-    raw: jax.Array, pooled: jax.Array, taps: jax.Array, picks: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def convolve(raw: jax.Array, window: jax.Array, taps: jax.Array, picks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Convolution and SiLU; the last tap multiplies the current row.
 
     Args:
-        raw: ``[J, L, X]``, model dtype.
-        pooled: ``[J, size·(W-1), X]``, what the pool holds for each chunk's sequence.
-        taps: ``[W, X]`` fp32.
+        raw: ``[J, L, H, X]``, model dtype.
+        window: ``[J, size, H, (W-1)·X]``, what the pool holds for each chunk's sequence.
+        taps: ``[W, H, X]`` fp32.
         picks: See :func:`picks_of`.
 
     Returns:
-        fp32 ``[J, L, X]``, and the last inputs after each chunk ``[J, size·(W-1), X]`` of the model dtype.
+        fp32 ``[J, L, H, X]``, and the last inputs after each chunk, as ``window``.
     """
     rows, width = raw.shape[1], taps.shape[0] - 1
-    before = jnp.pad(raw[:-1, -width:], ((1, 0), (0, 0), (0, 0)))
-    known = jnp.concatenate([raw, before, pooled], axis=1)
-    exact = precision(raw.dtype)
-    dims = (((2,), (1,)), ((0,), (0,)))
-    taken = lax.dot_general(picks.astype(raw.dtype), known, dims, precision=exact, preferred_element_type=jnp.float32)
+    before = jnp.pad(raw[:-1, -width:], ((1, 0), (0, 0), (0, 0), (0, 0)))
+    known = jnp.concatenate([raw, before, *jnp.split(window, width, axis=-1)], axis=1)
+    taken = jnp.einsum("jmr,jrhx->jmhx", picks.astype(raw.dtype), known, precision=precision(raw.dtype),
+                       preferred_element_type=jnp.float32)  # fmt: skip
     out = taps[width] * raw.astype(jnp.float32)
     for back in range(1, width + 1):
         out += taps[width - back] * taken[:, (back - 1) * rows : back * rows]
-    return jax.nn.silu(out), taken[:, width * rows :].astype(raw.dtype)
+    kept = jnp.split(taken[:, width * rows :].astype(raw.dtype), width, axis=1)
+    return jax.nn.silu(out), jnp.concatenate(kept, axis=-1)

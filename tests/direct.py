@@ -67,6 +67,7 @@ class Direct:
             latent_row=config.latent_dim, layer_loop=layer_loop, **forms,
         )  # fmt: skip
         self.mesh = Mesh(np.array(jax.devices()[:tp]), (AXIS,), axis_types=(AxisType.Auto,))
+        self.placed: dict[int, int] = {}  # slot → pages before its own, where that is not the natural number
         self.steps: dict[tuple[str, int], tuple[Step, Any]] = {}
         specs = self.step("decode", 1)[0].specs[0]
         self.params = self._put(assemble(config, read, dtype, self.geometry), specs)
@@ -88,7 +89,7 @@ class Direct:
 
     def table(self, slot: int) -> np.ndarray:
         """The pages of a slot, in an order that is not the natural one."""
-        first = (slot - 1) * self.geometry.max_pages
+        first = self.placed.get(slot, (slot - 1) * self.geometry.max_pages)
         return np.arange(first, first + self.geometry.max_pages, dtype=np.int32)[::-1] + 1
 
     def prefill(self, padding: int, parts: Sequence[tuple[int, int, Sequence[int]]]) -> dict[int, np.ndarray]:

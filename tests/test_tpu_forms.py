@@ -38,6 +38,34 @@ def test_the_forms_agree_with_the_reference(case: Case, tp: int, loop: str, form
     assert max(errors) <= FLOAT32
 
 
+@pytest.mark.parametrize(
+    ("tp", "loop", "rows"), [(4, "unroll", {0: 1, 3: 2, 5: 3}), (2, "scan", {0: 2, 2: 1, 4: 3}), (4, "scan", {1: 2})]
+)
+def test_rows_attended_where_their_pages_are(case: Case, tp: int, loop: str, rows: dict[int, int]):
+    """Placement by sequence: row r of B is on device r·TP//B, and there are the pages of the slot that it decodes.
+
+    Six rows on 4 devices: rows 0 and 1, 2, 3 and 4, 5. Two rows on four: devices 0 and 2.
+    """
+    forms = FORMS | {"placement": "by_sequence"}
+    direct = Quick(case.config, case.read, tp=tp, layer_loop=loop, page_size=16, max_pages=8, **forms)
+    padding = 2 if len(rows) == 1 else ROWS
+    each = direct.geometry.pages // tp
+    for row, slot in rows.items():
+        direct.placed[slot] = row * tp // padding * each + (slot % 2 if tp == 2 else 0) * direct.geometry.max_pages
+    errors = []
+    for slot in rows.values():
+        prompt, expected = case.prompts[slot - 1], case.expected[slot - 1]
+        errors.append(relative(direct.sequence(32, prompt[:-4], slot=slot), expected[len(prompt) - 5]))
+    for step in range(-4, 0):
+        batch = [(0, 0, 0)] * padding
+        for row, slot in rows.items():
+            prompt = case.prompts[slot - 1]
+            batch[row] = (slot, len(prompt) + step, prompt[step])
+        found = direct.decode(padding, batch)
+        errors += [relative(found[row], case.expected[slot - 1][step]) for row, slot in rows.items()]
+    assert max(errors) <= FLOAT32
+
+
 @pytest.mark.parametrize("ties", [False, True])
 def test_reducing_chooses_what_sorting_chooses(case: Case, ties: bool):
     config = case.config
