@@ -13,7 +13,7 @@ from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
 from ling3export.errors import PlanError
-from ling3export.estimates import Workload, estimate, floor
+from ling3export.estimates import Workload, estimate, expert_times, floor
 from ling3export.lower import LOCATION_OPTIONS, costs, with_shardings
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
@@ -89,6 +89,8 @@ def compile_for(
         "estimate": found | {"tokens_a_sequence": workload.tokens, "clock_hz": target.chip.clock},
         "floor": floor(config, geometry, phase, padding, target.chip, workload),
     }
+    if phase != "sample" and config.moe_layers:
+        record["experts"] = expert_times(config, geometry, padding, target.chip)
     return raw, record
 
 

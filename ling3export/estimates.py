@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ling3export.hlo import Frame, Instruction, Module, parse, shape_bytes, trip_count
+from ling3export.hlo import FAST, Computation, Frame, Instruction, Module, parse, shape_bytes, trip_count
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
-from ling3export.model.moe import tile_rows
+from ling3export.model.moe import LOCAL_ROWS, tile_rows
 from ling3export.model.pages import TILE
 from ling3export.model.parameters import parameters
 from ling3export.targets import Chip
@@ -25,7 +25,8 @@ FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after
         "copy-done", "async-done", "slice-done", "opt-barrier", "domain"}  # fmt: skip
 MOVED = ("copy-start", "async-start", "slice-start")  # run beside other work
 LARGE = 10**6  # bytes of a copy worth counting
-FAST = "S(1)"  # the memory space of a chip's own fast memory: a move there is a prefetch, not a copy
+# Seconds of one small collective over 16 chips: assumed, not published. 51 of them were put at about 0.5 ms.
+COLLECTIVE_SECONDS = 1e-5
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Costs:
         copies: Names of copies over 1 MB within the large memory, with bytes.
         loops: Where every trip count came from.
         instructions: opcode → how many there are in the program (not how often they run).
+        moved: Bytes read from and written to the large memory; a part of an array that is used alone counts alone.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -51,6 +53,7 @@ class Costs:
     copies: dict[str, int] = field(default_factory=dict)
     loops: list[dict[str, Any]] = field(default_factory=list)
     instructions: Counter[str] = field(default_factory=Counter)
+    moved: float = 0.0
 
     @property
     def total(self) -> float:
@@ -103,6 +106,7 @@ class Estimator:
         costs, opcode = self.costs, instruction.opcode
         moved = self._moved(frame, instruction)
         result = instruction.shape.split("}, ")[0]
+        costs.moved += times * self._large(frame, instruction)
         if opcode in ("copy", "copy-start") and shape_bytes(result) > LARGE and FAST not in result:
             costs.copies[instruction.name] = shape_bytes(result)
         if opcode in MOVED:
@@ -122,6 +126,24 @@ class Estimator:
         if instruction.opcode in MOVED:  # (operand, result, context)
             return max(0, instruction.bytes - sum(operands)) if "slice" in instruction.opcode else sum(operands)
         return instruction.bytes + sum(operands)
+
+    def _large(self, frame: Frame, instruction: Instruction) -> int:
+        """Bytes between the instruction and the large memory."""
+        if instruction.opcode in MOVED:  # (operand, result, context): one side of a prefetch is fast memory
+            return self._moved(frame, instruction)
+        inner = instruction.called.get("calls")
+        uses = _uses(self._module.computations[inner[0]]) if inner and instruction.opcode == "fusion" else {}
+        total = shape_bytes(instruction.shape, large_memory=True)
+        in_place = 0
+        for number, name in enumerate(instruction.operands):
+            size = shape_bytes(frame.computation.instructions[name].shape, large_memory=True)
+            part, updated = uses.get(number, (None, False))
+            total += size if part is None else min(size, part)
+            in_place += size if updated else 0
+        if instruction.opcode in ("dynamic-update-slice", "scatter"):
+            first = shape_bytes(frame.computation.instructions[instruction.operands[0]].shape, large_memory=True)
+            total -= 2 * first
+        return max(0, total - in_place)
 
     def _bytes(self, frame: Frame, name: str) -> int:
         return frame.computation.instructions[name].bytes
@@ -158,6 +180,32 @@ class Estimator:
         _add(kept, chosen)
 
 
+def _uses(inner: Computation) -> dict[int, tuple[int | None, bool]]:
+    """How a fusion uses its operands: number → (bytes of the parts that it takes, None for all; updated in place)."""
+    users: dict[str, list[Instruction]] = defaultdict(list)
+    for instruction in inner.instructions.values():
+        for name in dict.fromkeys(instruction.operands):
+            users[name].append(instruction)
+    found: dict[int, tuple[int | None, bool]] = {}
+    for name, number in inner.parameters.items():
+        waiting, part, updated, whole = list(users[name]), 0, False, not users[name]
+        source = {name}
+        while waiting:
+            use = waiting.pop()
+            if use.opcode == "bitcast":
+                source.add(use.name)
+                waiting += users[use.name]
+            elif use.opcode in ("slice", "dynamic-slice", "gather"):
+                part += use.bytes
+            elif use.opcode in ("dynamic-update-slice", "scatter") and use.operands[0] in source:
+                part += inner.instructions[use.operands[1 if use.opcode == "dynamic-update-slice" else -1]].bytes
+                updated = True
+            else:
+                whole = True
+        found[number] = (None if whole else part, updated)
+    return found
+
+
 def _scope(instruction: Instruction) -> str:
     """The named scope that the model put right around a loop or a conditional: ``…/pages/while``."""
     parts = instruction.label.split("/")
@@ -178,6 +226,7 @@ def _add(whole: Costs, part: Costs) -> None:
             times[kind] += value
     whole.instructions += part.instructions
     whole.overlapped += part.overlapped
+    whole.moved += part.moved
     whole.loops += part.loops
     whole.copies |= part.copies
     for left, right in ((whole.collectives, part.collectives), (whole.custom_calls, part.custom_calls)):
@@ -202,7 +251,8 @@ class Workload:
         if phase == "prefill":
             return {"chunks": padding // CHUNK, "tiles": tiles, "cached": 0}
         pages = min(geometry.max_pages, math.ceil(self.tokens / geometry.page_size))
-        held = math.ceil(padding * pages / (geometry.tp if geometry.placement == "striped" else 1))
+        rows = math.ceil(padding / geometry.tp) if geometry.placement == "by_sequence" else padding
+        held = math.ceil(rows * pages / (geometry.tp if geometry.placement == "striped" else 1))
         return {"sequences": padding, "pages": pages, "page_tiles": math.ceil(held / TILE), "tiles": tiles}
 
 
@@ -227,8 +277,8 @@ def estimate(text: str, chip: Chip, trips: Mapping[str, float]) -> dict[str, Any
 
     Returns:
         ``seconds`` (estimates and bounds together, or the time to move what is moved beside them, if that is more),
-        ``by_opcode``, ``bounded`` (seconds without an estimate), ``collectives``, ``custom_calls``, ``copies``,
-        ``loops``, ``instructions``.
+        ``by_opcode``, ``bounded`` (seconds without an estimate), ``bytes`` moved, ``collectives``, ``custom_calls``,
+        ``copies``, ``loops``, ``instructions``.
     """
     costs = Estimator(parse(text), chip, trips).costs
     return {
@@ -237,6 +287,7 @@ def estimate(text: str, chip: Chip, trips: Mapping[str, float]) -> dict[str, Any
         "by_opcode": _rounded(costs.seconds),
         "bounded": _rounded(costs.bounded),
         "overlapped": costs.overlapped,
+        "bytes": round(costs.moved),
         "collectives": {kind: {"count": int(c), "bytes": int(b)} for kind, (c, b) in sorted(costs.collectives.items())},
         "custom_calls": {
             name: {"count": int(c), "bytes": int(b)} for name, (c, b) in sorted(costs.custom_calls.items())
@@ -260,11 +311,13 @@ def floor(
     the rows read and written, and its share of the latents read once. FLOPs: two a weight and token that uses it.
 
     Returns:
-        ``bytes`` by kind, ``flops``, ``seconds`` (the larger of both times).
+        ``bytes`` by kind, ``flops``, ``seconds`` (the larger of both times), ``collectives`` (two a layer) and their
+        ``collective_seconds``, apart.
     """
     if phase == "sample":
         moved = {"logits": 4 * padding * config.vocab_size // geometry.tp}
-        return {"bytes": moved, "flops": 0, "seconds": sum(moved.values()) / chip.bandwidth}
+        seconds = sum(moved.values()) / chip.bandwidth
+        return {"bytes": moved, "flops": 0, "seconds": seconds, "collectives": 0, "collective_seconds": 0.0}
     width = 4 if geometry.dtype == "float32" else 2
     weights = flops = 0.0
     chosen = config.num_experts_per_tok / config.num_experts
@@ -280,7 +333,27 @@ def floor(
     sequences = padding if phase == "decode" else 1
     moved = {"weights": round(weights)} | _state_moved(config, geometry, sequences, phase, workload)
     seconds = max(sum(moved.values()) / chip.bandwidth, flops / chip.flops)
-    return {"bytes": moved, "flops": round(flops), "seconds": seconds}
+    collectives = 2 * config.num_hidden_layers if geometry.tp > 1 else 0
+    apart = {"collectives": collectives, "collective_seconds": collectives * COLLECTIVE_SECONDS}
+    return {"bytes": moved, "flops": round(flops), "seconds": seconds, **apart}
+
+
+def expert_times(config: Config, geometry: Geometry, padding: int, chip: Chip) -> dict[str, Any]:
+    """Whether computing local experts that a row did not choose takes longer than reading their weights.
+
+    Returns:
+        ``all_local`` (whether the program computes every local expert for every row), ``flop_seconds`` of the expert
+        products of a device in one step, ``weight_seconds`` to read its expert weights once.
+    """
+    weights = sum(math.prod(row.shape) for row in parameters(config) if row.split == "experts") / geometry.tp
+    all_local = geometry.experts == "local" and padding <= LOCAL_ROWS
+    rows = padding * (1.0 if all_local else config.num_experts_per_tok / config.num_experts)
+    width = 4 if geometry.dtype == "float32" else 2
+    return {
+        "all_local": all_local,
+        "flop_seconds": 2 * rows * weights / chip.flops,
+        "weight_seconds": width * weights / chip.bandwidth,
+    }
 
 
 def _state_moved(config: Config, geometry: Geometry, sequences: int, phase: str, workload: Workload) -> dict[str, int]:

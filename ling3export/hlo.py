@@ -9,7 +9,8 @@ WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, 
           "u64": 8, "f64": 8}  # fmt: skip
 HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
-ARRAY = re.compile(r"\b([a-z]+[0-9]+|pred)\[([0-9,]*)\]")
+ARRAY = re.compile(r"\b([a-z]+[0-9]+|pred)\[([0-9,]*)\](\{[^{}]*\})?")
+FAST = "S(1)"  # the memory space of a chip's own fast memory
 CALLED = re.compile(
     r"\b(condition|body|calls|to_apply|branch_computations|true_computation|false_computation)="
     r"(\{[^}]*\}|%[\w.\-]+)"
@@ -68,10 +69,12 @@ class Instruction:
         return int(match[1])
 
 
-def shape_bytes(text: str) -> int:
-    """Bytes of every array in a type's text."""
+def shape_bytes(text: str, *, large_memory: bool = False) -> int:
+    """Bytes of every array in a type's text; on request only of those outside the chip's fast memory."""
     total = 0
-    for kind, sizes in ARRAY.findall(text):
+    for kind, sizes, layout in ARRAY.findall(text):
+        if large_memory and FAST in layout:
+            continue
         total += WIDTHS.get(kind, 4) * math.prod(int(size) for size in sizes.split(",") if size)
     return total
 

@@ -46,7 +46,18 @@ def _estimates(target: dict[str, Any]) -> list[str]:
     if not cells:
         return []
     rows: list[tuple[str, ...]] = [
-        ("estimates", "ms", "floor ms", "without estimate ms", "peak a device", "copies > 1 MB", "collectives")
+        (
+            "estimates",
+            "ms",
+            "floor ms",
+            "MB moved",
+            "floor MB",
+            "without estimate ms",
+            "peak a device",
+            "copies > 1 MB",
+            "experts ms: FLOPs, reading",
+            "collectives",
+        )
     ]
     for name, cell in cells.items():
         memory, estimate = cell["memory"], cell["estimate"]
@@ -57,9 +68,12 @@ def _estimates(target: dict[str, Any]) -> list[str]:
                 name,
                 f"{estimate['seconds'] * 1e3:.3f}",
                 f"{cell['floor']['seconds'] * 1e3:.3f}",
+                f"{estimate['bytes'] / 1e6:,.0f}",
+                f"{sum(cell['floor']['bytes'].values()) / 1e6:,.0f}",
                 f"{sum(estimate['bounded'].values()) * 1e3:.3f}",
                 _megabytes(peak),
                 str(len(estimate["copies"])),
+                _experts(cell),
                 ", ".join(kinds) or "none",
             )
         )
@@ -68,7 +82,20 @@ def _estimates(target: dict[str, Any]) -> list[str]:
         f"  estimates are the compiler's cycles at {first['clock_hz'] / 1e9:g} GHz, {first['tokens_a_sequence']} "
         "tokens a sequence, without collectives: nothing was executed"
     )
+    layers = max(cell["floor"]["collectives"] for cell in cells.values())
+    if layers:
+        apart = max(cell["floor"]["collective_seconds"] for cell in cells.values()) * 1e3
+        note += f"\n  besides the floor: {layers} collectives, about {apart:.2f} ms at their latency alone (assumed)"
     return [*_table(rows), note]
+
+
+def _experts(cell: dict[str, Any]) -> str:
+    """Time to compute what is computed of a device's experts, and to read them; ``all`` where none is left out."""
+    times = cell.get("experts")
+    if times is None:
+        return "-"
+    shown = f"{times['flop_seconds'] * 1e3:.2f}, {times['weight_seconds'] * 1e3:.2f}"
+    return f"all: {shown}" if times["all_local"] else shown
 
 
 def _state(state: dict[str, Any]) -> list[str]:

@@ -51,9 +51,14 @@ class Geometry:
         return self.placement != "replicated"
 
     @property
+    def matrix_units(self) -> bool:
+        """Whether small things are done as products: KDA's form ``together`` is for machines where that is best."""
+        return self.recurrence == "together"
+
+    @property
     def fewest_columns(self) -> int:
-        """Columns that a product is filled up to: 128 where the forms are those of a TPU."""
-        return 128 if self.recurrence == "together" else 1
+        """Columns that a product is filled up to."""
+        return 128 if self.matrix_units else 1
 
     @property
     def layered_experts(self) -> bool:

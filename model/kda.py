@@ -29,7 +29,7 @@ from ling3export.model.chunks import Chunks
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.layers import dot, dot_rows, l2_norm, rms_norm, take
-from ling3export.model.tiles import Rows, tile_scan
+from ling3export.model.tiles import Rows, island_precision, tile_scan
 from ling3export.model.window import convolve
 
 HIGHEST = lax.Precision.HIGHEST  # the recurrence is an fp32 island
@@ -244,12 +244,13 @@ class KimiDeltaAttention(nnx.Module):
     def _inputs(self, conv: jax.Array, g: jax.Array, beta: jax.Array) -> Inputs:
         """Normalizes and scales what the convolution gave, ``[..., H, 3K]``."""
         q, k, v = jnp.split(conv, 3, axis=-1)
-        return Inputs(l2_norm(q) * self.config.head_dim**-0.5, l2_norm(k), v, g, beta)
+        units = self.geometry.matrix_units
+        return Inputs(l2_norm(q, units) * self.config.head_dim**-0.5, l2_norm(k, units), v, g, beta)
 
     def _output(self, o: jax.Array, gate: jax.Array, layer: int | jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Norm, elementwise sigmoid gate and o_proj: o, gate ``[T, H, V]`` to this device's partial ``[T, D]``."""
         weight = take(self.o_norm[...], layer, split=False)
-        y = rms_norm(o, weight, self.config.rms_norm_eps) * jax.nn.sigmoid(gate)
+        y = rms_norm(o, weight, self.config.rms_norm_eps, self.geometry.matrix_units) * jax.nn.sigmoid(gate)
         return dot_rows(y.reshape(o.shape[0], -1).astype(dtype), take(self.o_proj[...], layer, split=True))
 
     def decode(
@@ -345,10 +346,15 @@ class KimiDeltaAttention(nnx.Module):
         beta = jnp.where(chunks.valid[:, None], beta, 0.0)
         x = self._inputs(conv, fill(g, CHUNK), fill(beta, CHUNK))
         pool = state["kda_recurrent"]
-        old = pool.at[layer, chunks.slot].get(mode=IN_BOUNDS)
-        start = jnp.moveaxis(fill(jnp.where(chunks.from_zero[:, None, None, None], 0.0, old), 1), 2, 1)
-        after, out = tile_scan(start, tiles.runs, Rows(*(rows(y) for y in (x.q, x.k, x.v, x.g, x.beta[..., None]))))
-        after = jnp.moveaxis(after, 1, 2).reshape(-1, *old.shape[1:])[:count]
+
+        def start() -> jax.Array:
+            old = pool.at[layer, chunks.slot].get(mode=IN_BOUNDS)
+            return jnp.moveaxis(fill(jnp.where(chunks.from_zero[:, None, None, None], 0.0, old), 1), 2, 1)
+
+        held = jnp.any(~chunks.from_zero & (chunks.slot > 0))
+        x = Rows(*(rows(y) for y in (x.q, x.k, x.v, x.g, x.beta[..., None])))
+        after, out = tile_scan(start, held, tiles.runs, x, island_precision(dtype))
+        after = jnp.moveaxis(after, 1, 2).reshape(-1, *pool.shape[2:])[:count]
         o = jnp.moveaxis(out, 1, 3).reshape(-1, heads, key)[: count * CHUNK]
         pool = pool.at[layer, written].set(after, mode=IN_BOUNDS)
         return self._output(o, gate, layer, dtype), state | {"kda_recurrent": pool}

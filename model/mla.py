@@ -137,14 +137,14 @@ class GatedMLA(nnx.Module):
         query = self._query(x, layer) * config.qk_head_dim**-0.5
         compressed = dot(x, take(self.kv_a_proj_with_mqa[...], layer, split=False))
         weight = take(self.kv_a_layernorm[...], layer, split=False)
-        nope, rank = config.qk_nope_head_dim, config.kv_lora_rank
+        nope, rank, units = config.qk_nope_head_dim, config.kv_lora_rank, self.geometry.matrix_units
         gate = dot(x, take(self.g_proj[...], layer, split=True), fewest=self.geometry.fewest_columns)
         gate = jax.nn.sigmoid(gate.reshape(x.shape[0], -1))
         return Projected(
             q_nope=query[..., :nope].astype(x.dtype),
-            q_rope=rope(query[..., nope:], position, config.rope_theta).astype(x.dtype),
+            q_rope=rope(query[..., nope:], position, config.rope_theta, units).astype(x.dtype),
             latent=rms_norm(compressed[:, :rank], weight, LATENT_NORM_EPS).astype(x.dtype),
-            k_rope=rope(compressed[:, rank:], position, config.rope_theta).astype(x.dtype),
+            k_rope=rope(compressed[:, rank:], position, config.rope_theta, units).astype(x.dtype),
             gate=gate,
         )
 
@@ -152,8 +152,8 @@ class GatedMLA(nnx.Module):
         """The query in latent space: ``[T, H, row]`` = [q_nope w_uk | q_rope | 0]."""
         w_uk = self._heads(self.w_uk, layer)
         query = dot_heads("thn,hnr->thr", p.q_nope, w_uk).astype(p.latent.dtype)
-        query = jnp.concatenate([query, p.q_rope], axis=-1)
-        return jnp.pad(query, ((0, 0), (0, 0), (0, row - query.shape[-1])))
+        filled = jnp.zeros((*query.shape[:2], row - query.shape[-1] - p.q_rope.shape[-1]), query.dtype)
+        return jnp.concatenate([query, p.q_rope, filled], axis=-1)
 
     def _release(self, latent: jax.Array, layer: int | jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Attended latents ``[T, H, R]`` fp32 to head outputs ``[T, H, V]`` fp32."""
@@ -333,6 +333,6 @@ def store_latents(
     index = jnp.where(valid, position // page, 0)
     number = jnp.where(valid, jnp.take_along_axis(table, index[:, None], axis=1)[:, 0], 0)
     _, number = local_pages(number, geometry)
-    new = jnp.concatenate([p.latent, p.k_rope], axis=-1).astype(pool.dtype)
-    new = jnp.pad(new, ((0, 0), (0, row - new.shape[-1])))
+    filled = jnp.zeros((p.latent.shape[0], row - p.latent.shape[1] - p.k_rope.shape[1]), pool.dtype)
+    new = jnp.concatenate([p.latent.astype(pool.dtype), p.k_rope.astype(pool.dtype), filled], axis=-1)
     return pool.at[layer, number, position % page].set(new, mode="promise_in_bounds")

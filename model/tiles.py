@@ -13,6 +13,7 @@ where ``grown`` and ``shrunk`` are relative to the middle of their own chunk (wi
 digits, and one factor a chunk and key instead of one a row.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -24,6 +25,11 @@ TILE = 8  # chunks: 128 rows are what a matrix unit takes
 UNROLLED = 8  # links of the chain that are written out; more of them are a loop
 
 HIGHEST = lax.Precision.HIGHEST  # the recurrence is an fp32 island
+
+
+def island_precision(dtype: jnp.dtype) -> lax.Precision:
+    """Of the tile's products: in three passes, good to some 2^-16, where what goes in was rounded to bf16 before."""
+    return HIGHEST if dtype == jnp.float32 else lax.Precision.HIGH
 
 
 class Runs(NamedTuple):
@@ -71,7 +77,7 @@ def runs_of(first: jax.Array, chunk: int) -> Runs:
     return Runs(number > 0, sums, closed)
 
 
-def unit_lower_inverse_blocks(strict: jax.Array) -> jax.Array:
+def unit_lower_inverse_blocks(strict: jax.Array, exact: lax.Precision = HIGHEST) -> jax.Array:
     """``(I + A)^-1`` for a strictly lower triangular ``A [..., L, L]``, L a power of two.
 
     By blocks of 1, 2, 4 …: of two neighbours P, R with Q below P it is ``[[P', 0], [-R' Q P', R']]``. As exact as
@@ -85,14 +91,14 @@ def unit_lower_inverse_blocks(strict: jax.Array) -> jax.Array:
         row, column = index[:, None] // width, index // width
         below = jnp.where((row == column + 1) & (column % 2 == 0), strict, 0.0)
         # Blocks of one are their own inverses.
-        change = below if width == 1 else _product(inverse, _product(below, inverse))
+        change = below if width == 1 else _product(inverse, _product(below, inverse, exact), exact)
         inverse = inverse - change
         width *= 2
     return inverse
 
 
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b, precision=HIGHEST)
+def _product(a: jax.Array, b: jax.Array, exact: lax.Precision) -> jax.Array:
+    return jnp.matmul(a, b, precision=exact)
 
 
 class Rows(NamedTuple):
@@ -139,70 +145,79 @@ def factors(g: jax.Array, runs: Runs) -> Factors:
     )
 
 
-def tile_scan(start: jax.Array, runs: Runs, x: Rows) -> tuple[jax.Array, jax.Array]:
+def tile_scan(
+    read_start: Callable[[], jax.Array], held: jax.Array, runs: Runs, x: Rows, exact: lax.Precision = HIGHEST
+) -> tuple[jax.Array, jax.Array]:
     """All chunks of a call.
 
     Args:
-        start: ``[J, h, n, K, V]``, for every chunk the state before its run.
+        read_start: Gives ``[J, h, n, K, V]``, for every chunk the state before its run.
+        held: bool scalar; where it is False, all runs start from zero and nothing is read.
         runs: Of the call's chunks.
         x: Rows of all chunks; an unused one has zero ``g`` and ``beta``.
+        exact: Of its products; decays are always added up at the highest.
 
     Returns:
         (state after each chunk ``[J, h, n, K, V]``, o ``[J, h, n, C, V]``).
     """
     tiles, heads, size, chunk, key = x.k.shape
-    rows = size * chunk
+    rows, value = size * chunk, x.v.shape[-1]
     f = factors(x.g, runs)
     reads = jnp.concatenate([x.k * f.grown, x.q * f.grown], axis=3)  # [J, h, n, 2C, K]
     writes = x.k * f.shrunk * x.beta  # [J, h, n, C, K]
     seen = (writes[:, :, None] * f.pair[..., None, :]).reshape(tiles, heads, size, rows, key)
-    scores = jnp.einsum("jhatk,jhaik->jhati", reads, seen, precision=HIGHEST)
+    scores = jnp.einsum("jhatk,jhaik->jhati", reads, seen, precision=exact)
     index = np.arange(rows)
     mix = jnp.where(index[:, None] >= index, scores[:, :, :, chunk:].reshape(tiles, heads, rows, rows), 0.0)
     strict = jnp.where(index[:, None] > index, scores[:, :, :, :chunk].reshape(tiles, heads, rows, rows), 0.0)
-    inverse = unit_lower_inverse_blocks(strict)
+    inverse = unit_lower_inverse_blocks(strict, exact)
 
     here = runs.here[:, None, :, None, None]
-    entered = reads * f.enter[..., None, :]
-    known = jnp.einsum("jhatk,jhakv->jhatv", jnp.where(here, entered, 0.0), start, precision=HIGHEST)
-    value = x.v - known[:, :, :, :chunk]
+
+    def from_start() -> tuple[jax.Array, jax.Array]:
+        start = jnp.where(here, read_start(), 0.0)
+        known = jnp.einsum("jhatk,jhakv->jhatv", reads * f.enter[..., None, :], start, precision=exact)
+        return known, f.passed[..., None] * start
+
+    def from_zero() -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros((*reads.shape[:-1], value)), jnp.zeros((*f.passed.shape, value))
+
+    with jax.named_scope("cached"):
+        known, before = lax.cond(held, from_start, from_zero)  # of the runs that start in their tile
+    own = (x.v - known[:, :, :, :chunk]).reshape(tiles, heads, rows, value)
     if tiles == 1:
-        r = _product(inverse, value.reshape(1, heads, rows, -1))
-        o = known[:, :, :, chunk:] + _product(mix, r).reshape(value.shape)
-        before = start
+        r = _product(inverse, own, exact)
+        o = _product(mix, r, exact)
     else:
-        entered = jnp.where(here, 0.0, entered)
+        entered = jnp.where(here, 0.0, reads * f.enter[..., None, :])
         k_in = entered[:, :, :, :chunk].reshape(tiles, heads, rows, key)
         q_in = entered[:, :, :, chunk:].reshape(tiles, heads, rows, key)
-        both = jnp.concatenate([k_in, value.reshape(tiles, heads, rows, -1)], axis=-1)
-        both = _product(inverse, both)  # [J, h, L, K + V]: r = both[V] - both[K] S
+        both = _product(inverse, jnp.concatenate([k_in, own], axis=-1), exact)  # r = both[V] - both[K] S
         ends = (writes * f.leave[..., None, :]).reshape(tiles, heads, rows, key)
-        link = jnp.einsum("jhik,jhix->jhkx", ends, both, precision=HIGHEST)
-        carry = _chain(link, f.passed[:, :, -1], start[:, :, -1], here[:, 0, -1, 0, 0])
-        w, u = both[..., :key], both[..., key:]
-        r = u - _product(w, carry)
-        o = _product(q_in, carry) + _product(mix, r)
-        o = o.reshape(value.shape) + known[:, :, :, chunk:]
-        before = jnp.where(here, start, carry[:, :, None])
-    gained = jnp.einsum("jhaik,jhiv->jhakv", seen, r, precision=HIGHEST)
-    return f.passed[..., None] * before + f.rest[..., None] * gained, o
+        link = jnp.einsum("jhik,jhix->jhkx", ends, both, precision=exact)
+        through = jnp.where(here[:, :, -1, :, 0], 0.0, f.passed[:, :, -1])
+        carry = _chain(link, through, before[:, :, -1], exact)
+        r = both[..., key:] - _product(both[..., :key], carry, exact)
+        o = _product(q_in, carry, exact) + _product(mix, r, exact)
+        before += jnp.where(here, 0.0, f.passed[..., None] * carry[:, :, None])
+    gained = jnp.einsum("jhaik,jhiv->jhakv", seen, r, precision=exact)
+    return before + f.rest[..., None] * gained, o.reshape(x.v.shape) + known[:, :, :, chunk:]
 
 
-def _chain(link: jax.Array, passed: jax.Array, start: jax.Array, here: jax.Array) -> jax.Array:
+def _chain(link: jax.Array, through: jax.Array, before: jax.Array, exact: lax.Precision) -> jax.Array:
     """The state that each tile takes over from the one before it, ``[J, h, K, V]``.
 
     Args:
         link: ``[J, h, K, K + V]``: what the tile writes of the state it takes over (negated), and of its own.
-        passed: ``[J, h, K]``, decay of the last run from its start, or the tile's.
-        start: ``[J, h, K, V]``, the state before the last run, where that starts in the tile.
-        here: ``[J]`` bool, it does.
+        through: ``[J, h, K]``, decay of the state it takes over; zero where another run is the last.
+        before: ``[J, h, K, V]``, what is left of the state from which the last run started in the tile.
+        exact: Of the products.
     """
     key = link.shape[2]
-    here = here[:, None, None, None]
-    of_carry = jnp.where(here, 0.0, passed[..., None] * np.eye(key, dtype=np.float32)) - link[..., :key]
-    of_own = jnp.where(here, passed[..., None] * start, 0.0) + link[..., key:]
+    of_carry = through[..., None] * np.eye(key, dtype=np.float32) - link[..., :key]
+    of_own = before + link[..., key:]
 
     def step(carry: jax.Array, x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return _product(x[0], carry) + x[1], carry
+        return _product(x[0], carry, exact) + x[1], carry
 
-    return lax.scan(step, jnp.zeros_like(start[0]), (of_carry, of_own), unroll=min(UNROLLED, link.shape[0]))[1]
+    return lax.scan(step, jnp.zeros_like(before[0]), (of_carry, of_own), unroll=min(UNROLLED, link.shape[0]))[1]
