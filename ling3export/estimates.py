@@ -107,7 +107,9 @@ class Estimator:
         moved = self._moved(frame, instruction)
         result = instruction.shape.split("}, ")[0]
         costs.moved += times * self._large(frame, instruction)
-        if opcode in ("copy", "copy-start") and shape_bytes(result) > LARGE and FAST not in result:
+        # What was kept in fast memory for a step goes back once: that is its write, not a copy.
+        source = frame.computation.instructions[instruction.operands[0]].shape if instruction.operands else ""
+        if opcode in ("copy", "copy-start") and shape_bytes(result) > LARGE and FAST not in result + source:
             costs.copies[instruction.name] = shape_bytes(result)
         if opcode in MOVED:
             costs.overlapped += times * moved / self._chip.bandwidth
