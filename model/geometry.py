@@ -61,9 +61,9 @@ class Geometry:
         return 128 if self.matrix_units else 1
 
     @property
-    def layered_experts(self) -> bool:
-        """Whether the expert weights of each layer are an argument of their own.
+    def layered_weights(self) -> bool:
+        """Whether each layer of the largest stacked weights is an argument of its own.
 
-        Where layers are unrolled, XLA:TPU would copy every layer's experts out of their stack in each step.
+        Where layers are unrolled, XLA:TPU would copy every layer's part out of those stacks in each step.
         """
         return self.layer_loop == "unroll" and self.experts == "local"

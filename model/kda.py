@@ -28,7 +28,7 @@ from jax import lax
 from ling3export.model.chunks import Chunks
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
-from ling3export.model.layers import dot, dot_rows, l2_norm, rms_norm, take
+from ling3export.model.layers import dot, dot_rows, l2_norm, of_layer, rms_norm, take
 from ling3export.model.tiles import Rows, island_precision, tile_scan
 from ling3export.model.window import convolve
 
@@ -229,7 +229,8 @@ class KimiDeltaAttention(nnx.Module):
     def _project(self, x: jax.Array, layer: int | jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """(raw q|k|v ``[T, H, 3K]`` model dtype, g, output gate ``[T, H, K]``, beta ``[T, H]``) from x ``[T, D]``."""
         rows, key = x.shape[0], self.config.head_dim
-        weight = self._per_head(self.qkvfg_proj, layer)
+        weight = of_layer(self.qkvfg_proj, layer, split=True)
+        weight = weight.reshape(-1, *weight.shape[2:])
         y = dot(x, weight.reshape(weight.shape[0], 5 * key, -1))
         raw, f, gate = jnp.split(y, (3 * key, 4 * key), axis=-1)
         g = log_decay(f, self._per_head(self.A_log, layer), self._per_head(self.dt_bias, layer), self.config)

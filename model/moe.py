@@ -171,7 +171,7 @@ class MixtureOfExperts(nnx.Module):
     def _routed(
         self, x: jax.Array, layer: int | jax.Array, chosen: jax.Array, weights: jax.Array, valid: jax.Array
     ) -> jax.Array:
-        layered = self.geometry.layered_experts
+        layered = self.geometry.layered_weights
         gate_up = of_layer(self.experts_gate_up_proj, layer, split=True) if layered else self.experts_gate_up_proj[...]
         down = of_layer(self.experts_down_proj, layer, split=True) if layered else self.experts_down_proj[...]
         slabs, each = gate_up.shape[0], gate_up.shape[1 if layered else 2]

@@ -113,6 +113,10 @@ def parameters(config: Config) -> list[Parameter]:
     return sorted(rows, key=lambda row: row.name)
 
 
+# What XLA:TPU would copy out of its stack in each step where layers are unrolled (docs/log.md).
+LAYERED = ("moe.experts_gate_up_proj", "moe.experts_down_proj", "kda.qkvfg_proj")
+
+
 @dataclass(frozen=True)
 class Argument:
     """One weight argument of a program: a parameter, or one layer of it.
@@ -154,7 +158,7 @@ def arguments(config: Config, geometry: Geometry) -> list[Argument]:
     """The weight arguments of a target's programs, in flattening order."""
     rows = []
     for row in parameters(config):
-        if geometry.layered_experts and row.name.startswith("moe.experts_"):
+        if geometry.layered_weights and row.name in LAYERED:
             rows += [Argument(row, index) for index in range(len(row.layers))]
         else:
             rows.append(Argument(row, whole=row.stack == "mla" and geometry.placement == "by_sequence"))
