@@ -29,7 +29,8 @@ from jax import lax
 from ling3export.model.chunks import Chunks
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
-from ling3export.model.layers import dot, dot_rows, l2_norm, rms_norm, take
+from ling3export.model.layers import l2_norm, rms_norm, take
+from ling3export.model.slabs import dot_rows_split, dot_split
 
 HIGHEST = lax.Precision.HIGHEST  # the recurrence is an fp32 island
 FACTORED_BOUND = -80.0 / CHUNK  # per-token decay above which exp(-G) over a chunk stays finite in fp32
@@ -255,9 +256,9 @@ class KimiDeltaAttention(nnx.Module):
     def _project(self, x: jax.Array, layer: int | jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """(raw q k v ``[T, H, 3, K]`` model dtype, g, output gate ``[T, H, K]``, beta ``[T, H]``) from x ``[T, D]``."""
         rows, key = x.shape[0], self.config.head_dim
-        y = dot(x, take(self.qkvfg_proj[...], layer, split=True)).reshape(rows, -1, 5, key)
+        y = dot_split(x, self.qkvfg_proj, layer, self.geometry).reshape(rows, -1, 5, key)
         g = log_decay(y[:, :, 3], self._per_head(self.A_log, layer), self._per_head(self.dt_bias, layer), self.config)
-        beta = jax.nn.sigmoid(dot(x, take(self.b_proj[...], layer, split=True)).reshape(rows, -1))
+        beta = jax.nn.sigmoid(dot_split(x, self.b_proj, layer, self.geometry).reshape(rows, -1))
         return y[:, :, :3].astype(x.dtype), g, y[:, :, 4], beta
 
     def _inputs(self, conv: jax.Array, g: jax.Array, beta: jax.Array) -> Inputs:
@@ -269,7 +270,7 @@ class KimiDeltaAttention(nnx.Module):
         """Norm, elementwise sigmoid gate and o_proj: o, gate ``[T, H, V]`` to this device's partial ``[T, D]``."""
         weight = take(self.o_norm[...], layer, split=False)
         y = rms_norm(o, weight, self.config.rms_norm_eps) * jax.nn.sigmoid(gate)
-        return dot_rows(y.reshape(o.shape[0], -1).astype(dtype), take(self.o_proj[...], layer, split=True))
+        return dot_rows_split(y.reshape(o.shape[0], -1).astype(dtype), self.o_proj, layer, self.geometry)
 
     def decode(
         self, x: jax.Array, layer: int | jax.Array, state: State, slot: jax.Array, used: jax.Array

@@ -91,19 +91,3 @@ def rope(x: jax.Array, position: jax.Array, theta: float) -> jax.Array:
     pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], width // 2, 2)
     even, odd = pairs[..., 0], pairs[..., 1]
     return jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(x.shape)
-
-
-def gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-    """``down(silu(gate x) * up x)``, this device's partial sum.
-
-    Args:
-        x: ``[T, D]`` in the model dtype.
-        gate_up: ``[s, 2, F/s, D]``.
-        down: ``[s, F/s, D]``.
-
-    Returns:
-        fp32 ``[T, D]``, to be summed over devices.
-    """
-    y = dot(x, gate_up)
-    hidden = jax.nn.silu(y[:, :, 0]) * y[:, :, 1]
-    return dot_rows(hidden.reshape(x.shape[0], -1).astype(x.dtype), down)

@@ -17,8 +17,9 @@ from jax import lax
 from ling3export.model.chunks import Chunks
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK, Geometry
-from ling3export.model.layers import dot, dot_heads, dot_rows, precision, rms_norm, rope, take
+from ling3export.model.layers import dot, dot_heads, precision, rms_norm, rope, take
 from ling3export.model.pages import MASKED, PageList, Partial, attend_list, gather_heads, local_pages, merge_devices
+from ling3export.model.slabs import dot_heads_split, dot_rows_split, dot_split
 
 LATENT_NORM_EPS = 1e-6  # of the query's and the key-value latent's norm, whatever rms_norm_eps says
 QUERY_BLOCK = 512  # token slots whose scores against the whole call are held at once
@@ -114,13 +115,13 @@ class GatedMLA(nnx.Module):
     def _query(self, x: jax.Array, layer: int | jax.Array) -> jax.Array:
         """fp32 ``[T, H, N + P]`` by the flat projection or through the low rank."""
         if self.q_proj is not None:
-            y = dot(x, take(self.q_proj[...], layer, split=True))
+            y = dot_split(x, self.q_proj, layer, self.geometry)
         else:
             assert self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None
             low = dot(x, take(self.q_a_proj[...], layer, split=False))
             weight = take(self.q_a_layernorm[...], layer, split=False)
             low = rms_norm(low, weight, LATENT_NORM_EPS).astype(x.dtype)
-            y = dot(low, take(self.q_b_proj[...], layer, split=True))
+            y = dot_split(low, self.q_b_proj, layer, self.geometry)
         return y.reshape(x.shape[0], -1, self.config.qk_head_dim)
 
     def _project(self, x: jax.Array, layer: int | jax.Array, position: jax.Array) -> Projected:
@@ -129,7 +130,7 @@ class GatedMLA(nnx.Module):
         compressed = dot(x, take(self.kv_a_proj_with_mqa[...], layer, split=False))
         weight = take(self.kv_a_layernorm[...], layer, split=False)
         nope, rank = config.qk_nope_head_dim, config.kv_lora_rank
-        gate = jax.nn.sigmoid(dot(x, take(self.g_proj[...], layer, split=True)).reshape(x.shape[0], -1))
+        gate = jax.nn.sigmoid(dot_split(x, self.g_proj, layer, self.geometry).reshape(x.shape[0], -1))
         return Projected(
             q_nope=query[..., :nope].astype(x.dtype),
             q_rope=rope(query[..., nope:], position, config.rope_theta).astype(x.dtype),
@@ -140,20 +141,18 @@ class GatedMLA(nnx.Module):
 
     def _absorb(self, p: Projected, layer: int | jax.Array, row: int) -> jax.Array:
         """The query in latent space: ``[T, H, row]`` = [q_nope w_uk | q_rope | 0]."""
-        w_uk = self._heads(self.w_uk, layer)
-        query = dot_heads("thn,hnr->thr", p.q_nope, w_uk).astype(p.latent.dtype)
+        query = dot_heads_split(p.q_nope, self.w_uk, layer, 0, self.geometry).astype(p.latent.dtype)
         query = jnp.concatenate([query, p.q_rope], axis=-1)
         return jnp.pad(query, ((0, 0), (0, 0), (0, row - query.shape[-1])))
 
     def _release(self, latent: jax.Array, layer: int | jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Attended latents ``[T, H, R]`` fp32 to head outputs ``[T, H, V]`` fp32."""
-        w_uv = self._heads(self.w_uv, layer)
-        return dot_heads("thr,hvr->thv", latent.astype(dtype), w_uv)
+        return dot_heads_split(latent.astype(dtype), self.w_uv, layer, 1, self.geometry)
 
     def _output(self, heads: jax.Array, p: Projected, layer: int | jax.Array) -> jax.Array:
         """Gates each head, then the output projection: ``[T, H, V]`` fp32 to this device's partial ``[T, D]``."""
         gated = (heads * p.gate[..., None]).reshape(heads.shape[0], -1).astype(p.latent.dtype)
-        return dot_rows(gated, take(self.dense[...], layer, split=True))
+        return dot_rows_split(gated, self.dense, layer, self.geometry)
 
     def decode(
         self, x: jax.Array, layer: int | jax.Array, pool: jax.Array, position: jax.Array, table: jax.Array,
