@@ -19,7 +19,7 @@ from ling3export.artifacts.disk import writing
 from ling3export.artifacts.manifest import file_record, sha256_of, write_manifest
 from ling3export.artifacts.staging import staged
 from ling3export.cache_cells import Cells, opened, summary
-from ling3export.cache_use import CacheUse
+from ling3export.cache_use import DEFAULT_USE, CacheUse
 from ling3export.checkpoint import Checkpoint
 from ling3export.compiling import Compilers
 from ling3export.convert import DTYPES, convert, store_bytes, stored_dtype
@@ -59,7 +59,7 @@ class Reporter(Protocol):
 
 def build(
     checkpoint: Path, artifact: Path, options: Options, report: Reporter, *, force: bool = False,
-    ignore: Sequence[str] = (), cache: CacheUse = CacheUse(),
+    ignore: Sequence[str] = (), cache: CacheUse = DEFAULT_USE,
 ) -> dict[str, Any]:  # fmt: skip
     """Builds ``artifact`` from ``checkpoint``.
 

@@ -51,9 +51,7 @@ def _without_sources(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     old, new = dict(_flat(before)), dict(_flat(now))
-    return {
-        name: (old.get(name), new.get(name)) for name in old.keys() | new.keys() if old.get(name) != new.get(name)
-    }
+    return {name: (old.get(name), new.get(name)) for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

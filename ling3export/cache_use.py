@@ -45,6 +45,9 @@ class CacheUse:
         return (default_folder() if self.folder is None else self.folder).absolute()
 
 
+DEFAULT_USE = CacheUse()
+
+
 def default_folder() -> Path:
     """LING3_CACHE, else ``ling3export`` in the user's cache folder (XDG_CACHE_HOME, which must be absolute, or
     ``~/.cache``)."""

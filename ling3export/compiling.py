@@ -116,9 +116,7 @@ class Compilers:
                     replies[cell] = {"record": record}
                     done(cell, record)
 
-    def _made(
-        self, reply: dict[str, Any], cell: Cell, replies: dict[Cell, dict[str, Any]]
-    ) -> dict[str, Any] | None:
+    def _made(self, reply: dict[str, Any], cell: Cell, replies: dict[Cell, dict[str, Any]]) -> dict[str, Any] | None:
         """The record of a cell that a worker made, kept in the cache; None, and its reply noted, if it failed."""
         self._cells.say(reply.get("messages", []))
         if "record" in reply:
