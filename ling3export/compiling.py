@@ -13,6 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import IO, Any
 
 from ling3export.cache_cells import Cells
+from ling3export.cache_use import CacheUse
 from ling3export.errors import Ling3Error, PlanError
 from ling3export.model.config import Config
 from ling3export.plan import Cell, Plan
@@ -35,13 +36,15 @@ class Compilers:
         ignore: Its fields that are ignored on request.
         folder: Where the programs are written.
         jobs: Processes; None is one a core.
-        cells: The cache; what it has is not compiled.
+        cells: The cache; what it has is not compiled. None uses none.
     """
 
     def __init__(
-        self, plan: Plan, config: dict[str, Any], ignore: Sequence[str], folder: Path, jobs: int | None, cells: Cells
-    ) -> None:
-        self._plan, self._folder, self._cells = plan, folder, cells
+        self, plan: Plan, config: dict[str, Any], ignore: Sequence[str], folder: Path, jobs: int | None,
+        cells: Cells | None = None,
+    ) -> None:  # fmt: skip
+        self._plan, self._folder = plan, folder
+        self._cells = Cells(CacheUse("off"), lambda text: None) if cells is None else cells
         self._config = Config.from_dict(config, ignore=tuple(ignore))
         self._job = {
             "target": asdict(plan.target),
@@ -49,7 +52,7 @@ class Compilers:
             "config": config,
             "ignore": list(ignore),
             "folder": str(folder),
-            "cache": cells.job,
+            "cache": self._cells.job,
         }
         self._jobs = jobs
         self._workers: list[_Worker] = []
@@ -102,13 +105,13 @@ class Compilers:
                 try:
                     record = self._cells.fetch(self._config, self._plan, cell, self._folder)
                     if record is None:
-                        worker = self._alive(worker, stack)
+                        try:
+                            worker = self._alive(worker, stack)
+                        except OSError as error:
+                            raise PlanError(f"no compiling process could be started: {error}") from error
                         if worker is None:
                             break
                         record = self._made(worker.ask(cell), cell, replies)
-                except OSError as error:
-                    replies[cell] = {"error": f"no compiling process could be started: {error}"}
-                    continue
                 except Ling3Error as error:
                     replies[cell] = {"error": error.message, "hint": error.hint}
                     continue
