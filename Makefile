@@ -1,5 +1,5 @@
 # Each target does its own set-up. A second run finds the stamp of the first and does none again.
-.PHONY: setup parity fmt lint types test bench demo
+.PHONY: setup parity fmt lint types test bench demo smoke
 .NOTPARALLEL:
 BIN := .venv/bin
 
@@ -31,3 +31,7 @@ bench: setup
 demo: setup
 	$(BIN)/ling3export build --paddings 16,128,512 --tp 16 --force
 	$(BIN)/ling3-runner generate demo.ling3 --prompt "Once upon a time" --max-tokens 32
+
+# Twice: the second run compiles nothing, or fails.
+smoke: setup
+	$(BIN)/python tests/smoke.py $(ARGS)

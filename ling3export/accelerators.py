@@ -4,8 +4,10 @@ The executable comes from the direct lowering, not from the portable file: ``jax
 versions (``forward_compatible``), which makes kernels slower.
 """
 
+import hashlib
 import re
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -50,8 +52,40 @@ def hosts(mesh: Mesh) -> list[list[int]]:
     return [sorted(by_process[process]) for process in sorted(by_process)]
 
 
+@dataclass(frozen=True)
+class Direct:
+    """A cell that is lowered for one slice, not yet compiled.
+
+    Attributes:
+        lowered: jax's.
+        mesh: The slice's devices.
+        seconds: That lowering took.
+    """
+
+    lowered: Any
+    mesh: Mesh
+    seconds: float
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the module's text, which has no source locations."""
+        return hashlib.sha256(self.lowered.as_text().encode()).hexdigest()
+
+
+def lower_for(config: Config, geometry: Geometry, phase: str, padding: int, target: Target) -> Direct:
+    """Lowers one cell for ``target``."""
+    for name, value in LOCATION_OPTIONS.items():
+        jax.config.update(name, value)
+    started = time.perf_counter()
+    mesh = topology_mesh(target)
+    step = build_step(config, geometry, phase, padding, mesh)
+    arguments = with_shardings(step.arguments, step.specs, mesh)
+    lowered = jax.jit(step.call, donate_argnums=(1,)).lower(*arguments)
+    return Direct(lowered, mesh, time.perf_counter() - started)
+
+
 def compile_for(
-    config: Config, geometry: Geometry, phase: str, padding: int, target: Target
+    direct: Direct, config: Config, geometry: Geometry, phase: str, padding: int, target: Target
 ) -> tuple[bytes, dict[str, Any]]:
     """Compiles one cell for ``target``.
 
@@ -62,25 +96,19 @@ def compile_for(
         PlanError: It needs more memory than a device has; with the compiler's sum.
     """
     assert target.chip is not None
-    for name, value in LOCATION_OPTIONS.items():
-        jax.config.update(name, value)
     started = time.perf_counter()
-    mesh = topology_mesh(target)
-    step = build_step(config, geometry, phase, padding, mesh)
-    arguments = with_shardings(step.arguments, step.specs, mesh)
     with pjrt.no_compilation_cache():
-        lowered = jax.jit(step.call, donate_argnums=(1,)).lower(*arguments)
         try:
-            compiled = lowered.compile()
+            compiled = direct.lowered.compile()
         except jax.errors.JaxRuntimeError as error:
             raise _too_large(error, target, f"{phase}@{padding}") from error
         raw = pjrt.executable_bytes(compiled)
-    seconds = round(time.perf_counter() - started, 3)
+    seconds = round(direct.seconds + time.perf_counter() - started, 3)
     workload = Workload()
     found = estimate(compiled.as_text() or "", target.chip, workload.trips(phase, padding, config, geometry))
     record = {
         "call": pjrt.call_record(compiled),
-        "hosts": hosts(mesh),
+        "hosts": hosts(direct.mesh),
         "lowering": {"direct": True, "forward_compatible": False},
         "compile_seconds": seconds,
         **costs(compiled),

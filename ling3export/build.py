@@ -18,6 +18,8 @@ import ling3export
 from ling3export.artifacts.disk import writing
 from ling3export.artifacts.manifest import file_record, sha256_of, write_manifest
 from ling3export.artifacts.staging import staged
+from ling3export.cache_cells import Cells, opened, summary
+from ling3export.cache_use import DEFAULT_USE, CacheUse
 from ling3export.checkpoint import Checkpoint
 from ling3export.compiling import Compilers
 from ling3export.convert import DTYPES, convert, store_bytes, stored_dtype
@@ -57,7 +59,7 @@ class Reporter(Protocol):
 
 def build(
     checkpoint: Path, artifact: Path, options: Options, report: Reporter, *, force: bool = False,
-    ignore: Sequence[str] = (),
+    ignore: Sequence[str] = (), cache: CacheUse = DEFAULT_USE,
 ) -> dict[str, Any]:  # fmt: skip
     """Builds ``artifact`` from ``checkpoint``.
 
@@ -68,6 +70,7 @@ def build(
         report: Told of every stage.
         force: Replace an artifact that is there.
         ignore: Fields of config.json to ignore.
+        cache: How compiled programs of earlier builds are used.
 
     Returns:
         The manifest.
@@ -85,14 +88,16 @@ def build(
         check_toolchain(plan.target)
         for note in plan.notes:
             report.note(f"{plan.target.name}: {note}")
-    with staged(artifact, force=force) as folder:
-        body = _fill(folder, source, plans, options, report, ignore)
+    with staged(artifact, force=force) as folder, opened(cache, report.note) as cells:
+        body = _fill(folder, source, plans, options, report, ignore, cells)
+        report.note(summary(body["targets"], cache))
         return write_manifest(folder, body)
 
 
 def _fill(
-    folder: Path, source: Checkpoint, plans: list[Plan], options: Options, report: Reporter, ignore: Sequence[str]
-) -> dict[str, Any]:
+    folder: Path, source: Checkpoint, plans: list[Plan], options: Options, report: Reporter, ignore: Sequence[str],
+    cells: Cells,
+) -> dict[str, Any]:  # fmt: skip
     """Writes every file but the manifest, and returns the manifest's fields."""
     raw = json.loads((source.path / "config.json").read_bytes())
     tokenizer = _copy_tokenizer(folder, source)
@@ -100,7 +105,7 @@ def _fill(
     for plan in plans:
         programs = folder / "programs" / plan.target.name
         programs.mkdir(parents=True)
-        compilers.append(Compilers(plan, raw, ignore, programs, options.jobs))
+        compilers.append(Compilers(plan, raw, ignore, programs, options.jobs, cells))
     report.start("programs", sum(len(plan.cells) for plan in plans))
     with ThreadPoolExecutor(1) as pool:
         compiled = pool.submit(_compile_all, plans, compilers, report)

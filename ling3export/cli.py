@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from ling3export.cache_cli import cache
+from ling3export.cache_use import POLICIES, CacheUse
 from ling3export.errors import Ling3Error, listed
 from ling3export.plan import Options, parse_bytes, parse_paddings
 from ling3export.runners.guard import guarded
@@ -125,7 +127,24 @@ def main() -> None:
     "--ignore-config-field", "ignore", multiple=True, metavar="NAME", help="A field of config.json to ignore."
 )
 @click.option("--force", is_flag=True, help="Replace ARTIFACT if it is there.")
-def build(checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], force: bool, **knobs: Any) -> None:
+@click.option(
+    "--cache",
+    "policy",
+    type=click.Choice(POLICIES),
+    default=CacheUse.policy,
+    show_default=True,
+    help="Use programs of earlier builds; redo makes all anew, readonly adds none.",
+)
+@click.option(
+    "--cache-dir",
+    type=click.Path(path_type=Path),
+    help="Where they are.  [default: $LING3_CACHE, or ling3export in the user's cache folder]",
+)
+@click.option("--explain", is_flag=True, help="Say of each cell why it was not in the cache.")
+def build(
+    checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], force: bool, policy: str,
+    cache_dir: Path | None, explain: bool, **knobs: Any,
+) -> None:  # fmt: skip
     """Build ARTIFACT from CHECKPOINT.
 
     Without CHECKPOINT the packaged demo checkpoint is built into ./demo.ling3; ARTIFACT defaults to
@@ -140,8 +159,12 @@ def build(checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...
     source = checkpoint or DEMO
     destination = artifact or Path(f"{source.resolve().name}.ling3")
     with unwinding(), Console() as console:
-        manifest = run(source, destination, Options(**knobs), console, force=force, ignore=ignore)
+        use = CacheUse(policy, cache_dir, explain)
+        manifest = run(source, destination, Options(**knobs), console, force=force, ignore=ignore, cache=use)
         console.summary(destination, manifest)
+
+
+main.add_command(cache)
 
 
 @main.command()

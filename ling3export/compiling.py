@@ -12,7 +12,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any
 
-from ling3export.errors import PlanError
+from ling3export.cache_cells import Cells
+from ling3export.cache_use import CacheUse
+from ling3export.errors import Ling3Error, PlanError
+from ling3export.model.config import Config
 from ling3export.plan import Cell, Plan
 from ling3export.processes import command, ending, environment
 
@@ -33,17 +36,23 @@ class Compilers:
         ignore: Its fields that are ignored on request.
         folder: Where the programs are written.
         jobs: Processes; None is one a core.
+        cells: The cache; what it has is not compiled. None uses none.
     """
 
     def __init__(
-        self, plan: Plan, config: dict[str, Any], ignore: Sequence[str], folder: Path, jobs: int | None
-    ) -> None:
+        self, plan: Plan, config: dict[str, Any], ignore: Sequence[str], folder: Path, jobs: int | None,
+        cells: Cells | None = None,
+    ) -> None:  # fmt: skip
+        self._plan, self._folder = plan, folder
+        self._cells = Cells(CacheUse("off"), lambda text: None) if cells is None else cells
+        self._config = Config.from_dict(config, ignore=tuple(ignore))
         self._job = {
             "target": asdict(plan.target),
             "geometry": asdict(plan.geometry),
             "config": config,
             "ignore": list(ignore),
             "folder": str(folder),
+            "cache": self._cells.job,
         }
         self._jobs = jobs
         self._workers: list[_Worker] = []
@@ -94,15 +103,29 @@ class Compilers:
             while not self._stopped:
                 cell = waiting.get_nowait()
                 try:
-                    worker = self._alive(worker, stack)
-                except OSError as error:
-                    replies[cell] = {"error": f"no compiling process could be started: {error}"}
+                    record = self._cells.fetch(self._config, self._plan, cell, self._folder)
+                    if record is None:
+                        try:
+                            worker = self._alive(worker, stack)
+                        except OSError as error:
+                            raise PlanError(f"no compiling process could be started: {error}") from error
+                        if worker is None:
+                            break
+                        record = self._made(worker.ask(cell), cell, replies)
+                except Ling3Error as error:
+                    replies[cell] = {"error": error.message, "hint": error.hint}
                     continue
-                if worker is None:
-                    break
-                replies[cell] = reply = worker.ask(cell)
-                if "record" in reply:
-                    done(cell, reply["record"])
+                if record is not None:
+                    replies[cell] = {"record": record}
+                    done(cell, record)
+
+    def _made(self, reply: dict[str, Any], cell: Cell, replies: dict[Cell, dict[str, Any]]) -> dict[str, Any] | None:
+        """The record of a cell that a worker made, kept in the cache; None, and its reply noted, if it failed."""
+        self._cells.say(reply.get("messages", []))
+        if "record" in reply:
+            return self._cells.keep(self._config, self._plan, cell, self._folder, reply["record"])
+        replies[cell] = reply
+        return None
 
     def _alive(self, worker: "_Worker | None", stack: contextlib.ExitStack) -> "_Worker | None":
         """``worker``, or a new one if it has died; None once the workers are stopped."""

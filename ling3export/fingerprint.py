@@ -1,36 +1,41 @@
-"""Digests that say when programs may be shared: the fingerprint of a build and the ABI of a state."""
+"""Digests that say when programs may be shared: of a build, of one cell, of one compiled program; the ABI of a state.
 
-import hashlib
+Each is the sha256 of the canonical JSON of named fields, so that a difference can be explained.
+"""
+
+import os
 from dataclasses import asdict
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-import ling3export
+from ling3export import sources
 from ling3export.artifacts.manifest import sha256_of
 from ling3export.model.config import Config
 from ling3export.model.state import state_arrays
-from ling3export.plan import Plan
+from ling3export.plan import Cell, Plan
+from ling3export.runners import environment
 from ling3export.targets import Target
 
-# What decides a program besides the model's sources.
-LOWERING_SOURCES = ("lower.py", "accelerators.py")
+# Read by the compilers from the environment, which a build hands down.
+FLAGS = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
+# Packages that take part in tracing. jax and jaxlib stand in every key.
+TRACING = ("flax", "ml_dtypes", "numpy")
 
 
 def sources_digest() -> str:
     """sha256 over the sources that decide what a program computes: ``model/`` and the lowering."""
-    root = Path(ling3export.__file__).parent
-    files = sorted((root / "model").glob("*.py")) + [root / name for name in LOWERING_SOURCES]
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()
+    return sha256_of(sources.digests())
 
 
 def toolchain(target: Target) -> dict[str, str]:
     """Versions that decide a program for ``target``."""
     names = ["jax", "jaxlib", *(["libtpu"] if target.platform == "tpu" else [])]
     return {name: metadata.version(name) for name in names}
+
+
+def flags() -> dict[str, str]:
+    """What the environment tells the compilers."""
+    return {name: os.environ[name] for name in FLAGS if name in os.environ}
 
 
 def fingerprint_fields(config: Config, plan: Plan) -> dict[str, Any]:
@@ -41,13 +46,56 @@ def fingerprint_fields(config: Config, plan: Plan) -> dict[str, Any]:
         "target": asdict(plan.target),
         "sources": sources_digest(),
         "toolchain": toolchain(plan.target),
-        "flags": {},
+        "flags": flags(),
     }
 
 
 def fingerprint(config: Config, plan: Plan) -> str:
     """sha256 of the canonical JSON of :func:`fingerprint_fields`."""
     return sha256_of(fingerprint_fields(config, plan))
+
+
+def cell_fields(config: Config, plan: Plan, cell: Cell) -> dict[str, Any]:
+    """Everything that decides one cell, known before anything is traced.
+
+    Of the plan only what a program is compiled for: another padding beside it changes nothing.
+    """
+    return {
+        "cell": asdict(cell),
+        "config": config.semantic(),
+        "plan": asdict(plan.geometry),
+        "target": asdict(plan.target) | _host(plan.target),
+        "sources": sources.digests(),
+        "toolchain": toolchain(plan.target) | {name: metadata.version(name) for name in TRACING},
+        "flags": flags(),
+    }
+
+
+def program_fields(target: Target, modules: dict[str, str], devices: dict[str, Any], priced: Any) -> dict[str, Any]:
+    """Everything that decides what a compiler makes of a lowered program, and what a build records of it.
+
+    Args:
+        target: The machine.
+        modules: Digests of what is compiled.
+        devices: Kind, ids in order and processes of the devices.
+        priced: What the estimates of an accelerator's cell are made from besides the program; None for cpu.
+    """
+    return {
+        "modules": modules,
+        "target": asdict(target) | _host(target) | {"devices": devices},
+        "options": {"donate": [1]},
+        "priced": priced,
+        "sources": sources.digests()["lowering"],  # of model/ only what reached the program counts
+        "toolchain": toolchain(target),
+        "flags": flags(),
+    }
+
+
+def _host(target: Target) -> dict[str, Any]:
+    """For cpu the compiler takes this machine's processor; other targets' programs do not depend on it."""
+    if target.platform != "cpu":
+        return {}
+    return {"machine": environment.machine(), "cpu_features": environment.cpu_features()}
 
 
 def state_abi(config: Config, plan: Plan) -> str:

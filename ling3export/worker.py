@@ -4,19 +4,29 @@ The first line describes the target, every further one names a cell. A process o
 devices is fixed when jax starts, and because a compiler that dies must not take the build with it.
 """
 
+import hashlib
 import json
 import os
 import sys
 import threading
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.disk import writing
+from ling3export.cache_programs import Programs
 from ling3export.errors import Ling3Error
 from ling3export.runners.environment import prepare_cpu
 from ling3export.targets import Target, compiler_environment
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from ling3export.lower import Lowered
+    from ling3export.model.config import Config
+    from ling3export.model.geometry import Geometry
 
 
 def _prepare(job: dict[str, Any]) -> None:
@@ -34,30 +44,64 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def run_cell(job: dict[str, Any], phase: str, padding: int) -> dict[str, Any]:
-    """Lowers and compiles one cell into the artifact's folder; returns its manifest record, files undigested."""
-    from ling3export.lower import compile_cell, device_mesh, lower_cell
+    """Lowers and compiles one cell into the artifact's folder.
+
+    Returns:
+        ``record`` for the manifest, files undigested, with its ``origin``: whether the program was compiled or came
+        from the cache, and what jax traced and compiled. ``messages`` for the user.
+    """
+    from ling3export.lower import lower_cell
     from ling3export.model.config import Config
     from ling3export.model.geometry import Geometry
+    from ling3export.runners.events import compile_events
 
+    events, programs = compile_events(), Programs(job["cache"])
     config = Config.from_dict(job["config"], ignore=job["ignore"])
     geometry, target = Geometry(**job["geometry"]), Target(**job["target"])
     lowered = lower_cell(config, geometry, phase, padding, target.platform)
     folder = Path(job["folder"])
     name = f"{phase}@{padding}"
     _write(folder / f"{name}.stablehlo", lowered.blob)
-    if target.chip is None:
-        raw, compiled = compile_cell(lowered, device_mesh(geometry.tp))
-    else:
-        from ling3export.accelerators import compile_for
-
-        raw, compiled = compile_for(config, geometry, phase, padding, target)
+    raw, compiled = _compiled(lowered, config, geometry, target, programs)
     _write(folder / f"{name}.exec", raw)
-    return lowered.record | compiled
+    origin = {**programs.origin, "traces": events.traces, "compiles": events.count}
+    return {"record": lowered.record | compiled | {"origin": origin}, "messages": programs.messages}
+
+
+def _compiled(
+    lowered: "Lowered", config: "Config", geometry: "Geometry", target: Target, programs: Programs
+) -> tuple[bytes, dict[str, Any]]:
+    """The executable of a lowered cell and its record, from the cache or compiled now."""
+    from ling3export.fingerprint import program_fields
+    from ling3export.lower import compile_cell, device_mesh
+
+    modules = {"portable": hashlib.sha256(lowered.blob).hexdigest()}
+    if target.chip is None:
+        mesh = device_mesh(geometry.tp)
+        fields = program_fields(target, modules, described(mesh), None)
+        return programs.compiled(fields, lambda: compile_cell(lowered, mesh))
+    from ling3export.accelerators import compile_for, lower_for
+
+    cell = (config, geometry, lowered.record["phase"], lowered.record["padding"], target)
+    direct = lower_for(*cell)
+    priced = {"config": config.semantic(), "plan": asdict(geometry), "cell": cell[2:4]}
+    fields = program_fields(target, modules | {"direct": direct.digest}, described(direct.mesh), priced)
+    return programs.compiled(fields, lambda: compile_for(direct, *cell))
+
+
+def described(mesh: "Mesh") -> dict[str, Any]:
+    """The devices that a program is compiled for."""
+    devices = list(mesh.devices.flat)
+    return {
+        "kind": devices[0].device_kind,
+        "ids": [device.id for device in devices],
+        "processes": len({device.process_index for device in devices}),
+    }
 
 
 def _reply(job: dict[str, Any], cell: dict[str, Any]) -> dict[str, Any]:
     try:
-        return {"record": run_cell(job, cell["phase"], cell["padding"])}
+        return run_cell(job, cell["phase"], cell["padding"])
     except Ling3Error as error:
         return {"error": error.message, "hint": error.hint}
     except Exception as error:

@@ -56,11 +56,6 @@ class Geometry:
         return self.recurrence == "together"
 
     @property
-    def fewest_columns(self) -> int:
-        """Columns that a product is filled up to."""
-        return 128 if self.matrix_units else 1
-
-    @property
     def layered_weights(self) -> bool:
         """Whether each layer of the largest stacked weights is an argument of its own.
 

@@ -28,7 +28,8 @@ from jax import lax
 from ling3export.model.chunks import Chunks
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
-from ling3export.model.layers import dot, dot_rows, l2_norm, of_layer, rms_norm, take
+from ling3export.model.layers import l2_norm, rms_norm, take
+from ling3export.model.slabs import dot_rows_split, dot_split
 from ling3export.model.tiles import Rows, island_precision, tile_scan
 from ling3export.model.window import convolve
 
@@ -229,13 +230,11 @@ class KimiDeltaAttention(nnx.Module):
     def _project(self, x: jax.Array, layer: int | jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """(raw q|k|v ``[T, H, 3K]`` model dtype, g, output gate ``[T, H, K]``, beta ``[T, H]``) from x ``[T, D]``."""
         rows, key = x.shape[0], self.config.head_dim
-        weight = of_layer(self.qkvfg_proj, layer, split=True)
-        weight = weight.reshape(-1, *weight.shape[2:])
-        y = dot(x, weight.reshape(weight.shape[0], 5 * key, -1))
+        y = dot_split(x, self.qkvfg_proj, layer, self.geometry).reshape(rows, -1, 5 * key)
         raw, f, gate = jnp.split(y, (3 * key, 4 * key), axis=-1)
         g = log_decay(f, self._per_head(self.A_log, layer), self._per_head(self.dt_bias, layer), self.config)
-        b = dot(x, take(self.b_proj[...], layer, split=True), fewest=self.geometry.fewest_columns)
-        return raw.astype(x.dtype), g, gate, jax.nn.sigmoid(b.reshape(rows, -1))
+        beta = jax.nn.sigmoid(dot_split(x, self.b_proj, layer, self.geometry).reshape(rows, -1))
+        return raw.astype(x.dtype), g, gate, beta
 
     def _taps(self, layer: int | jax.Array) -> jax.Array:
         """fp32 ``[H, 3K, W]``."""
@@ -252,7 +251,7 @@ class KimiDeltaAttention(nnx.Module):
         """Norm, elementwise sigmoid gate and o_proj: o, gate ``[T, H, V]`` to this device's partial ``[T, D]``."""
         weight = take(self.o_norm[...], layer, split=False)
         y = rms_norm(o, weight, self.config.rms_norm_eps, self.geometry.matrix_units) * jax.nn.sigmoid(gate)
-        return dot_rows(y.reshape(o.shape[0], -1).astype(dtype), take(self.o_proj[...], layer, split=True))
+        return dot_rows_split(y.reshape(o.shape[0], -1).astype(dtype), self.o_proj, layer, self.geometry)
 
     def decode(
         self, x: jax.Array, layer: int | jax.Array, state: State, slot: jax.Array, used: jax.Array

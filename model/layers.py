@@ -49,19 +49,20 @@ def precision(dtype: jnp.dtype) -> lax.Precision | None:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
-def dot(x: jax.Array, weight: jax.Array, fewest: int = 1) -> jax.Array:
+def dot(x: jax.Array, weight: jax.Array, fill: bool = False) -> jax.Array:
     """``x [T, D]`` times ``weight [..., D]`` over D: ``[T, ...]`` in fp32.
 
     One bf16 row is computed as two: XLA:CPU upcasts the whole weight to fp32 for a matrix-vector product
-    (docs/log.md, 2026-11-21: 1.8 against 16 GB/s of weights). Fewer columns than ``fewest`` are filled up with zeros:
-    XLA:TPU keeps a product of one column from its matrix units (2.7 against 5.8 µs at 512 rows).
+    (docs/log.md, 2026-11-21: 1.8 against 16 GB/s of weights). A single column is filled up to 128 on
+    request: XLA:TPU keeps a product of one column from its matrix units (5.8 against 2.7 µs at 512 rows).
     """
     rows, shape = x.shape[0], weight.shape[:-1]
     if rows == 1 and x.dtype == jnp.bfloat16:
         x = jnp.concatenate([x, x])
     weight = weight.reshape(-1, weight.shape[-1])  # a dot over more axes transposes the weight on CPU
     columns = weight.shape[0]
-    weight = jnp.pad(weight, ((0, max(0, fewest - columns)), (0, 0)))
+    if fill and columns == 1:
+        weight = jnp.pad(weight, ((0, 127), (0, 0)))
     dims = (((1,), (1,)), ((), ()))
     y = lax.dot_general(x, weight, dims, precision=precision(x.dtype), preferred_element_type=jnp.float32)
     return y[:rows, :columns].reshape(rows, *shape)
@@ -113,19 +114,3 @@ def rope(x: jax.Array, position: jax.Array, theta: float, by_product: bool = Fal
     pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], width // 2, 2)
     even, odd = pairs[..., 0], pairs[..., 1]
     return jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(x.shape)
-
-
-def gated_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-    """``down(silu(gate x) * up x)``, this device's partial sum.
-
-    Args:
-        x: ``[T, D]`` in the model dtype.
-        gate_up: ``[s, 2, F/s, D]``.
-        down: ``[s, F/s, D]``.
-
-    Returns:
-        fp32 ``[T, D]``, to be summed over devices.
-    """
-    y = dot(x, gate_up)
-    hidden = jax.nn.silu(y[:, :, 0]) * y[:, :, 1]
-    return dot_rows(hidden.reshape(x.shape[0], -1).astype(x.dtype), down)

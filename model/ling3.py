@@ -16,11 +16,12 @@ from ling3export.model.chunks import Chunks
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.kda import KimiDeltaAttention
-from ling3export.model.layers import dot, gated_mlp, rms_norm, take
+from ling3export.model.layers import rms_norm, take
 from ling3export.model.mla import GatedMLA
 from ling3export.model.moe import MixtureOfExperts
 from ling3export.model.pages import OwnRows, PageList
 from ling3export.model.parameters import arguments
+from ling3export.model.slabs import dot_table, gated_mlp
 
 State = dict[str, jax.Array]
 Index = int | jax.Array
@@ -94,7 +95,7 @@ class Ling3(nnx.Module):
     def logits(self, x: jax.Array) -> jax.Array:
         """fp32 ``[R, V/TP]`` of this device's vocabulary, from ``x [R, D]`` before the final norm."""
         x = rms_norm(x, self.embeddings["norm"][...], self.config.rms_norm_eps).astype(jnp.dtype(self.geometry.dtype))
-        return dot(x, self.embeddings["lm_head"][...]).reshape(x.shape[0], -1)
+        return dot_table(x, self.embeddings["lm_head"][...], self.geometry)
 
     def _attention(self, x: jax.Array, layer: Layer, state: State, batch: Decode | Chunks) -> tuple[jax.Array, State]:
         if layer.attention == "kda":
@@ -135,9 +136,8 @@ class Ling3(nnx.Module):
 
     def _dense_mlp(self, x: jax.Array, index: Index) -> jax.Array:
         assert self.dense is not None
-        gate_up, down = self.dense["gate_up_proj"][...], self.dense["down_proj"][...]
         x = x.astype(self.geometry.dtype)
-        return gated_mlp(x, take(gate_up, index, split=True), take(down, index, split=True))
+        return gated_mlp(x, self.dense["gate_up_proj"], self.dense["down_proj"], index, self.geometry)
 
     def run_layer(self, layer: Layer, x: jax.Array, state: State, batch: Decode | Chunks) -> tuple[jax.Array, State]:
         """One pre-norm layer: ``x [T, D]`` fp32 in and out, replicated."""

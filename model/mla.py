@@ -17,7 +17,7 @@ from jax import lax
 from ling3export.model.chunks import Chunks
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK, Geometry
-from ling3export.model.layers import dot, dot_heads, dot_rows, precision, rms_norm, rope, take
+from ling3export.model.layers import dot, dot_heads, precision, rms_norm, rope, take
 from ling3export.model.pages import (
     MASKED,
     OwnRows,
@@ -28,6 +28,7 @@ from ling3export.model.pages import (
     local_pages,
     merge_devices,
 )
+from ling3export.model.slabs import dot_heads_split, dot_rows_split, dot_split
 
 LATENT_NORM_EPS = 1e-6  # of the query's and the key-value latent's norm, whatever rms_norm_eps says
 QUERY_BLOCK = 512  # token slots whose scores against the whole call are held at once
@@ -123,13 +124,13 @@ class GatedMLA(nnx.Module):
     def _query(self, x: jax.Array, layer: int | jax.Array) -> jax.Array:
         """fp32 ``[T, H, N + P]`` by the flat projection or through the low rank."""
         if self.q_proj is not None:
-            y = dot(x, take(self.q_proj[...], layer, split=True))
+            y = dot_split(x, self.q_proj, layer, self.geometry)
         else:
             assert self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None
             low = dot(x, take(self.q_a_proj[...], layer, split=False))
             weight = take(self.q_a_layernorm[...], layer, split=False)
             low = rms_norm(low, weight, LATENT_NORM_EPS).astype(x.dtype)
-            y = dot(low, take(self.q_b_proj[...], layer, split=True))
+            y = dot_split(low, self.q_b_proj, layer, self.geometry)
         return y.reshape(x.shape[0], -1, self.config.qk_head_dim)
 
     def _project(self, x: jax.Array, layer: int | jax.Array, position: jax.Array) -> Projected:
@@ -138,8 +139,7 @@ class GatedMLA(nnx.Module):
         compressed = dot(x, take(self.kv_a_proj_with_mqa[...], layer, split=False))
         weight = take(self.kv_a_layernorm[...], layer, split=False)
         nope, rank, units = config.qk_nope_head_dim, config.kv_lora_rank, self.geometry.matrix_units
-        gate = dot(x, take(self.g_proj[...], layer, split=True), fewest=self.geometry.fewest_columns)
-        gate = jax.nn.sigmoid(gate.reshape(x.shape[0], -1))
+        gate = jax.nn.sigmoid(dot_split(x, self.g_proj, layer, self.geometry).reshape(x.shape[0], -1))
         return Projected(
             q_nope=query[..., :nope].astype(x.dtype),
             q_rope=rope(query[..., nope:], position, config.rope_theta, units).astype(x.dtype),
@@ -150,20 +150,18 @@ class GatedMLA(nnx.Module):
 
     def _absorb(self, p: Projected, layer: int | jax.Array, row: int) -> jax.Array:
         """The query in latent space: ``[T, H, row]`` = [q_nope w_uk | q_rope | 0]."""
-        w_uk = self._heads(self.w_uk, layer)
-        query = dot_heads("thn,hnr->thr", p.q_nope, w_uk).astype(p.latent.dtype)
+        query = dot_heads_split(p.q_nope, self.w_uk, layer, 0, self.geometry).astype(p.latent.dtype)
         filled = jnp.zeros((*query.shape[:2], row - query.shape[-1] - p.q_rope.shape[-1]), query.dtype)
         return jnp.concatenate([query, p.q_rope, filled], axis=-1)
 
     def _release(self, latent: jax.Array, layer: int | jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Attended latents ``[T, H, R]`` fp32 to head outputs ``[T, H, V]`` fp32."""
-        w_uv = self._heads(self.w_uv, layer)
-        return dot_heads("thr,hvr->thv", latent.astype(dtype), w_uv)
+        return dot_heads_split(latent.astype(dtype), self.w_uv, layer, 1, self.geometry)
 
     def _output(self, heads: jax.Array, p: Projected, layer: int | jax.Array) -> jax.Array:
         """Gates each head, then the output projection: ``[T, H, V]`` fp32 to this device's partial ``[T, D]``."""
         gated = (heads * p.gate[..., None]).reshape(heads.shape[0], -1).astype(p.latent.dtype)
-        return dot_rows(gated, take(self.dense[...], layer, split=True))
+        return dot_rows_split(gated, self.dense, layer, self.geometry)
 
     def decode(
         self, x: jax.Array, layer: int | jax.Array, pool: jax.Array, position: jax.Array, table: jax.Array,

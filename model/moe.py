@@ -13,7 +13,8 @@ from jax import lax
 
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
-from ling3export.model.layers import gated_mlp, of_layer, precision, take
+from ling3export.model.layers import of_layer, precision, take
+from ling3export.model.slabs import gated_mlp
 
 SMALLEST_TILE = 4
 # Rows up to which all local experts of every row take no longer to compute than to read. On TPU v6e that is 560:
@@ -151,8 +152,7 @@ class MixtureOfExperts(nnx.Module):
         return self._routed(x, layer, chosen, weights, valid) + self._shared(x, layer)
 
     def _shared(self, x: jax.Array, layer: int | jax.Array) -> jax.Array:
-        return gated_mlp(x, take(self.shared_gate_up_proj[...], layer, split=True),
-                         take(self.shared_down_proj[...], layer, split=True))  # fmt: skip
+        return gated_mlp(x, self.shared_gate_up_proj, self.shared_down_proj, layer, self.geometry)
 
     def _all_local(self, x: jax.Array, layer: int | jax.Array, weights: jax.Array) -> jax.Array:
         """Every expert of this device for every row, weighted ``[E, T]``; best where reading weights takes longer."""

@@ -111,11 +111,6 @@ def prefill(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tr
 
 def decode(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
     """``logits [B, V/TP]``; a token of -1 is taken from ``last_token``."""
-    rows = fields["slot"].shape[0]
-    if rows == 1:
-        # XLA:CPU turns the one-row update of a pool into a copy of the pool, and a matrix-vector product into an fp32
-        # copy of the weight: a second, empty row keeps it from both.
-        fields = {name: jnp.pad(value, ((0, 1),) + ((0, 0),) * (value.ndim - 1)) for name, value in fields.items()}
     slot = fields["slot"]
     valid = slot > 0
     token = jnp.where(fields["token"] < 0, state["last_token"][slot], fields["token"])
@@ -129,7 +124,7 @@ def decode(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tre
     used = jnp.max(jnp.where(valid, jnp.arange(1, slot.shape[0] + 1, dtype=jnp.int32), 0))
     batch = Decode(slot, fields["position"], fields["page_table"], valid, used, pages, own)
     x, state = model.run_layers(model.embed(jnp.where(valid, token, 0)), state, batch)
-    return state, {"logits": model.logits(x)[:rows]}
+    return state, {"logits": model.logits(x)}
 
 
 def _sharded(

@@ -13,8 +13,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 MARK = "LING3_TEST_MARK"
-# The smallest artifact: three cells.
+# The smallest artifact: three cells, always compiled anew.
 SMALLEST = (
+    "--cache", "off",
     "--tp", "1", "--paddings", "16", "--decode-paddings", "1", "--max-running", "1", "--context", "64",
     "--page-size", "16", "--dtype", "float32",
 )  # fmt: skip

@@ -1,9 +1,14 @@
 """Settings of every test: 16 virtual CPU devices, strict dtype promotion; pyproject.toml makes warnings errors."""
 
 import os
+import tempfile
 
 from artifacts_fixture import artifact  # noqa: F401  (a fixture)
 from ling3export.runners.environment import prepare_cpu
+
+# Never the user's cache; what one test builds may serve another. Removed when the process ends.
+_cache = tempfile.TemporaryDirectory(prefix="ling3-test-cache-")
+os.environ["LING3_CACHE"] = _cache.name
 
 # Before any test module imports jax. Commands that tests start inherit both.
 prepare_cpu(16)

@@ -35,9 +35,12 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("command", ["", "build", "inspect", "synth", "verify"])
+@pytest.mark.parametrize(
+    "command",
+    ["", "build", "cache", "cache status", "cache lookup", "cache cleanup", "inspect", "synth", "verify"],
+)
 def test_help_is_golden(command):
-    arguments = [command, "--help"] if command else ["--help"]
+    arguments = [*command.split(), "--help"]
     done = CliRunner().invoke(cli.main, arguments, prog_name="ling3export", terminal_width=80)
     assert done.exit_code == 0
     assert done.stderr == ""

@@ -10,7 +10,7 @@ import pytest
 
 from direct import Direct, relative
 from ling3export.checkpoint import Checkpoint
-from ling3export.model import mla
+from ling3export.model import mla, slabs
 from ling3export.reference import Reference
 from ling3export.synth import synthesize
 from tolerances import BFLOAT16_MEDIAN, FLOAT32, MARGIN, SAME
@@ -225,6 +225,13 @@ def test_queries_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     second = direct.prefill(96, [(2, 50, case.prompts[1][50:])])
     assert relative(first[1], case.expected[0][29]) < FLOAT32
     assert relative(second[2], case.expected[1][89]) < FLOAT32
+
+
+def test_slab_by_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Layers too large for the caches are multiplied slab by slab; one row decodes without copies of any pool."""
+    monkeypatch.setattr(slabs, "CACHED", 0)
+    case = Case(tmp_path / "checkpoint", (60,), num_hidden_layers=4).expect()
+    assert case.error_of_prompt(Quick(case.config, case.read), 48, 1, lengths=(33, 54), until=60) < FLOAT32
 
 
 GATES = {

@@ -1,0 +1,193 @@
+"""The cache's files: entries that name their fields, and the bytes that they point at. Knows no jax.
+
+    cells/KEY.json      one cell: what it was lowered and compiled from, its manifest record
+    programs/KEY.json   one compiled program, under the digest of what the compiler was given
+    blobs/SHA256        their bytes: portable programs and executables
+    builds/…            of running builds (ling3export/cache_use.py)
+
+KEY is the sha256 of the entry's own ``fields``, a blob's name that of its content, and an entry carries a digest of
+itself. Blobs are written before the entry that names them, each to a temporary sibling, made durable and renamed: a
+kill leaves no entry that lacks something, and two builds that write the same entry both write a whole one (executables
+are not reproducible on CPU, so a blob named by its key could belong to the other build's entry).
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ling3export.artifacts.disk import sync_folder, writing
+from ling3export.artifacts.manifest import sha256_of
+from ling3export.cache_use import SHARED, locked
+from ling3export.errors import ArtifactError
+
+VERSION = 1  # of the entries; another one is not read
+KINDS = ("cells", "programs")
+DIGEST = re.compile(r"[0-9a-f]{64}")
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A whole entry.
+
+    Attributes:
+        kind: ``cells`` or ``programs``.
+        key: sha256 of the fields.
+        fields: What decided it.
+        record: What a manifest says of it.
+        blobs: Size and digest of its bytes, by name.
+        data: Those bytes, once they were read and found right.
+    """
+
+    kind: str
+    key: str
+    fields: dict[str, Any]
+    record: dict[str, Any]
+    blobs: dict[str, dict[str, Any]]
+    data: dict[str, bytes] = field(default_factory=dict, repr=False)
+
+
+class Cache:
+    """A folder of entries, which several processes may use at once.
+
+    Args:
+        folder: Made by the first write.
+        say: Told of entries that are broken, and of writes that failed.
+        reads: Whether entries are looked up.
+        writes: Whether anything in the folder is changed.
+    """
+
+    def __init__(self, folder: Path, say: Say, *, reads: bool = True, writes: bool = True) -> None:
+        self.folder, self._say, self._reads, self._writes = folder, say, reads, writes
+
+    def path(self, kind: str, key: str) -> Path:
+        """Where an entry is, or would be."""
+        return self.folder / kind / f"{key}.json"
+
+    def read(self, kind: str, key: str) -> Entry | None:
+        """A whole entry with its bytes, or None. A broken one is named and removed, to be made again."""
+        path = self.path(kind, key)
+        if not self._reads or not path.exists():
+            return None
+        try:
+            with locked(self.folder, SHARED, create=False):
+                self._touch(path)
+                entry = read_entry(path)
+                for name, blob in entry.blobs.items():
+                    self._touch(self._blob(blob["sha256"]))
+                    entry.data[name] = self._checked(blob)
+        except (OSError, ValueError) as error:
+            if path.exists():  # else a clean-up was faster
+                self._discard(path, error)
+            return None
+        return entry
+
+    def write(self, kind: str, fields: dict[str, Any], record: dict[str, Any], data: dict[str, bytes]) -> None:
+        """Adds or replaces an entry; a disk that does not take it is named, and the build goes on without."""
+        if not self._writes:
+            return
+        blobs = {name: {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()} for name, raw in data.items()}
+        entry = {"version": VERSION, "fields": fields, "blobs": blobs, "record": record}
+        text = json.dumps(entry | {"sha256": sha256_of(entry)}, indent=1, ensure_ascii=False)
+        path = self.path(kind, sha256_of(fields))
+        try:
+            with writing(path), locked(self.folder, SHARED):
+                for name, raw in data.items():
+                    self._write_blob(blobs[name], raw)
+                _replace(path, text.encode())
+        except ArtifactError as error:
+            self._say(f"not cached: {error.message}")
+
+    def _blob(self, digest: str) -> Path:
+        return self.folder / "blobs" / digest
+
+    def _checked(self, blob: dict[str, Any]) -> bytes:
+        data = self._blob(blob["sha256"]).read_bytes()
+        if hashlib.sha256(data).hexdigest() != blob["sha256"]:
+            if self._writes:
+                self._blob(blob["sha256"]).unlink(missing_ok=True)
+            raise ValueError(f"{len(data):,} bytes of another digest")
+        return data
+
+    def _write_blob(self, blob: dict[str, Any], raw: bytes) -> None:
+        """Checking the bytes that another entry brought is faster than making them durable again."""
+        path = self._blob(blob["sha256"])
+        try:
+            if path.read_bytes() == raw:
+                self._touch(path)
+                return
+        except FileNotFoundError:
+            pass
+        _replace(path, raw)
+
+    def _touch(self, path: Path) -> None:
+        """Notes the use, for clean-ups. Another user's file, which only its owner may touch, is used all the same."""
+        if self._writes:
+            with contextlib.suppress(OSError):
+                os.utime(path)
+
+    def _discard(self, path: Path, error: Exception) -> None:
+        found = error.strerror if isinstance(error, OSError) else error
+        what = f"cache entry {path.parent.name}/{path.stem[:12]}: expected a whole one, found {found}, in {self.folder}"
+        if not self._writes:
+            self._say(f"{what}; not used")
+            return
+        self._say(f"{what}; discarded, it is made again")
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as refused:
+            self._say(f"cache entry {path.stem[:12]}: could not be removed: {refused.strerror}")
+
+
+def read_entry(path: Path) -> Entry:
+    """An entry without its bytes, its own digest and key checked.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no whole entry of this version, in words that follow "found".
+    """
+    try:
+        raw = json.loads(path.read_bytes())
+        claimed = raw.pop("sha256")
+        if raw["version"] != VERSION:
+            raise ValueError(f"version {raw['version']} instead of {VERSION}")
+        if claimed != sha256_of(raw):
+            raise ValueError("another digest")
+        if sha256_of(raw["fields"]) != path.stem:
+            raise ValueError("the fields of another key")
+        if not all(DIGEST.fullmatch(blob["sha256"]) for blob in raw["blobs"].values()):
+            raise ValueError("bytes that no digest names")
+        return Entry(path.parent.name, path.stem, raw["fields"], raw["record"], raw["blobs"])
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"no entry ({type(error).__name__}: {error})") from error
+
+
+def entries(folder: Path, kind: str) -> Iterator[Entry]:
+    """Every whole entry of a kind, without bytes, in the order of their keys; broken ones are passed over."""
+    for path in sorted((folder / kind).glob("*.json")):
+        try:
+            yield read_entry(path)
+        except (OSError, ValueError):
+            continue  # found, named and discarded where it is used
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Writes a file that is there whole and durable, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,135 @@
+"""``ling3export cache``: what is in the cache, whether an artifact's cells are, and making room."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ling3export.cache_use import CacheUse
+from ling3export.errors import PlanError
+
+UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+folder_option = click.option(
+    "--cache-dir",
+    type=click.Path(path_type=Path),
+    help="The cache.  [default: $LING3_CACHE, or ling3export in the user's cache folder]",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="As JSON.")
+
+
+class _Age(click.ParamType):
+    """``30d``."""
+
+    name = "AGE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Seconds."""
+        if isinstance(value, float):
+            return value
+        match = re.fullmatch(r"([0-9]{1,6})([mhdw])", value)
+        if match is None:
+            raise PlanError(f"--older-than: expected an age, found `{value}`", "write 30d, 12h, 90m or 2w")
+        return float(int(match[1]) * UNITS[match[2]])
+
+
+class _Size(click.ParamType):
+    """``10GiB``."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes."""
+        from ling3export.plan import parse_bytes
+
+        return value if isinstance(value, int) else parse_bytes(value, "--max-size")
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"
+
+
+@click.group()
+def cache() -> None:
+    """Show and clean up the programs that earlier builds compiled."""
+
+
+@cache.command()
+@folder_option
+@json_option
+def status(cache_dir: Path | None, as_json: bool) -> None:
+    """Show how much the cache holds, and for which targets."""
+    from ling3export.cache_status import status as read
+
+    found = read(CacheUse(folder=cache_dir).where)
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    click.echo(f"folder    {found['folder']}")
+    click.echo(f"entries   {found['cells']} cells, {found['programs']} programs")
+    click.echo(f"size      {_megabytes(found['bytes'])}")
+    if found["broken"]:
+        click.echo(f"broken    {found['broken']} entries, which are made again when they are needed")
+    for name, row in found["targets"].items():
+        click.echo(f"target    {name}: {row['cells']} cells, {_megabytes(row['bytes'])}")
+
+
+@cache.command()
+@click.argument("what", metavar="ARTIFACT|KEY")
+@folder_option
+@json_option
+def lookup(what: str, cache_dir: Path | None, as_json: bool) -> None:
+    """Show whether the cells of ARTIFACT, or the entries of KEY, are in the cache.
+
+    Exits with 1 when one is not.
+    """
+    from ling3export.cache_status import lookup as find
+
+    rows = find(CacheUse(folder=cache_dir).where, what)
+    if as_json:
+        click.echo(json.dumps(rows))
+    else:
+        for row in rows:
+            click.echo(_line(row))
+    if not all(row["found"] or (row["key"] is None and row["program_found"]) for row in rows):
+        sys.exit(1)
+
+
+def _line(row: dict[str, Any]) -> str:
+    name = " ".join(part for part in (row["target"], row["cell"]) if part)
+    if row["key"] is None:
+        return f"{name}: program {row['program'][:12]} {_there(row['program_found'])}"
+    program = f", program {row['program'][:12]} {_there(row['program_found'])}" if row["program"] else ""
+    return f"{f'{name}: ' if name else ''}{row['key'][:12]} {_there(row['found'])}{program}"
+
+
+def _there(found: bool) -> str:
+    return "found" if found else "not found"
+
+
+@cache.command()
+@click.option("--older-than", type=_Age(), help="Remove entries that were not used for so long: 30d, 12h.")
+@click.option("--max-size", type=_Size(), help="Remove the least recently used until the rest is no larger: 10GiB.")
+@click.option("--all", "everything", is_flag=True, help="Remove all entries.")
+@folder_option
+@json_option
+def cleanup(
+    older_than: float | None, max_size: int | None, everything: bool, cache_dir: Path | None, as_json: bool
+) -> None:
+    """Remove entries; those that a running build has used stay."""
+    from ling3export.cache_cleanup import clean_up
+
+    if older_than is None and max_size is None and not everything:
+        raise click.UsageError("expected --older-than, --max-size or --all.")
+    folder = CacheUse(folder=cache_dir).where
+    found = clean_up(folder, older_than=older_than, max_bytes=max_size, everything=everything)
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    used = f", {found['in_use']} more are used by a running build" if found["in_use"] else ""
+    click.echo(
+        f"removed {found['removed']} entries ({_megabytes(found['freed'])}); "
+        f"{found['kept']} entries ({_megabytes(found['bytes'])}) are left{used}"
+    )

@@ -1,0 +1,70 @@
+"""Why a cell was not in the cache: the fields in which it differs from the nearest entry."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from ling3export.cache import Entry
+from ling3export.errors import listed
+
+# Printed without the group that they stand in.
+PLAIN = ("toolchain", "flags", "options")
+GROUPS = {"model": "sources of model/", "lowering": "sources of the lowering"}
+SHOWN = 60  # characters of a value
+
+
+def explain(fields: dict[str, Any], known: list[Entry]) -> str:
+    """One line: what differs from the nearest of ``known``, or that there is none to compare with.
+
+    An entry of the same cell for the same target is nearest, then the one with the fewest differences.
+    """
+    if not known:
+        return "the cache holds no cells"
+    chosen = min(known, key=lambda entry: _distance(fields, entry.fields))
+    found = list(differences(chosen.fields, fields))
+    return "; ".join(found) if found else "its entry was lost or broken"
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """``plan.pages: 512 → 256`` for every field that differs; sources by group, with the files' names."""
+    for group in ("model", "lowering"):
+        old, new = (fields.get("sources", {}).get(group, {}) for fields in (before, now))
+        if old != new:
+            names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+            yield f"{GROUPS[group]}: {listed([name.removeprefix('model/') for name in names])}"
+    for name, (old, new) in sorted(_changed(_without_sources(before), _without_sources(now)).items()):
+        group, _, rest = name.partition(".")
+        yield f"{rest if group in PLAIN else name}: {_shown(old, new)} → {_shown(new, old)}"
+
+
+def _distance(fields: dict[str, Any], other: dict[str, Any]) -> tuple[bool, bool, int]:
+    groups = [fields.get("sources", {}).get(group) != other.get("sources", {}).get(group) for group in GROUPS]
+    return (
+        other.get("cell") != fields["cell"],
+        other.get("target", {}).get("platform") != fields["target"]["platform"],
+        len(_changed(_without_sources(other), _without_sources(fields))) + sum(groups),
+    )
+
+
+def _without_sources(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name != "sources"}
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    old, new = dict(_flat(before)), dict(_flat(now))
+    return {name: (old.get(name), new.get(name)) for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, item in value.items():
+        if isinstance(item, dict):
+            yield from _flat(item, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", item
+
+
+def _shown(value: Any, other: Any) -> str:
+    """A value; of two long lists only what the other lacks."""
+    if isinstance(value, list) and isinstance(other, list):
+        return f"[{listed([str(item) for item in value if item not in other])}]"
+    text = "none" if value is None else str(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

@@ -1,0 +1,208 @@
+"""The cache's files: whole or absent under kills and parallel writers; broken ones named, discarded, made again."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from builds import environment
+from ling3export.artifacts.manifest import sha256_of
+from ling3export.cache import Cache, entries
+from ling3export.cache_use import CacheUse, default_folder
+
+FIELDS = {"cell": {"phase": "decode", "padding": 16}, "toolchain": {"jaxlib": "0.11.2"}}
+KEY = sha256_of(FIELDS)
+RAW = bytes(range(256)) * 40
+# Writes one entry again and again, with other bytes each time: compiling is not reproducible on CPU.
+WRITER = """
+import os, sys
+from pathlib import Path
+from ling3export.cache import Cache
+cache = Cache(Path(sys.argv[1]), lambda text: print(text, file=sys.stderr))
+print("ready", flush=True)
+while True:
+    raw = os.urandom(3000)
+    cache.write("programs", {"n": 1}, {"first": raw[0]}, {"exec": raw, "more": raw[:7]})
+"""
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def cache(tmp_path, said) -> Cache:
+    """A cache with one entry."""
+    cache = Cache(tmp_path / "cache", said.append)
+    cache.write("programs", FIELDS, {"seconds": 1.5}, {"exec": RAW})
+    return cache
+
+
+def blob(cache: Cache) -> Path:
+    return next((cache.folder / "blobs").iterdir())
+
+
+def everything(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file with its content and time."""
+    return {str(p): (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_an_entry_gives_back_its_record_and_bytes_and_names_its_fields(cache, said):
+    entry = cache.read("programs", KEY)
+    assert entry is not None
+    assert (entry.data, entry.record, entry.fields) == ({"exec": RAW}, {"seconds": 1.5}, FIELDS)
+    assert json.loads(cache.path("programs", KEY).read_text())["fields"] == FIELDS
+    assert cache.read("cells", KEY) is None
+    assert cache.read("programs", sha256_of({})) is None
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (lambda entry, blob: blob.write_bytes(RAW[:-1] + b"!"), "10,240 bytes of another digest"),
+        (lambda entry, blob: blob.write_bytes(RAW[:100]), "100 bytes of another digest"),
+        (lambda entry, blob: blob.unlink(), "No such file or directory"),
+        (lambda entry, blob: entry.write_text(entry.read_text().replace("1.5", "2.5")), "another digest"),
+        (lambda entry, blob: entry.write_bytes(b""), "no entry (JSONDecodeError: "),
+        (lambda entry, blob: entry.write_bytes(b"[1]"), "no entry (TypeError: "),
+        (lambda entry, blob: entry.write_bytes(b"{\xff}"), "no entry (UnicodeDecodeError: "),
+        (lambda entry, blob: entry.write_text(entry.read_text().replace('n": 1', 'n": 9')), "version 9 instead of 1"),
+    ],
+)
+def test_a_broken_entry_is_named_discarded_and_can_be_made_again(cache, said, damage, found):
+    path = cache.path("programs", KEY)
+    damage(path, blob(cache))
+    assert cache.read("programs", KEY) is None
+    message = f"cache entry programs/{KEY[:12]}: expected a whole one, found {found}"
+    assert len(said) == 1
+    assert said[0].startswith(message)
+    assert said[0].endswith(f", in {cache.folder}; discarded, it is made again")
+    assert not path.exists()
+    cache.write("programs", FIELDS, {"seconds": 3}, {"exec": RAW})
+    entry = cache.read("programs", KEY)
+    assert entry is not None and (entry.data["exec"], entry.record) == (RAW, {"seconds": 3})
+    assert len(said) == 1
+
+
+def test_an_entry_under_another_name_is_not_used(cache, said):
+    other = sha256_of({"n": 2})
+    cache.path("programs", KEY).rename(cache.path("programs", other))
+    assert cache.read("programs", other) is None
+    assert "found the fields of another key" in said[0]
+
+
+def test_a_digest_that_is_no_digest_is_not_followed(cache, said, tmp_path):
+    path = cache.path("programs", KEY)
+    raw = json.loads(path.read_text())
+    del raw["sha256"]
+    raw["blobs"]["exec"]["sha256"] = "../../secret"
+    path.write_text(json.dumps(raw | {"sha256": sha256_of(raw)}))
+    assert cache.read("programs", KEY) is None
+    assert "found bytes that no digest names" in said[0]
+
+
+def test_readonly_uses_what_is_there_and_changes_nothing(cache, said, tmp_path):
+    reader = Cache(cache.folder, said.append, writes=False)
+    before = everything(cache.folder)
+    entry = reader.read("programs", KEY)
+    assert entry is not None and entry.data["exec"] == RAW
+    reader.write("programs", {"n": 2}, {}, {"exec": b"x"})
+    assert everything(cache.folder) == before
+    blob(cache).write_bytes(b"broken")
+    before = everything(cache.folder)
+    assert reader.read("programs", KEY) is None
+    assert said[0].endswith("; not used")
+    assert everything(cache.folder) == before
+    absent = Cache(tmp_path / "absent", said.append, writes=False)
+    assert absent.read("programs", KEY) is None
+    assert not (tmp_path / "absent").exists()
+
+
+def test_the_policies():
+    table = {policy: (CacheUse(policy).reads, CacheUse(policy).writes) for policy in ("on", "off", "redo", "readonly")}
+    assert table == {"on": (True, True), "off": (False, False), "redo": (False, True), "readonly": (True, False)}
+
+
+def test_a_folder_that_cannot_be_made_is_named_and_nothing_else_happens(tmp_path, said):
+    (tmp_path / "file").write_text("")
+    cache = Cache(tmp_path / "file" / "cache", said.append)
+    cache.write("programs", FIELDS, {}, {"exec": RAW})
+    path = f"{tmp_path}/file/cache/programs"
+    assert said == [f"not cached: write `{KEY}.json`: expected a writable file, found Not a directory, in {path}"]
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("LING3_CACHE", "/a/b")
+    assert default_folder() == Path("/a/b")
+    assert CacheUse(folder=Path("/c")).where == Path("/c")
+    monkeypatch.delenv("LING3_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert default_folder() == Path("/x/ling3export")
+    monkeypatch.setenv("HOME", "/home/someone")
+    for unusable in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", unusable)
+        assert default_folder() == Path("/home/someone/.cache/ling3export")
+
+
+def writer(folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment({}),
+    )  # fmt: skip
+
+
+def test_a_kill_at_any_point_leaves_only_whole_entries(tmp_path, said):
+    moments = random.Random(1)
+    for _ in range(12):
+        process = writer(tmp_path / "cache")
+        with process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(moments.uniform(0, 0.02))
+            process.send_signal(signal.SIGKILL)
+        cache = Cache(tmp_path / "cache", said.append)
+        for entry in entries(cache.folder, "programs"):
+            read = cache.read("programs", entry.key)
+            assert read is not None
+            assert (read.data["exec"][0], read.data["exec"][:7]) == (read.record["first"], read.data["more"])
+    assert said == []
+    assert len(list(entries(tmp_path / "cache", "programs"))) == 1
+
+
+def test_two_that_write_the_same_entry_and_one_that_reads_it_never_meet_half_of_one(tmp_path, said):
+    """A blob named by its entry's key would be overwritten between the two files of the other process's entry."""
+    cache = Cache(tmp_path / "cache", said.append)
+    processes = [writer(cache.folder), writer(cache.folder)]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.readline()
+        until, seen = time.monotonic() + 2, set()
+        while time.monotonic() < until:
+            if entry := cache.read("programs", sha256_of({"n": 1})):
+                assert entry.data["exec"][0] == entry.record["first"]
+                seen.add(entry.data["exec"])
+    finally:
+        for process in processes:
+            process.kill()
+            _, err = process.communicate()
+            assert err == ""
+    assert len(seen) > 3
+    assert said == []
+
+
+def test_another_users_files_are_used_though_their_time_cannot_be_set(cache, said, monkeypatch):
+    def refuse(path: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert cache.read("programs", KEY) is not None
+    assert said == []

@@ -1,0 +1,183 @@
+"""``ling3export cache status | lookup | cleanup``: what goes by age, size and all, and what a running build keeps."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from builds import environment
+from ling3export import cli
+from ling3export.artifacts.manifest import sha256_of
+from ling3export.cache import Cache
+from ling3export.cache_cleanup import clean_up, total_bytes
+from ling3export.cache_cleanup import found_entries as found
+from ling3export.cache_status import lookup, status
+from ling3export.cache_use import lease
+
+TARGET = {"platform": "cpu", "kind": None, "topology": None, "tp": 2, "processes": 1, "machine": "m"}
+HOLDER = """
+import sys
+from pathlib import Path
+from ling3export.cache_use import lease
+with lease(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def fields(padding: int) -> dict[str, object]:
+    return {"cell": {"phase": "decode", "padding": padding}, "target": TARGET}
+
+
+def program(padding: int) -> dict[str, object]:
+    return {"modules": {"portable": str(padding)}, "target": TARGET}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Three cells with their programs, of 1,000, 2,000 and 3,000 bytes, used 3, 2 and 1 days ago."""
+    cache = Cache(tmp_path / "cache", pytest.fail)
+    for number in (1, 2, 3):
+        add(cache, number)
+    for path in cache.folder.rglob("*"):
+        os.utime(path, (0, 0))
+    for number in (1, 2, 3):
+        set_age(cache, number, 4 - number)
+    return cache.folder
+
+
+def add(cache: Cache, number: int) -> None:
+    raw = bytes([number]) * (1000 * number)
+    cache.write("programs", program(number), {}, {"exec": raw})
+    record = {"origin": {"program": sha256_of(program(number))}}
+    cache.write("cells", fields(number), record, {"exec": raw, "stablehlo": b"text"})
+
+
+def set_age(cache: Cache, number: int, days: float) -> None:
+    when = time.time() - days * 86400
+    os.utime(cache.path("cells", sha256_of(fields(number))), (when, when))
+
+
+def left(folder: Path) -> list[int]:
+    """The cells that are there whole, with their programs; both or neither."""
+    cache = Cache(folder, pytest.fail, writes=False)
+    numbers = [n for n in (1, 2, 3) if cache.read("cells", sha256_of(fields(n)))]
+    assert numbers == [n for n in (1, 2, 3) if cache.read("programs", sha256_of(program(n)))]
+    return numbers
+
+
+def blobs(folder: Path) -> list[int]:
+    return sorted(path.stat().st_size for path in (folder / "blobs").iterdir())
+
+
+def test_age_removes_what_was_not_used_for_longer(folder):
+    assert clean_up(folder, older_than=3.5 * 86400)["removed"] == 0
+    done = clean_up(folder, older_than=1.5 * 86400)
+    assert (done["removed"], done["kept"], done["in_use"]) == (4, 2, 0)
+    assert left(folder) == [3]
+    assert blobs(folder) == [4, 3000]
+
+
+def test_size_removes_the_least_recently_used_and_no_more(folder):
+    whole = total_bytes(found(folder), {p.name: p.stat().st_size for p in (folder / "blobs").iterdir()})
+    assert status(folder)["bytes"] == whole
+    set_age(Cache(folder, pytest.fail), 1, 0)
+    assert clean_up(folder, max_bytes=whole)["removed"] == 0
+    done = clean_up(folder, max_bytes=whole - 2000)
+    assert left(folder) == [1, 3]
+    assert status(folder)["bytes"] == done["bytes"] <= whole - 2000
+    assert blobs(folder) == [4, 1000, 3000]
+
+
+def test_all_leaves_nothing_and_a_missing_folder_is_empty(folder, tmp_path):
+    assert clean_up(folder, everything=True)["kept"] == 0
+    assert [path for path in folder.rglob("*") if path.is_file()] == [folder / "lock"]
+    empty = {"removed": 0, "kept": 0, "in_use": 0, "freed": 0, "bytes": 0}
+    assert clean_up(tmp_path / "none", everything=True) == empty
+    assert not (tmp_path / "none").exists()
+
+
+def test_what_a_running_build_has_used_or_written_stays(folder):
+    cache = Cache(folder, pytest.fail)
+    with lease(folder):
+        assert cache.read("cells", sha256_of(fields(1))) is not None
+        (folder / "blobs" / ("f" * 64)).write_bytes(b"written, not named yet")
+        partial = folder / "blobs" / f".{'e' * 64}.partial-1-00000000"
+        partial.write_bytes(b"being written")
+        done = clean_up(folder, everything=True)
+        assert (done["removed"], done["kept"], done["in_use"]) == (4, 2, 2)
+        assert left(folder) == [1]
+        assert blobs(folder) == [4, 13, 22, 1000]
+    done = clean_up(folder, everything=True)
+    assert (done["removed"], done["in_use"]) == (2, 0)
+    assert list((folder / "blobs").iterdir()) == []
+
+
+def test_a_killed_build_protects_nothing(folder):
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=environment({})) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert Cache(folder, pytest.fail).read("cells", sha256_of(fields(2))) is not None
+        assert clean_up(folder, everything=True)["in_use"] == 2
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert len(list((folder / "builds").iterdir())) == 1
+    assert clean_up(folder, everything=True)["in_use"] == 0
+    assert list((folder / "builds").iterdir()) == []
+    assert left(folder) == []
+
+
+def test_lookup_by_key_says_what_is_whole(folder):
+    key, made = sha256_of(fields(2)), sha256_of(program(2))
+    row = {"target": "cpu-tp2", "cell": "decode@2", "key": key, "found": True, "program": made, "program_found": True}
+    assert lookup(folder, key) == lookup(folder, key[:8]) == [row]
+    assert lookup(folder, made) == [row | {"cell": None, "key": None, "found": False}]
+    next(path for path in (folder / "blobs").iterdir() if path.stat().st_size == 2000).write_bytes(b"broken")
+    assert lookup(folder, key) == [row | {"found": False, "program_found": False}]
+    assert cache_command("lookup", "0123456789", "--cache-dir", str(folder)).stdout == "0123456789 not found\n"
+
+
+def cache_command(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, ["cache", *arguments])
+
+
+def test_the_commands_print_data_on_stdout(folder, tmp_path):
+    where = ["--cache-dir", str(folder)]
+    shown = cache_command("status", *where).stdout.splitlines()
+    assert shown[0] == f"folder    {folder}"
+    assert shown[1] == "entries   3 cells, 3 programs"
+    assert shown[3] == "target    cpu-tp2: 3 cells, 0.0 MB"
+    found = json.loads(cache_command("status", "--json", *where).stdout)
+    assert found["targets"] == {"cpu-tp2": {"cells": 3, "bytes": 6004}}
+    assert (found["cells"], found["programs"], found["broken"]) == (3, 3, 0)
+    done = cache_command("lookup", sha256_of(fields(1)), *where)
+    key, made = sha256_of(fields(1))[:12], sha256_of(program(1))[:12]
+    assert (done.exit_code, done.stdout) == (0, f"cpu-tp2 decode@1: {key} found, program {made} found\n")
+    done = cache_command("cleanup", "--older-than", "36h", "--json", *where)
+    assert {name: json.loads(done.stdout)[name] for name in ("removed", "kept", "in_use")} == {
+        "removed": 4, "kept": 2, "in_use": 0,
+    }  # fmt: skip
+    done = cache_command("cleanup", "--all", *where)
+    assert done.stdout == "removed 2 entries (0.0 MB); 0 entries (0.0 MB) are left\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["cleanup"], 2, "Error: expected --older-than, --max-size or --all.\n"),
+        (["cleanup", "--older-than", "3"], 1, "error: --older-than: expected an age, found `3`\nhint: write 30d, "),
+        (["cleanup", "--max-size", "x"], 1, "error: --max-size: expected a size, found `x`\n"),
+        (["lookup", "no-such"], 1, "error: cache lookup `no-such`: expected an artifact or a key, found neither\n"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(arguments, code, message):
+    done = cache_command(*arguments)
+    assert (done.exit_code, done.stdout) == (code, "")
+    assert message in done.stderr
