@@ -56,6 +56,11 @@ class Geometry:
         return self.recurrence == "together"
 
     @property
+    def fewest_rows(self) -> int:
+        """Rows that a decode step is filled up to: XLA:TPU keeps products of one row from its matrix units."""
+        return 8 if self.matrix_units else 1
+
+    @property
     def layered_weights(self) -> bool:
         """Whether each layer of the largest stacked weights is an argument of its own.
 

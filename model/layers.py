@@ -9,6 +9,12 @@ from jax import lax
 NORM_L2_EPS = 1e-6  # KDA's q and k; added to the sum of squares, inside the root
 
 
+def fill_rows(x: jax.Array, fewest: int, value: float = 0) -> jax.Array:
+    """``x [T, ...]`` with rows of ``value`` behind it up to ``fewest``."""
+    missing = max(0, fewest - x.shape[0])
+    return jnp.pad(x, ((0, missing),) + ((0, 0),) * (x.ndim - 1), constant_values=value) if missing else x
+
+
 def of_layer(weights: nnx.Param | nnx.Dict, layer: int | jax.Array, *, split: bool) -> jax.Array:
     """One layer's weight, of a stack or of arguments by layer (those only where ``layer`` is known when tracing)."""
     if isinstance(weights, nnx.Dict):

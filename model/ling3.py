@@ -16,7 +16,7 @@ from ling3export.model.chunks import Chunks
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.kda import KimiDeltaAttention
-from ling3export.model.layers import rms_norm, take
+from ling3export.model.layers import fill_rows, rms_norm, take
 from ling3export.model.mla import GatedMLA
 from ling3export.model.moe import MixtureOfExperts
 from ling3export.model.pages import OwnRows, PageList
@@ -95,7 +95,8 @@ class Ling3(nnx.Module):
     def logits(self, x: jax.Array) -> jax.Array:
         """fp32 ``[R, V/TP]`` of this device's vocabulary, from ``x [R, D]`` before the final norm."""
         x = rms_norm(x, self.embeddings["norm"][...], self.config.rms_norm_eps).astype(jnp.dtype(self.geometry.dtype))
-        return dot_table(x, self.embeddings["lm_head"][...], self.geometry)
+        filled = fill_rows(x, self.geometry.fewest_rows)
+        return dot_table(filled, self.embeddings["lm_head"][...], self.geometry)[: x.shape[0]]
 
     def _attention(self, x: jax.Array, layer: Layer, state: State, batch: Decode | Chunks) -> tuple[jax.Array, State]:
         if layer.attention == "kda":

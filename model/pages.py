@@ -75,14 +75,15 @@ class OwnRows(NamedTuple):
     place: jax.Array
 
 
-def own_rows(count: int, devices: int) -> OwnRows:
-    """Row r of ``count`` is on device ``r * devices // count``."""
+def own_rows(count: int, devices: int, fewest: int) -> OwnRows:
+    """Row r of ``count`` is on device ``r * devices // count``; at least ``fewest`` rows, those at the end nobody's."""
     device = lax.axis_index(AXIS)
     first = (device * count + devices - 1) // devices
-    row = first + jnp.arange(-(-count // devices), dtype=jnp.int32)
+    row = first + jnp.arange(max(fewest, -(-count // devices)), dtype=jnp.int32)
+    mine = (row < count) & (row * devices // count == device)
     every = jnp.arange(count, dtype=jnp.int32)
     place = jnp.where(every * devices // count == device, every - first, -1)
-    return OwnRows(jnp.minimum(row, count - 1), row * devices // count == device, place)
+    return OwnRows(jnp.minimum(row, count - 1), mine, place)
 
 
 def list_pages(position: jax.Array, table: jax.Array, valid: jax.Array, geometry: Geometry) -> PageList:

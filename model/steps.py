@@ -18,6 +18,7 @@ from ling3export.model.chunks import chunks_of, with_tiles
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK, Geometry
 from ling3export.model.kda import is_factored
+from ling3export.model.layers import fill_rows
 from ling3export.model.ling3 import Decode, Ling3
 from ling3export.model.pages import list_pages, own_rows
 from ling3export.model.parameters import arguments
@@ -111,12 +112,15 @@ def prefill(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tr
 
 def decode(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
     """``logits [B, V/TP]``; a token of -1 is taken from ``last_token``."""
+    rows, fewest = fields["slot"].shape[0], model.geometry.fewest_rows
+    fields = {name: fill_rows(value, fewest) for name, value in fields.items()}
     slot = fields["slot"]
     valid = slot > 0
     token = jnp.where(fields["token"] < 0, state["last_token"][slot], fields["token"])
     pages = own = None
     if model.geometry.placement == "by_sequence":
-        own = own_rows(slot.shape[0], model.geometry.tp)
+        own = own_rows(rows, model.geometry.tp, fewest)
+        own = own._replace(place=fill_rows(own.place, fewest, -1))
         held = (fields["position"][own.row], fields["page_table"][own.row], valid[own.row] & own.mine)
         pages = list_pages(*held, model.geometry)
     elif model.geometry.attention == "pages":
@@ -124,7 +128,7 @@ def decode(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tre
     used = jnp.max(jnp.where(valid, jnp.arange(1, slot.shape[0] + 1, dtype=jnp.int32), 0))
     batch = Decode(slot, fields["position"], fields["page_table"], valid, used, pages, own)
     x, state = model.run_layers(model.embed(jnp.where(valid, token, 0)), state, batch)
-    return state, {"logits": model.logits(x)}
+    return state, {"logits": model.logits(x[:rows])}
 
 
 def _sharded(

@@ -65,13 +65,13 @@ def runs_of(first: jax.Array, chunk: int) -> Runs:
     rest = (of == one) & late
     run = jnp.repeat(same & (one >= np.arange(size)), chunk, axis=2)  # [J, a, rows]: of a's run, up to a
     count = number.shape[0]
-    fixed = [np.broadcast_to(x.astype(np.float32), (count, *x.shape)) for x in (within, -within, pair, leave, rest)]
+    fixed = [np.broadcast_to(x.astype(np.float32), (count, *x.shape)) for x in (within, pair, leave, rest)]
     enter = run & ((of < one) | (early & (of == one)))
-    sums = jnp.concatenate([*fixed[:3], enter.astype(jnp.float32), *fixed[3:], run.astype(jnp.float32)], axis=1)
+    sums = jnp.concatenate([*fixed[:2], enter.astype(jnp.float32), *fixed[2:], run.astype(jnp.float32)], axis=1)
     open_pair = (same & (one >= np.arange(size))).reshape(count, -1)
     open_leave = number == number[:, -1:]
     always = np.ones((count, 1), bool)
-    opened = [np.broadcast_to(always, (count, 2 * size * chunk)), open_pair, np.broadcast_to(always, (count, size)),
+    opened = [np.broadcast_to(always, (count, size * chunk)), open_pair, np.broadcast_to(always, (count, size)),
               open_leave, np.broadcast_to(always, (count, 2 * size))]  # fmt: skip
     closed = jnp.where(jnp.concatenate(opened, axis=1), 0.0, -jnp.inf)[..., None]
     return Runs(number > 0, sums, closed)
@@ -134,15 +134,19 @@ class Factors(NamedTuple):
 
 
 def factors(g: jax.Array, runs: Runs) -> Factors:
-    """The decays of ``g [J, h, n, C, K]``: one product adds up all exponents."""
+    """The decays of ``g [J, h, n, C, K]``: products with masks add up all exponents."""
     tiles, heads, size, chunk, key = g.shape
     rows = size * chunk
-    sums = jnp.einsum("jms,jhsk->jhmk", runs.sums, g.reshape(tiles, heads, rows, key), precision=HIGHEST)
-    decays = jnp.exp(sums + runs.closed[:, None])
-    grown, shrunk, pair, *others = jnp.split(decays, np.cumsum([rows, rows, size * size, size, size, size]), axis=2)
-    return Factors(
-        grown.reshape(g.shape), shrunk.reshape(g.shape), pair.reshape(tiles, heads, size, size, key), *others
-    )
+    g_rows = g.reshape(tiles, heads, rows, key)
+
+    def added(start: int, stop: int) -> jax.Array:
+        """``[J, h, stop - start, K]``; of one product for all, XLA:TPU would turn the result around."""
+        sums = jnp.einsum("jms,jhsk->jhmk", runs.sums[:, start:stop], g_rows, precision=HIGHEST)
+        return sums + runs.closed[:, None, start:stop]
+
+    shift, pair = added(0, rows).reshape(g.shape), jnp.exp(added(rows, rows + size * size))
+    others = jnp.split(jnp.exp(added(rows + size * size, runs.sums.shape[1])), 4, axis=2)
+    return Factors(jnp.exp(shift), jnp.exp(-shift), pair.reshape(tiles, heads, size, size, key), *others)
 
 
 def tile_scan(

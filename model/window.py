@@ -11,8 +11,6 @@ import numpy as np
 
 from ling3export.model.layers import precision
 
-EDGE = 16  # rows of the tile before that are at hand: as many as the layout of bf16 has in one piece
-
 
 def picks_of(first: jax.Array, fresh: jax.Array, length: jax.Array, size: int, chunk: int, width: int) -> jax.Array:
     """Which rows to take, as zeros and ones.
@@ -26,7 +24,7 @@ def picks_of(first: jax.Array, fresh: jax.Array, length: jax.Array, size: int, c
         width: Rows before each one that the convolution sees.
 
     Returns:
-        bf16 ``[J, width·L + size·width, L + EDGE + size·width]``: for each of the L rows of a tile the row 1, 2 …
+        bf16 ``[J, width·L + size·width, L + width + size·width]``: for each of the L rows of a tile the row 1, 2 …
         ``width`` before it, then of each chunk the ``width`` inputs up to its end, the first of all chunks before the
         second; out of the tile's rows, the last rows of the tile before it, and what the pool holds, in the same order.
     """
@@ -37,15 +35,15 @@ def picks_of(first: jax.Array, fresh: jax.Array, length: jax.Array, size: int, c
     def source(place: jax.Array | np.ndarray) -> jax.Array:
         """Of a place in its chunk, negative before it; ``[J or 1, size, x]`` to row numbers, -1 for none."""
         at = of * chunk + place
-        inside = jnp.where(at >= 0, at, rows + EDGE + at)
-        pooled = jnp.where(fresh, -1, rows + EDGE + (width + place) * size + of)
+        inside = jnp.where(at >= 0, at, rows + width + at)
+        pooled = jnp.where(fresh, -1, rows + width + (width + place) * size + of)
         return jnp.where((place < 0) & first, pooled, inside)
 
     place = np.arange(chunk)
     before = [source(np.broadcast_to(place - back, (1, size, chunk))) for back in range(1, width + 1)]
     kept = jnp.swapaxes(source(length - width + np.arange(width)), 1, 2)
     index = jnp.concatenate([*(y.reshape(-1, rows) for y in before), kept.reshape(-1, size * width)], axis=1)
-    return jax.nn.one_hot(index, rows + EDGE + size * width, dtype=jnp.bfloat16)
+    return jax.nn.one_hot(index, rows + width + size * width, dtype=jnp.bfloat16)
 
 
 def convolve(raw: jax.Array, window: jax.Array, taps: jax.Array, picks: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -61,7 +59,8 @@ def convolve(raw: jax.Array, window: jax.Array, taps: jax.Array, picks: jax.Arra
         fp32 ``[J, L, H, X]``, and the last inputs after each chunk, as ``window``.
     """
     rows, width = raw.shape[1], taps.shape[0] - 1
-    before = jnp.roll(raw[:, -EDGE:], 1, axis=0)  # before the first tile is nothing that any row picks
+    # Three rows, which no layout has in one piece: of whole pieces XLA:TPU would make a copy instead of fusing them.
+    before = jnp.pad(raw[:-1, -width:], ((1, 0), (0, 0), (0, 0), (0, 0)))
     known = jnp.concatenate([raw, before, *jnp.split(window, width, axis=-1)], axis=1)
     taken = jnp.einsum("jmr,jrhx->jmhx", picks.astype(raw.dtype), known, precision=precision(raw.dtype),
                        preferred_element_type=jnp.float32)  # fmt: skip

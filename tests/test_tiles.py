@@ -17,7 +17,7 @@ from ling3export.model.kda import Inputs
 from ling3export.model.layers import l2_norm, rms_norm, rope
 from ling3export.model.window import convolve, picks_of
 from test_kernels import BOUNDED, GATES, close, delta_rule
-from tolerances import KERNEL
+from tolerances import KERNEL, TILES
 
 CHUNKS, HEADS, KEY, VALUE = 16, 2, 24, 20
 # First chunks of runs: one run over both tiles; several in each, one across the border; one run a chunk.
@@ -82,8 +82,8 @@ def test_tiles_equal_a_loop(gate: str, starts: str, repeated: bool, held: bool):
     case = Case(gate, RUNS[starts], repeated)
     after, out = case.expected(held)
     found_after, found_out = case.found(held, exact_scan)
-    assert close(found_out, out) < KERNEL
-    assert np.max(np.abs(found_after - after)) < KERNEL * np.max(np.abs(case.pool))
+    assert close(found_out, out) < TILES
+    assert np.max(np.abs(found_after - after)) < TILES * np.max(np.abs(case.pool))
 
 
 class ThreePasses:
@@ -120,7 +120,7 @@ def test_three_passes_are_enough_for_inputs_of_bf16(gate: str, repeated: bool, m
     _, out = case.expected(True)
     monkeypatch.setattr(tiles, "jnp", ThreePasses())
     error = close(case.found(True, scan_at(tiles.island_precision(jnp.dtype("bfloat16"))))[1], out)
-    assert KERNEL < error < THREE_PASSES  # and it was not the exact product
+    assert TILES < error < THREE_PASSES  # and it was not the exact product
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

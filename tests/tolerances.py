@@ -18,6 +18,9 @@ MISTAKE = 0.07
 
 # One kernel against a float64 loop, relative to the largest element: sums of some hundred terms, each rounded once.
 KERNEL = 2e-6
+# KDA's chunks side by side in tiles: an exponent of up to 40 is rounded by half an ulp, 2e-6, in each of two factors,
+# and the sums of all tiles are one product, in whatever order the machine adds.
+TILES = 4e-6
 
 # Chi-square of tokens drawn against their probabilities, 5 degrees of freedom: the value that one in a thousand fair
 # draws exceeds. Seeds are fixed, so the test never flickers.
