@@ -17,6 +17,7 @@ from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.moe import tile_rows
 from ling3export.model.pages import TILE
 from ling3export.model.parameters import parameters
+from ling3export.operations import FAST, kind, traffic
 from ling3export.targets import Chip
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
@@ -25,7 +26,6 @@ FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after
         "copy-done", "async-done", "slice-done", "opt-barrier", "domain"}  # fmt: skip
 MOVED = ("copy-start", "async-start", "slice-start")  # run beside other work
 LARGE = 10**6  # bytes of a copy worth counting
-FAST = "S(1)"  # the memory space of a chip's own fast memory: a move there is a prefetch, not a copy
 
 
 @dataclass
@@ -35,6 +35,8 @@ class Costs:
     Attributes:
         seconds: Of the compiler's estimates, by opcode.
         bounded: Seconds by bytes of instructions without an estimate, by opcode.
+        kinds: Seconds of both, by kind of operation (``operations.py``).
+        memory_bytes: Through the large memory, without collectives and custom calls.
         overlapped: Seconds by bytes of moves that run beside other work.
         collectives: kind → [count, bytes].
         custom_calls: target → [count, bytes].
@@ -45,6 +47,8 @@ class Costs:
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     bounded: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    kinds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    memory_bytes: float = 0.0
     overlapped: float = 0.0
     collectives: dict[str, list[float]] = field(default_factory=dict)
     custom_calls: dict[str, list[float]] = field(default_factory=dict)
@@ -90,9 +94,9 @@ class Estimator:
         if opcode == "call":
             inner = self._module.computations[instruction.called["to_apply"][0]]
             return self._run(Frame(inner, frame, instruction), times)
-        kind = opcode.removesuffix("-start")
-        if kind in COLLECTIVES:
-            return self._apart(costs.collectives, kind, instruction, times)
+        plain = opcode.removesuffix("-start")
+        if plain in COLLECTIVES:
+            return self._apart(costs.collectives, plain, instruction, times)
         if opcode == "custom-call":
             target = instruction.attributes.partition('custom_call_target="')[2].partition('"')[0]
             return self._apart(costs.custom_calls, target, instruction, times)
@@ -102,15 +106,26 @@ class Estimator:
     def _timed(self, frame: Frame, instruction: Instruction, times: float) -> None:
         costs, opcode = self.costs, instruction.opcode
         moved = self._moved(frame, instruction)
-        result = instruction.shape.split("}, ")[0]
-        if opcode in ("copy", "copy-start") and shape_bytes(result) > LARGE and FAST not in result:
-            costs.copies[instruction.name] = shape_bytes(result)
+        costs.memory_bytes += times * traffic(self._module, frame.computation, instruction)
+        self._copied(frame, instruction)
         if opcode in MOVED:
             costs.overlapped += times * moved / self._chip.bandwidth
-        elif instruction.cycles is not None:
-            costs.seconds[opcode] += times * instruction.cycles / self._chip.clock
+            return
+        if instruction.cycles is not None:
+            seconds = times * instruction.cycles / self._chip.clock
+            costs.seconds[opcode] += seconds
         else:
-            costs.bounded[_bounded_kind(instruction)] += times * moved / self._chip.bandwidth
+            seconds = times * moved / self._chip.bandwidth
+            costs.bounded[_bounded_kind(instruction)] += seconds
+        costs.kinds[kind(self._module, instruction)] += seconds
+
+    def _copied(self, frame: Frame, instruction: Instruction) -> None:
+        """Notes a large copy; one that begins or ends in the fast memory is a prefetch or a writing back."""
+        if instruction.opcode not in ("copy", "copy-start") or FAST in instruction.shape:
+            return
+        source = frame.computation.instructions[instruction.operands[0]]
+        if source.bytes > LARGE and FAST not in source.shape:
+            self.costs.copies[instruction.name] = source.bytes
 
     def _moved(self, frame: Frame, instruction: Instruction) -> int:
         """Bytes that an instruction reads and writes; an update in place does not move what it leaves as it is."""
@@ -173,16 +188,18 @@ def _bounded_kind(instruction: Instruction) -> str:
 
 
 def _add(whole: Costs, part: Costs) -> None:
-    for times, more in ((whole.seconds, part.seconds), (whole.bounded, part.bounded)):
-        for kind, value in more.items():
-            times[kind] += value
+    tables = ((whole.seconds, part.seconds), (whole.bounded, part.bounded), (whole.kinds, part.kinds))
+    for times, more in tables:
+        for name, value in more.items():
+            times[name] += value
+    whole.memory_bytes += part.memory_bytes
     whole.instructions += part.instructions
     whole.overlapped += part.overlapped
     whole.loops += part.loops
     whole.copies |= part.copies
     for left, right in ((whole.collectives, part.collectives), (whole.custom_calls, part.custom_calls)):
-        for kind, (count, moved) in right.items():
-            row = left.setdefault(kind, [0.0, 0.0])
+        for name, (count, moved) in right.items():
+            row = left.setdefault(name, [0.0, 0.0])
             row[0], row[1] = row[0] + count, row[1] + moved
 
 
@@ -227,8 +244,8 @@ def estimate(text: str, chip: Chip, trips: Mapping[str, float]) -> dict[str, Any
 
     Returns:
         ``seconds`` (estimates and bounds together, or the time to move what is moved beside them, if that is more),
-        ``by_opcode``, ``bounded`` (seconds without an estimate), ``collectives``, ``custom_calls``, ``copies``,
-        ``loops``, ``instructions``.
+        ``by_opcode``, ``bounded`` (seconds without an estimate), ``by_kind`` (both), ``memory_bytes`` (through the
+        large memory), ``collectives``, ``custom_calls``, ``copies``, ``loops``, ``instructions``.
     """
     costs = Estimator(parse(text), chip, trips).costs
     return {
@@ -236,8 +253,10 @@ def estimate(text: str, chip: Chip, trips: Mapping[str, float]) -> dict[str, Any
         "estimated": sum(costs.seconds.values()),
         "by_opcode": _rounded(costs.seconds),
         "bounded": _rounded(costs.bounded),
+        "by_kind": _rounded(costs.kinds),
+        "memory_bytes": int(costs.memory_bytes),
         "overlapped": costs.overlapped,
-        "collectives": {kind: {"count": int(c), "bytes": int(b)} for kind, (c, b) in sorted(costs.collectives.items())},
+        "collectives": {name: {"count": int(c), "bytes": int(b)} for name, (c, b) in sorted(costs.collectives.items())},
         "custom_calls": {
             name: {"count": int(c), "bytes": int(b)} for name, (c, b) in sorted(costs.custom_calls.items())
         },
@@ -248,7 +267,7 @@ def estimate(text: str, chip: Chip, trips: Mapping[str, float]) -> dict[str, Any
 
 
 def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
-    return {kind: float(f"{value:.4g}") for kind, value in sorted(seconds.items(), key=lambda row: -row[1]) if value}
+    return {name: float(f"{value:.4g}") for name, value in sorted(seconds.items(), key=lambda row: -row[1]) if value}
 
 
 def floor(
