@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ling3export.hlo import Frame, Instruction, Module, parse, shape_bytes, trip_count
+from ling3export.hlo import Frame, Instruction, Module, parse, trip_count
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.moe import tile_rows

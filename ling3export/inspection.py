@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from ling3export.report_data import peak_bytes
+
 
 def _megabytes(count: float) -> str:
     return f"{count / 1e6:,.2f} MB"
@@ -50,7 +52,7 @@ def _estimates(target: dict[str, Any]) -> list[str]:
     ]
     for name, cell in cells.items():
         memory, estimate = cell["memory"], cell["estimate"]
-        peak = sum(memory[kind] for kind in ("arguments", "outputs", "temporaries", "code")) - memory["alias"]
+        peak = peak_bytes(memory)
         kinds = [f"{row['count']} {kind}" for kind, row in cell["collectives"].items()]
         rows.append(
             (

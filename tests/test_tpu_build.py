@@ -12,16 +12,10 @@ from ling3export.synth import synthesize
 TARGET = "tpu-v6e-2x2-tp4"
 
 
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory):
-    """The micro model for four chips; one build for the whole module (15 s)."""
-    folder = tmp_path_factory.mktemp("tpu")
-    synthesize(folder / "micro", "micro", 0)
-    arguments = ["build", str(folder / "micro"), str(folder / "micro.ling3"), "--target", "tpu:v6e:2x2"]
-    arguments += ["--paddings", "16", "--max-running", "4", "--context", "512"]
-    done = CliRunner().invoke(cli.main, arguments)
-    assert done.exit_code == 0, done.output
-    return folder / "micro.ling3"
+@pytest.fixture
+def artifact(tpu_artifact):
+    """One build for the whole session."""
+    return tpu_artifact
 
 
 def test_the_manifest_names_chips_hosts_and_device_order(artifact):
