@@ -63,11 +63,21 @@ def store(rounds: int, layers: int, folder: Path | None, threads: int) -> None:
     run(folder, layers, rounds, threads)
 
 
+@main.command()
+@click.option("--target", default="tpu:v6e:4x4", show_default=True)
+@click.option("--jobs", type=click.IntRange(1), help="Cells compiled at a time.  [default: one a core]")
+def cells(target: str, jobs: int | None) -> None:
+    """Compiling every cell of the default plan at full size for a machine that is not here."""
+    from bench.cells import main as run
+
+    run(target, jobs)
+
+
 @main.command("all")
 @click.pass_context
 def every(context: click.Context) -> None:
     """Everything, with the defaults."""
-    for command in (startup, speed, store):
+    for command in (startup, speed, store, cells):
         context.invoke(command)
 
 
