@@ -40,6 +40,7 @@ def test_every_cell_is_compiled_priced_and_labelled_as_never_executed(artifact):
         assert cell["lowering"] == {"direct": True, "forward_compatible": False}
         assert all(loop["from"] != "unknown: counted once" for loop in cell["estimate"]["loops"]), cell["estimate"]
         assert not cell["estimate"]["custom_calls"]
+        assert cell["estimate"]["tokens_a_sequence"] == 512  # no more than the context
     assert TARGET not in manifest["vectors"]["receipts"]
 
 
