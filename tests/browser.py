@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -72,6 +73,8 @@ class Page:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._read], [], [], LONG)
+            assert ready, f"the browser said nothing for {LONG} s"
             more = os.read(self._read, 1 << 16)
             assert more, "the browser ended"
             self._buffer += more

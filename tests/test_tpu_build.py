@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 from click.testing import CliRunner
 
 from ling3export import cli
@@ -12,14 +11,8 @@ from ling3export.synth import synthesize
 TARGET = "tpu-v6e-2x2-tp4"
 
 
-@pytest.fixture
-def artifact(tpu_artifact):
-    """One build for the whole session."""
-    return tpu_artifact
-
-
-def test_the_manifest_names_chips_hosts_and_device_order(artifact):
-    target = read_manifest(artifact)["targets"][TARGET]
+def test_the_manifest_names_chips_hosts_and_device_order(tpu_artifact):
+    target = read_manifest(tpu_artifact)["targets"][TARGET]
     assert (target["platform"], target["kind"], target["topology"]) == ("tpu", "v6e", "2x2")
     assert (target["tp"], target["processes"], target["hosts"]) == (4, 1, [[0, 1, 2, 3]])
     assert target["mesh"] == {"axis": "tp", "devices": [0, 1, 3, 2]}  # a ring, not a row
@@ -27,11 +20,11 @@ def test_the_manifest_names_chips_hosts_and_device_order(artifact):
     assert target["requires"]["device_kind"] == "TPU v6 lite"
     assert target["requires"]["devices"] == [0, 1, 3, 2]
     assert set(target["requires"]["plugins"]) == {"libtpu"}
-    assert read_manifest(artifact)["producer"]["libtpu"] == target["requires"]["plugins"]["libtpu"]
+    assert read_manifest(tpu_artifact)["producer"]["libtpu"] == target["requires"]["plugins"]["libtpu"]
 
 
-def test_every_cell_is_compiled_priced_and_labelled_as_never_executed(artifact):
-    manifest = read_manifest(artifact)
+def test_every_cell_is_compiled_priced_and_labelled_as_never_executed(tpu_artifact):
+    manifest = read_manifest(tpu_artifact)
     target = manifest["targets"][TARGET]
     assert sorted(target["cells"]) == ["decode@16", "prefill@16", "sample@1", "sample@16"]
     for cell in target["cells"].values():
@@ -44,8 +37,8 @@ def test_every_cell_is_compiled_priced_and_labelled_as_never_executed(artifact):
     assert TARGET not in manifest["vectors"]["receipts"]
 
 
-def test_donated_state_stays_in_place(artifact):
-    target = read_manifest(artifact)["targets"][TARGET]
+def test_donated_state_stays_in_place(tpu_artifact):
+    target = read_manifest(tpu_artifact)["targets"][TARGET]
     widths = {"bfloat16": 2, "float32": 4, "int32": 4}
     for name in ("decode@16", "prefill@16"):
         memory = target["cells"][name]["memory"]
@@ -58,18 +51,18 @@ def test_donated_state_stays_in_place(artifact):
         assert memory["alias"] >= held
 
 
-def test_inspect_shows_estimates_and_that_nothing_was_executed(artifact):
-    shown = CliRunner().invoke(cli.main, ["inspect", str(artifact)]).output
+def test_inspect_shows_estimates_and_that_nothing_was_executed(tpu_artifact):
+    shown = CliRunner().invoke(cli.main, ["inspect", str(tpu_artifact)]).output
     assert "compiled, not executed" in shown
     assert "tokens a sequence, without collectives: nothing was executed" in shown
     assert "floor ms" in shown
 
 
-def test_verify_checks_digests_and_says_why_it_ran_nothing(artifact):
-    done = CliRunner().invoke(cli.main, ["verify", str(artifact)])
+def test_verify_checks_digests_and_says_why_it_ran_nothing(tpu_artifact):
+    done = CliRunner().invoke(cli.main, ["verify", str(tpu_artifact)])
     assert done.exit_code == 0, done.output
     assert f"{TARGET}: not run here: compiled, not executed; it needs 4 devices of tpu:v6e:2x2 on 1 host" in done.output
-    record = json.loads(CliRunner().invoke(cli.main, ["verify", str(artifact), "--json"]).stdout)
+    record = json.loads(CliRunner().invoke(cli.main, ["verify", str(tpu_artifact), "--json"]).stdout)
     assert "reason" in record["targets"][TARGET]
 
 
