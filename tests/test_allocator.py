@@ -40,7 +40,7 @@ def test_a_lease_goes_back_once():
 
 
 def test_unknown_placement_is_refused():
-    with pytest.raises(ArtifactError, match="state placement: expected replicated, found by_moon, in the manifest"):
+    with pytest.raises(ArtifactError, match="state placement: expected replicated or striped or by_sequence, found by_moon, in the manifest"):
         Allocator(1, 1, 1, "by_moon")
 
 

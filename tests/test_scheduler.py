@@ -7,8 +7,9 @@ import pytest
 
 from fake_backend import VOCAB, FakeBackend, answer
 from ling3export.runners.allocator import Allocator
+from ling3export.runners.calls import Shapes, fitting
 from ling3export.runners.request import Limits, Request, Sampling
-from ling3export.runners.scheduler import Scheduler, Shapes, fitting
+from ling3export.runners.scheduler import Scheduler
 from ling3export.runners.sequence import Sequence
 
 CHUNK = 4
