@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ling3export.runners.allocator import Allocator, Lease
-from ling3export.runners.calls import PrefillFields, Shapes, decode_fields, fitting, sample_fields
+from ling3export.runners.calls import PrefillFields, Shapes, decode_fields, sample_fields
 from ling3export.runners.counters import Counters
 from ling3export.runners.sequence import CallNote, Sequence, now
 
