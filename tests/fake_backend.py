@@ -95,7 +95,9 @@ class FakeBackend:
                 rows.append(None)
                 continue
             if self.home is not None:
-                assert {self.home(int(page)) for page in fields["page_table"][n] if page} == {n * self.devices // padding}
+                assert {self.home(int(page)) for page in fields["page_table"][n] if page} == {
+                    n * self.devices // padding
+                }
             token = int(fields["token"][n])
             token = int(self.last_token[slot]) if token < 0 else token
             state, position = self.recurrent[slot], int(fields["position"][n])

@@ -1,4 +1,4 @@
-"""The engine on real programs in fp32: what a naive loop says, whatever arrives when; streams, striped pages, a soak."""
+"""The engine on real programs in fp32: what a naive loop says, whatever arrives when; streams, striped pages."""
 
 import asyncio
 import random
@@ -100,7 +100,9 @@ def test_striped_pages_give_the_same_tokens(
         tables: list[np.ndarray] = []
         device = engine._loop._turns.scheduler._backend  # type: ignore[union-attr]
         step = device.step  # type: ignore[attr-defined]
-        monkeypatch.setattr(device, "step", lambda p, n, fields: tables.append(fields["page_table"]) or step(p, n, fields))
+        monkeypatch.setattr(
+            device, "step", lambda p, n, fields: tables.append(fields["page_table"]) or step(p, n, fields)
+        )
         for place, tokens in run_in_random_order(engine, 2):
             assert tokens == naive[place], place
         stats = engine.stats()
@@ -121,6 +123,11 @@ class Quiet:
     def advance(self, stage: str, amount: int) -> None: ...
 
 
+def random_mate(rng: random.Random) -> Request:
+    prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 90))]
+    return greedy(prompt, rng.randint(1, 30), sampling=Sampling(1.3, seed=rng.randrange(99)))
+
+
 def test_sampling_depends_on_the_request_alone(artifact: Artifacts):
     """The same request among random mates, three times, at random places of the batch."""
     hot = Sampling(temperature=1.0, top_k=40, top_p=0.9, seed=5)
@@ -129,8 +136,7 @@ def test_sampling_depends_on_the_request_alone(artifact: Artifacts):
     with Engine(artifact(NAME), report=silent) as engine:
         for seed in range(3):
             rng = random.Random(seed)
-            mates = [greedy([rng.randrange(VOCAB) for _ in range(rng.randint(1, 90))], rng.randint(1, 30),
-                            sampling=Sampling(1.3, seed=rng.randrange(99))) for _ in range(rng.randint(0, 12))]  # fmt: skip
+            mates = [random_mate(rng) for _ in range(rng.randint(0, 12))]
             place = rng.randint(0, len(mates))
             found.append(engine.complete([*mates[:place], asked, *mates[place:]])[place].token_ids)
         other = engine.complete([greedy(prompts()[4], sampling=Sampling(1.0, 40, 0.9, 6))])[0].token_ids

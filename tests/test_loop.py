@@ -13,6 +13,7 @@ from fake_backend import VOCAB, FakeBackend, answer
 from ling3export.runners.allocator import Allocator
 from ling3export.runners.calls import Shapes
 from ling3export.runners.counters import Timings
+from ling3export.runners.eval_run import transcript_of
 from ling3export.runners.loop import Loop
 from ling3export.runners.request import Limits, Request, Sampling
 from ling3export.runners.scheduler import Scheduler
@@ -137,6 +138,8 @@ def test_a_ticket_gives_tokens_text_and_times():
     assert 0 <= done.queue_ms == times[0] <= done.ttft_ms == done.token_ms[0] <= done.e2e_ms == done.token_ms[-1]
     assert sum(done.gaps_ms) == pytest.approx(done.e2e_ms - done.ttft_ms)
     assert rig.timings.seconds["first_step"] > 0
+    steps = transcript_of(done).steps
+    assert [(s.t_ms, s.kind, s.bucket, s.n_tokens) for s in steps] == [tuple(step) for step in done.steps]
 
 
 def test_a_stream_says_what_the_completion_says():
