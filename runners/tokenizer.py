@@ -11,7 +11,7 @@ from ling3export.runners import chat
 
 FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
-WINDOW = 16  # tokens decoded again for each new one, at most
+WINDOW = 16  # tokens decoded again for each new one, at most, where each has text
 KEPT = 8  # of them, when the window moves: two characters of four bytes each at least
 HALF = "�"  # what a decoder makes of bytes that are no character, or not yet
 LONGEST = 3  # bytes of an unfinished character: a decoder writes one HALF for all of them, or one for each
@@ -45,8 +45,10 @@ class TextStream:
         whole = _whole(text)
         new, self._done = whole[self._done :], max(self._done, len(whole))
         if len(self._window) > WINDOW:
-            del self._window[:-KEPT]
-            self._done = len(_whole(self._decode(self._window)))
+            done = len(self._decode(self._window[-KEPT:])) - (len(text) - len(whole))
+            if done >= 0:  # else those tokens hardly have text: the window moves later
+                del self._window[:-KEPT]
+                self._done = done
         return self._release(new)
 
     def finish(self) -> str:
