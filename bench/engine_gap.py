@@ -1,17 +1,17 @@
 """Gaps between the tokens of running sequences while a long prompt arrives: ``python -m bench.engine_gap ARTIFACT``.
 
-Eight sequences decode; then a prompt of 4,000 tokens comes. The policy's arm is measured beside two others: prefill
-first (no decode call while there is a prompt to prefill), and small chunks (the largest padding is not used).
+Eight sequences decode; then a prompt of 4,000 tokens comes. The policy is measured beside two others: turns with the
+padding that pays best whoever waits, and prefill first (no decode call while there is a prompt to prefill).
 """
 
 import json
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from ling3export.runners.calls import Shapes
 from ling3export.runners.engine import Engine
 from ling3export.runners.request import Completion, Request
 from ling3export.runners.scheduler import Scheduler
@@ -61,13 +61,21 @@ def prefill_first(scheduler: Scheduler) -> None:
     scheduler._decode = lambda: False if scheduler._prefilling else decode()  # type: ignore[method-assign]
 
 
-def small_chunks(scheduler: Scheduler) -> None:
-    """Without the largest prefill padding."""
-    scheduler._shapes = replace(scheduler._shapes, prefill=scheduler._shapes.prefill[:-1])
+def longest_calls(scheduler: Scheduler) -> None:
+    """The same calls, whether sequences wait for them or not."""
+    shapes = scheduler._shapes
+    scheduler._shapes = Patientless(shapes.prefill, shapes.decode, shapes.chunk, shapes.max_pages, shapes.costs)
+
+
+class Patientless(Shapes):
+    """Chooses as if nobody waited."""
+
+    def paying(self, work: int, *, beside_decode: bool = False) -> int:
+        return super().paying(work)
 
 
 def main() -> None:
-    arms = {"turns": None, "small chunks": small_chunks, "prefill first": prefill_first}
+    arms = {"policy": None, "longest calls": longest_calls, "prefill first": prefill_first}
     found = {}
     with Engine(Path(sys.argv[1]), report=lambda text: None) as engine:
         assert engine._loop._turns is not None

@@ -15,6 +15,8 @@ Fields = dict[str, np.ndarray]
 # What a prefill call costs beside its token slots, in token slots, where the compiler gives no estimate of its time.
 # Measured on cpu: docs/log.md, 2026-11-21, "what a prefill call costs".
 CALL = 32
+# How much more a token's slot may cost in a call that sequences wait for, so that they wait for a shorter one.
+PATIENCE = 1.25
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,23 @@ class Shapes:
             costs = ()
         return cls(prefill, decode, target["state"]["chunk"], target["state"]["max_pages"], costs)
 
-    def paying(self, work: int) -> int:
-        """The prefill padding at which a token of ``work`` token slots costs least; of equals the largest."""
-        costs = self.costs or [padding + CALL for padding in self.prefill]
-        each = {padding: cost / min(work, padding) for padding, cost in zip(self.prefill, costs, strict=True)}
-        return min(self.prefill, key=lambda padding: (each[padding], -padding))
+    def paying(self, work: int, *, beside_decode: bool = False) -> int:
+        """The prefill padding at which a token of ``work`` token slots costs least; of equals the largest.
+
+        Args:
+            work: Token slots that are to be prefilled.
+            beside_decode: Sequences wait for the call. Then paddings are left out beyond the first of whose full calls
+                a slot costs at most PATIENCE times what it costs at best: a shorter call, and little is lost.
+        """
+        costs = dict(zip(self.prefill, self.costs or [padding + CALL for padding in self.prefill], strict=True))
+        most = self.prefill[-1]
+        if beside_decode:
+            slot = {padding: cost / padding for padding, cost in costs.items()}
+            most = next(padding for padding in self.prefill if slot[padding] <= PATIENCE * min(slot.values()))
+        return min(
+            (padding for padding in self.prefill if padding <= most),
+            key=lambda padding: (costs[padding] / min(work, padding), -padding),
+        )
 
 
 class PrefillFields:

@@ -2,12 +2,12 @@
 
 Policy. Requests are admitted in order of arrival, once a slot and the pages of their prompt are free. While there is
 both prefill and decode work the two take turns, call by call: a running sequence never waits for more than one prefill
-call between two decode calls, and a prompt never for more than one decode call between two of its chunks. A prefill
-call takes chunks of as many sequences as fit, oldest first, at the padding at which a token costs least (with work for
-the largest that is the largest). A decode call takes all running sequences at the smallest padding that holds them;
-more than the largest holds take turns. Pages are taken as sequences grow. When none is left, the youngest of those who
-hold what is wanted gives its pages back, and starts again later from its prompt and the tokens it has: the oldest
-always goes on, so nothing deadlocks.
+call between two decode calls, and the oldest prompt never for more than one decode call between two of its own. A
+prefill call takes chunks of as many sequences as fit, oldest first, at the padding at which a token costs least; while
+sequences decode, none that is longer than pays (``Shapes.paying``), so that they wait less. A decode call takes all
+running sequences at the smallest padding that holds them; more than the largest holds take turns. Pages are taken as
+sequences grow. When none is left, the youngest of those who hold what is wanted gives its pages back, and starts again
+later from its prompt and the tokens it has: the oldest always goes on, so nothing deadlocks.
 
 The next call is dispatched before the last one's tokens are read: decode takes its token from the devices. What was
 dispatched for a sequence that turns out to have ended is dropped unread.
@@ -147,7 +147,10 @@ class Scheduler:
         if not self._prefilling:
             return False
         chunk = self._shapes.chunk
-        padding = self._shapes.paying(chunk * sum(-(-s.unstored // chunk) for s in self._prefilling))
+        padding = self._shapes.paying(
+            chunk * sum(-(-s.unstored // chunk) for s in self._prefilling),
+            beside_decode=any(s.sampled < s.limit for s in self._running),
+        )
         call, at = PrefillFields(padding, self._shapes), now()
         done: list[_Row] = []
         used = 0

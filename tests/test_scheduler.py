@@ -278,11 +278,30 @@ def test_a_long_prompt_in_the_middle_is_waited_for_call_by_call():
 
 
 @pytest.mark.parametrize(
-    ("work", "padding"), [(1, 16), (17, 16), (63, 16), (64, 128), (128, 128), (130, 128), (435, 128), (436, 512),
+    ("work", "padding"), [(1, 16), (17, 16), (48, 16), (64, 128), (128, 128), (130, 128), (432, 128), (448, 512),
                           (512, 512), (4000, 512)],
 )  # fmt: skip
 def test_the_padding_that_pays(work, padding):
     assert Shapes((16, 128, 512), (16,), 16, 4).paying(work) == padding
+
+
+@pytest.mark.parametrize(("work", "padding"), [(17, 16), (64, 128), (130, 128), (4000, 128)])
+def test_no_longer_call_than_pays_beside_running_sequences(work, padding):
+    """A slot costs 3, 1.25 and 1.0625: 128 loses less than a quarter."""
+    assert Shapes((16, 128, 512), (16,), 16, 4).paying(work, beside_decode=True) == padding
+    assert Shapes((16, 512), (16,), 16, 4).paying(4000, beside_decode=True) == 512
+
+
+def test_a_long_prompt_takes_shorter_calls_once_it_is_waited_for():
+    for running, paddings in ((0, [512]), (1, [16, 128, 128, 128, 128])):
+        rig = Rig(context=600, pages=400, prefill=(16, 128, 512))
+        for _ in range(running):
+            rig.submit(prompt(random.Random(1), 16), 20)
+            rig.run(1)
+        rig.submit(prompt(random.Random(2), 512), 3)
+        rig.run()
+        assert [padding for phase, padding in rig.backend.calls if phase == "prefill"] == paddings
+        rig.check()
 
 
 def test_the_padding_that_pays_by_the_compilers_estimates():
