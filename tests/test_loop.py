@@ -4,6 +4,7 @@ import asyncio
 import gc
 import random
 import threading
+import time
 import tracemalloc
 from contextlib import aclosing
 
@@ -196,8 +197,9 @@ def test_leaving_a_stream_cancels_the_request(leave):
                 await task
         else:
             await task
-            await asyncio.sleep(0)  # asyncio closes a generator that was left
-            await asyncio.sleep(0)
+            until = time.monotonic() + WAIT
+            while not rig.loop._cancelled and time.monotonic() < until:
+                await asyncio.sleep(0.001)  # asyncio closes a generator that was left, soon
         rig.backend.let_go()
         return await asyncio.to_thread(ticket.result, WAIT)
 
