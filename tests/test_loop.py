@@ -170,24 +170,25 @@ def test_what_a_slow_reader_did_not_take_is_one_piece():
 
 @pytest.mark.parametrize("leave", ["break", "aclose", "task", "wait"])
 def test_leaving_a_stream_cancels_the_request(leave):
-    async def read(ticket, started):
+    async def read(ticket, started, go):
         if leave == "wait":
             started.set()
             return await ticket.wait()
         if leave == "break":
             async for _ in ticket.pieces():
-                return started.set()
+                started.set()
+                return await go.wait()
         async with aclosing(ticket.pieces()) as pieces:
             async for _ in pieces:
                 started.set()
-                if leave == "aclose":
-                    return None
+                await go.wait()
+                return None
 
     async def run(rig):
         rig.backend.hold()
         (ticket,) = rig.submit(request([1, 2, 3], 50))
-        started = asyncio.Event()
-        task = asyncio.create_task(read(ticket, started))
+        started, go = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(read(ticket, started, go))
         await asyncio.to_thread(rig.backend.reach)
         await asyncio.to_thread(rig.backend.let_one)  # the first token is out, a decode step in flight
         await started.wait()
@@ -196,6 +197,7 @@ def test_leaving_a_stream_cancels_the_request(leave):
             with pytest.raises(asyncio.CancelledError):
                 await task
         else:
+            go.set()
             await task
             until = time.monotonic() + WAIT
             while not rig.loop._cancelled and time.monotonic() < until:
