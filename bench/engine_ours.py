@@ -38,13 +38,14 @@ def main() -> None:
 
         driver = Driver(loaded.device, loaded.record)
 
-        def one(ids: list[int]) -> None:
-            driver.device.read(driver.prefill(1, ids))
-            for position in range(len(ids), len(ids) + tokens - 1):
-                driver.device.read(driver.decode(driver.smallest("decode", 1), {1: position}))
+        def one_by_one(prompts: list[list[int]]) -> None:
+            for ids in prompts:
+                driver.device.read(driver.prefill(1, ids))
+                for position in range(len(ids), len(ids) + tokens - 1):
+                    driver.device.read(driver.decode(driver.smallest("decode", 1), {1: position}))
 
         vocabulary = loaded.manifest["config"]["vocab_size"]
-        found = {c: speed(lambda prompts: [one(ids) for ids in prompts], c, prompt, tokens, vocabulary) for c in counts}
+        found = {c: speed(one_by_one, c, prompt, tokens, vocabulary) for c in counts}
     else:
         from ling3export.runners.engine import Engine
 

@@ -1,7 +1,7 @@
 """An artifact that answers requests, in process: many at once, over the slots and pages of its pools."""
 
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as Many
 from pathlib import Path
 from types import TracebackType
@@ -119,7 +119,7 @@ class Engine:
         self, prompt: Prompt, *, max_tokens: int, temperature: float = Sampling.temperature,
         top_k: int = Sampling.top_k, top_p: float = Sampling.top_p, seed: int = Sampling.seed,
         stop: str | Iterable[str] = (), ignore_eos: bool = False,
-    ) -> AsyncIterator[Piece]:  # fmt: skip
+    ) -> AsyncGenerator[Piece, None]:  # fmt: skip
         """One prompt's answer as it comes: ``async for piece in engine.stream(prompt, max_tokens=100)``.
 
         The prompt is checked at once, and submitted when iteration begins. The devices never wait for the reader: what
@@ -213,7 +213,7 @@ class Engine:
     ) -> None:
         self.close()
 
-    async def _pieces(self, request: Request) -> AsyncIterator[Piece]:
+    async def _pieces(self, request: Request) -> AsyncGenerator[Piece, None]:
         (ticket,) = self._loop.submit([request])
         try:
             async for piece in ticket.pieces():

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 
 from ling3export.errors import Ling3Error
@@ -95,7 +95,7 @@ class Ticket:
             self.cancel()
         return self._outcome()
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
         """The answer as it comes; the last piece has the completion. Leaving early cancels the request.
 
         Leaving is: the task is cancelled, ``aclose()``, or a ``break`` (then when the generator is collected).
