@@ -1,5 +1,5 @@
 # Each target does its own set-up. A second run finds the stamp of the first and does none again.
-.PHONY: setup parity fmt lint types test bench demo smoke
+.PHONY: setup parity fmt lint types test bench budgets demo smoke
 .NOTPARALLEL:
 BIN := .venv/bin
 
@@ -27,6 +27,9 @@ test: setup parity
 
 bench: setup
 	$(BIN)/python -m bench $(ARGS)
+
+budgets: setup
+	$(BIN)/python tests/golden_programs.py
 
 demo: setup
 	$(BIN)/ling3export build --paddings 16,128,512 --tp 16 --force

@@ -63,11 +63,46 @@ def store(rounds: int, layers: int, folder: Path | None, threads: int) -> None:
     run(folder, layers, rounds, threads)
 
 
+@main.command()
+@click.option("--target", default="tpu:v6e:4x4", show_default=True)
+@click.option("--jobs", type=click.IntRange(1), help="Cells compiled at a time.  [default: one a core]")
+def cells(target: str, jobs: int | None) -> None:
+    """Compiling every cell of the default plan at full size for a machine that is not here."""
+    from bench.cells import main as run
+
+    run(target, jobs)
+
+
+@main.command()
+@click.option("--checkpoint", type=click.Path(path_type=Path, exists=True), help="[default: the demo checkpoint]")
+@ROUNDS
+@click.option("--tp", "tps", default="1,16", show_default=True, help="Parallelism of our side.")
+@click.option("--counts", default="1,16,64", show_default=True, help="Requests at once.")
+@click.option("--peer/--no-peer", default=True, show_default=True, help="Also transformers; needs `make parity`.")
+def engine(checkpoint: Path | None, rounds: int, tps: str, counts: str, peer: bool) -> None:
+    """Requests at once against a naive loop and transformers' generate; gaps while a long prompt arrives."""
+    from bench.engine import main as run
+    from bench.inputs import numbers
+
+    run(checkpoint, rounds, tps=numbers(tps), counts=numbers(counts), peer=peer)
+
+
+@main.command()
+@click.option("--checkpoint", type=click.Path(path_type=Path, exists=True), help="[default: the demo checkpoint]")
+@click.option("--requests", default=2000, show_default=True)
+@click.option("--tp", default=1, show_default=True)
+def soak(checkpoint: Path | None, requests: int, tp: int) -> None:
+    """Requests that come, finish and leave: slots, pages, threads and memory afterwards."""
+    from bench.soak import main as run
+
+    run(checkpoint, requests, tp)
+
+
 @main.command("all")
 @click.pass_context
 def every(context: click.Context) -> None:
     """Everything, with the defaults."""
-    for command in (startup, speed, store):
+    for command in (startup, speed, store, engine, soak, cells):
         context.invoke(command)
 
 

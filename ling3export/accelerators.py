@@ -104,7 +104,7 @@ def compile_for(
             raise _too_large(error, target, f"{phase}@{padding}") from error
         raw = pjrt.executable_bytes(compiled)
     seconds = round(direct.seconds + time.perf_counter() - started, 3)
-    workload = Workload()
+    workload = Workload(min(Workload.tokens, geometry.max_pages * geometry.page_size))
     found = estimate(compiled.as_text() or "", target.chip, workload.trips(phase, padding, config, geometry))
     record = {
         "call": pjrt.call_record(compiled),

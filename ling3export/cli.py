@@ -197,6 +197,21 @@ def inspect(artifact: Path, as_json: bool) -> None:
 
 @main.command()
 @click.argument("artifact", type=click.Path(path_type=Path))
+@click.argument("out", required=False, type=click.Path(path_type=Path))
+@click.option("--force", is_flag=True, help="Replace OUT if it is there.")
+def report(artifact: Path, out: Path | None, force: bool) -> None:
+    """Write a page about ARTIFACT: its cells, and what they cost.
+
+    Memory, rooflines, estimated times, bytes and collectives of every target, in one HTML file without references to
+    anything outside. OUT defaults to NAME.report.html beside NAME.ling3.
+    """
+    from ling3export.report import write_report
+
+    click.echo(f"wrote {write_report(artifact, out, force=force)}", err=True)
+
+
+@main.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
 @click.option("--target", help="Only this target.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def verify(artifact: Path, target: str | None, as_json: bool) -> None:

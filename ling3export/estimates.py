@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ling3export.hlo import FAST, Computation, Frame, Instruction, Module, parse, shape_bytes, trip_count
+from ling3export.hlo import Frame, Instruction, Module, parse, trip_count
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.moe import LOCAL_ROWS, tile_rows
 from ling3export.model.pages import TILE
 from ling3export.model.parameters import parameters
+from ling3export.operations import FAST, kind, traffic
 from ling3export.targets import Chip
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
@@ -36,24 +37,26 @@ class Costs:
     Attributes:
         seconds: Of the compiler's estimates, by opcode.
         bounded: Seconds by bytes of instructions without an estimate, by opcode.
+        kinds: Seconds of both, by kind of operation (``operations.py``).
+        memory_bytes: Through the large memory, without collectives and custom calls.
         overlapped: Seconds by bytes of moves that run beside other work.
         collectives: kind → [count, bytes].
         custom_calls: target → [count, bytes].
         copies: Names of copies over 1 MB within the large memory, with bytes.
         loops: Where every trip count came from.
         instructions: opcode → how many there are in the program (not how often they run).
-        moved: Bytes read from and written to the large memory; a part of an array that is used alone counts alone.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     bounded: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    kinds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    memory_bytes: float = 0.0
     overlapped: float = 0.0
     collectives: dict[str, list[float]] = field(default_factory=dict)
     custom_calls: dict[str, list[float]] = field(default_factory=dict)
     copies: dict[str, int] = field(default_factory=dict)
     loops: list[dict[str, Any]] = field(default_factory=list)
     instructions: Counter[str] = field(default_factory=Counter)
-    moved: float = 0.0
 
     @property
     def total(self) -> float:
@@ -93,9 +96,9 @@ class Estimator:
         if opcode == "call":
             inner = self._module.computations[instruction.called["to_apply"][0]]
             return self._run(Frame(inner, frame, instruction), times)
-        kind = opcode.removesuffix("-start")
-        if kind in COLLECTIVES:
-            return self._apart(costs.collectives, kind, instruction, times)
+        plain = opcode.removesuffix("-start")
+        if plain in COLLECTIVES:
+            return self._apart(costs.collectives, plain, instruction, times)
         if opcode == "custom-call":
             target = instruction.attributes.partition('custom_call_target="')[2].partition('"')[0]
             return self._apart(costs.custom_calls, target, instruction, times)
@@ -105,18 +108,26 @@ class Estimator:
     def _timed(self, frame: Frame, instruction: Instruction, times: float) -> None:
         costs, opcode = self.costs, instruction.opcode
         moved = self._moved(frame, instruction)
-        result = instruction.shape.split("}, ")[0]
-        costs.moved += times * self._large(frame, instruction)
-        # What was kept in fast memory for a step goes back once: that is its write, not a copy.
-        source = frame.computation.instructions[instruction.operands[0]].shape if instruction.operands else ""
-        if opcode in ("copy", "copy-start") and shape_bytes(result) > LARGE and FAST not in result + source:
-            costs.copies[instruction.name] = shape_bytes(result)
+        costs.memory_bytes += times * traffic(self._module, frame.computation, instruction)
+        self._copied(frame, instruction)
         if opcode in MOVED:
             costs.overlapped += times * moved / self._chip.bandwidth
-        elif instruction.cycles is not None:
-            costs.seconds[opcode] += times * instruction.cycles / self._chip.clock
+            return
+        if instruction.cycles is not None:
+            seconds = times * instruction.cycles / self._chip.clock
+            costs.seconds[opcode] += seconds
         else:
-            costs.bounded[_bounded_kind(instruction)] += times * moved / self._chip.bandwidth
+            seconds = times * moved / self._chip.bandwidth
+            costs.bounded[_bounded_kind(instruction)] += seconds
+        costs.kinds[kind(self._module, instruction)] += seconds
+
+    def _copied(self, frame: Frame, instruction: Instruction) -> None:
+        """Notes a large copy; one that begins or ends in the fast memory is a prefetch or a writing back."""
+        if instruction.opcode not in ("copy", "copy-start") or FAST in instruction.shape:
+            return
+        source = frame.computation.instructions[instruction.operands[0]]
+        if source.bytes > LARGE and FAST not in source.shape:
+            self.costs.copies[instruction.name] = source.bytes
 
     def _moved(self, frame: Frame, instruction: Instruction) -> int:
         """Bytes that an instruction reads and writes; an update in place does not move what it leaves as it is."""
@@ -128,24 +139,6 @@ class Estimator:
         if instruction.opcode in MOVED:  # (operand, result, context)
             return max(0, instruction.bytes - sum(operands)) if "slice" in instruction.opcode else sum(operands)
         return instruction.bytes + sum(operands)
-
-    def _large(self, frame: Frame, instruction: Instruction) -> int:
-        """Bytes between the instruction and the large memory."""
-        if instruction.opcode in MOVED:  # (operand, result, context): one side of a prefetch is fast memory
-            return self._moved(frame, instruction)
-        inner = instruction.called.get("calls")
-        uses = _uses(self._module.computations[inner[0]]) if inner and instruction.opcode == "fusion" else {}
-        total = shape_bytes(instruction.shape, large_memory=True)
-        in_place = 0
-        for number, name in enumerate(instruction.operands):
-            size = shape_bytes(frame.computation.instructions[name].shape, large_memory=True)
-            part, updated = uses.get(number, (None, False))
-            total += size if part is None else min(size, part)
-            in_place += size if updated else 0
-        if instruction.opcode in ("dynamic-update-slice", "scatter"):
-            first = shape_bytes(frame.computation.instructions[instruction.operands[0]].shape, large_memory=True)
-            total -= 2 * first
-        return max(0, total - in_place)
 
     def _bytes(self, frame: Frame, name: str) -> int:
         return frame.computation.instructions[name].bytes
@@ -182,32 +175,6 @@ class Estimator:
         _add(kept, chosen)
 
 
-def _uses(inner: Computation) -> dict[int, tuple[int | None, bool]]:
-    """How a fusion uses its operands: number → (bytes of the parts that it takes, None for all; updated in place)."""
-    users: dict[str, list[Instruction]] = defaultdict(list)
-    for instruction in inner.instructions.values():
-        for name in dict.fromkeys(instruction.operands):
-            users[name].append(instruction)
-    found: dict[int, tuple[int | None, bool]] = {}
-    for name, number in inner.parameters.items():
-        waiting, part, updated, whole = list(users[name]), 0, False, not users[name]
-        source = {name}
-        while waiting:
-            use = waiting.pop()
-            if use.opcode == "bitcast":
-                source.add(use.name)
-                waiting += users[use.name]
-            elif use.opcode in ("slice", "dynamic-slice", "gather"):
-                part += use.bytes
-            elif use.opcode in ("dynamic-update-slice", "scatter") and use.operands[0] in source:
-                part += inner.instructions[use.operands[1 if use.opcode == "dynamic-update-slice" else -1]].bytes
-                updated = True
-            else:
-                whole = True
-        found[number] = (None if whole else part, updated)
-    return found
-
-
 def _scope(instruction: Instruction) -> str:
     """The named scope that the model put right around a loop or a conditional: ``…/pages/while``."""
     parts = instruction.label.split("/")
@@ -223,17 +190,18 @@ def _bounded_kind(instruction: Instruction) -> str:
 
 
 def _add(whole: Costs, part: Costs) -> None:
-    for times, more in ((whole.seconds, part.seconds), (whole.bounded, part.bounded)):
-        for kind, value in more.items():
-            times[kind] += value
+    tables = ((whole.seconds, part.seconds), (whole.bounded, part.bounded), (whole.kinds, part.kinds))
+    for times, more in tables:
+        for name, value in more.items():
+            times[name] += value
+    whole.memory_bytes += part.memory_bytes
     whole.instructions += part.instructions
     whole.overlapped += part.overlapped
-    whole.moved += part.moved
     whole.loops += part.loops
     whole.copies |= part.copies
     for left, right in ((whole.collectives, part.collectives), (whole.custom_calls, part.custom_calls)):
-        for kind, (count, moved) in right.items():
-            row = left.setdefault(kind, [0.0, 0.0])
+        for name, (count, moved) in right.items():
+            row = left.setdefault(name, [0.0, 0.0])
             row[0], row[1] = row[0] + count, row[1] + moved
 
 
@@ -279,8 +247,8 @@ def estimate(text: str, chip: Chip, trips: Mapping[str, float]) -> dict[str, Any
 
     Returns:
         ``seconds`` (estimates and bounds together, or the time to move what is moved beside them, if that is more),
-        ``by_opcode``, ``bounded`` (seconds without an estimate), ``bytes`` moved, ``collectives``, ``custom_calls``,
-        ``copies``, ``loops``, ``instructions``.
+        ``by_opcode``, ``bounded`` (seconds without an estimate), ``by_kind`` (both), ``memory_bytes`` (through the
+        large memory), ``collectives``, ``custom_calls``, ``copies``, ``loops``, ``instructions``.
     """
     costs = Estimator(parse(text), chip, trips).costs
     return {
@@ -288,9 +256,10 @@ def estimate(text: str, chip: Chip, trips: Mapping[str, float]) -> dict[str, Any
         "estimated": sum(costs.seconds.values()),
         "by_opcode": _rounded(costs.seconds),
         "bounded": _rounded(costs.bounded),
+        "by_kind": _rounded(costs.kinds),
+        "memory_bytes": int(costs.memory_bytes),
         "overlapped": costs.overlapped,
-        "bytes": round(costs.moved),
-        "collectives": {kind: {"count": int(c), "bytes": int(b)} for kind, (c, b) in sorted(costs.collectives.items())},
+        "collectives": {name: {"count": int(c), "bytes": int(b)} for name, (c, b) in sorted(costs.collectives.items())},
         "custom_calls": {
             name: {"count": int(c), "bytes": int(b)} for name, (c, b) in sorted(costs.custom_calls.items())
         },
@@ -301,7 +270,7 @@ def estimate(text: str, chip: Chip, trips: Mapping[str, float]) -> dict[str, Any
 
 
 def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
-    return {kind: float(f"{value:.4g}") for kind, value in sorted(seconds.items(), key=lambda row: -row[1]) if value}
+    return {name: float(f"{value:.4g}") for name, value in sorted(seconds.items(), key=lambda row: -row[1]) if value}
 
 
 def floor(

@@ -9,8 +9,7 @@ WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, 
           "u64": 8, "f64": 8}  # fmt: skip
 HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
-ARRAY = re.compile(r"\b([a-z]+[0-9]+|pred)\[([0-9,]*)\](\{[^{}]*\})?")
-FAST = "S(1)"  # the memory space of a chip's own fast memory
+ARRAY = re.compile(r"\b([a-z]+[0-9]+|pred)\[([0-9,]*)\]")
 CALLED = re.compile(
     r"\b(condition|body|calls|to_apply|branch_computations|true_computation|false_computation)="
     r"(\{[^}]*\}|%[\w.\-]+)"
@@ -69,12 +68,10 @@ class Instruction:
         return int(match[1])
 
 
-def shape_bytes(text: str, *, large_memory: bool = False) -> int:
-    """Bytes of every array in a type's text; on request only of those outside the chip's fast memory."""
+def shape_bytes(text: str) -> int:
+    """Bytes of every array in a type's text."""
     total = 0
-    for kind, sizes, layout in ARRAY.findall(text):
-        if large_memory and FAST in layout:
-            continue
+    for kind, sizes in ARRAY.findall(text):
         total += WIDTHS.get(kind, 4) * math.prod(int(size) for size in sizes.split(",") if size)
     return total
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from ling3export.report_data import peak_bytes
+
 
 def _megabytes(count: float) -> str:
     return f"{count / 1e6:,.2f} MB"
@@ -61,14 +63,14 @@ def _estimates(target: dict[str, Any]) -> list[str]:
     ]
     for name, cell in cells.items():
         memory, estimate = cell["memory"], cell["estimate"]
-        peak = sum(memory[kind] for kind in ("arguments", "outputs", "temporaries", "code")) - memory["alias"]
+        peak = peak_bytes(memory)
         kinds = [f"{row['count']} {kind}" for kind, row in cell["collectives"].items()]
         rows.append(
             (
                 name,
                 f"{estimate['seconds'] * 1e3:.3f}",
                 f"{cell['floor']['seconds'] * 1e3:.3f}",
-                f"{estimate['bytes'] / 1e6:,.0f}",
+                f"{estimate['memory_bytes'] / 1e6:,.0f}",
                 f"{sum(cell['floor']['bytes'].values()) / 1e6:,.0f}",
                 f"{sum(estimate['bounded'].values()) * 1e3:.3f}",
                 _megabytes(peak),

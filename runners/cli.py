@@ -54,7 +54,7 @@ main.add_command(evaluate)
     "--prompt-file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help='JSON lines, {"prompt": TEXT} or {"prompt_ids": [ID, ...]}, run as one batch.',
+    help='JSON lines, {"prompt": TEXT}, {"prompt_ids": [ID, ...]} or {"messages": [...]}, run as one batch.',
 )
 @click.option("--max-tokens", type=click.IntRange(1), required=True, help="Generate at most this many tokens.")
 @click.option(
@@ -81,6 +81,7 @@ main.add_command(evaluate)
 @click.option(
     "--seed", type=click.IntRange(0, SEEDS - 1), default=DEFAULTS.seed, show_default=True, help="Of the sampling."
 )
+@click.option("--stop", "stops", multiple=True, metavar="TEXT", help="End the text before this; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on behind an end-of-text token.")
 @click.option(
     "--logits",
@@ -109,8 +110,8 @@ main.add_command(evaluate)
 @guarded
 def generate(
     artifact: Path, prompt: str | None, prompt_ids: tuple[int, ...] | None, prompt_file: Path | None, max_tokens: int,
-    temperature: float, top_k: int, top_p: float, seed: int, ignore_eos: bool, logits: Path | None, force: bool,
-    as_json: bool, target: str | None, programs: str, check: str, stats: bool,
+    temperature: float, top_k: int, top_p: float, seed: int, stops: tuple[str, ...], ignore_eos: bool,
+    logits: Path | None, force: bool, as_json: bool, target: str | None, programs: str, check: str, stats: bool,
 ) -> None:  # fmt: skip
     """Complete prompts with ARTIFACT."""
     prompts = _prompts(prompt, prompt_ids, prompt_file)
@@ -121,7 +122,7 @@ def generate(
     with Engine(artifact, target=target, programs=programs, check=check) as engine:
         completions = engine.generate(
             prompts, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
-            ignore_eos=ignore_eos, logits=logits is not None,
+            stop=stops, ignore_eos=ignore_eos, logits=logits is not None,
             names=["prompt"] if prompt_file is None else line_names(prompt_file, len(prompts)),
         )  # fmt: skip
         if logits is not None:

@@ -18,12 +18,31 @@ class CellCounter:
 
 @dataclass
 class Counters:
-    """What the scheduler did."""
+    """What the scheduler did. One thread counts; ``record`` may be called from any.
+
+    Attributes:
+        cells: By name.
+        tokens_in: Of the prompts that were submitted.
+        tokens_out: That were read.
+        preempted: How often a sequence gave its pages back to start again.
+        started: Requests whose first call was dispatched.
+        queue_seconds: That they waited for it, together.
+        queue_longest: Seconds that one of them waited at most.
+    """
 
     cells: dict[str, CellCounter] = field(default_factory=dict)
     tokens_in: int = 0
     tokens_out: int = 0
     preempted: int = 0
+    started: int = 0
+    queue_seconds: float = 0.0
+    queue_longest: float = 0.0
+
+    def queued(self, seconds: float) -> None:
+        """Notes how long a request waited for its first call."""
+        self.started += 1
+        self.queue_seconds += seconds
+        self.queue_longest = max(self.queue_longest, seconds)
 
     def count(self, phase: str, padding: int, used: int) -> None:
         """Notes a call of ``phase@padding`` that filled ``used`` of its slots."""
@@ -36,13 +55,16 @@ class Counters:
         """As JSON; ``padding_waste`` is the share of slots that held nothing."""
         cells = {
             name: {"calls": cell.calls, "padding_waste": round(1 - cell.used / cell.slots, 4)}
-            for name, cell in sorted(self.cells.items())
+            for name, cell in sorted(self.cells.copy().items())
         }
+        mean = self.queue_seconds / self.started if self.started else 0.0
         return {
             "cells": cells,
             "tokens_in": self.tokens_in,
             "tokens_out": self.tokens_out,
             "preempted": self.preempted,
+            "requests": self.started,
+            "queue_ms": {"mean": round(1e3 * mean, 3), "max": round(1e3 * self.queue_longest, 3)},
         }
 
 

@@ -54,8 +54,12 @@ class Device:
         return token
 
     def read(self, handle: jax.Array) -> np.ndarray:
-        """Waits for an array."""
+        """Waits for an array, and fetches it."""
         return np.asarray(handle)
+
+    def wait(self, handle: jax.Array) -> None:
+        """Waits until an array is computed."""
+        handle.block_until_ready()
 
     def _run(self, name: str, fields: Mapping[str, np.ndarray], batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         cell = self.cells[name]

@@ -1,22 +1,28 @@
 """An artifact that answers requests, in process: many at once, over the slots and pages of its pools."""
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as Many
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ling3export.errors import RequestError
+from ling3export.runners.chat import Message
 from ling3export.runners.loader import load, say
 from ling3export.runners.request import Completion, Limits, Request, Sampling, token_ids
 from ling3export.runners.sequence import Sequence
+from ling3export.runners.ticket import Piece, Ticket
 from ling3export.runners.tokenizer import TokenizerFiles
 
-Prompt = str | Many[int]
+if TYPE_CHECKING:
+    from ling3export.runners.turns import Arrival
+
+Prompt = str | Many[int] | Many[Message]
 
 
 class Engine:
-    """An artifact, loaded. Not thread-safe: one thread drives it.
+    """An artifact, loaded. Any thread and any event loop may use it; a thread of its own drives the devices.
 
     Args:
         artifact: Its folder.
@@ -24,6 +30,7 @@ class Engine:
         programs: ``prebuilt-only``, or ``allow-compile``.
         check: ``all``, or ``programs``: weights are used without checking their digests.
         overlap: Dispatch the next step before the tokens of the last one are read. The tokens are the same.
+        max_requests: Refuse more than this many at once, waiting ones too; None takes any number.
         report: Told what was chosen and why; stderr by default.
 
     Attributes:
@@ -32,6 +39,7 @@ class Engine:
         limits: What one request may ask for.
         verdicts: Of every program.
         timings: Seconds of each stage of the start.
+        files: The tokenizer and the chat template.
 
     Raises:
         ArtifactError: The artifact is missing, damaged, or not for this machine under this policy.
@@ -39,29 +47,35 @@ class Engine:
 
     def __init__(
         self, artifact: str | Path, *, target: str | None = None, programs: str = "prebuilt-only", check: str = "all",
-        overlap: bool = True, report: Callable[[str], None] = say,
+        overlap: bool = True, max_requests: int | None = None, report: Callable[[str], None] = say,
     ) -> None:  # fmt: skip
         loaded = load(artifact, target=target, programs=programs, check=check, report=report)
         # numpy comes with these: it is imported once the environment is set.
         from ling3export.runners.allocator import Allocator
-        from ling3export.runners.scheduler import Scheduler, Shapes
+        from ling3export.runners.calls import Shapes
+        from ling3export.runners.loop import Loop
+        from ling3export.runners.scheduler import Scheduler
+        from ling3export.runners.turns import Turns
 
         self.manifest = loaded.manifest
         self.target = loaded.target
         self.verdicts = loaded.verdicts
         self.timings = loaded.timings
-        state, plan = loaded.record["state"], loaded.manifest["plan"]
+        self.files = TokenizerFiles(loaded.folder, loaded.manifest)
+        record, plan = loaded.record, loaded.manifest["plan"]
+        state = record["state"]
+        self._pools = {"slots": state["slots"], "pages": state["pages"]}
+        self._allocator = Allocator.of(record)
         self.limits = Limits(
             min(plan["context"], state["max_pages"] * state["page_size"]), self.manifest["config"]["vocab_size"],
-            state["pages"], state["page_size"],
+            self._allocator.longest, state["page_size"],
         )  # fmt: skip
-        self._files = TokenizerFiles(loaded.folder, loaded.manifest)
-        self._eos = self._files.eos_token_ids()
         self._compiles = loaded.compiles
-        self._device = loaded.device
-        self._allocator = Allocator.of(state)
-        self._scheduler = Scheduler(loaded.device, Shapes.of(loaded.record), self._allocator, ahead=1 if overlap else 0)
-        self._arrived = 0
+        scheduler = Scheduler(loaded.device, Shapes.of(record), self._allocator, ahead=1 if overlap else 0)
+        self._counters = scheduler.counters
+        turns = Turns(scheduler, sequences(self.limits, self.files))
+        self._loop = Loop(turns, self.timings, max_requests)
+        self._close = weakref.finalize(self, self._loop.close)  # also at the end of the process
 
     def generate(
         self, prompts: Many[Prompt], *, max_tokens: int, temperature: float = Sampling.temperature,
@@ -72,7 +86,7 @@ class Engine:
         """Completes prompts, all together.
 
         Args:
-            prompts: Each a text, or a list of token ids.
+            prompts: Each a text, a list of token ids, or messages for the chat template.
             max_tokens: At most this many tokens each; the context may end one sooner.
             temperature: 0 takes the best token.
             top_k: Keep only the best k tokens; 0 keeps all.
@@ -88,48 +102,108 @@ class Engine:
 
         Raises:
             RequestError: A prompt that can never be served; then none is started.
+            EngineStopped: The engine was closed, or a step failed.
         """
-        if isinstance(prompts, str) or any(isinstance(prompt, int) for prompt in prompts):
+        if isinstance(prompts, str) or any(isinstance(prompt, (int, dict)) for prompt in prompts):
             raise RequestError("prompts: expected a list of prompts, found a single one", "write [prompt]")
         how = Sampling(temperature, top_k, top_p, seed)
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
         names = [f"prompt {number}" for number in range(len(prompts))] if names is None else names
         return self.complete(
             [
-                Request(self._prompt_ids(prompt, name), max_tokens, how, stops, ignore_eos, logits, name)
+                self.request(prompt, max_tokens, how, stop, ignore_eos=ignore_eos, logits=logits, name=name)
                 for prompt, name in zip(prompts, names, strict=True)
             ]
         )
 
-    def complete(self, requests: Many[Request]) -> list[Completion]:
-        """Completes requests, each with settings of its own, all together.
+    def stream(
+        self, prompt: Prompt, *, max_tokens: int, temperature: float = Sampling.temperature,
+        top_k: int = Sampling.top_k, top_p: float = Sampling.top_p, seed: int = Sampling.seed,
+        stop: str | Iterable[str] = (), ignore_eos: bool = False,
+    ) -> AsyncGenerator[Piece, None]:  # fmt: skip
+        """One prompt's answer as it comes: ``async for piece in engine.stream(prompt, max_tokens=100)``.
+
+        The prompt is checked at once, and submitted when iteration begins. The devices never wait for the reader: what
+        it did not take is joined into one piece. Leaving the iteration early cancels the request (``Ticket.pieces``).
 
         Raises:
-            RequestError: A request that can never be served; then none is started.
+            RequestError: It can never be served.
+        """
+        how = Sampling(temperature, top_k, top_p, seed)
+        request = self.request(prompt, max_tokens, how, stop, ignore_eos=ignore_eos)
+        self.check(request)
+        return self._pieces(request)
+
+    def request(
+        self, prompt: Prompt, max_tokens: int, sampling: Sampling | None = None, stop: str | Iterable[str] = (), *,
+        ignore_eos: bool = False, logits: bool = False, name: str = "prompt",
+    ) -> Request:  # fmt: skip
+        """A request of a text, token ids or messages.
+
+        Raises:
+            RequestError: The prompt is none of them, or the artifact has no tokenizer or chat template for it.
+        """
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        ids = self._prompt_ids(prompt, name)
+        return Request(ids, max_tokens, sampling or Sampling(), stops, ignore_eos, logits, name)
+
+    def submit(self, *requests: Request) -> list[Ticket]:
+        """Starts requests, and returns at once: a ticket each, to wait for, read from, or cancel. They arrive together.
+
+        Raises:
+            RequestError: One can never be served; then none is started.
+            QueueFull: There would be more than max_requests; none was started.
+            EngineStopped: The engine was closed, or failed earlier.
         """
         for request in requests:
-            self._check(request)
-        sequences = [self._submit(request) for request in requests]
+            self.check(request)
+        return self._loop.submit(requests)
+
+    def complete(self, requests: Many[Request]) -> list[Completion]:
+        """Completes requests, each with settings of its own, all together; cancels them all if it is interrupted.
+
+        Raises:
+            RequestError, QueueFull, EngineStopped: As ``submit``.
+        """
+        tickets = self.submit(*requests)
         try:
-            self._run(sequences)
-        except BaseException:
-            for sequence in sequences:
-                self._scheduler.cancel(sequence)
-            raise
-        return [sequence.completion() for sequence in sequences]
+            return [ticket.result() for ticket in tickets]
+        finally:
+            for ticket in tickets:
+                ticket.cancel()
+
+    def check(self, request: Request) -> None:
+        """Refuses what can never be served.
+
+        Raises:
+            RequestError: Why, with the sum where something is too large.
+        """
+        self.limits.check(request)
+        if request.stop:
+            self.files.tokenizer(f"{request.name}: stop strings")
+            if "" in request.stop:
+                raise RequestError(
+                    f"{request.name}: expected stop strings of at least one character, found an empty one"
+                )
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start, as JSON: cells, tokens, compiling; and the seconds of the start's stages."""
+        """Counters since the start and what is held now, as JSON; and the seconds of the start's stages."""
+        allocator = self._allocator
         return {
             "target": self.target,
-            **self._scheduler.counters.record(),
+            **self._counters.record(),
+            "live": self._loop.live,
+            "free": {"slots": allocator.free_slots, "pages": allocator.free_pages},
+            "pools": dict(self._pools),
             "compile_events": self._compiles.count,
-            "seconds": {name: round(seconds, 4) for name, seconds in self.timings.seconds.items()},
+            "seconds": {name: round(seconds, 4) for name, seconds in self.timings.seconds.copy().items()},
         }
 
     def close(self) -> None:
-        """Drops programs, weights and state."""
-        del self._device, self._scheduler
+        """Ends the engine's thread and drops programs, weights and state; unfinished requests get EngineStopped.
+
+        May be called again.
+        """
+        self._close()
 
     def __enter__(self) -> "Engine":
         return self
@@ -139,36 +213,42 @@ class Engine:
     ) -> None:
         self.close()
 
+    async def _pieces(self, request: Request) -> AsyncGenerator[Piece, None]:
+        (ticket,) = self._loop.submit([request])
+        try:
+            async for piece in ticket.pieces():
+                yield piece
+        finally:
+            ticket.cancel()
+
     def _prompt_ids(self, prompt: Prompt, name: str) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            if not prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in prompt):
-                raise RequestError(f"{name}: expected text in Unicode, found half a character (a lone surrogate)")
-            return tuple(self._files.tokenizer(f"{name}: text in").encode(prompt))
+            return tuple(self.files.tokenizer(f"{name}: text in").encode(text(prompt, name)))
+        if len(prompt) and isinstance(prompt[0], dict):
+            rendered = self.files.render_chat(prompt, name=name)  # type: ignore[arg-type]
+            return tuple(self.files.tokenizer(f"{name}: text in").encode(text(rendered, name), special=False))
         return token_ids(prompt, name)
 
-    def _check(self, request: Request) -> None:
-        self.limits.check(request)
-        if request.stop:
-            self._files.tokenizer(f"{request.name}: stop strings")
-            if "" in request.stop:
-                raise RequestError(
-                    f"{request.name}: expected stop strings of at least one character, found an empty one"
-                )
 
-    def _submit(self, request: Request) -> Sequence:
-        stream = self._files.tokenizer("text out").stream(request.stop) if self._files.there else None
-        sequence = Sequence(request, self._arrived, self.limits.answer(request), self._eos, stream)
-        self._arrived += 1
-        self._scheduler.submit(sequence)
-        return sequence
+def text(prompt: str, name: str) -> str:
+    """``prompt``, if it is text that has a UTF-8 form.
 
-    def _run(self, sequences: list[Sequence]) -> None:
-        first = "first_step" not in self.timings.seconds
-        while not all(sequence.over for sequence in sequences):
-            if first:
-                with self.timings.stage("first_step"):
-                    while not self._scheduler.step():
-                        pass
-                first = False
-            else:
-                self._scheduler.step()
+    Raises:
+        RequestError: It holds half a character.
+    """
+    if not prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise RequestError(f"{name}: expected text in Unicode, found half a character (a lone surrogate)")
+    return prompt
+
+
+def sequences(limits: Limits, files: TokenizerFiles) -> "Callable[[Arrival], Sequence]":
+    """What makes a sequence of an arrival. It knows no engine, so that its thread keeps none alive."""
+    eos = files.eos_token_ids()
+    tokenizer = files.tokenizer("text out") if files.there else None
+
+    def sequence(arrival: "Arrival") -> Sequence:
+        number, request, at = arrival
+        stream = tokenizer.stream(request.stop) if tokenizer else None
+        return Sequence(request, number, limits.answer(request), eos, stream, at)
+
+    return sequence

@@ -10,9 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from ling3export.errors import RequestError
 from ling3export.runners.eval_tasks import Prompt
-from ling3export.runners.request import Completion, Request, Sampling, token_ids
+from ling3export.runners.request import Completion, Sampling
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,9 @@ class EngineBackend:
         self, artifact: str | Path, *, target: str | None = None, programs: str = "prebuilt-only", check: str = "all"
     ) -> None:
         from ling3export.runners.engine import Engine
-        from ling3export.runners.tokenizer import TokenizerFiles
 
         # No overlap: the setting of the reference evaluation.
         self._engine = Engine(artifact, target=target, programs=programs, check=check, overlap=False)
-        self._files = TokenizerFiles(Path(artifact), self._engine.manifest)
 
     def generate(self, asks: Sequence[Ask]) -> list[Completion]:
         """Completes a batch, in order.
@@ -80,10 +77,12 @@ class EngineBackend:
         """
         return self._engine.complete(
             [
-                Request(self._ids(ask), ask.max_tokens, ask.sampling, ask.stop, logits=ask.logits, name=ask.name)
+                self._engine.request(
+                    ask.prompt, ask.max_tokens, ask.sampling, ask.stop, logits=ask.logits, name=ask.name
+                )
                 for ask in asks
             ]
-        )
+        )  # fmt: skip
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start."""
@@ -117,15 +116,6 @@ class EngineBackend:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._engine.close()
-
-    def _ids(self, ask: Ask) -> tuple[int, ...]:
-        if isinstance(ask.prompt, str):
-            return tuple(self._files.tokenizer(f"{ask.name}: text in").encode(ask.prompt))
-        if ask.prompt and isinstance(ask.prompt[0], dict):
-            raise RequestError(
-                f"{ask.name}: expected a text or token ids, found messages", "write the chat template into the prompt"
-            )
-        return token_ids(ask.prompt, ask.name)
 
 
 def machine_environment() -> dict[str, Any]:

@@ -134,7 +134,7 @@ class InfraError:
             ("nan_logits", FloatingPointError),
         )  # fmt: skip
         for kind, exception in by_type:
-            if isinstance(error, exception):
+            if isinstance(error, exception) or isinstance(error.__cause__, exception):
                 return cls(kind, message)
         lower = message.lower()
         return cls(next((kind for kind, signs in _SIGNS if any(s in lower for s in signs)), "unknown"), message)

@@ -18,6 +18,7 @@ from ling3export.runners.eval_objects import (
     InfraError,
     Outcome,
     RankDivergence,
+    Step,
     Transcript,
     Trial,
     tokens_digest,
@@ -209,6 +210,7 @@ def transcript_of(completion: Completion) -> Transcript:
     """What was said in a completion."""
     return Transcript(
         completion.text or "", list(completion.prompt_ids), list(completion.token_ids), completion.stop_reason,
+        [Step(step.t_ms, step.kind, step.padding, step.tokens) for step in completion.steps],
         ttft_ms=completion.ttft_ms, e2e_ms=completion.e2e_ms,
     )  # fmt: skip
 

@@ -1,13 +1,15 @@
-"""Prompts of the command line: a text, ids, or a file of JSON lines, every mistake named by its line."""
+"""Prompts of the command line: a text, ids, messages, or a file of JSON lines, every mistake named by its line."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 from ling3export.errors import RequestError
+from ling3export.runners.chat import check_messages
 from ling3export.runners.request import token_ids
 
-Prompt = str | tuple[int, ...]
-FIELDS = ("prompt", "prompt_ids")
+Prompt = str | tuple[int, ...] | list[dict[str, Any]]
+FIELDS = ("prompt", "prompt_ids", "messages")
 
 
 def parse_ids(text: str) -> tuple[int, ...]:
@@ -20,7 +22,7 @@ def parse_ids(text: str) -> tuple[int, ...]:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file: a line is ``{"prompt": TEXT}`` or ``{"prompt_ids": [ID, …]}``.
+    """The prompts of a file: a line is ``{"prompt": TEXT}``, ``{"prompt_ids": [ID, …]}`` or ``{"messages": […]}``.
 
     Raises:
         RequestError: The file cannot be read or is empty, or a line is something else.
@@ -44,7 +46,7 @@ def line_names(path: Path, count: int) -> list[str]:
 
 
 def _prompt(line: str, where: str) -> Prompt:
-    wanted = 'expected {"prompt": TEXT} or {"prompt_ids": [ID, ...]}'
+    wanted = 'expected {"prompt": TEXT}, {"prompt_ids": [ID, ...]} or {"messages": [...]}'
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -58,4 +60,7 @@ def _prompt(line: str, where: str) -> Prompt:
         return prompt
     if field == "prompt_ids" and isinstance(prompt, list):
         return token_ids(prompt, where)
+    if field == "messages" and isinstance(prompt, list):
+        check_messages(prompt, where)
+        return prompt
     raise RequestError(f"{where}: {wanted}, found {json.dumps(prompt)[:60]} for {field}")

@@ -1,9 +1,10 @@
 """What is asked for, and what comes back. Refuses at once what can never be served."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ling3export.errors import RequestError
 
@@ -67,6 +68,22 @@ class Request:
     name: str = "request"
 
 
+class Step(NamedTuple):
+    """A call that a request took part in.
+
+    Attributes:
+        t_ms: Milliseconds from submission to its dispatch.
+        kind: ``prefill`` or ``decode``.
+        padding: Of the program that ran.
+        tokens: Of this request that it stored; each of ``decode`` and the last of ``prefill`` gave a token.
+    """
+
+    t_ms: float
+    kind: str
+    padding: int
+    tokens: int
+
+
 @dataclass(frozen=True)
 class Completion:
     """What a request came to.
@@ -75,10 +92,13 @@ class Completion:
         prompt_ids: The prompt as it was run.
         token_ids: Generated ids, with the end-of-text token where that ended them.
         text: Their text without special tokens and without the stop string; None where the artifact has no tokenizer.
-        stop_reason: ``eos``, ``stop`` or ``length``.
-        ttft_ms: Milliseconds from submission to the first token.
+        stop_reason: ``eos``, ``stop``, ``length`` or ``cancelled``.
+        ttft_ms: Milliseconds from submission to the first token; 0 if there is none.
         e2e_ms: Milliseconds from submission to the last one.
         logits: fp32 ``[len(token_ids), vocab]`` if asked for: row i is what token i was taken from.
+        queue_ms: Milliseconds from submission until its first call was dispatched.
+        token_ms: Of each token, milliseconds from submission until it was read.
+        steps: The calls that it took part in, those again that it needed after giving its pages back.
     """
 
     prompt_ids: list[int]
@@ -88,6 +108,14 @@ class Completion:
     ttft_ms: float
     e2e_ms: float
     logits: "np.ndarray | None" = None
+    queue_ms: float = 0.0
+    token_ms: list[float] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        """Milliseconds between tokens."""
+        return [later - earlier for earlier, later in itertools.pairwise(self.token_ms)]
 
 
 @dataclass(frozen=True)
@@ -97,7 +125,7 @@ class Limits:
     Attributes:
         context: Tokens of prompt and answer together.
         vocab_size: Ids are below it.
-        pages: Pages that exist.
+        pages: Pages that one sequence can have.
         page_size: Tokens a page.
     """
 

@@ -1,30 +1,34 @@
-"""Decides what the devices do next: admission, chunked prefill, decode, preemption. Knows no jax.
+"""Decides what the devices do next: admission, chunked prefill, decode, preemption. Knows no jax and no clock.
 
 Policy. Requests are admitted in order of arrival, once a slot and the pages of their prompt are free. While there is
-both prefill and decode work the two take turns, so neither waits for more than one call of the other. A prefill call
-takes chunks of as many sequences as fit, oldest first, at the smallest padding that holds all the work, else the
-largest. A decode call takes all running sequences at the smallest padding that holds them; more than the largest holds
-take turns. Pages are taken as sequences grow. When none is left, the youngest sequence gives its own back and starts
-again later from its prompt and the tokens it has: the oldest always goes on, so nothing deadlocks.
+both prefill and decode work the two take turns, call by call: a running sequence never waits for more than one prefill
+call between two decode calls, and the oldest prompt never for more than one decode call between two of its own. A
+prefill call takes chunks of as many sequences as fit, oldest first, at the padding at which a token costs least; while
+sequences decode, none that is longer than pays (``Shapes.paying``), so that they wait less. A decode call takes all
+running sequences at the smallest padding that holds them; more than the largest holds take turns. Pages are taken as
+sequences grow. When none is left, the youngest of those who hold what is wanted gives its pages back, and starts again
+later from its prompt and the tokens it has: the oldest always goes on, so nothing deadlocks.
 
 The next call is dispatched before the last one's tokens are read: decode takes its token from the devices. What was
 dispatched for a sequence that turns out to have ended is dropped unread.
+
+Every decision follows from what was submitted, cancelled and sampled, in which order: hosts that are given the same
+make the same calls. Times are noted, never asked for.
 """
 
 from bisect import insort
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ling3export.runners.allocator import Allocator
+from ling3export.runners.allocator import Allocator, Lease
+from ling3export.runners.calls import PrefillFields, Shapes, decode_fields, sample_fields
 from ling3export.runners.counters import Counters
-from ling3export.runners.sequence import Sequence
+from ling3export.runners.sequence import CallNote, Sequence, now
 
-Fields = dict[str, np.ndarray]
 Handle = Any  # an array that may still be being computed
 
 
@@ -38,33 +42,10 @@ class Backend(Protocol):
         """Tokens ``[rows]``, also left in the state for the next decode."""
 
     def read(self, handle: Handle) -> np.ndarray:
-        """Waits for an array."""
+        """Waits for an array, and fetches it."""
 
-
-@dataclass(frozen=True)
-class Shapes:
-    """What the artifact's programs take.
-
-    Attributes:
-        prefill: Paddings in token slots, ascending.
-        decode: Paddings in sequences, ascending.
-        chunk: Token slots a chunk.
-        max_pages: Columns of a page table.
-    """
-
-    prefill: tuple[int, ...]
-    decode: tuple[int, ...]
-    chunk: int
-    max_pages: int
-
-    @classmethod
-    def of(cls, target: dict[str, Any]) -> "Shapes":
-        """Those of a manifest's target."""
-        paddings: dict[str, list[int]] = {"prefill": [], "decode": [], "sample": []}
-        for cell in target["cells"].values():
-            paddings[cell["phase"]].append(cell["padding"])
-        prefill, decode = (tuple(sorted(paddings[phase])) for phase in ("prefill", "decode"))
-        return cls(prefill, decode, target["state"]["chunk"], target["state"]["max_pages"])
+    def wait(self, handle: Handle) -> None:
+        """Waits until an array is computed."""
 
 
 class Emitted(NamedTuple):
@@ -75,10 +56,18 @@ class Emitted(NamedTuple):
     text: str
 
 
-class _Call(NamedTuple):
-    """A call whose tokens were not read yet: which sequence each sampled row belongs to."""
+class _Row(NamedTuple):
+    """A row of a call that samples a token: whose, and what the call did for it."""
 
-    rows: list[tuple[int, Sequence]]
+    place: int
+    sequence: Sequence
+    note: CallNote
+
+
+class _Call(NamedTuple):
+    """A call that was not waited for yet. One in the middle of a prompt samples no row, and has no tokens."""
+
+    rows: list[_Row]
     tokens: Handle
     logits: Handle
 
@@ -90,7 +79,7 @@ class Scheduler:
         backend: Runs the programs.
         shapes: Of the programs.
         allocator: Slots and pages.
-        ahead: Calls that may be dispatched before the tokens of an earlier one are read; 0 reads each at once.
+        ahead: Calls that may be dispatched before an earlier one was waited for; 0 waits for each at once.
     """
 
     def __init__(self, backend: Backend, shapes: Shapes, allocator: Allocator, *, ahead: int = 1) -> None:
@@ -105,6 +94,11 @@ class Scheduler:
         self._flight: deque[_Call] = deque()
         self._emitted: list[Emitted] = []
         self._decoded_last = False
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that hold nothing yet."""
+        return len(self._waiting)
 
     @property
     def busy(self) -> bool:
@@ -123,7 +117,7 @@ class Scheduler:
             self._leave(sequence)
 
     def step(self) -> list[Emitted]:
-        """Dispatches one call, and reads the oldest outstanding one where enough are in flight.
+        """Dispatches one call, and waits for the oldest outstanding one where enough are in flight.
 
         Returns:
             The tokens that were read, in order.
@@ -152,65 +146,77 @@ class Scheduler:
         """Dispatches a prefill call; False if there is nothing to prefill."""
         if not self._prefilling:
             return False
-        chunk, paddings = self._shapes.chunk, self._shapes.prefill
-        padding = fitting(chunk * sum(-(-s.unstored // chunk) for s in self._prefilling), paddings)
-        count = padding // chunk
-        fields = {name: np.zeros(count, np.int32) for name in ("chunk_slot", "chunk_start", "chunk_len", "fresh")}
-        fields["tokens"] = np.zeros(padding, np.int32)
-        fields["page_table"] = np.zeros((count, self._shapes.max_pages), np.int32)
-        done: list[tuple[int, Sequence]] = []
-        n = used = 0
+        chunk = self._shapes.chunk
+        padding = self._shapes.paying(
+            chunk * sum(-(-s.unstored // chunk) for s in self._prefilling),
+            beside_decode=any(s.sampled < s.limit for s in self._running),
+        )
+        call, at = PrefillFields(padding, self._shapes), now()
+        done: list[_Row] = []
+        used = 0
         for sequence in list(self._prefilling):
-            stop = min(sequence.known, sequence.stored + (count - n) * chunk)
-            used += stop - sequence.stored
-            for start in range(sequence.stored, stop, chunk):
-                fill_chunk(fields, n, chunk, sequence, start, min(start + chunk, stop))
-                n += 1
-            sequence.stored = stop
-            if stop == sequence.known:
-                done.append((n - 1, sequence))
-                self._prefilling.remove(sequence)
-                self._running.append(sequence)
-            if n == count:
+            if not call.free:
                 break
+            assert sequence.lease is not None
+            taken = call.add(sequence, sequence.lease)
+            used += taken
+            note = CallNote(at, "prefill", padding, taken)
+            if sequence.started is None:
+                sequence.started = at
+                self.counters.queued(at - sequence.arrived)
+            sequence.stored += taken
+            if sequence.unstored:
+                sequence.calls.append(note)
+                continue
+            done.append(_Row(call.last, sequence, note))
+            self._prefilling.remove(sequence)
+            self._running.append(sequence)
         self._decoded_last = False
         self.counters.count("prefill", padding, used)
-        logits = self._backend.step("prefill", padding, fields)
+        logits = self._backend.step("prefill", padding, call.fields)
         if done:
-            self._sample(logits, count, done)
+            self._sample(logits, padding // chunk, done)
+        else:
+            self._flight.append(_Call([], None, logits))
         return True
 
     def _decode(self) -> bool:
-        """Dispatches a decode call; False if nothing can decode."""
+        """Dispatches a decode call; False if no sequence waits for one."""
         rows = self._rows_to_decode()
         if not rows:
             return False
-        padding = fitting(len(rows), self._shapes.decode)
-        fields = {name: np.zeros(padding, np.int32) for name in ("slot", "position", "token")}
-        fields["page_table"] = np.zeros((padding, self._shapes.max_pages), np.int32)
-        places = self._allocator.rows([lease for _, lease in rows], padding)
-        placed = []
-        for place, (sequence, lease) in zip(places, rows, strict=True):
-            fields["slot"][place] = lease.slot
-            fields["position"][place] = sequence.stored
-            fields["token"][place] = -1  # the one that was sampled last is on the devices
-            fields["page_table"][place, : len(lease.pages)] = lease.pages
+        padding, at = rows[0][0], now()
+        placed = [(place, sequence, lease) for _, place, sequence, lease in rows]
+        fields = decode_fields(placed, padding, self._shapes)
+        chosen = {sequence for _, sequence, _ in placed}
+        for sequence in chosen:
             sequence.stored += 1
-            self._running.remove(sequence)
-            self._running.append(sequence)
-            placed.append((place, sequence))
+        # Those of this call go behind those that found no room in it, in the order that they had.
+        self._running = deque(
+            [*(s for s in self._running if s not in chosen), *(sequence for _, sequence, _ in placed)]
+        )
         self._decoded_last = True
         self.counters.count("decode", padding, len(rows))
-        self._sample(self._backend.step("decode", padding, fields), padding, placed)
+        note = CallNote(at, "decode", padding, 1)
+        logits = self._backend.step("decode", padding, fields)
+        self._sample(logits, padding, [_Row(place, sequence, note) for place, sequence, _ in placed])
         return True
 
-    def _rows_to_decode(self) -> list[tuple[Sequence, Any]]:
-        """Sequences of the next decode call with their leases, each grown by the position that the call stores."""
-        ready = [s for s in self._running if s.sampled < s.limit][: self._shapes.decode[-1]]
-        for sequence in sorted(ready, key=attrgetter("index")):  # the oldest first: it never has to give way
+    def _rows_to_decode(self) -> list[tuple[int, int, Sequence, Lease]]:
+        """The next decode call: its padding, and of each row its place, sequence and lease, already grown."""
+        ready = [(s, s.lease) for s in self._running if s.lease is not None and s.sampled < s.limit]
+        room = self._allocator.rows([lease for _, lease in ready], self._shapes.decode[-1])
+        chosen = [s for (s, _), place in zip(ready, room, strict=True) if place is not None]
+        for sequence in sorted(chosen, key=attrgetter("index")):  # the oldest first: it never has to give way
             if sequence.lease is not None:
                 self._grow(sequence)
-        return [(s, s.lease) for s in ready if s.lease is not None]
+        left = [(s, s.lease) for s in chosen if s.lease is not None]
+        for padding in self._shapes.decode:
+            places = self._allocator.rows([lease for _, lease in left], padding)
+            if None not in places:
+                break
+        rows = zip(places, left, strict=True)
+        return [(padding, place, s, lease) for place, (s, lease) in rows if place is not None]
 
     def _grow(self, sequence: Sequence) -> None:
         """Gets the page of the next position; takes it from the youngest sequence if need be, which may be this one."""
@@ -219,7 +225,11 @@ class Scheduler:
                 while self._flight:
                     self._collect()
                 continue
-            self._preempt(max((*self._prefilling, *self._running), key=attrgetter("index")))
+            holders = [
+                s for s in (*self._prefilling, *self._running)
+                if s is sequence or (s.lease is not None and self._allocator.blocks(s.lease, sequence.lease))
+            ]  # fmt: skip
+            self._preempt(max(holders, key=attrgetter("index")))
 
     def _preempt(self, sequence: Sequence) -> None:
         self.counters.preempted += 1
@@ -227,42 +237,37 @@ class Scheduler:
         sequence.stored = 0
         self._queue(sequence)
 
-    def _sample(self, logits: Handle, rows: int, sequences: list[tuple[int, Sequence]]) -> None:
+    def _sample(self, logits: Handle, count: int, rows: list[_Row]) -> None:
         """Dispatches the sampling of the rows that end what is known of their sequences."""
-        integers = {name: np.zeros(rows, np.int32) for name in ("slot", "position", "top_k")}
-        seed = np.zeros(rows, np.uint32)
-        temperature, top_p = np.zeros(rows, np.float32), np.ones(rows, np.float32)
-        for row, sequence in sequences:
-            sampling = sequence.request.sampling
-            assert sequence.lease is not None
-            integers["slot"][row] = sequence.lease.slot
-            integers["position"][row] = sequence.stored
-            integers["top_k"][row] = sampling.top_k
-            temperature[row], top_p[row], seed[row] = sampling.temperature, sampling.top_p, sampling.seed
-            sequence.sampled += 1
-        fields = {**integers, "temperature": temperature, "top_p": top_p, "seed": seed.view(np.int32)}
-        self.counters.count("sample", rows, len(sequences))
-        tokens = self._backend.sample(logits, rows, fields)
-        wanted = any(sequence.request.logits for _, sequence in sequences)
-        self._flight.append(_Call(sequences, tokens, logits if wanted else None))
+        fields = sample_fields([(row.place, row.sequence) for row in rows], count)
+        for row in rows:
+            row.sequence.sampled += 1
+        self.counters.count("sample", count, len(rows))
+        tokens = self._backend.sample(logits, count, fields)
+        wanted = any(row.sequence.request.logits for row in rows)
+        self._flight.append(_Call(rows, tokens, logits if wanted else None))
 
     def _collect(self) -> None:
-        """Reads the oldest call in flight."""
+        """Waits for the oldest call in flight, and reads its tokens."""
         call = self._flight.popleft()
-        tokens = self._backend.read(call.tokens)
+        if not call.rows:
+            self._backend.wait(call.logits)
+            return
+        tokens, at = self._backend.read(call.tokens), now()
         logits = None
-        for row, sequence in call.rows:
+        for place, sequence, note in call.rows:
             if sequence.over:
                 continue
             taken_from = None
             if sequence.request.logits:
                 logits = self._backend.read(call.logits) if logits is None else logits
-                taken_from = logits[row].copy()
-            token = int(tokens[row])
-            text = sequence.accept(token, taken_from)
+                taken_from = logits[place].copy()
+            token = int(tokens[place])
+            sequence.calls.append(note)
+            text = sequence.accept(token, at, taken_from)
             self.counters.tokens_out += 1
             self._emitted.append(Emitted(sequence, token, text))
-        for _, sequence in call.rows:
+        for _, sequence, _ in call.rows:
             if sequence.over and sequence.lease is not None:
                 self._leave(sequence)
 
@@ -274,20 +279,3 @@ class Scheduler:
         if sequence.lease is not None:
             self._allocator.release(sequence.lease)
             sequence.lease = None
-
-
-def fitting(work: int, paddings: tuple[int, ...]) -> int:
-    """The smallest padding that holds ``work``, else the largest."""
-    return next((padding for padding in paddings if padding >= work), paddings[-1])
-
-
-def fill_chunk(fields: Fields, n: int, chunk: int, sequence: Sequence, start: int, stop: int) -> None:
-    """Puts tokens ``start`` to ``stop`` of a sequence into chunk ``n`` of a prefill call."""
-    lease = sequence.lease
-    assert lease is not None
-    fields["tokens"][n * chunk : n * chunk + stop - start] = sequence.tokens(start, stop)
-    fields["chunk_slot"][n] = lease.slot
-    fields["chunk_start"][n] = start
-    fields["chunk_len"][n] = stop - start
-    fields["fresh"][n] = start == 0
-    fields["page_table"][n, : len(lease.pages)] = lease.pages

@@ -1,15 +1,31 @@
 """A request on its way through the scheduler."""
 
-import time
-from typing import TYPE_CHECKING
+from time import perf_counter as now
+from typing import TYPE_CHECKING, NamedTuple
 
-from ling3export.runners.request import Completion, Request
+from ling3export.runners.request import Completion, Request, Step
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ling3export.runners.allocator import Lease
     from ling3export.runners.tokenizer import TextStream
+
+
+class CallNote(NamedTuple):
+    """A call that a sequence took part in.
+
+    Attributes:
+        at: When it was dispatched, on the clock of ``now()``.
+        kind: ``prefill`` or ``decode``.
+        padding: Of the program.
+        tokens: Of this sequence that it stored.
+    """
+
+    at: float
+    kind: str
+    padding: int
+    tokens: int
 
 
 class Sequence:
@@ -21,6 +37,7 @@ class Sequence:
         limit: How many tokens may be generated.
         eos: Ids that end it.
         stream: Turns tokens into text and watches for stop strings; None without a tokenizer.
+        arrived: When it was submitted; None for now.
 
     Attributes:
         generated: Tokens known on the host.
@@ -28,11 +45,15 @@ class Sequence:
         stored: Positions whose state was dispatched. The last sampled token is not among them.
         lease: Slot and pages, while it has them.
         stop_reason: ``eos``, ``stop``, ``length`` or ``cancelled`` once it ended.
+        started: When its first call was dispatched.
+        times: When each token was read.
+        calls: That it took part in, in order.
     """
 
     def __init__(
-        self, request: Request, index: int, limit: int, eos: frozenset[int], stream: "TextStream | None" = None
-    ) -> None:
+        self, request: Request, index: int, limit: int, eos: frozenset[int], stream: "TextStream | None" = None,
+        arrived: float | None = None,
+    ) -> None:  # fmt: skip
         self.request = request
         self.index = index
         self.limit = limit
@@ -45,8 +66,10 @@ class Sequence:
         self.lease: Lease | None = None
         self.stop_reason: str | None = None
         self.text: str | None = None if stream is None else ""
-        self.arrived = time.perf_counter()
-        self.first = self.ended = self.arrived
+        self.arrived = now() if arrived is None else arrived
+        self.started: float | None = None
+        self.times: list[float] = []
+        self.calls: list[CallNote] = []
 
     @property
     def over(self) -> bool:
@@ -78,15 +101,13 @@ class Sequence:
         prompt = self.request.prompt_ids[start:stop]
         return [*prompt, *self.generated[max(start - self.length, 0) : max(stop - self.length, 0)]]
 
-    def accept(self, token: int, row: "np.ndarray | None" = None) -> str:
-        """Takes the next token; sets ``stop_reason`` if it ends the sequence.
+    def accept(self, token: int, at: float, row: "np.ndarray | None" = None) -> str:
+        """Takes the next token, read at ``at``; sets ``stop_reason`` if it ends the sequence.
 
         Returns:
             The text that became certain with it.
         """
-        self.ended = time.perf_counter()
-        if not self.generated:
-            self.first = self.ended
+        self.times.append(at)
         self.generated.append(token)
         if row is not None:
             self.rows.append(row)
@@ -106,19 +127,25 @@ class Sequence:
         return piece
 
     def completion(self) -> Completion:
-        """What it came to.
+        """What it came to, or what there was of it when it was cancelled.
 
         Raises:
-            ValueError: It has not ended, or was cancelled.
+            ValueError: It has not ended.
         """
-        if self.stop_reason is None or self.stop_reason == "cancelled":
-            raise ValueError(f"sequence {self.index}: expected one that ended, found {self.stop_reason or 'running'}")
+        if self.stop_reason is None:
+            raise ValueError(f"sequence {self.index}: expected one that ended, found one that runs")
         logits = None
-        if self.request.logits:
+        if self.request.logits and self.rows:
             import numpy as np
 
             logits = np.stack(self.rows)
+        token_ms = [self._ms(at) for at in self.times]
+        steps = [Step(self._ms(call.at), call.kind, call.padding, call.tokens) for call in self.calls]
         return Completion(
             list(self.request.prompt_ids), list(self.generated), self.text, self.stop_reason,
-            1e3 * (self.first - self.arrived), 1e3 * (self.ended - self.arrived), logits,
+            token_ms[0] if token_ms else 0.0, token_ms[-1] if token_ms else 0.0, logits,
+            0.0 if self.started is None else self._ms(self.started), token_ms, steps,
         )  # fmt: skip
+
+    def _ms(self, at: float) -> float:
+        return 1e3 * (at - self.arrived)

@@ -7,11 +7,14 @@ from typing import Any
 
 from ling3export.artifacts.manifest import read_checked
 from ling3export.errors import ArtifactError, RequestError
+from ling3export.runners import chat
 
 FILE = "tokenizer.json"
-WINDOW = 16  # tokens decoded again for each new one, at most
+CONFIG = "tokenizer_config.json"
+WINDOW = 16  # tokens decoded again for each new one, at most, where each has text
 KEPT = 8  # of them, when the window moves: two characters of four bytes each at least
 HALF = "�"  # what a decoder makes of bytes that are no character, or not yet
+LONGEST = 3  # bytes of an unfinished character: a decoder writes one HALF for all of them, or one for each
 
 
 class TextStream:
@@ -39,12 +42,13 @@ class TextStream:
             return ""
         self._window.append(token)
         text = self._decode(self._window)
-        # An unfinished character is always one HALF at the very end; what stands before it never changes again.
-        whole = text.removesuffix(HALF)
+        whole = _whole(text)
         new, self._done = whole[self._done :], max(self._done, len(whole))
         if len(self._window) > WINDOW:
-            del self._window[:-KEPT]
-            self._done = len(self._decode(self._window).removesuffix(HALF))
+            done = len(self._decode(self._window[-KEPT:])) - (len(text) - len(whole))
+            if done >= 0:  # else those tokens hardly have text: the window moves later
+                del self._window[:-KEPT]
+                self._done = done
         return self._release(new)
 
     def finish(self) -> str:
@@ -67,6 +71,12 @@ class TextStream:
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+
+def _whole(text: str) -> str:
+    """``text`` without the HALFs at its end that may belong to an unfinished character; what is left never changes."""
+    kept = text.rstrip(HALF)
+    return text[: max(len(kept), len(text) - LONGEST)]
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -98,9 +108,9 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of ``text``, with the special tokens that the tokenizer adds by itself."""
-        return list(self._tokenizer.encode(text).ids)
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of ``text``, with the special tokens that the tokenizer adds by itself unless ``special`` is False."""
+        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids`` without special tokens."""
@@ -128,6 +138,7 @@ class TokenizerFiles:
         self._records = {Path(record["path"]).name: record for record in manifest["tokenizer"]}
         self._config = manifest["config"]
         self._tokenizer: Tokenizer | None = None
+        self._template: chat.ChatTemplate | None = None
 
     @property
     def there(self) -> bool:
@@ -157,13 +168,52 @@ class TokenizerFiles:
     def eos_token_ids(self) -> frozenset[int]:
         """Ids that end a text: those of config.json, generation_config.json and tokenizer_config.json together."""
         ids = {*_ids(self._config.get("eos_token_id")), *_ids(self._json("generation_config.json").get("eos_token_id"))}
-        token = self._json("tokenizer_config.json").get("eos_token")
-        if isinstance(token, dict):
-            token = token.get("content")
-        if isinstance(token, str) and self.there:
+        token = _token(self._json(CONFIG).get("eos_token"))
+        if token and self.there:
             named = self.tokenizer("eos_token").id_of(token)
             ids |= set() if named is None else {named}
         return frozenset(ids)
+
+    def render_chat(
+        self, messages: Sequence[chat.Message], *, add_generation_prompt: bool = True, name: str = "messages"
+    ) -> str:
+        """The text of a conversation, by the checkpoint's chat template.
+
+        Args:
+            messages: ``[{"role": TEXT, "content": TEXT}, …]``.
+            add_generation_prompt: End with what begins an answer.
+            name: What messages of errors call it.
+
+        Raises:
+            RequestError: The messages are malformed or refused, or the artifact has no chat template.
+            ArtifactError: The template is broken.
+        """
+        if self._template is None:
+            self._template = self._chat_template(name)
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, name=name)
+
+    def _chat_template(self, name: str) -> chat.ChatTemplate:
+        """That of chat_template.jinja, else of tokenizer_config.json, where it is a text or a list of named ones."""
+        config = self._json(CONFIG)
+        where, source = chat.FILE, None
+        if chat.FILE in self._records:
+            source = read_checked(self._folder, self._records[chat.FILE]).decode(errors="replace")
+        else:
+            where, source = CONFIG, config.get("chat_template")
+            if isinstance(source, list):
+                named = {row.get("name"): row.get("template") for row in source if isinstance(row, dict)}
+                source = named.get("default")
+        if source is None:
+            raise RequestError(
+                f"{name}: expected an artifact with a chat template, found none, in {self._folder}",
+                "give text or token ids, or build from a checkpoint that has a chat template",
+            )
+        if not isinstance(source, str):
+            raise ArtifactError(
+                f"chat template `{where}`: expected a text, found {type(source).__name__}, in {self._folder}"
+            )
+        tokens = {key: token for key, value in config.items() if key.endswith("_token") and (token := _token(value))}
+        return chat.ChatTemplate(source, tokens, where)
 
     def _json(self, name: str) -> dict[str, Any]:
         if name not in self._records:
@@ -173,6 +223,12 @@ class TokenizerFiles:
         except ValueError as error:
             raise ArtifactError(f"tokenizer file `{name}`: expected JSON, found {error}, in {self._folder}") from error
         return value if isinstance(value, dict) else {}
+
+
+def _token(value: object) -> str | None:
+    """The text of a special token of tokenizer_config.json, which is a text or an object with its content."""
+    token = value.get("content") if isinstance(value, dict) else value
+    return token if isinstance(token, str) else None
 
 
 def _ids(value: object) -> list[int]:

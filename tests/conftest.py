@@ -3,7 +3,7 @@
 import os
 import tempfile
 
-from artifacts_fixture import artifact  # noqa: F401  (a fixture)
+from artifacts_fixture import artifact, tpu_artifact  # noqa: F401  (fixtures)
 from ling3export.runners.environment import prepare_cpu
 
 # Never the user's cache; what one test builds may serve another. Removed when the process ends.

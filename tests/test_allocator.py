@@ -5,7 +5,7 @@ import random
 import pytest
 
 from ling3export.errors import ArtifactError
-from ling3export.runners.allocator import Allocator, Lease
+from ling3export.runners.allocator import PLACEMENTS, Allocator, Lease
 
 
 def test_admission_takes_a_slot_and_the_pages_of_its_tokens():
@@ -40,15 +40,72 @@ def test_a_lease_goes_back_once():
 
 
 def test_unknown_placement_is_refused():
-    with pytest.raises(ArtifactError, match="state placement: expected replicated, found by_moon, in the manifest"):
+    said = "state placement: expected replicated or striped or by_sequence, found by_moon, in the manifest"
+    with pytest.raises(ArtifactError, match=said):
         Allocator(1, 1, 1, "by_moon")
 
 
+@pytest.mark.parametrize("placement", ["striped", "by_sequence"])
+def test_pages_that_devices_cannot_share_are_refused(placement):
+    said = rf"state pages: expected a multiple of 4 \({placement} over as many devices\), found 6, in the manifest"
+    with pytest.raises(ArtifactError, match=said):
+        Allocator(2, 6, 4, placement, devices=4)
+
+
+def test_striped_pages_go_round_the_devices():
+    """Page n is on device (n - 1) mod 4; page j of a sequence has to be on device j mod 4."""
+    allocator = Allocator(slots=3, pages=12, page_size=1, placement="striped", devices=4)
+    first, second = allocator.admit(6), allocator.admit(1)
+    assert first is not None and second is not None
+    assert (first.pages, second.pages) == ([1, 2, 3, 4, 5, 6], [9])
+    third = allocator.admit(1)
+    assert third is None, "nothing is left on device 0, though seven pages are free"
+    assert allocator.blocks(second, first) is False, "its next page is on device 2"
+    assert allocator.grow(second, 2) and second.pages == [9, 10]
+    allocator.release(first)
+    assert allocator.longest == 12
+    assert (allocator.free_slots, allocator.free_pages) == (2, 10)
+
+
+def test_by_sequence_gives_each_sequence_a_home():
+    """Device d has pages 3d + 1 … 3d + 3; sequences go where fewest live."""
+    allocator = Allocator(slots=9, pages=12, page_size=1, placement="by_sequence", devices=4, rows=8)
+    leases = [allocator.admit(2) for _ in range(4)]
+    assert [(lease.home, lease.pages) for lease in leases if lease] == [
+        (0, [1, 2]), (1, [4, 5]), (2, [7, 8]), (3, [10, 11])
+    ]  # fmt: skip
+    assert allocator.admit(2) is None
+    fifth = allocator.admit(1)
+    assert fifth is not None and (fifth.home, fifth.pages) == (0, [3])
+    assert not allocator.grow(fifth, 2)
+    assert leases[0] is not None and leases[1] is not None
+    assert allocator.blocks(leases[0], fifth) and not allocator.blocks(leases[1], fifth)
+    assert allocator.longest == 3
+
+
+def test_by_sequence_rows_are_those_of_the_home():
+    """Row r of B is on device r·TP // B."""
+    allocator = Allocator(slots=9, pages=36, page_size=1, placement="by_sequence", devices=4, rows=8)
+    leases = [lease for lease in (allocator.admit(1) for _ in range(9)) if lease]
+    assert [lease.home for lease in leases] == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+    assert allocator.rows(leases, 8) == [0, 2, 4, 6, 1, 3, 5, 7, None]
+    assert allocator.rows(leases[1:3], 4) == [1, 2]
+    assert allocator.rows(leases[:4], 2) == [0, None, 1, None], "two rows serve devices 0 and 2 alone"
+
+
+def test_by_sequence_never_lives_where_no_row_is():
+    allocator = Allocator(slots=4, pages=8, page_size=1, placement="by_sequence", devices=4, rows=2)
+    assert [lease.home for lease in (allocator.admit(1) for _ in range(4)) if lease] == [0, 2, 0, 2]
+    assert allocator.admit(1) is None
+
+
 @pytest.mark.parametrize("seed", range(20))
-def test_nothing_leaks_and_nothing_is_shared(seed):
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_nothing_leaks_and_nothing_is_shared(seed, placement):
     rng = random.Random(seed)
-    slots, pages, size = rng.randint(1, 6), rng.randint(1, 20), rng.choice([1, 4, 16])
-    allocator = Allocator(slots, pages, size)
+    devices = rng.choice([1, 2, 4])
+    slots, pages, size = rng.randint(1, 6), devices * rng.randint(1, 10), rng.choice([1, 4, 16])
+    allocator = Allocator(slots, pages, size, placement, devices)
     held: list[Lease] = []
     for _ in range(500):
         action = rng.random()
@@ -68,9 +125,14 @@ def test_nothing_leaks_and_nothing_is_shared(seed):
         assert len({lease.slot for lease in held}) == len(held) == slots - allocator.free_slots
         assert all(1 <= page <= pages for page in taken)
         assert all(1 <= lease.slot <= slots for lease in held)
+        for lease in held:
+            where = [(page - 1) % devices if placement == "striped" else (page - 1) // (pages // devices)
+                     for page in lease.pages]  # fmt: skip
+            wanted = [j % devices if placement == "striped" else lease.home for j in range(len(where))]
+            assert placement == "replicated" or where == wanted
     for lease in held:
         allocator.release(lease)
     assert (allocator.free_slots, allocator.free_pages) == (slots, pages)
-    whole = allocator.admit(pages * size)
+    whole = allocator.admit(allocator.longest * size)
     assert whole is not None
-    assert sorted(whole.pages) == list(range(1, pages + 1))
+    assert sorted(whole.pages) == list(range(1, allocator.longest + 1))

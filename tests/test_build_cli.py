@@ -37,7 +37,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "command",
-    ["", "build", "cache", "cache status", "cache lookup", "cache cleanup", "inspect", "synth", "verify"],
+    ["", "build", "cache", "cache status", "cache lookup", "cache cleanup", "inspect", "report", "synth", "verify"],
 )
 def test_help_is_golden(command):
     arguments = [*command.split(), "--help"]

@@ -95,50 +95,6 @@ def test_loops_count_as_often_as_they_run():
     assert found["collectives"] == {"all-reduce": {"count": 6, "bytes": 6 * 32}}
     assert found["custom_calls"] == {"tpu_custom_call": {"count": 1, "bytes": 32}}
     assert found["copies"] == {"twin": 2 * 1024 * 1024}
-    # The loop's fusion, its conditions, the copy, the sort, and a fusion of the branch.
-    assert found["bytes"] == 6 * 4 * 2 * 40 + (6 * 5 + 7) * 9 + 2 * 2 * 1024 * 1024 + 2 * 32 + 2 * 32
-
-
-def test_what_goes_back_from_fast_memory_is_no_copy():
-    kept = module().replace(
-        "%twin = bf16[1024,1024]{1,0:T(8,128)(2,1)} copy(%big)",
-        "%near = bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)} copy(%big)\n"
-        "  %twin = bf16[1024,1024]{1,0:T(8,128)(2,1)} copy(%near)",
-    )
-    found = estimate(kept, CHIP, {})
-    assert found["copies"] == {}
-    assert found["bytes"] == estimate(module(), CHIP, {})["bytes"]  # read once, written once
-
-
-SLICED = """\
-HloModule parts
-
-%taken (stack: bf16[8,256], index: s32[]) -> bf16[1,256] {
-  %stack = bf16[8,256]{1,0} parameter(0)
-  %index = s32[] parameter(1)
-  %view = bf16[8,256]{1,0} bitcast(%stack)
-  ROOT %one = bf16[1,256]{1,0} dynamic-slice(%view, %index, %index), dynamic_slice_sizes={1,256}
-}
-
-%put (pool: bf16[8,256], row: bf16[1,256], at: s32[]) -> bf16[8,256] {
-  %pool = bf16[8,256]{1,0} parameter(0)
-  %row = bf16[1,256]{1,0} parameter(1)
-  %at = s32[] parameter(2)
-  ROOT %updated = bf16[8,256]{1,0} dynamic-update-slice(%pool, %row, %at, %at)
-}
-
-ENTRY %main (a: bf16[8,256], n: s32[]) -> bf16[8,256] {
-  %a = bf16[8,256]{1,0} parameter(0)
-  %n = s32[] parameter(1)
-  %part = bf16[1,256]{1,0:S(1)} fusion(%a, %n), kind=kLoop, calls=%taken
-  ROOT %back = bf16[8,256]{1,0} fusion(%a, %part, %n), kind=kLoop, calls=%put
-}
-"""
-
-
-def test_of_an_array_only_what_is_used_is_moved():
-    """A row is read into fast memory, and written back into its place: two rows, and the index twice."""
-    assert estimate(SLICED, CHIP, {})["bytes"] == 2 * 512 + 2 * 4
 
 
 def test_the_experts_of_512_rows_are_read_as_fast_as_they_are_computed():

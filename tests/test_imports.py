@@ -40,6 +40,7 @@ WITHOUT_JAX = [
     "ling3export.cli",
     "ling3export.model.config",
     "ling3export.reference",
+    "ling3export.report",
     "ling3export.runners.cli",
     "ling3export.runners.environment",
     "ling3export.runners.eval_cli",

@@ -13,6 +13,7 @@ from ling3export.runners import pjrt, recompile
 from ling3export.runners.engine import Engine
 from ling3export.runners.loader import load
 from ling3export.runners.recompile import cache_folder
+from ling3export.runners.ticket import Ticket
 
 PROMPTS = [[1, 2, 3], [5] * 20, [7] * 40, [300], [100, 200, 4]]
 
@@ -214,7 +215,7 @@ def test_text_in_and_out(built):
         completion = engine.generate(["the time"], max_tokens=12, ignore_eos=True)[0]
         tokens, _ = toy_artifact.answer(completion.prompt_ids, 12)
         assert completion.token_ids == tokens
-        tokenizer = engine._files.tokenizer("test")
+        tokenizer = engine.files.tokenizer("test")
         assert completion.text == tokenizer.decode(tokens)
         assert tokenizer.decode(completion.prompt_ids) == "the time"
 
@@ -304,19 +305,13 @@ def test_a_request_larger_than_the_pool_is_refused_with_the_sum(artifact):
 
 def test_an_interrupted_batch_leaves_nothing_behind(built, monkeypatch):
     with Engine(built) as engine:
-        step, calls = engine._scheduler.step, []
-
-        def interrupted():
-            calls.append(0)
-            if len(calls) == 4:
-                raise KeyboardInterrupt
-            return step()
-
-        monkeypatch.setattr(engine._scheduler, "step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            engine.generate(PROMPTS, max_tokens=12)
-        assert (engine._allocator.free_slots, engine._allocator.free_pages) == (toy_artifact.SLOTS, toy_artifact.PAGES)
+        before = engine.stats()["free"]
+        with monkeypatch.context() as patch:
+            patch.setattr(Ticket, "result", lambda ticket: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate([[1, 2, 3]] * 5, max_tokens=60, ignore_eos=True)
         check_tokens(engine)
+        assert (engine.stats()["live"], engine.stats()["free"]) == (0, before)
 
 
 def test_the_stats_line_is_json(built):

@@ -20,8 +20,9 @@ Usage: ling3-runner generate [OPTIONS] ARTIFACT
 Options:
   --prompt TEXT                   Text to complete.
   --prompt-ids ID,ID,...          Token ids to complete.
-  --prompt-file FILE              JSON lines, {"prompt": TEXT} or {"prompt_ids":
-                                  [ID, ...]}, run as one batch.
+  --prompt-file FILE              JSON lines, {"prompt": TEXT}, {"prompt_ids":
+                                  [ID, ...]} or {"messages": [...]}, run as one
+                                  batch.
   --max-tokens INTEGER RANGE      Generate at most this many tokens.  [x>=1;
                                   required]
   --temperature FLOAT RANGE       0 takes the best token.  [default: 0.0; x>=0]
@@ -31,6 +32,7 @@ Options:
                                   probability.  [default: 1.0; 0<x<=1]
   --seed INTEGER RANGE            Of the sampling.  [default: 0;
                                   0<=x<=4294967295]
+  --stop TEXT                     End the text before this; may be repeated.
   --ignore-eos                    Go on behind an end-of-text token.
   --logits OUT.npz                Write tokens [n] and the logits [n, vocab]
                                   that they were taken from.
@@ -98,7 +100,10 @@ def test_a_prompt_file_runs_as_one_batch_in_order(artifact, tmp_path):
             np.testing.assert_array_equal(arrays[f"logits.{i}"], logits)
     stats = json.loads(done.stderr.removeprefix("stats: "))
     assert stats["compile_events"] == 0
-    assert stats["tokens_out"] == 30
+    assert (stats["tokens_in"], stats["tokens_out"], stats["requests"], stats["preempted"]) == (37, 30, 5, 0)
+    assert set(stats["cells"]["prefill@16"]) == {"calls", "padding_waste"}
+    assert 0 <= stats["queue_ms"]["mean"] <= stats["queue_ms"]["max"]
+    assert (stats["live"], stats["free"]) == (0, stats["pools"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logits.npz", "p.jsonl"]
 
 
@@ -154,6 +159,8 @@ def test_bad_input_ends_with_a_code_and_a_reason(artifact, arguments, code, mess
         ('{"prompt": "a", "prompt_ids": [1]}', "found the fields prompt, prompt_ids"),
         ('{"text": "a"}', "found the fields text"),
         ('{"prompt": 1}', "found 1 for prompt"),
+        ('{"messages": "hello"}', 'found "hello" for messages'),
+        ('{"messages": [{"role": "user"}]}', "found no content at place 0"),
         ('{"prompt_ids": "1"}', 'found "1" for prompt_ids'),
         ('{"prompt_ids": [true]}', "expected token ids, found True at place 0"),
         ('{"prompt_ids": [320]}', "expected token ids from 0 to 319, found 320 at place 0"),
@@ -172,6 +179,26 @@ def test_a_bad_line_of_a_prompt_file_is_named(artifact, tmp_path, line, message)
 def test_prompt_files_take_both_kinds_of_lines(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "日本\\u2028x"}\n{"prompt_ids": [1, 2]}\n', encoding="utf-8")
     assert read_prompts(tmp_path / "p.jsonl") == ["日本\u2028x", (1, 2)]
+
+
+def test_messages_go_through_the_chat_template(artifact, tmp_path):
+    """The toy's tokenizer has every byte and the special tokens: 318 is <role>, 319 </role>, 317 <|role_end|>."""
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "A"}]}))
+    done = run(artifact, "--prompt-file", path, "--max-tokens", 2, "--json")
+    text = b"HUMAN"
+    assert done.exit_code == 0, done.stderr
+    ids = json.loads(done.stdout)["prompt_ids"]
+    assert (ids[0], len(ids)) == (318, 2 + len(text) + 2 + 2 + len(b"ASSISTANT"))
+
+
+def test_stop_strings_end_the_text_before_them(artifact):
+    whole = json.loads(run(artifact, "--prompt-ids", "1,2,3", "--max-tokens", 12, "--ignore-eos", "--json").stdout)
+    stop = whole["text"][3:5]
+    done = run(artifact, "--prompt-ids", "1,2,3", "--max-tokens", 12, "--ignore-eos", "--json", "--stop", "no such",
+               "--stop", stop)  # fmt: skip
+    record = json.loads(done.stdout)
+    assert (record["text"], record["stop_reason"]) == (whole["text"][: whole["text"].index(stop)], "stop")
 
 
 def test_the_command_makes_its_own_devices_and_compiles_nothing(artifact, tmp_path):

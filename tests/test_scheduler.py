@@ -7,8 +7,9 @@ import pytest
 
 from fake_backend import VOCAB, FakeBackend, answer
 from ling3export.runners.allocator import Allocator
+from ling3export.runners.calls import Shapes, fitting
 from ling3export.runners.request import Limits, Request, Sampling
-from ling3export.runners.scheduler import Scheduler, Shapes, fitting
+from ling3export.runners.scheduler import Scheduler
 from ling3export.runners.sequence import Sequence
 
 CHUNK = 4
@@ -17,10 +18,16 @@ CHUNK = 4
 class Rig:
     """A scheduler on a fake backend."""
 
-    def __init__(self, slots=4, pages=40, page_size=4, prefill=(4, 16), decode=(2, 4), context=80, ahead=1):
+    def __init__(
+        self, slots=4, pages=40, page_size=4, prefill=(4, 16), decode=(2, 4), context=80, ahead=1,
+        placement="replicated", devices=1,
+    ):  # fmt: skip
         self.backend = FakeBackend(slots, pages, page_size, CHUNK)
-        self.allocator = Allocator(slots, pages, page_size)
-        self.limits = Limits(context, VOCAB, pages, page_size)
+        self.allocator = Allocator(slots, pages, page_size, placement, devices, decode[-1])
+        if placement == "by_sequence":
+            self.backend.home = lambda page: (page - 1) // (pages // devices)
+            self.backend.devices = devices
+        self.limits = Limits(context, VOCAB, self.allocator.longest, page_size)
         shapes = Shapes(prefill, decode, CHUNK, -(-context // page_size))
         self.scheduler = Scheduler(self.backend, shapes, self.allocator, ahead=ahead)
         self.sequences: list[Sequence] = []
@@ -89,6 +96,42 @@ def test_random_arrivals_finishes_and_cancels(seed, ahead):
         ended = "eos" if sequence.eos.intersection(sequence.generated) else "length"
         assert sequence.stop_reason in ("cancelled", ended)
     assert rig.scheduler.counters.tokens_out == len(emitted)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("placement", ["striped", "by_sequence"])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_arrivals_in_pools_that_devices_share(seed, placement, ahead):
+    """Also with fewer rows than devices, and so few pages that sequences give theirs back."""
+    rng = random.Random(seed)
+    devices = rng.choice([2, 4])
+    rig = Rig(
+        slots=rng.randint(1, 8), pages=devices * rng.choice([20, 24]), ahead=ahead, placement=placement,
+        devices=devices, decode=rng.choice([(1,), (2, 4), (4, 8)]),
+    )  # fmt: skip
+    for _ in range(60):
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            rig.submit(prompt(rng, rng.randint(1, 40)), rng.randint(1, 40), seed=rng.randrange(9), temperature=1.0)
+        rig.scheduler.step()
+        if rig.sequences and rng.random() < 0.1:
+            rig.scheduler.cancel(rng.choice(rig.sequences))
+    rig.run()
+    rig.check()
+    assert {sequence.stop_reason for sequence in rig.sequences} <= {"length", "cancelled"}
+    assert rig.scheduler.waiting == 0 and not rig.scheduler.busy
+
+
+def test_who_gives_way_holds_what_is_wanted():
+    """By sequence: the youngest of the home that ran dry, not the youngest of all."""
+    rig = Rig(slots=4, pages=40, placement="by_sequence", devices=2, decode=(4,))
+    for seed, (length, tokens) in enumerate(((4, 40), (30, 20), (30, 40), (4, 24))):  # at homes 0, 1, 0, 1
+        rig.submit(prompt(random.Random(seed), length), tokens)
+    while not rig.scheduler.counters.preempted:
+        rig.scheduler.step()
+    assert [s.index for s in rig.sequences if s.lease is None and not s.over] == [2]
+    assert rig.sequences[3].lease is not None, "it is younger, and at the other home"
+    rig.run()
+    rig.check()
 
 
 def test_the_pool_running_dry_preempts_the_youngest_and_changes_no_token():
@@ -203,6 +246,72 @@ def test_samples_do_not_depend_on_neighbours():
     crowd.submit([9, 8, 7], 10, seed=3, temperature=1.0)
     crowd.run()
     assert crowd.sequences[-1].generated == alone.sequences[0].generated
+
+
+def test_two_runs_of_the_same_commands_make_the_same_calls():
+    """Hosts replay what the first one was asked: no clock and no chance may decide."""
+    runs = []
+    for _ in range(2):
+        rng = random.Random(7)
+        rig = Rig(pages=24)
+        for _ in range(80):
+            if rng.random() < 0.4:
+                rig.submit(prompt(rng, rng.randint(1, 30)), rng.randint(1, 30))
+            rig.scheduler.step()
+            if rig.sequences and rng.random() < 0.1:
+                rig.scheduler.cancel(rng.choice(rig.sequences))
+        rig.run()
+        runs.append((rig.backend.calls, rig.scheduler.counters.cells))
+    assert runs[0] == runs[1] and len(runs[0][0]) > 200
+
+
+def test_a_long_prompt_in_the_middle_is_waited_for_call_by_call():
+    """Chunks that give no token are waited for too: else all of them would be dispatched at once."""
+    rig = Rig(context=200, pages=100, prefill=(16,))
+    rig.submit(prompt(random.Random(1), 100), 2)
+    for step in range(1, 7):
+        rig.scheduler.step()
+        assert len(rig.backend.calls) == step
+        assert rig.backend.waited == max(0, step - 1)
+    rig.run()
+    rig.check()
+
+
+@pytest.mark.parametrize(
+    ("work", "padding"), [(1, 16), (17, 16), (48, 16), (64, 128), (128, 128), (130, 128), (432, 128), (448, 512),
+                          (512, 512), (4000, 512)],
+)  # fmt: skip
+def test_the_padding_that_pays(work, padding):
+    assert Shapes((16, 128, 512), (16,), 16, 4).paying(work) == padding
+
+
+@pytest.mark.parametrize(("work", "padding"), [(17, 16), (64, 128), (130, 128), (4000, 128)])
+def test_no_longer_call_than_pays_beside_running_sequences(work, padding):
+    """A slot costs 3, 1.25 and 1.0625: 128 loses less than a quarter."""
+    assert Shapes((16, 128, 512), (16,), 16, 4).paying(work, beside_decode=True) == padding
+    assert Shapes((16, 512), (16,), 16, 4).paying(4000, beside_decode=True) == 512
+
+
+def test_a_long_prompt_takes_shorter_calls_once_it_is_waited_for():
+    for running, paddings in ((0, [512]), (1, [16, 128, 128, 128, 128])):
+        rig = Rig(context=600, pages=400, prefill=(16, 128, 512))
+        for _ in range(running):
+            rig.submit(prompt(random.Random(1), 16), 20)
+            rig.run(1)
+        rig.submit(prompt(random.Random(2), 512), 3)
+        rig.run()
+        assert [padding for phase, padding in rig.backend.calls if phase == "prefill"] == paddings
+        rig.check()
+
+
+def test_the_padding_that_pays_by_the_compilers_estimates():
+    """Where a call costs the same at any padding, the largest always pays; a manifest says so."""
+    cells = {
+        f"{phase}@{padding}": {"phase": phase, "padding": padding, "estimated_seconds": cost}
+        for phase, padding, cost in (("prefill", 16, 2e-3), ("prefill", 512, 2e-3), ("decode", 8, 1e-3))
+    }
+    shapes = Shapes.of({"cells": cells, "state": {"chunk": 16, "max_pages": 4}})
+    assert [shapes.paying(work) for work in (16, 17, 600)] == [512, 512, 512]
 
 
 def test_fitting():

@@ -40,6 +40,29 @@ def test_no_piece_holds_half_a_character(tokenizer):
     assert pieces(tokenizer.stream(), ids) == ["", "", "日", "", "", "本", "", "", "語", "", "", "", "🎉", "", "é", ""]
 
 
+@pytest.mark.parametrize("text", ["日本語🎉é.", "a日b", "🎉🎉", "x"])
+def test_no_half_where_a_decoder_writes_one_mark_a_byte(text):
+    """A decoder that falls back to bytes writes as many marks as an unfinished character has bytes."""
+
+    def decode(ids):
+        shown, rest = "", bytes(ids)
+        while rest:
+            for size in range(1, 5):
+                try:
+                    shown += rest[:size].decode()
+                except UnicodeDecodeError:
+                    continue
+                rest = rest[size:]
+                break
+            else:
+                shown, rest = shown + "�", rest[1:]
+        return shown
+
+    parts = pieces(TextStream(decode), text.encode() * 3)
+    assert "".join(parts) == text * 3
+    assert all("�" not in part for part in parts)
+
+
 def test_half_a_character_at_the_end_is_shown_as_such(tokenizer):
     assert pieces(tokenizer.stream(), tokenizer.encode("a日")[:-1]) == ["a", "", "", "�"]
 

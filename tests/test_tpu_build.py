@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 from click.testing import CliRunner
 
 from ling3export import cli
@@ -12,20 +11,8 @@ from ling3export.synth import synthesize
 TARGET = "tpu-v6e-2x2-tp4"
 
 
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory):
-    """The micro model for four chips; one build for the whole module (15 s)."""
-    folder = tmp_path_factory.mktemp("tpu")
-    synthesize(folder / "micro", "micro", 0)
-    arguments = ["build", str(folder / "micro"), str(folder / "micro.ling3"), "--target", "tpu:v6e:2x2"]
-    arguments += ["--paddings", "16", "--max-running", "4", "--context", "512"]
-    done = CliRunner().invoke(cli.main, arguments)
-    assert done.exit_code == 0, done.output
-    return folder / "micro.ling3"
-
-
-def test_the_manifest_names_chips_hosts_and_device_order(artifact):
-    target = read_manifest(artifact)["targets"][TARGET]
+def test_the_manifest_names_chips_hosts_and_device_order(tpu_artifact):
+    target = read_manifest(tpu_artifact)["targets"][TARGET]
     assert (target["platform"], target["kind"], target["topology"]) == ("tpu", "v6e", "2x2")
     assert (target["tp"], target["processes"], target["hosts"]) == (4, 1, [[0, 1, 2, 3]])
     assert target["mesh"] == {"axis": "tp", "devices": [0, 1, 3, 2]}  # a ring, not a row
@@ -33,11 +20,11 @@ def test_the_manifest_names_chips_hosts_and_device_order(artifact):
     assert target["requires"]["device_kind"] == "TPU v6 lite"
     assert target["requires"]["devices"] == [0, 1, 3, 2]
     assert set(target["requires"]["plugins"]) == {"libtpu"}
-    assert read_manifest(artifact)["producer"]["libtpu"] == target["requires"]["plugins"]["libtpu"]
+    assert read_manifest(tpu_artifact)["producer"]["libtpu"] == target["requires"]["plugins"]["libtpu"]
 
 
-def test_every_cell_is_compiled_priced_and_labelled_as_never_executed(artifact):
-    manifest = read_manifest(artifact)
+def test_every_cell_is_compiled_priced_and_labelled_as_never_executed(tpu_artifact):
+    manifest = read_manifest(tpu_artifact)
     target = manifest["targets"][TARGET]
     assert sorted(target["cells"]) == ["decode@16", "prefill@16", "sample@1", "sample@16"]
     for cell in target["cells"].values():
@@ -46,11 +33,12 @@ def test_every_cell_is_compiled_priced_and_labelled_as_never_executed(artifact):
         assert cell["lowering"] == {"direct": True, "forward_compatible": False}
         assert all(loop["from"] != "unknown: counted once" for loop in cell["estimate"]["loops"]), cell["estimate"]
         assert not cell["estimate"]["custom_calls"]
+        assert cell["estimate"]["tokens_a_sequence"] == 512  # no more than the context
     assert TARGET not in manifest["vectors"]["receipts"]
 
 
-def test_donated_state_stays_in_place(artifact):
-    target = read_manifest(artifact)["targets"][TARGET]
+def test_donated_state_stays_in_place(tpu_artifact):
+    target = read_manifest(tpu_artifact)["targets"][TARGET]
     widths = {"bfloat16": 2, "float32": 4, "int32": 4}
     for name in ("decode@16", "prefill@16"):
         memory = target["cells"][name]["memory"]
@@ -63,18 +51,18 @@ def test_donated_state_stays_in_place(artifact):
         assert memory["alias"] >= held
 
 
-def test_inspect_shows_estimates_and_that_nothing_was_executed(artifact):
-    shown = CliRunner().invoke(cli.main, ["inspect", str(artifact)]).output
+def test_inspect_shows_estimates_and_that_nothing_was_executed(tpu_artifact):
+    shown = CliRunner().invoke(cli.main, ["inspect", str(tpu_artifact)]).output
     assert "compiled, not executed" in shown
     assert "tokens a sequence, without collectives: nothing was executed" in shown
     assert "floor ms" in shown
 
 
-def test_verify_checks_digests_and_says_why_it_ran_nothing(artifact):
-    done = CliRunner().invoke(cli.main, ["verify", str(artifact)])
+def test_verify_checks_digests_and_says_why_it_ran_nothing(tpu_artifact):
+    done = CliRunner().invoke(cli.main, ["verify", str(tpu_artifact)])
     assert done.exit_code == 0, done.output
     assert f"{TARGET}: not run here: compiled, not executed; it needs 4 devices of tpu:v6e:2x2 on 1 host" in done.output
-    record = json.loads(CliRunner().invoke(cli.main, ["verify", str(artifact), "--json"]).stdout)
+    record = json.loads(CliRunner().invoke(cli.main, ["verify", str(tpu_artifact), "--json"]).stdout)
     assert "reason" in record["targets"][TARGET]
 
 

@@ -1,0 +1,206 @@
+"""What a report shows, taken from a manifest: cells with their sizes, costs and floors, and the machine's limits."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (makes numpy know bfloat16)
+import numpy as np
+
+from ling3export.targets import CHIPS, Chip
+
+MEMORY = ("weights", "state", "temporaries", "outputs", "other arguments", "code")
+PREFIXES = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "µ": 1e-6, "n": 1e-9}
+
+
+def si(value: float, unit: str) -> str:
+    """Three significant digits and a decimal prefix: ``2.14 ms``, ``1.35 GB``."""
+    if value == 0:
+        return f"0 {unit}"
+    # What rounds to 1000 takes the next prefix.
+    prefix = next((each for each, scale in PREFIXES.items() if abs(value) >= 0.9995 * scale), "n")
+    scaled = value / PREFIXES[prefix]
+    exponent = int(f"{scaled:.2e}".partition("e")[2])  # of the rounded number
+    return f"{scaled:.{max(0, 2 - exponent)}f} {prefix}{unit}"
+
+
+def tick(value: float, unit: str) -> str:
+    """As :func:`si`, without the zeros at the end of a round number."""
+    number, _, rest = si(value, unit).partition(" ")
+    return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {rest}"
+
+
+def times(ratio: float) -> str:
+    """``2.35 times``."""
+    return f"{ratio:,.0f} times" if ratio >= 100 else f"{ratio:.3g} times"
+
+
+def peak_bytes(memory: Mapping[str, int]) -> int:
+    """The most that a device holds while a program runs: what is donated counts once."""
+    return sum(memory[kind] for kind in ("arguments", "outputs", "temporaries", "code")) - memory["alias"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of collective of a cell; bytes are None where only the lowered program was counted."""
+
+    kind: str
+    count: int
+    bytes: int | None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a compiled cell costs by its compiler's estimates, and the least that it could cost.
+
+    Attributes:
+        seconds: Estimated, without collectives.
+        by_kind: Of them, by kind of operation; empty if the build did not record it.
+        bounded: Seconds that stand for instructions without an estimate: their bytes over the bandwidth.
+        moved: Bytes through the large memory by the program's instructions; None if not recorded.
+        floor_seconds: The larger of the floor's two times.
+        floor_bytes: That must move, by kind.
+        floor_flops: That must be computed.
+        tokens: A sequence, that dynamic loops are counted for.
+        clock: Hertz.
+        guessed: Loops whose trips nobody states: counted once.
+    """
+
+    seconds: float
+    by_kind: dict[str, float]
+    bounded: float
+    moved: int | None
+    floor_seconds: float
+    floor_bytes: dict[str, int]
+    floor_flops: int
+    tokens: int
+    clock: float
+    guessed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One program of one target.
+
+    Attributes:
+        name: ``decode@16``.
+        status: As the manifest has it.
+        seconds: Of compiling.
+        size: Bytes of both files.
+        memory: Bytes on one device by MEMORY; they add up to ``peak``.
+        peak: Bytes on one device.
+        collectives: By kind.
+        flops: As the compiler counts them, a loop's body once; None if it does not.
+        accessed: Bytes, counted in the same way, in every memory.
+        error: Relative, of its receipt; None if it was not run.
+        work: None for a compiler that estimates nothing.
+    """
+
+    name: str
+    status: str
+    seconds: float
+    size: int
+    memory: dict[str, int]
+    peak: int
+    collectives: tuple[Collective, ...]
+    flops: float | None
+    accessed: float | None
+    error: float | None
+    work: Work | None
+
+
+@dataclass(frozen=True)
+class Target:
+    """One target of an artifact; ``chip`` is None where nothing is known of the machine."""
+
+    name: str
+    text: str
+    tp: int
+    processes: int
+    chip: Chip | None
+    executed: bool
+    cells: tuple[Cell, ...]
+
+    @property
+    def estimated(self) -> list[tuple[Cell, Work]]:
+        """Cells that the compiler estimated."""
+        return [(cell, cell.work) for cell in self.cells if cell.work is not None]
+
+    @property
+    def together(self) -> int:
+        """Bytes on one device with every program loaded, while the one with the largest temporaries runs."""
+        held = [max(cell.memory[kind] for cell in self.cells) for kind in MEMORY if kind != "code"]
+        return sum(held) + sum(cell.memory["code"] for cell in self.cells)
+
+
+def targets(manifest: Mapping[str, Any]) -> list[Target]:
+    """Every target of a manifest."""
+    receipts = manifest["vectors"].get("receipts", {})
+    return [
+        Target(
+            name, record["target"], record["tp"], record["processes"],
+            CHIPS.get((record["platform"], record["kind"] or "")), name in receipts,
+            tuple(_cell(cell, row, record["tp"], receipts.get(name, {}).get("cells", {}))
+                  for cell, row in sorted(record["cells"].items(), key=_order)),
+        )
+        for name, record in manifest["targets"].items()
+    ]  # fmt: skip
+
+
+def _order(item: tuple[str, Any]) -> tuple[int, int]:
+    """Prefill, decode, then the rest; ascending paddings."""
+    phase, padding = item[1]["phase"], item[1]["padding"]
+    return {"prefill": 0, "decode": 1}.get(phase, 2), padding
+
+
+def _cell(name: str, row: Mapping[str, Any], tp: int, receipts: Mapping[str, Any]) -> Cell:
+    return Cell(
+        name, row["status"], row["compile_seconds"], row["stablehlo"]["bytes"] + row["exec"]["bytes"],
+        _memory(row, tp), peak_bytes(row["memory"]), _collectives(row["collectives"]), row["flops"],
+        row["bytes_accessed"], receipts.get(name, {}).get("relative"), _work(row),
+    )  # fmt: skip
+
+
+def _memory(row: Mapping[str, Any], tp: int) -> dict[str, int]:
+    """What one device holds, by MEMORY: weights and state by their shapes, the rest as the compiler says."""
+    sizes = {"params": 0, "state": 0, "batch": 0}
+    for leaf in row["inputs"]:
+        cuts = tp ** sum(axis is not None for axis in leaf["spec"])
+        sizes[leaf["group"]] += math.prod(leaf["shape"]) * np.dtype(leaf["dtype"]).itemsize // cuts
+    memory = row["memory"]
+    return {
+        "weights": sizes["params"],
+        "state": sizes["state"],
+        "temporaries": memory["temporaries"],
+        "outputs": memory["outputs"] - memory["alias"],
+        "other arguments": memory["arguments"] - sizes["params"] - sizes["state"],  # the batch, and padding of layouts
+        "code": memory["code"],
+    }
+
+
+def _collectives(table: Mapping[str, Any]) -> tuple[Collective, ...]:
+    """Counted in the compiled program with bytes, or in the lowered one without."""
+    return tuple(
+        Collective(kind.replace("_", "-"), row["count"], row["bytes"]) if isinstance(row, dict)
+        else Collective(kind.replace("_", "-"), row, None)
+        for kind, row in table.items()
+    )  # fmt: skip
+
+
+def _work(row: Mapping[str, Any]) -> Work | None:
+    if not row.get("estimate"):
+        return None
+    found, floor = row["estimate"], row["floor"]
+    return Work(
+        seconds=found["seconds"],
+        by_kind=found.get("by_kind", {}),
+        bounded=sum(found["bounded"].values()),
+        moved=found.get("memory_bytes"),
+        floor_seconds=floor["seconds"],
+        floor_bytes=floor["bytes"],
+        floor_flops=floor["flops"],
+        tokens=found["tokens_a_sequence"],
+        clock=found["clock_hz"],
+        guessed=tuple(loop["loop"] for loop in found["loops"] if loop["from"].startswith("unknown")),
+    )

@@ -1,0 +1,148 @@
+"""The thread that owns the device loop: everybody else hands it requests and cancellations, and takes tickets."""
+
+import threading
+from collections.abc import Sequence
+
+from ling3export.runners.counters import Timings
+from ling3export.runners.request import Request
+from ling3export.runners.sequence import now
+from ling3export.runners.ticket import EngineStopped, QueueFull, Ticket, wake
+from ling3export.runners.turns import Arrival, Commands, Turn, Turns
+
+FIRST_STEP = "first_step"
+
+
+class Loop:
+    """Takes turns while there is work, and sleeps otherwise. Thread-safe.
+
+    An error in a turn ends the loop: what the devices hold is in doubt then. Every ticket gets it.
+
+    Args:
+        turns: What to do; belongs to the thread from now on.
+        timings: Gets the seconds to the first token that was ever read.
+        max_requests: At most this many at once, waiting ones too; None for any number.
+    """
+
+    def __init__(self, turns: Turns, timings: Timings, max_requests: int | None = None) -> None:
+        self._turns: Turns | None = turns
+        self._timings = timings
+        self._max_requests = max_requests
+        self._changed = threading.Condition()
+        self._arrivals: list[Arrival] = []
+        self._cancelled: list[int] = []
+        self._tickets: dict[int, Ticket] = {}
+        self._count = 0
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="ling3-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, requests: Sequence[Request]) -> list[Ticket]:
+        """Hands over requests; they arrive together, in order.
+
+        Raises:
+            QueueFull: They would be more than max_requests; none was taken.
+            EngineStopped: The loop has ended.
+        """
+        with self._changed:
+            if self._closing or self._failure is not None:
+                raise self._stopped()
+            live, most = len(self._tickets), self._max_requests
+            if most is not None and live + len(requests) > most:
+                raise QueueFull(
+                    f"engine: expected at most {most} requests at once, found {live} + {len(requests)} new ones",
+                    "send them later, or allow more with max_requests",
+                )
+            tickets, at = [], now()
+            for request in requests:
+                ticket = Ticket(request, self._count, self.cancel)
+                self._tickets[ticket.index] = ticket
+                self._arrivals.append(Arrival(ticket.index, request, at))
+                self._count += 1
+                tickets.append(ticket)
+            self._changed.notify()
+        return tickets
+
+    def cancel(self, index: int) -> None:
+        """Cancels a request, soon; an unknown or ended one counts for nothing."""
+        with self._changed:
+            if index in self._tickets:
+                self._cancelled.append(index)
+                self._changed.notify()
+
+    @property
+    def live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._tickets)
+
+    def close(self) -> None:
+        """Ends the thread; requests that have not ended get EngineStopped. May be called again, from any thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        turns = self._turns
+        assert turns is not None
+        started: float | None = None
+        try:
+            while (commands := self._next(turns)) is not None:
+                started = now() if started is None else started
+                turn = turns.turn(commands)
+                if turn.emitted:
+                    self._timings.seconds.setdefault(FIRST_STEP, now() - started)
+                self._deliver(turn)
+            turns.cancel_all()
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._turns = None  # programs, weights and state go with it
+            del turns
+            self._fail_all()
+
+    def _next(self, turns: Turns) -> Commands | None:
+        """The commands of the next turn, once there are some or there is work; None when the loop is to end."""
+        with self._changed:
+            while not (self._closing or self._arrivals or self._cancelled or turns.busy):
+                self._changed.wait()
+            if self._closing:
+                return None
+            commands = Commands(tuple(self._arrivals), tuple(self._cancelled))
+            self._arrivals, self._cancelled = [], []
+        return commands
+
+    def _deliver(self, turn: Turn) -> None:
+        """Fills the tickets, and wakes who waits for them."""
+        touched: dict[int, Ticket] = {}
+        for sequence, token, text in turn.emitted:
+            ticket = self._tickets.get(sequence.index)
+            if ticket is not None:
+                ticket.push(token, text)
+                touched[ticket.index] = ticket
+        for sequence in turn.ended:
+            with self._changed:
+                ticket = self._tickets.pop(sequence.index)
+            ticket.finish(sequence.completion())
+            touched[ticket.index] = ticket
+        wake(touched.values())
+
+    def _fail_all(self) -> None:
+        with self._changed:
+            tickets = list(self._tickets.values())
+            self._tickets.clear()
+        for ticket in tickets:
+            ticket.finish(self._stopped())
+        wake(tickets)
+
+    def _stopped(self) -> EngineStopped:
+        if self._failure is None:
+            return EngineStopped("engine: expected it open, found it closed")
+        error = self._failure
+        stopped = EngineStopped(
+            f"engine: expected every step to run, found {type(error).__name__}: {error}",
+            "what the devices held is lost: load the artifact again",
+        )
+        stopped.__cause__ = error
+        return stopped

@@ -1,0 +1,185 @@
+"""A request in the engine's hands: its text as it comes, its end, its cancellation; for threads and for asyncio."""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import dataclass
+
+from ling3export.errors import Ling3Error
+from ling3export.runners.request import Completion, Request
+
+
+class EngineStopped(Ling3Error):
+    """The engine was closed, or failed: what it had not finished will not be."""
+
+
+class QueueFull(Ling3Error):
+    """The engine has as many requests as it takes; try again later."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What came since the piece before.
+
+    Attributes:
+        text: Whole characters, nothing of a stop string; may be empty.
+        token_ids: Generated.
+        completion: The whole, with the last piece.
+    """
+
+    text: str
+    token_ids: list[int]
+    completion: Completion | None = None
+
+
+class Ticket:
+    """A submitted request. The engine's thread fills it; one reader takes from it, in any thread or coroutine.
+
+    Nothing waits for a slow reader: what it did not take yet is joined into one piece, which max_tokens bounds.
+
+    Args:
+        request: What was asked.
+        index: Order of arrival.
+        cancel: Tells the engine to cancel it.
+    """
+
+    def __init__(self, request: Request, index: int, cancel: Callable[[int], None]) -> None:
+        self.request = request
+        self.index = index
+        self._cancel = cancel
+        self._lock = threading.Lock()
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+        self._completion: Completion | None = None
+        self._error: Exception | None = None
+        self._over = threading.Event()
+        self._listener: tuple[asyncio.AbstractEventLoop, asyncio.Event, bool] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it ended, in whatever way."""
+        return self._over.is_set()
+
+    def cancel(self) -> None:
+        """Ends it, wherever it is; it keeps the tokens it has. Does nothing once it ended."""
+        if not self.done:
+            self._cancel(self.index)
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """Waits for the end.
+
+        Args:
+            timeout: Seconds; None for any time.
+
+        Returns:
+            The completion; of a cancelled request, what there was of it.
+
+        Raises:
+            TimeoutError: It has not ended; it goes on.
+            EngineStopped: The engine ended first.
+        """
+        if not self._over.wait(timeout):
+            raise TimeoutError(f"{self.request.name}: expected an answer within {timeout} s, found it still running")
+        return self._outcome()
+
+    async def wait(self) -> Completion:
+        """``result()`` for a coroutine. If the coroutine is cancelled, so is the request.
+
+        Raises:
+            EngineStopped: The engine ended first.
+        """
+        event = self._listen(every_token=False)
+        try:
+            await event.wait()
+        finally:
+            self.cancel()
+        return self._outcome()
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """The answer as it comes; the last piece has the completion. Leaving early cancels the request.
+
+        Leaving is: the task is cancelled, ``aclose()``, or a ``break`` (then when the generator is collected).
+
+        Raises:
+            EngineStopped: The engine ended first.
+        """
+        event = self._listen(every_token=True)
+        try:
+            while True:
+                await event.wait()
+                event.clear()
+                piece = self._take()
+                if piece is not None:
+                    yield piece
+                    if piece.completion is not None:
+                        return
+        finally:
+            self.cancel()
+
+    # What the engine's thread calls; ``wake`` afterwards.
+
+    def push(self, token: int, text: str) -> None:
+        """A token was read."""
+        with self._lock:
+            self._tokens.append(token)
+            self._text.append(text)
+
+    def finish(self, outcome: Completion | Exception) -> None:
+        """It ended, or failed."""
+        with self._lock:
+            if isinstance(outcome, Completion):
+                self._completion = outcome
+            else:
+                self._error = outcome
+        self._over.set()
+
+    def listener(self) -> tuple[asyncio.AbstractEventLoop, asyncio.Event] | None:
+        """Who is to be woken now."""
+        listener = self._listener
+        return listener[:2] if listener is not None and (self.done or listener[2]) else None
+
+    def _listen(self, *, every_token: bool) -> asyncio.Event:
+        event = asyncio.Event()
+        self._listener = (asyncio.get_running_loop(), event, every_token)
+        # What came before there was a listener woke nobody.
+        if self.done or (every_token and self._tokens):
+            event.set()
+        return event
+
+    def _take(self) -> Piece | None:
+        with self._lock:
+            text, tokens = "".join(self._text), self._tokens
+            self._text, self._tokens = [], []
+            completion = self._completion
+        if self._error is not None:
+            raise self._error
+        return Piece(text, tokens, completion) if tokens or completion is not None else None
+
+    def _outcome(self) -> Completion:
+        if self._error is not None:
+            raise self._error
+        assert self._completion is not None
+        return self._completion
+
+
+def wake(tickets: Iterable[Ticket]) -> None:
+    """Wakes the coroutines that wait for these tickets: one call an event loop, however many they are.
+
+    A ticket whose event loop has closed is cancelled: nobody will read it.
+    """
+    waiting: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, asyncio.Event]]] = {}
+    for ticket in tickets:
+        listener = ticket.listener()
+        if listener is not None:
+            waiting.setdefault(listener[0], []).append((ticket, listener[1]))
+    for loop, sleepers in waiting.items():
+        try:
+            loop.call_soon_threadsafe(_set_all, [event for _, event in sleepers])
+        except RuntimeError:  # closed
+            for ticket, _ in sleepers:
+                ticket.cancel()
+
+
+def _set_all(events: list[asyncio.Event]) -> None:
+    for event in events:
+        event.set()

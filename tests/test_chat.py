@@ -1,0 +1,123 @@
+"""Chat templates: the published one, where it may stand, what it sees, and clear errors for what is broken."""
+
+import json
+
+import pytest
+
+from ling3export.artifacts.manifest import file_record
+from ling3export.errors import ArtifactError, RequestError
+from ling3export.runners.chat import ChatTemplate
+from ling3export.runners.tokenizer import TokenizerFiles
+from ling3export.synth_tokenizer import write_tokenizer
+
+EOS = 2044
+HELLO = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+
+
+def files(folder, template=None, jinja=None):
+    """Tokenizer files; ``template`` replaces that of tokenizer_config.json, ``jinja`` is a file of its own."""
+    write_tokenizer(folder, EOS)
+    path = folder / "tokenizer_config.json"
+    if template is not None:
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    if jinja is not None:
+        (folder / "chat_template.jinja").write_text(jinja)
+    records = [file_record(folder, name.name) for name in sorted(folder.iterdir())]
+    return TokenizerFiles(folder, {"tokenizer": records, "config": {"eos_token_id": [EOS]}})
+
+
+def test_the_checkpoints_template_is_rendered(tmp_path):
+    found = files(tmp_path)
+    text = "<role>SYSTEM</role>be brief<|role_end|><role>HUMAN</role>hello<|role_end|>"
+    assert found.render_chat(HELLO) == text + "<role>ASSISTANT</role>"
+    assert found.render_chat(HELLO, add_generation_prompt=False) == text
+    ids = found.tokenizer("test").encode(text, special=False)
+    assert ids[:2] == [EOS + 2, found.tokenizer("test").encode("S")[0]], "special tokens are tokens"
+
+
+def test_a_file_goes_before_the_configuration(tmp_path):
+    assert files(tmp_path, "config", "file {{ messages[0].content }}").render_chat(HELLO) == "file be brief"
+
+
+def test_of_named_templates_the_default_is_taken(tmp_path):
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
+    assert files(tmp_path, named).render_chat(HELLO) == "default"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ eos_token }}{{ bos_token }}", "<|endoftext|><|startoftext|>"),
+        ("{{ messages | tojson }}", json.dumps(HELLO)),
+        ("{{ {'a': '<é>'} | tojson(indent=1) }}", '{\n "a": "<é>"\n}'),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+        ("{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m['content'] }}{% endfor %}", "hello"),
+        ("{% for m in messages %}\n    {% if true %}\nx\n    {% endif %}\n{% endfor %}", "x\nx\n"),
+        ("{{ messages[0].role.upper() }}", "SYSTEM"),
+        ("{{ '<b>' }}", "<b>"),
+    ],
+)
+def test_what_a_template_sees(tmp_path, template, text):
+    assert files(tmp_path, template).render_chat(HELLO) == text
+
+
+@pytest.mark.parametrize(
+    ("messages", "found"),
+    [
+        ([], "none"),
+        ("hello", "str"),
+        ({"role": "user", "content": "x"}, "dict"),
+        (["hello"], "str at place 0"),
+        ([*HELLO, {"role": "user"}], "no content at place 2"),
+        ([{"content": "x"}], "no role at place 0"),
+        ([{"role": "user", "content": None}], "content null at place 0"),
+        ([{"role": 3, "content": "x"}], "role 3 at place 0"),
+    ],
+)
+def test_malformed_messages_are_named(tmp_path, messages, found):
+    with pytest.raises(RequestError) as caught:
+        files(tmp_path).render_chat(messages, name="prompt 4")
+    wanted = 'expected messages, [{"role": TEXT, "content": TEXT}, ...]'
+    assert caught.value.message == f"prompt 4: {wanted}, found {found}"
+
+
+def test_a_template_that_refuses_messages_is_the_messages_fault(tmp_path):
+    refusing = "{{ raise_exception('roles must alternate') }}"
+    said = "messages: expected messages that the chat template takes, found it refuse them: roles must alternate"
+    with pytest.raises(RequestError, match=said):
+        files(tmp_path, refusing).render_chat(HELLO)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for %}", "expected one that jinja2 compiles, found Expected an expression, got 'end of statement block'"),
+        ("{{ nothing.at.all }}", "expected it to render messages, found UndefinedError: 'nothing' is undefined"),
+        ("{{ 1 + 'a' }}", "expected it to render messages, found TypeError: unsupported operand"),
+        (
+            "{{ ''.__class__.__mro__ }}",
+            "found SecurityError: access to attribute '__class__' of 'str' object is unsafe",
+        ),
+        ("{{ messages.append(1) }}", "found SecurityError"),
+        ("{% for i in range(1000000) %}{% endfor %}", "found OverflowError: Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "expected it to end, found no end"),
+        ({"a": 1}, "expected a text, found dict, in "),
+    ],
+)
+def test_a_broken_template_is_a_clear_error(tmp_path, template, message):
+    with pytest.raises(ArtifactError) as caught:
+        files(tmp_path, template).render_chat(HELLO)
+    assert caught.value.message.startswith("chat template `tokenizer_config.json`: expected ")
+    assert message in caught.value.message
+
+
+def test_no_template_is_refused_by_name(tmp_path):
+    records = files(tmp_path)
+    records._records.pop("tokenizer_config.json")
+    with pytest.raises(RequestError, match="prompt 0: expected an artifact with a chat template, found none, in "):
+        records.render_chat(HELLO, name="prompt 0")
+
+
+def test_a_template_runs_with_fresh_messages_each_time():
+    template = ChatTemplate("{{ messages | length }}{{ bos_token }}", {"bos_token": "<s>"}, "here")
+    assert [template.render(HELLO[:n]) for n in (1, 2, 1)] == ["1<s>", "2<s>", "1<s>"]

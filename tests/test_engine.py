@@ -1,0 +1,185 @@
+"""The engine on real programs in fp32: what a naive loop says, whatever arrives when; streams, striped pages."""
+
+import asyncio
+import random
+import threading
+import time
+from contextlib import aclosing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from artifacts_fixture import RECIPES, Artifacts
+from bench.drive import Driver
+from ling3export import plan
+from ling3export.build import build
+from ling3export.plan import Options
+from ling3export.runners.engine import Engine
+from ling3export.runners.loader import load
+from ling3export.runners.request import Request, Sampling
+
+NAME = "micro-tp4"
+VOCAB = 320
+LENGTHS = (1, 3, 16, 17, 40, 64, 65, 100, 128, 129, 200, 300, 7, 50)
+ANSWER = 24
+
+
+def prompts():
+    rng = np.random.default_rng(11)
+    return [rng.integers(0, VOCAB, length).tolist() for length in LENGTHS]
+
+
+def silent(text: str) -> None:
+    """Takes what a start reports."""
+
+
+@pytest.fixture(scope="module")
+def naive(artifact: Artifacts) -> list[list[int]]:
+    """Greedy answers of one request at a time, by the programs alone: no scheduler, no allocator, no engine."""
+    loaded = load(artifact(NAME), report=silent)
+    driver = Driver(loaded.device, loaded.record)
+    (decode,) = driver.paddings["decode"]
+    (padding,) = driver.paddings["prefill"]
+    answers = []
+    for prompt in prompts():
+        for start in range(0, len(prompt), padding):
+            handle = driver.prefill(1, prompt[start : start + padding], start)
+        used = -(-(len(prompt) - start) // 16)
+        tokens = [int(loaded.device.read(handle)[used - 1])]
+        while len(tokens) < ANSWER:
+            tokens.append(int(loaded.device.read(driver.decode(decode, {1: len(prompt) + len(tokens) - 1}))[0]))
+        answers.append(tokens)
+    return answers
+
+
+def greedy(prompt, max_tokens=ANSWER, **options):
+    return Request(tuple(prompt), max_tokens, ignore_eos=True, **options)
+
+
+def run_in_random_order(engine, seed):
+    """Each prompt twice, in random order, at random moments; tokens by prompt."""
+    rng = random.Random(seed)
+    order = [place for place in range(len(LENGTHS)) for _ in range(2)]
+    rng.shuffle(order)
+    asked, tickets = prompts(), []
+    for place in order:
+        tickets += [(place, engine.submit(greedy(asked[place]))[0])]
+        time.sleep(rng.choice([0, 0, 0.002, 0.01]))
+    return [(place, ticket.result(60).token_ids) for place, ticket in tickets]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_engine_says_what_a_naive_loop_says(artifact: Artifacts, naive: list[list[int]], overlap: bool):
+    with Engine(artifact(NAME), overlap=overlap, report=silent) as engine:
+        for seed in (0, 1):
+            for place, tokens in run_in_random_order(engine, seed):
+                assert tokens == naive[place], (place, seed)
+        stats = engine.stats()
+    cells = stats["cells"]
+    assert cells["decode@8"]["padding_waste"] < 0.9 and cells["prefill@128"]["padding_waste"] < 0.9
+    assert stats["compile_events"] == 0
+    assert (stats["live"], stats["free"]) == (0, stats["pools"])
+
+
+def test_striped_pages_give_the_same_tokens(
+    artifact: Artifacts, naive: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A whole artifact whose latent pages lie on their devices alone, as TPU targets have them; here built for cpu."""
+    forms = {"placement": "striped", "attention": "pages"}
+    given = plan.forms
+    monkeypatch.setattr(plan, "forms", lambda config, target: given(config, target) | forms)
+    recipe = RECIPES[NAME]
+    options = Options(paddings=recipe.paddings, decode_paddings=(recipe.decode,), tp=recipe.tp, max_running=8,
+                      page_size=64, context=1024, pages=24, dtype="float32")  # fmt: skip
+    manifest = build(artifact.checkpoint(NAME), tmp_path / "striped.ling3", options, Quiet())
+    (target,) = manifest["targets"].values()
+    (latent,) = [row for row in target["state"]["arrays"] if row["name"] == "mla_latent"]
+    assert (target["state"]["placement"], latent["spec"]) == ("striped", [None, "tp"])
+    with Engine(tmp_path / "striped.ling3", report=silent) as engine:
+        tables: list[np.ndarray] = []
+        device = engine._loop._turns.scheduler._backend  # type: ignore[union-attr]
+        step = device.step  # type: ignore[attr-defined]
+        monkeypatch.setattr(
+            device, "step", lambda p, n, fields: tables.append(fields["page_table"]) or step(p, n, fields)
+        )
+        for place, tokens in run_in_random_order(engine, 2):
+            assert tokens == naive[place], place
+        stats = engine.stats()
+    rows = np.concatenate(tables)
+    columns = np.broadcast_to(np.arange(rows.shape[1]), rows.shape)[rows > 0]
+    np.testing.assert_array_equal((rows[rows > 0] - 1) % 4, columns % 4)
+    assert columns.max() == 5, "sequences of six pages went round the four devices"
+    assert stats["free"] == stats["pools"] == {"slots": 8, "pages": 24}
+
+
+class Quiet:
+    """Reports nothing."""
+
+    def note(self, text: str) -> None: ...
+
+    def start(self, stage: str, total: int) -> None: ...
+
+    def advance(self, stage: str, amount: int) -> None: ...
+
+
+def random_mate(rng: random.Random) -> Request:
+    prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 90))]
+    return greedy(prompt, rng.randint(1, 30), sampling=Sampling(1.3, seed=rng.randrange(99)))
+
+
+def test_sampling_depends_on_the_request_alone(artifact: Artifacts):
+    """The same request among random mates, three times, at random places of the batch."""
+    hot = Sampling(temperature=1.0, top_k=40, top_p=0.9, seed=5)
+    asked = greedy(prompts()[4], sampling=hot)
+    found = []
+    with Engine(artifact(NAME), report=silent) as engine:
+        for seed in range(3):
+            rng = random.Random(seed)
+            mates = [random_mate(rng) for _ in range(rng.randint(0, 12))]
+            place = rng.randint(0, len(mates))
+            found.append(engine.complete([*mates[:place], asked, *mates[place:]])[place].token_ids)
+        other = engine.complete([greedy(prompts()[4], sampling=Sampling(1.0, 40, 0.9, 6))])[0].token_ids
+    assert found[0] == found[1] == found[2] != other
+
+
+def test_a_stream_in_asyncio(artifact: Artifacts, naive: list[list[int]]):
+    async def read(engine, place):
+        pieces = [p async for p in engine.stream(prompts()[place], max_tokens=ANSWER, ignore_eos=True)]
+        done = pieces[-1].completion
+        assert "".join(piece.text for piece in pieces) == done.text
+        assert [token for piece in pieces for token in piece.token_ids] == done.token_ids == naive[place]
+        return len(pieces)
+
+    async def all_of_them(engine):
+        return await asyncio.gather(*(read(engine, place) for place in range(len(LENGTHS))))
+
+    with Engine(artifact(NAME), report=silent) as engine:
+        assert sum(asyncio.run(all_of_them(engine))) > 3 * len(LENGTHS), "it came in many pieces"
+
+
+def test_a_soak_on_real_programs(artifact: Artifacts):
+    """150 requests of which a third leave: slots, pages and threads are where they were."""
+
+    async def client(engine, rng, places):
+        async with places:
+            asked = greedy([rng.randrange(VOCAB) for _ in range(rng.randint(1, 150))], rng.randint(1, 12))
+            (ticket,) = engine.submit(asked)
+            if rng.random() < 0.3:
+                async with aclosing(ticket.pieces()) as pieces:
+                    async for _ in pieces:
+                        break
+            done = await ticket.wait()
+            assert done.stop_reason == "cancelled" or len(done.token_ids) == asked.max_tokens
+
+    async def crowd(engine, rng):
+        places = asyncio.Semaphore(24)
+        await asyncio.gather(*(client(engine, rng, places) for _ in range(150)))
+
+    before = {thread.name for thread in threading.enumerate()}
+    with Engine(artifact(NAME), report=silent) as engine:
+        asyncio.run(crowd(engine, random.Random(1)))
+        stats = engine.stats()
+        assert (stats["live"], stats["free"], stats["compile_events"]) == (0, stats["pools"], 0)
+    engine.close()
+    assert {thread.name for thread in threading.enumerate()} == before

@@ -1,0 +1,133 @@
+"""The true Ling3-Tiny for a v6e 4x4 slice, compiled here: its cells cost what their budget says, neither more nor less.
+
+About a minute and a half on two cores. After a change that is meant: ``make budgets``.
+"""
+
+import datetime
+import json
+from pathlib import Path
+
+import pytest
+
+import golden_programs
+from golden_programs import (
+    ALLOWED,
+    CELLS,
+    HEADING,
+    NoBudgetError,
+    budget,
+    compile_cells,
+    differences,
+    quantities,
+    record_budget,
+    table,
+    toolchain,
+)
+
+BUDGET = {
+    "decode@16": {
+        "collectives: all-reduce": 49,
+        "custom calls: kernel": 36,
+        "fusions": 1262,
+        "copies over 1 MB": 20,
+        "peak memory, bytes": 1_424_000_000,
+        "estimated, ms": 2.135,
+    }
+}
+
+
+def changed(name: str, factor: float) -> dict[str, dict[str, float]]:
+    return {"decode@16": BUDGET["decode@16"] | {name: BUDGET["decode@16"][name] * factor}}
+
+
+def test_the_programs_cost_what_their_budget_says():
+    try:
+        expected = budget()
+    except NoBudgetError as error:
+        # Another toolchain than the budget's writes other programs: all that holds is that this is said.
+        assert toolchain() not in json.loads(golden_programs.BUDGETS.read_text())
+        print(error)
+        return
+    found = {name: quantities(record) for name, record in compile_cells().items()}
+    assert set(expected) == {cell.name for cell in CELLS}
+    rows = differences(expected, found)
+    assert not rows, f"{toolchain()}\n{table(rows)}"
+
+
+@pytest.mark.parametrize("name", BUDGET["decode@16"])
+@pytest.mark.parametrize("factor", [0.94, 1.06])
+def test_a_change_of_six_percent_is_seen_in_every_quantity(name, factor):
+    found = changed(name, factor)
+    ((cell, quantity, old, new, change),) = differences(BUDGET, found)
+    assert (cell, quantity) == ("decode@16", name)
+    assert (old, new) == (f"{BUDGET['decode@16'][name]:,}", f"{found['decode@16'][name]:,}")
+    assert change == f"{100 * (factor - 1):+.1f} %"
+
+
+@pytest.mark.parametrize("name", BUDGET["decode@16"])
+@pytest.mark.parametrize("factor", [0.96, 1.0, 1.04])
+def test_a_change_of_four_percent_is_allowed(name, factor):
+    assert differences(BUDGET, changed(name, factor)) == []
+
+
+def test_what_is_new_or_gone_is_seen():
+    found = {"decode@16": BUDGET["decode@16"] | {"collectives: all-to-all": 1}}
+    assert differences(BUDGET, found) == [("decode@16", "collectives: all-to-all", "0", "1", "new")]
+    del found["decode@16"]["collectives: all-to-all"], found["decode@16"]["custom calls: kernel"]
+    assert differences(BUDGET, found) == [("decode@16", "custom calls: kernel", "36", "0", "-100.0 %")]
+    assert len(differences(BUDGET, {})) == len(BUDGET["decode@16"])
+    assert len(differences({}, BUDGET)) == len(BUDGET["decode@16"])
+
+
+def test_the_difference_is_printed_as_a_table():
+    assert table(differences(BUDGET, changed("estimated, ms", 2))) == (
+        "cell       quantity       budget  found    change\n"
+        "decode@16  estimated, ms   2.135   4.27  +100.0 %\n"
+        "Allowed: 5 %, up or down. If the change is meant: make budgets"
+    )
+    assert ALLOWED == 0.05
+
+
+def test_quantities_are_taken_from_a_cell_s_record():
+    record = {
+        "collectives": {"all-gather": {"count": 6, "bytes": 1966080}},
+        "memory": {"arguments": 100, "outputs": 30, "temporaries": 20, "code": 7, "alias": 25},
+        "estimate": {
+            "seconds": 2.1352270e-3, "instructions": {"fusion": 1262, "copy": 385}, "copies": {"copy.1": 2_000_000},
+            "custom_calls": {"tpu_custom_call": {"count": 18, "bytes": 1}},
+        },
+    }  # fmt: skip
+    assert quantities(record) == {
+        "collectives: all-gather": 6, "custom calls: tpu_custom_call": 18, "fusions": 1262, "copies over 1 MB": 1,
+        "peak memory, bytes": 132, "estimated, ms": 2.135,
+    }  # fmt: skip
+
+
+def test_a_toolchain_without_a_budget_is_told_which_have_one(tmp_path: Path):
+    path = tmp_path / "budget.json"
+    path.write_text(json.dumps({"jax 1, libtpu 2": BUDGET}))
+    assert budget(path, "jax 1, libtpu 2") == BUDGET
+    with pytest.raises(NoBudgetError) as raised:
+        budget(path, "jax 3, libtpu 4")
+    assert str(raised.value) == (
+        "no budget for jax 3, libtpu 4 in tests/budgets: it is for jax 1, libtpu 2; `make budgets` records one"
+    )
+
+
+def test_recording_keeps_other_toolchains_and_adds_a_dated_line(tmp_path: Path):
+    path, log = tmp_path / "budget.json", tmp_path / "log.md"
+    log.write_text("# Log\n\n## An experiment\n\ntext\n")
+    day = datetime.date(2026, 11, 21)
+    record_budget(path, log, BUDGET, "jax 1, libtpu 2", day)
+    record_budget(path, log, BUDGET, "jax 3, libtpu 4", day + datetime.timedelta(1))
+    assert json.loads(path.read_text()) == {"jax 1, libtpu 2": BUDGET, "jax 3, libtpu 4": BUDGET}
+    lines = "decode@16 2.13 ms, 1,424 MB, 1262 fusions"
+    assert log.read_text() == (
+        f"# Log\n\n## An experiment\n\ntext\n\n{HEADING}\n\n"
+        "Full config, TP=16, tpu:v6e:4x4, compiled and never executed.\n\n"
+        f"- 2026-11-21, jax 1, libtpu 2: {lines}\n- 2026-11-22, jax 3, libtpu 4: {lines}\n"
+    )
+    with log.open("a") as file:
+        file.write("\n## Another\n\nmore\n")
+    record_budget(path, log, BUDGET, "jax 3, libtpu 4", day + datetime.timedelta(2))
+    assert log.read_text().endswith(f"4: {lines}\n- 2026-11-23, jax 3, libtpu 4: {lines}\n\n## Another\n\nmore\n")

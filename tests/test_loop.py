@@ -1,0 +1,362 @@
+"""The engine's thread on the fake model: tickets, streams, cancellation at any moment, errors, closing, and a soak."""
+
+import asyncio
+import gc
+import random
+import threading
+import time
+import tracemalloc
+from contextlib import aclosing
+
+import pytest
+
+from fake_backend import VOCAB, FakeBackend, answer
+from ling3export.runners.allocator import Allocator
+from ling3export.runners.calls import Shapes
+from ling3export.runners.counters import Timings
+from ling3export.runners.eval_run import transcript_of
+from ling3export.runners.loop import Loop
+from ling3export.runners.request import Limits, Request, Sampling
+from ling3export.runners.scheduler import Scheduler
+from ling3export.runners.sequence import Sequence
+from ling3export.runners.ticket import EngineStopped, QueueFull
+from ling3export.runners.tokenizer import TextStream
+from ling3export.runners.turns import Turns
+
+SLOTS, PAGES, PAGE, CHUNK, CONTEXT = 4, 24, 4, 4, 64
+WAIT = 30  # seconds, for what takes milliseconds
+
+
+class GatedBackend(FakeBackend):
+    """Can be held where it waits for the devices; and fails where a test says so."""
+
+    def __init__(self):
+        super().__init__(SLOTS, PAGES, PAGE, CHUNK)
+        self.failure: Exception | None = None
+        self._changed = threading.Condition()
+        self._shut = self._standing = False
+        self._allowed = 0
+
+    def hold(self):
+        """From now on it stops at each wait."""
+        with self._changed:
+            self._shut = True
+
+    def let_go(self):
+        """It stops no more."""
+        with self._changed:
+            self._shut = False
+            self._changed.notify_all()
+
+    def reach(self):
+        """Waits until it stands."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._standing and not self._allowed, WAIT)
+
+    def let_one(self):
+        """Lets it through one wait, until it stands at the next."""
+        with self._changed:
+            self._allowed += 1
+            self._changed.notify_all()
+        self.reach()
+
+    def _pass(self):
+        with self._changed:
+            self._standing = True
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: not self._shut or self._allowed, WAIT)
+            self._allowed, self._standing = 0, False
+        if self.failure is not None:
+            raise self.failure
+
+    def read(self, handle):
+        self._pass()
+        return super().read(handle)
+
+    def wait(self, handle):
+        self._pass()
+
+
+class Rig:
+    """A loop on a fake backend; text of a token is a letter."""
+
+    def __init__(self, ahead=1, max_requests=None):
+        self.backend = GatedBackend()
+        self.allocator = Allocator(SLOTS, PAGES, PAGE)
+        self.limits = Limits(CONTEXT, VOCAB, PAGES, PAGE)
+        self.scheduler = Scheduler(
+            self.backend, Shapes((4, 16), (2, 4), CHUNK, CONTEXT // PAGE), self.allocator, ahead=ahead
+        )
+        self.timings = Timings()
+        self.loop = Loop(Turns(self.scheduler, self._sequence), self.timings, max_requests)
+
+    def _sequence(self, arrival):
+        request = arrival.request
+        stream = TextStream(lambda ids: "".join(chr(65 + i) for i in ids), request.stop)
+        return Sequence(request, arrival.number, self.limits.answer(request), frozenset(), stream, arrival.at)
+
+    def submit(self, *requests):
+        return self.loop.submit(requests)
+
+    def free(self):
+        return self.allocator.free_slots, self.allocator.free_pages
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.backend.let_go()
+        self.loop.close()
+        assert self.free() == (SLOTS, PAGES)
+        assert not any(thread.name == "ling3-engine" for thread in threading.enumerate())
+
+
+def request(prompt, max_tokens, **options):
+    return Request(tuple(prompt), max_tokens, **options)
+
+
+def expected(asked):
+    return answer(list(asked.prompt_ids), asked.max_tokens, seed=asked.sampling.seed,
+                  temperature=asked.sampling.temperature)  # fmt: skip
+
+
+def test_a_ticket_gives_tokens_text_and_times():
+    asked = request(range(20), 9)
+    with Rig() as rig:
+        (ticket,) = rig.submit(asked)
+        done = ticket.result(WAIT)
+        assert ticket.done
+    assert done.token_ids == expected(asked)
+    assert done.text == "".join(chr(65 + i) for i in done.token_ids)
+    assert done.stop_reason == "length"
+    # 20 tokens are a full call and the rest; then one decode call a token but the first.
+    assert [(step.kind, step.padding, step.tokens) for step in done.steps] == [
+        ("prefill", 16, 16), ("prefill", 4, 4), *[("decode", 2, 1)] * 8
+    ]  # fmt: skip
+    times = [step.t_ms for step in done.steps]
+    assert times == sorted(times)
+    assert len(done.token_ms) == 9 and done.token_ms == sorted(done.token_ms)
+    assert 0 <= done.queue_ms == times[0] <= done.ttft_ms == done.token_ms[0] <= done.e2e_ms == done.token_ms[-1]
+    assert sum(done.gaps_ms) == pytest.approx(done.e2e_ms - done.ttft_ms)
+    assert rig.timings.seconds["first_step"] > 0
+    steps = transcript_of(done).steps
+    assert [(s.t_ms, s.kind, s.bucket, s.n_tokens) for s in steps] == [tuple(step) for step in done.steps]
+
+
+def test_a_stream_says_what_the_completion_says():
+    async def read(rig, asked):
+        (ticket,) = rig.submit(asked)
+        return [piece async for piece in ticket.pieces()]
+
+    with Rig() as rig:
+        asked = request([1, 2, 3], 30, stop=("~~",))
+        pieces = asyncio.run(read(rig, asked))
+    assert [piece.completion is None for piece in pieces] == [True] * (len(pieces) - 1) + [False]
+    done = pieces[-1].completion
+    assert [token for piece in pieces for token in piece.token_ids] == done.token_ids == expected(asked)
+    assert "".join(piece.text for piece in pieces) == done.text
+
+
+def test_what_a_slow_reader_did_not_take_is_one_piece():
+    async def read(rig):
+        (ticket,) = rig.submit(request([1, 2, 3], 30))
+        assert ticket.result(WAIT)  # blocks this event loop until all is there
+        return [piece async for piece in ticket.pieces()]
+
+    with Rig() as rig:
+        (piece,) = asyncio.run(read(rig))
+    assert piece.token_ids == piece.completion.token_ids == answer([1, 2, 3], 30)
+
+
+@pytest.mark.parametrize("leave", ["break", "aclose", "task", "wait"])
+def test_leaving_a_stream_cancels_the_request(leave):
+    async def read(ticket, started, go):
+        if leave == "wait":
+            started.set()
+            return await ticket.wait()
+        if leave == "break":
+            async for _ in ticket.pieces():
+                started.set()
+                return await go.wait()
+        async with aclosing(ticket.pieces()) as pieces:
+            async for _ in pieces:
+                started.set()
+                await go.wait()
+                return None
+
+    async def run(rig):
+        rig.backend.hold()
+        (ticket,) = rig.submit(request([1, 2, 3], 50))
+        started, go = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(read(ticket, started, go))
+        await asyncio.to_thread(rig.backend.reach)
+        await asyncio.to_thread(rig.backend.let_one)  # the first token is out, a decode step in flight
+        await started.wait()
+        if leave in ("task", "wait"):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:
+            go.set()
+            await task
+            until = time.monotonic() + WAIT
+            while not rig.loop._cancelled and time.monotonic() < until:
+                await asyncio.sleep(0.001)  # asyncio closes a generator that was left, soon
+        rig.backend.let_go()
+        return await asyncio.to_thread(ticket.result, WAIT)
+
+    with Rig() as rig:
+        done = asyncio.run(run(rig))
+        assert (done.stop_reason, done.token_ids) == ("cancelled", answer([1, 2, 3], 2))
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("moment", ["queued", "prefilling", "decoding"])
+def test_cancelling_with_a_step_in_flight(moment, ahead):
+    """The devices are held in the middle of a step; who is cancelled then emits nothing more, the others go on."""
+    with Rig(ahead) as rig:
+        backend = rig.backend
+        backend.hold()
+        others = rig.submit(*(request([n, n, n], 12) for n in range(SLOTS if moment == "queued" else 2)))
+        backend.reach()
+        (ticket,) = rig.submit(request(range(40), 20))
+        for _ in range({"queued": 3, "prefilling": 3, "decoding": 12}[moment]):
+            backend.let_one()
+        sequence = rig.loop._turns._live[ticket.index]
+        found = "queued" if sequence.lease is None else "prefilling" if sequence.sampled == 0 else "decoding"
+        assert found == moment
+        had = len(sequence.generated)
+        ticket.cancel()
+        ticket.cancel()
+        backend.let_go()
+        done = ticket.result(WAIT)
+        # The read that the devices were held in may still have been ours.
+        assert done.stop_reason == "cancelled" and len(done.token_ids) <= had + 1
+        assert done.token_ids == answer(list(range(40)), 20)[: len(done.token_ids)]
+        for number, other in enumerate(others):
+            assert other.result(WAIT).token_ids == answer([number] * 3, 12)
+
+
+def test_an_error_in_a_step_reaches_every_waiter():
+    async def read(tickets):
+        return await asyncio.gather(*(ticket.wait() for ticket in tickets), return_exceptions=True)
+
+    with Rig() as rig:
+        rig.backend.hold()
+        tickets = rig.submit(*(request([n], 20) for n in range(7)))
+        rig.backend.failure = RuntimeError("RESOURCE_EXHAUSTED: no memory")
+        threading.Timer(0.05, rig.backend.let_go).start()
+        errors = asyncio.run(read(tickets))
+        said = "engine: expected every step to run, found RuntimeError: RESOURCE_EXHAUSTED: no memory"
+        assert [(type(error), error.message) for error in errors] == [(EngineStopped, said)] * 7
+        assert all(error.__cause__ is rig.backend.failure for error in errors)
+        with pytest.raises(EngineStopped, match="found RuntimeError: RESOURCE_EXHAUSTED"):
+            rig.submit(request([1], 1))
+        rig.loop.close()
+        rig.allocator = Allocator(SLOTS, PAGES, PAGE)  # what the devices held is lost
+
+
+def test_closing_ends_what_runs_and_may_be_repeated():
+    with Rig() as rig:
+        rig.backend.hold()
+        tickets = rig.submit(*(request([n], 50) for n in range(7)))
+        rig.backend.reach()
+        threading.Timer(0.05, rig.backend.let_go).start()
+        rig.loop.close()
+        for ticket in tickets:
+            with pytest.raises(EngineStopped, match=r"^engine: expected it open, found it closed$"):
+                ticket.result(WAIT)
+        rig.loop.close()
+        with pytest.raises(EngineStopped, match="found it closed"):
+            rig.submit(request([1], 1))
+
+
+def test_a_full_engine_takes_none_of_what_is_too_much():
+    with Rig(max_requests=3) as rig:
+        rig.backend.hold()
+        first = rig.submit(request([1], 3), request([2], 3))
+        with pytest.raises(QueueFull, match="expected at most 3 requests at once, found 2 \\+ 2 new ones"):
+            rig.submit(request([3], 3), request([4], 3))
+        last = rig.submit(request([3], 3))
+        rig.backend.let_go()
+        assert [t.result(WAIT).token_ids for t in (*first, *last)] == [answer([n], 3) for n in (1, 2, 3)]
+        rig.submit(*(request([n], 1) for n in range(3)))
+
+
+def test_a_timeout_leaves_the_request_running():
+    with Rig() as rig:
+        rig.backend.hold()
+        (ticket,) = rig.submit(request([5], 4, name="mine"))
+        with pytest.raises(TimeoutError, match=r"mine: expected an answer within 0\.01 s, found it still running"):
+            ticket.result(0.01)
+        rig.backend.let_go()
+        assert ticket.result(WAIT).token_ids == answer([5], 4)
+
+
+def test_an_event_loop_that_closed_is_no_reader():
+    """A client that vanished with its event loop: its request is cancelled, the engine goes on."""
+    with Rig() as rig:
+        rig.backend.hold()
+        (ticket,) = rig.submit(request([1], 50))
+        gone = asyncio.new_event_loop()
+        ticket._listener = (gone, asyncio.Event(), True)
+        gone.close()
+        rig.backend.let_go()
+        assert ticket.result(WAIT).stop_reason == "cancelled"
+        (other,) = rig.submit(request([5], 4))
+        assert other.result(WAIT).token_ids == answer([5], 4)
+
+
+async def client(rig, rng):
+    """Sends a request, and reads it, waits for it, or leaves somewhere on the way."""
+    asked = request([rng.randrange(VOCAB) for _ in range(rng.randint(1, 24))], rng.randint(1, 16),
+                    sampling=Sampling(rng.choice([0.0, 1.0]), seed=rng.randrange(100)))  # fmt: skip
+    (ticket,) = rig.submit(asked)
+    ways = rng.random()
+    if ways < 0.2:  # a disconnect: the task that reads is cancelled
+        task = asyncio.create_task(ticket.wait())
+        await asyncio.sleep(rng.choice([0, 0.001, 0.003]))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    elif ways < 0.4:
+        async with aclosing(ticket.pieces()) as pieces:
+            async for _ in pieces:
+                if rng.random() < 0.3:
+                    break
+    elif ways < 0.5:
+        ticket.cancel()
+    done = await ticket.wait()
+    assert done.token_ids == expected(asked)[: len(done.token_ids)]
+    assert done.stop_reason == "cancelled" or len(done.token_ids) == asked.max_tokens
+
+
+async def crowd(rig, rng, count, at_once=40):
+    places = asyncio.Semaphore(at_once)
+
+    async def one():
+        async with places:
+            await client(rig, rng)
+
+    await asyncio.gather(*(one() for _ in range(count)))
+
+
+def test_two_thousand_requests_leave_nothing_behind():
+    """A soak with the fake model; the same on real programs is ``python -m bench soak``."""
+    rng = random.Random(3)
+    with Rig() as rig:
+        threads, free = set(threading.enumerate()), rig.free()
+        tracemalloc.start()
+        try:
+            held = []
+            for count in (500, 1500):  # the first of them make what is made once
+                asyncio.run(crowd(rig, rng, count))
+                rig.backend.calls.clear()
+                gc.collect()
+                held.append(tracemalloc.get_traced_memory()[0])
+        finally:
+            tracemalloc.stop()
+        assert rig.loop.live == 0
+        assert (rig.free(), set(threading.enumerate())) == (free, threads)
+        assert rig.scheduler.waiting == 0 and not rig.loop._turns._live
+        assert held[1] - held[0] < 200_000, held  # a ticket that stays with each of 1500 would be ten times that
+        assert 1000 < rig.scheduler.counters.started <= 2000  # those cancelled in the queue never started

@@ -1,0 +1,232 @@
+"""``ling3export report``: what the page says, and, in a real browser, that it is whole and everything is drawn."""
+
+import copy
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import browser as browsers
+from browser import Page, browser
+from ling3export import cli
+from ling3export.artifacts.manifest import read_manifest
+from ling3export.report import figures, render
+from ling3export.report_data import MEMORY, peak_bytes, si, targets, tick, times
+
+CHECKS = Path(__file__).with_name("page_checks.js").read_text()
+TARGET = "tpu-v6e-2x2-tp4"
+TPU_FIGURES = ["memory", "roofline", "time", "bytes", "collectives"]
+HOSTILE = "</title><script>console.error('run')</script>\"'><img src=http://example.invalid/x.png onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def both(artifact, tpu_artifact):
+    """A manifest with a target that was executed and has no estimates, and one that was compiled and has them."""
+    manifest = artifact.manifest("micro-tp1")
+    other = read_manifest(tpu_artifact)
+    return manifest | {"targets": manifest["targets"] | other["targets"], "notes": other["notes"]}
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    with browser(tmp_path_factory.mktemp("browser") / "profile") as found:
+        yield found
+
+
+def opened(page: Page, folder: Path, html: str) -> Page:
+    path = folder / "page.html"
+    path.write_text(html)
+    page.errors.clear()
+    page.requests.clear()
+    page.open(path)
+    return page
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(cli.main, ["report", *map(str, arguments)])
+
+
+@pytest.mark.parametrize(("width", "medium"), [(1100, "screen"), (400, "screen"), (700, "print")])
+def test_every_figure_is_drawn_and_readable_in_every_medium(both, page, tmp_path, width, medium):
+    page.width(width)
+    opened(page, tmp_path, render(both))
+    drawn = page.evaluate("[...document.querySelectorAll('figure')].map((figure) => figure.id)")
+    assert drawn == ["t1-memory", *(f"t2-{name}" for name in TPU_FIGURES)]
+    for scheme in ("light", "dark"):
+        page.media(scheme, medium)
+        assert page.evaluate(CHECKS) == [], scheme
+    assert page.errors == []
+    assert page.requests == [(tmp_path / "page.html").as_uri()]
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        ("figure.querySelector('.mark').setAttribute('width', 0)", "t2-memory: {fewer} of {marks} marks are drawn"),
+        ("figure.querySelector('.mark').style.fill = 'none'", "t2-memory: {fewer} of {marks} marks are drawn"),
+        ("figure.querySelector('.mark').setAttribute('x', -50)", "t2-memory: {fewer} of {marks} marks are drawn"),
+        ("figure.querySelector('.mark').remove()", "t2-memory: {fewer} of {marks} marks are drawn"),
+        ("figure.querySelector('.mark').style.display = 'none'", "t2-memory: {fewer} of {marks} marks are drawn"),
+        ("figure.querySelector('svg[data-marks]').remove()", "t2-memory: no drawing"),
+        ("figure.querySelector('desc').remove()", "t2-memory: no desc"),
+        ("figure.querySelector('text').setAttribute('x', 1e4)", "is cut off"),
+        ("figure.querySelectorAll('text').forEach((text) => text.setAttribute('y', 9))", " lies on "),
+        ("document.querySelector('h1').style.color = '#999'", "contrast 2.85"),
+        ("document.querySelector('h1').style.width = '3000px'", "the page is wider than its window"),
+    ],
+)
+def test_the_check_sees_a_broken_page(both, page, tmp_path, damage, sentence):
+    page.width(1100)
+    page.media("light")
+    opened(page, tmp_path, render(both))
+    marks = page.evaluate("Number(document.querySelector('#t2-memory svg[data-marks]').dataset.marks)")
+    page.evaluate(f"(() => {{ const figure = document.querySelector('#t2-memory'); {damage} }})()")
+    expected = sentence.format(fewer=marks - 1, marks=marks)
+    assert any(expected in found for found in page.evaluate(CHECKS))
+
+
+def test_the_browser_tells_of_errors_and_of_outside_references(both, page, tmp_path):
+    broken = render(both).replace("</main>", '<img src="http://example.invalid/x.png"></main>')
+    opened(page, tmp_path, broken).evaluate("console.error('planted'); setTimeout(() => { throw Error('thrown') })")
+    page.evaluate("new Promise((done) => setTimeout(done, 50))")
+    assert "planted" in page.errors
+    assert "Uncaught" in page.errors
+    assert any("example.invalid" in text and "Content Security Policy" in text for text in page.errors)
+
+
+def test_a_missing_browser_is_named_with_what_brings_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(browsers, "PROGRAM", "no-such-browser")
+    with pytest.raises(AssertionError) as raised, browser(tmp_path / "profile"):
+        pass
+    assert str(raised.value).startswith(
+        "expected `no-such-browser` on PATH, found none\nhint: apt-get install no-such-browser"
+    )
+
+
+def test_names_from_outside_stay_text(both, page, tmp_path):
+    hostile = copy.deepcopy(both)
+    hostile["source"]["name"] = hostile["notes"][0] = HOSTILE
+    hostile["targets"][TARGET]["target"] = HOSTILE
+    hostile["targets"][TARGET]["cells"][HOSTILE] = hostile["targets"][TARGET]["cells"].pop("decode@16")
+    opened(page, tmp_path, render(hostile))
+    assert page.evaluate("document.querySelector('h1').textContent") == HOSTILE
+    assert page.evaluate("document.title") == f"{HOSTILE}: report of the artifact"
+    assert page.evaluate("document.querySelectorAll('script, img, link, iframe, object').length") == 0
+    assert page.evaluate("[...document.querySelectorAll('*')].flatMap((e) => [...e.attributes]).filter((a) => "
+                         "a.name.startsWith('on')).length") == 0  # fmt: skip
+    assert (page.errors, len(page.requests)) == ([], 1)
+
+
+def test_the_page_shows_the_manifest_s_numbers(both, page, tmp_path):
+    opened(page, tmp_path, render(both))
+    rows = page.evaluate(
+        "[...document.querySelectorAll('#matrix + div tbody tr')].map((row) => [...row.cells].map((c) => c.innerText))"
+    )
+    heads = [i for i, row in enumerate(rows) if len(row) == 1]
+    assert [rows[i][0] for i in heads] == ["cpu-tp1", TARGET]
+    cells = both["targets"][TARGET]["cells"]
+    shown = {row[0]: row[1:] for row in rows[heads[1] + 1 :]}
+    assert set(shown) == set(cells)
+    for name, cell in cells.items():
+        ratio = cell["estimate"]["seconds"] / cell["floor"]["seconds"]
+        peak = peak_bytes(cell["memory"])
+        assert shown[name] == [
+            "compiled, not executed", si(cell["compile_seconds"], "s"),
+            si(cell["stablehlo"]["bytes"] + cell["exec"]["bytes"], "B"), si(peak, "B"),
+            f"{100 * peak / int(31.24 * 2**30):.1f} %", str(sum(row["count"] for row in cell["collectives"].values())),
+            si(cell["estimate"]["seconds"], "s"), si(cell["floor"]["seconds"], "s"), times(ratio), "not run",
+        ]  # fmt: skip
+    text = page.evaluate("document.body.innerText")
+    assert "compiled, never executed" in text
+    assert "The programs were compiled and never executed." in text
+    assert "This target's compiler estimates no times" in text
+    here = rows[heads[0] + 1]
+    cell = both["targets"]["cpu-tp1"]["cells"][here[0]]
+    assert here[5:10] == ["–", str(sum(cell["collectives"].values())), "–", "–", "–"]
+
+
+def test_figures_add_up_to_the_tables(both):
+    for target in targets(both):
+        drawn = figures(target)
+        for row, cell in zip(drawn.memory.rows, target.cells, strict=True):
+            assert sum(cell.memory.values()) == cell.peak
+            assert min(cell.memory.values()) >= 0
+            assert row.total == si(cell.peak, "B")
+        if drawn.time is None or drawn.bytes is None:
+            assert target.text == "cpu"
+            continue
+        for row, (cell, work) in zip(drawn.time.rows, target.estimated, strict=True):
+            assert sum(work.by_kind.values()) == pytest.approx(work.seconds, rel=1e-3), cell.name
+            assert row.total == si(sum(work.by_kind.values()), "s")
+        for cell, work in target.estimated:
+            assert work.moved is not None
+            if not cell.name.startswith("sample"):
+                assert work.moved > 0.9 * sum(work.floor_bytes.values())  # the floor is an expectation over routings
+
+
+def test_an_artifact_of_an_earlier_build_says_what_it_lacks(both, page, tmp_path):
+    older = copy.deepcopy(both)
+    for cell in older["targets"][TARGET]["cells"].values():
+        del cell["estimate"]["by_kind"], cell["estimate"]["memory_bytes"]
+    opened(page, tmp_path, render(older))
+    drawn = page.evaluate("[...document.querySelectorAll('figure')].map((figure) => figure.id)")
+    assert drawn == ["t1-memory", *(f"t2-{name}" for name in TPU_FIGURES if name != "time")]
+    assert page.evaluate(CHECKS) == []
+    text = page.evaluate("document.body.innerText")
+    assert "did not record times by kind of operation" in text
+    assert text.count("not recorded") == 2 * len(older["targets"][TARGET]["cells"])
+
+
+def test_the_page_is_written_beside_the_artifact_and_only_there(tpu_artifact, tmp_path):
+    folder = tmp_path / "tpu.ling3"
+    folder.mkdir()
+    (folder / "manifest.json").write_bytes((tpu_artifact / "manifest.json").read_bytes())
+    done = run(folder)
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert done.stderr == f"wrote {tmp_path / 'tpu.report.html'}\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tpu.ling3", "tpu.report.html"]
+    assert [path.name for path in folder.iterdir()] == ["manifest.json"]
+    assert (tmp_path / "tpu.report.html").read_text() == render(read_manifest(folder))
+
+    again = run(folder)
+    assert again.exit_code == 1
+    assert again.stderr == (
+        f"error: report `tpu.report.html`: expected a free name, found one that exists, in {tmp_path}\n"
+        "hint: choose another name, or replace it with --force\n"
+    )
+    (tmp_path / "tpu.report.html").write_text("old")
+    assert run(folder, "--force").exit_code == 0
+    assert (tmp_path / "tpu.report.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing(tpu_artifact, tmp_path):
+    inside = run(tpu_artifact, tpu_artifact / "vectors" / ".." / "page.html")
+    assert inside.exit_code == 1
+    assert inside.stderr == (
+        f"error: report `page.html`: expected a place outside of the artifact, found one in it, {tpu_artifact}\n"
+        "hint: an artifact holds what its manifest names, and nothing else\n"
+    )
+    nowhere = run(tpu_artifact, tmp_path / "none" / "page.html")
+    assert nowhere.exit_code == 1
+    assert nowhere.stderr == (
+        f"error: write `page.html`: expected a writable file, found No such file or directory, in {tmp_path / 'none'}\n"
+    )
+    (tmp_path / "folder.html").mkdir()
+    assert run(tpu_artifact, tmp_path / "folder.html", "--force").exit_code == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.html"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0 B"), (1, "1.00 B"), (999.4, "999 B"), (999.6, "1.00 kB"), (1352067072, "1.35 GB"), (2.1352e-3, "2.14 mB"),
+     (5e-12, "0.00500 nB"), (9.995e5, "1.00 MB"), (99.96, "100 B")],
+)  # fmt: skip
+def test_quantities_have_three_digits(value, text):
+    assert si(value, "B") == text
+
+
+def test_ticks_and_ratios():
+    assert [tick(value, "B") for value in (0, 5e6, 1500, 100)] == ["0 B", "5 MB", "1.5 kB", "100 B"]
+    shown = [times(ratio) for ratio in (1, 4.826, 99.4, 1832.06)]
+    assert shown == ["1 times", "4.83 times", "99.4 times", "1,832 times"]
+    assert len(MEMORY) == len(set(MEMORY)) == 6
