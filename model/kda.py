@@ -269,13 +269,15 @@ class KimiDeltaAttention(nnx.Module):
             This device's partial sum ``[B, D]`` in fp32, and the state.
         """
         raw, g, gate, beta = self._project(x, layer)
-        window = state["kda_conv"].at[layer, slot].get(mode=IN_BOUNDS)
-        conv, window = step_conv(window, raw, self._taps(layer))
+        # Held apart, or XLA:CPU reads the pool in whatever needs the convolution, and must copy it before an update.
+        hold: Callable[[Any], Any] = (lambda x: x) if self.geometry.matrix_units else lax.optimization_barrier
+        window = hold(state["kda_conv"].at[layer, slot].get(mode=IN_BOUNDS))
+        conv, window = hold(step_conv(window, raw, self._taps(layer)))
         state = state | {"kda_conv": state["kda_conv"].at[layer, slot].set(window, mode=IN_BOUNDS)}
         inputs = self._inputs(conv, g, beta)
         if self.geometry.recurrence == "together":
             pool = state["kda_recurrent"]
-            new, out = recurrent_step(pool.at[layer, slot].get(mode=IN_BOUNDS), inputs, hold=lambda x: x)
+            new, out = recurrent_step(pool.at[layer, slot].get(mode=IN_BOUNDS), inputs, hold)
             state = state | {"kda_recurrent": pool.at[layer, slot].set(new, mode=IN_BOUNDS)}
             return self._output(out, gate, layer, x.dtype), state
 
@@ -352,8 +354,8 @@ class KimiDeltaAttention(nnx.Module):
             return jnp.moveaxis(fill(jnp.where(chunks.from_zero[:, None, None, None], 0.0, old), 1), 2, 1)
 
         held = jnp.any(~chunks.from_zero & (chunks.slot > 0))
-        x = Rows(*(rows(y) for y in (x.q, x.k, x.v, x.g, x.beta[..., None])))
-        after, out = tile_scan(start, held, tiles.runs, x, island_precision(dtype))
+        tiled = Rows(*(rows(y) for y in (x.q, x.k, x.v, x.g, x.beta[..., None])))
+        after, out = tile_scan(start, held, tiles.runs, tiled, island_precision(dtype))
         after = jnp.moveaxis(after, 1, 2).reshape(-1, *pool.shape[2:])[:count]
         o = jnp.moveaxis(out, 1, 3).reshape(-1, heads, key)[: count * CHUNK]
         pool = pool.at[layer, written].set(after, mode=IN_BOUNDS)

@@ -111,9 +111,9 @@ def rope(x: jax.Array, position: jax.Array, theta: float, by_product: bool = Fal
     frequency = (theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)).astype(np.float32)
     angle = position.astype(jnp.float32).reshape((-1,) + (1,) * (x.ndim - 1)) * frequency
     if by_product:
-        even = np.arange(0, width, 2)
+        at = np.arange(0, width, 2)
         swap = np.zeros((width, width), np.float32)
-        swap[even + 1, even], swap[even, even + 1] = -1, 1
+        swap[at + 1, at], swap[at, at + 1] = -1, 1
         x, angle = x.astype(jnp.float32), jnp.repeat(angle, 2, axis=-1)
         return x * jnp.cos(angle) + jnp.matmul(x, swap, precision=lax.Precision.HIGHEST) * jnp.sin(angle)
     cos, sin = jnp.cos(angle), jnp.sin(angle)

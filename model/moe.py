@@ -65,7 +65,8 @@ def route_weights(scores: jax.Array, bias: jax.Array, config: Config) -> jax.Arr
     """
     experts, tokens = scores.shape
     grouped = (scores + bias[:, None]).reshape(config.n_group, -1, tokens)
-    best = sum(largest(grouped, min(2, grouped.shape[1]), 1))
+    best, *second = largest(grouped, min(2, grouped.shape[1]), 1)
+    best = best + second[0] if second else best
     index = np.arange(config.n_group)
     lower = (index[:, None] < index)[:, :, None]  # the other group comes first
     ahead = jnp.where(lower, best[:, None] >= best, best[:, None] > best)

@@ -70,9 +70,11 @@ def runs_of(first: jax.Array, chunk: int) -> Runs:
     sums = jnp.concatenate([*fixed[:2], enter.astype(jnp.float32), *fixed[2:], run.astype(jnp.float32)], axis=1)
     open_pair = (same & (one >= np.arange(size))).reshape(count, -1)
     open_leave = number == number[:, -1:]
-    always = np.ones((count, 1), bool)
-    opened = [np.broadcast_to(always, (count, size * chunk)), open_pair, np.broadcast_to(always, (count, size)),
-              open_leave, np.broadcast_to(always, (count, 2 * size))]  # fmt: skip
+
+    def always(factors: int) -> jax.Array:
+        return jnp.ones((count, factors), bool)
+
+    opened = [always(size * chunk), open_pair, always(size), open_leave, always(2 * size)]
     closed = jnp.where(jnp.concatenate(opened, axis=1), 0.0, -jnp.inf)[..., None]
     return Runs(number > 0, sums, closed)
 
