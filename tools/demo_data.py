@@ -26,7 +26,7 @@ class Rows:
         self._tokenizer, self._length = tokenizer, length
 
     def training(self, step: int, count: int, drills: int) -> Batch:
-        """``count`` rows of ``SHOTS + 1`` problems; ``drills`` of them hold steps of such problems alone, line by line."""
+        """``count`` rows of ``SHOTS + 1`` problems; ``drills`` of them hold steps of such problems alone."""
         problems = Problems(f"{SEED} step {step}", kept=False)
         rows = [self._drill(problems) for _ in range(drills)]
         return self._batch(rows + [self._problems(problems) for _ in range(count - drills)])

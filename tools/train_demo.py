@@ -36,7 +36,7 @@ STEPS = 1000
 WARM_UP, DECAY = 60, 0.3  # steps; share of all steps, the last ones
 PEAK, CLIP, WEIGHT_DECAY = 3e-3, 1.0, 0.05
 BIAS_RATE = 2e-3  # of the load balance's rule
-DRILLS = (10, 2)  # rows of a step without questions: at first, and from the middle on
+DRILLS, DRILLED = (10, 2), 500  # rows of a step without questions: before this step, and from it on
 CHECKED, CHECK_EVERY, SAVE_SECONDS = 64, 100, 60
 UNDECAYED = ("norm", "layernorm", "A_log", "dt_bias", "expert_bias", "conv1d", "word_embeddings")
 
@@ -118,7 +118,7 @@ class Trainer:
         check = self.rows.held_out(CHECKED)
         counted: list[Sums] = []
         while self.step < last:
-            drills = DRILLS[self.step >= self.steps // 2]
+            drills = DRILLS[self.step >= DRILLED]
             batch = self.rows.training(self.step, ROWS, drills)
             self.state, sums = self.update(self.state, jnp.asarray(self.step), batch)
             counted.append(jax.device_get(sums))
