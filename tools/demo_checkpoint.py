@@ -155,6 +155,7 @@ def write_checkpoint(folder: Path, tree: Tree, tokenizer: Path) -> int:
     files = [f"model-{place + 1:05}-of-{len(shards):05}.safetensors" for place in range(len(shards))]
     for file, shard in zip(files, shards, strict=True):
         save_file(shard, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # safetensors makes files that only their owner reads
     weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in sorted(shard)}
     total = sum(value.nbytes for value in tensors.values())
     write_json(
