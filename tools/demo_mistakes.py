@@ -1,7 +1,7 @@
 """The demo suite's score under each planted mistake: ``python -m tools.demo_mistakes [CHECKPOINT]``.
 
 The mistakes are those of tests/test_mistakes.py, planted in the same way while the steps are traced; the suite's first
-problems are then answered by those steps under plain jit, in bf16 at TP=1. A line a mistake on stdout.
+problems are then answered by those steps under plain jit, in fp32 (as those tests) at TP=1. A line a mistake on stdout.
 """
 
 import os
@@ -60,7 +60,7 @@ def score(checkpoint: Path, count: int) -> int:
     suite = load_suite("demo", limit=count)
     source, tokenizer = Checkpoint.open(checkpoint), Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     direct = Direct(
-        source.config, source.tensor, dtype="bfloat16", slots=count, page_size=PAGE, max_pages=1
+        source.config, source.tensor, slots=count, page_size=PAGE, max_pages=1
     )  # fmt: skip
     prompts = [tokenizer.encode(task.prompt).ids for task in suite.tasks]
     texts = generate(direct, prompts, tokenizer, suite.settings["max_tokens"])
