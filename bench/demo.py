@@ -1,43 +1,35 @@
-"""What ``make demo`` shows of a built demo artifact: a text, its score on held-out problems, and how fast it starts."""
+"""What ``make demo`` shows of a built demo artifact: an answer, its score on held-out problems, how fast it starts."""
 
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from bench.inputs import last_line, run
-from bench.report import machine, show, table
+from bench.report import table
 from bench.startup import PREPARATION
 from ling3export.build import DEMO
 
+RUNNER = "ling3export.runners.cli"
 QUESTION = "Question: Hana has 17 apples, buys 8 and drops 6. How many now?\nAnswer:"
-STAGES = (PREPARATION, "programs", "weights", "state", "first step", "whole")
+ANSWER_TOKENS = 21
+STAGES = ("imports", PREPARATION, "programs", "weights", "state", "first step", "whole")
 
 
-def main(artifact: Path) -> dict[str, Any]:
+def main(artifact: Path) -> None:
     """Answers, evaluates and starts, each in a process of its own; prints the evaluation's last line as it is."""
     artifact = artifact.resolve()
-    answer = run(
-        ["ling3export.runners.cli", "generate", artifact, "--prompt", QUESTION, "--max-tokens", 24]
-    )  # fmt: skip
-    print(f"{QUESTION}{answer}")
+    answer = run([RUNNER, "generate", artifact, "--prompt", QUESTION, "--max-tokens", ANSWER_TOKENS])
+    print(f"{QUESTION}{answer}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
-        command = ["ling3export.runners.cli", "eval", "run", artifact, Path(folder) / "run", "--suite", "demo"]
-        score = run(command).splitlines()[-1]
-        seconds = time.monotonic() - began
+        score = run([RUNNER, "eval", "run", artifact, Path(folder) / "run", "--suite", "demo"]).splitlines()[-1]
+        print(f"{score}\nevaluated in {time.monotonic() - began:.1f} s, start included\n", flush=True)
     starts = {
         "artifact": last_line(run(["bench.start", "aot", artifact, DEMO])),
         "jit, cold": last_line(run(["bench.start", "jit", artifact, DEMO], JAX_ENABLE_COMPILATION_CACHE="false")),
     }
-    found = {arm: start["seconds"] for arm, start in starts.items()}
     assert starts["artifact"]["compiles"] == 0 and len({start["token"] for start in starts.values()}) == 1, starts
-    whole = {arm: each["whole"] for arm, each in found.items()}
-    result = {
-        "benchmark": "demo", "machine": machine(), "score": score, "evaluation_seconds": seconds, "seconds": found,
-        "whole_ratio": whole["jit, cold"] / whole["artifact"],
-    }  # fmt: skip
-    print(f"{score}\nevaluated in {seconds:.1f} s, start-up included")
-    rows = [[stage, *(each.get(stage) for each in found.values())] for stage in STAGES]
-    show("Start to first token, one start each", [table(["seconds", *found], rows)], result)
-    return result
+    seconds = {arm: start["seconds"] for arm, start in starts.items()}
+    print("Start to first token, one start each\n")
+    print(table(["seconds", *seconds], [[stage, *(each.get(stage) for each in seconds.values())] for stage in STAGES]))
+    print(f"\nThe artifact starts {seconds['jit, cold']['whole'] / seconds['artifact']['whole']:.1f} times faster.")
