@@ -39,13 +39,15 @@ def test_training_goes_on_where_it_stopped(small, tmp_path):
         (tmp_path / name).mkdir()
         shutil.copy(DEMO / "tokenizer.json", tmp_path / name)
     whole = Trainer(tmp_path / "whole", 4, small)
+    options = {"xla_backend_optimization_level": 0}  # half the time to compile
+    whole.update = jax.jit(whole._update, donate_argnums=(0,), compiler_options=options)
     first = jax.tree.map(np.asarray, whole.state[0])
     whole.run(2)
     shutil.copy(tmp_path / "whole/state.npz", tmp_path / "resumed")
     whole.run(4)
     resumed = Trainer(tmp_path / "resumed", 4, small)
     assert resumed.load()
-    resumed.update, resumed.exact = whole.update, whole.exact  # compiled once
+    resumed.update = whole.update  # compiled once
     resumed.run(4)
     assert (whole.step, resumed.step) == (4, 4)
     same = jax.tree.map(lambda a, b: np.array_equal(a, b), whole.state, resumed.state)
