@@ -7,7 +7,7 @@ setup: .venv/installed
 parity: .venv-parity/installed
 
 .venv/installed: pyproject.toml constraints.txt .ci/venv
-	.ci/venv .venv build,tpu,eval,test,dev 3.13 3.12 3.11
+	.ci/venv .venv build,tpu,eval,train,test,dev 3.13 3.12 3.11
 
 # Python 3.11 first: the oldest supported, so this environment also tests the oldest jax.
 .venv-parity/installed: pyproject.toml constraints.txt .ci/venv
@@ -33,7 +33,7 @@ budgets: setup
 
 demo: setup
 	$(BIN)/ling3export build --paddings 16,128,512 --tp 16 --force
-	$(BIN)/ling3-runner generate demo.ling3 --prompt "Once upon a time" --max-tokens 32
+	$(BIN)/python -m bench demo demo.ling3
 
 # Twice: the second run compiles nothing, or fails.
 smoke: setup

@@ -98,6 +98,15 @@ def soak(checkpoint: Path | None, requests: int, tp: int) -> None:
     run(checkpoint, requests, tp)
 
 
+@main.command()
+@click.argument("artifact", type=click.Path(path_type=Path, exists=True))
+def demo(artifact: Path) -> None:
+    """An answer of the packaged demo, its score on held-out problems, and its start against jit; not part of all."""
+    from bench.demo import main as run
+
+    run(artifact)
+
+
 @main.command("all")
 @click.pass_context
 def every(context: click.Context) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ling3export.errors import listed
 from ling3export.runners.eval_answers import LETTERS
+from ling3export.runners.eval_demo import SEED, demo_records
 from ling3export.runners.eval_files import check_unique, load_tasks, read_records
 from ling3export.runners.eval_objects import EvalError
 from ling3export.runners.eval_smoke import smoke_tasks
@@ -142,11 +143,14 @@ def product_smoke(data: Path | None) -> Suite:
 
 
 def demo(data: Path | None) -> Suite:
-    """Held-out problems of the demo checkpoint, once that knows something."""
-    raise EvalError(
-        "suite `demo`: expected the held-out problems of a trained demo checkpoint, found none in this version",
-        "use --suite product-smoke, which asks nothing of the model",
-    )
+    """Problems that were kept from the demo checkpoint's training, behind four worked ones that were not."""
+    tasks = [
+        _task(f"demo-{place}", "demo", f"{shots}Question: {problem.question}\nAnswer:", "last_numeric",
+              target=problem.answer)
+        for place, (shots, problem) in enumerate(demo_records())
+    ]  # fmt: skip
+    notes = (f"generated: seed {SEED}; names and pairs of numbers that training never saw",)
+    return Suite("demo", tasks, settings={"max_tokens": 32, "stop": ("\n\n",)}, notes=notes)
 
 
 SUITES: dict[str, Callable[[Path | None], Suite]] = {

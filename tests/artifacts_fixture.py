@@ -18,6 +18,7 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.synth import synthesize
 from probe import ROOT, Probe
 
+DEMO = ROOT / "ling3export" / "demo"
 SOURCES = ("ling3export", "model", "artifacts", "runners")
 
 
@@ -64,6 +65,7 @@ RECIPES = {
     "micro-tp4-flat": Recipe(4, "micro", overrides={"q_lora_rank": None}),
     "micro-tp1-seed2": Recipe(1, "micro", seed=2),
     "micro-tp1-experts": Recipe(1, "micro", overrides={"num_experts": 32}),
+    "demo-tp16": Recipe(16, "demo", dtype="bfloat16"),
 }
 
 
@@ -79,7 +81,8 @@ def run(
 
 def sources_digest() -> str:
     digest = hashlib.sha256(f"{sys.version} {version('jax')} {version('jaxlib')}".encode())
-    for path in sorted(path for part in SOURCES for path in (ROOT / part).glob("*.py")):
+    sources = [path for part in SOURCES for path in (ROOT / part).glob("*.py")]
+    for path in sorted([*sources, *DEMO.iterdir()]):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -97,6 +100,8 @@ class Artifacts:
     def checkpoint(self, name: str) -> Path:
         """The checkpoint that an artifact is built from."""
         recipe = RECIPES[name]
+        if recipe.preset == "demo":
+            return DEMO
         path = self.folder / recipe.checkpoint
         if not path.exists():
             synthesize(path, recipe.preset, recipe.seed, overrides=recipe.overrides)

@@ -70,7 +70,6 @@ def test_mmlu_pro_with_and_without_shots(tmp_path):
         ("gsm8k", None, "suite `gsm8k`: expected a folder with train.jsonl and test.jsonl, .*, found none"),
         ("gsm8k", "missing", "found nothing at "),
         ("gsm8k", ".", "data `train.jsonl`: expected train.jsonl or train.json, found neither"),
-        ("demo", None, "suite `demo`: expected the held-out problems of a trained demo checkpoint, found none"),
         ("nothing", None, "suite `nothing`: expected a task file, or one of gsm8k, .*, found neither"),
         ("nothing", ".", "--data `.*`: expected one of the suites gsm8k, .*, found `nothing`"),
     ],

@@ -1,0 +1,134 @@
+"""The demo: problems that were kept from training, the checkpoint that was trained on the others, and its score."""
+
+import hashlib
+import json
+import re
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from tokenizers import Tokenizer
+
+from artifacts_fixture import run
+from direct import assemble, relative
+from ling3export.artifacts.manifest import canonical
+from ling3export.build import DEMO
+from ling3export.checkpoint import Checkpoint
+from ling3export.layout import expected_tensors
+from ling3export.model.steps import bind
+from ling3export.reference import Reference
+from ling3export.runners.eval_demo import NAMES, Problems, demo_records, is_kept_pair, names, text
+from ling3export.runners.eval_suites import load_suite
+from tolerances import FLOAT32, MARGIN
+from tools.demo_checkpoint import published
+from tools.demo_data import Rows
+from tools.demo_loss import geometry, logits
+
+STEP = re.compile(r"(\d+)([+-])(\d+)=(\d+)")
+SCORE = 0.90
+
+
+def pairs(of: str) -> list[tuple[int, int]]:
+    """The numbers of every step in a text, each of which has to be right."""
+    found = []
+    for left, sign, right, result in STEP.findall(of):
+        assert int(left) + int(right) * (1 if sign == "+" else -1) == int(result)
+        found.append((int(left), int(right)))
+    return found
+
+
+def words(of: str) -> set[str]:
+    return set(re.findall(r"[A-Z][a-z]+", of)) & set(NAMES)
+
+
+def test_problems_of_training_hold_nothing_that_is_kept():
+    problems = Problems("any", kept=False)
+    found = "".join(text(problems.next()) for _ in range(3000)) + "".join(shots for shots, _ in demo_records())
+    assert len(pairs(found)) > 4500
+    assert not any(is_kept_pair(*pair) for pair in pairs(found))
+    assert words(found) == set(names(kept=False))
+
+
+def test_problems_of_the_suite_hold_only_what_is_kept():
+    for _, problem in demo_records():
+        assert all(is_kept_pair(*pair) for pair in pairs(problem.answer))
+        assert len(pairs(problem.answer)) == problem.answer.count("\n")
+        assert words(problem.question) and words(problem.question) <= set(names(kept=True))
+    assert (len(names(kept=True)), len(names(kept=False))) == (15, 135)
+    assert sum(is_kept_pair(a, b) for a in range(2, 50) for b in range(a, 50)) == 133  # of 1176
+
+
+def test_the_suite_is_the_same_everywhere():
+    suite = load_suite("demo")
+    assert len(suite.tasks) == 200
+    assert suite.tasks[1].prompt.count("Question:") == 5
+    assert suite.tasks[1].prompt.endswith(f"\n\nQuestion: {demo_records()[1][1].question}\nAnswer:")
+    assert (suite.tasks[1].target, suite.settings) == (
+        demo_records()[1][1].answer,
+        {"max_tokens": 32, "stop": ("\n\n",)},
+    )
+    digest = hashlib.sha256(canonical([task.record() for task in suite.tasks])).hexdigest()
+    assert digest == "38bac5fe81b3503e7a7dd9c5e181a06b62c227d5938e5aafe88ab3cc3cd1540e"
+
+
+def test_the_packaged_checkpoint_is_small_and_of_the_true_structure():
+    checkpoint = Checkpoint.open(DEMO)
+    config = checkpoint.config
+    assert sum(int(np.prod(info.shape)) for info in expected_tensors(config).values()) == 1_473_968
+    assert sum(path.stat().st_size for path in DEMO.iterdir()) < 5e6
+    assert config.attention_kinds == ("kda", "kda", "mla") * 2
+    assert (config.slabs, config.n_group, config.num_shared_experts, config.num_nextn_predict_layers) == (16, 4, 1, 0)
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    assert tokenizer.encode("Tom has 149 pears").tokens[-6:] == ["Ġhas", "Ġ", "1", "4", "9", "Ġpears"]
+    assert tokenizer.decode(tokenizer.encode("Łódź 17+8=25 🎉").ids) == "Łódź 17+8=25 🎉"
+
+
+@pytest.fixture(scope="module")
+def weights():
+    """The packaged weights in the program's layout, fp32."""
+    checkpoint = Checkpoint.open(DEMO)
+    return checkpoint.config, assemble(checkpoint.config, checkpoint.tensor, "float32")
+
+
+def test_the_published_layout_is_written_as_it_is_read(weights):
+    config, tree = weights
+    found, checkpoint = published(config, tree), Checkpoint.open(DEMO)
+    assert found.keys() == expected_tensors(config).keys()
+    for name, value in found.items():
+        stored = checkpoint.tensor(name)
+        assert value.dtype == stored.dtype
+        assert value.tobytes() == stored.tobytes(), name
+
+
+def test_training_computes_what_the_reference_computes(weights):
+    config, tree = weights
+    rows = Rows(Tokenizer.from_file(str(DEMO / "tokenizer.json")), 64)
+    tokens = rows.held_out(2)["tokens"][:, :64]
+    mesh = Mesh(np.array(jax.devices()[:1]), ("tp",), axis_types=(AxisType.Auto,))
+    P = PartitionSpec
+    call = jax.shard_map(
+        lambda tree, tokens: logits(bind(config, geometry(config))(tree), tokens),
+        mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False,
+    )  # fmt: skip
+    found, load = jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})(tree, tokens)
+    reference = Reference(config, Checkpoint.open(DEMO).tensor)
+    expected = reference.logits_many([row.tolist() for row in tokens])
+    assert min(reference.margins) > MARGIN
+    assert max(relative(np.asarray(row), of) for row, of in zip(found, expected, strict=True)) < FLOAT32
+    assert np.sum(load, axis=1).tolist() == [2 * 64 * config.num_experts_per_tok] * len(config.moe_layers)
+
+
+def test_the_demo_solves_what_was_kept_from_it(artifact, tmp_path):
+    """Through prebuilt programs at TP=16, in bf16, four shots."""
+    done = run(
+        sys.executable, "-m", "ling3export.runners.cli", "eval", "run", artifact("demo-tp16"), tmp_path / "run",
+        "--suite", "demo", "--limit", 100,
+    )  # fmt: skip
+    passed, total, rate = re.fullmatch(r"正确率: (\d+)/(\d+) = (0\.\d{4}|1\.0000)\n", done.stdout).groups()
+    assert (total, rate) == ("100", f"{int(passed) / 100:.4f}")
+    assert float(rate) >= SCORE
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert record["environment"]["tp"] == 16
+    assert record["environment"]["verdicts"] == ["OPTIMAL"]

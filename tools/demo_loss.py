@@ -1,0 +1,134 @@
+"""The demo's training loss, from the product's own layer functions, over whole sequences from fresh state.
+
+The steps that are served loop as often as their data says, through pools that are updated in place: no gradient goes
+through either. So this strings the same layers together without pools. KDA runs its recurrence over the tokens, MLA
+attends within the sequence, and every expert runs on every token, weighted by the router.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ling3export.model import kda
+from ling3export.model.chunks import Chunks, chunks_of
+from ling3export.model.config import Config
+from ling3export.model.geometry import CHUNK, Geometry
+from ling3export.model.layers import rms_norm, take
+from ling3export.model.ling3 import Layer, Ling3, static_layer
+from ling3export.model.moe import route_weights
+from ling3export.model.steps import bind
+
+Tree = dict[str, Any]
+
+
+class Sums(NamedTuple):
+    """Of some rows: weighted loss and its weight, right answer tokens and all, and tokens by MoE layer and expert."""
+
+    loss: jax.Array
+    weight: jax.Array
+    right: jax.Array
+    answers: jax.Array
+    load: jax.Array
+
+
+def geometry(config: Config, dtype: str = "float32") -> Geometry:
+    """One device, all experts at once."""
+    return Geometry(
+        tp=1, dtype=dtype, slots=1, pages=1, page_size=CHUNK, max_pages=1, latent_row=config.latent_dim,
+        experts="local", recurrence="together",
+    )  # fmt: skip
+
+
+def one_sequence(length: int) -> Chunks:
+    """What the layers want to know of ``length`` token slots, all of one fresh sequence."""
+    count = length // CHUNK
+    one = jnp.ones((count,), jnp.int32)
+    return chunks_of(
+        {
+            "chunk_slot": one, "chunk_start": CHUNK * jnp.arange(count, dtype=jnp.int32), "chunk_len": CHUNK * one,
+            "fresh": (jnp.arange(count) == 0).astype(jnp.int32), "page_table": one[:, None],
+        }
+    )  # fmt: skip
+
+
+def attend_kda(layers: kda.KimiDeltaAttention, x: jax.Array, layer: int) -> jax.Array:
+    """``x [B, T, D]`` to ``[B, T, D]``: token after token, all sequences at once."""
+    batch, length, width = x.shape
+    raw, g, gate, beta = layers._project(x.reshape(-1, width), layer)
+    raw, g, beta = (y.reshape(batch, length, *y.shape[1:]) for y in (raw, g, beta))
+    history = jnp.zeros((batch, layers.config.short_conv_kernel_size - 1, *raw.shape[2:]), raw.dtype)
+    conv = kda.causal_conv(history, raw, layers._per_head(layers.conv1d, layer))
+    inputs = layers._inputs(conv, g, beta)
+    heads, key = g.shape[2:]
+    state = jnp.zeros((batch, heads, key, key), jnp.float32)
+    steps = kda.Inputs(*(jnp.swapaxes(y, 0, 1) for y in inputs))
+    _, out = lax.scan(kda.recurrent_step, state, steps)
+    out = jnp.swapaxes(out, 0, 1).reshape(batch * length, heads, key)
+    return layers._output(out, gate, layer, x.dtype).reshape(batch, length, -1)
+
+
+def attend_mla(model: Ling3, x: jax.Array, layer: int, chunks: Chunks) -> jax.Array:
+    """``x [T, D]`` to ``[T, D]``."""
+    p = model.mla._project(x, layer, chunks.position)
+    part = model.mla._within(p, layer, chunks)
+    return model.mla._output(part.values / part.total[..., None], p, layer)
+
+
+def loads(model: Ling3, x: jax.Array, index: int) -> jax.Array:
+    """How many tokens of ``x [B, T, D]`` choose each expert: ``[E]``."""
+    assert model.moe is not None
+    rows = x.reshape(-1, x.shape[-1])
+    logits = jnp.matmul(rows, take(model.moe.gate[...], index, split=False).T, precision=lax.Precision.HIGHEST)
+    bias = take(model.moe.expert_bias[...], index, split=False)
+    return jnp.sum(route_weights(jax.nn.sigmoid(logits), bias, model.config) > 0, axis=0, dtype=jnp.float32)
+
+
+def run_layer(model: Ling3, x: jax.Array, layer: Layer, chunks: Chunks) -> tuple[jax.Array, jax.Array | None]:
+    """``x [B, T, D]`` fp32 through one layer; and the load of its experts, where it has any."""
+    assert isinstance(layer.number, int) and isinstance(layer.attention_index, int) and isinstance(layer.mlp_index, int)
+    eps, dtype = model.config.rms_norm_eps, jnp.dtype(model.geometry.dtype)
+    normed = rms_norm(x, take(model.layers["input_layernorm"][...], layer.number, split=False), eps).astype(dtype)
+    if layer.attention == "kda":
+        assert model.kda is not None
+        x = x + attend_kda(model.kda, normed, layer.attention_index)
+    else:
+        index = layer.attention_index
+        x = x + jax.vmap(lambda rows: attend_mla(model, rows, index, chunks))(normed)
+    normed = rms_norm(x, take(model.layers["post_attention_layernorm"][...], layer.number, split=False), eps)
+    x = x + jax.vmap(lambda rows: model._mlp(rows, layer, chunks.valid))(normed)
+    return x, loads(model, lax.stop_gradient(normed), layer.mlp_index) if layer.mlp == "moe" else None
+
+
+def logits(model: Ling3, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``tokens [B, T]`` to fp32 logits ``[B, T, V]``, and the loads ``[MoE layers, E]``; inside ``shard_map``."""
+    batch, length = tokens.shape
+    chunks = one_sequence(length)
+    x = model.embed(tokens.reshape(-1)).reshape(batch, length, -1)
+    load = []
+    for index in range(model.config.num_hidden_layers):
+        x, chosen = run_layer(model, x, static_layer(model.config, index), chunks)
+        load += [] if chosen is None else [chosen]
+    return model.logits(x.reshape(batch * length, -1)).reshape(batch, length, -1), jnp.stack(load)
+
+
+def sums_of(config: Config, params: Tree, batch: dict[str, jax.Array], form: Geometry) -> tuple[jax.Array, Sums]:
+    """The summed loss, and what is counted beside it.
+
+    Args:
+        config: The model.
+        params: Its parameters.
+        batch: ``tokens [B, T + 1]``; of each token that is to be foretold ``weight [B, T]``, and whether it is part
+            of an ``answer [B, T]``.
+        form: Of :func:`geometry`.
+    """
+    model = bind(config, form)(params)
+    found, load = logits(model, batch["tokens"][:, :-1])
+    wanted = batch["tokens"][:, 1:]
+    spread = jax.nn.logsumexp(found, axis=-1)
+    loss = spread - jnp.take_along_axis(found, wanted[..., None], axis=-1)[..., 0]
+    weighted = jnp.sum(loss * batch["weight"])
+    answer = batch["answer"]
+    right = jnp.sum((jnp.argmax(found, axis=-1) == wanted) & answer, dtype=jnp.float32)
+    return weighted, Sums(weighted, jnp.sum(batch["weight"]), right, jnp.sum(answer, dtype=jnp.float32), load)
