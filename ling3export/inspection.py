@@ -2,23 +2,12 @@
 
 from typing import Any
 
+from ling3export.columns import aligned
 from ling3export.report_data import peak_bytes
 
 
 def _megabytes(count: float) -> str:
     return f"{count / 1e6:,.2f} MB"
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Columns aligned: the first to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  "
-        + "  ".join(
-            text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths, strict=False))
-        )
-        for row in rows
-    ]
 
 
 def _cells(target: dict[str, Any], receipts: dict[str, Any]) -> list[str]:
@@ -39,7 +28,7 @@ def _cells(target: dict[str, Any], receipts: dict[str, Any]) -> list[str]:
                 "not run" if error is None else f"{error:.1e}",
             )
         )
-    return _table(rows)
+    return aligned(rows)
 
 
 def _estimates(target: dict[str, Any]) -> list[str]:
@@ -51,8 +40,7 @@ def _estimates(target: dict[str, Any]) -> list[str]:
         ("estimates", "ms", "floor ms", "without estimate ms", "peak a device", "copies > 1 MB", "collectives")
     ]
     for name, cell in cells.items():
-        memory, estimate = cell["memory"], cell["estimate"]
-        peak = peak_bytes(memory)
+        estimate = cell["estimate"]
         kinds = [f"{row['count']} {kind}" for kind, row in cell["collectives"].items()]
         rows.append(
             (
@@ -60,7 +48,7 @@ def _estimates(target: dict[str, Any]) -> list[str]:
                 f"{estimate['seconds'] * 1e3:.3f}",
                 f"{cell['floor']['seconds'] * 1e3:.3f}",
                 f"{sum(estimate['bounded'].values()) * 1e3:.3f}",
-                _megabytes(peak),
+                _megabytes(peak_bytes(cell["memory"])),
                 str(len(estimate["copies"])),
                 ", ".join(kinds) or "none",
             )
@@ -70,7 +58,7 @@ def _estimates(target: dict[str, Any]) -> list[str]:
         f"  estimates are the compiler's cycles at {first['clock_hz'] / 1e9:g} GHz, {first['tokens_a_sequence']} "
         "tokens a sequence, without collectives: nothing was executed"
     )
-    return [*_table(rows), note]
+    return [*aligned(rows), note]
 
 
 def _state(state: dict[str, Any]) -> list[str]:
@@ -78,7 +66,7 @@ def _state(state: dict[str, Any]) -> list[str]:
     for array in state["arrays"]:
         split = [axis for axis, spec in zip(array["axes"], array["spec"], strict=False) if spec]
         rows.append((array["name"], "x".join(map(str, array["shape"])), array["dtype"], ",".join(split) or "whole"))
-    return _table(rows)
+    return aligned(rows)
 
 
 def describe(manifest: dict[str, Any]) -> str:
