@@ -121,7 +121,7 @@ if at == "moved":
 elif at == "receipts":
     into.write_manifest = die
 elif at == "manifest":
-    into.forget = die
+    into.forget_failure = die
 sys.argv[1:] = ["build", "--into", {whole!r}, "--target", "cpu@2", *{more!r}]
 cli.main()
 """
