@@ -2,10 +2,10 @@
 
 A file of JSON lines: ``{"prompt_tokens": 317, "output_tokens": 50, "count": 3}``, ``count`` 1 if it is left out.
 
-The runner fills prefill calls with chunks of 16 slots, a sequence's chunks one after the other. The work of a call is
-padded to the smallest padding that holds it; more than the largest padding goes through that one first. So the waste
-has two ends: every request *alone* (an idle server: each pays for its own padding), and all of them *packed* (a queue
-that never empties: calls are full, only last chunks are not).
+The runner fills prefill calls with chunks of 16 slots, a sequence's chunks one after the other, and takes for each call
+the padding at which a token of the waiting work costs least (``Shapes.paying``: a call counts as its slots and some
+more). So the waste has two ends: every request *alone* (an idle server: each pays for its own padding), and all of them
+*packed* (all waiting at once: calls are full, only last chunks are not).
 """
 
 import json
@@ -16,6 +16,7 @@ from typing import Any
 
 from ling3export.errors import PlanError
 from ling3export.model.geometry import CHUNK
+from ling3export.runners.calls import Shapes
 
 LARGEST = 2**40  # of a count: sums stay far inside exact integers
 FIELDS = {"prompt_tokens": None, "output_tokens": None, "count": 1}  # with their defaults; None: required
@@ -80,13 +81,19 @@ def split_by_context(lengths: Sequence[Length], context: int) -> tuple[list[Leng
     return fits, sum(length.count for length in lengths) - sum(length.count for length in fits)
 
 
-def calls(slots: int, paddings: Sequence[int]) -> dict[int, int]:
-    """Prefill calls by padding for ``slots`` token slots of work, as the runner dispatches them."""
-    largest = paddings[-1]
-    whole = max(0, -(-slots // largest) - 1)
-    last = next(padding for padding in paddings if padding >= slots - whole * largest)
-    found = {largest: whole} if whole else {}
-    found[last] = found.get(last, 0) + 1
+def calls(slots: int, paddings: Sequence[int]) -> list[tuple[int, int]]:
+    """Prefill calls for ``slots`` token slots of work, in the runner's order: a padding, and how often in a row.
+
+    All but the last call are full.
+    """
+    shapes = Shapes(tuple(paddings), (), CHUNK, 0)
+    found = []
+    while slots > 0:
+        padding = shapes.paying(slots)
+        # The choice is the same for all work that no padding holds.
+        count = max(1, (slots - paddings[-1]) // padding)
+        found.append((padding, count))
+        slots -= count * padding
     return found
 
 
@@ -99,28 +106,32 @@ def prefill_waste(lengths: Sequence[Length], paddings: Sequence[int]) -> dict[st
     """Padded slots of prefill.
 
     Returns:
-        ``tokens``: real ones. ``alone``: ``slots`` and ``wasted`` in all and by padding (with ``calls``), every request
-        by itself. ``packed``: the same sums for all requests waiting at once.
+        ``tokens``: real ones. ``alone``: ``calls``, ``slots`` and ``wasted`` in all and by padding, every request by
+        itself. ``packed``: the same sums for all requests waiting at once.
     """
     tokens = sum(length.prompt * length.count for length in lengths)
     by_padding = {padding: {"calls": 0, "slots": 0, "wasted": 0} for padding in paddings}
     for length in lengths:
         left = length.prompt
-        for padding, count in calls(chunked(length.prompt), paddings).items():
+        for padding, count in calls(chunked(length.prompt), paddings):
             row = by_padding[padding]
             used = min(left, count * padding)
             left -= used
             row["calls"] += length.count * count
             row["slots"] += length.count * count * padding
             row["wasted"] += length.count * (count * padding - used)
-    alone = sum(row["slots"] for row in by_padding.values())
     work = sum(chunked(length.prompt) * length.count for length in lengths)
-    packed = sum(padding * count for padding, count in calls(work, paddings).items())
+    packed = calls(work, paddings)
     return {
         "tokens": tokens,
-        "alone": {"slots": alone, "wasted": alone - tokens, "paddings": by_padding},
-        "packed": {"slots": packed, "wasted": packed - tokens},
+        "alone": _sums([(p, row["calls"]) for p, row in by_padding.items()], tokens) | {"paddings": by_padding},
+        "packed": _sums(packed, tokens),
     }
+
+
+def _sums(found: Sequence[tuple[int, int]], tokens: int) -> dict[str, Any]:
+    slots = sum(padding * count for padding, count in found)
+    return {"calls": sum(count for _, count in found), "slots": slots, "wasted": slots - tokens}
 
 
 def decode_waste(lengths: Sequence[Length], paddings: Sequence[int], running: int) -> dict[str, Any]:

@@ -1,78 +1,86 @@
-"""The paddings that waste least on a histogram of lengths: an exact search over a grid.
+"""The paddings that cost least on a histogram of lengths, under the runner's own choice of a padding for each call.
 
-For a largest padding M, a prompt of w slots takes whole calls of M and one that holds the rest r in 1 … M. So only the
-histogram of r counts, and the other paddings cut 1 … M into ranges: the range (a, b] costs b a prompt in it. The best
-cut into k ranges is a dynamic programme, best[k][b] = min over a of best[k - 1][a] + b (H[b] - H[a]), H being the
-cumulated histogram. Every M of the grid is tried that takes no more calls than the largest padding of now: with more
-calls the padded slots could always be fewer, and the time more.
+A call costs its slots and CALL more, as the runner counts. The runner takes the padding at which a token of the waiting
+work costs least, so a prompt of w chunks costs cost[w] = (p + CALL) + cost[w - p] with the p chosen for w: a table over
+w, for each set of paddings. All sets of a grid are tried; if the grid had to be coarser than 16, the best is then moved
+in steps of 16, a padding at a time, while that helps.
 """
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from ling3export.lengths import Length, chunked
 from ling3export.model.geometry import CHUNK
+from ling3export.runners.calls import CALL
 
-POINTS = 512  # of the grid: the search takes seconds at most
-
-
-def grid(lengths: Sequence[Length], largest: int) -> int:
-    """The multiple that paddings are searched in: 16 up to 8192 slots, coarser beyond."""
-    longest = max(chunked(length.prompt) for length in lengths)
-    return CHUNK * -(-min(largest, longest) // (CHUNK * POINTS))
+SETS = 20_000  # tried at most: seconds
+LARGEST = 8192  # slots; beyond, no search
 
 
-def best_paddings(lengths: Sequence[Length], count: int, largest: int) -> tuple[int, ...]:
-    """At most ``count`` paddings with the fewest padded slots, each request by itself, in no more calls than now.
+class Histogram:
+    """How many prompts have how many chunks.
+
+    Args:
+        lengths: The requests.
+        largest: No padding is larger: the tables need go no further.
+    """
+
+    def __init__(self, lengths: Sequence[Length], largest: int) -> None:
+        self.chunks = np.array([chunked(length.prompt) // CHUNK for length in lengths])
+        self.counts = np.array([length.count for length in lengths], float)
+        self._work = np.arange(1, largest // CHUNK + 1) * CHUNK
+
+    def cost(self, paddings: tuple[int, ...]) -> float:
+        """Of all prompts, each by itself, in token slots."""
+        size = paddings[-1] // CHUNK
+        sizes = np.array(paddings[::-1])  # of equal paddings the runner takes the largest
+        each = (sizes + CALL) / np.minimum(self._work[:size, None], sizes)
+        steps = sizes[np.argmin(each, axis=1)] // CHUNK
+        table = [0.0]
+        for w, step in enumerate(steps.tolist(), 1):
+            table.append(step * CHUNK + CALL + table[max(0, w - step)])
+        best = int(steps[-1])  # taken again and again while no padding holds the work
+        whole = np.maximum(0, -(-(self.chunks - size) // best))
+        costs = whole * (best * CHUNK + CALL) + np.array(table)[np.maximum(0, self.chunks - whole * best)]
+        return float(np.sum(self.counts * costs))
+
+
+def grid(count: int, largest: int) -> int:
+    """The multiple that all sets of ``count`` paddings are tried in; 16 where they are few enough."""
+    return next(step for step in range(CHUNK, largest + CHUNK, CHUNK) if math.comb(-(-largest // step), count) <= SETS)
+
+
+def best_paddings(lengths: Sequence[Length], count: int, largest: int) -> tuple[int, ...] | None:
+    """At most ``count`` paddings that cost least.
 
     Args:
         lengths: The histogram.
         count: How many paddings there may be.
-        largest: The largest of now, and the largest that may be: it bounds a call's time and temporaries.
+        largest: The largest that may be: it bounds a call's time and temporaries.
 
     Returns:
-        Ascending multiples of ``grid(lengths, largest)``, or ``largest`` itself; of equal choices the smallest largest.
+        Ascending multiples of 16; of equal choices the fewest and smallest. None beyond LARGEST: no search.
     """
-    step = grid(lengths, largest)
-    slots = np.array([chunked(length.prompt) for length in lengths])
-    counts = np.array([length.count for length in lengths], float)
-    values = np.minimum(np.arange(-(-min(largest, int(slots.max())) // step) + 1) * step, largest)
-    allowed = float(np.sum(counts * -(-slots // largest)))
-    chosen: tuple[float, tuple[int, ...]] | None = None
-    for top in range(1, len(values)):
-        calls = -(-slots // values[top])
-        if float(np.sum(counts * calls)) > allowed:
-            continue
-        whole = (calls - 1) * values[top]
-        rests = np.bincount(-(-(slots - whole) // step), counts, top + 1)
-        cost, cuts = _cut(rests, values[: top + 1], count)
-        cost += float(np.sum(counts * whole))
-        if chosen is None or cost < chosen[0]:
-            chosen = (cost, cuts)
-    assert chosen is not None  # the last of the values takes as many calls as `largest`
-    return tuple(int(values[cut]) for cut in chosen[1])
+    if largest > LARGEST:
+        return None
+    histogram = Histogram(lengths, largest)
+    step = grid(count, largest)
+    points = [min(at, largest) for at in range(step, largest + step, step)]
+    sets = (each for size in range(1, min(count, len(points)) + 1) for each in itertools.combinations(points, size))
+    best = min(sets, key=histogram.cost)
+    while (moved := _moved(histogram, best, largest)) != best:
+        best = moved
+    return best
 
 
-def _cut(rests: np.ndarray, values: np.ndarray, count: int) -> tuple[float, tuple[int, ...]]:
-    """The cheapest at most ``count`` ends of ranges, the last of them the end of ``rests``; with their cost."""
-    top = len(rests) - 1
-    held = np.cumsum(rests)
-    ends = np.arange(top + 1)
-    # each[a, b]: what the prompts in (a, b] cost at padding b.
-    each = np.where(ends[:, None] < ends, values * (held - held[:, None]), np.inf)
-    best = np.full(top + 1, np.inf)
-    best[0] = 0.0
-    befores = []
-    costs = []
-    for _ in range(min(count, top)):
-        through = best[:, None] + each
-        before = np.argmin(through, axis=0)
-        best = through[before, ends]
-        befores.append(before)
-        costs.append(best[top])
-    used = int(np.argmin(costs)) + 1
-    cuts = [top]
-    for before in reversed(befores[1:used]):
-        cuts.append(int(before[cuts[-1]]))
-    return float(costs[used - 1]), tuple(reversed(cuts))
+def _moved(histogram: Histogram, paddings: tuple[int, ...], largest: int) -> tuple[int, ...]:
+    """The cheapest of the sets that differ in one padding."""
+    bounds = (0, *paddings, largest + CHUNK)
+    sets = [paddings]
+    for index in range(len(paddings)):
+        between = range(bounds[index] + CHUNK, bounds[index + 2], CHUNK)
+        sets += [(*paddings[:index], value, *paddings[index + 1 :]) for value in between]
+    return min(sets, key=histogram.cost)

@@ -13,7 +13,8 @@ from ling3export.estimates import Workload, floor
 from ling3export.lengths import Length, decode_waste, prefill_waste, split_by_context
 from ling3export.memory import held, passing
 from ling3export.model.config import Config
-from ling3export.paddings import best_paddings, grid
+from ling3export.model.geometry import CHUNK
+from ling3export.paddings import Histogram, best_paddings, grid
 from ling3export.plan import Options, Plan, make_plans
 from ling3export.recorded import layout_difference
 
@@ -116,19 +117,23 @@ def _lengths(lengths: Sequence[Length], plan: Plan) -> dict[str, Any]:
     record: dict[str, Any] = {"requests": sum(length.count for length in fits), "refused": refused}
     if not fits:
         return record
-    largest = plan.paddings[-1]
-    best = best_paddings(fits, len(plan.paddings), largest)
-    return record | {
+    record |= {
         "prefill": prefill_waste(fits, plan.paddings),
         "decode": decode_waste(fits, plan.decode_paddings, plan.geometry.slots),
-        "better": {
+        "better": None,
+    }
+    largest = plan.paddings[-1]
+    best = best_paddings(fits, len(plan.paddings), largest)
+    histogram = Histogram(fits, largest)
+    if best is not None and histogram.cost(best) < histogram.cost(plan.paddings):
+        record["better"] = {
             "paddings": list(best),
-            "multiple": grid(fits, largest),
+            "exact": grid(len(plan.paddings), largest) == CHUNK,
             "prefill": prefill_waste(fits, best),
             # Decode's paddings would follow prefill's: they are pinned to what they are.
             "options": f"--paddings {_commas(best)} --decode-paddings {_commas(plan.decode_paddings)}",
-        },
-    }
+        }
+    return record
 
 
 def _commas(values: Sequence[int]) -> str:

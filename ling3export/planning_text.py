@@ -4,6 +4,9 @@ from typing import Any
 
 from ling3export.columns import aligned
 from ling3export.pools import readable
+from ling3export.runners.calls import CALL
+
+COST = f"a call counted as its slots and {CALL} more"
 
 
 def described(record: dict[str, Any]) -> str:
@@ -79,20 +82,21 @@ def _described_lengths(record: dict[str, Any], context: int) -> list[str]:
         f"  decode, {decode['rows']:,} rows: one sequence at a time, in decode@{steps['padding']}, pads {_of(steps)}; "
         f"{full['running']} at a time, in decode@{full['padding']}, {_of(full)}",
     ]
-    saved = alone["wasted"] - better["prefill"]["alone"]["wasted"]
-    if saved <= 0:
-        return [*lines, f"  no {len(alone['paddings'])} paddings pad less in as few calls, each request alone"]
+    if better is None:
+        return [*lines, f"  no better paddings found, as many and no larger: {COST}"]
     return [
         *lines,
-        f"  better paddings (multiples of {better['multiple']}, no more calls than now): "
-        f"{','.join(map(str, better['paddings']))}, "
-        f"each request alone pads {_of(better['prefill']['alone'])}",
+        f"  better paddings, as many and no larger: {','.join(map(str, better['paddings']))}: each request alone pads "
+        f"{_of(better['prefill']['alone'])}",
+        f"  ({'all sets' if better['exact'] else 'those of a coarse grid'} were tried; {COST})",
         f"  ling3export build CHECKPOINT {better['options']}",
     ]
 
 
 def _of(row: dict[str, Any]) -> str:
-    return f"{row['wasted']:,} of {row['slots']:,} ({_share(row['wasted'], row['slots'])})"
+    share = _share(row["wasted"], row["slots"])
+    calls = f" in {row['calls']:,} calls" if "calls" in row else ""
+    return f"{row['wasted']:,} of {row['slots']:,}{calls} ({share})"
 
 
 def _share(part: int, whole: int) -> str:

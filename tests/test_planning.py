@@ -61,14 +61,15 @@ def test_the_plan_of_the_full_model_on_a_slice(config, tmp_path):
         "  cell         floor ms  by memory  by compute  MB moved  Gflop  temporaries MB  estimate ms",
         "",
         "lengths: 4 requests; 1 more do not fit the context of 8192 and would be refused",
-        "  prefill, 991 tokens: each request alone pads 1,057 of 2,048 (51.6%); all waiting at once 33 of 1,024 (3.2%)",
+        "  prefill, 991 tokens: each request alone pads 593 of 1,584 in 6 calls (37.4%); all waiting at once 33 of 1,024 "
+        "in 2 calls (3.2%)",
         "  padding      calls  slots  padded  of its slots",
-        "  prefill@16       0      0       0             -",
-        "  prefill@512      4  2,048   1,057         51.6%",
+        "  prefill@16       3     48       8         16.7%",
+        "  prefill@512      3  1,536     585         38.1%",
         "  decode, 157 rows: one sequence at a time, in decode@16, pads 2,355 of 2,512 (93.8%); 64 at a time, in "
         "decode@512, 1,099 of 1,256 (87.5%)",
-        "  better paddings (multiples of 16, no more calls than now): 48,320, "
-        "each request alone pads 17 of 1,008 (1.7%)",
+        "  better paddings, as many and no larger: 48,320: each request alone pads 17 of 1,008 in 4 calls (1.7%)",
+        "  (all sets were tried; a call counted as its slots and 32 more)",
         "  ling3export build CHECKPOINT --paddings 48,320 --decode-paddings 16,512",
     ]
     low = floor(FULL, make_plan(FULL, Options(), "tpu:v6e:4x4").geometry, "decode", 16, CHIPS["tpu", "v6e"], Workload())
