@@ -61,8 +61,8 @@ def test_the_plan_of_the_full_model_on_a_slice(config, tmp_path):
         "  cell         floor ms  by memory  by compute  MB moved  Gflop  temporaries MB  estimate ms",
         "",
         "lengths: 4 requests; 1 more do not fit the context of 8192 and would be refused",
-        "  prefill, 991 tokens: each request alone pads 593 of 1,584 in 6 calls (37.4%); all waiting at once 33 of 1,024 "
-        "in 2 calls (3.2%)",
+        "  prefill, 991 tokens: each request alone pads 593 of 1,584 in 6 calls (37.4%); all waiting at once 33 of "
+        "1,024 in 2 calls (3.2%)",
         "  padding      calls  slots  padded  of its slots",
         "  prefill@16       3     48       8         16.7%",
         "  prefill@512      3  1,536     585         38.1%",
