@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ling3export.artifacts.disk import DISK_FULL, sync_folder, sync_tree, write_error
 from ling3export.artifacts.lock import folder_lock
-from ling3export.artifacts.manifest import MANIFEST
+from ling3export.artifacts.manifest import MANIFEST, read_manifest
 from ling3export.errors import ArtifactError
 
 
@@ -51,6 +51,29 @@ def staged(destination: Path, *, force: bool = False, mark: str = MANIFEST) -> I
                 raise
         finally:
             _remove_leftovers(destination)
+
+
+@contextmanager
+def adding(artifact: Path) -> Iterator[Path]:
+    """A temporary folder beside an artifact, for files that are to be moved into it; it holds the artifact's lock.
+
+    Raises:
+        ArtifactError: There is no artifact, it is being written, or the disk is full.
+    """
+    artifact = Path(artifact).resolve()
+    with folder_lock(artifact):
+        read_manifest(artifact)
+        _remove_leftovers(artifact)
+        partial = _sibling(artifact)
+        try:
+            partial.mkdir()
+            yield partial
+        except OSError as error:
+            if error.errno in DISK_FULL:
+                raise write_error(error, Path(error.filename or artifact)) from error
+            raise
+        finally:
+            _remove_leftovers(artifact)
 
 
 def _refuse(destination: Path, force: bool, mark: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from bench.report import machine, say, show, table
 from ling3export.compiling import Compilers
+from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.plan import Options, make_plan
 from ling3export.report_data import peak_bytes
@@ -66,9 +67,11 @@ def main(target: str, jobs: int | None) -> dict[str, Any]:
     plan = make_plan(Config.from_dict(fields), Options(), target)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, watched() as peak:
-        records = Compilers(plan, fields, (), Path(folder), jobs).run(
+        records, failed = Compilers(plan, fields, (), Path(folder), jobs).run(
             plan.cells, lambda cell, record: say(f"{cell.name}: {record['compile_seconds']} s")
         )
+        if failed:
+            raise PlanError(f"bench: expected every cell to build, {len(failed)} did not: {failed}")
         files = sum(file.stat().st_size for file in Path(folder).iterdir())
     seconds = time.perf_counter() - started
     rows = [

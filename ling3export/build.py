@@ -23,13 +23,15 @@ from ling3export.cache_use import DEFAULT_USE, CacheUse
 from ling3export.checkpoint import Checkpoint
 from ling3export.compiling import Compilers
 from ling3export.convert import DTYPES, convert, store_bytes, stored_dtype
-from ling3export.errors import ArtifactError, CheckpointError, PlanError
+from ling3export.errors import ArtifactError, CheckpointError
+from ling3export.failed import forget_failure, note_failure
 from ling3export.fingerprint import fingerprint, state_abi, toolchain
+from ling3export.matrix import COLUMNS, check, compile_all, outcome_rows
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK
 from ling3export.model.parameters import Argument, arguments
 from ling3export.model.state import state_arrays
-from ling3export.plan import Cell, Options, Plan, make_plan
+from ling3export.plan import Options, Plan, make_plans
 from ling3export.runners.tokenizer import TokenizerFiles
 from ling3export.targets import check_toolchain
 from ling3export.vectors import PATH as VECTORS_PATH
@@ -56,6 +58,10 @@ class Reporter(Protocol):
         """``amount`` more units are done."""
         ...
 
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A table for the user."""
+        ...
+
 
 def build(
     checkpoint: Path, artifact: Path, options: Options, report: Reporter, *, force: bool = False,
@@ -80,23 +86,22 @@ def build(
     """
     source = Checkpoint.open(checkpoint, ignore=ignore)
     _check_tokenizer(source)
-    plans = [make_plan(source.config, options, target) for target in dict.fromkeys(options.targets)]
-    names = [plan.target.name for plan in plans]
-    if doubled := {name for name in names if names.count(name) > 1}:
-        raise PlanError(f"--target: expected each target once, found {doubled.pop()} twice")
+    plans = make_plans(source.config, options)
     for plan in plans:
         check_toolchain(plan.target)
         for note in plan.notes:
             report.note(f"{plan.target.name}: {note}")
     with staged(artifact, force=force) as folder, opened(cache, report.note) as cells:
-        body = _fill(folder, source, plans, options, report, ignore, cells)
+        body = _fill(folder, artifact, source, plans, options, report, ignore, cells)
         report.note(summary(body["targets"], cache))
-        return write_manifest(folder, body)
+        manifest = write_manifest(folder, body)
+        forget_failure(artifact)
+        return manifest
 
 
 def _fill(
-    folder: Path, source: Checkpoint, plans: list[Plan], options: Options, report: Reporter, ignore: Sequence[str],
-    cells: Cells,
+    folder: Path, artifact: Path, source: Checkpoint, plans: list[Plan], options: Options, report: Reporter,
+    ignore: Sequence[str], cells: Cells,
 ) -> dict[str, Any]:  # fmt: skip
     """Writes every file but the manifest, and returns the manifest's fields."""
     raw = json.loads((source.path / "config.json").read_bytes())
@@ -108,14 +113,17 @@ def _fill(
         compilers.append(Compilers(plan, raw, ignore, programs, options.jobs, cells))
     report.start("programs", sum(len(plan.cells) for plan in plans))
     with ThreadPoolExecutor(1) as pool:
-        compiled = pool.submit(_compile_all, plans, compilers, report)
+        compiled = pool.submit(compile_all, plans, compilers, lambda: report.advance("programs", 1))
         try:
             weights = _write_weights(folder, source, options.dtype, report)
             context = min(min(plan.context, plan.geometry.pages * plan.geometry.page_size) for plan in plans)
             report.start("vectors", 1)
             vectors = write_vectors(source.config, source.tensor, folder, context, options.dtype)
             report.advance("vectors", 1)
-            records = compiled.result()
+            outcomes = compiled.result()
+            if any(outcome.failures for outcome in outcomes):
+                report.table(COLUMNS, outcome_rows(folder, outcomes))
+            check(source.config, outcomes, cells.kept, lambda: note_failure(artifact, raw, ignore, options, outcomes))
         except BaseException:
             _stop(compilers, compiled)
             raise
@@ -127,18 +135,22 @@ def _fill(
         },
         "source": {"name": source.path.resolve().name, "digests": source.digests()},
         "config": source.config.semantic() | {"eos_token_id": list(source.config.eos_token_ids)},
-        "plan": plans[0].record() | {"targets": [plan.target.name for plan in plans]},
+        "plan": plans[0].record() | {"targets": [plan.target.name for plan in plans], **knobs_of(options)},
         "targets": {
-            plan.target.name: target_record(folder, source.config, plan, record)
-            for plan, record in zip(plans, records, strict=True)
+            each.plan.target.name: target_record(folder, source.config, each.plan, each.records) for each in outcomes
         },
         "weights": weights,
         "vectors": vectors | {"expected": file_record(folder, VECTORS_PATH)},
         "tokenizer": tokenizer,
         "notes": [note for plan in plans for note in plan.notes],
     }
-    body["vectors"]["receipts"] = _receipts(folder, body, plans, report)
+    body["vectors"]["receipts"] = receipts(folder, body, plans, report)
     return body
+
+
+def knobs_of(options: Options) -> dict[str, Any]:
+    """What sized the pools, so that a target that is added later is sized alike."""
+    return {"memory_fraction": options.memory_fraction, "state_memory": options.state_memory}
 
 
 def _check_tokenizer(source: Checkpoint) -> None:
@@ -162,13 +174,6 @@ def _stop(compilers: list[Compilers], compiled: "Future[Any]") -> None:
     for each in compilers:
         each.stop()
     compiled.cancel()
-
-
-def _compile_all(plans: list[Plan], compilers: list[Compilers], report: Reporter) -> list[dict[str, dict[str, Any]]]:
-    def done(cell: Cell, record: dict[str, Any]) -> None:
-        report.advance("programs", 1)
-
-    return [each.run(plan.cells, done) for plan, each in zip(plans, compilers, strict=True)]
 
 
 def _write_weights(folder: Path, source: Checkpoint, dtype: str, report: Reporter) -> dict[str, Any]:
@@ -197,14 +202,16 @@ def _copy_tokenizer(folder: Path, source: Checkpoint) -> list[dict[str, Any]]:
     return records
 
 
-def target_record(folder: Path, config: Config, plan: Plan, cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What the manifest says of one target."""
+def target_record(
+    folder: Path, config: Config, plan: Plan, cells: dict[str, dict[str, Any]], programs: str | None = None
+) -> dict[str, Any]:
+    """What the manifest says of one target, whose programs lie in ``programs`` of the artifact's folder."""
     # Imported here: the specs are jax's, and nothing else of a build needs jax in this process.
     from ling3export.lower import spec_list
     from ling3export.model.steps import parameter_spec, state_spec
 
     geometry, target = plan.geometry, plan.target
-    programs = f"programs/{target.name}"
+    programs = programs or f"programs/{target.name}"
     named = {}
     for cell in sorted(plan.cells, key=lambda cell: (cell.phase, cell.padding)):
         files = {
@@ -223,6 +230,8 @@ def target_record(folder: Path, config: Config, plan: Plan, cells: dict[str, dic
         **_slice(named),
         "fingerprint": fingerprint(config, plan),
         "state_abi": state_abi(config, plan),
+        "toolchain": toolchain(target),
+        "geometry": asdict(geometry),
         "mesh": {"axis": AXIS, "devices": requires["devices"]},
         "requires": requires,
         "parameters": [
@@ -255,7 +264,7 @@ def _slice(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"hosts": found[0]} if found else {}
 
 
-def _receipts(folder: Path, body: dict[str, Any], plans: list[Plan], report: Reporter) -> dict[str, Any]:
+def receipts(folder: Path, body: dict[str, Any], plans: list[Plan], report: Reporter) -> dict[str, Any]:
     """Runs the vectors through every cell in a fresh process, and refuses a build whose programs are wrong.
 
     A fresh process, because an executable can work in the one that compiled it and fail in any other.
@@ -263,11 +272,11 @@ def _receipts(folder: Path, body: dict[str, Any], plans: list[Plan], report: Rep
     Raises:
         ArtifactError: A cell differs from its expectation by more than its tolerance, or does not run.
     """
-    receipts = {}
+    found = {}
     runnable = [plan for plan in plans if plan.target.runs_here]
     report.start("receipts", len(runnable))
     for plan in runnable:
-        receipts[plan.target.name] = measured = measure_apart(folder, plan.target.name, body)
+        found[plan.target.name] = measured = measure_apart(folder, plan.target.name, body)
         if not measured["passed"]:
             worst = max(measured["cells"].items(), key=lambda item: item[1]["relative"])
             raise ArtifactError(
@@ -276,4 +285,4 @@ def _receipts(folder: Path, body: dict[str, Any], plans: list[Plan], report: Rep
                 "the programs do not compute what the model computes: do not use them, and report this",
             )
         report.advance("receipts", 1)
-    return receipts
+    return found

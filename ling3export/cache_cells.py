@@ -39,6 +39,11 @@ class Cells:
             return None
         return {"folder": str(self._use.where), "reads": self._use.reads, "writes": self._use.writes}
 
+    @property
+    def kept(self) -> bool:
+        """Whether the next build finds what this one makes."""
+        return self._use.writes
+
     def fetch(self, config: Config, plan: Plan, cell: Cell, folder: Path) -> dict[str, Any] | None:
         """Puts a cell's files into ``folder`` and returns its record; None if they have to be made.
 

@@ -11,32 +11,9 @@ import click
 from ling3export.cache_cli import cache
 from ling3export.cache_use import POLICIES, CacheUse
 from ling3export.errors import Ling3Error, listed
-from ling3export.plan import Options, parse_bytes, parse_paddings
+from ling3export.knobs import given, knobs
+from ling3export.plan import Options
 from ling3export.runners.guard import guarded
-
-DEFAULTS = Options()
-
-
-class _Paddings(click.ParamType):
-    """``16,128,512``; what it means is checked with the plan."""
-
-    name = "N,N,..."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """The integers between the commas."""
-        if isinstance(value, tuple):
-            return value
-        return parse_paddings(value, *(() if param is None else param.opts[:1]))
-
-
-class _Bytes(click.ParamType):
-    """``4GiB``."""
-
-    name = "SIZE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Bytes."""
-        return value if isinstance(value, int) else parse_bytes(value, *(() if param is None else param.opts[:1]))
 
 
 def _require(command: str, packages: tuple[str, ...]) -> None:
@@ -69,64 +46,23 @@ def main() -> None:
 @main.command()
 @click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
 @click.argument("artifact", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "--paddings",
-    type=_Paddings(),
-    default=DEFAULTS.paddings,
-    help="Token slots of the prefill programs.  [default: 16,128,512]",
-)
-@click.option(
-    "--decode-paddings",
-    type=_Paddings(),
-    help="Sequences of the decode programs.  [default: paddings up to the first that holds --max-running]",
-)
-@click.option(
-    "--tp",
-    type=int,
-    help="Devices that share the model.  [default: on cpu 16, or as many as the model splits over]",
-)
-@click.option(
-    "--target",
-    "targets",
-    multiple=True,
-    default=DEFAULTS.targets,
-    help="PLATFORM[:KIND][:TOPOLOGY]; may be given many times.  [default: cpu]",
-)
-@click.option(
-    "--max-running",
-    type=int,
-    default=DEFAULTS.max_running,
-    show_default=True,
-    help="Sequences that hold state at once.",
-)
-@click.option("--page-size", type=int, default=DEFAULTS.page_size, show_default=True, help="Tokens a latent page.")
-@click.option("--context", type=int, help="Longest sequence.  [default: 8192, or the model's limit]")
-@click.option(
-    "--memory-fraction",
-    type=click.FloatRange(0, 1, min_open=True),
-    default=DEFAULTS.memory_fraction,
-    show_default=True,
-    help="Of an accelerator's memory, for weights and pools.",
-)
-@click.option(
-    "--state-memory",
-    type=_Bytes(),
-    default=DEFAULTS.state_memory,
-    help="For the state of all virtual devices of a cpu target.  [default: 4GiB]",
-)
-@click.option("--pages", type=int, help="Latent pages.  [default: what fits]")
-@click.option(
-    "--dtype",
-    type=click.Choice(["bfloat16", "float32"]),
-    default=DEFAULTS.dtype,
-    show_default=True,
-    help="float32 means highest matmul precision throughout.",
-)
+@knobs
 @click.option("--jobs", type=click.IntRange(1), help="Cells compiled at a time.  [default: one a core]")
 @click.option(
     "--ignore-config-field", "ignore", multiple=True, metavar="NAME", help="A field of config.json to ignore."
 )
-@click.option("--force", is_flag=True, help="Replace ARTIFACT if it is there.")
+@click.option(
+    "--into",
+    type=click.Path(path_type=Path),
+    metavar="ARTIFACT",
+    help="Add the targets to this one instead. It has what they share, so CHECKPOINT is only compared.",
+)
+@click.option(
+    "--replay",
+    metavar="[TARGET/]CELL",
+    help="Build one cell of ARTIFACT again, or of its build that failed, and show all that its compiler says.",
+)
+@click.option("--force", is_flag=True, help="Replace ARTIFACT, or targets of --into, if they are there.")
 @click.option(
     "--cache",
     "policy",
@@ -142,8 +78,8 @@ def main() -> None:
 )
 @click.option("--explain", is_flag=True, help="Say of each cell why it was not in the cache.")
 def build(
-    checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], force: bool, policy: str,
-    cache_dir: Path | None, explain: bool, **knobs: Any,
+    checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], into: Path | None, replay: str | None,
+    force: bool, policy: str, cache_dir: Path | None, explain: bool, **knobs: Any,
 ) -> None:  # fmt: skip
     """Build ARTIFACT from CHECKPOINT.
 
@@ -151,17 +87,93 @@ def build(
     ./<checkpoint folder name>.ling3.
     """
     _require("build", ("flax", "rich"))
-    from ling3export.build import DEMO
-    from ling3export.build import build as run
     from ling3export.processes import unwinding
     from ling3export.progress import Console
 
-    source = checkpoint or DEMO
-    destination = artifact or Path(f"{source.resolve().name}.ling3")
+    if into is not None and (artifact is not None or replay is not None):
+        raise click.UsageError(f"--into names the artifact: no {'--replay' if replay else 'ARTIFACT'} beside it")
     with unwinding(), Console() as console:
         use = CacheUse(policy, cache_dir, explain)
-        manifest = run(source, destination, Options(**knobs), console, force=force, ignore=ignore, cache=use)
-        console.summary(destination, manifest)
+        if replay is not None:
+            _replay(checkpoint, artifact, replay, use)
+        elif into is not None:
+            from ling3export.into import add_targets
+
+            chosen = given(click.get_current_context())
+            manifest, names = add_targets(
+                into, Options(**knobs), chosen, console, checkpoint=checkpoint, force=force, ignore=ignore, cache=use
+            )
+            console.summary(into, manifest, names)
+        else:
+            from ling3export.build import build as run
+
+            source, destination = _named(checkpoint, artifact)
+            manifest = run(source, destination, Options(**knobs), console, force=force, ignore=ignore, cache=use)
+            console.summary(destination, manifest)
+
+
+def _named(checkpoint: Path | None, artifact: Path | None) -> tuple[Path, Path]:
+    """Source and destination of a build."""
+    from ling3export.build import DEMO
+
+    source = checkpoint or DEMO
+    return source, artifact or Path(f"{source.resolve().name}.ling3")
+
+
+def _replay(checkpoint: Path | None, artifact: Path | None, cell: str, cache: CacheUse) -> None:
+    from ling3export.replay import replay, replayable
+
+    # The one path may be the artifact, too: no checkpoint is needed.
+    alone = checkpoint is not None and artifact is None and replayable(checkpoint)
+    found = replay(checkpoint if alone and checkpoint else _named(checkpoint, artifact)[1], cell, cache)
+    click.echo("\n".join(found.lines))
+    if not found.passed:
+        sys.exit(1)
+
+
+@main.command()
+@click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
+@knobs
+@click.option(
+    "--lengths", type=click.Path(path_type=Path), metavar="FILE", help="A histogram of requests, as JSON lines."
+)
+@click.option(
+    "--from",
+    "artifact",
+    type=click.Path(path_type=Path),
+    metavar="ARTIFACT",
+    help="Compiled for the same plan: gives temporaries and estimates.",
+)
+@click.option(
+    "--ignore-config-field", "ignore", multiple=True, metavar="NAME", help="A field of config.json to ignore."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def plan(
+    checkpoint: Path | None,
+    lengths: Path | None,
+    artifact: Path | None,
+    ignore: tuple[str, ...],
+    as_json: bool,
+    **knobs: Any,
+) -> None:
+    """Show what a build would make, without compiling.
+
+    CHECKPOINT is a folder or a config.json; without it, the packaged demo. Shows the pools, what each device holds
+    against its memory, and each cell's floor: the time in which its bytes and FLOPs can be done at all.
+
+    A line of --lengths is {"prompt_tokens": 317, "output_tokens": 50, "count": 3}, count 1 if left out. Shown is what
+    these requests pad at each padding, and as many paddings that pad less.
+    """
+    _require("plan", ("flax",))
+    from ling3export.build import DEMO
+    from ling3export.lengths import read_lengths
+    from ling3export.planning import config_of, planned
+    from ling3export.planning_text import described
+
+    config = config_of(checkpoint or DEMO, ignore)
+    requests = [] if lengths is None else read_lengths(lengths)
+    record = planned(config, Options(**knobs), requests, artifact)
+    click.echo(json.dumps(record) if as_json else described(record))
 
 
 main.add_command(cache)

@@ -37,11 +37,12 @@ class Compilers:
         folder: Where the programs are written.
         jobs: Processes; None is one a core.
         cells: The cache; what it has is not compiled. None uses none.
+        shown: The workers' stderr is ours; else its end is kept, for the message of one that dies.
     """
 
     def __init__(
         self, plan: Plan, config: dict[str, Any], ignore: Sequence[str], folder: Path, jobs: int | None,
-        cells: Cells | None = None,
+        cells: Cells | None = None, shown: bool = False,
     ) -> None:  # fmt: skip
         self._plan, self._folder = plan, folder
         self._cells = Cells(CacheUse("off"), lambda text: None) if cells is None else cells
@@ -55,11 +56,12 @@ class Compilers:
             "cache": self._cells.job,
         }
         self._jobs = jobs
+        self._shown = shown
         self._workers: list[_Worker] = []
         self._stopped = False
         self._lock = threading.Lock()
 
-    def run(self, cells: Sequence[Cell], done: Done) -> dict[str, dict[str, Any]]:
+    def run(self, cells: Sequence[Cell], done: Done) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
         """Compiles every cell; one that fails does not stop the others.
 
         Args:
@@ -67,10 +69,7 @@ class Compilers:
             done: Called from a worker's thread as each cell ends well.
 
         Returns:
-            The record of each cell by name.
-
-        Raises:
-            PlanError: Some cell could not be built; names each with its reason.
+            By name, the record of each cell that was built, and ``error`` and ``hint`` of each that was not.
         """
         waiting: SimpleQueue[Cell] = SimpleQueue()
         for cell in cells:
@@ -82,12 +81,9 @@ class Compilers:
             thread.start()
         for thread in threads:
             thread.join()
+        built = {cell.name: reply["record"] for cell, reply in replies.items() if "record" in reply}
         failed = {cell.name: reply for cell, reply in replies.items() if "error" in reply}
-        if failed and not self._stopped:
-            text = "; ".join(f"{name}: {reply['error']}" for name, reply in list(failed.items())[:3])
-            hint = next((reply["hint"] for reply in failed.values() if reply.get("hint")), None)
-            raise PlanError(f"programs: expected {len(cells)} cells to build, {len(failed)} did not: {text}", hint)
-        return {cell.name: reply["record"] for cell, reply in replies.items() if "record" in reply}
+        return built, {} if self._stopped else failed
 
     def stop(self) -> None:
         """Ends the workers at once."""
@@ -113,7 +109,7 @@ class Compilers:
                             break
                         record = self._made(worker.ask(cell), cell, replies)
                 except Ling3Error as error:
-                    replies[cell] = {"error": error.message, "hint": error.hint}
+                    replies[cell] = {"error": error.message, "hint": error.hint, "kind": type(error).__name__}
                     continue
                 if record is not None:
                     replies[cell] = {"record": record}
@@ -133,7 +129,7 @@ class Compilers:
             if self._stopped:
                 return None
             if worker is None or worker.process.poll() is not None:
-                worker = stack.enter_context(_Worker(self._job))
+                worker = stack.enter_context(_Worker(self._job, self._shown))
                 self._workers.append(worker)
             return worker
 
@@ -141,13 +137,14 @@ class Compilers:
 class _Worker:
     """A process of ``ling3export/worker.py``, and what is written to and read from it."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
+    def __init__(self, job: dict[str, Any], shown: bool) -> None:
         # A file, because a pipe that nobody reads would fill up and block the worker.
         self._errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            command("ling3export.worker"), stdin=pipe, stdout=pipe, stderr=self._errors, text=True, env=environment()
-        )
+            command("ling3export.worker"), stdin=pipe, stdout=pipe, stderr=None if shown else self._errors, text=True,
+            env=environment(),
+        )  # fmt: skip
         self._send(job)
 
     def __enter__(self) -> "_Worker":

@@ -24,6 +24,14 @@ Read = Callable[[str], np.ndarray]
 Piece = tuple[int | None, np.ndarray]
 
 
+class Pieces(Protocol):
+    """What takes the pieces of a store: its writer, or what only compares them."""
+
+    def write(self, name: str, array: np.ndarray, *, slab: int | None, offset: int = 0) -> None:
+        """Appends a piece to one slab of a tensor."""
+        ...
+
+
 class Source(Protocol):
     """What conversion needs of a checkpoint."""
 
@@ -164,7 +172,7 @@ def store_bytes(config: Config, dtype: str) -> int:
 
 
 def convert_parameter(
-    parameter: Parameter, source: Source, writer: StoreWriter, dtype: str, progress: Callable[[int], None]
+    parameter: Parameter, source: Source, writer: "Pieces", dtype: str, progress: Callable[[int], None]
 ) -> None:
     """Writes one stacked parameter, layer after layer."""
     target = DTYPES[stored_dtype(parameter, dtype)][1]

@@ -2,23 +2,12 @@
 
 from typing import Any
 
+from ling3export.columns import aligned
 from ling3export.report_data import peak_bytes
 
 
 def _megabytes(count: float) -> str:
     return f"{count / 1e6:,.2f} MB"
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Columns aligned: the first to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  "
-        + "  ".join(
-            text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths, strict=False))
-        )
-        for row in rows
-    ]
 
 
 def _cells(target: dict[str, Any], receipts: dict[str, Any]) -> list[str]:
@@ -39,7 +28,7 @@ def _cells(target: dict[str, Any], receipts: dict[str, Any]) -> list[str]:
                 "not run" if error is None else f"{error:.1e}",
             )
         )
-    return _table(rows)
+    return aligned(rows)
 
 
 def _estimates(target: dict[str, Any]) -> list[str]:
@@ -62,8 +51,7 @@ def _estimates(target: dict[str, Any]) -> list[str]:
         )
     ]
     for name, cell in cells.items():
-        memory, estimate = cell["memory"], cell["estimate"]
-        peak = peak_bytes(memory)
+        estimate = cell["estimate"]
         kinds = [f"{row['count']} {kind}" for kind, row in cell["collectives"].items()]
         rows.append(
             (
@@ -73,7 +61,7 @@ def _estimates(target: dict[str, Any]) -> list[str]:
                 f"{estimate['memory_bytes'] / 1e6:,.0f}",
                 f"{sum(cell['floor']['bytes'].values()) / 1e6:,.0f}",
                 f"{sum(estimate['bounded'].values()) * 1e3:.3f}",
-                _megabytes(peak),
+                _megabytes(peak_bytes(cell["memory"])),
                 str(len(estimate["copies"])),
                 _experts(cell),
                 ", ".join(kinds) or "none",
@@ -88,7 +76,7 @@ def _estimates(target: dict[str, Any]) -> list[str]:
     if layers:
         apart = max(cell["floor"]["collective_seconds"] for cell in cells.values()) * 1e3
         note += f"\n  besides the floor: {layers} collectives, about {apart:.2f} ms at their latency alone (assumed)"
-    return [*_table(rows), note]
+    return [*aligned(rows), note]
 
 
 def _experts(cell: dict[str, Any]) -> str:
@@ -105,7 +93,7 @@ def _state(state: dict[str, Any]) -> list[str]:
     for array in state["arrays"]:
         split = [axis for axis, spec in zip(array["axes"], array["spec"], strict=False) if spec]
         rows.append((array["name"], "x".join(map(str, array["shape"])), array["dtype"], ",".join(split) or "whole"))
-    return _table(rows)
+    return aligned(rows)
 
 
 def describe(manifest: dict[str, Any]) -> str:

@@ -207,8 +207,9 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
     else:
         check_paddings(options.decode_paddings, "--decode-paddings", 1)
         decode = options.decode_paddings
-    for name, number in (("--max-running", options.max_running), ("--page-size", options.page_size)):
-        if number < 1:
+    numbers = {"--max-running": options.max_running, "--page-size": options.page_size, "--pages": options.pages}
+    for name, number in numbers.items():
+        if number is not None and number < 1:
             raise PlanError(f"{name}: expected a positive number, found {number}")
     if not 0 < options.memory_fraction <= 1:
         raise PlanError(f"--memory-fraction: expected above 0 and at most 1, found {options.memory_fraction}")
@@ -217,7 +218,8 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
     if not 2 <= context <= limit:  # a prompt and an answer are a token each at least
         raise PlanError(f"--context: expected 2 to {limit} (max_position_embeddings), found {context}")
     target = parse_target(target_text, options.tp, config)
-    if options.tp is None and target.platform == "cpu" and target.tp != DEFAULT_CPU_TP:
+    chosen = options.tp is None and "@" not in target_text and target.platform == "cpu"
+    if chosen and target.tp != DEFAULT_CPU_TP:
         notes.append(f"tp {target.tp}: the most of up to {DEFAULT_CPU_TP} devices that this model splits over")
     geometry = Geometry(
         tp=target.tp,
@@ -230,3 +232,16 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
     )
     geometry, note = size_pages(config, geometry, options, target)
     return Plan(target, geometry, tuple(options.paddings), tuple(decode), context, (*notes, note))
+
+
+def make_plans(config: Config, options: Options) -> list[Plan]:
+    """The plan of every target, each named once.
+
+    Raises:
+        PlanError: One cannot be built, or two are the same.
+    """
+    plans = [make_plan(config, options, target) for target in dict.fromkeys(options.targets)]
+    names = [plan.target.name for plan in plans]
+    if doubled := [name for name in names if names.count(name) > 1]:
+        raise PlanError(f"--target: expected each target once, found {doubled[0]} twice")
+    return plans

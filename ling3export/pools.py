@@ -1,7 +1,7 @@
 """How many latent pages a target gets: what is asked for, or what its memory holds beside weights and slots."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ling3export.errors import PlanError
@@ -32,6 +32,80 @@ def weight_bytes(config: Config, geometry: Geometry) -> int:
     return total
 
 
+def state_of_device(config: Config, geometry: Geometry) -> int:
+    """Bytes of state on one device."""
+    return -(-state_bytes(config, geometry) // geometry.tp)
+
+
+@dataclass(frozen=True)
+class _Room:
+    """What a pool has to fit, and how the user says so.
+
+    Attributes:
+        option: The knob, as it is named in a refusal.
+        where: What the bytes are counted on.
+        budget: Bytes there may be.
+        limit: The budget in words.
+        fixed: What is there before the first page: bytes by name.
+        page: Bytes of a page.
+        hint: What to change.
+    """
+
+    option: str
+    where: str
+    budget: int
+    limit: str
+    fixed: dict[str, int]
+    page: float
+    hint: str
+
+    def need(self, pages: int) -> float:
+        """Bytes with ``pages`` pages."""
+        return sum(self.fixed.values()) + self.page * pages
+
+    def fits(self) -> int:
+        """Pages that the budget holds; 0 where not even the rest fits."""
+        return max(0, int((self.budget - sum(self.fixed.values())) / self.page))
+
+    def refuse(self, pages: int, page_size: int) -> None:
+        """Raises unless ``pages`` pages fit, with the sum."""
+        if self.need(pages) > self.budget:
+            parts = " + ".join(f"{name} ({readable(count)})" for name, count in self.fixed.items())
+            raise PlanError(
+                f"{self.option}: expected room for {parts} + {pages} pages of {page_size} tokens "
+                f"({readable(self.page)} each) = {readable(self.need(pages))} {self.where}, found {self.limit}",
+                self.hint,
+            )
+
+
+def _room(config: Config, geometry: Geometry, options: "Options", target: Target) -> _Room:
+    step = stride(geometry)
+    slots = f"{geometry.slots + 1} slots and one page"  # the dummies are in it
+    empty = state_bytes(config, geometry)
+    page = (state_bytes(config, replace(geometry, pages=step)) - empty) / step
+    if target.chip is None:
+        devices = f"on {geometry.tp} devices together" if geometry.tp > 1 else "on 1 device"
+        hint = "lower --max-running, --context or --pages, or raise --state-memory"
+        limit = readable(options.state_memory)
+        return _Room("--state-memory", devices, options.state_memory, limit, {slots: empty}, page, hint)
+    budget = int(options.memory_fraction * target.chip.memory)
+    share = f"{options.memory_fraction:g} of {readable(target.chip.memory)}"
+    return _Room(
+        f"--memory-fraction of `{target.text}`",
+        "a device",
+        budget,
+        f"{readable(budget)}, which is {share}",
+        {"weights": weight_bytes(config, geometry), slots: -(-empty // geometry.tp)},
+        page / geometry.tp,
+        "lower --max-running, --context or --pages, raise --memory-fraction, or take a larger topology",
+    )
+
+
+def stride(geometry: Geometry) -> int:
+    """Pages come in multiples of this: every device of a pool that is cut over devices has as many."""
+    return geometry.tp if geometry.cut_pages else 1
+
+
 def size_pages(config: Config, geometry: Geometry, options: "Options", target: Target) -> tuple[Geometry, str]:
     """Gives the latent pool its pages; refuses what does not fit, with the sum.
 
@@ -41,60 +115,22 @@ def size_pages(config: Config, geometry: Geometry, options: "Options", target: T
     Raises:
         PlanError: The state does not fit ``--state-memory`` (cpu) or ``--memory-fraction`` of a chip's memory.
     """
-    if options.pages is not None and options.pages < 1:
-        raise PlanError(f"--pages: expected a positive number, found {options.pages}")
-    step = geometry.tp if geometry.cut_pages else 1  # every device has as many pages
+    step, room = stride(geometry), _room(config, geometry, options, target)
     if options.pages is not None and options.pages % step:
         how = f"{geometry.placement} over as many devices"
         raise PlanError(f"--pages: expected a multiple of {step} ({how}), found {options.pages}")
-    if target.chip is not None:
-        return _on_chip(config, geometry, options, target, step)
-    empty = state_bytes(config, geometry)  # the dummy page is in it
-    each = state_bytes(config, replace(geometry, pages=1)) - empty
-    most = geometry.slots * geometry.max_pages
-    fits = max(0, (options.state_memory - empty) // each)
-    pages = min(most, fits) if options.pages is None else options.pages
-    need = empty + each * (pages if options.pages is not None else geometry.max_pages)
-    if need > options.state_memory:
-        asked = pages if options.pages is not None else geometry.max_pages
-        raise PlanError(
-            f"--state-memory: expected room for {geometry.slots + 1} slots and one page ({readable(empty)}) "
-            f"+ {asked} pages of {geometry.page_size} tokens ({readable(each)} each) = {readable(need)}, "
-            f"on {geometry.tp} devices together, found {readable(options.state_memory)}",
-            "lower --max-running, --context or --pages, or raise --state-memory",
-        )
-    why = _why(options, geometry, pages == most, readable(options.state_memory))
-    note = f"latent pool: {pages} pages of {geometry.page_size} tokens, {why}; "
-    return replace(geometry, pages=pages), note + f"state {readable(empty + each * pages)} in all"
-
-
-def _why(options: "Options", geometry: Geometry, all_of_them: bool, limit: str) -> str:
-    if options.pages is not None:
-        return "as asked"
-    return f"all that {geometry.slots} full sequences need" if all_of_them else f"what fits {limit}"
-
-
-def _on_chip(config: Config, geometry: Geometry, options: "Options", target: Target, step: int) -> tuple[Geometry, str]:
-    assert target.chip is not None
-    tp, memory = geometry.tp, target.chip.memory
-    budget = int(options.memory_fraction * memory)
-    weights = weight_bytes(config, geometry)
-    empty = -(-state_bytes(config, geometry) // tp)
-    each = (state_bytes(config, replace(geometry, pages=step)) // tp - empty) / step  # of one device, a page
     most = -(-geometry.slots * geometry.max_pages // step) * step
-    fits = max(0, int((budget - weights - empty) / each)) // step * step
-    pages = min(most, fits) if options.pages is None else options.pages
-    fewest = pages if options.pages is not None else -(-geometry.max_pages // step) * step
-    need = weights + empty + each * fewest
-    if need > budget:
-        raise PlanError(
-            f"--memory-fraction of `{target.text}`: expected room for weights ({readable(weights)}) "
-            f"+ {geometry.slots + 1} slots and one page ({readable(empty)}) + {fewest} pages of {geometry.page_size} "
-            f"tokens ({readable(each * fewest)}) = {readable(need)} a device, found {readable(budget)}, which is "
-            f"{options.memory_fraction:g} of {readable(memory)}",
-            "lower --max-running, --context or --pages, raise --memory-fraction, or take a larger topology",
-        )
-    why = _why(options, geometry, pages == most, f"{options.memory_fraction:g} of {readable(memory)} a device")
-    note = f"latent pool: {pages} pages of {geometry.page_size} tokens ({geometry.placement}), {why}; a device holds "
-    note += f"{readable(weights)} of weights and {readable(empty + each * pages)} of state"
+    pages = min(most, room.fits() // step * step) if options.pages is None else options.pages
+    # The fewest that will do: one sequence of the whole context.
+    room.refuse(-(-geometry.max_pages // step) * step if options.pages is None else pages, geometry.page_size)
+    if options.pages is not None:
+        why = "as asked"
+    elif pages == most:
+        why = f"all that {geometry.slots} full sequences need"
+    else:
+        why = f"what fits {room.limit} {room.where}"
+    note = f"latent pool: {pages} pages of {geometry.page_size} tokens ({geometry.placement}), {why}; "
+    weights = room.fixed.get("weights", 0)
+    held = f"{readable(weights)} of weights and " if weights else ""
+    note += f"{held}{readable(room.need(pages) - weights)} of state {room.where}"
     return replace(geometry, pages=pages), note

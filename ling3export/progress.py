@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,9 +12,14 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ling3export.columns import aligned
+from ling3export.errors import listed
+from ling3export.matrix import COLUMNS, manifest_rows
+
 LABELS = {
     "programs": "compile programs",
     "weights": "write weights",
+    "compare": "compare weights",
     "vectors": "compute vectors",
     "receipts": "check receipts",
 }
@@ -65,20 +71,24 @@ class Console:
         elif ended:
             self.note(f"{LABELS.get(stage, stage)}: done after {time.perf_counter() - self._started:.1f} s")
 
-    def summary(self, artifact: Path, manifest: dict[str, Any]) -> None:
-        """The cells as a table, and where the artifact is."""
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A table: drawn on a terminal, aligned text elsewhere."""
+        if not self._console.is_terminal:
+            for line in aligned([tuple(columns), *map(tuple, rows)]):
+                self.note(line)
+            return
+        drawn = Table(box=None, pad_edge=False)
+        for index, column in enumerate(columns):
+            drawn.add_column(column, justify="right" if index > 1 else "left", no_wrap=index < 2)
+        for row in rows:
+            drawn.add_row(*row, style="red" if row[1] == "failed" else None)
+        self._console.print(drawn)
+
+    def summary(self, artifact: Path, manifest: dict[str, Any], names: Sequence[str] | None = None) -> None:
+        """The cells as a table, and where the artifact is; those of the targets ``names`` if only they are new."""
         if self._bars is not None:
             self._bars.stop()
-        table = Table("cell", "status", "seconds", "program", "temporaries", "worst error", box=None, pad_edge=False)
-        for name, target in manifest["targets"].items():
-            receipts = manifest["vectors"]["receipts"].get(name, {}).get("cells", {})
-            for cell, record in target["cells"].items():
-                size = record["exec"]["bytes"] + record["stablehlo"]["bytes"]
-                error = receipts.get(cell, {}).get("relative")
-                table.add_row(
-                    f"{name} {cell}", record["status"], f"{record['compile_seconds']:.1f}", f"{size / 1e6:.2f} MB",
-                    f"{record['memory']['temporaries'] / 1e6:.1f} MB", "" if error is None else f"{error:.1e}",
-                )  # fmt: skip
-        self._console.print(table)
+        self.table(COLUMNS, manifest_rows(manifest, names))
         seconds = time.perf_counter() - self._started
-        self.note(f"built {artifact} in {seconds:.1f} s ({manifest['weights']['bytes'] / 1e6:.1f} MB of weights)")
+        what = f"built {artifact}" if names is None else f"added {listed(list(names))} to {artifact}"
+        self.note(f"{what} in {seconds:.1f} s ({manifest['weights']['bytes'] / 1e6:.1f} MB of weights)")

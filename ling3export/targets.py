@@ -140,7 +140,9 @@ def parse_target(text: str, tp: int | None, config: Config) -> Target:
             raise PlanError(
                 f"target `{text}`: expected cpu alone, found `{kind}` behind it", "the builds of today: cpu"
             )
-        return Target("cpu", None, None, _cpu_tp(tp if wanted is None else wanted, config))
+        if wanted is not None:
+            _check_tp(f"TP of target `{text}`", wanted, config)
+        return Target("cpu", None, None, _cpu_tp(tp, config) if wanted is None else wanted)
     if platform != "tpu":
         raise PlanError(f"target `{text}`: expected a platform of cpu, tpu, found `{platform}`", _hint())
     return _tpu(text, kind, topology, wanted, config)

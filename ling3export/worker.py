@@ -103,7 +103,7 @@ def _reply(job: dict[str, Any], cell: dict[str, Any]) -> dict[str, Any]:
     try:
         return run_cell(job, cell["phase"], cell["padding"])
     except Ling3Error as error:
-        return {"error": error.message, "hint": error.hint}
+        return {"error": error.message, "hint": error.hint, "kind": type(error).__name__}
     except Exception as error:
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"}

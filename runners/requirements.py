@@ -57,6 +57,11 @@ def requirements(devices: Sequence[jax.Device], raw: Callable[[], bytes]) -> dic
     return {**requires, "plugins": plugins(platform)}
 
 
+def _packages(expected: dict[str, str], found: dict[str, str]) -> list[tuple[str, str, str]]:
+    """What to compare of the compiler's packages: each by its name."""
+    return [(name, expected.get(name, "none"), found.get(name, "none")) for name in sorted({*expected, *found})]
+
+
 def _platform(device: jax.Device) -> str:
     """``cpu``, ``gpu`` or ``tpu``: a device that is only described calls itself ``cuda``."""
     return "gpu" if device.platform == "cuda" else device.platform
@@ -85,10 +90,10 @@ def executable_fits(record: dict[str, Any]) -> str | None:
     requires = record["requires"]
     devices = {device.id: device for device in jax.devices()}
     first = next(iter(devices.values()))
-    comparisons = [
+    comparisons: list[tuple[str, Any, Any]] = [
         ("platform", requires["platform"], _platform(first)),
         ("jaxlib", requires["jaxlib"], jaxlib.__version__),
-        ("compiler packages", requires.get("plugins", {}), plugins(_platform(first))),
+        *_packages(requires.get("plugins", {}), plugins(_platform(first))),
         ("device kind", requires["device_kind"], first.device_kind),
         ("machine", requires.get("machine", environment.machine()), environment.machine()),
         ("processes", requires["processes"], jax.process_count()),

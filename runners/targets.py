@@ -61,10 +61,12 @@ def choose_target(targets: dict[str, Target], wanted: str | None, here: list[str
             )
         if fits:
             return fits[0]
+    hosts = {name: targets[name]["processes"] for name in names}
+    there = listed([f"{name} ({hosts[name]} hosts)" if hosts[name] > 1 else name for name in names])
     raise ArtifactError(
-        f"target: expected one for {' or '.join(here) or 'a platform of JAX_PLATFORMS'} in one process, "
-        f"found {listed(names)}, in the manifest",
-        f"build for this machine: ling3export build CHECKPOINT ARTIFACT --target {here[0] if here else 'cpu'}",
+        f"target: expected one for {' or '.join(here) or 'a platform of JAX_PLATFORMS'} on one host, "
+        f"found {there}, in the manifest",
+        f"add one for this machine: ling3export build --into ARTIFACT --target {here[0] if here else 'cpu'}",
     )
 
 

@@ -83,7 +83,7 @@ def _impossible(target: dict[str, Any], here: Machine) -> str:
     if target["platform"] != here.platform:
         return f"platform: built for {target['platform']}, found {here.platform}"
     if target["processes"] != here.processes:
-        return f"processes: built for {target['processes']}, found {here.processes}"
+        return f"hosts: built for {target['processes']} (a process on each), found {here.processes}"
     if here.devices < devices:
         return f"devices: built for {devices}, found {here.devices}"
     return ""
@@ -111,7 +111,7 @@ def enforce(verdicts: dict[str, Verdict], policy: str, target: str, artifact: st
     if unsupported := by_status[Status.UNSUPPORTED]:
         raise ArtifactError(
             f"target `{target}`: expected programs that run here, found {_told(unsupported)}, in {artifact}",
-            f"build for this machine: ling3export build CHECKPOINT {artifact} --force",
+            f"add a target for this machine: ling3export build --into {artifact} --target TARGET",
         )
     recompile = by_status[Status.RECOMPILE]
     if recompile and policy == "prebuilt-only":

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from builds import SMALLEST, building, ended, environment, kill_one, marked, wait_for, wait_until_gone
-from ling3export import cli
+from ling3export import cli, knobs
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.errors import ArtifactError
 from ling3export.processes import ending
@@ -37,7 +37,19 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "command",
-    ["", "build", "cache", "cache status", "cache lookup", "cache cleanup", "inspect", "report", "synth", "verify"],
+    [
+        "",
+        "build",
+        "cache",
+        "cache status",
+        "cache lookup",
+        "cache cleanup",
+        "inspect",
+        "plan",
+        "report",
+        "synth",
+        "verify",
+    ],
 )
 def test_help_is_golden(command):
     arguments = [*command.split(), "--help"]
@@ -49,8 +61,8 @@ def test_help_is_golden(command):
 
 def test_the_readers_of_options_are_plain_click_types():
     """click.ParamType took no type argument before click 8.3, which made the import fail."""
-    assert cli._Paddings.__bases__ == (click.ParamType,)
-    assert cli._Bytes.__bases__ == (click.ParamType,)
+    assert knobs.Paddings.__bases__ == (click.ParamType,)
+    assert knobs.Bytes.__bases__ == (click.ParamType,)
 
 
 def test_the_artifact_is_named_after_the_checkpoint(checkpoint, tmp_path, monkeypatch):
@@ -146,9 +158,11 @@ def check_text_is_refused(artifact: Path) -> None:
     assert len(line["token_ids"]) == 2
 
 
-def test_a_compiler_that_dies_is_named_and_leaves_nothing(checkpoint, tmp_path):
+def test_a_compiler_that_dies_is_named_and_loses_no_other_cell(checkpoint, tmp_path):
+    """And: the failed cell is built alone by --replay; the same build again then compiles nothing."""
     artifact = tmp_path / "x.ling3"
-    with building(checkpoint, artifact, options=["--jobs", "1"]) as process:
+    cache = ["--cache", "on", "--cache-dir", tmp_path / "cache"]
+    with building(checkpoint, artifact, options=["--jobs", "1", *cache]) as process:
         wait_for(tmp_path, COMPILING, process)
         kill_one(artifact, "ling3export.worker")
         code, err = ended(process)
@@ -156,11 +170,31 @@ def test_a_compiler_that_dies_is_named_and_leaves_nothing(checkpoint, tmp_path):
     assert (
         "error: programs: expected 3 cells to build, 1 did not: "
         "prefill@16: the compiling process was killed by SIGKILL: nothing was printed\n"
-        "hint: if the memory was full: compile fewer at a time with --jobs"
+        "hint: if the memory was full: compile fewer at a time with --jobs; the 2 others are in the cache: the same "
+        "build again takes them; to build one alone and see all that its compiler says: --replay prefill@16\n"
     ) in err
     assert "Traceback" not in err
+    table = [line.split() for line in err.splitlines() if line.startswith("  cpu-tp1 ")]
+    assert [row[:3] for row in table] == [
+        ["cpu-tp1", "prefill@16", "failed"], ["cpu-tp1", "decode@1", "compiled"], ["cpu-tp1", "sample@1", "compiled"],
+    ]  # fmt: skip
     assert marked(artifact) == []
-    assert names(tmp_path) == []
+    assert names(tmp_path) == [".x.ling3.failed.json", "cache"]
+
+    replay = ["build", str(artifact), "--replay", "prefill@16", "--cache-dir", str(tmp_path / "cache")]
+    done = CliRunner().invoke(cli.main, replay)
+    assert done.exit_code == 0, done.stderr
+    assert re.fullmatch(
+        r"cpu-tp1 prefill@16: built in .* s \(lowered in .*, compiled in .*\)\n"
+        r"in the cache: the same build again takes it\n",
+        done.stdout,
+    )
+    with building(checkpoint, artifact, options=cache) as process:
+        code, err = ended(process)
+    assert code == 0, err
+    assert "cells: 0 compiled, 3 from the cache (on, " in err
+    assert names(tmp_path) == ["cache", "x.ling3"]
+    assert read_manifest(artifact)["vectors"]["receipts"]["cpu-tp1"]["passed"] is True
 
 
 @pytest.mark.parametrize(

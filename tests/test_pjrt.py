@@ -127,7 +127,7 @@ def test_inputs_of_another_kind_are_refused_by_name(saved, record):
     [
         ("platform", "tpu", "platform: built for tpu, found cpu"),
         ("jaxlib", "0.1.2", f"jaxlib: built for 0.1.2, found {jaxlib.__version__}"),
-        ("plugins", {"libtpu": "1"}, "compiler packages: built for {'libtpu': '1'}, found {}"),
+        ("plugins", {"libtpu": "1"}, "libtpu: built for 1, found none"),
         ("device_kind", "TPU v6 lite", "device kind: built for TPU v6 lite, found cpu"),
         ("machine", "linux-riscv64", f"machine: built for linux-riscv64, found {environment.machine()}"),
         ("processes", 4, "processes: built for 4, found 1"),

@@ -42,7 +42,8 @@ def test_cells_of_the_default_plan():
     assert (plan.context, plan.geometry.max_pages, plan.geometry.pages) == (512, 2, 128)
     assert plan.notes == (
         "decode paddings 16,128: 128 is the first that holds 64 running",
-        "latent pool: 128 pages of 256 tokens, all that 64 full sequences need; state 19.44 MiB in all",
+        "latent pool: 128 pages of 256 tokens (replicated), all that 64 full sequences need; 19.44 MiB of state on 4 "
+        "devices together",
     )
 
 
@@ -71,6 +72,13 @@ def test_tp_defaults_to_the_most_that_the_model_splits_over_and_says_so(fields, 
     plan = make_plan(Config.from_dict(tiny_fields(**fields)), replace(SMALL, tp=None), "cpu")
     assert plan.target.name == f"cpu-tp{tp}"
     assert f"tp {tp}: the most of up to 16 devices that this model splits over" in plan.notes
+
+
+def test_a_tp_that_was_asked_for_is_not_called_a_choice():
+    """`cpu@2` was once announced as the most that the model splits over."""
+    plan = make_plan(CONFIG, replace(SMALL, tp=None), "cpu@2")
+    assert plan.target.name == "cpu-tp2"
+    assert not any(note.startswith("tp ") for note in plan.notes)
 
 
 def test_tp_defaults_to_at_most_16():
@@ -154,7 +162,7 @@ def test_the_pool_takes_what_full_sequences_need_or_what_fits():
     room = fixed + SLOT + 5 * PAGE + PAGE - 1
     plan = make_plan(CONFIG, replace(two, state_memory=room), "cpu")
     assert plan.geometry.pages == 5
-    assert "5 pages of 16 tokens, what fits" in plan.notes[-1]
+    assert "5 pages of 16 tokens (replicated), what fits" in plan.notes[-1]
     assert make_plan(CONFIG, replace(SMALL, pages=1), "cpu").geometry.pages == 1
 
 
@@ -170,7 +178,7 @@ def test_a_pool_that_does_not_fit_is_refused_with_the_sum():
     kib = [f"{count / 1024:.2f} KiB" for count in (fixed, PAGE, need, need - 1)]
     assert refusal(state_memory=need - 1) == (
         f"--state-memory: expected room for 2 slots and one page ({kib[0]}) + 4 pages of 16 tokens ({kib[1]} each) "
-        f"= {kib[2]}, on 1 devices together, found {kib[3]}\n"
+        f"= {kib[2]} on 1 device, found {kib[3]}\n"
         "hint: lower --max-running, --context or --pages, or raise --state-memory"
     )
     assert "+ 1000000000 pages of 16 tokens (2.25 KiB each) = 2145.77 GiB" in refusal(pages=10**9)

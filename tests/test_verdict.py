@@ -37,7 +37,7 @@ def other_jaxlib(record):
         (target(tiers=("exec",)), HERE, other_jaxlib, Status.UNSUPPORTED, "jaxlib: built for 0.10.0, found 0.11.2"),
         (target("tpu"), HERE, fits, Status.UNSUPPORTED, "platform: built for tpu, found cpu"),
         (target(devices=4), HERE, fits, Status.UNSUPPORTED, "devices: built for 4, found 2"),
-        (target(processes=4), HERE, fits, Status.UNSUPPORTED, "processes: built for 4, found 1"),
+        (target(processes=4), HERE, fits, Status.UNSUPPORTED, "hosts: built for 4 (a process on each), found 1"),
     ],
 )  # fmt: skip
 def test_verdicts(record, here, misfit, status, reason):
@@ -77,6 +77,16 @@ def test_unsupported_is_an_error_under_every_policy(policy):
         enforce(judge(target(devices=4), HERE, fits), policy, "cpu-tp4", "a.ling3")
 
 
+def test_an_artifact_for_another_number_of_hosts_is_refused_with_both_numbers():
+    with pytest.raises(ArtifactError) as caught:
+        enforce(judge(target(devices=16, processes=4), Machine("cpu", 16, 1), fits), "prebuilt-only", "cpu-tp16", "a")
+    assert str(caught.value) == (
+        "target `cpu-tp16`: expected programs that run here, found UNSUPPORTED prefill@16, decode@16 (hosts: built for "
+        "4 (a process on each), found 1), in a\n"
+        "hint: add a target for this machine: ling3export build --into a --target TARGET"
+    )
+
+
 def test_unknown_policy_is_refused():
     with pytest.raises(ArtifactError, match="program policy: expected prebuilt-only or allow-compile, found maybe"):
         enforce({}, "maybe", "cpu-tp2", "a.ling3")
@@ -109,7 +119,7 @@ def test_two_targets_that_fit_are_a_question():
 
 def test_no_target_that_fits_names_those_that_are_there():
     with pytest.raises(
-        ArtifactError, match="expected one for cpu in one process, found tpu-v6e-4x4-tp16, in the manifest"
+        ArtifactError, match=r"expected one for cpu on one host, found tpu-v6e-4x4-tp16 \(4 hosts\), in the manifest"
     ):
         choose_target({"tpu-v6e-4x4-tp16": target("tpu", 16, 4)}, None, ["cpu"])
 

@@ -1,0 +1,15 @@
+"""Tables of plain text."""
+
+from collections.abc import Sequence
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Columns of equal width, two spaces in: the first to the left, the others to the right."""
+    if not rows:
+        return []
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  "
+        + "  ".join(text.rjust(w) if i else text.ljust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]

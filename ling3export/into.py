@@ -1,0 +1,186 @@
+"""``build --into ARTIFACT``: more targets for an artifact that is there, over the weights that it has.
+
+Programs need the configuration alone, which the manifest has; a checkpoint is only compared. Files are added first,
+under names that no manifest knows yet, then the manifest is replaced by rename: killed at any moment, the artifact
+loads as before or with the new targets. What a killed addition leaves is removed by the next.
+"""
+
+import copy
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ling3export.artifacts.disk import sync_folder, sync_tree
+from ling3export.artifacts.manifest import read_manifest, write_manifest
+from ling3export.artifacts.staging import adding
+from ling3export.build import Reporter, receipts, target_record
+from ling3export.cache_cells import Cells, opened, summary
+from ling3export.cache_use import DEFAULT_USE, CacheUse
+from ling3export.checkpoint import Checkpoint
+from ling3export.compiling import Compilers
+from ling3export.convert import store_bytes
+from ling3export.errors import CheckpointError, PlanError, listed
+from ling3export.failed import forget_failure, note_failure
+from ling3export.fingerprint import toolchain
+from ling3export.knobs import SHARED
+from ling3export.matrix import COLUMNS, Outcome, check, compile_all, outcome_rows
+from ling3export.plan import Options, Plan, make_plans
+from ling3export.recorded import config_fields, config_of, options_of
+from ling3export.same_weights import differing_tensors
+from ling3export.targets import check_toolchain
+
+
+def add_targets(
+    artifact: Path, options: Options, given: set[str], report: Reporter, *, checkpoint: Path | None = None,
+    force: bool = False, ignore: Sequence[str] = (), cache: CacheUse = DEFAULT_USE,
+) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+    """Adds the targets of ``options`` to ``artifact``.
+
+    Args:
+        artifact: The folder.
+        options: What to build; what all targets share comes from the artifact.
+        given: Names of the options that the user gave: one that contradicts the artifact is refused.
+        report: Told of every stage.
+        checkpoint: Compared with what the artifact was built from; not needed.
+        force: Replace targets that are there.
+        ignore: Fields of the checkpoint's config.json to ignore.
+        cache: How compiled programs of earlier builds are used.
+
+    Returns:
+        The manifest, and the names of the added targets.
+
+    Raises:
+        Ling3Error: The artifact is as before.
+    """
+    with adding(artifact) as staging, opened(cache, report.note) as cells:
+        manifest = read_manifest(artifact)
+        if checkpoint is not None:
+            _check_source(Checkpoint.open(checkpoint, ignore=ignore), manifest, artifact, report)
+        _check_shared(options, given, manifest, artifact)
+        recorded = {name: manifest["plan"][name] for name in ("memory_fraction", "state_memory") if name not in given}
+        options = replace(options_of(manifest, options), **recorded)
+        plans = make_plans(config_of(manifest), options)
+        there = [plan.target.name for plan in plans if plan.target.name in manifest["targets"]]
+        if there and not force:
+            raise PlanError(
+                f"--target: expected targets that `{artifact.name}` does not have, found {listed(there)} in it",
+                "replace them with --force",
+            )
+        for plan in plans:
+            check_toolchain(plan.target)
+            for note in plan.notes:
+                report.note(f"{plan.target.name}: {note}")
+        _remove_unnamed(artifact, manifest)
+        outcomes = _compile(staging, artifact, manifest, plans, options, report, cells)
+        written = _take_in(staging, artifact, manifest, outcomes, report)
+        names = [plan.target.name for plan in plans]
+        report.note(summary({name: written["targets"][name] for name in names}, cache))
+        return written, names
+
+
+def _check_source(source: Checkpoint, manifest: dict[str, Any], artifact: Path, report: Reporter) -> None:
+    wanted = config_of(manifest).semantic()
+    other = [field for field, value in source.config.semantic().items() if wanted[field] != value]
+    if other:
+        raise CheckpointError(
+            f"checkpoint `{source.path.name}`: expected the config that `{artifact.name}` was built from, "
+            f"found another {listed(other)}, in {source.path}"
+        )
+    recorded, found = manifest["source"]["digests"], source.digests()
+    differing = [f"`{name}`" for name in sorted({*recorded, *found}) if recorded.get(name) != found.get(name)]
+    if not differing:  # of the shards these are the headers' digests: two fine-tunings have the same
+        dtype = manifest["plan"]["dtype"]
+        report.start("compare", store_bytes(source.config, dtype))
+        index = manifest["weights"]["index"]
+        differing = differing_tensors(source, index, dtype, lambda amount: report.advance("compare", amount))
+    if differing:
+        raise CheckpointError(
+            f"checkpoint `{source.path.name}`: expected the files and weights that `{artifact.name}` was built from, "
+            f"found another {listed(differing)}, in {source.path}",
+            "the artifact's weights stay as they are: leave the checkpoint out, or build another artifact",
+        )
+
+
+def _check_shared(options: Options, given: set[str], manifest: dict[str, Any], artifact: Path) -> None:
+    for name in SHARED:
+        value, recorded = getattr(options, name), manifest["plan"][name]
+        wanted = tuple(recorded) if isinstance(recorded, list) else recorded
+        if name in given and value != wanted:
+            shown = [",".join(map(str, each)) if isinstance(each, tuple) else each for each in (wanted, value)]
+            raise PlanError(
+                f"--{name.replace('_', '-')}: expected {shown[0]}, which the targets of `{artifact.name}` share, "
+                f"found {shown[1]}",
+                "leave it out, or build another artifact",
+            )
+
+
+def _compile(
+    staging: Path, artifact: Path, manifest: dict[str, Any], plans: Sequence[Plan], options: Options, report: Reporter,
+    cells: Cells,
+) -> list[Outcome]:  # fmt: skip
+    raw, config = config_fields(manifest), config_of(manifest)
+    compilers = []
+    for plan in plans:
+        programs = staging / "programs" / plan.target.name
+        programs.mkdir(parents=True)
+        compilers.append(Compilers(plan, raw, (), programs, options.jobs, cells))
+    report.start("programs", sum(len(plan.cells) for plan in plans))
+    try:
+        outcomes = compile_all(plans, compilers, lambda: report.advance("programs", 1))
+    except BaseException:
+        for each in compilers:
+            each.stop()
+        raise
+    if any(outcome.failures for outcome in outcomes):
+        report.table(COLUMNS, outcome_rows(staging, outcomes))
+    check(config, outcomes, cells.kept, lambda: note_failure(artifact, raw, (), options, outcomes))
+    return outcomes
+
+
+def _take_in(
+    staging: Path, artifact: Path, manifest: dict[str, Any], outcomes: Sequence[Outcome], report: Reporter
+) -> dict[str, Any]:
+    """Moves the programs in, runs what runs here, and replaces the manifest."""
+    config, body = config_of(manifest), copy.deepcopy(manifest)
+    sync_tree(staging)
+    moved: list[Path] = []
+    try:
+        for outcome in outcomes:
+            name = outcome.plan.target.name
+            programs = artifact / "programs" / _free_name(artifact, name)
+            (staging / "programs" / name).rename(programs)
+            moved.append(programs)
+            record = target_record(artifact, config, outcome.plan, outcome.records, f"programs/{programs.name}")
+            body["targets"][name] = record
+            body["vectors"]["receipts"].pop(name, None)
+            body["producer"] = {**toolchain(outcome.plan.target), **body["producer"]}
+            body["notes"] += [note for note in outcome.plan.notes if note not in body["notes"]]
+        body["plan"]["targets"] = list(body["targets"])
+        body["vectors"]["receipts"] |= receipts(artifact, body, [outcome.plan for outcome in outcomes], report)
+        sync_folder(artifact / "programs")
+        written = write_manifest(artifact, body)
+    except BaseException:
+        if read_manifest(artifact)["sha256"] == manifest["sha256"]:
+            for programs in moved:
+                shutil.rmtree(programs, ignore_errors=True)
+        raise
+    forget_failure(artifact)
+    _remove_unnamed(artifact, written)
+    return written
+
+
+def _free_name(artifact: Path, target: str) -> str:
+    """A folder of ``programs/`` that does not exist: the old manifest names the files of a target that is replaced."""
+    names = [target, *(f"{target}.{number}" for number in range(2, 10**6))]
+    return next(name for name in names if not (artifact / "programs" / name).exists())
+
+
+def _remove_unnamed(artifact: Path, manifest: dict[str, Any]) -> None:
+    """Removes folders of programs that the manifest does not name: what a killed addition or a replacement left."""
+    cells = [cell for target in manifest["targets"].values() for cell in target["cells"].values()]
+    named = {Path(cell[tier]["path"]).parts[1] for cell in cells for tier in ("stablehlo", "exec") if tier in cell}
+    for folder in (artifact / "programs").iterdir():
+        if folder.name not in named:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,83 @@
+"""What one device holds while a target runs, against what it has: weights, state, temporaries, programs.
+
+All cells are loaded at once, and one runs at a time: programs add up, of temporaries the largest counts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ling3export.errors import PlanError
+from ling3export.model.config import Config
+from ling3export.plan import Plan
+from ling3export.pools import readable, state_of_device, weight_bytes
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on one device.
+
+    Attributes:
+        weights: Of the parameters.
+        state: Of slots and pages.
+        temporaries: Of the dearest cell, with its outputs that are not the donated state; None while not compiled.
+        programs: Code of all cells; None while not compiled.
+        dearest: The cell with the most temporaries.
+        memory: What a device has; None where no table says so.
+    """
+
+    weights: int
+    state: int
+    temporaries: int | None
+    programs: int | None
+    dearest: str | None
+    memory: int | None
+
+    @property
+    def total(self) -> int:
+        """The sum of what is known."""
+        return self.weights + self.state + (self.temporaries or 0) + (self.programs or 0)
+
+
+def passing(memory: Mapping[str, int]) -> int:
+    """Bytes that a step needs beside its arguments: temporaries, and outputs that reuse no donated buffer."""
+    return memory["temporaries"] + max(0, memory["outputs"] - memory["alias"])
+
+
+def held(config: Config, plan: Plan, cells: Mapping[str, Mapping[str, Any]] | None) -> Held:
+    """What a device of ``plan``'s target holds.
+
+    Args:
+        config: The model.
+        plan: The target's plan.
+        cells: The compiler's record of every cell; None while nothing is compiled.
+    """
+    chip = plan.target.chip
+    dearest = max(cells, key=lambda name: passing(cells[name]["memory"])) if cells else None
+    return Held(
+        weight_bytes(config, plan.geometry),
+        state_of_device(config, plan.geometry),
+        passing(cells[dearest]["memory"]) if cells and dearest else None,
+        sum(cell["memory"]["code"] for cell in cells.values()) if cells else None,
+        dearest,
+        None if chip is None else chip.memory,
+    )
+
+
+def check_memory(config: Config, plan: Plan, cells: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuses a compiled target that a device cannot hold. Pools are checked before anything is compiled.
+
+    Raises:
+        PlanError: With the sum, and the knobs.
+    """
+    found = held(config, plan, cells)
+    if found.memory is None or found.total <= found.memory:
+        return
+    raise PlanError(
+        f"memory of `{plan.target.text}`: expected room for weights ({readable(found.weights)}) + state "
+        f"({readable(found.state)}) + temporaries of {found.dearest} ({readable(found.temporaries or 0)}) + "
+        f"{len(cells)} programs ({readable(found.programs or 0)}) = {readable(found.total)} a device, "
+        f"found {readable(found.memory)}",
+        f"lower --memory-fraction or --pages (pools), --max-running, or the padding of {found.dearest}; or take a "
+        "larger topology",
+    )

@@ -1,0 +1,78 @@
+"""What an artifact was built for, read back from its manifest: its configuration, options and plans."""
+
+from dataclasses import replace
+from typing import Any
+
+from ling3export.errors import ArtifactError, listed
+from ling3export.model.config import Config
+from ling3export.model.config_rules import FIXED
+from ling3export.model.geometry import Geometry
+from ling3export.plan import Options, Plan
+from ling3export.targets import Target
+
+
+def config_fields(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A config.json with the same meaning as the one that an artifact was built from."""
+    return {"model_type": "bailing_hybrid", **FIXED, **manifest["config"]}
+
+
+def config_of(manifest: dict[str, Any]) -> Config:
+    """The configuration of an artifact.
+
+    Raises:
+        ConfigError: This version models another one.
+    """
+    return Config.from_dict(config_fields(manifest), where="the manifest")
+
+
+def options_of(manifest: dict[str, Any], options: Options) -> Options:
+    """``options`` with what all targets of an artifact share taken from its plan."""
+    plan = manifest["plan"]
+    return replace(
+        options,
+        paddings=tuple(plan["paddings"]),
+        decode_paddings=tuple(plan["decode_paddings"]),
+        max_running=plan["max_running"],
+        page_size=plan["page_size"],
+        context=plan["context"],
+        dtype=plan["dtype"],
+    )
+
+
+def plan_of(manifest: dict[str, Any], name: str) -> Plan:
+    """The plan of a target as it was built.
+
+    Raises:
+        ArtifactError: Another version of ling3export built it, whose geometry is not this one's.
+    """
+    record, plan = manifest["targets"][name], manifest["plan"]
+    try:
+        geometry = Geometry(**record["geometry"])
+    except (KeyError, TypeError) as error:
+        raise ArtifactError(
+            f"target `{name}`: expected the geometry of this version of ling3export, found another ({error}), "
+            "in the manifest",
+            "build the artifact again",
+        ) from error
+    target = Target(record["platform"], record["kind"], record["topology"], record["tp"], record["processes"])
+    paddings, decode = tuple(plan["paddings"]), tuple(plan["decode_paddings"])
+    return Plan(target, geometry, paddings, decode, plan["context"])
+
+
+def layout_difference(config: Config, plan: Plan, manifest: dict[str, Any]) -> str | None:
+    """In what an artifact's target is unlike a plan, in words; None if its programs are those of the plan."""
+    name = plan.target.name
+    if name not in manifest["targets"]:
+        return f"no target {name}, but {listed(sorted(manifest['targets']))}"
+    wanted = config_of(manifest).semantic()
+    differing = [field for field, value in config.semantic().items() if wanted[field] != value]
+    if differing:
+        return f"another config ({listed(differing)})"
+    geometry, found = plan.geometry, plan_of(manifest, name).geometry
+    if other := [field for field in vars(geometry) if getattr(geometry, field) != getattr(found, field)]:
+        values = [f"{field} {getattr(found, field)}, not {getattr(geometry, field)}" for field in other]
+        return listed(values)
+    cells = manifest["targets"][name]["cells"]
+    if missing := [cell.name for cell in plan.cells if cell.name not in cells]:
+        return f"no {listed(missing)}"
+    return None

@@ -1,0 +1,205 @@
+"""``build --replay CELL``: one cell again, alone, with everything that its compiler says.
+
+Of an artifact: the cell is built as its manifest says, in a folder of its own, and compared with what is recorded:
+bytes of the portable program, receipts. The artifact stays as it is. Of a build that failed: the cell is built as was
+asked for, and put into the cache if it succeeds, so that the same build again finds it.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ling3export.artifacts.manifest import MANIFEST, file_record, read_checked, read_manifest
+from ling3export.cache_cells import Cells, opened
+from ling3export.cache_use import CacheUse
+from ling3export.compiling import Compilers
+from ling3export.errors import ArtifactError, PlanError, listed
+from ling3export.failed import failed_path, read_failure
+from ling3export.fingerprint import fingerprint, toolchain
+from ling3export.model.config import Config
+from ling3export.plan import Options, Plan, make_plans
+from ling3export.pools import readable
+from ling3export.recorded import config_fields, config_of, plan_of
+from ling3export.runners.targets import choose_target
+from ling3export.targets import check_toolchain
+from ling3export.verify import measure_apart
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What came of a cell.
+
+    Attributes:
+        lines: For the user.
+        passed: It was built, and is what is recorded, if anything is.
+    """
+
+    lines: list[str]
+    passed: bool
+
+
+def replayable(path: Path) -> bool:
+    """Whether ``path`` is an artifact, or was to become one."""
+    return (path / MANIFEST).is_file() or failed_path(path).is_file()
+
+
+def replay(artifact: Path, text: str, cache: CacheUse) -> Replayed:
+    """Builds the cell ``text`` of ``artifact`` again.
+
+    Args:
+        artifact: An artifact, or the name under which a build failed.
+        text: ``decode@16``, or ``cpu@16/decode@16`` where there are several targets.
+        cache: Where a cell of a failed build goes. Nothing is read from it.
+
+    Raises:
+        ArtifactError: There is neither, or no such cell.
+        PlanError: The cell does not build.
+    """
+    failure = read_failure(artifact)
+    target, _, cell = text.rpartition("/")
+    if failure is not None and (name := _failed(failure["failed"], target or None, cell)):
+        return _again(failure, name, cell, cache)
+    if failure is not None and not (artifact / MANIFEST).is_file():
+        return _again(failure, _target(_platforms(failure["failed"]), target or None), cell, cache)
+    manifest = read_manifest(artifact)
+    return _recorded(artifact, manifest, _target(manifest["targets"], target or None), cell)
+
+
+def _platforms(names: Iterable[str]) -> dict[str, Any]:
+    """Targets as one can be chosen from them."""
+    return {name: {"platform": name.partition("-")[0]} for name in names}
+
+
+def _failed(failed: dict[str, Any], target: str | None, cell: str) -> str | None:
+    """The target whose cell ``cell`` failed, if there is one that ``target`` may mean."""
+    found = _platforms(name for name, cells in failed.items() if cell in cells)
+    try:
+        return _target(found, target) if found else None
+    except ArtifactError:
+        if target is None:
+            raise
+        return None
+
+
+def _target(targets: dict[str, Any], wanted: str | None) -> str:
+    if wanted is None and len(targets) > 1:
+        raise ArtifactError(
+            f"--replay: expected TARGET/CELL, for there are {len(targets)} targets, found no target",
+            f"one of {listed(sorted(targets))}",
+        )
+    return choose_target(targets, wanted or next(iter(targets)), [])
+
+
+def _build(
+    plan: Plan, raw: dict[str, Any], ignore: list[str], cell: str, folder: Path, cells: Cells | None = None
+) -> dict[str, Any]:
+    """Builds one cell into ``folder``; its compiler's stderr is ours.
+
+    Raises:
+        PlanError: There is no such cell, or it does not build.
+    """
+    found = [each for each in plan.cells if each.name == cell]
+    if not found:
+        names = listed([each.name for each in plan.cells], 12)
+        raise PlanError(f"--replay: expected a cell of {plan.target.name}: {names}; found `{cell}`")
+    check_toolchain(plan.target)
+    built, failed = Compilers(plan, raw, ignore, folder, 1, cells, shown=True).run(found, lambda cell, record: None)
+    if cell in failed:
+        message = f"programs: expected {plan.target.name} {cell} to build, found: {failed[cell]['error']}"
+        raise PlanError(message, failed[cell].get("hint"))
+    return built[cell]
+
+
+def _seconds(name: str, cell: str, record: dict[str, Any]) -> str:
+    lowered, compiled = record["lower_seconds"], record["compile_seconds"]
+    return f"{name} {cell}: built in {lowered + compiled:.1f} s (lowered in {lowered:.1f}, compiled in {compiled:.1f})"
+
+
+def _again(failure: dict[str, Any], name: str, cell: str, cache: CacheUse) -> Replayed:
+    """Of a build that failed."""
+    config = Config.from_dict(failure["config"], ignore=failure["ignore"])
+    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in failure["options"].items()}
+    plan = next(plan for plan in make_plans(config, Options(**given)) if plan.target.name == name)
+    use = replace(cache, policy="redo" if cache.writes else "off")
+    with opened(use, lambda text: None) as cells, tempfile.TemporaryDirectory() as folder:
+        record = _build(plan, failure["config"], failure["ignore"], cell, Path(folder), cells)
+    kept = "in the cache: the same build again takes it" if cache.writes else f"not kept: --cache {cache.policy}"
+    return Replayed([_seconds(name, cell, record), kept], True)
+
+
+def _recorded(artifact: Path, manifest: dict[str, Any], name: str, cell: str) -> Replayed:
+    """Of an artifact."""
+    plan, target = plan_of(manifest, name), manifest["targets"][name]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "programs" / "replayed"
+        folder.mkdir(parents=True)
+        record = _build(plan, config_fields(manifest), [], cell, folder)
+        old = target["cells"][cell]
+        files = {
+            tier: file_record(Path(temporary), f"programs/replayed/{cell}.{tier}") for tier in ("stablehlo", "exec")
+        }
+        same = files["stablehlo"]["sha256"] == old["stablehlo"]["sha256"]
+        lines = [_seconds(name, cell, record), f"  stablehlo    {_compared(files['stablehlo'], old['stablehlo'])}"]
+        if not same:
+            lines.append(f"               {_why(manifest, plan)}")
+        lines.append(f"  executable   {_compared(files['exec'], old['exec'])}")
+        both = [readable(each["memory"]["temporaries"]) for each in (record, old)]
+        lines.append(f"  temporaries  {both[0]}, recorded {both[1]}")
+        if not plan.target.runs_here:
+            return Replayed([*lines, f"  receipts     not run here: {old['status']}"], same)
+        read_checked(artifact, manifest["vectors"]["expected"])
+        found = _receipt(artifact, Path(temporary), manifest, name, {**old, **record, **files}, cell)
+    recorded = manifest["vectors"]["receipts"][name]["cells"][cell]
+    lines.append(
+        f"  receipts     {found['status']}: largest relative error {found['relative']:.2e}, recorded "
+        f"{recorded['relative']:.2e}"
+    )
+    return Replayed(lines, same and found["status"] == "passed")
+
+
+def _compared(new: dict[str, Any], old: dict[str, Any]) -> str:
+    if new["sha256"] == old["sha256"]:
+        return f"the recorded {old['bytes']:,} bytes"
+    return f"other bytes than recorded: {new['bytes']:,}, recorded {old['bytes']:,}"
+
+
+def _why(manifest: dict[str, Any], plan: Plan) -> str:
+    """Why a portable program is another than the recorded one."""
+    recorded, here = manifest["targets"][plan.target.name].get("toolchain", {}), toolchain(plan.target)
+    changed = [f"{name} {recorded.get(name)}, here {here[name]}" for name in here if recorded.get(name) != here[name]]
+    if changed:
+        return f"it was built with {listed(changed)}"
+    if fingerprint(config_of(manifest), plan) != manifest["targets"][plan.target.name]["fingerprint"]:
+        return "the sources of the model or of the lowering changed since"
+    return "neither sources nor toolchain changed since: report this"
+
+
+def _receipt(
+    artifact: Path, view: Path, manifest: dict[str, Any], name: str, record: dict[str, Any], cell: str
+) -> dict[str, Any]:
+    """Runs the vectors through one cell, and those that it needs, in an artifact made of links."""
+    for part in ("weights", "vectors"):
+        os.symlink(artifact.resolve() / part, view / part)
+    for programs in (artifact.resolve() / "programs").iterdir():
+        os.symlink(programs, view / "programs" / programs.name)
+    target = manifest["targets"][name]
+    cells = {each: target["cells"][each] for each in _needed(target["cells"], cell)} | {cell: record}
+    reduced = manifest | {"targets": {name: target | {"cells": cells}}}
+    return dict(measure_apart(view, name, reduced)["cells"][cell])
+
+
+def _needed(cells: dict[str, Any], cell: str) -> list[str]:
+    """Cells that the receipts of ``cell`` run through: a decode starts from a prefill, a sample from logits."""
+    smallest = min(
+        (name for name in cells if cells[name]["phase"] == "prefill"), key=lambda name: cells[name]["padding"]
+    )
+    if cells[cell]["phase"] == "prefill":
+        return []
+    if cells[cell]["phase"] == "decode":
+        return [smallest]
+    rows = cells[cell]["padding"]
+    giver = next(name for name, each in cells.items() if each["phase"] != "sample" and each["rows"] == rows)
+    return [smallest, giver] if cells[giver]["phase"] == "decode" else [giver]

@@ -1,0 +1,231 @@
+"""``build --into``: what it refuses, what it adds, and that the artifact is whole at every moment.
+
+Compiling is replaced by copying the programs of an artifact that was built alike; everything else is the real thing.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from builds import environment
+from ling3export import cli, compiling, into
+from ling3export.artifacts.lock import folder_lock
+from ling3export.artifacts.manifest import read_manifest, write_manifest
+from ling3export.errors import PlanError
+from ling3export.runners import cli as runner_cli
+from ling3export.verify import check_digests
+from refusals import refusal
+
+CELLS = ("prefill@128", "decode@8", "sample@8")
+
+
+def copying(programs: Path, cells: dict):
+    """In place of ``Compilers.run``: gives the programs that were compiled for another artifact."""
+
+    def run(self, wanted, done):
+        records = {}
+        for cell in wanted:
+            for tier in ("stablehlo", "exec"):
+                shutil.copy(programs / f"{cell.name}.{tier}", self._job["folder"])
+            skipped = ("status", "stablehlo", "exec")
+            records[cell.name] = {key: value for key, value in cells[cell.name].items() if key not in skipped}
+            done(cell, records[cell.name])
+        return records, {}
+
+    return run
+
+
+@pytest.fixture
+def whole(artifact, tmp_path) -> Path:
+    """An artifact for cpu@1 that a test may change."""
+    return shutil.copytree(artifact("micro-tp1"), tmp_path / "x.ling3")
+
+
+@pytest.fixture
+def compiled(artifact, monkeypatch) -> None:
+    """Programs for cpu@2 without compiling."""
+    cells = artifact.manifest("micro-tp2")["targets"]["cpu-tp2"]["cells"]
+    monkeypatch.setattr(compiling.Compilers, "run", copying(artifact("micro-tp2") / "programs" / "cpu-tp2", cells))
+
+
+def add(artifact: Path, *options: object) -> str:
+    done = CliRunner().invoke(cli.main, ["build", "--into", str(artifact), *map(str, options)])
+    assert (done.exit_code, done.stdout) == (0, ""), done.stderr
+    return done.stderr
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_target_is_added_without_the_checkpoint_and_generates(whole, compiled):
+    before = read_manifest(whole)
+    said = add(whole, "--target", "cpu@2")
+    assert "cpu-tp2: latent pool: 128 pages of 64 tokens (replicated)" in said
+    assert f"added cpu-tp2 to {whole} in " in said
+    assert "cpu-tp1 prefill" not in said
+    manifest = read_manifest(whole)
+    assert manifest["plan"]["targets"] == list(manifest["targets"]) == ["cpu-tp1", "cpu-tp2"]
+    assert manifest["targets"]["cpu-tp1"] == before["targets"]["cpu-tp1"]
+    assert manifest["weights"] == before["weights"]
+    assert sorted(manifest["targets"]["cpu-tp2"]["cells"]) == sorted(CELLS)
+    assert manifest["vectors"]["receipts"]["cpu-tp2"]["passed"] is True
+    assert manifest["vectors"]["receipts"]["cpu-tp1"] == before["vectors"]["receipts"]["cpu-tp1"]
+    assert check_digests(whole, manifest)[0] == check_digests(whole, before)[0] + 2 * len(CELLS)
+    assert names(whole.parent) == ["x.ling3"]
+    lines = []
+    for target in ("cpu@1", "cpu@2"):
+        arguments = ["generate", str(whole), "--target", target, "--prompt-ids", "5,6,7", "--max-tokens", "3", "--json"]
+        done = subprocess.run(
+            [sys.executable, "-m", "ling3export.runners.cli", *arguments], capture_output=True, text=True,
+            env=environment({}),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        lines.append(json.loads(done.stdout)["token_ids"])
+    assert lines[0] == lines[1]
+
+
+def test_a_target_that_is_there_is_replaced_with_force_alone(whole, compiled, artifact):
+    add(whole, "--target", "cpu@2")
+    before = read_manifest(whole)
+    assert refusal(cli.main, "build", "--into", whole, "--target", "cpu@2") == (
+        "error: --target: expected targets that `x.ling3` does not have, found cpu-tp2 in it\n"
+        "hint: replace them with --force\n"
+    )
+    assert read_manifest(whole) == before
+    add(whole, "--target", "cpu@2", "--force", artifact.checkpoint("micro-tp1"))
+    after = read_manifest(whole)
+    assert names(whole / "programs") == ["cpu-tp1", "cpu-tp2.2"]
+    assert after["targets"]["cpu-tp2"]["cells"]["decode@8"]["exec"]["path"] == "programs/cpu-tp2.2/decode@8.exec"
+    check_digests(whole, after)
+    add(whole, "--target", "cpu@2", "--force")
+    assert names(whole / "programs") == ["cpu-tp1", "cpu-tp2"]
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_into import copying
+from ling3export import cli, compiling, into
+from ling3export.artifacts.manifest import read_manifest
+compiling.Compilers.run = copying(Path({programs!r}), read_manifest({other!r})["targets"]["cpu-tp2"]["cells"])
+at, die = {at!r}, lambda *a, **k: os._exit(9)
+if at == "moved":
+    into.receipts = die
+elif at == "receipts":
+    into.write_manifest = die
+elif at == "manifest":
+    into.forget_failure = die
+sys.argv[1:] = ["build", "--into", {whole!r}, "--target", "cpu@2", *{more!r}]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("at", ["moved", "receipts", "manifest"])
+def test_killed_at_any_moment_the_artifact_is_whole_and_the_next_addition_cleans_up(at, whole, artifact, compiled):
+    """Replaced with --force: the moment at which two targets' files of one name lie side by side."""
+    other = artifact("micro-tp2")
+    if at != "moved":
+        add(whole, "--target", "cpu@2")
+    before = read_manifest(whole)
+    script = KILLED.format(
+        tests=str(Path(__file__).parent), programs=str(other / "programs" / "cpu-tp2"), other=str(other), at=at,
+        whole=str(whole), more=[] if at == "moved" else ["--force"],
+    )  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment({}))
+    assert done.returncode == 9, done.stderr
+    found = read_manifest(whole)
+    assert (found == before) is (at != "manifest")
+    check_digests(whole, found)
+    assert len(names(whole / "programs")) == len(found["targets"]) + 1  # one too many, which nobody reads
+    arguments = ["generate", str(whole), "--target", "cpu@1", "--prompt-ids", "5,6", "--max-tokens", "1"]
+    assert CliRunner().invoke(runner_cli.main, arguments).exit_code == 0
+    add(whole, "--target", "cpu@2", "--force")
+    assert len(names(whole / "programs")) == 2
+    assert names(whole.parent) == ["x.ling3"]
+    check_digests(whole, read_manifest(whole))
+
+
+def test_receipts_that_fail_leave_the_artifact_as_it_was(whole, compiled, monkeypatch):
+    def fail(*arguments):
+        assert (whole / "programs" / "cpu-tp2").is_dir()
+        raise PlanError("no")
+
+    before = read_manifest(whole)
+    monkeypatch.setattr(into, "receipts", fail)
+    assert refusal(cli.main, "build", "--into", whole, "--target", "cpu@2").endswith("error: no\n")
+    assert read_manifest(whole) == before
+    assert names(whole / "programs") == ["cpu-tp1"]
+    assert names(whole.parent) == ["x.ling3"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--target", "cpu@2", "--paddings", "16,32"),
+         "--paddings: expected 128, which the targets of `x.ling3` share, found 16,32\n"
+         "hint: leave it out, or build another artifact\n"),
+        (("--target", "cpu@2", "--dtype", "bfloat16"),
+         "--dtype: expected float32, which the targets of `x.ling3` share, found bfloat16\n"
+         "hint: leave it out, or build another artifact\n"),
+        (("--target", "cpu@3"),
+         "TP of target `cpu@3`: expected a divisor of 4 (the common divisor of heads 4, experts 16, vocabulary 320 and "
+         "widths), found 3\nhint: this model splits over 1, 2, 4\n"),
+        (("--target", "cpu@2", "--pages", "0"), "--pages: expected a positive number, found 0\n"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_the_artifact_is_refused(whole, options, message):
+    before = read_manifest(whole)
+    assert refusal(cli.main, "build", "--into", whole, *options) == f"error: {message}"
+    assert read_manifest(whole) == before
+    assert names(whole / "programs") == ["cpu-tp1"]
+
+
+def test_another_checkpoint_is_refused(whole, artifact, tmp_path):
+    """Its weights are compared: the headers of two checkpoints of one size have the same digests."""
+    hint = "hint: the artifact's weights stay as they are: leave the checkpoint out, or build another artifact\n"
+    start = "expected the files and weights that `x.ling3` was built from, found another"
+    other = artifact.checkpoint("micro-tp1-seed2")
+    assert refusal(cli.main, "build", other, "--into", whole, "--target", "cpu@2").endswith(
+        f"\nerror: checkpoint `{other.name}`: {start} dense.down_proj, dense.gate_up_proj, embeddings.lm_head, "
+        f"embeddings.norm, embeddings.word_embeddings and 24 more, in {other}\n{hint}"
+    )
+    config = json.loads((other / "config.json").read_text())
+    again = shutil.copytree(artifact.checkpoint("micro-tp1"), tmp_path / "again")
+    (again / "config.json").write_text(json.dumps(config, indent=8))
+    assert refusal(cli.main, "build", again, "--into", whole, "--target", "cpu@2") == (
+        f"error: checkpoint `again`: {start} `config.json`, in {again}\n{hint}"
+    )
+    larger = artifact.checkpoint("micro-tp1-experts")
+    assert refusal(cli.main, "build", larger, "--into", whole, "--target", "cpu@2") == (
+        f"error: checkpoint `{larger.name}`: expected the config that `x.ling3` was built from, found another "
+        f"num_experts, in {larger}\n"
+    )
+
+
+def test_two_additions_at_once_are_refused(whole):
+    with folder_lock(whole):
+        said = refusal(cli.main, "build", "--into", whole, "--target", "cpu@2")
+    assert said.startswith("error: artifact `x.ling3`: expected no other build, found process ")
+
+
+def test_there_must_be_an_artifact(tmp_path):
+    said = refusal(cli.main, "build", "--into", tmp_path / "x.ling3")
+    assert said.startswith("error: artifact `x.ling3`: expected a folder, found nothing, at ")
+    said = refusal(cli.main, "build", "a", "b", "--into", tmp_path / "x.ling3", code=2)
+    assert said.endswith("Error: --into names the artifact: no ARTIFACT beside it\n")
+
+
+def test_files_that_no_manifest_names_are_tolerated(whole):
+    (whole / "programs" / "left").mkdir()
+    (whole / "programs" / "left" / "decode@8.exec").write_bytes(b"half")
+    (whole / ".manifest.json.partial").write_text("half")
+    check_digests(whole, read_manifest(whole))
+    write_manifest(whole, read_manifest(whole))
+    assert ".manifest.json.partial" not in names(whole)

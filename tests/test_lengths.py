@@ -1,0 +1,164 @@
+"""What a histogram of lengths wastes: against the runner's own scheduler; better paddings: against every choice."""
+
+import itertools
+import random
+
+import pytest
+
+from fake_backend import FakeBackend
+from ling3export.errors import PlanError
+from ling3export.lengths import Length, calls, chunked, decode_waste, prefill_waste, read_lengths, split_by_context
+from ling3export.paddings import Histogram, best_paddings, grid
+from ling3export.runners.allocator import Allocator
+from ling3export.runners.calls import CALL, Shapes
+from ling3export.runners.request import Request, Sampling
+from ling3export.runners.scheduler import Scheduler
+from ling3export.runners.sequence import Sequence
+
+PADDINGS, DECODE = (16, 48, 128), (4, 8)
+HISTOGRAM = [Length(1, 1, 2), Length(16, 3, 1), Length(17, 9, 3), Length(129, 2, 1), Length(300, 5, 2)]
+
+
+def scheduled(groups):
+    """Counters of the runner's scheduler over groups of requests, each group waiting at once."""
+    slots = max(map(len, groups))
+    allocator = Allocator(slots, slots * 32, 16)
+    scheduler = Scheduler(FakeBackend(slots, slots * 32, 16, 16), Shapes(PADDINGS, DECODE, 16, 32), allocator)
+    for group in groups:
+        for index, (prompt, output) in enumerate(group):
+            scheduler.submit(Sequence(Request((1,) * prompt, output, Sampling()), index, output, frozenset()))
+        while scheduler.busy:
+            scheduler.step()
+    return scheduler.counters.cells
+
+
+def requests():
+    return [(length.prompt, length.output) for length in HISTOGRAM for _ in range(length.count)]
+
+
+def test_requests_alone_waste_what_the_runner_wastes_on_them():
+    cells = scheduled([[request] for request in requests()])
+    found = prefill_waste(HISTOGRAM, PADDINGS)
+    for padding, row in found["alone"]["paddings"].items():
+        cell = cells[f"prefill@{padding}"]
+        assert (row["calls"], row["slots"], row["wasted"]) == (cell.calls, cell.slots, cell.slots - cell.used), padding
+    assert found["tokens"] == sum(prompt for prompt, _ in requests())
+    decoded = decode_waste(HISTOGRAM, DECODE, 8)
+    cell = cells["decode@4"]
+    assert decoded["alone"] == {"padding": 4, "slots": cell.slots, "wasted": cell.slots - cell.used}
+    assert decoded["rows"] == cell.used
+
+
+def test_requests_that_wait_together_waste_what_the_runner_wastes_on_them():
+    together = [(prompt, 1) for prompt, _ in requests()]
+    cells = {name: cell for name, cell in scheduled([together]).items() if name.startswith("prefill")}
+    slots = sum(cell.slots for cell in cells.values())
+    used = sum(cell.used for cell in cells.values())
+    calls = sum(cell.calls for cell in cells.values())
+    assert prefill_waste(HISTOGRAM, PADDINGS)["packed"] == {"calls": calls, "slots": slots, "wasted": slots - used}
+
+
+@pytest.mark.parametrize(("running", "padding", "slots"), [(3, 4, 47), (5, 8, 56), (8, 8, 35), (20, 8, 35)])
+def test_decode_with_many_running(running, padding, slots):
+    """35 rows are decoded; more than the largest padding take turns in full calls."""
+    full = decode_waste(HISTOGRAM, DECODE, running)["full"]
+    assert full["running"] == min(running, 8)
+    assert (full["padding"], full["slots"], full["wasted"]) == (padding, slots, slots - 35)
+
+
+@pytest.mark.parametrize(
+    ("slots", "expected"),
+    [
+        (16, [(16, 1)]), (32, [(48, 1)]), (128, [(128, 1)]), (144, [(128, 1), (16, 1)]), (256, [(128, 1), (128, 1)]),
+        (16 * 10**9, [(128, 124_999_999), (128, 1)]),
+    ],
+)  # fmt: skip
+def test_calls_of_a_prompt(slots, expected):
+    assert calls(slots, PADDINGS) == expected
+
+
+def cost(lengths, paddings):
+    """By the runner's own choices, one call after the other."""
+    shapes = Shapes(paddings, (), 16, 0)
+    total = 0
+    for length in lengths:
+        left = chunked(length.prompt)
+        while left > 0:
+            padding = shapes.paying(left)
+            total += length.count * (padding + CALL)
+            left -= padding
+    return total
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_set_of_paddings_costs_less(seed):
+    rng = random.Random(seed)
+    largest = 16 * rng.randint(2, 9)
+    lengths = [Length(rng.randint(1, 16 * 14), 1, rng.randint(1, 50)) for _ in range(rng.randint(1, 12))]
+    count = rng.randint(1, 4)
+    found = best_paddings(lengths, count, largest)
+    assert found is not None
+    sets = [each for size in range(1, count + 1) for each in itertools.combinations(range(16, largest + 1, 16), size)]
+    assert found in sets
+    histogram = Histogram(lengths, largest)
+    assert [histogram.cost(each) for each in sets] == [cost(lengths, each) for each in sets]
+    assert histogram.cost(found) == min(cost(lengths, each) for each in sets)
+
+
+def test_better_paddings_count_calls():
+    """The fewest padded slots alone would always be had with prefill@16, twenty calls for a prompt of 317."""
+    assert best_paddings([Length(317, 1, 5)], 3, 512) == (320,)
+    assert best_paddings([Length(317, 1, 5)], 3, 128) == (64, 128)
+
+
+def test_a_large_padding_is_searched_on_a_coarser_grid_and_then_moved():
+    assert [grid(3, largest) for largest in (512, 784, 8192)] == [16, 16, 176]
+    lengths = [Length(100, 1, 900), Length(1000, 1, 50), Length(2500, 1, 9)]
+    assert best_paddings(lengths, 3, 4096) == (112, 1008, 2512)  # of no grid but 16
+    assert best_paddings(lengths, 3, 8208) is None
+
+
+def test_a_histogram_is_read_and_equal_lengths_are_added_up(tmp_path):
+    path = tmp_path / "lengths.jsonl"
+    path.write_text(
+        '{"prompt_tokens": 317, "output_tokens": 50, "count": 3}\n\n{"output_tokens": 50, "prompt_tokens": 317}\n'
+        '{"prompt_tokens": 5, "output_tokens": 1}\n'
+    )
+    lengths = read_lengths(path)
+    assert lengths == [Length(5, 1, 1), Length(317, 50, 4)]
+    assert split_by_context(lengths, 100) == ([Length(5, 1, 1)], 4)
+    assert [chunked(n) for n in (1, 16, 17)] == [16, 16, 32]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "--lengths: expected JSON, found Expecting property name enclosed in double quotes: line 1 column 2 "
+         "(char 1), in line 2 of x.jsonl"),
+        ("[1]", "--lengths: expected a JSON object, found [1], in line 2 of x.jsonl"),
+        ('{"prompt": 1}', "--lengths field `prompt`: expected no such field, found it, in line 2 of x.jsonl"),
+        ('{"prompt_tokens": 1}',
+         "--lengths field `output_tokens`: expected a positive integer, found none, in line 2 of x.jsonl"),
+        ('{"prompt_tokens": 0, "output_tokens": 1}',
+         "--lengths field `prompt_tokens`: expected a positive integer, found 0, in line 2 of x.jsonl"),
+        ('{"prompt_tokens": 1, "output_tokens": 1, "count": true}',
+         "--lengths field `count`: expected a positive integer, found true, in line 2 of x.jsonl"),
+        ('{"prompt_tokens": 1, "output_tokens": 1.0}',
+         "--lengths field `output_tokens`: expected a positive integer, found 1.0, in line 2 of x.jsonl"),
+    ],
+)  # fmt: skip
+def test_what_is_no_histogram_is_refused_with_its_line(tmp_path, line, message):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"prompt_tokens": 1, "output_tokens": 1}\n' + line)
+    with pytest.raises(PlanError) as caught:
+        read_lengths(path)
+    assert caught.value.message == message
+    assert caught.value.hint == 'a line is {"prompt_tokens": 317, "output_tokens": 50, "count": 3}'
+
+
+def test_a_histogram_that_is_empty_or_absent_is_refused(tmp_path):
+    (tmp_path / "x.jsonl").write_text("\n")
+    with pytest.raises(PlanError, match="expected at least one line, found none"):
+        read_lengths(tmp_path / "x.jsonl")
+    with pytest.raises(PlanError, match=r"--lengths `.*no.jsonl`: expected a readable file, found .*No such file"):
+        read_lengths(tmp_path / "no.jsonl")

@@ -1,0 +1,203 @@
+"""``ling3export plan``: the sums of a plan, and in what words; nothing is compiled."""
+
+import json
+import re
+from dataclasses import asdict
+
+import pytest
+from click.testing import CliRunner
+
+from ling3export import cli
+from ling3export.accelerators import _too_large
+from ling3export.errors import PlanError
+from ling3export.estimates import Workload, floor
+from ling3export.memory import check_memory, held, passing
+from ling3export.model.config import Config
+from ling3export.model.state import state_bytes
+from ling3export.plan import Options, make_plan
+from ling3export.planning import planned
+from ling3export.pools import weight_bytes
+from ling3export.recorded import config_of, layout_difference, options_of, plan_of
+from ling3export.synth import config_fields
+from ling3export.targets import CHIPS
+from refusals import refusal
+
+FULL = Config.from_dict(config_fields("full", {}))
+MEMORY = {"arguments": 1000, "outputs": 300, "alias": 250, "temporaries": 70, "code": 5}
+
+
+def shown(*arguments):
+    done = CliRunner().invoke(cli.main, ["plan", *map(str, arguments)])
+    assert done.exit_code == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config_fields("full", {})))
+    return path
+
+
+def test_the_plan_of_the_full_model_on_a_slice(config, tmp_path):
+    lengths = tmp_path / "lengths.jsonl"
+    lengths.write_text(
+        '{"prompt_tokens": 317, "output_tokens": 50, "count": 3}\n{"prompt_tokens": 40, "output_tokens": 11}\n'
+        '{"prompt_tokens": 9000, "output_tokens": 1}\n'
+    )
+    text = shown(config, "--target", "tpu:v6e:4x4", "--paddings", "16,512", "--lengths", lengths)
+    cells = re.compile(r"  (prefill|decode|sample)@\d+( +[0-9.,]+){5} +- +-")
+    assert [line for line in text.splitlines() if not cells.fullmatch(line)] == [
+        "plan  prefill [16, 512], decode [16, 512], bfloat16, context 8192",
+        "",
+        "target tpu-v6e-4x4-tp16: 16 devices on 4 hosts",
+        "  decode paddings 16,512: 512 is the first that holds 64 running",
+        "  latent pool: 2048 pages of 256 tokens (striped), all that 64 full sequences need; 971.55 MiB of weights and "
+        "317.57 MiB of state a device",
+        "  971.55 MiB of weights + 317.57 MiB of state = 1.26 GiB a device, 4.0% of 31.24 GiB",
+        "  temporaries and programs: unknown until compiled (--from ARTIFACT takes them from one that was built alike)",
+        "  floors at 1024 tokens a sequence, without collectives",
+        "  cell         floor ms  by memory  by compute  MB moved  Gflop  temporaries MB  estimate ms",
+        "",
+        "lengths: 4 requests; 1 more do not fit the context of 8192 and would be refused",
+        "  prefill, 991 tokens: each request alone pads 593 of 1,584 in 6 calls (37.4%); all waiting at once 33 of "
+        "1,024 in 2 calls (3.2%)",
+        "  padding      calls  slots  padded  of its slots",
+        "  prefill@16       3     48       8         16.7%",
+        "  prefill@512      3  1,536     585         38.1%",
+        "  decode, 157 rows: one sequence at a time, in decode@16, pads 2,355 of 2,512 (93.8%); 64 at a time, in "
+        "decode@512, 1,099 of 1,256 (87.5%)",
+        "  better paddings, as many and no larger: 48,320: each request alone pads 17 of 1,008 in 4 calls (1.7%)",
+        "  (all sets were tried; a call counted as its slots and 32 more)",
+        "  ling3export build CHECKPOINT --paddings 48,320 --decode-paddings 16,512",
+    ]
+    low = floor(FULL, make_plan(FULL, Options(), "tpu:v6e:4x4").geometry, "decode", 16, CHIPS["tpu", "v6e"], Workload())
+    times = [low["seconds"], sum(low["bytes"].values()) / 1640e9, low["flops"] / 918e12]
+    columns = [
+        *(f"{1e3 * t:.3f}" for t in times),
+        f"{sum(low['bytes'].values()) / 1e6:,.1f}",
+        f"{low['flops'] / 1e9:,.2f}",
+    ]
+    assert text.split("decode@16", 1)[1].splitlines()[0].split() == [*columns, "-", "-"]
+
+
+def test_json_has_the_same_numbers(config):
+    record = json.loads(shown(config, "--target", "tpu:v6e:4x4", "--target", "cpu", "--json"))
+    plan = make_plan(FULL, Options(), "tpu:v6e:4x4")
+    assert list(record["targets"]) == ["tpu-v6e-4x4-tp16", "cpu-tp16"]
+    device = record["targets"]["tpu-v6e-4x4-tp16"]["device"]
+    assert device["weights"] == weight_bytes(FULL, plan.geometry)
+    assert device["state"] == -(-state_bytes(FULL, plan.geometry) // 16)
+    assert device["total"] == device["weights"] + device["state"]
+    assert device["temporaries"] is device["programs"] is None
+    for cell in record["targets"]["tpu-v6e-4x4-tp16"]["cells"].values():
+        floor = cell["floor"]
+        assert floor["seconds"] == max(floor["memory_seconds"], floor["compute_seconds"]) > 0
+        assert floor["memory_seconds"] == sum(floor["bytes"].values()) / 1640e9
+    cpu = record["targets"]["cpu-tp16"]
+    assert cpu["device"]["memory"] is None
+    assert all(cell["floor"] is None for cell in cpu["cells"].values())
+
+
+def test_without_a_checkpoint_the_demo_is_planned():
+    assert shown("--tp", "4").startswith("plan  prefill [16, 128, 512], decode [16, 128], bfloat16, context ")
+
+
+def test_temporaries_come_from_an_artifact_that_was_built_alike(artifact):
+    whole, checkpoint = artifact("micro-tp2"), artifact.checkpoint("micro-tp2")
+    alike = ["--tp", 2, "--paddings", 128, "--decode-paddings", 8, "--max-running", 8, "--context", 1024,
+             "--page-size", 64, "--dtype", "float32"]  # fmt: skip
+    record = json.loads(shown(checkpoint, *alike, "--from", whole, "--json"))["targets"]["cpu-tp2"]
+    cells = artifact.manifest("micro-tp2")["targets"]["cpu-tp2"]["cells"]
+    found = {name: cell["temporaries"] for name, cell in record["cells"].items()}
+    assert found == {name: passing(cell["memory"]) for name, cell in cells.items()}
+    assert record["device"]["temporaries"] == max(found.values()) > 0
+    assert record["unknown"] is None
+    assert " of temporaries + " in shown(checkpoint, *alike, "--from", whole)
+    for changed, difference in (
+        ((checkpoint, *alike, "--max-running", 4), "slots 8, not 4, pages 128, not 64"),
+        ((checkpoint, *alike, "--tp", 4), "no target cpu-tp4, but cpu-tp2"),
+        ((checkpoint, *alike, "--paddings", "64,128"), "no prefill@64, sample@4"),
+        ((artifact.checkpoint("micro-tp1-experts"), *alike), "another config (num_experts)"),
+    ):
+        assert f"  temporaries and programs: unknown: the artifact of --from has {difference}\n" in shown(
+            *changed, "--from", whole
+        )
+
+
+def test_an_artifact_gives_back_the_plan_that_it_was_built_for(artifact):
+    manifest = artifact.manifest("micro-tp2")
+    config = config_of(manifest)
+    options = options_of(manifest, Options(tp=2))
+    plan = make_plan(config, options, "cpu")
+    again = plan_of(manifest, "cpu-tp2")
+    assert (again.target, again.geometry, again.cells) == (plan.target, plan.geometry, plan.cells)
+    assert asdict(again.geometry) == manifest["targets"]["cpu-tp2"]["geometry"]
+    assert layout_difference(config, plan, manifest) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--memory-fraction", "1.5"], "error: --memory-fraction: expected above 0 and at most 1, found 1.5\n"),
+        (["--target", "tpu:v6e:3x3"], "error: target `tpu:v6e:3x3`: expected a topology of 1x1, 2x2, 2x4, 4x4 for v6e"),
+        (["--target", "cpu@2", "--tp", "2", "--target", "cpu"],
+         "error: --target: expected each target once, found cpu-tp2 twice\n"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_built_cannot_be_planned(options, message):
+    assert refusal(cli.main, "plan", *options).startswith(message)
+
+
+def test_a_config_that_is_not_there_is_named(tmp_path):
+    assert f"config `{tmp_path}/config.json`: expected a file, found none" in refusal(cli.main, "plan", tmp_path)
+
+
+def test_what_a_device_holds():
+    """Programs add up, of what passes the dearest counts; an output in a donated buffer needs no memory of its own."""
+    plan = make_plan(FULL, Options(), "tpu:v6e:4x4")
+    cells = {"decode@16": {"memory": MEMORY}, "prefill@512": {"memory": MEMORY | {"temporaries": 700}}}
+    found = held(FULL, plan, cells)
+    assert passing(MEMORY) == 120
+    assert (found.temporaries, found.programs, found.dearest) == (750, 10, "prefill@512")
+    assert found.total == found.weights + found.state + 760
+    check_memory(FULL, plan, cells)
+
+
+def test_a_target_whose_temporaries_do_not_fit_is_refused_with_the_sum_and_the_knob():
+    plan = make_plan(FULL, Options(), "tpu:v6e:4x4")
+    cells = {"prefill@512": {"memory": MEMORY | {"temporaries": 30 << 30, "code": 1 << 20}}}
+    with pytest.raises(PlanError) as caught:
+        check_memory(FULL, plan, cells)
+    assert caught.value.message == (
+        "memory of `tpu:v6e:4x4`: expected room for weights (971.55 MiB) + state (317.57 MiB) + temporaries of "
+        "prefill@512 (30.00 GiB) + 1 programs (1.00 MiB) = 31.26 GiB a device, found 31.24 GiB"
+    )
+    assert caught.value.hint == (
+        "lower --memory-fraction or --pages (pools), --max-running, or the padding of prefill@512; or take a larger "
+        "topology"
+    )
+
+
+def test_what_libtpu_refuses_is_said_with_its_sum_and_the_knob():
+    """The compiler counts one program; it refuses within a second, in its own words."""
+    said = RuntimeError("XLA: RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 40.1G of 31.25G hbm.\nx")
+    target = make_plan(FULL, Options(), "tpu:v6e:4x4").target
+    assert str(_too_large(said, target, "prefill@512")) == (
+        "memory of `tpu:v6e:4x4`: expected prefill@512 to fit 31.24 GiB a device, found: Ran out of memory in memory "
+        "space hbm. Used 40.1G of 31.25G hbm.\n"
+        "hint: lower --memory-fraction, --pages, --max-running or the padding, or take a larger topology"
+    )
+    other = RuntimeError("INTERNAL: no")
+    assert _too_large(other, target, "prefill@512") is other
+
+
+def test_the_memory_of_a_target_that_no_table_knows_is_not_checked():
+    plan = make_plan(FULL, Options(), "cpu")
+    check_memory(FULL, plan, {"prefill@512": {"memory": MEMORY | {"temporaries": 1 << 50}}})
+
+
+def test_planned_refuses_what_a_chip_cannot_hold():
+    with pytest.raises(PlanError, match="--memory-fraction of `tpu:v5e:1x1`: expected room for weights"):
+        planned(FULL, Options(targets=("tpu:v5e:1x1",)))
