@@ -30,16 +30,17 @@ def platforms_here() -> list[str]:
     return [platform for platform in (*there, "cpu") if not chosen or platform in chosen]
 
 
-def choose_target(targets: dict[str, Target], wanted: str | None, here: list[str]) -> str:
+def choose_target(targets: dict[str, Target], wanted: str | None, here: list[str], hosts: int = 1) -> str:
     """The target to run: ``wanted``, or the only one that fits this machine.
 
-    A target fits if its platform is here and it runs in one process. Those of an accelerator that is here go before
-    those of the CPU, which is everywhere.
+    A target fits if its platform is here and it was built for as many hosts. Those of an accelerator that is here go
+    before those of the CPU, which is everywhere.
 
     Args:
         targets: The manifest's.
         wanted: ``cpu-tp16``, or as a build spells it: ``cpu@16``, ``cpu``.
         here: ``platforms_here()``.
+        hosts: How many run together.
 
     Raises:
         ArtifactError: None fits, more than one does, or ``wanted`` is not among them.
@@ -51,9 +52,9 @@ def choose_target(targets: dict[str, Target], wanted: str | None, here: list[str
         if len(found) != 1:
             what = "none of that name" if not found else f"{len(found)}: {listed(found)}"
             raise ArtifactError(f"target `{wanted}`: expected one of {listed(names)}, found {what}, in the manifest")
-        return found[0]
+        return _for_hosts(found[0], targets[found[0]]["processes"], hosts)
     for platform in here:
-        fits = [name for name in names if targets[name]["platform"] == platform and targets[name]["processes"] == 1]
+        fits = [name for name in names if targets[name]["platform"] == platform and targets[name]["processes"] == hosts]
         if len(fits) > 1:
             raise ArtifactError(
                 f"target: expected one that fits this machine ({platform}), found {len(fits)}: {listed(fits)}",
@@ -61,11 +62,29 @@ def choose_target(targets: dict[str, Target], wanted: str | None, here: list[str
             )
         if fits:
             return fits[0]
+    counts = {name: targets[name]["processes"] for name in names}
+    found = listed([f"{name} ({counts[name]} hosts)" if counts[name] > 1 else name for name in names])
     raise ArtifactError(
-        f"target: expected one for {' or '.join(here) or 'a platform of JAX_PLATFORMS'} in one process, "
-        f"found {listed(names)}, in the manifest",
+        f"target: expected one for {' or '.join(here) or 'a platform of JAX_PLATFORMS'} on {_hosts(hosts)}, "
+        f"found {found}, in the manifest",
         f"build for this machine: ling3export build CHECKPOINT ARTIFACT --target {here[0] if here else 'cpu'}",
     )
+
+
+def _for_hosts(name: str, built: int, hosts: int) -> str:
+    """``name``, if it was built for as many hosts as there are."""
+    if built != hosts:
+        raise ArtifactError(
+            f"target `{name}`: expected the {_hosts(built)} that it was built for, found {_hosts(hosts)}",
+            "start the command on each of them, with --coordinator HOST:PORT --num-hosts N --host-id I"
+            if built > 1
+            else "start it on one host alone, or build for yours: --target cpu:4x4 is 4 hosts of 4 devices",
+        )
+    return name
+
+
+def _hosts(count: int) -> str:
+    return "one host" if count == 1 else f"{count} hosts"
 
 
 def prepare(target: Target) -> None:
@@ -76,7 +95,7 @@ def prepare(target: Target) -> None:
     """
     if target["platform"] != "cpu":
         return
-    devices = max(target["mesh"]["devices"]) + 1
+    devices = max(target["mesh"]["devices"]) + 1 if target["processes"] == 1 else len(target["hosts"][0])
     try:
         prepare_cpu(devices)
     except Ling3Error:
