@@ -113,7 +113,11 @@ class Target:
 
 def known_targets() -> list[str]:
     """Every target that can be written, without TP."""
-    return ["cpu", "cpu:HOSTSxDEVICES", *(f"tpu:{chip.kind}:{name}" for chip in CHIPS.values() for name in chip.topologies)]
+    return [
+        "cpu",
+        "cpu:HOSTSxDEVICES",
+        *(f"tpu:{chip.kind}:{name}" for chip in CHIPS.values() for name in chip.topologies),
+    ]
 
 
 def parse_target(text: str, tp: int | None, config: Config) -> Target:

@@ -193,7 +193,9 @@ def measure_target(artifact: Path, name: str, manifest: dict[str, Any], hosts: H
 
     from ling3export.runners.loader import load as load_artifact
 
-    loaded = load_artifact(artifact, target=name, check="programs", report=lambda _: None, manifest=manifest, hosts=hosts)
+    loaded = load_artifact(
+        artifact, target=name, check="programs", report=lambda _: None, manifest=manifest, hosts=hosts
+    )
     target = loaded.record
     vectors = manifest["vectors"]
     stored = load(read_checked(artifact, vectors["expected"]))

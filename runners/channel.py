@@ -1,4 +1,4 @@
-"""The connection between hosts that run together: host 0's commands out, arrays' parts in, and a watch over who is there.
+"""The connection between hosts that run together: commands out, parts of arrays in, and a watch over who is there.
 
 A host that is gone leaves the others in a collective that never ends, which nothing can interrupt. So a thread watches
 every connection, and ends this process with a message when one is closed or silent: within seconds where the process
@@ -15,9 +15,10 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+from ling3export.errors import Ling3Error
 from ling3export.runners.coordination import Service, join, leave
 from ling3export.runners.hosts import Hosts
-from ling3export.runners.rendezvous import FAILED, HostsError, meet, receive, send, welcome
+from ling3export.runners.rendezvous import FAILED, HostsError, meet, receive, refuse, send, welcome
 
 BEAT = 5.0  # seconds between two signs of life
 SILENCE = 30.0  # seconds without one
@@ -37,15 +38,17 @@ class Channel:
         HostsError: Not all are there in time, or they do not fit together.
     """
 
-    def __init__(
-        self, hosts: Hosts, identity: dict[str, Any], lost: "Callable[[str], None] | None" = None
-    ) -> None:
+    def __init__(self, hosts: Hosts, identity: dict[str, Any], lost: "Callable[[str], None] | None" = None) -> None:
         self.hosts = hosts
         self._peers, self._port = meet(hosts, identity)
         self._service: Service | None = None
         if hosts.number == 0:
-            self._service = Service(hosts.address[0], self._port, hosts.count)
-            welcome(self._peers, self._port)
+            try:
+                self._service = Service(hosts.address[0], self._port, hosts.count)
+                welcome(self._peers, self._port)
+            except (Ling3Error, OSError) as error:
+                refuse(self._peers, str(error))
+                raise
         self._lost = lost or end_process
         self._closing = False
         self._lock = threading.Lock()  # one sender at a time
@@ -135,6 +138,8 @@ class Channel:
             self._gone(number, f"host {number}: expected a sign of life, found none for {SILENCE:g} s")
         except OSError:
             self._gone(number, f"host {number}: expected its process to run, found that it ended")
+        finally:
+            peer.close()
 
     def _gone(self, number: int, text: str) -> None:
         if self._closing:

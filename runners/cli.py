@@ -10,7 +10,7 @@ import click
 
 from ling3export.errors import RequestError
 from ling3export.runners.eval_cli import evaluate
-from ling3export.runners.guard import guarded
+from ling3export.runners.guard import guarded, keep_stdout
 from ling3export.runners.hosts import find_hosts, host_options
 from ling3export.runners.prompts import Prompt, line_names, parse_ids, read_prompts
 from ling3export.runners.request import SEEDS, Completion, Sampling
@@ -121,6 +121,8 @@ def generate(
     On several hosts, run the same command on each; host 0 reads the prompts and prints.
     """
     hosts = find_hosts(coordinator, num_hosts, host_id, start_timeout)
+    if hosts is not None:
+        keep_stdout()
     if hosts is not None and hosts.number:
         from ling3export.runners.follow import follow
 

@@ -1,4 +1,4 @@
-"""Host 0 sends the commands of each turn before it takes them; the other hosts take what they receive, and print nothing.
+"""Host 0 sends the commands of each turn before it takes them; the other hosts take what they receive, in silence.
 
 A turn follows from its commands and the tokens read (``turns.py``), and every host reads the same tokens. So commands
 are all that travels.

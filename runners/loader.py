@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.errors import ArtifactError
 from ling3export.runners.counters import Timings
-from ling3export.runners.targets import choose_target, platforms_here, prepare
+from ling3export.runners.targets import check_hosts, choose_target, platforms_here, prepare
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -99,6 +99,7 @@ def load(
         manifest = read_manifest(folder) if manifest is None else manifest
         name = choose_target(manifest["targets"], target, platforms_here(), 1 if hosts is None else hosts.count)
         record = manifest["targets"][name]
+        check_hosts(name, record, platforms_here(), 1 if hosts is None else hosts.count)
         prepare(record)
     channel = None if hosts is None else _meet(hosts, name, manifest, timings, report)
     # Loading a program is one core's work: more threads than cores only fight over memory (measured: 2 times slower).
@@ -175,7 +176,9 @@ def _load(job: _Job) -> Loaded:
     state = zeroed.result()
     checked.result()
     ready = device.Device(job.record, loaded, params, state, mesh, None if job.channel is None else job.channel.parts)
-    return Loaded(job.folder, job.manifest, job.name, ready, verdicts, job.timings, compiles, weights.nbytes, job.channel)
+    return Loaded(
+        job.folder, job.manifest, job.name, ready, verdicts, job.timings, compiles, weights.nbytes, job.channel
+    )
 
 
 def _start_check(job: _Job, weights: "Weights") -> "Future[None]":

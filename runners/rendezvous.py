@@ -6,6 +6,7 @@ each other and the network between them, as jax's own service does.
 
 import contextlib
 import json
+import os
 import socket
 import struct
 import time
@@ -83,7 +84,7 @@ def _gather(hosts: Hosts, identity: dict[str, Any]) -> tuple[dict[int, socket.so
             )
         except OSError as error:
             raise HostsError(
-                f"coordinator {hosts.coordinator}: expected a free port on this machine, found {error.strerror}"
+                f"coordinator {hosts.coordinator}: expected a free port on this machine, found {_system(error)}"
             ) from error
         try:
             while len(peers) < hosts.count - 1:
@@ -96,10 +97,10 @@ def _gather(hosts: Hosts, identity: dict[str, Any]) -> tuple[dict[int, socket.so
         except TimeoutError:
             missing = ", ".join(str(number) for number in range(1, hosts.count) if number not in peers)
             text = f"hosts: expected {hosts.count} within {hosts.start_timeout:g} s, found no word of host {missing}"
-            _tell_all(peers, text)
+            refuse(peers, text)
             raise HostsError(text, "start the same command on every host; --start-timeout waits longer") from None
         except HostsError as error:
-            _tell_all(peers, error.message)
+            refuse(peers, error.message)
             raise
     with socket.create_server(("", 0)) as free:
         chosen = int(free.getsockname()[1])
@@ -136,16 +137,16 @@ def _admitted(
                 what = f"host {number}: expected {name} {expected} as on host 0, found {said['identity'].get(name)}"
                 break
     if what is not None:
-        _tell_all({number: caller}, what)
+        refuse({number: caller}, what)
         raise HostsError(what, "start the same command with the same artifact on every host")
     return number
 
 
-def _tell_all(peers: dict[int, socket.socket], text: str) -> None:
+def refuse(peers: dict[int, socket.socket], text: str) -> None:
+    """Tells others why they end, and closes their connections."""
     for peer in peers.values():
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), peer:
             send(peer, FAILED, text.encode())
-            peer.close()
 
 
 def _call(hosts: Hosts, identity: dict[str, Any]) -> tuple[dict[int, socket.socket], int]:
@@ -160,7 +161,7 @@ def _call(hosts: Hosts, identity: dict[str, Any]) -> tuple[dict[int, socket.sock
             if left <= 0:
                 raise HostsError(
                     f"host 0: expected it at {hosts.coordinator} within {hosts.start_timeout:g} s, "
-                    f"found {error.strerror or error}",
+                    f"found {_system(error)}",
                     "start the same command on every host; --start-timeout waits longer",
                 ) from error
             time.sleep(PAUSE)
@@ -170,10 +171,17 @@ def _call(hosts: Hosts, identity: dict[str, Any]) -> tuple[dict[int, socket.sock
         send(peer, HELLO, json.dumps(hello).encode())
         kind, payload = receive(peer)
     except OSError as error:
+        peer.close()
         raise HostsError(f"host 0: expected it to wait for all hosts, found {_why(error)}") from error
     if kind != WELCOME:
+        peer.close()
         raise HostsError(f"host 0 gave up: {payload.decode()}")
     return {0: peer}, int(json.loads(payload)["port"])
+
+
+def _system(error: OSError) -> str:
+    """What the system says, without what Python adds to it."""
+    return os.strerror(error.errno) if error.errno else str(error)
 
 
 def _why(error: OSError) -> str:

@@ -52,7 +52,7 @@ def choose_target(targets: dict[str, Target], wanted: str | None, here: list[str
         if len(found) != 1:
             what = "none of that name" if not found else f"{len(found)}: {listed(found)}"
             raise ArtifactError(f"target `{wanted}`: expected one of {listed(names)}, found {what}, in the manifest")
-        return _for_hosts(found[0], targets[found[0]]["processes"], hosts)
+        return found[0]
     for platform in here:
         fits = [name for name in names if targets[name]["platform"] == platform and targets[name]["processes"] == hosts]
         if len(fits) > 1:
@@ -67,20 +67,26 @@ def choose_target(targets: dict[str, Target], wanted: str | None, here: list[str
     raise ArtifactError(
         f"target: expected one for {' or '.join(here) or 'a platform of JAX_PLATFORMS'} on {_hosts(hosts)}, "
         f"found {found}, in the manifest",
-        f"build for this machine: ling3export build CHECKPOINT ARTIFACT --target {here[0] if here else 'cpu'}",
+        f"build for this machine: ling3export build CHECKPOINT ARTIFACT --target {here[0] if here else 'cpu'}"
+        if hosts == 1
+        else "start it on as many hosts as a target was built for",
     )
 
 
-def _for_hosts(name: str, built: int, hosts: int) -> str:
-    """``name``, if it was built for as many hosts as there are."""
-    if built != hosts:
+def check_hosts(name: str, target: Target, here: list[str], hosts: int) -> None:
+    """Refuses a target that was built for another number of hosts; one for another platform is left to its verdict.
+
+    Raises:
+        ArtifactError: It was; names both.
+    """
+    built = target["processes"]
+    if built != hosts and target["platform"] in here:
         raise ArtifactError(
             f"target `{name}`: expected the {_hosts(built)} that it was built for, found {_hosts(hosts)}",
             "start the command on each of them, with --coordinator HOST:PORT --num-hosts N --host-id I"
             if built > 1
             else "start it on one host alone, or build for yours: --target cpu:4x4 is 4 hosts of 4 devices",
         )
-    return name
 
 
 def _hosts(count: int) -> str:

@@ -109,7 +109,7 @@ def test_two_targets_that_fit_are_a_question():
 
 def test_no_target_that_fits_names_those_that_are_there():
     with pytest.raises(
-        ArtifactError, match="expected one for cpu in one process, found tpu-v6e-4x4-tp16, in the manifest"
+        ArtifactError, match=r"expected one for cpu on one host, found tpu-v6e-4x4-tp16 \(4 hosts\), in the manifest"
     ):
         choose_target({"tpu-v6e-4x4-tp16": target("tpu", 16, 4)}, None, ["cpu"])
 
