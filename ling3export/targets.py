@@ -115,7 +115,7 @@ def known_targets() -> list[str]:
     """Every target that can be written, without TP."""
     return [
         "cpu",
-        "cpu:HOSTSxDEVICES",
+        "cpu:4x4",
         *(f"tpu:{chip.kind}:{name}" for chip in CHIPS.values() for name in chip.topologies),
     ]
 

@@ -114,6 +114,7 @@ def _assembled(handle: jax.Array, parts: "Callable[[bytes], list[bytes]]") -> np
     """An array that is split over hosts, each of which calls this for the same one."""
     whole = np.zeros(handle.shape, handle.dtype)
     held: dict[int, list[tuple[slice, ...]]] = {}  # by host: what its devices hold, in the mesh's order
+    device: Any  # jax names no type for it
     for device, index in handle.sharding.devices_indices_map(handle.shape).items():
         assert index is not None
         held.setdefault(device.process_index, []).append(index)

@@ -63,10 +63,10 @@ def choose_target(targets: dict[str, Target], wanted: str | None, here: list[str
         if fits:
             return fits[0]
     counts = {name: targets[name]["processes"] for name in names}
-    found = listed([f"{name} ({counts[name]} hosts)" if counts[name] > 1 else name for name in names])
+    there = listed([f"{name} ({counts[name]} hosts)" if counts[name] > 1 else name for name in names])
     raise ArtifactError(
         f"target: expected one for {' or '.join(here) or 'a platform of JAX_PLATFORMS'} on {_hosts(hosts)}, "
-        f"found {found}, in the manifest",
+        f"found {there}, in the manifest",
         f"build for this machine: ling3export build CHECKPOINT ARTIFACT --target {here[0] if here else 'cpu'}"
         if hosts == 1
         else "start it on as many hosts as a target was built for",

@@ -147,7 +147,7 @@ def test_when_one_process_is_killed_the_others_say_so_and_end(artifact, victim):
 def test_a_damaged_weight_on_one_host_ends_all_with_its_name(artifact, tmp_path):
     damaged = tmp_path / "damaged.ling3"
     shutil.copytree(artifact("small-4x4"), damaged)
-    entry = read_manifest(damaged)["weights"]["index"]["lm_head.weight"]
+    entry = read_manifest(damaged)["weights"]["index"]["embeddings.lm_head"]
     data = np.memmap(damaged / "weights" / entry["file"], np.uint8, "r+")
     data[entry["offset"] + 13 * entry["slab_bytes"]] ^= 1  # of host 3
     data.flush()
@@ -155,8 +155,8 @@ def test_a_damaged_weight_on_one_host_ends_all_with_its_name(artifact, tmp_path)
     with started(paths, "--prompt-ids", "1,2,3", "--max-tokens", 2) as processes:
         said = [process.communicate(timeout=60)[1] for process in processes]
         assert [process.returncode for process in processes] == [1] * COUNT
-    assert "error: tensor `lm_head.weight` slab 13: expected sha256" in said[3]
-    assert "error: host 3 ended: tensor `lm_head.weight` slab 13: expected sha256" in said[0]
+    assert "error: tensor `embeddings.lm_head` slab 13: expected sha256" in said[3]
+    assert "error: host 3 ended: tensor `embeddings.lm_head` slab 13: expected sha256" in said[0]
 
 
 def in_threads(*calls: Callable[[], Any]) -> list[Any]:

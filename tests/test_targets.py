@@ -35,7 +35,7 @@ def test_a_target_says_its_devices_and_hosts(text, tp, name, devices, processes)
 
 
 KNOWN = (
-    "known targets: cpu, cpu:HOSTSxDEVICES, tpu:v6e:1x1, tpu:v6e:2x2, tpu:v6e:2x4, tpu:v6e:4x4, tpu:v5e:1x1, "
+    "known targets: cpu, cpu:4x4, tpu:v6e:1x1, tpu:v6e:2x2, tpu:v6e:2x4, tpu:v6e:4x4, tpu:v5e:1x1, "
     "tpu:v5e:2x2, tpu:v5e:2x4, tpu:v5e:4x4, tpu:v5p:1x1x1, tpu:v5p:2x2x1, tpu:v5p:2x2x2, tpu:v5p:2x2x4, "
     "tpu:tpu7x:1x1x1, tpu:tpu7x:2x2x1, tpu:tpu7x:2x2x2"
 )
