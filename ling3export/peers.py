@@ -24,7 +24,7 @@ def become_first(target: Target) -> None:
     """Makes this process the first of the target's; the others end when it does. Call it before jax starts."""
     prepare_cpu(target.tp // target.processes)
     port = free_port()
-    service = Service(HOST, port, target.processes)
+    service = Service(HOST, port, target.processes, grace=1)
     arguments = [str(port), str(target.processes), str(target.tp // target.processes)]
     peers = [
         subprocess.Popen(

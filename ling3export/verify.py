@@ -282,7 +282,8 @@ def measure_apart(artifact: Path, target: str, manifest: dict[str, Any]) -> dict
     """
     started = command("ling3export.verify", str(artifact), target)
     with contextlib.ExitStack() as stack:
-        if (count := manifest["targets"][target]["processes"]) > 1:
+        count = manifest["targets"].get(target, {"processes": 1})["processes"]
+        if count > 1:
             started += [f"{HOST}:{free_port()}", str(count)]
             for number in range(1, count):
                 stack.enter_context(_other(started, number, manifest))

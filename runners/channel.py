@@ -23,7 +23,7 @@ from ling3export.runners.rendezvous import FAILED, HostsError, meet, receive, re
 BEAT = 5.0  # seconds between two signs of life
 SILENCE = 30.0  # seconds without one
 SETTLE = 5.0  # seconds that a failed step waits for the watch to say what is behind it
-PART, TURN, END, DONE, RELEASE, ALIVE = b"P", b"T", b"E", b"D", b"R", b"A"
+PART, TURN, END, DONE, RELEASE, ALIVE, GONE = b"P", b"T", b"E", b"D", b"R", b"A", b"G"
 
 
 class Channel:
@@ -132,6 +132,8 @@ class Channel:
                 kind, payload = receive(peer)
                 if kind == FAILED:
                     return self._gone(number, f"host {number} ended: {payload.decode(errors='replace')}")
+                if kind == GONE:
+                    return self._gone(number, payload.decode(errors="replace"))
                 if kind != ALIVE:
                     self._inbox[number].put((kind, payload))
         except TimeoutError:
@@ -150,7 +152,7 @@ class Channel:
                 try:
                     with contextlib.suppress(OSError):
                         peer.settimeout(1)
-                        send(peer, FAILED, text.encode())
+                        send(peer, GONE, text.encode())
                 finally:
                     self._lock.release()
         self._lost(text)

@@ -17,7 +17,7 @@ from typing import Any
 from ling3export.errors import Ling3Error
 
 HEARTBEAT = 120  # seconds of silence after which jax gives a host up: the channel does sooner
-GRACE = 15  # seconds that the service goes on without host 0
+GRACE = 15  # seconds: long enough for every host to see that host 0 is gone
 READY = "ready\n"
 
 
@@ -28,12 +28,13 @@ class Service:
         host: Of host 0, as the others reach it.
         port: Free on this machine.
         count: How many hosts.
+        grace: Seconds that it goes on without host 0.
     """
 
-    def __init__(self, host: str, port: int, count: int) -> None:
+    def __init__(self, host: str, port: int, count: int, grace: int = GRACE) -> None:
         bind = _joined(host, port) if is_loopback(host) else f"[::]:{port}"
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ling3export.runners.coordination", bind, str(count)],
+            [sys.executable, "-P", "-m", "ling3export.runners.coordination", bind, str(count), str(grace)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             start_new_session=True,  # no Ctrl-C for it
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -53,8 +54,8 @@ class Service:
                 stream.close()
 
 
-def serve(bind: str, count: int) -> None:
-    """Runs the service until GRACE seconds after stdin has ended."""
+def serve(bind: str, count: int, grace: int) -> None:
+    """Runs the service until ``grace`` seconds after stdin has ended."""
     from jax._src.lib import _jax
 
     try:
@@ -64,7 +65,7 @@ def serve(bind: str, count: int) -> None:
         return
     print(READY, end="", flush=True)
     sys.stdin.read()
-    time.sleep(GRACE)
+    time.sleep(grace)
     del service
     os._exit(0)
 
@@ -129,4 +130,4 @@ def launched(count: int | None, number: int | None, timeout: float) -> tuple[str
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], int(sys.argv[2]))
+    serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ling3export.artifacts.store import Store
 from ling3export.errors import ArtifactError
 
@@ -93,8 +91,8 @@ class Weights:
                 raise ArtifactError(
                     f"weight `{row['tensor']}`: expected dtype {row['dtype']}, found {found}, in the weight index"
                 )
-            if "index" in row:  # one layer of a stack
-                view = np.take(view, row["index"], axis=row["axis"]) if row["axis"] else view[row["index"]]
+            if "index" in row:  # one layer of a stack; still a view, so that other hosts' slabs are not read
+                view = view[(slice(None),) * row["axis"] + (row["index"],)]
             out[row["argument"]] = device_weight(view, NamedSharding(mesh, PartitionSpec(*row["spec"])))
         return out
 
