@@ -53,10 +53,13 @@ class Channel:
         self._closing = False
         self._lock = threading.Lock()  # one sender at a time
         self._inbox: dict[int, SimpleQueue[tuple[bytes, bytes]]] = {number: SimpleQueue() for number in self._peers}
+        self._watches: list[threading.Thread] = []
         for number, peer in self._peers.items():
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             peer.settimeout(SILENCE)
-            threading.Thread(target=self._watch, args=(number, peer), name=f"ling3-host-{number}", daemon=True).start()
+            watch = threading.Thread(target=self._watch, args=(number, peer), name=f"ling3-host-{number}", daemon=True)
+            self._watches.append(watch)
+            watch.start()
         threading.Thread(target=self._beat, name="ling3-beat", daemon=True).start()
 
     @property
@@ -102,6 +105,9 @@ class Channel:
             self.send(DONE)
             self.take()
         leave()
+        if self.leads:  # jax's service has to live until the others have left it: then they close their connections
+            for watch in self._watches:
+                watch.join(SILENCE)
         self.close()
 
     def fail(self, text: str) -> None:
