@@ -33,7 +33,7 @@ from ling3export.model.parameters import Argument, arguments
 from ling3export.model.state import state_arrays
 from ling3export.plan import Options, Plan, make_plans
 from ling3export.runners.tokenizer import TokenizerFiles
-from ling3export.targets import check_toolchain
+from ling3export.targets import Target, check_toolchain
 from ling3export.vectors import PATH as VECTORS_PATH
 from ling3export.vectors import write_vectors
 from ling3export.verify import measure_apart
@@ -227,7 +227,7 @@ def target_record(
         "topology": target.topology,
         "tp": target.tp,
         "processes": target.processes,
-        **_slice(named),
+        **(_slice(named) or _blocks(requires["devices"], target)),
         "fingerprint": fingerprint(config, plan),
         "state_abi": state_abi(config, plan),
         "toolchain": toolchain(target),
@@ -262,6 +262,12 @@ def _slice(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
     found = [cell.pop("hosts") for cell in cells.values() if "hosts" in cell]
     assert all(hosts == found[0] for hosts in found)
     return {"hosts": found[0]} if found else {}
+
+
+def _blocks(devices: list[int], target: Target) -> dict[str, Any]:
+    """Device ids of each host of a cpu target: they lie in order."""
+    each = target.tp // target.processes
+    return {"hosts": [devices[at : at + each] for at in range(0, target.tp, each)]} if target.processes > 1 else {}
 
 
 def receipts(folder: Path, body: dict[str, Any], plans: list[Plan], report: Reporter) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Target:
     Attributes:
         platform: ``cpu`` or ``tpu``.
         kind: Of accelerator; None for cpu.
-        topology: Of the slice, ``4x4``; None for cpu.
+        topology: Of the slice, ``4x4``; of cpu, hosts and devices of each; None for cpu in one process.
         tp: Devices that share the model.
         processes: Of a running model: one a host.
     """
@@ -113,7 +113,11 @@ class Target:
 
 def known_targets() -> list[str]:
     """Every target that can be written, without TP."""
-    return ["cpu", *(f"tpu:{chip.kind}:{name}" for chip in CHIPS.values() for name in chip.topologies)]
+    return [
+        "cpu",
+        "cpu:4x4",
+        *(f"tpu:{chip.kind}:{name}" for chip in CHIPS.values() for name in chip.topologies),
+    ]
 
 
 def parse_target(text: str, tp: int | None, config: Config) -> Target:
@@ -137,15 +141,30 @@ def parse_target(text: str, tp: int | None, config: Config) -> Target:
     wanted = int(match[4]) if match[4] else None
     if platform == "cpu":
         if kind is not None:
-            raise PlanError(
-                f"target `{text}`: expected cpu alone, found `{kind}` behind it", "the builds of today: cpu"
-            )
+            return _cpu_hosts(text, kind, topology, tp if wanted is None else wanted, config)
         if wanted is not None:
             _check_tp(f"TP of target `{text}`", wanted, config)
         return Target("cpu", None, None, _cpu_tp(tp, config) if wanted is None else wanted)
     if platform != "tpu":
         raise PlanError(f"target `{text}`: expected a platform of cpu, tpu, found `{platform}`", _hint())
     return _tpu(text, kind, topology, wanted, config)
+
+
+def _cpu_hosts(text: str, sides: str, more: str | None, wanted: int | None, config: Config) -> Target:
+    """``cpu:4x4``: 4 processes of 4 devices each."""
+    match = re.fullmatch(r"([1-9]\d?)x([1-9]\d?)", sides)
+    if match is None or more is not None or int(match[1]) < 2:
+        found = f"`{sides}`" if more is None else f"`{sides}:{more}`"
+        raise PlanError(
+            f"target `{text}`: expected HOSTSxDEVICES behind cpu, from two hosts on, found {found}", "e.g. cpu:4x4"
+        )
+    hosts, devices = int(match[1]), int(match[2])
+    if wanted is not None and wanted != hosts * devices:
+        raise PlanError(
+            f"target `{text}`: expected TP to be its {hosts * devices} devices, found {wanted}", "leave out --tp"
+        )
+    _check_tp(f"devices of `{text}`", hosts * devices, config)
+    return Target("cpu", None, sides, hosts * devices, hosts)
 
 
 def _hint() -> str:

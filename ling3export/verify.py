@@ -4,6 +4,7 @@
 devices is fixed when jax starts) and prints one JSON object; ``ling3export verify`` and the build read it.
 """
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -17,7 +18,9 @@ import numpy as np
 from ling3export.artifacts.manifest import read_checked, read_manifest
 from ling3export.artifacts.store import Store
 from ling3export.errors import ArtifactError, Ling3Error, listed
+from ling3export.peers import HOST, TIMEOUT, free_port
 from ling3export.processes import command, ending, environment
+from ling3export.runners.hosts import Hosts
 from ling3export.runners.targets import platforms_here
 
 if TYPE_CHECKING:
@@ -178,8 +181,9 @@ class Prober:
         return rows, int(np.sum(tokens != np.argmax(logits, axis=1)))
 
 
-def measure_target(artifact: Path, name: str, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Loads one target and runs every vector through each of its cells.
+def measure_target(artifact: Path, name: str, manifest: dict[str, Any], hosts: Hosts | None = None) -> dict[str, Any]:
+    """Loads one target and runs every vector through each of its cells. Of several hosts all call it, and the first
+    one's result counts.
 
     Returns:
         ``cells``: by name the errors and a status; ``agreement``: the largest relative distance between cells;
@@ -189,7 +193,9 @@ def measure_target(artifact: Path, name: str, manifest: dict[str, Any]) -> dict[
 
     from ling3export.runners.loader import load as load_artifact
 
-    loaded = load_artifact(artifact, target=name, check="programs", report=lambda _: None, manifest=manifest)
+    loaded = load_artifact(
+        artifact, target=name, check="programs", report=lambda _: None, manifest=manifest, hosts=hosts
+    )
     target = loaded.record
     vectors = manifest["vectors"]
     stored = load(read_checked(artifact, vectors["expected"]))
@@ -206,6 +212,8 @@ def measure_target(artifact: Path, name: str, manifest: dict[str, Any]) -> dict[
         if record["phase"] == "sample":
             cells[cell] = _sample_receipt(prober, target, record)
     measure, bound = TOLERANCES[dtype]
+    if loaded.channel is not None:
+        loaded.channel.finish()
     return {
         "tolerance": {"measure": measure, "bound": bound},
         "cells": cells,
@@ -273,16 +281,39 @@ def measure_apart(artifact: Path, target: str, manifest: dict[str, Any]) -> dict
         ArtifactError: It ended without a result; with what it said.
     """
     started = command("ling3export.verify", str(artifact), target)
-    done = subprocess.run(
-        started, input=json.dumps(manifest), capture_output=True, text=True, errors="replace", env=environment(),
-        check=False,
-    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        count = manifest["targets"].get(target, {"processes": 1})["processes"]
+        if count > 1:
+            started += [f"{HOST}:{free_port()}", str(count)]
+            for number in range(1, count):
+                stack.enter_context(_other(started, number, manifest))
+        done = subprocess.run(
+            [*started, *(["0"] if count > 1 else [])], input=json.dumps(manifest), capture_output=True, text=True,
+            errors="replace", env=environment(), check=False,
+        )  # fmt: skip
     if done.returncode or not done.stdout.strip():
         said = done.stderr.strip()[-1500:] or "nothing was printed"
         if done.returncode != REFUSED:
             said = f"a process that {ending(done.returncode)}: {said}"
         raise ArtifactError(f"vectors of `{target}`: expected to run, found: {said}")
     return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@contextlib.contextmanager
+def _other(started: list[str], number: int, manifest: dict[str, Any]) -> Iterator[None]:
+    """Another host's process within the block; the first one tells what went wrong with it."""
+    process = subprocess.Popen(
+        [*started, str(number)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True,
+        env=environment(),
+    )  # fmt: skip
+    try:
+        assert process.stdin is not None
+        with contextlib.suppress(OSError), process.stdin:
+            process.stdin.write(json.dumps(manifest))
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def check_digests(artifact: Path, manifest: dict[str, Any]) -> tuple[int, int]:
@@ -306,7 +337,7 @@ def check_digests(artifact: Path, manifest: dict[str, Any]) -> tuple[int, int]:
 def _not_here(target: dict[str, Any]) -> str | None:
     """Why a target cannot be measured on this machine; None if it can."""
     hosts, here = target["processes"], platforms_here()
-    if target["platform"] in here and hosts == 1:
+    if target["platform"] in here and (hosts == 1 or target["platform"] == "cpu"):
         return None
     statuses = sorted({cell["status"] for cell in target["cells"].values()})
     wanted = f"{target['tp']} devices of {target['target']} on {hosts} host{'s' * (hosts > 1)}"
@@ -340,7 +371,8 @@ def verify_artifact(artifact: Path, target: str | None) -> Result:
 def main() -> None:
     """Prints the receipts of one target as JSON."""
     try:
-        print(json.dumps(measure_target(Path(sys.argv[1]), sys.argv[2], json.load(sys.stdin))))
+        hosts = Hosts(sys.argv[3], int(sys.argv[4]), int(sys.argv[5]), TIMEOUT) if len(sys.argv) > 3 else None
+        print(json.dumps(measure_target(Path(sys.argv[1]), sys.argv[2], json.load(sys.stdin), hosts)))
     except Ling3Error as error:
         print(error, file=sys.stderr)
         sys.exit(REFUSED)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ling3export.artifacts.disk import writing
 from ling3export.cache_programs import Programs
 from ling3export.errors import Ling3Error
+from ling3export.peers import become_first
 from ling3export.runners.environment import prepare_cpu
 from ling3export.targets import Target, compiler_environment
 
@@ -35,7 +36,10 @@ def _prepare(job: dict[str, Any]) -> None:
         os.environ.update(compiler_environment(target))
         return
     os.environ["JAX_PLATFORMS"] = target.platform
-    prepare_cpu(target.tp)
+    if target.processes > 1:
+        become_first(target)
+    else:
+        prepare_cpu(target.tp)
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -10,7 +10,8 @@ import click
 
 from ling3export.errors import RequestError
 from ling3export.runners.eval_cli import evaluate
-from ling3export.runners.guard import guarded
+from ling3export.runners.guard import guarded, keep_stdout
+from ling3export.runners.hosts import find_hosts, host_options
 from ling3export.runners.prompts import Prompt, line_names, parse_ids, read_prompts
 from ling3export.runners.request import SEEDS, Completion, Sampling
 from ling3export.runners.verdict import POLICIES
@@ -107,19 +108,31 @@ main.add_command(evaluate)
     help="Whose digests to check: programs leaves out the weights.",
 )
 @click.option("--stats", is_flag=True, help="Print counters and the times of the start on stderr.")
+@host_options
 @guarded
 def generate(
     artifact: Path, prompt: str | None, prompt_ids: tuple[int, ...] | None, prompt_file: Path | None, max_tokens: int,
     temperature: float, top_k: int, top_p: float, seed: int, stops: tuple[str, ...], ignore_eos: bool,
     logits: Path | None, force: bool, as_json: bool, target: str | None, programs: str, check: str, stats: bool,
+    coordinator: str | None, num_hosts: int | None, host_id: int | None, start_timeout: float,
 ) -> None:  # fmt: skip
-    """Complete prompts with ARTIFACT."""
+    """Complete prompts with ARTIFACT.
+
+    On several hosts, run the same command on each; host 0 reads the prompts and prints.
+    """
+    hosts = find_hosts(coordinator, num_hosts, host_id, start_timeout)
+    if hosts is not None:
+        keep_stdout()
+    if hosts is not None and hosts.number:
+        from ling3export.runners.follow import follow
+
+        return follow(artifact, hosts, target=target, programs=programs, check=check)
     prompts = _prompts(prompt, prompt_ids, prompt_file)
     if logits is not None:
         _check_output(logits, force)
     from ling3export.runners.engine import Engine
 
-    with Engine(artifact, target=target, programs=programs, check=check) as engine:
+    with Engine(artifact, target=target, programs=programs, check=check, hosts=hosts) as engine:
         completions = engine.generate(
             prompts, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
             stop=stops, ignore_eos=ignore_eos, logits=logits is not None,

@@ -24,14 +24,16 @@ class Device:
         params: By name of the argument.
         state: By name.
         mesh: The devices.
+        parts: Of several hosts: what each passes to its call, on host 0 (``Channel.parts``).
     """
 
     def __init__(
         self, target: dict[str, Any], programs: "Mapping[str, Program]", params: Mapping[str, jax.Array],
-        state: dict[str, jax.Array], mesh: Mesh,
+        state: dict[str, jax.Array], mesh: Mesh, parts: "Callable[[bytes], list[bytes]] | None" = None,
     ) -> None:  # fmt: skip
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self.state = state
+        self._parts = parts
         self.cells = {name: _Cell(cell, programs[name], params) for name, cell in target["cells"].items()}
 
     def step(self, phase: str, padding: int, fields: Mapping[str, np.ndarray]) -> jax.Array:
@@ -54,8 +56,10 @@ class Device:
         return token
 
     def read(self, handle: jax.Array) -> np.ndarray:
-        """Waits for an array, and fetches it."""
-        return np.asarray(handle)
+        """Waits for an array, and fetches it. What lies on several hosts is whole on host 0, else this host's part."""
+        if handle.is_fully_addressable or handle.is_fully_replicated or self._parts is None:
+            return np.asarray(handle)
+        return _assembled(handle, self._parts)
 
     def wait(self, handle: jax.Array) -> None:
         """Waits until an array is computed."""
@@ -104,6 +108,27 @@ class _Cell:
                 )
             packed[row["offset"] : row["offset"] + value.size] = value.reshape(-1).view(np.int32)
         return packed
+
+
+def _assembled(handle: jax.Array, parts: "Callable[[bytes], list[bytes]]") -> np.ndarray:
+    """An array that is split over hosts, each of which calls this for the same one."""
+    whole = np.zeros(handle.shape, handle.dtype)
+    held: dict[int, list[tuple[slice, ...]]] = {}  # by host: what its devices hold, in the mesh's order
+    device: Any  # jax names no type for it
+    for device, index in handle.sharding.devices_indices_map(handle.shape).items():
+        assert index is not None
+        held.setdefault(device.process_index, []).append(index)
+    own = {shard.index: np.asarray(shard.data) for shard in handle.addressable_shards}
+    shards = [own[index] for index in held[jax.process_index()]]
+    for index, shard in zip(held[jax.process_index()], shards, strict=True):
+        whole[index] = shard
+    for host, part in enumerate(parts(b"".join(shard.tobytes() for shard in shards))):
+        at = 0
+        for index in held[host]:
+            target = whole[index]
+            target[...] = np.frombuffer(part, handle.dtype, target.size, at).reshape(target.shape)
+            at += target.nbytes
+    return whole
 
 
 def fresh_state(target: dict[str, Any], mesh: Mesh) -> dict[str, jax.Array]:

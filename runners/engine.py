@@ -5,18 +5,15 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as Many
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ling3export.errors import RequestError
 from ling3export.runners.chat import Message
+from ling3export.runners.hosts import Hosts
 from ling3export.runners.loader import load, say
 from ling3export.runners.request import Completion, Limits, Request, Sampling, token_ids
-from ling3export.runners.sequence import Sequence
 from ling3export.runners.ticket import Piece, Ticket
 from ling3export.runners.tokenizer import TokenizerFiles
-
-if TYPE_CHECKING:
-    from ling3export.runners.turns import Arrival
 
 Prompt = str | Many[int] | Many[Message]
 
@@ -31,6 +28,7 @@ class Engine:
         check: ``all``, or ``programs``: weights are used without checking their digests.
         overlap: Dispatch the next step before the tokens of the last one are read. The tokens are the same.
         max_requests: Refuse more than this many at once, waiting ones too; None takes any number.
+        hosts: Where several run together: this process's place, which is the first; the others call ``follow.follow``.
         report: Told what was chosen and why; stderr by default.
 
     Attributes:
@@ -47,34 +45,28 @@ class Engine:
 
     def __init__(
         self, artifact: str | Path, *, target: str | None = None, programs: str = "prebuilt-only", check: str = "all",
-        overlap: bool = True, max_requests: int | None = None, report: Callable[[str], None] = say,
+        overlap: bool = True, max_requests: int | None = None, hosts: Hosts | None = None,
+        report: Callable[[str], None] = say,
     ) -> None:  # fmt: skip
-        loaded = load(artifact, target=target, programs=programs, check=check, report=report)
+        if hosts is not None and hosts.number:
+            raise RequestError(f"engine: expected it on host 0, found host {hosts.number}", "the others call follow()")
+        loaded = load(artifact, target=target, programs=programs, check=check, report=report, hosts=hosts)
         # numpy comes with these: it is imported once the environment is set.
-        from ling3export.runners.allocator import Allocator
-        from ling3export.runners.calls import Shapes
+        from ling3export.runners.driving import driving
         from ling3export.runners.loop import Loop
-        from ling3export.runners.scheduler import Scheduler
-        from ling3export.runners.turns import Turns
 
         self.manifest = loaded.manifest
         self.target = loaded.target
         self.verdicts = loaded.verdicts
         self.timings = loaded.timings
-        self.files = TokenizerFiles(loaded.folder, loaded.manifest)
-        record, plan = loaded.record, loaded.manifest["plan"]
-        state = record["state"]
+        parts = driving(loaded, overlap=overlap)
+        self.files: TokenizerFiles = parts.files
+        self.limits: Limits = parts.limits
+        state = loaded.record["state"]
         self._pools = {"slots": state["slots"], "pages": state["pages"]}
-        self._allocator = Allocator.of(record)
-        self.limits = Limits(
-            min(plan["context"], state["max_pages"] * state["page_size"]), self.manifest["config"]["vocab_size"],
-            self._allocator.longest, state["page_size"],
-        )  # fmt: skip
-        self._compiles = loaded.compiles
-        scheduler = Scheduler(loaded.device, Shapes.of(record), self._allocator, ahead=1 if overlap else 0)
-        self._counters = scheduler.counters
-        turns = Turns(scheduler, sequences(self.limits, self.files))
-        self._loop = Loop(turns, self.timings, max_requests)
+        self._allocator, self._counters = parts.allocator, parts.counters
+        self._compiles, self._weight_bytes = loaded.compiles, loaded.weight_bytes
+        self._loop = Loop(parts.turns, self.timings, max_requests)
         self._close = weakref.finalize(self, self._loop.close)  # also at the end of the process
 
     def generate(
@@ -194,6 +186,7 @@ class Engine:
             "live": self._loop.live,
             "free": {"slots": allocator.free_slots, "pages": allocator.free_pages},
             "pools": dict(self._pools),
+            "weight_bytes": self._weight_bytes,
             "compile_events": self._compiles.count,
             "seconds": {name: round(seconds, 4) for name, seconds in self.timings.seconds.copy().items()},
         }
@@ -239,16 +232,3 @@ def text(prompt: str, name: str) -> str:
     if not prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in prompt):
         raise RequestError(f"{name}: expected text in Unicode, found half a character (a lone surrogate)")
     return prompt
-
-
-def sequences(limits: Limits, files: TokenizerFiles) -> "Callable[[Arrival], Sequence]":
-    """What makes a sequence of an arrival. It knows no engine, so that its thread keeps none alive."""
-    eos = files.eos_token_ids()
-    tokenizer = files.tokenizer("text out") if files.there else None
-
-    def sequence(arrival: "Arrival") -> Sequence:
-        number, request, at = arrival
-        stream = tokenizer.stream(request.stop) if tokenizer else None
-        return Sequence(request, number, limits.answer(request), eos, stream, at)
-
-    return sequence

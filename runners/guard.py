@@ -1,6 +1,7 @@
 """Errors of a command as a message and a hint on stderr, and an exit code."""
 
 import errno
+import os
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -35,3 +36,11 @@ def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
         sys.exit(1)
 
     return run
+
+
+def keep_stdout() -> None:
+    """Leaves stdout to this program's own data: what libraries in C++ print there (gloo does) goes to stderr."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.errors import ArtifactError
 from ling3export.runners.counters import Timings
-from ling3export.runners.targets import choose_target, platforms_here, prepare
+from ling3export.runners.targets import check_hosts, choose_target, platforms_here, prepare
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from ling3export.runners.channel import Channel
     from ling3export.runners.device import Device
     from ling3export.runners.events import CompileCounter
+    from ling3export.runners.hosts import Hosts
     from ling3export.runners.programs import ProgramFiles
     from ling3export.runners.recompile import Compiled
     from ling3export.runners.verdict import Verdict
@@ -47,6 +49,8 @@ class Loaded:
         verdicts: Of every cell.
         timings: Of every stage.
         compiles: Counts what jax compiles from now on; a prebuilt start leaves it at 0.
+        weight_bytes: Of the weights, those that this process maps and checks.
+        channel: To the other hosts; None where it runs alone.
     """
 
     folder: Path
@@ -56,6 +60,8 @@ class Loaded:
     verdicts: "dict[str, Verdict]"
     timings: Timings
     compiles: "CompileCounter"
+    weight_bytes: int
+    channel: "Channel | None" = None
 
     @property
     def record(self) -> dict[str, Any]:
@@ -66,6 +72,7 @@ class Loaded:
 def load(
     artifact: str | Path, *, target: str | None = None, programs: str = "prebuilt-only", check: str = "all",
     report: Callable[[str], None] = say, manifest: dict[str, Any] | None = None,
+    hosts: "Hosts | None" = None,
 ) -> Loaded:  # fmt: skip
     """Loads an artifact.
 
@@ -76,10 +83,12 @@ def load(
             fit, and cached beside the artifact.
         check: ``all``, or ``programs``: weights are used without checking their digests.
         report: Told what was chosen and why.
+        hosts: This process's place among several; every one of them calls this, and all return together.
         manifest: Used instead of the folder's: a build measures what it has no manifest for yet.
 
     Raises:
         ArtifactError: The artifact is missing, damaged, or not for this machine under this policy.
+        HostsError: The other hosts are not there in time, or load something else.
         Ling3Error: jax runs already in this process, with too few devices.
     """
     if check not in CHECKS:
@@ -88,15 +97,32 @@ def load(
     folder = Path(artifact)
     with timings.stage("manifest"):
         manifest = read_manifest(folder) if manifest is None else manifest
-        name = choose_target(manifest["targets"], target, platforms_here())
+        name = choose_target(manifest["targets"], target, platforms_here(), 1 if hosts is None else hosts.count)
         record = manifest["targets"][name]
+        check_hosts(name, record, platforms_here(), 1 if hosts is None else hosts.count)
         prepare(record)
+    channel = None if hosts is None else _meet(hosts, name, manifest, timings, report)
     # Loading a program is one core's work: more threads than cores only fight over memory (measured: 2 times slower).
     pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ling3-load")
     try:
-        return _load(_Job(folder, manifest, name, record, programs, check, report, timings, pool))
+        return _load(_Job(folder, manifest, name, record, programs, check, report, timings, pool, channel))
+    except BaseException as error:
+        if channel is not None:
+            channel.fail(str(error).partition("\nhint: ")[0])
+        raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _meet(
+    hosts: "Hosts", target: str, manifest: dict[str, Any], timings: Timings, report: Callable[[str], None]
+) -> "Channel":
+    """Waits for the other hosts."""
+    from ling3export.runners.channel import Channel
+
+    report(f"host {hosts.number} of {hosts.count}: waiting for the others for at most {hosts.start_timeout:g} s")
+    with timings.stage("hosts"):
+        return Channel(hosts, {"artifact": manifest.get("sha256"), "target": target})
 
 
 @dataclass(frozen=True)
@@ -112,6 +138,7 @@ class _Job:
     report: Callable[[str], None]
     timings: Timings
     pool: ThreadPoolExecutor
+    channel: "Channel | None"
 
     def timed(self, stage: str, work: Callable[[], Any]) -> Any:
         """Does ``work`` as a stage."""
@@ -125,12 +152,15 @@ def _load(job: _Job) -> Loaded:
         from ling3export.runners.weights import Weights
 
         files = ProgramFiles(job.folder, job.record, job.pool)
-        weights = Weights(job.folder, job.manifest, job.record)
+        host = 0 if job.channel is None else job.channel.hosts.number
+        weights = Weights(job.folder, job.manifest, job.record, host)
         checked = _start_check(job, weights)
         import jax
 
         from ling3export.runners import device, pjrt, programs
     with job.timings.stage("backend"):
+        if job.channel is not None:
+            job.channel.join()
         jax.devices()
     compiles = pjrt.compile_events()
     mesh = programs.mesh_of(job.record)
@@ -145,8 +175,10 @@ def _load(job: _Job) -> Loaded:
         loaded = {cell: future.result() for cell, future in loading.items()}
     state = zeroed.result()
     checked.result()
-    ready = device.Device(job.record, loaded, params, state, mesh)
-    return Loaded(job.folder, job.manifest, job.name, ready, verdicts, job.timings, compiles)
+    ready = device.Device(job.record, loaded, params, state, mesh, None if job.channel is None else job.channel.parts)
+    return Loaded(
+        job.folder, job.manifest, job.name, ready, verdicts, job.timings, compiles, weights.nbytes, job.channel
+    )
 
 
 def _start_check(job: _Job, weights: "Weights") -> "Future[None]":

@@ -30,16 +30,17 @@ def platforms_here() -> list[str]:
     return [platform for platform in (*there, "cpu") if not chosen or platform in chosen]
 
 
-def choose_target(targets: dict[str, Target], wanted: str | None, here: list[str]) -> str:
+def choose_target(targets: dict[str, Target], wanted: str | None, here: list[str], hosts: int = 1) -> str:
     """The target to run: ``wanted``, or the only one that fits this machine.
 
-    A target fits if its platform is here and it runs in one process. Those of an accelerator that is here go before
-    those of the CPU, which is everywhere.
+    A target fits if its platform is here and it was built for as many hosts. Those of an accelerator that is here go
+    before those of the CPU, which is everywhere.
 
     Args:
         targets: The manifest's.
         wanted: ``cpu-tp16``, or as a build spells it: ``cpu@16``, ``cpu``.
         here: ``platforms_here()``.
+        hosts: How many run together.
 
     Raises:
         ArtifactError: None fits, more than one does, or ``wanted`` is not among them.
@@ -53,7 +54,7 @@ def choose_target(targets: dict[str, Target], wanted: str | None, here: list[str
             raise ArtifactError(f"target `{wanted}`: expected one of {listed(names)}, found {what}, in the manifest")
         return found[0]
     for platform in here:
-        fits = [name for name in names if targets[name]["platform"] == platform and targets[name]["processes"] == 1]
+        fits = [name for name in names if targets[name]["platform"] == platform and targets[name]["processes"] == hosts]
         if len(fits) > 1:
             raise ArtifactError(
                 f"target: expected one that fits this machine ({platform}), found {len(fits)}: {listed(fits)}",
@@ -61,13 +62,35 @@ def choose_target(targets: dict[str, Target], wanted: str | None, here: list[str
             )
         if fits:
             return fits[0]
-    hosts = {name: targets[name]["processes"] for name in names}
-    there = listed([f"{name} ({hosts[name]} hosts)" if hosts[name] > 1 else name for name in names])
+    counts = {name: targets[name]["processes"] for name in names}
+    there = listed([f"{name} ({counts[name]} hosts)" if counts[name] > 1 else name for name in names])
     raise ArtifactError(
-        f"target: expected one for {' or '.join(here) or 'a platform of JAX_PLATFORMS'} on one host, "
+        f"target: expected one for {' or '.join(here) or 'a platform of JAX_PLATFORMS'} on {_hosts(hosts)}, "
         f"found {there}, in the manifest",
-        f"add one for this machine: ling3export build --into ARTIFACT --target {here[0] if here else 'cpu'}",
+        f"add one for this machine: ling3export build --into ARTIFACT --target {here[0] if here else 'cpu'}"
+        if hosts == 1
+        else "start it on as many hosts as a target was built for",
     )
+
+
+def check_hosts(name: str, target: Target, here: list[str], hosts: int) -> None:
+    """Refuses a target that was built for another number of hosts; one for another platform is left to its verdict.
+
+    Raises:
+        ArtifactError: It was; names both.
+    """
+    built = target["processes"]
+    if built != hosts and target["platform"] in here:
+        raise ArtifactError(
+            f"target `{name}`: expected the {_hosts(built)} that it was built for, found {_hosts(hosts)}",
+            "start the command on each of them, with --coordinator HOST:PORT --num-hosts N --host-id I"
+            if built > 1
+            else "start it on one host alone, or build for yours: --target cpu:4x4 is 4 hosts of 4 devices",
+        )
+
+
+def _hosts(count: int) -> str:
+    return "one host" if count == 1 else f"{count} hosts"
 
 
 def prepare(target: Target) -> None:
@@ -78,7 +101,7 @@ def prepare(target: Target) -> None:
     """
     if target["platform"] != "cpu":
         return
-    devices = max(target["mesh"]["devices"]) + 1
+    devices = max(target["mesh"]["devices"]) + 1 if target["processes"] == 1 else len(target["hosts"][0])
     try:
         prepare_cpu(devices)
     except Ling3Error:

@@ -37,6 +37,7 @@ class Recipe:
     dtype: str = "float32"
     paddings: tuple[int, ...] = (128,)
     decode: int = 8
+    target: str = "cpu"
 
     @property
     def checkpoint(self) -> str:
@@ -47,13 +48,14 @@ class Recipe:
     def options(self) -> list[str]:
         numbers = {
             "--tp": self.tp, "--decode-paddings": self.decode, "--max-running": 8, "--context": 1024, "--page-size": 64,
-            "--paddings": ",".join(map(str, self.paddings)), "--dtype": self.dtype,
+            "--paddings": ",".join(map(str, self.paddings)), "--dtype": self.dtype, "--target": self.target,
         }  # fmt: skip
         return [str(part) for pair in numbers.items() for part in pair]
 
 
 RECIPES = {
     "small-tp16": Recipe(16, paddings=(16, 128, 512)),
+    "small-4x4": Recipe(16, target="cpu:4x4"),
     "small-tp8": Recipe(8),
     "small-tp4": Recipe(4),
     "small-tp2": Recipe(2),

@@ -17,6 +17,9 @@ Usage: ling3-runner generate [OPTIONS] ARTIFACT
 
   Complete prompts with ARTIFACT.
 
+  On several hosts, run the same command on each; host 0 reads the prompts and
+  prints.
+
 Options:
   --prompt TEXT                   Text to complete.
   --prompt-ids ID,ID,...          Token ids to complete.
@@ -48,6 +51,15 @@ Options:
                                   the weights.  [default: all]
   --stats                         Print counters and the times of the start on
                                   stderr.
+  --coordinator HOST:PORT         Where host 0 listens for the others; auto asks
+                                  the cluster's launcher.  [default:
+                                  DIST_INIT_ADDR]
+  --num-hosts INTEGER RANGE       How many run together.  [default: NNODES, or
+                                  1]  [x>=1]
+  --host-id INTEGER RANGE         Which of several hosts this is.  [default:
+                                  NODE_RANK]  [x>=0]
+  --start-timeout SECONDS         How long to wait for the other hosts.
+                                  [default: 300.0; x>0]
   --help                          Show this message and exit.
 """
 

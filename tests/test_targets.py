@@ -35,9 +35,9 @@ def test_a_target_says_its_devices_and_hosts(text, tp, name, devices, processes)
 
 
 KNOWN = (
-    "known targets: cpu, tpu:v6e:1x1, tpu:v6e:2x2, tpu:v6e:2x4, tpu:v6e:4x4, tpu:v5e:1x1, tpu:v5e:2x2, tpu:v5e:2x4, "
-    "tpu:v5e:4x4, tpu:v5p:1x1x1, tpu:v5p:2x2x1, tpu:v5p:2x2x2, tpu:v5p:2x2x4, tpu:tpu7x:1x1x1, tpu:tpu7x:2x2x1, "
-    "tpu:tpu7x:2x2x2"
+    "known targets: cpu, cpu:4x4, tpu:v6e:1x1, tpu:v6e:2x2, tpu:v6e:2x4, tpu:v6e:4x4, tpu:v5e:1x1, "
+    "tpu:v5e:2x2, tpu:v5e:2x4, tpu:v5e:4x4, tpu:v5p:1x1x1, tpu:v5p:2x2x1, tpu:v5p:2x2x2, tpu:v5p:2x2x4, "
+    "tpu:tpu7x:1x1x1, tpu:tpu7x:2x2x1, tpu:tpu7x:2x2x2"
 )
 
 
@@ -51,7 +51,7 @@ KNOWN = (
         ("tpu:v6e", "target `tpu:v6e`: expected a topology of 1x1, 2x2, 2x4, 4x4 for v6e, found none", KNOWN),
         ("tpu:v6e:3x3", "target `tpu:v6e:3x3`: expected a topology of 1x1, 2x2, 2x4, 4x4 for v6e, found `3x3`", KNOWN),
         ("tpu:v6e:4x4@8", "target `tpu:v6e:4x4@8`: expected TP to be its 16 devices, found 8", "tpu:v6e:2x4 has 8"),
-        ("cpu:4x4", "target `cpu:4x4`: expected cpu alone, found `4x4` behind it", "the builds of today: cpu"),
+        ("cpu:4", "target `cpu:4`: expected HOSTSxDEVICES behind cpu, from two hosts on, found `4`", "e.g. cpu:4x4"),
         ("cpu@3", "TP of target `cpu@3`: expected a divisor of 16 (the common divisor of heads 16, experts 128, "
          "vocabulary 157184 and widths), found 3", "this model splits over 1, 2, 4, 8, 16"),
     ],

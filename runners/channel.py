@@ -1,0 +1,179 @@
+"""The connection between hosts that run together: commands out, parts of arrays in, and a watch over who is there.
+
+A host that is gone leaves the others in a collective that never ends, which nothing can interrupt. So a thread watches
+every connection, and ends this process with a message when one is closed or silent: within seconds where the process
+died, within SILENCE seconds where its machine or the network did.
+"""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from ling3export.errors import Ling3Error
+from ling3export.runners.coordination import Service, join, leave
+from ling3export.runners.hosts import Hosts
+from ling3export.runners.rendezvous import FAILED, HostsError, meet, receive, refuse, send, welcome
+
+BEAT = 5.0  # seconds between two signs of life
+SILENCE = 30.0  # seconds without one
+SETTLE = 5.0  # seconds that a failed step waits for the watch to say what is behind it
+PART, TURN, END, DONE, RELEASE, ALIVE, GONE = b"P", b"T", b"E", b"D", b"R", b"A", b"G"
+
+
+class Channel:
+    """Connections of this host to host 0, or of host 0 to all others.
+
+    Args:
+        hosts: This process's place.
+        identity: What must be the same on all hosts.
+        lost: Told why another host is gone; ends the process by default.
+
+    Raises:
+        HostsError: Not all are there in time, or they do not fit together.
+    """
+
+    def __init__(self, hosts: Hosts, identity: dict[str, Any], lost: "Callable[[str], None] | None" = None) -> None:
+        self.hosts = hosts
+        self._peers, self._port = meet(hosts, identity)
+        self._service: Service | None = None
+        if hosts.number == 0:
+            try:
+                self._service = Service(hosts.address[0], self._port, hosts.count)
+                welcome(self._peers, self._port)
+            except (Ling3Error, OSError) as error:
+                refuse(self._peers, str(error))
+                raise
+        self._lost = lost or end_process
+        self._closing = False
+        self._lock = threading.Lock()  # one sender at a time
+        self._inbox: dict[int, SimpleQueue[tuple[bytes, bytes]]] = {number: SimpleQueue() for number in self._peers}
+        self._watches: list[threading.Thread] = []
+        for number, peer in self._peers.items():
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            peer.settimeout(SILENCE)
+            watch = threading.Thread(target=self._watch, args=(number, peer), name=f"ling3-host-{number}", daemon=True)
+            self._watches.append(watch)
+            watch.start()
+        threading.Thread(target=self._beat, name="ling3-beat", daemon=True).start()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is host 0."""
+        return self.hosts.number == 0
+
+    def join(self) -> None:
+        """Joins jax with that of the other hosts: ``jax.devices()`` are those of all from then on."""
+        hosts = self.hosts
+        join(hosts.address[0], self._port, hosts.count, hosts.number, hosts.start_timeout)
+
+    def send(self, kind: bytes, payload: bytes = b"") -> None:
+        """Sends a message to host 0, or from host 0 to all others."""
+        for peer in self._peers.values():
+            # Whoever is gone is found by its watch, which says so.
+            with self._lock, contextlib.suppress(OSError):
+                send(peer, kind, payload)
+
+    def take(self, number: int = 0) -> tuple[bytes, bytes]:
+        """The next message of a host; waits for it. A host that is gone ends this process instead."""
+        return self._inbox[number].get()
+
+    def parts(self, payload: bytes) -> list[bytes]:
+        """On host 0: what every host passed to its call, by host; nothing on the others."""
+        if not self.leads:
+            self.send(PART, payload)
+            return []
+        return [payload, *(self.take(number)[1] for number in sorted(self._peers))]
+
+    def finish(self) -> None:
+        """Parts from the other hosts, once all have come here; nothing may be running on the devices.
+
+        Nobody goes before all are done: a collective of another host might still read from this one.
+        """
+        if self.leads:
+            for number in self._peers:
+                self.take(number)
+            self._closing = True
+            self.send(RELEASE)
+        else:
+            self._closing = True
+            self.send(DONE)
+            self.take()
+        leave()
+        if self.leads:  # jax's service has to live until the others have left it: then they close their connections
+            for watch in self._watches:
+                watch.join(SILENCE)
+        self.close()
+
+    def fail(self, text: str) -> None:
+        """Tells the other hosts that this one ends, and sees to it that it does."""
+        self._closing = True
+        self.send(FAILED, text.encode())  # and jax's service goes on, or the others would end before they say why
+        stuck = threading.Timer(SETTLE, os._exit, (1,))  # threads of a collective never end
+        stuck.daemon = True
+        stuck.start()
+
+    def settle(self) -> None:
+        """After a step failed: waits for the watch to find out that another host is why, and end the process."""
+        time.sleep(SETTLE)
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._closing = True
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_WR)
+        if self._service is not None:
+            self._service.end()
+            self._service = None
+
+    def _watch(self, number: int, peer: socket.socket) -> None:
+        try:
+            while True:
+                kind, payload = receive(peer)
+                if kind == FAILED:
+                    return self._gone(number, f"host {number} ended: {payload.decode(errors='replace')}")
+                if kind == GONE:
+                    return self._gone(number, payload.decode(errors="replace"))
+                if kind != ALIVE:
+                    self._inbox[number].put((kind, payload))
+        except TimeoutError:
+            self._gone(number, f"host {number}: expected a sign of life, found none for {SILENCE:g} s")
+        except OSError:
+            self._gone(number, f"host {number}: expected its process to run, found that it ended")
+        finally:
+            peer.close()
+
+    def _gone(self, number: int, text: str) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        for other, peer in self._peers.items():
+            if other != number and self._lock.acquire(timeout=1):
+                try:
+                    with contextlib.suppress(OSError):
+                        peer.settimeout(1)
+                        send(peer, GONE, text.encode())
+                finally:
+                    self._lock.release()
+        self._lost(text)
+
+    def _beat(self) -> None:
+        while not self._closing:
+            self.send(ALIVE)
+            time.sleep(BEAT)
+
+
+def end_process(text: str) -> None:
+    """Says why, and ends this process: nothing else ends a collective that waits for a host that is gone."""
+    print(f"error: {text}\nhint: hosts live and die together: start the command on all of them again", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+__all__ = ["DONE", "END", "PART", "TURN", "Channel", "HostsError"]

@@ -1,0 +1,133 @@
+"""Joins this process's jax with that of the other hosts.
+
+Beside ``pjrt.py`` the only file that uses jax's internals. ``jax.distributed.initialize`` has every process end itself
+with a stack trace of C++ the moment that process 0 is gone, since the service that they find each other by dies with
+it. Here that service is a process of its own, which outlives host 0 for long enough that the others see host 0 missing
+(``channel.py``), say so, and end.
+"""
+
+import contextlib
+import ipaddress
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+from ling3export.errors import Ling3Error
+
+HEARTBEAT = 120  # seconds of silence after which jax gives a host up: the channel does sooner
+GRACE = 15  # seconds: long enough for every host to see that host 0 is gone
+READY = "ready\n"
+
+
+class Service:
+    """The process that hosts find each other by, beside host 0.
+
+    Args:
+        host: Of host 0, as the others reach it.
+        port: Free on this machine.
+        count: How many hosts.
+        grace: Seconds that it goes on without host 0.
+    """
+
+    def __init__(self, host: str, port: int, count: int, grace: int = GRACE) -> None:
+        bind = _joined(host, port) if is_loopback(host) else f"[::]:{port}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "ling3export.runners.coordination", bind, str(count), str(grace)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            start_new_session=True,  # no Ctrl-C for it
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        said = self._process.stdout.readline()
+        if said != READY:
+            self.end()
+            raise Ling3Error(f"jax's service: expected it to start at {bind}, found {said.strip() or 'that it ended'}")
+
+    def end(self) -> None:
+        """Ends the process at once; may be called again."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+def serve(bind: str, count: int, grace: int) -> None:
+    """Runs the service until ``grace`` seconds after stdin has ended."""
+    from jax._src.lib import _jax
+
+    try:
+        service = _jax.get_distributed_runtime_service(bind, count, heartbeat_timeout=HEARTBEAT)
+    except RuntimeError as error:
+        print(" ".join(str(error).split()))
+        return
+    print(READY, end="", flush=True)
+    sys.stdin.read()
+    time.sleep(grace)
+    del service
+    os._exit(0)
+
+
+def join(host: str, port: int, count: int, number: int, timeout: float) -> None:
+    """Makes the devices of all hosts visible to ``jax.devices()``; returns when all have joined.
+
+    Call it before jax's backend starts. On CPU the hosts exchange arrays over gloo.
+
+    Args:
+        host: Of host 0.
+        port: Of the service.
+        count: How many hosts.
+        number: Which one this is.
+        timeout: Seconds to wait for the others.
+    """
+    import jax
+    from jax._src import distributed
+    from jax._src.lib import _jax
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    state: Any = distributed.global_state
+    state.process_id, state.num_processes = number, count
+    state.coordinator_address = _joined(host, port)
+    state.client = _jax.get_distributed_runtime_client(
+        state.coordinator_address, number, init_timeout=max(1, round(timeout)), heartbeat_timeout=HEARTBEAT,
+        shutdown_on_destruction=False, use_compression=True,
+    )  # fmt: skip
+    state.client.connect()
+
+
+def leave() -> None:
+    """Ends the connection to the service; returns when all hosts have called it."""
+    from jax._src import distributed
+
+    state: Any = distributed.global_state
+    if state.client is not None:
+        state.client.shutdown()
+        state.client = None
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` is this machine to itself alone."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def launched(count: int | None, number: int | None, timeout: float) -> tuple[str | None, int | None, int | None]:
+    """Coordinator, number of hosts and this host's number as the cluster's launcher tells them; None where it does not.
+
+    jax knows Slurm, Open MPI, Kubernetes and Cloud TPU.
+    """
+    from jax._src.clusters import ClusterEnv
+
+    found = ClusterEnv.auto_detect_unset_distributed_params(None, count, number, None, None, round(timeout))
+    return found[0], found[1], found[2]
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

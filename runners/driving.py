@@ -1,0 +1,68 @@
+"""What drives a loaded artifact: its scheduler, behind the turns that every host takes alike."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ling3export.runners.allocator import Allocator
+from ling3export.runners.calls import Shapes
+from ling3export.runners.counters import Counters
+from ling3export.runners.follow import LeadingTurns
+from ling3export.runners.loader import Loaded
+from ling3export.runners.request import Limits
+from ling3export.runners.scheduler import Scheduler
+from ling3export.runners.sequence import Sequence
+from ling3export.runners.tokenizer import TokenizerFiles
+from ling3export.runners.turns import Arrival, Turns
+
+
+@dataclass(frozen=True)
+class Driving:
+    """The parts of an engine that every host has.
+
+    Attributes:
+        files: The tokenizer and the chat template.
+        allocator: Slots and pages.
+        limits: What one request may ask for.
+        counters: The scheduler's.
+        turns: What to do, turn by turn; on host 0 of several, they tell the others.
+    """
+
+    files: TokenizerFiles
+    allocator: Allocator
+    limits: Limits
+    counters: Counters
+    turns: Turns
+
+
+def driving(loaded: Loaded, *, overlap: bool) -> Driving:
+    """The parts for a loaded artifact.
+
+    Args:
+        loaded: It.
+        overlap: Dispatch the next step before the tokens of the last one are read.
+    """
+    files = TokenizerFiles(loaded.folder, loaded.manifest)
+    record, plan = loaded.record, loaded.manifest["plan"]
+    state, allocator = record["state"], Allocator.of(record)
+    limits = Limits(
+        min(plan["context"], state["max_pages"] * state["page_size"]), loaded.manifest["config"]["vocab_size"],
+        allocator.longest, state["page_size"],
+    )  # fmt: skip
+    scheduler = Scheduler(loaded.device, Shapes.of(record), allocator, ahead=1 if overlap else 0)
+    sequence, channel = sequences(limits, files), loaded.channel
+    leads = channel is not None and channel.leads
+    turns = LeadingTurns(scheduler, sequence, channel) if channel and leads else Turns(scheduler, sequence)
+    return Driving(files, allocator, limits, scheduler.counters, turns)
+
+
+def sequences(limits: Limits, files: TokenizerFiles) -> Callable[[Arrival], Sequence]:
+    """What makes a sequence of an arrival. It knows no engine, so that its thread keeps none alive."""
+    eos = files.eos_token_ids()
+    tokenizer = files.tokenizer("text out") if files.there else None
+
+    def sequence(arrival: Arrival) -> Sequence:
+        number, request, at = arrival
+        stream = tokenizer.stream(request.stop) if tokenizer else None
+        return Sequence(request, number, limits.answer(request), eos, stream, at)
+
+    return sequence

@@ -1,0 +1,115 @@
+"""Which of several hosts this process is: from the command line, from the environment, or from the cluster's launcher.
+
+A host is a process with devices of its own; the same command runs on every one. Imports no jax but to ask a launcher.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from ling3export.errors import Ling3Error
+
+DETECT = "auto"  # as a coordinator: ask the cluster's launcher
+FIXES = "give --coordinator HOST:PORT --num-hosts N --host-id I, or set DIST_INIT_ADDR, NNODES and NODE_RANK"
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """This process's place among those that run a target together.
+
+    Attributes:
+        coordinator: ``HOST:PORT`` where host 0 listens for the others.
+        count: How many hosts.
+        number: Which one this is; 0 leads.
+        start_timeout: Seconds to wait until all are there.
+    """
+
+    coordinator: str
+    count: int
+    number: int
+    start_timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        _, colon, port = self.coordinator.rpartition(":")
+        if not colon or not port.isdigit() or not 0 < int(port) < 1 << 16:
+            raise Ling3Error(f"coordinator: expected HOST:PORT, found {self.coordinator}", "e.g. 10.0.0.1:6379")
+        if not 0 <= self.number < self.count:
+            raise Ling3Error(f"host id: expected 0 to {self.count - 1} of {self.count} hosts, found {self.number}")
+        if self.start_timeout <= 0:
+            raise Ling3Error(f"start timeout: expected seconds above 0, found {self.start_timeout:g}")
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the coordinator; an IPv6 address without its brackets."""
+        host, _, port = self.coordinator.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+DEFAULT_TIMEOUT = Hosts.start_timeout
+
+
+def host_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options that say which host this is; ``find_hosts`` takes them."""
+    for option in (
+        click.option(
+            "--start-timeout", type=click.FloatRange(0, min_open=True), default=DEFAULT_TIMEOUT, show_default=True,
+            metavar="SECONDS", help="How long to wait for the other hosts.",
+        ),
+        click.option("--host-id", type=click.IntRange(0), help="Which of several hosts this is.  [default: NODE_RANK]"),
+        click.option("--num-hosts", type=click.IntRange(1), help="How many run together.  [default: NNODES, or 1]"),
+        click.option(
+            "--coordinator", metavar="HOST:PORT",
+            help="Where host 0 listens for the others; auto asks the cluster's launcher.  [default: DIST_INIT_ADDR]",
+        ),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def find_hosts(
+    coordinator: str | None, num_hosts: int | None, host_id: int | None, start_timeout: float = DEFAULT_TIMEOUT,
+    environment: Mapping[str, str] = os.environ,
+) -> Hosts | None:  # fmt: skip
+    """This process's place; None where it runs alone.
+
+    What is not given is taken from DIST_INIT_ADDR, NNODES and NODE_RANK. NODE_RANK alone says nothing.
+
+    Raises:
+        Ling3Error: Only a part of it is known, it contradicts itself, or the launcher is not known.
+    """
+    coordinator = coordinator or environment.get("DIST_INIT_ADDR") or None
+    if coordinator == DETECT:
+        return _detected(num_hosts, host_id, start_timeout)
+    count = _number("NNODES", environment) if num_hosts is None else num_hosts
+    if coordinator is None and host_id is None and count in (None, 1):
+        return None
+    number = _number("NODE_RANK", environment) if host_id is None else host_id
+    given = {
+        "--coordinator (DIST_INIT_ADDR)": coordinator, "--num-hosts (NNODES)": count, "--host-id (NODE_RANK)": number,
+    }  # fmt: skip
+    if missing := [name for name, value in given.items() if value is None]:
+        raise Ling3Error(f"hosts: expected coordinator, number of hosts and host id, found no {missing[0]}", FIXES)
+    assert coordinator is not None and count is not None and number is not None
+    hosts = Hosts(coordinator, count, number, start_timeout)
+    return hosts if count > 1 else None
+
+
+def _number(name: str, environment: Mapping[str, str]) -> int | None:
+    text = environment.get(name) or None
+    if text is None:
+        return None
+    if not text.isdigit():
+        raise Ling3Error(f"{name}: expected a whole number, found {text}")
+    return int(text)
+
+
+def _detected(num_hosts: int | None, host_id: int | None, start_timeout: float) -> Hosts | None:
+    from ling3export.runners.coordination import launched
+
+    coordinator, count, number = launched(num_hosts, host_id, start_timeout)
+    if coordinator is None or count is None or number is None:
+        raise Ling3Error("--coordinator auto: expected a cluster's launcher that jax knows, found none", FIXES)
+    return Hosts(coordinator, count, number, start_timeout) if count > 1 else None

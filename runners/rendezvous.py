@@ -1,0 +1,188 @@
+"""How hosts find each other before anything is loaded: host 0 listens, the others call until it answers.
+
+A message is a letter for its kind, its length in four bytes, and JSON or an array's bytes; never pickle. Hosts trust
+each other and the network between them, as jax's own service does.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import time
+from typing import Any
+
+from ling3export.errors import Ling3Error
+from ling3export.runners.coordination import is_loopback
+from ling3export.runners.hosts import Hosts
+
+HEAD = struct.Struct("!cI")
+LARGEST = 1 << 30
+HELLO, WELCOME, FAILED = b"L", b"W", b"F"
+GREETING = 5.0  # seconds for a caller to say who it is
+PAUSE = 0.1  # seconds between two calls
+
+
+class HostsError(Ling3Error):
+    """Hosts that do not find each other, do not fit together, or are gone."""
+
+
+def send(peer: socket.socket, kind: bytes, payload: bytes) -> None:
+    """Sends one message."""
+    peer.sendall(HEAD.pack(kind, len(payload)) + payload)
+
+
+def receive(peer: socket.socket) -> tuple[bytes, bytes]:
+    """The next message.
+
+    Raises:
+        ConnectionError: The other end is gone, or does not speak this.
+        TimeoutError: It has been silent for the socket's timeout.
+    """
+    kind, length = HEAD.unpack(_exactly(peer, HEAD.size))
+    if length > LARGEST:
+        raise ConnectionError(f"a message of {length:,} bytes")
+    return kind, _exactly(peer, length)
+
+
+def _exactly(peer: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        part = peer.recv(min(count - len(data), 1 << 20))
+        if not part:
+            raise ConnectionError("its connection was closed")
+        data += part
+    return bytes(data)
+
+
+def meet(hosts: Hosts, identity: dict[str, Any]) -> tuple[dict[int, socket.socket], int]:
+    """Connects host 0 with every other one.
+
+    Args:
+        hosts: This process's place.
+        identity: What must be the same on all: the artifact's digest, the target.
+
+    Returns:
+        Of host 0: a connection to each of the others by number; of the others: to host 0 alone. And a port that was
+        free on host 0's machine, for jax's own service.
+
+    Raises:
+        HostsError: Not all are there in time, or they do not fit together; every host that is there gets it.
+    """
+    return _gather(hosts, identity) if hosts.number == 0 else _call(hosts, identity)
+
+
+def _gather(hosts: Hosts, identity: dict[str, Any]) -> tuple[dict[int, socket.socket], int]:
+    host, port = hosts.address
+    peers: dict[int, socket.socket] = {}
+    until = time.monotonic() + hosts.start_timeout
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.ExitStack() as stack:
+        try:
+            listener = stack.enter_context(
+                socket.create_server((host if is_loopback(host) else "", port), family=family, backlog=hosts.count)
+            )
+        except OSError as error:
+            raise HostsError(
+                f"coordinator {hosts.coordinator}: expected a free port on this machine, found {_system(error)}"
+            ) from error
+        try:
+            while len(peers) < hosts.count - 1:
+                listener.settimeout(max(0.001, until - time.monotonic()))
+                caller, _ = listener.accept()
+                caller.settimeout(GREETING)
+                number = _admitted(caller, hosts, identity, peers)
+                if number is not None:
+                    peers[number] = caller
+        except TimeoutError:
+            missing = ", ".join(str(number) for number in range(1, hosts.count) if number not in peers)
+            text = f"hosts: expected {hosts.count} within {hosts.start_timeout:g} s, found no word of host {missing}"
+            refuse(peers, text)
+            raise HostsError(text, "start the same command on every host; --start-timeout waits longer") from None
+        except HostsError as error:
+            refuse(peers, error.message)
+            raise
+    with socket.create_server(("", 0)) as free:
+        chosen = int(free.getsockname()[1])
+    return peers, chosen
+
+
+def welcome(peers: dict[int, socket.socket], port: int) -> None:
+    """Tells the others that all are there, and where jax's own service listens."""
+    for peer in peers.values():
+        send(peer, WELCOME, json.dumps({"port": port}).encode())
+
+
+def _admitted(
+    caller: socket.socket, hosts: Hosts, identity: dict[str, Any], peers: dict[int, socket.socket]
+) -> int | None:
+    """The caller's number; None if it is none of ours."""
+    try:
+        kind, payload = receive(caller)
+        said = json.loads(payload)
+        if kind != HELLO or said["protocol"] != 1:
+            raise ValueError
+        number, count = int(said["host"]), int(said["hosts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        caller.close()
+        return None
+    what = None
+    if count != hosts.count:
+        what = f"hosts: expected {hosts.count} as on host 0, found {count} on host {number}"
+    elif number in peers or not 0 < number < hosts.count:
+        what = f"hosts: expected each id from 1 to {hosts.count - 1} once, found another {number}"
+    else:
+        for name, expected in identity.items():
+            if said["identity"].get(name) != expected:
+                what = f"host {number}: expected {name} {expected} as on host 0, found {said['identity'].get(name)}"
+                break
+    if what is not None:
+        refuse({number: caller}, what)
+        raise HostsError(what, "start the same command with the same artifact on every host")
+    return number
+
+
+def refuse(peers: dict[int, socket.socket], text: str) -> None:
+    """Tells others why they end, and closes their connections."""
+    for peer in peers.values():
+        with contextlib.suppress(OSError), peer:
+            send(peer, FAILED, text.encode())
+
+
+def _call(hosts: Hosts, identity: dict[str, Any]) -> tuple[dict[int, socket.socket], int]:
+    until = time.monotonic() + hosts.start_timeout
+    hello = {"protocol": 1, "host": hosts.number, "hosts": hosts.count, "identity": identity}
+    while True:
+        left = until - time.monotonic()
+        try:
+            peer = socket.create_connection(hosts.address, timeout=max(0.1, min(5.0, left)))
+            break
+        except OSError as error:
+            if left <= 0:
+                raise HostsError(
+                    f"host 0: expected it at {hosts.coordinator} within {hosts.start_timeout:g} s, "
+                    f"found {_system(error)}",
+                    "start the same command on every host; --start-timeout waits longer",
+                ) from error
+            time.sleep(PAUSE)
+    # Host 0 waits for the others, and tells us if it gives up; so we wait a little longer than it does.
+    peer.settimeout(hosts.start_timeout + 2 * GREETING)
+    try:
+        send(peer, HELLO, json.dumps(hello).encode())
+        kind, payload = receive(peer)
+    except OSError as error:
+        peer.close()
+        raise HostsError(f"host 0: expected it to wait for all hosts, found {_why(error)}") from error
+    if kind != WELCOME:
+        peer.close()
+        raise HostsError(f"host 0 gave up: {payload.decode()}")
+    return {0: peer}, int(json.loads(payload)["port"])
+
+
+def _system(error: OSError) -> str:
+    """What the system says, without what Python adds to it."""
+    return os.strerror(error.errno) if error.errno else str(error)
+
+
+def _why(error: OSError) -> str:
+    return "that it is silent" if isinstance(error, TimeoutError) else f"that {error}"
