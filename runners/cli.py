@@ -13,6 +13,7 @@ from ling3export.runners.eval_cli import evaluate
 from ling3export.runners.guard import guarded
 from ling3export.runners.prompts import Prompt, line_names, parse_ids, read_prompts
 from ling3export.runners.request import SEEDS, Completion, Sampling
+from ling3export.runners.serve_cli import serve
 from ling3export.runners.verdict import POLICIES
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def main() -> None:
 
 
 main.add_command(evaluate)
+main.add_command(serve)
 
 
 @main.command()

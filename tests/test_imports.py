@@ -18,8 +18,11 @@ RUNNER_NEEDS = {
     "jinja2",
     "ml_dtypes",
     "numpy",
+    "prometheus_client",
     "safetensors",
+    "starlette",
     "tokenizers",
+    "uvicorn",
     "yaml",
 }
 LAYERS = {
@@ -45,6 +48,8 @@ WITHOUT_JAX = [
     "ling3export.runners.environment",
     "ling3export.runners.eval_cli",
     "ling3export.runners.eval_run",
+    "ling3export.runners.serve_cli",
+    "ling3export.runners.serve_schema",
     "ling3export.synth",
 ]
 NEVER_IN_RUNNER = ["flax", "ling3export.model", "optax", "orbax", "rich", "tensorflow", "torch", "transformers"]
@@ -120,6 +125,7 @@ def test_code_that_only_reads_files_loads_no_jax():
         ("ling3export.runners.cli", ["--help"]),
         ("ling3export.runners.cli", ["generate", "--help"]),
         ("ling3export.runners.cli", ["eval", "run", "--help"]),
+        ("ling3export.runners.cli", ["serve", "--help"]),
     ],
 )
 def test_help_loads_no_jax(module, arguments):
