@@ -81,9 +81,7 @@ class _Server:
         body = await self._body(request)
         policy = self._policy
         # Tokenizing takes its time: not on the event loop.
-        call = await asyncio.to_thread(
-            serve_schema.completions, body, self._engine, policy.model, policy.max_requests
-        )
+        call = await asyncio.to_thread(serve_schema.completions, body, self._engine, policy.model, policy.max_requests)
         return await self._answer(request, call)
 
     async def chat(self, request: Request) -> Response:

@@ -1,7 +1,7 @@
 """What a client asks for: a call's body, checked whole, as requests of the engine."""
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ling3export.errors import ArtifactError, RequestError
@@ -17,7 +17,7 @@ HOTTEST = 2.0
 STOPS, STOP_LENGTH = 16, 1000
 COMMON = frozenset(
     "model max_tokens max_completion_tokens temperature top_p top_k seed stop stream stream_options "
-    "return_token_ids".split()
+    "return_token_ids ignore_eos".split()
 )
 PROMPT = "a text, a list of texts, a list of token ids or a list of lists of token ids"
 MESSAGES = 'a list of messages, [{"role": TEXT, "content": TEXT}, ...]'
@@ -95,6 +95,7 @@ def _call(fields: Fields, engine: "Engine", prompts: "list[Prompt]", *, chat: bo
         raise ApiError(400, "`stop`: expected none, found some: this model has no tokenizer", param="stop",
                        code="no_tokenizer")  # fmt: skip
     limit, how = _max_tokens(fields), _sampling(fields)
+    endless = fields.flag("ignore_eos")
     seed = fields.whole("seed", 0, SEEDS - 1)
     requests = []
     name = "messages" if chat else "prompt"
@@ -102,10 +103,9 @@ def _call(fields: Fields, engine: "Engine", prompts: "list[Prompt]", *, chat: bo
         called = name if len(prompts) == 1 else f"{name} {number}"
         sampling = Sampling(*how, secrets.randbelow(SEEDS) if seed is None else seed)
         try:
-            request = engine.request(prompt, limit or 1, sampling, stops, name=called)
-            if limit is None:
-                most = _room(engine, len(request.prompt_ids)) if chat else MAX_TOKENS
-                request = Request(request.prompt_ids, max(most, 1), sampling, stops, name=called)
+            request = engine.request(prompt, limit or MAX_TOKENS, sampling, stops, ignore_eos=endless, name=called)
+            if limit is None and chat:
+                request = replace(request, max_tokens=max(1, _room(engine, len(request.prompt_ids))))
             engine.check(request)
         except (RequestError, ArtifactError) as error:  # the latter: the chat template broke on these messages
             raise ApiError(400, str(error), param=name, code="invalid_value") from None
