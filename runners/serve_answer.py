@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -16,7 +17,15 @@ from ling3export.runners.serve_metrics import Metrics
 from ling3export.runners.serve_shapes import Shapes
 from ling3export.runners.ticket import EngineStopped, Piece, Ticket
 
-STOPPED = "engine: expected it running, found it stopped"  # why is in the server's log, not the client's business
+STOPPED = "engine: expected it running, found it stopped"
+LOG = logging.getLogger(__name__)
+
+
+def stopped(error: EngineStopped | None = None) -> ApiError:
+    """What clients are told when the engine ended; why is for the log, and not their business."""
+    if error is not None:
+        LOG.error("%s", error)
+    return ApiError(503, STOPPED, code="engine_stopped")
 
 
 async def whole(tickets: Sequence[Ticket], receive: Receive) -> list[Completion]:
@@ -28,15 +37,16 @@ async def whole(tickets: Sequence[Ticket], receive: Receive) -> list[Completion]
     """
     answers = asyncio.gather(*(ticket.wait() for ticket in tickets))
     left = asyncio.create_task(_left(receive))
+    both: list[asyncio.Future[Any]] = [answers, left]
     try:
-        await asyncio.wait({answers, left}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not answers.done():
             raise ClientDisconnect
         return list(answers.result())
     finally:
-        for waiting in (answers, left):
+        for waiting in both:
             waiting.cancel()
-        await asyncio.gather(answers, left, return_exceptions=True)
+        await asyncio.gather(*both, return_exceptions=True)
 
 
 class Stream(StreamingResponse):
@@ -85,8 +95,8 @@ async def events(tickets: Sequence[Ticket], shapes: Shapes, metrics: Metrics) ->
                     metrics.ended(piece.completion)
                 for chunk in shapes.piece(index, piece):
                     yield _event(chunk)
-    except EngineStopped:
-        yield _event(ApiError(503, STOPPED, code="engine_stopped").body())
+    except EngineStopped as error:
+        yield _event(stopped(error).body())
         return
     if (counts := shapes.counts(list(done.values()))) is not None:
         yield _event(counts)

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ling3export.runners import serve_schema
-from ling3export.runners.serve_answer import STOPPED, Stream, release, whole
+from ling3export.runners.serve_answer import Stream, release, stopped, whole
 from ling3export.runners.serve_errors import ApiError
 from ling3export.runners.serve_fields import parse
 from ling3export.runners.serve_metrics import Metrics
@@ -100,7 +100,7 @@ class _Server:
 
     async def health(self, request: Request) -> Response:
         if not self._engine.running:
-            raise ApiError(503, STOPPED, code="engine_stopped")
+            raise stopped()
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
@@ -111,15 +111,15 @@ class _Server:
             tickets = self._engine.submit(*call.requests)
         except QueueFull as error:
             raise ApiError(429, error.message, code="queue_full", headers={"Retry-After": "1"}) from None
-        except EngineStopped:
-            raise ApiError(503, STOPPED, code="engine_stopped") from None
+        except EngineStopped as error:
+            raise stopped(error) from None
         shapes = Shapes(call, self._policy.model)
         if call.stream:
             return Stream(tickets, shapes, self.counters)
         try:
             completions = await whole(tickets, request.receive)
-        except EngineStopped:
-            raise ApiError(503, STOPPED, code="engine_stopped") from None
+        except EngineStopped as error:
+            raise stopped(error) from None
         finally:
             release(tickets, self.counters)
         for completion in completions:

@@ -41,12 +41,14 @@ def serve(
             application(engine, policy), log_config=None, access_log=False, server_header=False, lifespan="off",
             timeout_graceful_shutdown=grace, ws="none",
         )  # fmt: skip
-        # uvicorn raises the signal again after its own end: the engine's is to come.
+        server = uvicorn.Server(config)
+        # For a signal that comes before uvicorn has its own handlers, and for the one that it raises again after its
+        # end, when the engine's is still to come.
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
+            signal.signal(number, lambda *_: setattr(server, "should_exit", True))
         listener.listen(config.backlog)
         print(address(listener), flush=True)
-        uvicorn.Server(config).run(sockets=[listener])
+        server.run(sockets=[listener])
         say("serve: ended")
 
 

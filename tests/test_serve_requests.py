@@ -14,8 +14,14 @@ from ling3export.errors import Ling3Error
 from ling3export.runners import serve_cli
 from ling3export.runners.cli import main
 from ling3export.runners.engine import Engine
+from ling3export.runners.request import Request
+from ling3export.runners.serve_answer import events
 from ling3export.runners.serve_app import Policy, application
+from ling3export.runners.serve_metrics import Metrics
 from ling3export.runners.serve_run import api_key
+from ling3export.runners.serve_schema import Call
+from ling3export.runners.serve_shapes import Shapes
+from ling3export.runners.ticket import EngineStopped, Ticket, wake
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 POLICY = Policy("toy", None, max_requests=4, max_body=5000)
@@ -244,7 +250,7 @@ def test_without_a_tokenizer(wordless):
     )  # fmt: skip
 
 
-def test_an_engine_that_ended_answers_503(tmp_path_factory):
+def test_an_engine_that_ended_answers_503(tmp_path_factory, caplog):
     with Engine(toy_artifact.shared(tmp_path_factory), report=lambda text: None) as engine:
         assert call(engine, "/health", b"", method="GET").json() == {"status": "ok"}
     for path, method in (("/health", "GET"), (COMPLETIONS, "POST"), (COMPLETIONS, "POST")):
@@ -254,6 +260,26 @@ def test_an_engine_that_ended_answers_503(tmp_path_factory):
             "message": "engine: expected it running, found it stopped", "type": "server_error", "param": None,
             "code": "engine_stopped",
         }  # fmt: skip
+    assert caplog.messages == ["engine: expected it open, found it closed"] * 2
+
+
+def test_a_stream_whose_engine_fails_ends_with_the_error(engine, caplog):
+    """And without ``[DONE]``; the cause goes to the log alone."""
+    ticket = Ticket(Request((1, 2), 9), 0, lambda index: None)
+    call = Call([ticket.request], chat=False, stream=True, include_usage=True, token_ids=False)
+
+    async def read() -> list[str]:
+        source = events([ticket], Shapes(call, "toy"), Metrics(engine))
+        ticket.push(5, "five")
+        found = [await anext(source)]
+        ticket.finish(EngineStopped("engine: the device caught fire"))
+        wake([ticket])
+        return [*found, *[event async for event in source]]
+
+    first, last = (json.loads(event.removeprefix("data: ")) for event in asyncio.run(read()))
+    assert first["choices"][0]["text"] == "five"
+    assert last["error"]["message"] == "engine: expected it running, found it stopped"
+    assert caplog.messages == ["engine: the device caught fire"]
 
 
 @pytest.mark.parametrize("content", [b"", b" \n", b"a b", b"a\nb", b"\xff\xfe", "schlüssel".encode()])
