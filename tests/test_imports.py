@@ -106,6 +106,14 @@ def test_runner_loads_none_of_the_build_side():
     assert done.stdout.split() == []
 
 
+def test_only_serving_loads_the_server():
+    done = run_python(
+        "import sys\nimport ling3export.runners.cli, ling3export.runners.engine\n"
+        "print(*sorted({'starlette', 'uvicorn', 'prometheus_client'} & set(sys.modules)))"
+    )
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
+
+
 def test_code_that_only_reads_files_loads_no_jax():
     names = [name for name in modules() if layer_of(name) in ("errors", "artifacts")] + WITHOUT_JAX
     done = run_python(
