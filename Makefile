@@ -1,5 +1,5 @@
 # Each target does its own set-up. A second run finds the stamp of the first and does none again.
-.PHONY: setup parity fmt lint types test bench budgets demo smoke
+.PHONY: setup parity fmt lint types test bench budgets demo smoke runner
 .NOTPARALLEL:
 BIN := .venv/bin
 
@@ -7,7 +7,7 @@ setup: .venv/installed
 parity: .venv-parity/installed
 
 .venv/installed: pyproject.toml constraints.txt .ci/venv
-	.ci/venv .venv build,tpu,eval,train,test,dev 3.13 3.12 3.11
+	.ci/venv .venv build,tpu,eval,serve,train,test,dev 3.13 3.12 3.11
 
 # Python 3.11 first: the oldest supported, so this environment also tests the oldest jax.
 .venv-parity/installed: pyproject.toml constraints.txt .ci/venv
@@ -38,3 +38,7 @@ demo: setup
 # Twice: the second run compiles nothing, or fails.
 smoke: setup
 	$(BIN)/python tests/smoke.py $(ARGS)
+
+# One file that needs this machine's version of Python and nothing else.
+runner: setup
+	.ci/runner dist/ling3-runner

@@ -107,11 +107,24 @@ def demo(artifact: Path) -> None:
     run(artifact)
 
 
+@main.command()
+@click.option("--checkpoint", type=click.Path(path_type=Path, exists=True), help="[default: the demo checkpoint]")
+@click.option("--clients", type=click.IntRange(1), default=200, show_default=True)
+@click.option("--seconds", type=click.FloatRange(1), default=60, show_default=True)
+@click.option("--max-requests", type=click.IntRange(1), default=150, show_default=True, help="Of the server.")
+@click.option("--tp", default=1, show_default=True)
+def serve(checkpoint: Path | None, clients: int, seconds: float, max_requests: int, tp: int) -> None:
+    """A server under many clients at once: answers, 429, times; fails on anything else."""
+    from bench.serve import main as run
+
+    run(checkpoint, clients, seconds, max_requests, tp)
+
+
 @main.command("all")
 @click.pass_context
 def every(context: click.Context) -> None:
     """Everything, with the defaults."""
-    for command in (startup, speed, store, engine, soak, cells):
+    for command in (startup, speed, store, engine, soak, serve, cells):
         context.invoke(command)
 
 

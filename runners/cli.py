@@ -14,6 +14,7 @@ from ling3export.runners.guard import guarded, keep_stdout
 from ling3export.runners.hosts import find_hosts, host_options
 from ling3export.runners.prompts import Prompt, line_names, parse_ids, read_prompts
 from ling3export.runners.request import SEEDS, Completion, Sampling
+from ling3export.runners.serve_cli import serve
 from ling3export.runners.verdict import POLICIES
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def main() -> None:
 
 
 main.add_command(evaluate)
+main.add_command(serve)
 
 
 @main.command()

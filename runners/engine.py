@@ -191,6 +191,11 @@ class Engine:
             "seconds": {name: round(seconds, 4) for name, seconds in self.timings.seconds.copy().items()},
         }
 
+    @property
+    def running(self) -> bool:
+        """Whether it takes requests: it was not closed, and no step failed."""
+        return self._loop.running
+
     def close(self) -> None:
         """Ends the engine's thread and drops programs, weights and state; unfinished requests get EngineStopped.
 

@@ -71,6 +71,11 @@ class Loop:
                 self._changed.notify()
 
     @property
+    def running(self) -> bool:
+        """Whether it takes requests: it was not closed and did not fail."""
+        return not self._closing and self._failure is None
+
+    @property
     def live(self) -> int:
         """Requests that have not ended."""
         return len(self._tickets)

@@ -192,17 +192,24 @@ class TokenizerFiles:
             self._template = self._chat_template(name)
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, name=name)
 
-    def _chat_template(self, name: str) -> chat.ChatTemplate:
-        """That of chat_template.jinja, else of tokenizer_config.json, where it is a text or a list of named ones."""
-        config = self._json(CONFIG)
-        where, source = chat.FILE, None
+    @property
+    def chats(self) -> bool:
+        """Whether the artifact has a chat template."""
+        return self._template is not None or self._template_source()[1] is not None
+
+    def _template_source(self) -> tuple[str, object]:
+        """Of chat_template.jinja, else of tokenizer_config.json, where it is a text or a list of named ones."""
         if chat.FILE in self._records:
-            source = read_checked(self._folder, self._records[chat.FILE]).decode(errors="replace")
-        else:
-            where, source = CONFIG, config.get("chat_template")
-            if isinstance(source, list):
-                named = {row.get("name"): row.get("template") for row in source if isinstance(row, dict)}
-                source = named.get("default")
+            return chat.FILE, read_checked(self._folder, self._records[chat.FILE]).decode(errors="replace")
+        source = self._json(CONFIG).get("chat_template")
+        if isinstance(source, list):
+            named = {row.get("name"): row.get("template") for row in source if isinstance(row, dict)}
+            source = named.get("default")
+        return CONFIG, source
+
+    def _chat_template(self, name: str) -> chat.ChatTemplate:
+        config = self._json(CONFIG)
+        where, source = self._template_source()
         if source is None:
             raise RequestError(
                 f"{name}: expected an artifact with a chat template, found none, in {self._folder}",

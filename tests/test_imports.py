@@ -18,8 +18,11 @@ RUNNER_NEEDS = {
     "jinja2",
     "ml_dtypes",
     "numpy",
+    "prometheus_client",
     "safetensors",
+    "starlette",
     "tokenizers",
+    "uvicorn",
     "yaml",
 }
 LAYERS = {
@@ -47,6 +50,8 @@ WITHOUT_JAX = [
     "ling3export.runners.eval_run",
     "ling3export.runners.channel",
     "ling3export.runners.hosts",
+    "ling3export.runners.serve_cli",
+    "ling3export.runners.serve_schema",
     "ling3export.synth",
 ]
 NEVER_IN_RUNNER = ["flax", "ling3export.model", "optax", "orbax", "rich", "tensorflow", "torch", "transformers"]
@@ -103,6 +108,14 @@ def test_runner_loads_none_of_the_build_side():
     assert done.stdout.split() == []
 
 
+def test_only_serving_loads_the_server():
+    done = run_python(
+        "import sys\nimport ling3export.runners.cli, ling3export.runners.engine\n"
+        "print(*sorted({'starlette', 'uvicorn', 'prometheus_client'} & set(sys.modules)))"
+    )
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
+
+
 def test_code_that_only_reads_files_loads_no_jax():
     names = [name for name in modules() if layer_of(name) in ("errors", "artifacts")] + WITHOUT_JAX
     done = run_python(
@@ -122,6 +135,7 @@ def test_code_that_only_reads_files_loads_no_jax():
         ("ling3export.runners.cli", ["--help"]),
         ("ling3export.runners.cli", ["generate", "--help"]),
         ("ling3export.runners.cli", ["eval", "run", "--help"]),
+        ("ling3export.runners.cli", ["serve", "--help"]),
     ],
 )
 def test_help_loads_no_jax(module, arguments):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TARGETS = ["setup", "parity", "fmt", "lint", "types", "test", "bench", "budgets", "demo", "smoke"]
+TARGETS = ["setup", "parity", "fmt", "lint", "types", "test", "bench", "budgets", "demo", "smoke", "runner"]
 ENVIRONMENTS = [".venv", ".venv-parity"]
 
 

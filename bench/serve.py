@@ -1,0 +1,145 @@
+"""A server under many clients at once: what they get, and how long it takes them."""
+
+import asyncio
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from bench.engine import DEMO
+from bench.inputs import artifact
+from bench.report import machine, say, show, table
+from ling3export.artifacts.manifest import read_manifest
+
+LEAVES = 0.05  # of the clients' calls are left before their end
+STREAMS = 0.5  # are streams
+PAUSE = 0.2  # seconds that a client waits after 429
+
+
+class Load:
+    """Clients that call again and again until the time is over.
+
+    Attributes:
+        answers: How many calls ended how: a status, ``left``, or the name of an error.
+        seconds: Of each call that was answered whole.
+        first: Of those that were streams, seconds until the first token's event.
+        tokens: Generated for those that were answered whole.
+    """
+
+    def __init__(self, url: str, model: str, vocabulary: int, until: float) -> None:
+        self.answers: Counter[str] = Counter()
+        self.seconds: list[float] = []
+        self.first: list[float] = []
+        self.tokens = 0
+        self._url, self._model, self._vocabulary, self._until = url, model, vocabulary, until
+
+    async def run(self, clients: int) -> None:
+        """Runs them."""
+        limits = httpx2.Limits(max_connections=clients, max_keepalive_connections=clients)
+        async with httpx2.AsyncClient(timeout=300, limits=limits) as http:
+            await asyncio.gather(*(self._client(http, random.Random(number)) for number in range(clients)))
+
+    async def _client(self, http: httpx2.AsyncClient, rng: random.Random) -> None:
+        while time.perf_counter() < self._until:
+            ask = {
+                "model": self._model, "prompt": [rng.randrange(self._vocabulary) for _ in range(rng.randint(8, 128))],
+                "max_tokens": rng.randint(8, 64), "ignore_eos": True, "return_token_ids": True,
+                "stream": rng.random() < STREAMS,
+            }  # fmt: skip
+            try:
+                if ask["stream"] and rng.random() < LEAVES / STREAMS:
+                    await self._leave(http, ask)
+                else:
+                    await self._ask(http, ask)
+            except httpx2.HTTPError as error:
+                self.answers[type(error).__name__] += 1
+
+    async def _ask(self, http: httpx2.AsyncClient, ask: dict[str, Any]) -> None:
+        started, first, over = time.perf_counter(), 0.0, True
+        async with http.stream("POST", self._url, json=ask) as answer:
+            async for line in answer.aiter_lines():
+                if ask["stream"] and line:
+                    first, over = first or time.perf_counter() - started, line == "data: [DONE]"
+        if answer.status_code == 429:
+            self.answers["429"] += 1
+            await asyncio.sleep(PAUSE)
+            return
+        self.answers[str(answer.status_code) if over else "cut short"] += 1
+        if answer.status_code == 200 and over:
+            self.seconds.append(time.perf_counter() - started)
+            self.tokens += ask["max_tokens"]
+            if ask["stream"]:
+                self.first.append(first)
+
+    async def _leave(self, http: httpx2.AsyncClient, ask: dict[str, Any]) -> None:
+        async with http.stream("POST", self._url, json=ask) as answer:
+            if answer.status_code == 200:
+                async for _ in answer.aiter_lines():
+                    break
+        self.answers["left" if answer.status_code == 200 else str(answer.status_code)] += 1
+
+
+def quantile(values: list[float], share: float) -> float | None:
+    """The value that ``share`` of them do not exceed."""
+    return sorted(values)[math.ceil(share * len(values)) - 1] if values else None
+
+
+def measure(folder: Path, clients: int, seconds: float, max_requests: int) -> dict[str, Any]:
+    """Starts a server, loads it, and ends it."""
+    command = [sys.executable, "-m", "ling3export.runners.cli", "serve", str(folder), "--port", "0", "--model", "m"]
+    environment = {name: value for name, value in os.environ.items() if name != "LING3_API_KEY"}
+    server = subprocess.Popen(
+        [*command, "--max-requests", str(max_requests)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        assert server.stdout is not None
+        url = server.stdout.readline().strip()
+        vocabulary = read_manifest(folder)["config"]["vocab_size"]
+        say(f"{clients} clients for {seconds:g} s at {url}")
+        started = time.perf_counter()
+        load = Load(f"{url}/v1/completions", "m", vocabulary, started + seconds)
+        asyncio.run(load.run(clients))
+        took = time.perf_counter() - started
+        text = httpx2.get(f"{url}/metrics").text
+        metrics = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    finally:
+        server.terminate()
+        code = server.wait(120)
+    return {
+        "seconds": took, "answers": dict(load.answers), "tokens_per_second": load.tokens / took,
+        "median_s": statistics.median(load.seconds), "p99_s": quantile(load.seconds, 0.99),
+        "first_median_s": statistics.median(load.first), "first_p99_s": quantile(load.first, 0.99),
+        "slots_free": [metrics["ling3_slots_free"], metrics["ling3_slots"]],
+        "pages_free": [metrics["ling3_pages_free"], metrics["ling3_pages"]], "exit_code": code,
+    }  # fmt: skip
+
+
+def main(given: Path | None, clients: int, seconds: float, max_requests: int, tp: int) -> dict[str, Any]:
+    """Measures, and prints.
+
+    Raises:
+        SystemExit: A call got neither its answer nor 429.
+    """
+    source = (given or DEMO).resolve()
+    options = ["--paddings", "16,128,512", "--decode-paddings", "1,16,64", "--tp", tp]
+    found = measure(artifact(source, f"serve-tp{tp}", options), clients, seconds, max_requests)
+    result = {"benchmark": "serve", "machine": machine(), "tp": tp, "clients": clients, "max_requests": max_requests,
+              **found}  # fmt: skip
+    names = ("median_s", "p99_s", "first_median_s", "first_p99_s", "tokens_per_second")
+    show(
+        f"{clients} clients of {source.name} at TP={tp}, {max_requests} prompts at once, for {found['seconds']:.0f} s: "
+        f"{found['answers']}",
+        [table(names, [[found[name] for name in names]])],
+        result,
+    )
+    if set(found["answers"]) - {"200", "429", "left"} or found["exit_code"]:
+        raise SystemExit("serve: expected answers and 429 alone, found others")
+    return result

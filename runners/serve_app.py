@@ -1,0 +1,219 @@
+"""The server's application: OpenAI's endpoints over an engine."""
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ling3export.runners import serve_schema
+from ling3export.runners.serve_answer import Stream, release, stopped, whole
+from ling3export.runners.serve_errors import ApiError
+from ling3export.runners.serve_fields import parse
+from ling3export.runners.serve_metrics import Metrics
+from ling3export.runners.serve_schema import Call
+from ling3export.runners.serve_shapes import Shapes
+from ling3export.runners.ticket import EngineStopped, QueueFull
+
+if TYPE_CHECKING:
+    from ling3export.runners.engine import Engine
+
+HEALTH = "/health"
+LEFT = 499  # nobody reads it; the metrics show it
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a server takes.
+
+    Attributes:
+        model: Name that the artifact is served under.
+        api_key: Bearer token that every call but /health needs; None for none.
+        max_requests: Prompts at once, waiting ones too; the engine was made with the same number.
+        max_body: Bytes of a request's body.
+    """
+
+    model: str
+    api_key: str | None
+    max_requests: int
+    max_body: int
+
+
+def application(engine: "Engine", policy: Policy) -> ASGIApp:
+    """The endpoints."""
+    server = _Server(engine, policy)
+    routes = [
+        Route("/v1/completions", server.completions, methods=["POST"]),
+        Route("/v1/chat/completions", server.chat, methods=["POST"]),
+        Route("/v1/models", server.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", server.model, methods=["GET"]),
+        Route(HEALTH, server.health, methods=["GET"]),
+        Route("/metrics", server.metrics, methods=["GET"]),
+    ]
+    paths = frozenset(route.path for route in routes)
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(_Counted, server.counters, paths), Middleware(_Keyed, policy.api_key)],
+        exception_handlers={
+            ApiError: _refused, HTTPException: _no_route, ClientDisconnect: _left, Exception: _failed,
+        },
+    )  # fmt: skip
+
+
+class _Server:
+    def __init__(self, engine: "Engine", policy: Policy) -> None:
+        self._engine = engine
+        self._policy = policy
+        self._since = int(time.time())
+        self.counters = Metrics(engine)
+
+    async def completions(self, request: Request) -> Response:
+        body = await self._body(request)
+        policy = self._policy
+        # Tokenizing takes its time: not on the event loop.
+        call = await asyncio.to_thread(serve_schema.completions, body, self._engine, policy.model, policy.max_requests)
+        return await self._answer(request, call)
+
+    async def chat(self, request: Request) -> Response:
+        body = await self._body(request)
+        call = await asyncio.to_thread(serve_schema.chat, body, self._engine, self._policy.model)
+        return await self._answer(request, call)
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name != self._policy.model:
+            raise ApiError(404, f"model: expected {self._policy.model}, found {name[:100]}", code="model_not_found")
+        return JSONResponse(self._model())
+
+    async def health(self, request: Request) -> Response:
+        if not self._engine.running:
+            raise stopped()
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self.counters.text(), media_type="text/plain; version=0.0.4")
+
+    async def _answer(self, request: Request, call: Call) -> Response:
+        try:
+            tickets = self._engine.submit(*call.requests)
+        except QueueFull as error:
+            raise ApiError(429, error.message, code="queue_full", headers={"Retry-After": "1"}) from None
+        except EngineStopped as error:
+            raise stopped(error) from None
+        shapes = Shapes(call, self._policy.model)
+        if call.stream:
+            return Stream(tickets, shapes, self.counters)
+        try:
+            completions = await whole(tickets, request.receive)
+        except EngineStopped as error:
+            raise stopped(error) from None
+        finally:
+            release(tickets, self.counters)
+        for completion in completions:
+            self.counters.ended(completion)
+        return JSONResponse(shapes.whole(completions))
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The JSON of a request, if it is small enough."""
+        kind = request.headers.get("content-type", "none").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(
+                415, f"`Content-Type`: expected application/json, found {kind[:100]}", code="unsupported_media_type"
+            )
+        most = self._policy.max_body
+        data = bytearray()
+        # The header is looked at first, so that what is too large is not even received.
+        claimed = request.headers.get("content-length", "0")
+        size = int(claimed) if claimed.isdecimal() else 0
+        if size <= most:
+            async for chunk in request.stream():
+                data += chunk
+                size = max(size, len(data))
+                if size > most:
+                    break
+        if size > most:
+            raise ApiError(413, f"body: expected at most {most} bytes, found {size} or more", code="body_too_large")
+        return parse(bytes(data))
+
+    def _model(self) -> dict[str, Any]:
+        context = self._engine.limits.context
+        return {
+            "id": self._policy.model, "object": "model", "created": self._since, "owned_by": "ling3export",
+            "max_model_len": context,
+        }  # fmt: skip
+
+
+class _Keyed:
+    """Refuses calls without the bearer token."""
+
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
+        self._app = app
+        self._wanted = None if key is None else b"Bearer " + key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._wanted is not None and scope["path"] != HEALTH:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            # In constant time: how long a comparison takes must not tell how much of a guess is right.
+            if not hmac.compare_digest(given, self._wanted):
+                error = ApiError(
+                    401, "`Authorization`: expected `Bearer KEY` with this server's key, found "
+                    + ("another" if given else "none"), code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
+                )  # fmt: skip
+                await _response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class _Counted:
+    """Counts responses by route and status; what is no route is ``other``, since clients choose it."""
+
+    def __init__(self, app: ASGIApp, counters: Metrics, paths: frozenset[str]) -> None:
+        self._app = app
+        self._counters = counters
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = scope["path"] if scope["path"] in self._paths else "other"
+                self._counters.responded(path, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted if scope["type"] == "http" else send)
+
+
+def _response(error: ApiError) -> Response:
+    # Not JSONResponse: what is repeated of a client's text may be half a character, which has no UTF-8 form.
+    return Response(json.dumps(error.body()), error.status, error.headers, "application/json")
+
+
+def _handler(make: Callable[[Request, Any], ApiError]) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def handle(request: Request, error: Exception) -> Response:
+        return _response(make(request, error))
+
+    return handle
+
+
+_refused = _handler(lambda request, error: error)
+_left = _handler(lambda request, error: ApiError(LEFT, "client: expected it to wait, found it gone"))
+_failed = _handler(lambda request, error: ApiError(500, "server: expected an answer, found an error: see its log"))
+_no_route = _handler(
+    lambda request, error: ApiError(
+        error.status_code,
+        f"{request.method} {request.url.path[:100]}: expected an endpoint, found {error.detail}",
+        headers=dict(error.headers or {}),
+    )
+)

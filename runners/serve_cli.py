@@ -1,0 +1,79 @@
+"""``ling3-runner serve``. Imports neither jax nor the server before it is to run."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+
+from ling3export.errors import Ling3Error
+from ling3export.runners.guard import guarded
+from ling3export.runners.verdict import POLICIES
+
+NEEDS = ("starlette", "uvicorn", "prometheus_client")
+
+
+@click.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; by default this machine's.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes any free one.")
+@click.option("--model", help="Name that clients ask for.  [default: the artifact's, without .ling3]")
+@click.option(
+    "--api-key-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File with the key that clients send as bearer token.  [default: that of LING3_API_KEY, if set]",
+)
+@click.option(
+    "--max-requests",
+    type=click.IntRange(1),
+    default=256,
+    show_default=True,
+    help="Prompts at once, waiting ones too; more get 429.",
+)
+@click.option(
+    "--max-body",
+    type=click.IntRange(1),
+    default=4 << 20,
+    show_default=True,
+    help="Bytes of a request; more get 413.",
+)
+@click.option(
+    "--grace",
+    type=click.IntRange(0),
+    default=30,
+    show_default=True,
+    help="Seconds that calls have to end after SIGTERM.",
+)
+@click.option("--target", help="Which of the artifact's targets.  [default: the only one that fits]")
+@click.option(
+    "--programs",
+    type=click.Choice(POLICIES),
+    default="prebuilt-only",
+    show_default=True,
+    help="Whether programs that do not fit this machine may be compiled here.",
+)
+@click.option(
+    "--check",
+    type=click.Choice(("all", "programs")),
+    default="all",
+    show_default=True,
+    help="Whose digests to check: programs leaves out the weights.",
+)
+@guarded
+def serve(
+    artifact: Path, host: str, port: int, model: str | None, api_key_file: Path | None, max_requests: int,
+    max_body: int, grace: int, target: str | None, programs: str, check: str,
+) -> None:  # fmt: skip
+    """Serve ARTIFACT over HTTP, in the shapes of OpenAI's API."""
+    missing = [name for name in NEEDS if find_spec(name) is None]
+    if missing:
+        raise Ling3Error(
+            f"serve: expected starlette, uvicorn and prometheus_client, found no {' and no '.join(missing)}",
+            'pip install "ling3export[serve]"',
+        )
+    from ling3export.runners.serve_app import Policy
+    from ling3export.runners.serve_run import api_key
+    from ling3export.runners.serve_run import serve as run
+
+    name = model or artifact.resolve().name.removesuffix(".ling3")
+    policy = Policy(name, api_key(api_key_file), max_requests, max_body)
+    run(artifact, policy, host=host, port=port, grace=grace, target=target, programs=programs, check=check)

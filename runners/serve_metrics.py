@@ -1,0 +1,88 @@
+"""What a server counts, for Prometheus: its own responses and times, and the engine's counters as they stand."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from ling3export.runners.request import Completion
+
+if TYPE_CHECKING:
+    from ling3export.runners.engine import Engine
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class Metrics:
+    """Counters of one server.
+
+    Args:
+        engine: Whose counters are shown too.
+    """
+
+    def __init__(self, engine: "Engine") -> None:
+        self._registry = registry = CollectorRegistry()
+        registry.register(_EngineCounters(engine))
+        self._responses = Counter(
+            "ling3_http_responses", "Responses that were begun.", ["path", "status"], registry=registry
+        )
+        self._ends = Counter("ling3_completions", "Prompts that ended, by reason.", ["reason"], registry=registry)
+        self._queue, self._first, self._gap, self._all = (
+            Histogram(f"ling3_{name}_seconds", text, buckets=SECONDS, registry=registry)
+            for name, text in (
+                ("queue", "From submission to the first call."),
+                ("first_token", "From submission to the first token."),
+                ("token_gap", "Mean time between tokens of an answer."),
+                ("request", "From submission to the last token."),
+            )
+        )
+
+    def responded(self, path: str, status: int) -> None:
+        """A response was begun."""
+        self._responses.labels(path, str(status)).inc()
+
+    def ended(self, completion: Completion) -> None:
+        """A prompt was answered."""
+        self._ends.labels(completion.stop_reason).inc()
+        self._queue.observe(completion.queue_ms / 1e3)
+        self._first.observe(completion.ttft_ms / 1e3)
+        self._all.observe(completion.e2e_ms / 1e3)
+        if completion.gaps_ms:
+            self._gap.observe(sum(completion.gaps_ms) / len(completion.gaps_ms) / 1e3)
+
+    def left(self) -> None:
+        """A prompt's client left before its end."""
+        self._ends.labels("left").inc()
+
+    def text(self) -> bytes:
+        """All of it, in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _EngineCounters(Collector):
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """Reads the engine's counters."""
+        stats = self._engine.stats()
+        for name, text, value in (
+            ("prompt_tokens", "Tokens of prompts that were stored.", stats["tokens_in"]),
+            ("generated_tokens", "Tokens that were generated.", stats["tokens_out"]),
+            ("preempted", "Times that a sequence gave its pages back.", stats["preempted"]),
+            ("compile_events", "Programs that were compiled here; 0 unless allowed.", stats["compile_events"]),
+        ):
+            yield CounterMetricFamily(f"ling3_{name}", text, value)
+        yield GaugeMetricFamily("ling3_requests_live", "Prompts that have not ended.", stats["live"])
+        for pool, size in stats["pools"].items():
+            yield GaugeMetricFamily(f"ling3_{pool}", f"All {pool}.", size)
+            yield GaugeMetricFamily(f"ling3_{pool}_free", f"Free {pool}.", stats["free"][pool])
+        calls = CounterMetricFamily("ling3_calls", "Calls of a program.", labels=["cell"])
+        waste = GaugeMetricFamily("ling3_padding_waste", "Share of a program's slots left empty.", labels=["cell"])
+        for cell, row in stats["cells"].items():
+            calls.add_metric([cell], row["calls"])
+            waste.add_metric([cell], row["padding_waste"])
+        yield calls
+        yield waste

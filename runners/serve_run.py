@@ -1,0 +1,101 @@
+"""A server's life: its port first, then the artifact, then clients, until a signal ends it."""
+
+import logging
+import os
+import signal
+import socket
+from pathlib import Path
+
+import uvicorn
+
+from ling3export.errors import Ling3Error
+from ling3export.runners.engine import Engine
+from ling3export.runners.loader import say
+from ling3export.runners.serve_app import Policy, application
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def serve(
+    artifact: Path, policy: Policy, *, host: str, port: int, grace: int, target: str | None, programs: str, check: str
+) -> None:
+    """Serves until SIGTERM or SIGINT; prints the address on stdout once clients may connect.
+
+    At the signal it takes no new connections; calls that run have ``grace`` seconds to end, then they are cancelled.
+
+    Raises:
+        Ling3Error: The address cannot be had, or the artifact not be loaded.
+    """
+    logging.basicConfig(format="%(levelname)s: %(name)s: %(message)s", level=logging.WARNING)  # to stderr
+    with (
+        bound(host, port) as listener,
+        Engine(artifact, target=target, programs=programs, check=check, max_requests=policy.max_requests) as engine,
+    ):
+        if engine.files.there:
+            # What is broken fails here, not at the first client.
+            engine.files.tokenizer("text in")
+            say(f"serve: {'a' if engine.files.chats else 'no'} chat template")
+        if host not in LOOPBACK and policy.api_key is None:
+            say(f"serve: {host} may be reached by other machines, and no key is asked for: see --api-key-file")
+        config = uvicorn.Config(
+            application(engine, policy), log_config=None, access_log=False, server_header=False, lifespan="off",
+            timeout_graceful_shutdown=grace, ws="none",
+        )  # fmt: skip
+        server = uvicorn.Server(config)
+        # For a signal that comes before uvicorn has its own handlers, and for the one that it raises again after its
+        # end, when the engine's is still to come.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+        listener.listen(config.backlog)
+        print(address(listener), flush=True)
+        server.run(sockets=[listener])
+        say("serve: ended")
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket with the address, that does not listen yet.
+
+    Raises:
+        Ling3Error: There is no such address, or it is taken.
+    """
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(where)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise Ling3Error(
+            f"address `{host}:{port}`: expected one that is free here, found {error.strerror or error}",
+            "take another with --host and --port; port 0 is any free one",
+        ) from error
+    return listener
+
+
+def address(listener: socket.socket) -> str:
+    """Its address for clients, as a URL."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def api_key(file: Path | None) -> str | None:
+    """The key of ``file``, else of LING3_API_KEY, else None.
+
+    Raises:
+        Ling3Error: It is empty, or more than printable ASCII without blanks.
+    """
+    if file is not None:
+        try:
+            where, key = f"--api-key-file `{file}`", file.read_text().strip()
+        except UnicodeDecodeError:
+            where, key = f"--api-key-file `{file}`", ""
+    elif "LING3_API_KEY" in os.environ:
+        where, key = "`LING3_API_KEY`", os.environ["LING3_API_KEY"].strip()
+    else:
+        return None
+    if not key or not all("!" <= character <= "~" for character in key):
+        raise Ling3Error(f"{where}: expected a key of printable ASCII without blanks, found none")
+    return key

@@ -1,0 +1,83 @@
+"""`ling3-runner serve` as a process, for tests that are its clients."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import httpx2
+
+RUNNER = [sys.executable, "-m", "ling3export.runners.cli"]
+WAIT = 60  # seconds, for what takes a few
+
+
+class Server:
+    """A server on a port that the system chose, for a ``with``.
+
+    Attributes:
+        process: It.
+        url: Its address, as it printed it.
+    """
+
+    def __init__(
+        self, artifact: Path, *options: object, runner: Sequence[object] = RUNNER,
+        environment: dict[str, str] | None = None, **variables: str,
+    ) -> None:  # fmt: skip
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed on leaving)
+        command = [*runner, "serve", artifact, "--port", 0, *options]
+        self.process = subprocess.Popen(
+            [str(part) for part in command], env=(environment or os.environ) | variables,
+            stdout=subprocess.PIPE, stderr=self._stderr, text=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()  # comes when clients may connect
+        assert self.url.startswith("http://127.0.0.1:"), self.said()
+
+    def said(self) -> str:
+        """What it wrote on stderr."""
+        self._stderr.seek(0)
+        return self._stderr.read()
+
+    def metrics(self, **headers: str) -> dict[str, float]:
+        """Its metrics by name and labels."""
+        answer = httpx2.get(f"{self.url}/metrics", headers=headers)
+        assert answer.status_code == 200
+        lines = (line.rpartition(" ") for line in answer.text.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, _, value in lines}
+
+    def until(self, name: str, value: float, **headers: str) -> dict[str, float]:
+        """Waits until a metric has a value; all of them then."""
+        end = time.monotonic() + WAIT
+        while (found := self.metrics(**headers)).get(name) != value:
+            assert time.monotonic() < end, f"{name} is {found.get(name)}, not {value}"
+            time.sleep(0.02)
+        return found
+
+    def stop(self) -> int:
+        """Ends it as a supervisor does; its exit code."""
+        self.process.terminate()
+        return self.process.wait(WAIT)
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._stderr.close)
+            assert self.process.stdout is not None
+            ends.callback(self.process.stdout.close)
+            if self.process.poll() is None:
+                self.process.kill()
+                self.process.wait()
+
+
+def data_lines(lines: Iterator[str]) -> Iterator[str]:
+    """What server-sent events hold."""
+    return (line.removeprefix("data: ") for line in lines if line)

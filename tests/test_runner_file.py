@@ -1,0 +1,46 @@
+"""The runner as one file: packed once, then run beside a moved artifact where there is Python and no package."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from artifacts_fixture import ROOT, Artifacts, run
+from serving import RUNNER, Server
+
+PROMPT = ["--prompt", "the number of", "--max-tokens", 12, "--json"]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("packed") / "ling3-runner"
+    run(ROOT / ".ci/runner", file)
+    return file
+
+
+def test_the_file_needs_python_alone(packed: Path, artifact: Artifacts, tmp_path: Path):
+    """It generates what this environment generates, and serves."""
+    python = Path(sys._base_executable)  # type: ignore[attr-defined]
+    bare = {"PATH": f"{python.parent}:{os.defpath}", "HOME": str(tmp_path)}
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    names = "jax numpy click starlette ling3export"
+    code = f"import importlib.util as i; print(*(n for n in {names.split()} if i.find_spec(n)))"
+    found = run("/usr/bin/env", version, "-c", code, folder=tmp_path, environment=bare)
+    assert found.stdout == "\n", "packages of this Python would hide what the file lacks"
+
+    moved = shutil.copytree(artifact("small-tp1"), tmp_path / "moved.ling3")
+    here = run(*RUNNER, "generate", artifact("small-tp1"), *PROMPT)
+    there = run(packed, "generate", moved, *PROMPT, folder=tmp_path, environment=bare)
+    keys = ("prompt_ids", "token_ids", "text", "stop_reason")
+    told, expected = ({key: json.loads(done.stdout)[key] for key in keys} for done in (there, here))
+    assert told == expected
+
+    with Server(moved, runner=[packed], environment=bare) as server:
+        ask = {"model": "moved", "prompt": "the number of", "max_tokens": 12, "temperature": 0}
+        answer = httpx2.post(f"{server.url}/v1/completions", json=ask, timeout=60)
+        assert answer.json()["choices"][0]["text"] == expected["text"]
+        assert server.stop() == 0

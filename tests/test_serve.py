@@ -1,0 +1,265 @@
+"""A real server process and the real `openai` client: answers as the engine gives them, refusals, leaving, ending."""
+
+import json
+import threading
+
+import httpx2
+import openai
+import pytest
+
+from artifacts_fixture import Artifacts, run
+from ling3export.runners.engine import Engine
+from serving import RUNNER, Server, data_lines
+
+KEY = "sesame-7f3a"
+MOST = 6
+LONG = 900  # tokens: seconds on this artifact
+MESSAGES = [{"role": "user", "content": "there were twice as many apples"}]
+
+
+@pytest.fixture(scope="module")
+def server(artifact: Artifacts, tmp_path_factory: pytest.TempPathFactory):
+    file = tmp_path_factory.mktemp("key") / "key"
+    file.write_text(f"{KEY}\n")
+    with Server(artifact("small-tp1"), "--api-key-file", file, "--max-requests", MOST, "--max-body", 20000) as server:
+        yield server
+        assert server.stop() == 0
+        said = server.said()
+        assert "Traceback" not in said and "WARNING" not in said and "ERROR" not in said, said
+        assert said.endswith("serve: ended\n")
+
+
+@pytest.fixture(scope="module")
+def client(server: Server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def engine(artifact: Artifacts):
+    """The same artifact in this process: what the answers have to be."""
+    with Engine(artifact("small-tp1"), report=lambda text: None) as engine:
+        yield engine
+
+
+def idle(server: Server) -> dict[str, float]:
+    """Waits until nothing runs; every slot and page is free then."""
+    found = server.until("ling3_requests_live", 0, Authorization=f"Bearer {KEY}")
+    assert found["ling3_slots_free"] == found["ling3_slots"] == 8
+    assert found["ling3_pages_free"] == found["ling3_pages"] > 0
+    return found
+
+
+def test_models(client):
+    (model,) = client.models.list().data
+    assert (model.id, model.object, model.owned_by) == ("small-tp1", "model", "ling3export")
+    assert model.max_model_len == 1024
+    assert client.models.retrieve("small-tp1") == model
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.models.retrieve("gpt-7")
+    assert refused.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    "prompt", ["the number of", ["the number of", "it was"], [5, 6, 7], [[5, 6, 7], [8], [9, 9]]], ids=str
+)
+def test_completions_are_the_engines(client, engine, prompt):
+    prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+    expected = engine.generate(prompts, max_tokens=12)
+    found = client.completions.create(
+        model="small-tp1", prompt=prompt, max_tokens=12, temperature=0, extra_body={"return_token_ids": True}
+    )
+    assert (found.object, found.model) == ("text_completion", "small-tp1")
+    assert [choice.index for choice in found.choices] == list(range(len(prompts)))
+    assert [choice.text for choice in found.choices] == [done.text for done in expected]
+    assert [choice.token_ids for choice in found.choices] == [done.token_ids for done in expected]
+    reasons = ["length" if done.stop_reason == "length" else "stop" for done in expected]
+    assert [choice.finish_reason for choice in found.choices] == reasons
+    sums = [sum(len(getattr(done, name)) for done in expected) for name in ("prompt_ids", "token_ids")]
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (*sums, sum(sums))
+
+
+def test_a_stream_says_what_the_whole_says(client, engine):
+    prompts = ["the number of", "it was a long way"]
+    expected = engine.generate(prompts, max_tokens=40)
+    stream = client.completions.create(
+        model="small-tp1", prompt=prompts, max_tokens=40, temperature=0, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    texts, reasons, *chunks = ["", ""], ["", ""], *stream
+    for chunk in chunks[:-1]:
+        (choice,) = chunk.choices
+        assert chunk.usage is None and choice.index in (0, 1)
+        texts[choice.index] += choice.text
+        reasons[choice.index] += choice.finish_reason or ""
+    assert texts == [done.text for done in expected]
+    assert reasons == ["length" if done.stop_reason == "length" else "stop" for done in expected]
+    assert len(chunks) > 10, "it came in pieces"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == sum(len(done.token_ids) for done in expected)
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_chat(client, engine, parts):
+    (expected,) = engine.generate([MESSAGES], max_tokens=20)
+    content = [{"type": "text", "text": "there were twice "}, {"type": "text", "text": "as many apples"}]
+    messages = [{"role": "user", "content": content}] if parts else MESSAGES
+    found = client.chat.completions.create(model="small-tp1", messages=messages, max_tokens=20, temperature=0)
+    (choice,) = found.choices
+    assert (found.object, choice.message.role, choice.message.content) == (
+        "chat.completion", "assistant", expected.text,
+    )  # fmt: skip
+    assert found.usage.prompt_tokens == len(expected.prompt_ids)
+    stream = client.chat.completions.create(
+        model="small-tp1", messages=messages, max_completion_tokens=20, temperature=0, stream=True
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected.text
+    assert chunks[-1].choices[0].finish_reason == choice.finish_reason
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_sampling_is_the_engines(client, engine):
+    how = {"temperature": 0.8, "top_p": 0.9, "seed": 77}
+    (expected,) = engine.generate(["the number of"], max_tokens=24, top_k=40, **how)
+    ask = {"model": "small-tp1", "prompt": "the number of", "max_tokens": 24}
+    found = [client.completions.create(**ask, **how, extra_body={"top_k": 40}).choices[0].text for _ in range(2)]
+    assert found == [expected.text] * 2
+    assert len({client.completions.create(**ask).choices[0].text for _ in range(4)}) > 1, "without a seed they differ"
+
+
+def test_stop_strings(client, engine):
+    (whole,) = engine.generate(["the number of"], max_tokens=40, ignore_eos=True)
+    stop = whole.text[8:10]
+    for given in (stop, ["never there", stop]):
+        found = client.completions.create(
+            model="small-tp1", prompt="the number of", max_tokens=40, temperature=0, stop=given,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        (choice,) = found.choices
+        assert choice.text == whole.text[: whole.text.index(stop)]
+        assert choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("key", ["", "wrong", KEY + "x", KEY[:-1]])
+def test_every_call_but_health_needs_the_key(server, key):
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    for path in ("/v1/models", "/metrics", "/nothing"):
+        answer = httpx2.get(server.url + path, headers=headers)
+        assert answer.status_code == 401
+        assert answer.json()["error"] == {
+            "message": "`Authorization`: expected `Bearer KEY` with this server's key, found "
+            + ("another" if key else "none"),
+            "type": "authentication_error", "param": None, "code": "invalid_api_key",
+        }  # fmt: skip
+    assert httpx2.get(f"{server.url}/health").json() == {"status": "ok"}
+
+
+def test_the_queue_is_bounded(client, server):
+    """Whoever comes when it is full gets 429 and harms nobody; a call for more than ever fits gets 400."""
+    ask = {"model": "small-tp1", "max_tokens": LONG, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    with client.completions.create(prompt=[[1, 2]] * MOST, stream=True, **ask) as stream:
+        next(iter(stream))
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.completions.create(prompt=[3], **ask)
+        assert refused.value.response.headers["retry-after"] == "1"
+        assert refused.value.body == {
+            "message": f"engine: expected at most {MOST} requests at once, found {MOST} + 1 new ones",
+            "type": "rate_limit_error", "param": None, "code": "queue_full",
+        }  # fmt: skip
+    idle(server)
+    with pytest.raises(openai.BadRequestError, match=f"expected at most {MOST} prompts, found {MOST + 1}"):
+        client.completions.create(prompt=[[1, 2]] * (MOST + 1), **ask)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_cancelled(client, server, stream):
+    before = idle(server)
+    ask = {"model": "small-tp1", "prompt": [[1, 2]] * 2, "max_tokens": LONG, "temperature": 0,
+           "stream": stream, "ignore_eos": True}  # fmt: skip
+    with httpx2.Client(headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as raw:
+        if stream:
+            with raw.stream("POST", f"{server.url}/v1/completions", json=ask) as answer:
+                next(answer.iter_lines())
+        else:
+            with pytest.raises(httpx2.ReadTimeout):
+                raw.post(f"{server.url}/v1/completions", json=ask, timeout=0.3)
+    after = idle(server)
+    left = 'ling3_completions_total{reason="left"}'
+    assert after[left] - before.get(left, 0) == 2
+    assert after["ling3_generated_tokens_total"] - before["ling3_generated_tokens_total"] < 2 * LONG
+
+
+def test_metrics_count(client, server):
+    before = idle(server)
+    client.completions.create(model="small-tp1", prompt=[[1, 2, 3]] * 2, max_tokens=5, extra_body={"ignore_eos": True})
+    after = idle(server)
+    grown = {name: value - before.get(name, 0) for name, value in after.items()}
+    assert grown["ling3_prompt_tokens_total"] == 6
+    assert grown["ling3_generated_tokens_total"] == 10
+    assert grown['ling3_completions_total{reason="length"}'] == 2
+    assert grown['ling3_http_responses_total{path="/v1/completions",status="200"}'] == 1
+    for name in ("queue", "first_token", "token_gap", "request"):
+        assert grown[f"ling3_{name}_seconds_count"] == 2
+    assert after["ling3_compile_events_total"] == 0
+    assert grown['ling3_calls_total{cell="decode@8"}'] == 4
+
+
+def test_a_body_without_a_length_is_bounded(server):
+    """Chunked: its size is known only as it comes."""
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    answer = httpx2.post(f"{server.url}/v1/completions", content=iter([b" " * 1000] * 21), headers=headers)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["message"] == "body: expected at most 20000 bytes, found 21000 or more"
+
+
+def test_sigterm_lets_calls_end(artifact: Artifacts):
+    """A stream that runs is finished; nobody new comes in; the exit code is 0."""
+    with Server(artifact("small-tp1"), LING3_API_KEY=KEY) as server:
+        ask = {"model": "small-tp1", "prompt": [1, 2], "max_tokens": 150, "temperature": 0, "stream": True,
+               "ignore_eos": True, "return_token_ids": True}  # fmt: skip
+        headers = {"Authorization": f"Bearer {KEY}"}
+        with httpx2.stream("POST", f"{server.url}/v1/completions", json=ask, headers=headers, timeout=60) as answer:
+            lines = data_lines(answer.iter_lines())
+            first = json.loads(next(lines))
+            server.process.terminate()
+            *others, last = lines
+        chunks = [first, *map(json.loads, others)]
+        assert last == "[DONE]"
+        assert sum(len(chunk["choices"][0].get("token_ids", [])) for chunk in chunks) == 150
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.process.wait(60) == 0
+        with pytest.raises(httpx2.ConnectError):
+            httpx2.get(f"{server.url}/health")
+
+
+def test_grace_is_bounded(artifact: Artifacts):
+    with Server(artifact("small-tp1"), "--grace", 1, "--model", "other") as server:
+        ask = {"model": "other", "prompt": [[1, 2]] * 8, "max_tokens": 1000, "stream": True, "ignore_eos": True}
+        ended: list[str] = []
+
+        def read() -> None:
+            try:
+                with httpx2.stream("POST", f"{server.url}/v1/completions", json=ask, timeout=60) as answer:
+                    ended.extend(data_lines(answer.iter_lines()))
+            except httpx2.RemoteProtocolError:
+                ended.append("cut")
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        server.until("ling3_requests_live", 8)
+        assert server.stop() == 0
+        thread.join()
+        assert ended[-1] != "[DONE]"
+
+
+def test_an_address_in_use_is_refused_before_loading(server, artifact: Artifacts):
+    port = server.url.rpartition(":")[2]
+    done = run(*RUNNER, "serve", "no-such-artifact", "--port", port, code=1)
+    assert done.stdout == ""
+    assert done.stderr == (
+        f"error: address `127.0.0.1:{port}`: expected one that is free here, found Address already in use\n"
+        "hint: take another with --host and --port; port 0 is any free one\n"
+    )

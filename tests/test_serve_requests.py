@@ -1,0 +1,315 @@
+"""Every malformed request gets a 4xx with a reason in OpenAI's shape; the application runs in this process."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from click.testing import CliRunner
+
+import toy_artifact
+from ling3export.errors import Ling3Error
+from ling3export.runners import serve_cli
+from ling3export.runners.cli import main
+from ling3export.runners.engine import Engine
+from ling3export.runners.request import Request
+from ling3export.runners.serve_answer import events
+from ling3export.runners.serve_app import Policy, application
+from ling3export.runners.serve_metrics import Metrics
+from ling3export.runners.serve_run import api_key
+from ling3export.runners.serve_schema import Call
+from ling3export.runners.serve_shapes import Shapes
+from ling3export.runners.ticket import EngineStopped, Ticket, wake
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+POLICY = Policy("toy", None, max_requests=4, max_body=5000)
+IDS: dict[str, Any] = {"model": "toy", "prompt": [1, 2, 3]}
+SAID: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "A"}]}
+WORDS = 'a list of messages, [{"role": TEXT, "content": TEXT}, ...]'
+PROMPT = "a text, a list of texts, a list of token ids or a list of lists of token ids"
+STOP = "a text or a list of at most 16 texts of 1 to 1000 characters"
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    with Engine(toy_artifact.shared(tmp_path_factory), max_requests=4, report=lambda text: None) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def wordless(tmp_path_factory):
+    """An engine without a tokenizer."""
+    folder = tmp_path_factory.mktemp("wordless") / "toy.ling3"
+    toy_artifact.build_toy(folder, tokenizer=False)
+    with Engine(folder, report=lambda text: None) as engine:
+        yield engine
+
+
+def call(engine: Engine, path: str, body: Any, *, method: str = "POST", **headers: str) -> httpx2.Response:
+    """One request; ``body`` is sent as JSON unless it is bytes."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", **{name.replace("_", "-"): v for name, v in headers.items()}}
+
+    async def ask() -> httpx2.Response:
+        transport = httpx2.ASGITransport(application(engine, POLICY))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://toy") as client:
+            return await client.request(method, path, content=content, headers=headers)
+
+    return asyncio.run(ask())
+
+
+def refused(answer: httpx2.Response, status: int) -> tuple[str, str | None, str | None]:
+    """Message, param and code of an answer that refuses."""
+    assert answer.status_code == status, answer.text
+    assert list(answer.json()) == ["error"]
+    error = answer.json()["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    kind = {404: "not_found_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
+    assert error["type"] == kind
+    return error["message"], error["param"], error["code"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        ({"prompt": None}, "prompt", f"`prompt`: expected {PROMPT}, found none"),
+        ({"prompt": ""}, "prompt", "prompt: expected a prompt of at least one token, found an empty one"),
+        ({"prompt": []}, "prompt", f"`prompt`: expected {PROMPT}, found an empty list"),
+        ({"prompt": [[1], []]}, "prompt", "prompt 1: expected a prompt of at least one token, found an empty one"),
+        ({"prompt": ["a", ""]}, "prompt", "prompt 1: expected a prompt of at least one token, found an empty one"),
+        ({"prompt": 7}, "prompt", f"`prompt`: expected {PROMPT}, found 7"),
+        ({"prompt": {}}, "prompt", f"`prompt`: expected {PROMPT}, found {{}}"),
+        ({"prompt": [1, "a"]}, "prompt", f"`prompt`: expected {PROMPT}, found 1 at place 0"),
+        ({"prompt": ["a", 1]}, "prompt", f"`prompt`: expected {PROMPT}, found 1 at place 1"),
+        ({"prompt": ["a", [1]]}, "prompt", f"`prompt`: expected {PROMPT}, found a list at place 1"),
+        ({"prompt": [1, True]}, "prompt", f"`prompt`: expected {PROMPT}, found 1 at place 0"),
+        ({"prompt": [1.5]}, "prompt", f"`prompt`: expected {PROMPT}, found 1.5 at place 0"),
+        ({"prompt": [[1, [2]]]}, "prompt", f"`prompt`: expected {PROMPT}, found a list at place 0"),
+        ({"prompt": [[1]] * 5}, "prompt", "`prompt`: expected at most 4 prompts, found 5"),
+        ({"prompt": [1, 320]}, "prompt", "prompt: expected token ids from 0 to 319, found 320 at place 1"),
+        ({"prompt": [-1]}, "prompt", "prompt: expected token ids from 0 to 319, found -1 at place 0"),
+        ({"prompt": [10**30]}, "prompt", f"prompt: expected token ids from 0 to 319, found {10**30} at place 0"),
+        ({"prompt": [1] * 64}, "prompt", "prompt: expected prompt and answer within the context of 64 tokens, found a "
+         "prompt of 64 tokens + 1 = 65\nhint: shorten the prompt, or build the artifact with a larger --context"),
+        ({"prompt": "\ud800"}, "prompt", "prompt: expected text in Unicode, found half a character (a lone surrogate)"),
+        ({"model": None}, "model", "`model`: expected a text, found none"),
+        ({"model": 5}, "model", "`model`: expected a text, found 5"),
+        ({"max_tokens": 0}, "max_tokens", "`max_tokens`: expected a whole number from 1 to 2147483647, found 0"),
+        ({"max_tokens": -3}, "max_tokens", "`max_tokens`: expected a whole number from 1 to 2147483647, found -3"),
+        ({"max_tokens": 2.5}, "max_tokens", "`max_tokens`: expected a whole number from 1 to 2147483647, found 2.5"),
+        ({"max_tokens": "9"}, "max_tokens", '`max_tokens`: expected a whole number from 1 to 2147483647, found "9"'),
+        ({"max_tokens": True}, "max_tokens", "`max_tokens`: expected a whole number from 1 to 2147483647, found true"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens",
+         "`max_tokens`: expected the same as `max_completion_tokens`, 4, found 3"),
+        ({"temperature": -0.1}, "temperature", "`temperature`: expected a number from 0 to 2, found -0.1"),
+        ({"temperature": 2.1}, "temperature", "`temperature`: expected a number from 0 to 2, found 2.1"),
+        ({"temperature": "hot"}, "temperature", '`temperature`: expected a number from 0 to 2, found "hot"'),
+        ({"temperature": True}, "temperature", "`temperature`: expected a number from 0 to 2, found true"),
+        ({"temperature": [1]}, "temperature", "`temperature`: expected a number from 0 to 2, found a list"),
+        ({"top_p": 0}, "top_p", "`top_p`: expected a number above 0, at most 1, found 0"),
+        ({"top_p": 1.01}, "top_p", "`top_p`: expected a number from 0 to 1, found 1.01"),
+        ({"top_k": -1}, "top_k", "`top_k`: expected a whole number from 0 to 2147483647, found -1"),
+        ({"seed": 1 << 32}, "seed", "`seed`: expected a whole number from 0 to 4294967295, found 4294967296"),
+        ({"seed": 0.5}, "seed", "`seed`: expected a whole number from 0 to 4294967295, found 0.5"),
+        ({"stop": ""}, "stop", f'`stop`: expected {STOP}, found ""'),
+        ({"stop": 5}, "stop", f"`stop`: expected {STOP}, found 5"),
+        ({"stop": ["a", 5]}, "stop", f"`stop`: expected {STOP}, found 5"),
+        ({"stop": ["a"] * 17}, "stop", f"`stop`: expected {STOP}, found a list"),
+        ({"stop": "a" * 1001}, "stop", f'`stop`: expected {STOP}, found "{"a" * 59}…'),
+        ({"stream": "yes"}, "stream", '`stream`: expected true or false, found "yes"'),
+        ({"stream_options": {}}, "stream_options",
+         "`stream_options`: expected it with `stream` only, and an object, found {}"),
+        ({"stream": True, "stream_options": 1}, "stream_options",
+         "`stream_options`: expected it with `stream` only, and an object, found 1"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage",
+         "`include_usage`: expected true or false, found 1"),
+        ({"ignore_eos": 1}, "ignore_eos", "`ignore_eos`: expected true or false, found 1"),
+        ({"return_token_ids": "x"}, "return_token_ids", '`return_token_ids`: expected true or false, found "x"'),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_named(engine, change, param, message):
+    assert refused(call(engine, COMPLETIONS, IDS | change), 400) == (message, param, "invalid_value")
+    assert engine.stats()["live"] == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "wanted"),
+    [
+        ("n", 2, "1, found 2"), ("n", True, "1, found true"), ("best_of", 3, "1, found 3"),
+        ("echo", True, "false, found true"), ("logprobs", 5, "false, found 5"), ("logprobs", True, "false, found true"),
+        ("presence_penalty", 0.5, "0 or 0.0, found 0.5"), ("frequency_penalty", -1, "0 or 0.0, found -1"),
+        ("logit_bias", {"5": 1}, "{}, found an object"), ("suffix", "z", '"", found "z"'),
+        ("tools", [{}], "[], found a list"), ("tool_choice", "required", '"none" or "auto", found "required"'),
+        ("response_format", {"type": "json_object"}, '{"type": "text"}, found an object'),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_named(engine, field, value, wanted):
+    message = f"`{field}`: expected it left out or {wanted}: not supported here"
+    for path, body in ((COMPLETIONS, IDS), (CHAT, SAID)):
+        assert refused(call(engine, path, body | {field: value}), 400) == (message, field, "unsupported_parameter")
+
+
+@pytest.mark.parametrize("field", ["max_token", "prompts", "messages", "\ud800", "x" * 100])
+def test_an_unknown_field_is_named(engine, field):
+    message = f"`{field[:60]}`: expected fields that this server knows, found another"
+    found = refused(call(engine, COMPLETIONS, IDS | {field: 1}), 400)
+    assert found == (message, field[:60], "unsupported_parameter")
+
+
+def test_fields_that_ask_for_nothing_are_taken(engine):
+    body = IDS | {"n": 1, "logprobs": None, "echo": False, "tools": [], "presence_penalty": 0.0, "user": "me",
+                  "logit_bias": {}, "temperature": 0, "max_tokens": 5, "ignore_eos": True,
+                  "return_token_ids": True}  # fmt: skip
+    (choice,) = call(engine, COMPLETIONS, body).json()["choices"]
+    assert choice["token_ids"] == toy_artifact.answer([1, 2, 3], 5)[0]
+
+
+def test_sixteen_tokens_where_none_are_asked_for_and_a_chat_to_the_end(engine):
+    for path, body, total in ((COMPLETIONS, IDS, 3 + 16), (CHAT, SAID, 64)):
+        answer = call(engine, path, body | {"ignore_eos": True, "temperature": 0})
+        assert answer.json()["usage"]["total_tokens"] == total
+        assert answer.json()["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("messages", "found"),
+    [
+        (None, f"{WORDS}, found none"), ([], f"{WORDS}, found []"), ("hello", f'{WORDS}, found "hello"'),
+        ([5], f"{WORDS}, found 5 at place 0"), ([{"role": "user"}], f"{WORDS}, found no `content` at place 0"),
+        ([{"content": "a"}], f"{WORDS}, found no `role` at place 0"),
+        ([{"role": "user", "content": None}], f"{WORDS}, found no `content` at place 0"),
+        ([{"role": 1, "content": "a"}], f"{WORDS}, found `role` 1 at place 0"),
+        ([{"role": "user", "content": "a", "tool_calls": [1]}], f"{WORDS}, found `tool_calls` a list at place 0"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}],
+         'content of text alone, found a part of type "image_url" at place 0'),
+        ([{"role": "user", "content": ["a"]}], 'content of text alone, found a part of type "a" at place 0'),
+    ],
+)  # fmt: skip
+def test_wrong_messages_are_named(engine, messages, found):
+    answer = call(engine, CHAT, SAID | {"messages": messages})
+    assert refused(answer, 400) == (f"`messages`: expected {found}", "messages", "invalid_value")
+
+
+def test_a_conversation_that_is_too_long(engine):
+    answer = call(engine, CHAT, {"model": "toy", "messages": [{"role": "user", "content": "A" * 100}]})
+    message, param, code = refused(answer, 400)
+    assert message.startswith("messages: expected prompt and answer within the context of 64 tokens, found a prompt of")
+    assert (param, code) == ("messages", "invalid_value")
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (b"", "body: expected JSON, found Expecting value: line 1 column 1 (char 0)"),
+        (b"{", "body: expected JSON, found Expecting property name"),
+        (b'{"model": NaN}', "body: expected JSON, found NaN, which is no JSON"),
+        (b'{"temperature": -Infinity}', "body: expected JSON, found -Infinity, which is no JSON"),
+        (b"\xff", "body: expected JSON, found 'utf-8' codec can't decode byte 0xff"),
+        (b'{"seed": ' + b"9" * 4900 + b"}", "body: expected JSON, found Exceeds the limit"),
+        (b"[" * 4900, "body: expected JSON, found "),
+        (b"[1]", "body: expected an object, found a list"),
+        (b"null", "body: expected an object, found null"),
+    ],
+)
+def test_what_is_no_json_object(engine, body, found):
+    message, param, code = refused(call(engine, COMPLETIONS, body), 400)
+    assert message.startswith(found)
+    assert (param, code) == (None, "invalid_json")
+
+
+def test_what_http_itself_gets_wrong(engine):
+    found = refused(call(engine, COMPLETIONS, IDS, Content_Type="text/plain"), 415)
+    assert found[0] == "`Content-Type`: expected application/json, found text/plain"
+    assert call(engine, COMPLETIONS, IDS, Content_Type="Application/JSON; charset=utf-8").status_code == 200
+    found = refused(call(engine, COMPLETIONS, b" " * 5001), 413)
+    assert found == ("body: expected at most 5000 bytes, found 5001 or more", None, "body_too_large")
+    found = refused(call(engine, "/v1/embeddings", IDS), 404)
+    assert found[0] == "POST /v1/embeddings: expected an endpoint, found Not Found"
+    found = refused(call(engine, COMPLETIONS, b"", method="GET"), 405)
+    assert found[0] == "GET /v1/completions: expected an endpoint, found Method Not Allowed"
+    found = refused(call(engine, COMPLETIONS, IDS | {"model": "gpt\ud800"}), 404)
+    assert found == ('`model`: expected "toy", found "gpt\\ud800"', "model", "model_not_found")
+
+
+def test_without_a_tokenizer(wordless):
+    """Token ids in, token ids out; text, stop strings and messages are refused."""
+    (choice,) = call(wordless, COMPLETIONS, IDS | {"temperature": 0, "max_tokens": 6, "ignore_eos": True}).json()[
+        "choices"
+    ]
+    assert (choice["text"], choice["token_ids"]) == ("", toy_artifact.answer([1, 2, 3], 6)[0])
+    found = refused(call(wordless, COMPLETIONS, IDS | {"prompt": "a"}), 400)
+    assert found == ("`prompt`: expected token ids, found text: this model has no tokenizer", "prompt", "no_tokenizer")
+    found = refused(call(wordless, COMPLETIONS, IDS | {"stop": "a"}), 400)
+    assert found == ("`stop`: expected none, found some: this model has no tokenizer", "stop", "no_tokenizer")
+    found = refused(call(wordless, CHAT, SAID), 400)
+    assert found == (
+        "`messages`: expected a model with a chat template, found none: use /v1/completions", "messages",
+        "no_chat_template",
+    )  # fmt: skip
+
+
+def test_an_engine_that_ended_answers_503(tmp_path_factory, caplog):
+    with Engine(toy_artifact.shared(tmp_path_factory), report=lambda text: None) as engine:
+        assert call(engine, "/health", b"", method="GET").json() == {"status": "ok"}
+    for path, method in (("/health", "GET"), (COMPLETIONS, "POST"), (COMPLETIONS, "POST")):
+        answer = call(engine, path, IDS, method=method)
+        assert answer.status_code == 503
+        assert answer.json()["error"] == {
+            "message": "engine: expected it running, found it stopped", "type": "server_error", "param": None,
+            "code": "engine_stopped",
+        }  # fmt: skip
+    assert caplog.messages == ["engine: expected it open, found it closed"] * 2
+
+
+def test_a_stream_whose_engine_fails_ends_with_the_error(engine, caplog):
+    """And without ``[DONE]``; the cause goes to the log alone."""
+    ticket = Ticket(Request((1, 2), 9), 0, lambda index: None)
+    call = Call([ticket.request], chat=False, stream=True, include_usage=True, token_ids=False)
+
+    async def read() -> list[str]:
+        source = events([ticket], Shapes(call, "toy"), Metrics(engine))
+        ticket.push(5, "five")
+        found = [await anext(source)]
+        ticket.finish(EngineStopped("engine: the device caught fire"))
+        wake([ticket])
+        return [*found, *[event async for event in source]]
+
+    first, last = (json.loads(event.removeprefix("data: ")) for event in asyncio.run(read()))
+    assert first["choices"][0]["text"] == "five"
+    assert last["error"]["message"] == "engine: expected it running, found it stopped"
+    assert caplog.messages == ["engine: the device caught fire"]
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", b"a b", b"a\nb", b"\xff\xfe", "schlüssel".encode()])
+def test_a_bad_key_is_refused(tmp_path, monkeypatch, content):
+    """Never served without one because it could not be read."""
+    file = tmp_path / "key"
+    file.write_bytes(content)
+    wanted = "expected a key of printable ASCII without blanks, found none"
+    with pytest.raises(Ling3Error, match=wanted):
+        api_key(file)
+    if content in (b"", b"a b"):
+        monkeypatch.setenv("LING3_API_KEY", content.decode())
+        with pytest.raises(Ling3Error, match=f"^`LING3_API_KEY`: {wanted}"):
+            api_key(None)
+
+
+def test_the_file_goes_before_the_variable(tmp_path: Path, monkeypatch):
+    monkeypatch.delenv("LING3_API_KEY", raising=False)
+    assert api_key(None) is None
+    monkeypatch.setenv("LING3_API_KEY", "variable")
+    assert api_key(None) == "variable"
+    (tmp_path / "key").write_text(" file\n")
+    assert api_key(tmp_path / "key") == "file"
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(serve_cli, "find_spec", lambda name: None if name == "uvicorn" else name)
+    done = CliRunner().invoke(main, ["serve", "any"])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == (
+        "error: serve: expected starlette, uvicorn and prometheus_client, found no uvicorn\n"
+        'hint: pip install "ling3export[serve]"\n'
+    )
