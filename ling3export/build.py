@@ -110,7 +110,7 @@ def _fill(
     with ThreadPoolExecutor(1) as pool:
         compiled = pool.submit(_compile_all, plans, compilers, report)
         try:
-            weights = _write_weights(folder, source, options.dtype, report)
+            weights = write_weights(folder, source, options.dtype, report)
             context = min(min(plan.context, plan.geometry.pages * plan.geometry.page_size) for plan in plans)
             report.start("vectors", 1)
             vectors = write_vectors(source.config, source.tensor, folder, context, options.dtype)
@@ -171,7 +171,8 @@ def _compile_all(plans: list[Plan], compilers: list[Compilers], report: Reporter
     return [each.run(plan.cells, done) for plan, each in zip(plans, compilers, strict=True)]
 
 
-def _write_weights(folder: Path, source: Checkpoint, dtype: str, report: Reporter) -> dict[str, Any]:
+def write_weights(folder: Path, source: Checkpoint, dtype: str, report: Reporter) -> dict[str, Any]:
+    """Writes ``weights/`` below ``folder``; returns what the manifest says of it."""
     store = folder / "weights"
     store.mkdir()
     report.start("weights", store_bytes(source.config, dtype))

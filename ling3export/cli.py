@@ -52,6 +52,20 @@ def _require(command: str, packages: tuple[str, ...]) -> None:
         )
 
 
+def _refuse_given(what: str, names: tuple[str, ...]) -> None:
+    """Refuses options that were given and would mean nothing.
+
+    Raises:
+        Ling3Error: Names the first.
+    """
+    context = click.get_current_context()
+    options = {param.name: param.opts[0] for param in context.command.params}
+    for name in names:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            hint = "nothing is compiled: TensorFlow does that when it loads"
+            raise Ling3Error(f"{what}: expected no {options[name]}, found it", hint)
+
+
 class _Group(click.Group):
     """Guards parsing too: a padding that is no number is a Ling3Error like any other."""
 
@@ -128,6 +142,14 @@ def main() -> None:
 )
 @click.option("--force", is_flag=True, help="Replace ARTIFACT if it is there.")
 @click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["artifact", "savedmodel"]),
+    default="artifact",
+    show_default=True,
+    help="savedmodel: TensorFlow signatures of the TP=1 steps (extra savedmodel).",
+)
+@click.option(
     "--cache",
     "policy",
     type=click.Choice(POLICIES),
@@ -142,13 +164,13 @@ def main() -> None:
 )
 @click.option("--explain", is_flag=True, help="Say of each cell why it was not in the cache.")
 def build(
-    checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], force: bool, policy: str,
+    checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], force: bool, kind: str, policy: str,
     cache_dir: Path | None, explain: bool, **knobs: Any,
 ) -> None:  # fmt: skip
     """Build ARTIFACT from CHECKPOINT.
 
     Without CHECKPOINT the packaged demo checkpoint is built into ./demo.ling3; ARTIFACT defaults to
-    ./<checkpoint folder name>.ling3.
+    ./<checkpoint folder name>.ling3, or .savedmodel.
     """
     _require("build", ("flax", "rich"))
     from ling3export.build import DEMO
@@ -157,8 +179,15 @@ def build(
     from ling3export.progress import Console
 
     source = checkpoint or DEMO
-    destination = artifact or Path(f"{source.resolve().name}.ling3")
+    destination = artifact or Path(f"{source.resolve().name}.{'ling3' if kind == 'artifact' else kind}")
     with unwinding(), Console() as console:
+        if kind == "savedmodel":
+            from ling3export.savedmodel import build_savedmodel
+
+            _refuse_given("--format savedmodel", ("policy", "cache_dir", "explain", "jobs"))
+            build_savedmodel(source, destination, Options(**knobs), console, force=force, ignore=ignore)
+            console.note(f"wrote {destination}")
+            return
         use = CacheUse(policy, cache_dir, explain)
         manifest = run(source, destination, Options(**knobs), console, force=force, ignore=ignore, cache=use)
         console.summary(destination, manifest)

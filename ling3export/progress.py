@@ -16,6 +16,7 @@ LABELS = {
     "weights": "write weights",
     "vectors": "compute vectors",
     "receipts": "check receipts",
+    "signatures": "trace signatures",
 }
 
 

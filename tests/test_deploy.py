@@ -18,7 +18,7 @@ JOBSET = ROOT / "deploy/jobset-v6e-4x4.yaml"
 TARGET = parse_target("tpu:v6e:4x4", None, Config.from_dict(config_fields("full", {})))
 BLOCK = re.compile(r"^<!-- test micro-v6e.ling3 -->\n+```console\n\$ ([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-# What the manifest holds, by the references of JobSet v1alpha2, batch/v1 Job and v1 Pod: a mapping of field to schema, a
+# What it holds, by the references of JobSet v1alpha2, batch/v1 Job and v1 Pod: a mapping of field to schema, a
 # list of one schema for every item, or a type. Every field is required; `...` as a key allows any.
 CONTAINER = {
     "name": str,
