@@ -13,6 +13,12 @@ parity: .venv-parity/installed
 .venv-parity/installed: pyproject.toml constraints.txt .ci/venv
 	.ci/venv .venv-parity parity,test 3.11 3.12 3.13
 
+# 1.3 GB of TensorFlow, which only tests of SavedModels need: not part of `setup`. The same environment, so that jax is
+# installed once.
+.venv/savedmodel: .venv/installed
+	$(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt -e '.[savedmodel]'
+	touch $@
+
 fmt: setup
 	$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format .
 
@@ -22,7 +28,7 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-test: setup parity
+test: setup parity .venv/savedmodel
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: setup

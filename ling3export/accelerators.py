@@ -1,4 +1,4 @@
-"""Compiles cells for a TPU slice that is not here, with the compiler that would run there.
+"""Compiles cells for a TPU slice or an NVIDIA card that is not here, with the compiler that would run there.
 
 The executable comes from the direct lowering, not from the portable file: ``jax.export`` lowers for readers of other
 versions (``forward_compatible``), which makes kernels slower.
@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
+from ling3export.cards import target_config
 from ling3export.errors import PlanError
 from ling3export.estimates import Workload, estimate, expert_times, floor
 from ling3export.lower import LOCATION_OPTIONS, costs, with_shardings
@@ -31,6 +33,11 @@ def topology_mesh(target: Target) -> Mesh:
     Raises:
         PlanError: The compiler does not know the topology.
     """
+    if target.platform == "cuda":
+        card = topologies.get_topology_desc(
+            platform="cuda", topology_name="", target_config=target_config(target), topology="1x1x1"
+        )
+        return Mesh(np.array(card.devices), (AXIS,), axis_types=(AxisType.Auto,))
     single = (
         {"chips_per_host_bounds": [1, 1, 1]}
         if target.processes == 1 and set(target.topology or "") <= set("1x")
@@ -105,17 +112,22 @@ def compile_for(
         raw = pjrt.executable_bytes(compiled)
     seconds = round(direct.seconds + time.perf_counter() - started, 3)
     workload = Workload(min(Workload.tokens, geometry.max_pages * geometry.page_size))
-    found = estimate(compiled.as_text() or "", target.chip, workload.trips(phase, padding, config, geometry))
     record = {
         "call": pjrt.call_record(compiled),
         "hosts": hosts(direct.mesh),
         "lowering": {"direct": True, "forward_compatible": False},
         "compile_seconds": seconds,
         **costs(compiled),
+        "collectives": {},
+        "floor": floor(config, geometry, phase, padding, target.chip, workload),
+    }
+    if target.platform == "cuda":  # whose compiler estimates no cycles; with one card there are no collectives
+        return raw, record
+    found = estimate(compiled.as_text() or "", target.chip, workload.trips(phase, padding, config, geometry))
+    record |= {
         "collectives": found["collectives"],
         "estimated_seconds": found["seconds"],
         "estimate": found | {"tokens_a_sequence": workload.tokens, "clock_hz": target.chip.clock},
-        "floor": floor(config, geometry, phase, padding, target.chip, workload),
     }
     if phase != "sample" and config.moe_layers:
         record["experts"] = expert_times(config, geometry, padding, target.chip)

@@ -115,7 +115,7 @@ def _fill(
     with ThreadPoolExecutor(1) as pool:
         compiled = pool.submit(compile_all, plans, compilers, lambda: report.advance("programs", 1))
         try:
-            weights = _write_weights(folder, source, options.dtype, report)
+            weights = write_weights(folder, source, options.dtype, report)
             context = min(min(plan.context, plan.geometry.pages * plan.geometry.page_size) for plan in plans)
             report.start("vectors", 1)
             vectors = write_vectors(source.config, source.tensor, folder, context, options.dtype)
@@ -176,7 +176,8 @@ def _stop(compilers: list[Compilers], compiled: "Future[Any]") -> None:
     compiled.cancel()
 
 
-def _write_weights(folder: Path, source: Checkpoint, dtype: str, report: Reporter) -> dict[str, Any]:
+def write_weights(folder: Path, source: Checkpoint, dtype: str, report: Reporter) -> dict[str, Any]:
+    """Writes ``weights/`` below ``folder``; returns what the manifest says of it."""
     store = folder / "weights"
     store.mkdir()
     report.start("weights", store_bytes(source.config, dtype))

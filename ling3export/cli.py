@@ -29,6 +29,20 @@ def _require(command: str, packages: tuple[str, ...]) -> None:
         )
 
 
+def _refuse_given(what: str, names: tuple[str, ...]) -> None:
+    """Refuses options that were given and would mean nothing.
+
+    Raises:
+        Ling3Error: Names the first.
+    """
+    context = click.get_current_context()
+    options = {param.name: param.opts[0] for param in context.command.params}
+    for name in names:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            hint = "nothing is compiled: TensorFlow does that when it loads"
+            raise Ling3Error(f"{what}: expected no {options[name]}, found it", hint)
+
+
 class _Group(click.Group):
     """Guards parsing too: a padding that is no number is a Ling3Error like any other."""
 
@@ -64,6 +78,14 @@ def main() -> None:
 )
 @click.option("--force", is_flag=True, help="Replace ARTIFACT, or targets of --into, if they are there.")
 @click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["artifact", "savedmodel"]),
+    default="artifact",
+    show_default=True,
+    help="savedmodel: TensorFlow signatures of the TP=1 steps (extra savedmodel).",
+)
+@click.option(
     "--cache",
     "policy",
     type=click.Choice(POLICIES),
@@ -79,12 +101,12 @@ def main() -> None:
 @click.option("--explain", is_flag=True, help="Say of each cell why it was not in the cache.")
 def build(
     checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], into: Path | None, replay: str | None,
-    force: bool, policy: str, cache_dir: Path | None, explain: bool, **knobs: Any,
+    force: bool, kind: str, policy: str, cache_dir: Path | None, explain: bool, **knobs: Any,
 ) -> None:  # fmt: skip
     """Build ARTIFACT from CHECKPOINT.
 
     Without CHECKPOINT the packaged demo checkpoint is built into ./demo.ling3; ARTIFACT defaults to
-    ./<checkpoint folder name>.ling3.
+    ./<checkpoint folder name>.ling3, or .savedmodel.
     """
     _require("build", ("flax", "rich"))
     from ling3export.processes import unwinding
@@ -93,6 +115,14 @@ def build(
     if into is not None and (artifact is not None or replay is not None):
         raise click.UsageError(f"--into names the artifact: no {'--replay' if replay else 'ARTIFACT'} beside it")
     with unwinding(), Console() as console:
+        if kind == "savedmodel":
+            from ling3export.savedmodel import build_savedmodel
+
+            _refuse_given("--format savedmodel", ("policy", "cache_dir", "explain", "jobs", "into", "replay"))
+            source, destination = _named(checkpoint, artifact, "savedmodel")
+            build_savedmodel(source, destination, Options(**knobs), console, force=force, ignore=ignore)
+            console.note(f"wrote {destination}")
+            return
         use = CacheUse(policy, cache_dir, explain)
         if replay is not None:
             _replay(checkpoint, artifact, replay, use)
@@ -112,12 +142,12 @@ def build(
             console.summary(destination, manifest)
 
 
-def _named(checkpoint: Path | None, artifact: Path | None) -> tuple[Path, Path]:
+def _named(checkpoint: Path | None, artifact: Path | None, suffix: str = "ling3") -> tuple[Path, Path]:
     """Source and destination of a build."""
     from ling3export.build import DEMO
 
     source = checkpoint or DEMO
-    return source, artifact or Path(f"{source.resolve().name}.ling3")
+    return source, artifact or Path(f"{source.resolve().name}.{suffix}")
 
 
 def _replay(checkpoint: Path | None, artifact: Path | None, cell: str, cache: CacheUse) -> None:

@@ -14,7 +14,7 @@ from ling3export.model.config import Config
 from ling3export.model.state import state_arrays
 from ling3export.plan import Cell, Plan
 from ling3export.runners import environment
-from ling3export.targets import Target
+from ling3export.targets import CUDA_PACKAGES, Target
 
 # Read by the compilers from the environment, which a build hands down.
 FLAGS = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
@@ -29,7 +29,8 @@ def sources_digest() -> str:
 
 def toolchain(target: Target) -> dict[str, str]:
     """Versions that decide a program for ``target``."""
-    names = ["jax", "jaxlib", *(["libtpu"] if target.platform == "tpu" else [])]
+    compilers = {"tpu": ("libtpu",), "cuda": CUDA_PACKAGES}
+    names = ["jax", "jaxlib", *compilers.get(target.platform, ())]
     return {name: metadata.version(name) for name in names}
 
 

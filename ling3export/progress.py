@@ -22,6 +22,7 @@ LABELS = {
     "compare": "compare weights",
     "vectors": "compute vectors",
     "receipts": "check receipts",
+    "signatures": "trace signatures",
 }
 
 

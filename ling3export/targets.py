@@ -77,9 +77,9 @@ class Target:
     """A machine to build for, at a tensor parallelism.
 
     Attributes:
-        platform: ``cpu`` or ``tpu``.
+        platform: ``cpu``, ``tpu`` or ``cuda``.
         kind: Of accelerator; None for cpu.
-        topology: Of the slice, ``4x4``; of cpu, hosts and devices of each; None for cpu in one process.
+        topology: Of the slice, ``4x4``; of cpu, hosts and devices of each; None for cuda and cpu in one process.
         tp: Devices that share the model.
         processes: Of a running model: one a host.
     """
@@ -113,11 +113,12 @@ class Target:
 
 def known_targets() -> list[str]:
     """Every target that can be written, without TP."""
-    return [
-        "cpu",
-        "cpu:4x4",
-        *(f"tpu:{chip.kind}:{name}" for chip in CHIPS.values() for name in chip.topologies),
-    ]
+    slices = [f"tpu:{chip.kind}:{name}" for chip in CHIPS.values() for name in chip.topologies]
+    return ["cpu", "cpu:4x4", *slices, *(f"cuda:{kind}" for kind in _kinds("cuda"))]
+
+
+def _kinds(platform: str) -> list[str]:
+    return [chip.kind for chip in CHIPS.values() if chip.platform == platform]
 
 
 def parse_target(text: str, tp: int | None, config: Config) -> Target:
@@ -145,8 +146,10 @@ def parse_target(text: str, tp: int | None, config: Config) -> Target:
         if wanted is not None:
             _check_tp(f"TP of target `{text}`", wanted, config)
         return Target("cpu", None, None, _cpu_tp(tp, config) if wanted is None else wanted)
+    if platform == "cuda":
+        return _cuda(text, kind, topology, wanted)
     if platform != "tpu":
-        raise PlanError(f"target `{text}`: expected a platform of cpu, tpu, found `{platform}`", _hint())
+        raise PlanError(f"target `{text}`: expected a platform of cpu, tpu, cuda, found `{platform}`", _hint())
     return _tpu(text, kind, topology, wanted, config)
 
 
@@ -192,7 +195,7 @@ def _check_tp(what: str, tp: int, config: Config) -> None:
 
 
 def _tpu(text: str, kind: str | None, topology: str | None, wanted: int | None, config: Config) -> Target:
-    kinds = [key[1] for key in CHIPS if key[0] == "tpu"]
+    kinds = _kinds("tpu")
     if kind not in kinds:
         raise PlanError(f"target `{text}`: expected a kind of {', '.join(kinds)}, found {_shown(kind)}", _hint())
     chip = CHIPS["tpu", kind]
@@ -208,6 +211,18 @@ def _tpu(text: str, kind: str | None, topology: str | None, wanted: int | None, 
     _check_tp(f"devices of `{text}`", devices, config)
     chips = devices // chip.devices
     return Target("tpu", kind, topology, devices, -(-chips // chip.chips_per_host))
+
+
+def _cuda(text: str, kind: str | None, topology: str | None, wanted: int | None) -> Target:
+    if kind not in _kinds("cuda"):
+        raise PlanError(
+            f"target `{text}`: expected a kind of {', '.join(_kinds('cuda'))}, found {_shown(kind)}", _hint()
+        )
+    if topology is not None:
+        raise PlanError(f"target `{text}`: expected no topology for cuda, found `{topology}`", f"write cuda:{kind}")
+    if wanted not in (None, 1):
+        raise PlanError(f"target `{text}`: expected TP to be 1 (one card), found {wanted}", f"write cuda:{kind}")
+    return Target("cuda", kind, None, 1)
 
 
 def _shown(value: str | None) -> str:
@@ -228,8 +243,11 @@ def check_toolchain(target: Target) -> None:
     Another libtpu than jax's own may compile, and then end the process when the program is inspected.
 
     Raises:
-        PlanError: libtpu is missing, or is not the one that belongs to the jax that is installed; names both.
+        PlanError: libtpu, or jax's plugin for cuda, is missing or is not the one that belongs to the jax that is
+            installed; names both.
     """
+    if target.platform == "cuda":
+        _check_cuda(target)
     if target.platform != "tpu":
         return
     jax, wanted = metadata.version("jax"), wanted_libtpu()
@@ -245,8 +263,27 @@ def check_toolchain(target: Target) -> None:
         )
 
 
+CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
+
+
+def _check_cuda(target: Target) -> None:
+    jax = metadata.version("jax")
+    for name in CUDA_PACKAGES:
+        try:
+            found = f"{name} {metadata.version(name)}"
+        except metadata.PackageNotFoundError:
+            found = "none"
+        if found != f"{name} {jax}":
+            raise PlanError(
+                f"target `{target.text}`: expected {name} {jax} (of the version of jax), found {found}",
+                'pip install "ling3export[cuda]"',
+            )
+
+
 def compiler_environment(target: Target) -> dict[str, str]:
-    """What must stand in the environment before jax is imported to compile for a TPU that is not here."""
+    """What must stand in the environment before jax is imported to compile for an accelerator that is not here."""
+    if target.platform == "cuda":
+        return {"JAX_PLATFORMS": "cpu"}
     return {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",  # no metadata server: this is no TPU machine

@@ -132,15 +132,18 @@ def decode(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tre
 
 
 def _sharded(
-    body: Callable[..., tuple[Tree, Tree]], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, specs: Any,
+    body: Callable[..., tuple[Tree, Tree]], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None, specs: Any,
     out_specs: Any,
 ) -> Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]:  # fmt: skip
+    if mesh is None:
+        alone = jax.vmap(body, in_axes=None, axis_name=AXIS, axis_size=1)
+        return lambda *arguments: jax.tree.map(lambda value: value[0], alone(*arguments))
     return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
 
 
 def build_step(
     config: Config, geometry: Geometry, phase: str, padding: int,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None,
 ) -> Step:  # fmt: skip
     """The program of one cell.
 
@@ -149,7 +152,8 @@ def build_step(
         geometry: Parallelism, pools and dtype.
         phase: ``prefill``, ``decode`` or ``sample``.
         padding: Token slots, sequences or rows.
-        mesh: One axis ``tp`` of ``geometry.tp`` devices, abstract or real.
+        mesh: One axis ``tp`` of ``geometry.tp`` devices, abstract or real; None for a program of one device without
+            collectives, for readers that know none.
     """
     fields = batch_fields(phase, padding, geometry.max_pages)
     packed = jax.ShapeDtypeStruct((packed_size(fields),), jnp.int32)

@@ -44,3 +44,12 @@ def test_every_target_sets_up_what_it_needs_once(target, checkout):
     later = (checkout / ".venv/installed").stat().st_mtime + 10
     os.utime(checkout / "constraints.txt", (later, later))
     assert ".ci/venv" in planned(target, checkout)
+
+
+def test_tensorflow_is_installed_for_tests_alone_and_once(checkout):
+    install = "pip install -qq --no-input --disable-pip-version-check -c constraints.txt -e '.[savedmodel]'"
+    assert [target for target in TARGETS if install in planned(target, checkout)] == ["test"]
+    for name in ("installed", "savedmodel"):
+        (checkout / ".venv").mkdir(exist_ok=True)
+        (checkout / ".venv" / name).touch()
+    assert install not in planned("test", checkout)

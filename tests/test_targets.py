@@ -27,6 +27,8 @@ MICRO = Config.from_dict(config_fields("micro", {}))
         ("tpu:v6e:2x2", 16, "tpu-v6e-2x2-tp4", 4, 1),
         ("tpu:v5p:2x2x4", None, "tpu-v5p-2x2x4-tp16", 16, 4),
         ("tpu:tpu7x:2x2x2", None, "tpu-tpu7x-2x2x2-tp16", 16, 2),
+        ("cuda:h200", None, "cuda-h200-tp1", 1, 1),
+        ("cuda:h100@1", 16, "cuda-h100-tp1", 1, 1),
     ],
 )
 def test_a_target_says_its_devices_and_hosts(text, tp, name, devices, processes):
@@ -35,9 +37,9 @@ def test_a_target_says_its_devices_and_hosts(text, tp, name, devices, processes)
 
 
 KNOWN = (
-    "known targets: cpu, cpu:4x4, tpu:v6e:1x1, tpu:v6e:2x2, tpu:v6e:2x4, tpu:v6e:4x4, tpu:v5e:1x1, "
-    "tpu:v5e:2x2, tpu:v5e:2x4, tpu:v5e:4x4, tpu:v5p:1x1x1, tpu:v5p:2x2x1, tpu:v5p:2x2x2, tpu:v5p:2x2x4, "
-    "tpu:tpu7x:1x1x1, tpu:tpu7x:2x2x1, tpu:tpu7x:2x2x2"
+    "known targets: cpu, cpu:4x4, tpu:v6e:1x1, tpu:v6e:2x2, tpu:v6e:2x4, tpu:v6e:4x4, tpu:v5e:1x1, tpu:v5e:2x2, "
+    "tpu:v5e:2x4, tpu:v5e:4x4, tpu:v5p:1x1x1, tpu:v5p:2x2x1, tpu:v5p:2x2x2, tpu:v5p:2x2x4, tpu:tpu7x:1x1x1, "
+    "tpu:tpu7x:2x2x1, tpu:tpu7x:2x2x2, cuda:h100, cuda:h200"
 )
 
 
@@ -45,7 +47,11 @@ KNOWN = (
     ("text", "message", "hint"),
     [
         ("", "target ``: expected PLATFORM[:KIND][:TOPOLOGY][@TP], found another form", "e.g. tpu:v6e:4x4 or cpu@4"),
-        ("gpu", "target `gpu`: expected a platform of cpu, tpu, found `gpu`", KNOWN),
+        ("gpu", "target `gpu`: expected a platform of cpu, tpu, cuda, found `gpu`", KNOWN),
+        ("cuda", "target `cuda`: expected a kind of h100, h200, found none", KNOWN),
+        ("cuda:a100", "target `cuda:a100`: expected a kind of h100, h200, found `a100`", KNOWN),
+        ("cuda:h200:8", "target `cuda:h200:8`: expected no topology for cuda, found `8`", "write cuda:h200"),
+        ("cuda:h200@8", "target `cuda:h200@8`: expected TP to be 1 (one card), found 8", "write cuda:h200"),
         ("tpu", "target `tpu`: expected a kind of v6e, v5e, v5p, tpu7x, found none", KNOWN),
         ("tpu:v7x:4x4", "target `tpu:v7x:4x4`: expected a kind of v6e, v5e, v5p, tpu7x, found `v7x`", KNOWN),
         ("tpu:v6e", "target `tpu:v6e`: expected a topology of 1x1, 2x2, 2x4, 4x4 for v6e, found none", KNOWN),

@@ -1,0 +1,146 @@
+"""``build --format savedmodel``: the TP=1 steps as signatures of one TensorFlow SavedModel, through orbax-export.
+
+The weights are in it once, shared by all signatures. State goes in and comes out of every call: a caller keeps it.
+TensorFlow runs in a process of its own (``ling3export/savedmodel_worker.py``).
+"""
+
+import contextlib
+import importlib.util
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ling3export.artifacts.staging import staged
+from ling3export.build import Reporter, write_weights
+from ling3export.checkpoint import Checkpoint
+from ling3export.errors import ArtifactError, Ling3Error, PlanError
+from ling3export.plan import Options, make_plan
+from ling3export.processes import command, ending, environment
+
+RECORD = "ling3.json"  # beside saved_model.pb: what the signatures take and give
+EXTRA = {"orbax.export": "orbax-export", "tensorflow": "tensorflow-cpu"}
+
+
+def check_packages() -> None:
+    """Refuses before any work where the extra is not installed.
+
+    Raises:
+        Ling3Error: Names the packages that are missing.
+    """
+    missing = [package for module, package in EXTRA.items() if not _there(module)]
+    if missing:
+        raise Ling3Error(
+            f"--format savedmodel: expected the packages of the extra `savedmodel`, found no {', '.join(missing)}",
+            'pip install "ling3export[savedmodel]"',
+        )
+
+
+def _there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent package
+        return False
+
+
+def one_device(options: Options) -> Options:
+    """``options`` for the one target that a SavedModel has.
+
+    Raises:
+        PlanError: Another target or TP was asked for.
+    """
+    if any(target not in ("cpu", "cpu@1", "cpu@tp1") for target in options.targets) or options.tp not in (None, 1):
+        found = ", ".join(options.targets) + ("" if options.tp is None else f" at TP={options.tp}")
+        raise PlanError(
+            f"--format savedmodel: expected target cpu at TP=1, found {found}", "leave out --target and --tp"
+        )
+    return replace(options, tp=1, targets=("cpu",))
+
+
+def build_savedmodel(
+    checkpoint: Path, destination: Path, options: Options, report: Reporter, *, force: bool = False,
+    ignore: Sequence[str] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Writes ``destination``, a SavedModel with a signature for every cell of the plan.
+
+    Args:
+        checkpoint: A folder in the published layout.
+        destination: The folder to make.
+        options: Paddings, pools, dtype.
+        report: Told of every stage.
+        force: Replace a SavedModel of ours that is there.
+        ignore: Fields of config.json to ignore.
+
+    Returns:
+        What ``ling3.json`` in the folder says.
+
+    Raises:
+        Ling3Error: The packages, the checkpoint, the plan or the disk do not allow it; nothing is left behind.
+    """
+    check_packages()
+    source = Checkpoint.open(checkpoint, ignore=ignore)
+    plan = make_plan(source.config, one_device(options), "cpu")
+    for note in plan.notes:
+        report.note(note)
+    with staged(destination, force=force, mark=RECORD) as folder:
+        weights = write_weights(folder, source, options.dtype, report)
+        job = {
+            "config": json.loads((source.path / "config.json").read_bytes()),
+            "ignore": list(ignore),
+            "geometry": asdict(plan.geometry),
+            "cells": [[cell.phase, cell.padding] for cell in plan.cells],
+            "weights": str(folder / "weights"),
+            "index": weights["index"],
+            "model": str(folder / "model"),
+        }
+        report.start("signatures", len(plan.cells))
+        described = run_worker(job, report)
+        shutil.rmtree(folder / "weights")
+        for path in (folder / "model").iterdir():
+            path.rename(folder / path.name)
+        (folder / "model").rmdir()
+        names = ("ling3export", "jax", "jaxlib", "orbax-export", "tensorflow-cpu")
+        record = {
+            "producer": {name: metadata.version(name) for name in names},
+            "source": {"name": source.path.resolve().name, "digests": source.digests()},
+            "config": source.config.semantic() | {"eos_token_id": list(source.config.eos_token_ids)},
+            "plan": plan.record(),
+            **described,
+        }
+        (folder / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    return record
+
+
+def run_worker(job: dict[str, Any], report: Reporter) -> dict[str, Any]:
+    """The worker's description of what it wrote.
+
+    Raises:
+        ArtifactError: It failed; with the end of what it printed.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        process = subprocess.Popen(
+            command("ling3export.savedmodel_worker"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+            text=True, env=environment() | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+        )  # fmt: skip
+        with process:
+            try:
+                assert process.stdin is not None and process.stdout is not None
+                with contextlib.suppress(OSError):  # one that is dead is found when its reply is read
+                    process.stdin.write(json.dumps(job) + "\n")
+                    process.stdin.flush()  # and left open: the worker ends when it closes
+                for line in process.stdout:
+                    message: dict[str, Any] = json.loads(line)
+                    if "record" in message:
+                        return dict(message["record"])
+                    report.advance("signatures", 1)
+                code = process.wait()
+            finally:
+                process.kill()
+        errors.seek(0)
+        said = errors.read()[-400:].strip() or "nothing was printed"
+    raise ArtifactError(f"savedmodel: expected the exporting process to end well, found it {ending(code)}: {said}")

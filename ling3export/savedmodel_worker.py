@@ -1,0 +1,159 @@
+"""A process that writes one SavedModel: the job in on stdin, a line on stdout for each signature, then the record."""
+
+import functools
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxlib.mlir.dialects import stablehlo
+
+from ling3export.artifacts.store import Store
+from ling3export.model.batch import Field
+from ling3export.model.config import Config
+from ling3export.model.geometry import Geometry
+from ling3export.model.parameters import arguments
+from ling3export.model.steps import Step, Tree, build_step, put
+
+# TensorFlow itself: oneDNN changes what its kernels round, and its notes would hide an error.
+SETTINGS = {"TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPP_MIN_LOG_LEVEL": "2"}
+
+
+# The StableHLO that TensorFlow 2.21 reads. jax writes for readers of the last four weeks, and has no setting for it.
+READ = "1.13.0"
+
+
+@contextmanager
+def written_for(version: str) -> Iterator[None]:
+    """Within the block jax writes StableHLO that readers of ``version`` understand, or fails.
+
+    Raises:
+        RuntimeError: jax did not ask for a version: TensorFlow might not read what it wrote.
+    """
+    name, asked = "get_version_from_compatibility_requirement", []
+    before = getattr(stablehlo, name)
+
+    def answer(requirement: Any) -> str:
+        asked.append(requirement)
+        return version
+
+    setattr(stablehlo, name, answer)
+    try:
+        yield
+    finally:
+        setattr(stablehlo, name, before)
+    if not asked:
+        raise RuntimeError(f"StableHLO version: expected jax {jax.__version__} to ask {name}, found that it did not")
+
+
+def pack(batch: Tree, fields: tuple[Field, ...]) -> jax.Array:
+    """The named fields of a call as the packed vector that a step takes."""
+    parts = []
+    for field in fields:
+        value = batch[field.name].reshape(-1)
+        parts.append(lax.bitcast_convert_type(value, jnp.int32) if field.dtype == "float32" else value)
+    return jnp.concatenate(parts)
+
+
+def signature_of(step: Step) -> dict[str, jax.ShapeDtypeStruct]:
+    """What a signature takes: state arrays, fields and, for ``sample``, logits, by name."""
+    fields = {field.name: jax.ShapeDtypeStruct(field.shape, jnp.dtype(field.dtype)) for field in step.fields}
+    rest = {name: value for name, value in step.arguments[2].items() if name != "packed"}
+    return {**step.arguments[1], **fields, **rest}
+
+
+def method_of(step: Step, done: Any) -> Any:
+    """``(params, inputs) -> outputs`` of one cell, both flat; ``done`` is called when it is traced."""
+
+    def method(params: Tree, inputs: Tree) -> Tree:
+        batch = {name: inputs[name] for name in step.arguments[2] if name != "packed"}
+        state = {name: inputs[name] for name in step.arguments[1]}
+        given = params if step.arguments[0] else {}
+        state, out = step.call(given, state, {**batch, "packed": pack(inputs, step.fields)})
+        done()
+        return {**state, **out}
+
+    return method
+
+
+def parameters(config: Config, geometry: Geometry, store: Store) -> Tree:
+    """All parameters, mapped where jax can."""
+    tree: Tree = {}
+    for argument in arguments(config, geometry):
+        value = store.view(argument.parameter.name)
+        if argument.layer is not None:
+            value = np.take(value, argument.layer, argument.stack_axis)
+        put(tree, argument.path, jnp.asarray(value))
+    return tree
+
+
+def described(values: Tree) -> dict[str, dict[str, Any]]:
+    """Shape and dtype by name."""
+    return {name: {"shape": list(value.shape), "dtype": str(value.dtype)} for name, value in values.items()}
+
+
+def export(job: dict[str, Any], tell: Any) -> dict[str, Any]:
+    """Writes the SavedModel and says what its signatures take and give."""
+    import tensorflow as tf
+    from orbax.export import ExportManager, JaxModule, ServingConfig
+
+    config = Config.from_dict(job["config"], ignore=job["ignore"])
+    geometry = Geometry(**job["geometry"])
+    methods, configs, signatures = {}, [], {}
+    waiting = {f"{phase}@{padding}" for phase, padding in job["cells"]}
+
+    def traced(name: str) -> None:
+        if name in waiting:  # a step may be traced more than once
+            waiting.remove(name)
+            tell({"signature": name})
+
+    for phase, padding in job["cells"]:
+        name = f"{phase}@{padding}"
+        step = build_step(config, geometry, phase, padding, None)
+        inputs = signature_of(step)
+        # A function's name becomes a node's, where TensorFlow allows no @.
+        key = f"{phase}_{padding}"
+        methods[key] = method_of(step, functools.partial(traced, name))
+        specs = {at: tf.TensorSpec(value.shape, str(value.dtype), name=at) for at, value in inputs.items()}
+        configs.append(ServingConfig(name, input_signature=[specs], method_key=key))
+        outputs = jax.eval_shape(method_of(step, lambda: None), step.arguments[0], inputs)
+        signatures[name] = {"inputs": described(inputs), "outputs": described(outputs)}
+    params = parameters(config, geometry, Store(Path(job["weights"]), job["index"]))
+    module = JaxModule(params, methods, trainable=False)
+    with written_for(READ):
+        ExportManager(module, configs).save(job["model"])
+    state = build_step(config, geometry, "decode", job["cells"][-1][1], None).arguments[1]
+    return {"signatures": signatures, "state": described(state)}
+
+
+def main() -> None:
+    """Serves one job; ends at once when stdin does, for whoever started it is gone then."""
+    os.environ.update(SETTINGS)
+    replies = sys.stdout
+    sys.stdout = sys.stderr
+    job = json.loads(sys.stdin.readline())
+
+    def watch() -> None:
+        sys.stdin.read()
+        os._exit(1)
+
+    def tell(message: dict[str, Any]) -> None:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
+
+    threading.Thread(target=watch, daemon=True).start()
+    tell({"record": export(job, tell)})
+    replies.close()
+    os._exit(0)  # TensorFlow's own teardown has nothing left to do, and takes a second
+
+
+if __name__ == "__main__":
+    main()
