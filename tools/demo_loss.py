@@ -37,7 +37,7 @@ def geometry(config: Config, dtype: str = "float32") -> Geometry:
     """One device, all experts at once."""
     return Geometry(
         tp=1, dtype=dtype, slots=1, pages=1, page_size=CHUNK, max_pages=1, latent_row=config.latent_dim,
-        experts="local", recurrence="together",
+        experts="local",
     )  # fmt: skip
 
 
@@ -82,7 +82,8 @@ def loads(model: Ling3, x: jax.Array, index: int) -> jax.Array:
     rows = x.reshape(-1, x.shape[-1])
     logits = jnp.matmul(rows, take(model.moe.gate[...], index, split=False).T, precision=lax.Precision.HIGHEST)
     bias = take(model.moe.expert_bias[...], index, split=False)
-    return jnp.sum(route_weights(jax.nn.sigmoid(logits), bias, model.config) > 0, axis=0, dtype=jnp.float32)
+    chosen = route_weights(jax.nn.sigmoid(logits).T, bias, model.config) > 0
+    return jnp.sum(chosen, axis=1, dtype=jnp.float32)
 
 
 def run_layer(model: Ling3, x: jax.Array, layer: Layer, chunks: Chunks) -> tuple[jax.Array, jax.Array | None]:
