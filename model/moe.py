@@ -64,7 +64,8 @@ def route_weights(scores: jax.Array, bias: jax.Array, config: Config) -> jax.Arr
         fp32 ``[E, T]``.
     """
     experts, tokens = scores.shape
-    grouped = (scores + bias[:, None]).reshape(config.n_group, -1, tokens)
+    # The choice has no gradient (tools/train_demo.py takes one through the weights).
+    grouped = lax.stop_gradient(scores + bias[:, None]).reshape(config.n_group, -1, tokens)
     best, *second = largest(grouped, min(2, grouped.shape[1]), 1)
     best = best + second[0] if second else best
     index = np.arange(config.n_group)
