@@ -139,7 +139,7 @@ def output(gated: Callable[[jax.Array, jax.Array, Callable[[jax.Array], jax.Arra
     return replace(kda.KimiDeltaAttention, "_output", wrong)
 
 
-def half_split_rope(_: Any, x: jax.Array, position: jax.Array, theta: float) -> jax.Array:
+def half_split_rope(_: Any, x: jax.Array, position: jax.Array, theta: float, *_rest: Any) -> jax.Array:
     half = x.shape[-1] // 2
     angle = position.reshape(-1, *[1] * (x.ndim - 1)).astype(jnp.float32) * theta ** (-jnp.arange(half) / half)
     low, high = x[..., :half], x[..., half:]
@@ -197,7 +197,7 @@ def inputs(change: Callable[[kda.Inputs, float], kda.Inputs]) -> Plant:
 MISTAKES: dict[str, Plant] = {
     "softplus gate": replace(kda, "log_decay", softplus_gate),  # 0.83
     "dt_bias after the multiplication": replace(kda, "log_decay", bias_after_rate),  # 0.74
-    "l2norm missing": replace(kda, "l2_norm", lambda _, x: x),  # 1.09
+    "l2norm missing": replace(kda, "l2_norm", lambda _, x, *rest: x),  # 1.09
     "q scale missing": inputs(lambda x, width: x._replace(q=x.q * width**0.5)),  # 0.48
     "beta missing": inputs(lambda x, _: x._replace(beta=jnp.sign(x.beta))),  # 0.67
     "delta against the undecayed state": recurrence(undecayed),  # 0.27
