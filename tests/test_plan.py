@@ -151,7 +151,7 @@ def test_numbers_outside_their_range_are_refused(changes, message):
 def test_targets_of_other_platforms_are_refused():
     with pytest.raises(PlanError) as caught:
         make_plan(CONFIG, SMALL, "gpu:4x4")
-    assert str(caught.value).startswith("target `gpu:4x4`: expected a platform of cpu, tpu, found `gpu`")
+    assert str(caught.value).startswith("target `gpu:4x4`: expected a platform of cpu, tpu, cuda, found `gpu`")
 
 
 def test_the_pool_takes_what_full_sequences_need_or_what_fits():
