@@ -172,7 +172,7 @@ def layouts(rng: np.random.Generator, count: int, experts: int) -> list[np.ndarr
 def test_tile_layout(count: int, experts: int, rows: int):
     layout = jax.jit(moe.tile_layout, static_argnums=(1, 2))
     for expert in layouts(np.random.default_rng(count), count, experts):
-        place, tile_expert, tiles = map(np.asarray, layout(jnp.asarray(expert, jnp.int32), experts, rows))
+        place, tile_expert, used, tiles = map(np.asarray, layout(jnp.asarray(expert, jnp.int32), experts, rows))
         ours = expert < experts
         counts = np.bincount(expert[ours], minlength=experts)
         assert tiles == np.sum(-(-counts // rows)) <= len(tile_expert)
@@ -180,6 +180,8 @@ def test_tile_layout(count: int, experts: int, rows: int):
         assert np.all(place[ours] < tiles * rows)
         assert len(set(place[ours])) == np.sum(ours)
         np.testing.assert_array_equal(tile_expert[place[ours] // rows], expert[ours])
+        np.testing.assert_array_equal(used, np.bincount(place[ours] // rows, minlength=len(tile_expert)))
+        assert np.all(place[ours] % rows < used[place[ours] // rows])  # the first rows of a tile are the taken ones
         assert all(np.all(np.diff(place[expert == e]) > 0) for e in range(experts))
 
 
