@@ -166,7 +166,7 @@ def _load(job: _Job) -> Loaded:
     mesh = programs.mesh_of(job.record)
     with job.timings.stage("programs"):
         verdicts, compiled = _verdicts(job, files, mesh)
-        # The state first: writing its zeros is the longest piece of work that no thread can share.
+        # The state first: writing its zeros is the longest piece of work.
         zeroed = job.pool.submit(job.timed, "state", lambda: device.fresh_state(job.record, mesh))
         loading = programs.load_programs(files, job.record, mesh, verdicts, compiled, job.pool)
     with job.timings.stage("weights"):
