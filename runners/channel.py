@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
@@ -90,6 +90,15 @@ class Channel:
             return []
         return [payload, *(self.take(number)[1] for number in sorted(self._peers))]
 
+    def gather(self, payload: bytes) -> tuple[bytes, ...]:
+        """On every host: what each passed to its call, by host. All payloads are of one length."""
+        parts = self.parts(payload)
+        if self.leads:
+            self.send(PART, b"".join(parts))
+            return tuple(parts)
+        whole = self.take()[1]
+        return tuple(whole[at : at + len(payload)] for at in range(0, len(whole), len(payload)))
+
     def finish(self) -> None:
         """Parts from the other hosts, once all have come here; nothing may be running on the devices.
 
@@ -110,8 +119,20 @@ class Channel:
                 watch.join(SILENCE)
         self.close()
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What fails inside ends every host."""
+        try:
+            yield
+        except BaseException as error:
+            self.settle()
+            self.fail(f"a step failed: {error}")
+            raise
+
     def fail(self, text: str) -> None:
-        """Tells the other hosts that this one ends, and sees to it that it does."""
+        """Tells the other hosts that this one ends, and sees to it that it does; once only."""
+        if self._closing:
+            return
         self._closing = True
         self.send(FAILED, text.encode())  # and jax's service goes on, or the others would end before they say why
         stuck = threading.Timer(SETTLE, os._exit, (1,))  # threads of a collective never end
@@ -120,7 +141,8 @@ class Channel:
 
     def settle(self) -> None:
         """After a step failed: waits for the watch to find out that another host is why, and end the process."""
-        time.sleep(SETTLE)
+        if not self._closing:
+            time.sleep(SETTLE)
 
     def close(self) -> None:
         """Closes the connections."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ling3export.runners.allocator import Allocator
 from ling3export.runners.calls import Shapes
 from ling3export.runners.counters import Counters
-from ling3export.runners.follow import LeadingTurns
+from ling3export.runners.follow import SharedTurns
 from ling3export.runners.loader import Loaded
 from ling3export.runners.request import Limits
 from ling3export.runners.scheduler import Scheduler
@@ -24,7 +24,7 @@ class Driving:
         allocator: Slots and pages.
         limits: What one request may ask for.
         counters: The scheduler's.
-        turns: What to do, turn by turn; on host 0 of several, they tell the others.
+        turns: What to do, turn by turn; host 0 of several tells the others.
     """
 
     files: TokenizerFiles
@@ -50,8 +50,7 @@ def driving(loaded: Loaded, *, overlap: bool) -> Driving:
     )  # fmt: skip
     scheduler = Scheduler(loaded.device, Shapes.of(record), allocator, ahead=1 if overlap else 0)
     sequence, channel = sequences(limits, files), loaded.channel
-    leads = channel is not None and channel.leads
-    turns = LeadingTurns(scheduler, sequence, channel) if channel and leads else Turns(scheduler, sequence)
+    turns = SharedTurns(scheduler, sequence, channel) if channel else Turns(scheduler, sequence)
     return Driving(files, allocator, limits, scheduler.counters, turns)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ling3export.errors import RequestError
 from ling3export.runners.chat import Message
-from ling3export.runners.hosts import Hosts
+from ling3export.runners.hosts import Hosts, agreed
 from ling3export.runners.loader import load, say
 from ling3export.runners.request import Completion, Limits, Request, Sampling, token_ids
 from ling3export.runners.ticket import Piece, Ticket
@@ -50,7 +50,9 @@ class Engine:
     ) -> None:  # fmt: skip
         if hosts is not None and hosts.number:
             raise RequestError(f"engine: expected it on host 0, found host {hosts.number}", "the others call follow()")
-        loaded = load(artifact, target=target, programs=programs, check=check, report=report, hosts=hosts)
+        loaded = load(
+            artifact, target=target, programs=programs, check=check, report=report, hosts=hosts, agreed=agreed(overlap)
+        )
         # numpy comes with these: it is imported once the environment is set.
         from ling3export.runners.driving import driving
         from ling3export.runners.loop import Loop
@@ -66,6 +68,7 @@ class Engine:
         self._pools = {"slots": state["slots"], "pages": state["pages"]}
         self._allocator, self._counters = parts.allocator, parts.counters
         self._compiles, self._weight_bytes = loaded.compiles, loaded.weight_bytes
+        self._several = hosts is not None
         self._loop = Loop(parts.turns, self.timings, max_requests)
         self._close = weakref.finalize(self, self._loop.close)  # also at the end of the process
 
@@ -162,6 +165,14 @@ class Engine:
         finally:
             for ticket in tickets:
                 ticket.cancel()
+
+    def digests(self) -> tuple[bytes, ...]:
+        """Of each host, by number, sha256 of the tokens that it read since the last call; nothing on one host alone.
+
+        Raises:
+            EngineStopped: The engine was closed, or a step failed.
+        """
+        return self._loop.compare() if self._several else ()
 
     def check(self, request: Request) -> None:
         """Refuses what can never be served.

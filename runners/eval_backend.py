@@ -11,7 +11,11 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from ling3export.runners.eval_tasks import Prompt
+from ling3export.runners.hosts import Hosts
 from ling3export.runners.request import Completion, Sampling
+
+
+OVERLAP = False  # the setting of the reference evaluation
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,12 @@ class Backend(Protocol):
     def stats(self) -> dict[str, Any]:
         """Counters since the start."""
 
+    def digests(self) -> Sequence[bytes]:
+        """Of each process that takes the same steps, by number, the digest of what it read since the last call.
+
+        Nothing where there is one process.
+        """
+
     def environment(self) -> dict[str, Any]:
         """What decides the tokens beside the prompts: artifact, versions, devices, paddings, as JSON."""
 
@@ -56,18 +66,20 @@ class EngineBackend:
         target: Which target; None takes the only one that fits this machine.
         programs: ``prebuilt-only``, or ``allow-compile``.
         check: ``all``, or ``programs``.
+        hosts: Where several run together: this process's place, which is the first (``follow_backend`` on the others).
 
     Raises:
         ArtifactError: The artifact is missing, damaged, or not for this machine under this policy.
+        HostsError: The other hosts are not there in time, or load something else.
     """
 
     def __init__(
-        self, artifact: str | Path, *, target: str | None = None, programs: str = "prebuilt-only", check: str = "all"
-    ) -> None:
+        self, artifact: str | Path, *, target: str | None = None, programs: str = "prebuilt-only", check: str = "all",
+        hosts: Hosts | None = None,
+    ) -> None:  # fmt: skip
         from ling3export.runners.engine import Engine
 
-        # No overlap: the setting of the reference evaluation.
-        self._engine = Engine(artifact, target=target, programs=programs, check=check, overlap=False)
+        self._engine = Engine(artifact, target=target, programs=programs, check=check, overlap=OVERLAP, hosts=hosts)
 
     def generate(self, asks: Sequence[Ask]) -> list[Completion]:
         """Completes a batch, in order.
@@ -88,6 +100,10 @@ class EngineBackend:
         """Counters since the start."""
         return self._engine.stats()
 
+    def digests(self) -> Sequence[bytes]:
+        """Of each host, by number, the digest of the tokens that it read since the last call."""
+        return self._engine.digests()
+
     def environment(self) -> dict[str, Any]:
         """Artifact, versions, devices and settings, as JSON."""
         manifest, plan = self._engine.manifest, self._engine.manifest["plan"]
@@ -104,7 +120,7 @@ class EngineBackend:
             "verdicts": sorted({v.status.name for v in self._engine.verdicts.values()}),
             **{name: plan.get(name) for name in ("dtype", "paddings", "decode_paddings", "max_running", "page_size")},
             "context": self._engine.limits.context,
-            "overlap": False,
+            "overlap": OVERLAP,
             "devices": f"{len(devices)} × {devices[0].device_kind}",
             **machine_environment(),
         }
@@ -116,6 +132,18 @@ class EngineBackend:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._engine.close()
+
+
+def follow_backend(artifact: str | Path, hosts: Hosts, *, target: str | None, programs: str) -> None:
+    """What every host but the first does in place of an EngineBackend: takes its steps, until it ends.
+
+    Raises:
+        ArtifactError, HostsError: As EngineBackend.
+        RankDivergence: Hosts read other tokens.
+    """
+    from ling3export.runners.follow import follow
+
+    follow(artifact, hosts, target=target, programs=programs, overlap=OVERLAP)
 
 
 def machine_environment() -> dict[str, Any]:

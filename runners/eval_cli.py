@@ -18,7 +18,8 @@ import click
 from ling3export.errors import Ling3Error, listed
 from ling3export.runners.eval_config import RunConfig
 from ling3export.runners.eval_objects import RankDivergence
-from ling3export.runners.guard import guarded
+from ling3export.runners.guard import guarded, keep_stdout
+from ling3export.runners.hosts import HOST_NAMES, Hosts, find_hosts, host_options
 from ling3export.runners.verdict import POLICIES
 
 if TYPE_CHECKING:
@@ -43,11 +44,34 @@ def coded(command: Callable[..., Any]) -> Callable[..., Any]:
     return guarded(run)
 
 
-def open_backend(artifact: Path, target: str | None, programs: str) -> "EngineBackend":
+def open_backend(artifact: Path, target: str | None, programs: str, hosts: Hosts | None) -> "EngineBackend":
     """The engine as a backend; loads jax."""
     from ling3export.runners.eval_backend import EngineBackend
 
-    return EngineBackend(artifact, target=target, programs=programs)
+    return EngineBackend(artifact, target=target, programs=programs, hosts=hosts)
+
+
+def leading(artifact: Path, target: str | None, programs: str, host: dict[str, Any]) -> Hosts | None:
+    """This process's place among several hosts, None where it is alone. Returns on the first only: others follow it.
+
+    Args:
+        artifact: Its folder.
+        target: Which of its targets.
+        programs: The policy.
+        host: What ``host_options`` gave.
+
+    Raises:
+        Ling3Error: As ``find_hosts``; on the others what ended them.
+    """
+    hosts = find_hosts(**host)
+    if hosts is not None:
+        keep_stdout()
+    if hosts is not None and hosts.number:
+        from ling3export.runners.eval_backend import follow_backend
+
+        follow_backend(artifact, hosts, target=target, programs=programs)
+        sys.exit(0)
+    return hosts
 
 
 def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -124,22 +148,27 @@ def evaluate() -> None:
 @click.option("--transcripts", is_flag=True, help="Also write every transcript with its grades.")
 @click.option("--force", is_flag=True, help="Begin anew whatever run is in RUN.")
 @options("target", "programs")
+@host_options
 @coded
 def run(
     artifact: Path, run_folder: Path, suite: str, data: Path | None, limit: int | None, force: bool,
     target: str | None, programs: str, **settings: Any,
 ) -> None:  # fmt: skip
-    """Run a suite on ARTIFACT, or go on with it; write RUN."""
+    """Run a suite on ARTIFACT, or go on with it; write RUN.
+
+    On several hosts, run the same command on each; host 0 alone reads the suite, writes RUN and prints.
+    """
     from ling3export.runners.eval_report import invalid_line
     from ling3export.runners.eval_run import run_suite
     from ling3export.runners.eval_suites import load_suite
     from ling3export.runners.eval_summary import completion_line
 
+    hosts = leading(artifact, target, programs, {name: settings.pop(name) for name in HOST_NAMES})
     loaded = load_suite(suite, data, limit)
     if not loaded.tasks:
         raise click.UsageError(f"suite `{loaded.name}`: expected at least one task, found none.")
     config = replace(DEFAULTS, **settings)
-    with open_backend(artifact, target, programs) as backend, progress(f"eval {loaded.name}") as told:
+    with open_backend(artifact, target, programs, hosts) as backend, progress(f"eval {loaded.name}") as told:
         summary = run_suite(loaded, backend, run_folder, config, force=force, progress=told)
     click.echo(f"report: {run_folder / 'report.md'}", err=True)
     click.echo(f"solved: {len(summary.solved)} of {len(summary.by_task)} tasks", err=True)
@@ -223,10 +252,11 @@ def diff(a: Path, b: Path) -> None:
 @click.option("--runs", type=click.IntRange(2), default=2, show_default=True, help="How often.")
 @click.option("--alone", type=click.IntRange(0), default=0, help="Also run so many prompts each alone; not judged.")
 @options("max_tokens", "stop", "batch", "target", "programs")
+@host_options
 @coded
 def determinism(
     artifact: Path, suite: str, data: Path | None, limit: int | None, runs: int, alone: int, max_tokens: int,
-    stop: tuple[str, ...], batch: int, target: str | None, programs: str,
+    stop: tuple[str, ...], batch: int, target: str | None, programs: str, **host: Any,
 ) -> None:  # fmt: skip
     """Run a suite again; exit with 3 if a token id differs.
 
@@ -236,12 +266,13 @@ def determinism(
     from ling3export.runners.eval_backend import Ask
     from ling3export.runners.eval_suites import load_suite
 
+    hosts = leading(artifact, target, programs, host)
     loaded = load_suite(suite, data, limit)
     if not loaded.tasks:
         raise click.UsageError(f"suite `{loaded.name}`: expected at least one task, found none.")
     max_tokens = loaded.settings.get("max_tokens", max_tokens)
     asks = [Ask(task.id, task.prompt, max_tokens, stop=stop) for task in loaded.tasks]
-    with open_backend(artifact, target, programs) as backend, progress("determinism") as told:
+    with open_backend(artifact, target, programs, hosts) as backend, progress("determinism") as told:
         found = eval_determinism.determinism(backend, asks, runs=runs, batch=batch, alone=alone, progress=told)
     click.echo(json.dumps(found, ensure_ascii=False, indent=1))
     sys.exit(NOT_DETERMINISTIC if found["first_divergence"] else 0)

@@ -24,13 +24,14 @@ from ling3export.runners.eval_objects import (
     tokens_digest,
     trial_seed,
 )
-from ling3export.runners.eval_ranks import ALONE, Ranks, check_ranks
+from ling3export.runners.eval_ranks import check_digests
 from ling3export.runners.eval_report import report
 from ling3export.runners.eval_smoke import product_state
 from ling3export.runners.eval_suites import Suite
 from ling3export.runners.eval_summary import Summary
 from ling3export.runners.eval_tasks import Task
 from ling3export.runners.request import Completion, Sampling
+from ling3export.runners.ticket import EngineStopped
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Item:
 
 
 def run_suite(
-    suite: Suite, backend: Backend, folder: Path, config: RunConfig, *, ranks: Ranks = ALONE, force: bool = False,
+    suite: Suite, backend: Backend, folder: Path, config: RunConfig, *, force: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Summary:  # fmt: skip
     """Runs a suite on the process that leads, or goes on where an earlier run of the same record ended.
@@ -53,14 +54,14 @@ def run_suite(
         backend: Answers prompts.
         folder: Where the run is written.
         config: Settings.
-        ranks: The processes that take the same steps.
         force: Begin anew whatever is in the folder.
         progress: Told finished and all trials.
 
     Raises:
         EvalError: The suite is empty, or the folder holds another run.
         GraderError: A grader failed; the run can be resumed.
-        RankDivergence: Processes sampled different tokens.
+        RankDivergence: Processes sampled different tokens; nothing of that batch is kept.
+        EngineStopped: The engine ended; the run can be resumed.
         Ling3Error: Every prompt of the first batch was refused.
     """
     if not suite.tasks:
@@ -69,11 +70,15 @@ def run_suite(
     items = [Item(p, task, trial) for p, task in enumerate(suite.tasks) for trial in range(config.trials)]
     run = run_record(_suite_record(suite), json.loads(json.dumps(asdict(config))), backend.environment())
     with open_folder(folder, run, suite.tasks, force=force) as opened:
-        runner = _Runner(suite, backend, config, opened, ranks)
-        for batch in _batches(items, config.batch):
-            runner.run([item for item in batch if (item.task.id, item.trial) not in opened.done])
-            if progress:
-                progress(len(opened.done), len(items))
+        runner = _Runner(suite, backend, config, opened)
+        try:
+            for batch in _batches(items, config.batch):
+                runner.run([item for item in batch if (item.task.id, item.trial) not in opened.done])
+                if progress:
+                    progress(len(opened.done), len(items))
+        except EngineStopped as error:
+            kept = f"{len(opened.done)} of {len(items)} trials are kept: the same command goes on from there"
+            raise EngineStopped(error.message, kept) from error
         records = [opened.done[item.task.id, item.trial] for item in items]
         summary = summary_of(records, suite.tasks, config.threshold)
         run["totals"] = {**summary.record(), "invalid": summary.invalid(config.max_infra)}
@@ -90,12 +95,11 @@ def summary_of(records: Sequence[dict[str, Any]], tasks: Sequence[Task], thresho
 class _Runner:
     """Runs batches of trials and writes their records."""
 
-    def __init__(self, suite: Suite, backend: Backend, config: RunConfig, folder: RunFolder, ranks: Ranks) -> None:
+    def __init__(self, suite: Suite, backend: Backend, config: RunConfig, folder: RunFolder) -> None:
         self._suite = suite
         self._backend = backend
         self._config = config
         self._folder = folder
-        self._ranks = ranks
         self._worked = bool(folder.done)
 
     def run(self, items: list[Item]) -> None:
@@ -110,7 +114,7 @@ class _Runner:
         if not self._worked and refusal is not None and not any(completions):
             raise refusal  # all of the first batch refused: no accident, but a wrong set-up
         self._worked = True
-        check_ranks(self._ranks, (i for done in completions if done for i in done.token_ids))
+        check_digests(self._backend.digests())
         after = self._backend.stats() if self._suite.product else {}
         for item, trial, completion in zip(items, trials, completions, strict=True):
             if completion is None:
@@ -197,7 +201,7 @@ def _halved(
 def _attempt(backend: Backend, asks: Sequence[Ask]) -> tuple[list[Completion], Exception | None]:
     try:
         done = backend.generate(asks)
-    except RankDivergence:
+    except (RankDivergence, EngineStopped):
         raise
     except Exception as error:
         return [], error

@@ -1,16 +1,19 @@
 """Host 0 sends the commands of each turn before it takes them; the other hosts take what they receive, in silence.
 
 A turn follows from its commands and the tokens read (``turns.py``), and every host reads the same tokens. So commands
-are all that travels.
+are all that travels, and, where host 0 asks for it, digests of the tokens that each host read.
 """
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from ling3export.runners.channel import END, TURN, Channel
-from ling3export.runners.hosts import Hosts
+from ling3export.runners.eval_objects import RankDivergence
+from ling3export.runners.eval_ranks import check_digests
+from ling3export.runners.hosts import Hosts, agreed
 from ling3export.runners.loader import load, say
 from ling3export.runners.request import Request, Sampling
 from ling3export.runners.scheduler import Scheduler
@@ -20,10 +23,10 @@ from ling3export.runners.turns import Arrival, Commands, Turn, Turns
 
 def encode(commands: Commands) -> bytes:
     """Commands as they travel: JSON, nothing for none. When a request arrived is host 0's affair."""
-    if not commands.arrivals and not commands.cancelled:
+    if commands == Commands():
         return b""
     arrivals = [[arrival.number, asdict(arrival.request)] for arrival in commands.arrivals]
-    return json.dumps({"arrivals": arrivals, "cancelled": commands.cancelled}).encode()
+    return json.dumps({**commands._asdict(), "arrivals": arrivals}).encode()
 
 
 def decode(payload: bytes) -> Commands:
@@ -32,8 +35,9 @@ def decode(payload: bytes) -> Commands:
         return Commands()
     said = json.loads(payload)
     return Commands(
-        tuple(Arrival(number, _request(fields)) for number, fields in said["arrivals"]), tuple(said["cancelled"])
-    )
+        tuple(Arrival(number, _request(fields)) for number, fields in said["arrivals"]), tuple(said["cancelled"]),
+        said["compare"],
+    )  # fmt: skip
 
 
 def _request(fields: dict[str, object]) -> Request:
@@ -42,34 +46,43 @@ def _request(fields: dict[str, object]) -> Request:
     return Request(tuple(ids), sampling=sampling, stop=tuple(stop), **fields)  # type: ignore[arg-type]
 
 
-class LeadingTurns(Turns):
-    """Turns of host 0: the other hosts take the same ones.
+class SharedTurns(Turns):
+    """Turns that all hosts take alike: host 0 sends the commands of each to the others.
+
+    Every host hashes the tokens that it reads, in the order of reading, as little-endian int32.
 
     Args:
         scheduler: Runs the sequences.
         sequence: Makes one of an arrival.
-        channel: To the other hosts.
+        channel: Between the hosts.
     """
 
     def __init__(self, scheduler: Scheduler, sequence: Callable[[Arrival], Sequence], channel: Channel) -> None:
         super().__init__(scheduler, sequence)
         self._channel = channel
+        self._read = hashlib.sha256()
 
     def turn(self, commands: Commands) -> Turn:
-        """Sends the commands, and takes them."""
-        self._channel.send(TURN, encode(commands))
-        try:
-            return super().turn(commands)
-        except BaseException as error:
-            self._channel.settle()  # if a host is gone, the watch ends this process with a better message
-            self._channel.fail(f"a step failed: {error}")
-            raise
+        """Sends the commands where this is host 0, and takes them."""
+        if self._channel.leads:
+            self._channel.send(TURN, encode(commands))
+        with self._channel.together():
+            digests = self._compared() if commands.compare else ()
+            turn = super().turn(commands)
+        self._read.update(b"".join(each.token.to_bytes(4, "little", signed=True) for each in turn.emitted))
+        return turn._replace(digests=digests)
 
     def cancel_all(self) -> None:
         """Ends everything on all hosts."""
-        self._channel.send(END)
+        if self._channel.leads:
+            self._channel.send(END)
         super().cancel_all()
         self._channel.finish()
+
+    def _compared(self) -> tuple[bytes, ...]:
+        """The digest of every host, of what it read since the last time."""
+        mine, self._read = self._read.digest(), hashlib.sha256()
+        return self._channel.gather(mine)
 
 
 def follow(
@@ -89,22 +102,22 @@ def follow(
 
     Raises:
         ArtifactError, HostsError: As ``load``.
+        RankDivergence: Hosts that compared their tokens had read others; raised at the end, which is the same for all.
     """
-    loaded = load(artifact, target=target, programs=programs, check=check, report=report, hosts=hosts)
+    loaded = load(artifact, target=target, programs=programs, check=check, report=report, hosts=hosts, agreed=agreed(overlap))
     from ling3export.runners.driving import driving
 
     channel, turns = loaded.channel, driving(loaded, overlap=overlap).turns
     assert channel is not None
     report(f"host {hosts.number}: {loaded.weight_bytes:,} bytes of weights; following host 0")
-    try:
-        while True:
-            kind, payload = channel.take()
-            if kind == END:
-                break
-            turns.turn(decode(payload))
+    diverged: RankDivergence | None = None
+    with channel.together():
+        while (message := channel.take())[0] != END:
+            digests = turns.turn(decode(message[1])).digests
+            try:
+                check_digests(digests)
+            except RankDivergence as error:
+                diverged = error
         turns.cancel_all()
-    except BaseException as error:
-        channel.settle()
-        channel.fail(f"a step failed: {error}")
-        raise
-    channel.finish()
+    if diverged is not None:
+        raise diverged

@@ -12,6 +12,7 @@ import click
 
 from ling3export.errors import Ling3Error
 
+HOST_NAMES = ("coordinator", "num_hosts", "host_id", "start_timeout")  # what host_options gives, find_hosts takes
 DETECT = "auto"  # as a coordinator: ask the cluster's launcher
 FIXES = "give --coordinator HOST:PORT --num-hosts N --host-id I, or set DIST_INIT_ADDR, NNODES and NODE_RANK"
 
@@ -46,6 +47,11 @@ class Hosts:
         """Host and port of the coordinator; an IPv6 address without its brackets."""
         host, _, port = self.coordinator.rpartition(":")
         return host.strip("[]"), int(port)
+
+
+def agreed(overlap: bool) -> dict[str, object]:
+    """The engine's options that decide which calls come in which order, so must be the same on all hosts, by name."""
+    return {"overlap": overlap}
 
 
 DEFAULT_TIMEOUT = Hosts.start_timeout

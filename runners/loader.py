@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,7 @@ class Loaded:
 def load(
     artifact: str | Path, *, target: str | None = None, programs: str = "prebuilt-only", check: str = "all",
     report: Callable[[str], None] = say, manifest: dict[str, Any] | None = None,
-    hosts: "Hosts | None" = None,
+    hosts: "Hosts | None" = None, agreed: dict[str, Any] | None = None,
 ) -> Loaded:  # fmt: skip
     """Loads an artifact.
 
@@ -84,6 +85,7 @@ def load(
         check: ``all``, or ``programs``: weights are used without checking their digests.
         report: Told what was chosen and why.
         hosts: This process's place among several; every one of them calls this, and all return together.
+        agreed: What else must be the same on all hosts, by name.
         manifest: Used instead of the folder's: a build measures what it has no manifest for yet.
 
     Raises:
@@ -101,7 +103,7 @@ def load(
         record = manifest["targets"][name]
         check_hosts(name, record, platforms_here(), 1 if hosts is None else hosts.count)
         prepare(record)
-    channel = None if hosts is None else _meet(hosts, name, manifest, timings, report)
+    channel = None if hosts is None else _meet(hosts, {"target": name, **(agreed or {})}, manifest, timings, report)
     # Loading a program is one core's work: more threads than cores only fight over memory (measured: 2 times slower).
     pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ling3-load")
     try:
@@ -115,14 +117,15 @@ def load(
 
 
 def _meet(
-    hosts: "Hosts", target: str, manifest: dict[str, Any], timings: Timings, report: Callable[[str], None]
+    hosts: "Hosts", agreed: dict[str, Any], manifest: dict[str, Any], timings: Timings, report: Callable[[str], None]
 ) -> "Channel":
     """Waits for the other hosts."""
     from ling3export.runners.channel import Channel
 
     report(f"host {hosts.number} of {hosts.count}: waiting for the others for at most {hosts.start_timeout:g} s")
     with timings.stage("hosts"):
-        return Channel(hosts, {"artifact": manifest.get("sha256"), "target": target})
+        identity = {"ling3export": version("ling3export"), "artifact": manifest.get("sha256"), **agreed}
+        return Channel(hosts, identity)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 from ling3export.runners.counters import Timings
 from ling3export.runners.request import Request
@@ -30,6 +31,8 @@ class Loop:
         self._changed = threading.Condition()
         self._arrivals: list[Arrival] = []
         self._cancelled: list[int] = []
+        self._comparing: list[Future[tuple[bytes, ...]]] = []  # asked for in the next turn
+        self._compared: list[Future[tuple[bytes, ...]]] = []  # and in this one
         self._tickets: dict[int, Ticket] = {}
         self._count = 0
         self._closing = False
@@ -69,6 +72,20 @@ class Loop:
             if index in self._tickets:
                 self._cancelled.append(index)
                 self._changed.notify()
+
+    def compare(self) -> tuple[bytes, ...]:
+        """Has the hosts compare the tokens that they read since the last time; waits for their digests, by host.
+
+        Raises:
+            EngineStopped: The loop has ended, or does before that.
+        """
+        asked: Future[tuple[bytes, ...]] = Future()
+        with self._changed:
+            if self._closing or self._failure is not None:
+                raise self._stopped()
+            self._comparing.append(asked)
+            self._changed.notify()
+        return asked.result()
 
     @property
     def running(self) -> bool:
@@ -110,12 +127,13 @@ class Loop:
     def _next(self, turns: Turns) -> Commands | None:
         """The commands of the next turn, once there are some or there is work; None when the loop is to end."""
         with self._changed:
-            while not (self._closing or self._arrivals or self._cancelled or turns.busy):
+            while not (self._closing or self._arrivals or self._cancelled or self._comparing or turns.busy):
                 self._changed.wait()
             if self._closing:
                 return None
-            commands = Commands(tuple(self._arrivals), tuple(self._cancelled))
+            commands = Commands(tuple(self._arrivals), tuple(self._cancelled), bool(self._comparing))
             self._arrivals, self._cancelled = [], []
+            self._compared, self._comparing = self._comparing, []
         return commands
 
     def _deliver(self, turn: Turn) -> None:
@@ -132,13 +150,18 @@ class Loop:
             ticket.finish(sequence.completion())
             touched[ticket.index] = ticket
         wake(touched.values())
+        for asked in self._compared:
+            asked.set_result(turn.digests)
 
     def _fail_all(self) -> None:
         with self._changed:
             tickets = list(self._tickets.values())
             self._tickets.clear()
+            asked = [each for each in (*self._compared, *self._comparing) if not each.done()]
         for ticket in tickets:
             ticket.finish(self._stopped())
+        for each in asked:
+            each.set_exception(self._stopped())
         wake(tickets)
 
     def _stopped(self) -> EngineStopped:

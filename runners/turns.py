@@ -28,10 +28,12 @@ class Commands(NamedTuple):
     Attributes:
         arrivals: In order.
         cancelled: Their numbers; unknown and ended ones count for nothing.
+        compare: Whether hosts are to compare the tokens that they read.
     """
 
     arrivals: tuple[Arrival, ...] = ()
     cancelled: tuple[int, ...] = ()
+    compare: bool = False
 
 
 class Turn(NamedTuple):
@@ -40,10 +42,12 @@ class Turn(NamedTuple):
     Attributes:
         emitted: Tokens that were read.
         ended: Sequences that ended, cancelled ones too.
+        digests: Where hosts compared their tokens: of each host, by number, what it read since they last did.
     """
 
     emitted: list[Emitted]
     ended: list[Sequence]
+    digests: tuple[bytes, ...] = ()
 
 
 class Turns:

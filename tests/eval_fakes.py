@@ -52,6 +52,9 @@ class FakeBackend:
             logits[0, ord("X")] = 1.5
         return Completion(prompt, [ord(c) for c in text][: ask.max_tokens], text, self.stop_reason, 10.0, 20.0, logits)
 
+    def digests(self) -> list[bytes]:
+        return []
+
     def stats(self) -> dict[str, Any]:
         asks = [ask for batch in self.batches for ask in batch]
         return {

@@ -17,7 +17,7 @@ from ling3export.runners.eval_objects import (
     tokens_digest,
     trial_seed,
 )
-from ling3export.runners.eval_ranks import ALONE, check_ranks, follow
+from ling3export.runners.eval_ranks import check_digests
 from ling3export.runners.eval_tasks import Task
 
 
@@ -151,22 +151,15 @@ def test_weights_required_and_authority():
     assert run(agent, task, n_trials=1).trials[0].passed is False
 
 
-class TwoRanks:
-    index = 0
-
-    def __init__(self, other):
-        self.other = other
-
-    def gather(self, digest):
-        return [digest, bytes.fromhex(tokens_digest(self.other))]
-
-
 def test_processes_compare_their_tokens():
-    """The check behind an interface: one process now, several when the engine runs on several hosts."""
-    check_ranks(ALONE, [1, 2])
-    follow([[1, 2], [1, 2]], TwoRanks([1, 2]))
-    with pytest.raises(RankDivergence, match="expected the same on 2 processes, found others than on process 0 on 1"):
-        check_ranks(TwoRanks([1, 3]), [1, 2])
+    check_digests([])
+    same, other = (bytes.fromhex(tokens_digest(ids)) for ids in ([1, 2], [1, 3]))
+    check_digests([same, same])
+    with pytest.raises(RankDivergence) as caught:
+        check_digests([same, other, same, other])
+    assert caught.value.message == (
+        "sampled tokens: expected the same on 4 processes, found others than on process 0 on 1, 3"
+    )
 
 
 def test_digest_of_tokens_is_of_little_endian_int32():

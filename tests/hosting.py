@@ -1,0 +1,54 @@
+"""``ling3-runner`` on several hosts: a process each, on this machine."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from builds import environment
+from ling3export.peers import free_port
+
+RUNNER = (sys.executable, "-m", "ling3export.runners.cli")
+
+
+@contextmanager
+def hosting(
+    commands: Sequence[Sequence[object]], *, variables: bool = False, programs: Sequence[Sequence[object]] | None = None,
+    folders: Sequence[Path] | None = None,
+) -> Iterator[list[subprocess.Popen[str]]]:  # fmt: skip
+    """A command of the runner on every host; killed at the end of the block.
+
+    Args:
+        commands: Of each host.
+        variables: Say which host it is by the environment instead of options.
+        programs: What stands in for the runner, of each host.
+        folders: Where each runs; where the tests run, by default.
+    """
+    address, processes = f"127.0.0.1:{free_port()}", []
+    for number, command in enumerate(commands):
+        who = {"DIST_INIT_ADDR": address, "NNODES": str(len(commands)), "NODE_RANK": str(number)}
+        named = ["--coordinator", address, "--num-hosts", len(commands), "--host-id", number, "--start-timeout", 60]
+        program = RUNNER if programs is None else programs[number]
+        processes.append(
+            subprocess.Popen(
+                [str(part) for part in (*program, *command, *([] if variables else named))], text=True,
+                env=environment(who if variables else {}), cwd=None if folders is None else folders[number],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )
+        )  # fmt: skip
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def wait_until_following(process: subprocess.Popen[str]) -> None:
+    """Until a host that does not lead has loaded its part."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "following host 0" in line:
+            return
+    raise AssertionError("it ended before it followed")

@@ -1,0 +1,87 @@
+"""A5: an evaluation on 4 processes of 4 virtual devices. One writes and prints; all compare what they sampled."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import diverging
+from hosting import RUNNER, hosting, wait_until_following
+from ling3export.runners.eval_folder import read_predictions
+
+COUNT = 4
+ANY = {"kind": "regex", "pattern": "(?s).*"}
+TASKS = [
+    {"id": f"t{n}", "input": {"prompt_ids": list(range(1, 5 + n))}, "graders": [ANY]}
+    for n in range(8)
+]
+DIVERGED = (
+    "error: sampled tokens: expected the same on 4 processes, found others than on process 0 on 2\n"
+    "hint: every process must load the same artifact and see the same environment\n"
+)
+
+
+@pytest.fixture
+def command(artifact, tmp_path):
+    """Everything is named relative to host 0's folder, where alone it can be found."""
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0/eight.json").write_text(json.dumps(TASKS))
+    return ["eval", "run", artifact("small-4x4"), "run", "--suite", "eight.json", "--max-tokens", 3, "--batch", 2]
+
+
+@pytest.fixture
+def folders(tmp_path):
+    found = [tmp_path / str(number) for number in range(COUNT)]
+    for folder in found:
+        folder.mkdir(exist_ok=True)
+    return found
+
+
+def test_a_killed_process_ends_the_run_and_the_same_command_finishes_it(command, folders):
+    """What was finished is kept; then one predictions file and one line, from a process that nobody else imitates."""
+    run = folders[0] / "run"
+    with hosting([command] * COUNT, folders=folders) as processes:
+        wait_until_following(processes[2])
+        until = time.monotonic() + 60
+        while len(lines := kept(run)) < 2:
+            assert processes[0].poll() is None and time.monotonic() < until
+            time.sleep(0.01)
+        os.kill(processes[2].pid, signal.SIGKILL)
+        said = [process.communicate(timeout=60) for process in processes]
+        assert [process.returncode for process in processes] == [1, 1, -signal.SIGKILL, 1]
+    assert [out for out, _ in said] == [""] * COUNT
+    assert said[0][1].endswith(
+        "error: host 2: expected its process to run, found that it ended\n"
+        "hint: hosts live and die together: start the command on all of them again\n"
+    )
+    killed = kept(run)
+    assert len(lines) <= len(killed) < len(TASKS) and not (run / "predictions.jsonl").exists()
+    with hosting([command] * COUNT, folders=folders, variables=True) as processes:
+        said = [process.communicate(timeout=120) for process in processes]
+        assert [process.returncode for process in processes] == [0] * COUNT, said
+    assert [out for out, _ in said] == [f"正确率: {len(TASKS)}/{len(TASKS)} = 1.0000\n", "", "", ""]
+    records = read_predictions(run)
+    assert [record["task_id"] for record in records] == [task["id"] for task in TASKS]
+    assert (run / "predictions.jsonl").read_text().splitlines()[: len(killed)] == killed
+    assert not kept(run) and [list(folder.iterdir()) for folder in folders[1:]] == [[], [], []]
+
+
+def kept(run: Path) -> list[str]:
+    """The finished lines of a run that goes on."""
+    partial = run / "predictions.jsonl.partial"
+    return partial.read_text().split("\n")[:-1] if partial.exists() else []
+
+
+def test_a_process_that_samples_other_tokens_is_named_by_all(command, folders):
+    """Its second read comes out wrong: the first batch is not written, and every process exits with 5."""
+    programs = [RUNNER, RUNNER, (sys.executable, diverging.__file__, 2), RUNNER]
+    with hosting([command] * COUNT, folders=folders, programs=programs) as processes:
+        said = [process.communicate(timeout=60) for process in processes]
+        assert [process.returncode for process in processes] == [5] * COUNT, said
+    assert [out for out, _ in said] == [""] * COUNT
+    assert all(err.endswith(DIVERGED) for _, err in said), said
+    assert kept(folders[0] / "run") == []
