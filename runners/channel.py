@@ -50,7 +50,8 @@ class Channel:
                 refuse(self._peers, str(error))
                 raise
         self._lost = lost or end_process
-        self._closing = False
+        self._closing = False  # whoever is gone from now on is expected to be
+        self._over = threading.Event()  # no more beats
         self._lock = threading.Lock()  # one sender at a time
         self._inbox: dict[int, SimpleQueue[tuple[bytes, bytes]]] = {number: SimpleQueue() for number in self._peers}
         self._watches: list[threading.Thread] = []
@@ -110,9 +111,9 @@ class Channel:
             self._closing = True
             self.send(RELEASE)
         else:
-            self._closing = True
             self.send(DONE)
-            self.take()
+            self.take()  # host 0 may be gone even now: then the watch ends this process
+            self._closing = True
         leave()
         if self.leads:  # jax's service has to live until the others have left it: then they close their connections
             for watch in self._watches:
@@ -139,6 +140,17 @@ class Channel:
         stuck.daemon = True
         stuck.start()
 
+    def outlive(self, told: Callable[[str], None], seconds: float) -> None:
+        """Has ``told`` called with the reason when another host is gone; this process ends so many seconds later."""
+        end = self._lost
+
+        def lost(text: str) -> None:
+            told(text)
+            time.sleep(seconds)
+            end(text)
+
+        self._lost = lost
+
     def settle(self) -> None:
         """After a step failed: waits for the watch to find out that another host is why, and end the process."""
         if not self._closing:
@@ -147,6 +159,7 @@ class Channel:
     def close(self) -> None:
         """Closes the connections."""
         self._closing = True
+        self._over.set()
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
                 peer.shutdown(socket.SHUT_WR)
@@ -186,9 +199,8 @@ class Channel:
         self._lost(text)
 
     def _beat(self) -> None:
-        while not self._closing:
+        while not self._over.wait(BEAT):
             self.send(ALIVE)
-            time.sleep(BEAT)
 
 
 def end_process(text: str) -> None:

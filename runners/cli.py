@@ -13,6 +13,7 @@ from ling3export.runners.eval_cli import evaluate
 from ling3export.runners.guard import guarded, keep_stdout
 from ling3export.runners.hosts import find_hosts, host_options
 from ling3export.runners.prompts import Prompt, line_names, parse_ids, read_prompts
+from ling3export.runners.rendezvous import announced
 from ling3export.runners.request import SEEDS, Completion, Sampling
 from ling3export.runners.serve_cli import serve
 from ling3export.runners.verdict import POLICIES
@@ -129,9 +130,10 @@ def generate(
         from ling3export.runners.follow import follow
 
         return follow(artifact, hosts, target=target, programs=programs, check=check)
-    prompts = _prompts(prompt, prompt_ids, prompt_file)
-    if logits is not None:
-        _check_output(logits, force)
+    with announced(hosts):
+        prompts = _prompts(prompt, prompt_ids, prompt_file)
+        if logits is not None:
+            _check_output(logits, force)
     from ling3export.runners.engine import Engine
 
     with Engine(artifact, target=target, programs=programs, check=check, hosts=hosts) as engine:

@@ -12,7 +12,7 @@ from ling3export.runners.chat import Message
 from ling3export.runners.hosts import Hosts, agreed
 from ling3export.runners.loader import load, say
 from ling3export.runners.request import Completion, Limits, Request, Sampling, token_ids
-from ling3export.runners.ticket import Piece, Ticket
+from ling3export.runners.ticket import EngineStopped, Piece, Ticket
 from ling3export.runners.tokenizer import TokenizerFiles
 
 Prompt = str | Many[int] | Many[Message]
@@ -29,6 +29,8 @@ class Engine:
         overlap: Dispatch the next step before the tokens of the last one are read. The tokens are the same.
         max_requests: Refuse more than this many at once, waiting ones too; None takes any number.
         hosts: Where several run together: this process's place, which is the first; the others call ``follow.follow``.
+        linger: Seconds that this process goes on once another host is gone, and refuses everything with HostGone; then
+            it ends.
         report: Told what was chosen and why; stderr by default.
 
     Attributes:
@@ -45,7 +47,7 @@ class Engine:
 
     def __init__(
         self, artifact: str | Path, *, target: str | None = None, programs: str = "prebuilt-only", check: str = "all",
-        overlap: bool = True, max_requests: int | None = None, hosts: Hosts | None = None,
+        overlap: bool = True, max_requests: int | None = None, hosts: Hosts | None = None, linger: float = 0.0,
         report: Callable[[str], None] = say,
     ) -> None:  # fmt: skip
         if hosts is not None and hosts.number:
@@ -70,6 +72,8 @@ class Engine:
         self._compiles, self._weight_bytes = loaded.compiles, loaded.weight_bytes
         self._several = hosts is not None
         self._loop = Loop(parts.turns, self.timings, max_requests)
+        if loaded.channel is not None and linger:
+            loaded.channel.outlive(self._loop.abandon, linger)
         self._close = weakref.finalize(self, self._loop.close)  # also at the end of the process
 
     def generate(
@@ -206,6 +210,11 @@ class Engine:
     def running(self) -> bool:
         """Whether it takes requests: it was not closed, and no step failed."""
         return self._loop.running
+
+    @property
+    def stopped(self) -> EngineStopped | None:
+        """Why it takes no requests; None while it does."""
+        return self._loop.stopped
 
     def close(self) -> None:
         """Ends the engine's thread and drops programs, weights and state; unfinished requests get EngineStopped.

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from ling3export.runners.counters import Timings
 from ling3export.runners.request import Request
 from ling3export.runners.sequence import now
-from ling3export.runners.ticket import EngineStopped, QueueFull, Ticket, wake
+from ling3export.runners.ticket import EngineStopped, HostGone, QueueFull, Ticket, wake
 from ling3export.runners.turns import Arrival, Commands, Turn, Turns
 
 FIRST_STEP = "first_step"
@@ -97,6 +97,17 @@ class Loop:
         """Requests that have not ended."""
         return len(self._tickets)
 
+    @property
+    def stopped(self) -> EngineStopped | None:
+        """Why it takes no requests; None while it does."""
+        return None if self.running else self._stopped()
+
+    def abandon(self, text: str) -> None:
+        """Another host is gone: requests get HostGone from now on. The thread may be in a step that never ends."""
+        with self._changed:
+            self._failure = HostGone(f"engine: expected every host to run, found one gone: {text}")
+        self._fail_all()
+
     def close(self) -> None:
         """Ends the thread; requests that have not ended get EngineStopped. May be called again, from any thread."""
         with self._changed:
@@ -118,7 +129,7 @@ class Loop:
                 self._deliver(turn)
             turns.cancel_all()
         except BaseException as error:
-            self._failure = error
+            self._failure = self._failure or error
         finally:
             self._turns = None  # programs, weights and state go with it
             del turns
@@ -146,9 +157,10 @@ class Loop:
                 touched[ticket.index] = ticket
         for sequence in turn.ended:
             with self._changed:
-                ticket = self._tickets.pop(sequence.index)
-            ticket.finish(sequence.completion())
-            touched[ticket.index] = ticket
+                ticket = self._tickets.pop(sequence.index, None)
+            if ticket is not None:  # else the loop was abandoned meanwhile
+                ticket.finish(sequence.completion())
+                touched[ticket.index] = ticket
         wake(touched.values())
         for asked in self._compared:
             asked.set_result(turn.digests)
@@ -168,6 +180,8 @@ class Loop:
         if self._failure is None:
             return EngineStopped("engine: expected it open, found it closed")
         error = self._failure
+        if isinstance(error, HostGone):
+            return HostGone(error.message, error.hint)
         stopped = EngineStopped(
             f"engine: expected every step to run, found {type(error).__name__}: {error}",
             "what the devices held is lost: load the artifact again",

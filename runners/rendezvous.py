@@ -9,8 +9,12 @@ import json
 import os
 import socket
 import struct
+import sys
 import time
+from collections.abc import Iterator
 from typing import Any
+
+import click
 
 from ling3export.errors import Ling3Error
 from ling3export.runners.coordination import is_loopback
@@ -19,6 +23,7 @@ from ling3export.runners.hosts import Hosts
 HEAD = struct.Struct("!cI")
 LARGEST = 1 << 30
 HELLO, WELCOME, FAILED = b"L", b"W", b"F"
+ANSWERING = 10.0  # seconds that host 0 stays to say why it ends before it has met the others
 GREETING = 5.0  # seconds for a caller to say who it is
 PAUSE = 0.1  # seconds between two calls
 
@@ -73,15 +78,11 @@ def meet(hosts: Hosts, identity: dict[str, Any]) -> tuple[dict[int, socket.socke
 
 
 def _gather(hosts: Hosts, identity: dict[str, Any]) -> tuple[dict[int, socket.socket], int]:
-    host, port = hosts.address
     peers: dict[int, socket.socket] = {}
     until = time.monotonic() + hosts.start_timeout
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.ExitStack() as stack:
         try:
-            listener = stack.enter_context(
-                socket.create_server((host if is_loopback(host) else "", port), family=family, backlog=hosts.count)
-            )
+            listener = stack.enter_context(_listening(hosts))
         except OSError as error:
             raise HostsError(
                 f"coordinator {hosts.coordinator}: expected a free port on this machine, found {_system(error)}"
@@ -117,15 +118,10 @@ def _admitted(
     caller: socket.socket, hosts: Hosts, identity: dict[str, Any], peers: dict[int, socket.socket]
 ) -> int | None:
     """The caller's number; None if it is none of ours."""
-    try:
-        kind, payload = receive(caller)
-        said = json.loads(payload)
-        if kind != HELLO or said["protocol"] != 1:
-            raise ValueError
-        number, count = int(said["host"]), int(said["hosts"])
-    except (OSError, ValueError, KeyError, TypeError):
-        caller.close()
+    said = _said(caller)
+    if said is None:
         return None
+    number, count = said["host"], said["hosts"]
     what = None
     if count != hosts.count:
         what = f"hosts: expected {hosts.count} as on host 0, found {count} on host {number}"
@@ -142,11 +138,61 @@ def _admitted(
     return number
 
 
+def _said(caller: socket.socket) -> dict[str, Any] | None:
+    """What a host says of itself; None, and the connection closed, if the caller is none."""
+    try:
+        kind, payload = receive(caller)
+        said = json.loads(payload)
+        if kind != HELLO or said["protocol"] != 1:
+            raise ValueError
+        return {"host": int(said["host"]), "hosts": int(said["hosts"]), "identity": dict(said["identity"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        caller.close()
+        return None
+
+
 def refuse(peers: dict[int, socket.socket], text: str) -> None:
     """Tells others why they end, and closes their connections."""
     for peer in peers.values():
         with contextlib.suppress(OSError), peer:
             send(peer, FAILED, text.encode())
+
+
+@contextlib.contextmanager
+def announced(hosts: Hosts | None) -> Iterator[None]:
+    """On host 0, for what it does before it meets the others: if that fails, they are told, and need not wait for it.
+
+    It answers them for ANSWERING seconds at most; who calls later finds nobody.
+    """
+    try:
+        yield
+    except (Ling3Error, click.ClickException) as error:
+        if hosts is not None:
+            with contextlib.suppress(OSError):
+                _turn_away(hosts, error.message)
+        raise
+
+
+def _turn_away(hosts: Hosts, text: str) -> None:
+    print(f"host 0: telling the others that it ends, for at most {ANSWERING:g} s", file=sys.stderr, flush=True)
+    until = time.monotonic() + min(ANSWERING, hosts.start_timeout)
+    told: set[int] = set()
+    with _listening(hosts) as listener:
+        while len(told) < hosts.count - 1:
+            listener.settimeout(max(0.001, until - time.monotonic()))
+            caller, _ = listener.accept()
+            caller.settimeout(GREETING)
+            said = _said(caller)
+            if said is not None:
+                refuse({said["host"]: caller}, text)
+                told.add(said["host"])
+
+
+def _listening(hosts: Hosts) -> socket.socket:
+    """Where host 0 waits for the others."""
+    host, port = hosts.address
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host if is_loopback(host) else "", port), family=family, backlog=hosts.count)
 
 
 def _call(hosts: Hosts, identity: dict[str, Any]) -> tuple[dict[int, socket.socket], int]:

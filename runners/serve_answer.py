@@ -15,17 +15,24 @@ from ling3export.runners.request import Completion
 from ling3export.runners.serve_errors import ApiError
 from ling3export.runners.serve_metrics import Metrics
 from ling3export.runners.serve_shapes import Shapes
-from ling3export.runners.ticket import EngineStopped, Piece, Ticket
+from ling3export.runners.ticket import EngineStopped, HostGone, Piece, Ticket
 
 STOPPED = "engine: expected it running, found it stopped"
+HOST_GONE = "engine: expected every host to run, found one gone: the server ends"
 LOG = logging.getLogger(__name__)
 
 
-def stopped(error: EngineStopped | None = None) -> ApiError:
-    """What clients are told when the engine ended; why is for the log, and not their business."""
-    if error is not None:
-        LOG.error("%s", error)
+def stopped(error: EngineStopped) -> ApiError:
+    """What clients are told when the engine ended; the details are for the log, and not their business."""
+    if isinstance(error, HostGone):
+        return ApiError(503, HOST_GONE, code="host_gone")
     return ApiError(503, STOPPED, code="engine_stopped")
+
+
+def logged(error: EngineStopped) -> ApiError:
+    """`stopped`, and a line in the log."""
+    LOG.error("%s", error)
+    return stopped(error)
 
 
 async def whole(tickets: Sequence[Ticket], receive: Receive) -> list[Completion]:
@@ -96,7 +103,7 @@ async def events(tickets: Sequence[Ticket], shapes: Shapes, metrics: Metrics) ->
                 for chunk in shapes.piece(index, piece):
                     yield _event(chunk)
     except EngineStopped as error:
-        yield _event(stopped(error).body())
+        yield _event(logged(error).body())
         return
     if (counts := shapes.counts(list(done.values()))) is not None:
         yield _event(counts)

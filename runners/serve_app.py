@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ling3export.runners import serve_schema
-from ling3export.runners.serve_answer import Stream, release, stopped, whole
+from ling3export.runners.serve_answer import Stream, logged, release, stopped, whole
 from ling3export.runners.serve_errors import ApiError
 from ling3export.runners.serve_fields import parse
 from ling3export.runners.serve_metrics import Metrics
@@ -99,8 +99,8 @@ class _Server:
         return JSONResponse(self._model())
 
     async def health(self, request: Request) -> Response:
-        if not self._engine.running:
-            raise stopped()
+        if (error := self._engine.stopped) is not None:
+            raise stopped(error)
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
@@ -112,14 +112,14 @@ class _Server:
         except QueueFull as error:
             raise ApiError(429, error.message, code="queue_full", headers={"Retry-After": "1"}) from None
         except EngineStopped as error:
-            raise stopped(error) from None
+            raise logged(error) from None
         shapes = Shapes(call, self._policy.model)
         if call.stream:
             return Stream(tickets, shapes, self.counters)
         try:
             completions = await whole(tickets, request.receive)
         except EngineStopped as error:
-            raise stopped(error) from None
+            raise logged(error) from None
         finally:
             release(tickets, self.counters)
         for completion in completions:

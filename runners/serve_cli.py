@@ -6,7 +6,9 @@ from pathlib import Path
 import click
 
 from ling3export.errors import Ling3Error
-from ling3export.runners.guard import guarded
+from ling3export.runners.guard import guarded, keep_stdout
+from ling3export.runners.hosts import find_hosts, host_options
+from ling3export.runners.rendezvous import announced
 from ling3export.runners.verdict import POLICIES
 
 NEEDS = ("starlette", "uvicorn", "prometheus_client")
@@ -58,22 +60,46 @@ NEEDS = ("starlette", "uvicorn", "prometheus_client")
     show_default=True,
     help="Whose digests to check: programs leaves out the weights.",
 )
+@host_options
 @guarded
 def serve(
     artifact: Path, host: str, port: int, model: str | None, api_key_file: Path | None, max_requests: int,
     max_body: int, grace: int, target: str | None, programs: str, check: str,
+    coordinator: str | None, num_hosts: int | None, host_id: int | None, start_timeout: float,
 ) -> None:  # fmt: skip
-    """Serve ARTIFACT over HTTP, in the shapes of OpenAI's API."""
+    """Serve ARTIFACT over HTTP, in the shapes of OpenAI's API.
+
+    On several hosts, run the same command on each; host 0 listens for clients.
+    """
+    hosts = find_hosts(coordinator, num_hosts, host_id, start_timeout)
+    if hosts is not None:
+        keep_stdout()
+    if hosts is not None and hosts.number:
+        from ling3export.runners.follow import follow
+
+        return follow(artifact, hosts, target=target, programs=programs, check=check)
+    with announced(hosts):
+        key = _key(api_key_file)
+    from ling3export.runners.serve_app import Policy
+    from ling3export.runners.serve_run import serve as run
+
+    name = model or artifact.resolve().name.removesuffix(".ling3")
+    policy = Policy(name, key, max_requests, max_body)
+    run(artifact, policy, host=host, port=port, grace=grace, target=target, programs=programs, check=check, hosts=hosts)
+
+
+def _key(file: Path | None) -> str | None:
+    """The key that clients need.
+
+    Raises:
+        Ling3Error: It is none, or the server's packages are missing.
+    """
     missing = [name for name in NEEDS if find_spec(name) is None]
     if missing:
         raise Ling3Error(
             f"serve: expected starlette, uvicorn and prometheus_client, found no {' and no '.join(missing)}",
             'pip install "ling3export[serve]"',
         )
-    from ling3export.runners.serve_app import Policy
     from ling3export.runners.serve_run import api_key
-    from ling3export.runners.serve_run import serve as run
 
-    name = model or artifact.resolve().name.removesuffix(".ling3")
-    policy = Policy(name, api_key(api_key_file), max_requests, max_body)
-    run(artifact, policy, host=host, port=port, grace=grace, target=target, programs=programs, check=check)
+    return api_key(file)

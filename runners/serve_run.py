@@ -10,16 +10,23 @@ import uvicorn
 
 from ling3export.errors import Ling3Error
 from ling3export.runners.engine import Engine
+from ling3export.runners.hosts import Hosts
 from ling3export.runners.loader import say
+from ling3export.runners.rendezvous import announced
 from ling3export.runners.serve_app import Policy, application
 
+LINGER = 5.0  # seconds: clients and whoever asks for the health hear why
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def serve(
-    artifact: Path, policy: Policy, *, host: str, port: int, grace: int, target: str | None, programs: str, check: str
-) -> None:
+    artifact: Path, policy: Policy, *, host: str, port: int, grace: int, target: str | None, programs: str, check: str,
+    hosts: Hosts | None = None,
+) -> None:  # fmt: skip
     """Serves until SIGTERM or SIGINT; prints the address on stdout once clients may connect.
+
+    Of several hosts this is the first; the others follow. When one of them is gone, calls get 503 for LINGER seconds,
+    then the process ends.
 
     At the signal it takes no new connections; calls that run have ``grace`` seconds to end, then they are cancelled.
 
@@ -27,10 +34,15 @@ def serve(
         Ling3Error: The address cannot be had, or the artifact not be loaded.
     """
     logging.basicConfig(format="%(levelname)s: %(name)s: %(message)s", level=logging.WARNING)  # to stderr
+    with announced(hosts):
+        listener = bound(host, port)
     with (
-        bound(host, port) as listener,
-        Engine(artifact, target=target, programs=programs, check=check, max_requests=policy.max_requests) as engine,
-    ):
+        listener,
+        Engine(
+            artifact, target=target, programs=programs, check=check, max_requests=policy.max_requests, hosts=hosts,
+            linger=LINGER,
+        ) as engine,
+    ):  # fmt: skip
         if engine.files.there:
             # What is broken fails here, not at the first client.
             engine.files.tokenizer("text in")

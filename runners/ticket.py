@@ -13,6 +13,10 @@ class EngineStopped(Ling3Error):
     """The engine was closed, or failed: what it had not finished will not be."""
 
 
+class HostGone(EngineStopped):
+    """Another host is gone, and this process ends soon."""
+
+
 class QueueFull(Ling3Error):
     """The engine has as many requests as it takes; try again later."""
 

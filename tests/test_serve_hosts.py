@@ -1,0 +1,55 @@
+"""A server on 4 processes of 4 virtual devices: the first answers, the others follow; when one dies, clients are told."""
+
+import os
+import signal
+
+import httpx2
+import openai
+import pytest
+
+from hosting import hosting, wait_until_following
+from ling3export.runners.engine import Engine
+
+COUNT = 4
+GONE = {
+    "message": "engine: expected every host to run, found one gone: the server ends", "type": "server_error",
+    "param": None, "code": "host_gone",
+}  # fmt: skip
+
+
+def test_four_processes_serve_as_one_and_say_when_one_is_gone(artifact):
+    command = ["serve", artifact("small-4x4"), "--port", 0, "--check", "programs"]
+    with hosting([command] * COUNT) as processes:
+        wait_until_following(processes[2])
+        assert processes[0].stdout is not None
+        url = processes[0].stdout.readline().strip()
+        assert httpx2.get(f"{url}/health").json() == {"status": "ok"}
+        with (
+            openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60) as client,
+            Engine(artifact("small-tp16"), report=lambda text: None) as engine,
+        ):
+            prompts = [[1, 2, 3], [7, 8]]
+            how = {"max_tokens": 4, "temperature": 0.8, "seed": 5}
+            expected = [done.token_ids for done in engine.generate(prompts, **how)]
+            more = {"extra_body": {"return_token_ids": True}}
+            whole = client.completions.create(model="small-4x4", prompt=prompts, **how, **more)
+            assert [choice.token_ids for choice in whole.choices] == expected
+            ask = {"model": "small-4x4", "prompt": [1, 2, 3], "max_tokens": 900, "temperature": 0}
+            stream = client.completions.create(**ask, stream=True, extra_body={"ignore_eos": True})
+            next(stream)
+            os.kill(processes[2].pid, signal.SIGKILL)
+            with pytest.raises(openai.APIError) as cut:
+                list(stream)
+            assert cut.value.body == GONE
+            assert httpx2.get(f"{url}/health").status_code == 503
+            assert httpx2.get(f"{url}/health").json() == {"error": GONE}
+            with pytest.raises(openai.InternalServerError) as refused:
+                client.completions.create(**ask)
+            assert (refused.value.status_code, refused.value.body) == (503, GONE)
+        said = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [1, 1, -signal.SIGKILL, 1], said
+    assert said[0][1].endswith(
+        "error: host 2: expected its process to run, found that it ended\n"
+        "hint: hosts live and die together: start the command on all of them again\n"
+    )
+    assert [out for out, _ in said] == [""] * COUNT
