@@ -16,7 +16,8 @@ class Lease:
 
     Attributes:
         slot: 1 … slots.
-        home: The device that all its pages live on, where the placement is by sequence; else 0.
+        home: The device of its first page, where the placement is striped, of all of them, where it is by sequence;
+            else 0.
         pages: Page numbers; page ``p // page_size`` holds position p.
     """
 
@@ -29,11 +30,13 @@ class Allocator:
     """Hands out slots and pages by the manifest's placement.
 
     - ``replicated``: every device holds every page, so any page serves any sequence in any row of a batch.
-    - ``striped``: page n lies on device (n - 1) mod TP, and page j of a sequence has to lie on device j mod TP.
+    - ``striped``: page n lies on device (n - 1) mod TP; the programs take any page in any place. A sequence has a home:
+      its page j lies on device (home + j) mod TP. So long ones are spread over all devices, and many short ones are, too.
     - ``by_sequence``: device d has pages d·pages/TP + 1 … (d + 1)·pages/TP. A sequence has a home: all its pages are
-      there, and in a decode call of B rows it stands in a row r of that device, r·TP // B = home. It gets the home
-      that holds the fewest sequences; of equals the one with most free pages, then the first. A device that has no row
-      in the largest decode call is nobody's home.
+      there, and in a decode call of B rows it stands in a row r of that device, r·TP // B = home. A device that has no
+      row in the largest decode call is nobody's home.
+
+    A sequence gets the home that the fewest have; of equals the one with most free pages, then the first.
 
     Args:
         slots: Sequences at once.
@@ -78,6 +81,7 @@ class Allocator:
             self._pools = [list(range(pages, 0, -1))]
         elif placement == "striped":
             self._pools = [list(range(pages - devices + 1 + d, 0, -devices)) for d in range(devices)]
+            self._homes = list(range(devices))
         else:
             self.longest = each
             self._pools = [list(range((d + 1) * each, d * each, -1)) for d in range(devices)]
@@ -160,4 +164,4 @@ class Allocator:
 
     def _pool(self, home: int, index: int) -> list[int]:
         """The free pages that may become page ``index`` of a sequence at ``home``."""
-        return self._pools[index % len(self._pools) if self._placement == "striped" else home]
+        return self._pools[(home + index) % len(self._pools) if self._placement == "striped" else home]

@@ -14,14 +14,14 @@ from ling3export.runners.guard import guarded, keep_stdout
 from ling3export.runners.hosts import find_hosts, host_options
 from ling3export.runners.prompts import Prompt, line_names, parse_ids, read_prompts
 from ling3export.runners.rendezvous import announced
-from ling3export.runners.request import SEEDS, Completion, Sampling
+from ling3export.runners.request import Completion
+from ling3export.runners.sampling_options import sampling_option
 from ling3export.runners.serve_cli import serve
 from ling3export.runners.verdict import POLICIES
 
 if TYPE_CHECKING:
     from ling3export.runners.engine import Engine
 
-DEFAULTS = Sampling()
 CHECKS = ("all", "programs")
 
 
@@ -61,30 +61,10 @@ main.add_command(serve)
     help='JSON lines, {"prompt": TEXT}, {"prompt_ids": [ID, ...]} or {"messages": [...]}, run as one batch.',
 )
 @click.option("--max-tokens", type=click.IntRange(1), required=True, help="Generate at most this many tokens.")
-@click.option(
-    "--temperature",
-    type=click.FloatRange(0),
-    default=DEFAULTS.temperature,
-    show_default=True,
-    help="0 takes the best token.",
-)
-@click.option(
-    "--top-k",
-    type=click.IntRange(0),
-    default=DEFAULTS.top_k,
-    show_default=True,
-    help="Sample among the best k tokens; 0 for all.",
-)
-@click.option(
-    "--top-p",
-    type=click.FloatRange(0, 1, min_open=True),
-    default=DEFAULTS.top_p,
-    show_default=True,
-    help="Then among the fewest that hold this probability.",
-)
-@click.option(
-    "--seed", type=click.IntRange(0, SEEDS - 1), default=DEFAULTS.seed, show_default=True, help="Of the sampling."
-)
+@sampling_option("temperature", "0 takes the best token; at most 2.")
+@sampling_option("top_k", "Sample among the best k tokens; 0 for all.")
+@sampling_option("top_p", "Then among the fewest that hold this probability.")
+@sampling_option("seed", "Of the sampling.")
 @click.option("--stop", "stops", multiple=True, metavar="TEXT", help="End the text before this; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on behind an end-of-text token.")
 @click.option(

@@ -14,7 +14,6 @@ from ling3export.runners.eval_tasks import Prompt
 from ling3export.runners.hosts import Hosts
 from ling3export.runners.request import Completion, Sampling
 
-
 OVERLAP = False  # the setting of the reference evaluation
 
 

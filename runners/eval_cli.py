@@ -1,116 +1,15 @@
-"""The commands ``ling3-runner eval``. stdout carries data, and the completion line last; all else goes to stderr.
+"""The commands ``ling3-runner eval``. stdout carries data, and the completion line last; all else goes to stderr."""
 
-Exit codes: 0 done, 1 an error with its message, 2 usage, 3 not deterministic, 4 too many infrastructure errors for the
-score to count, 5 processes diverged, 6 a regression.
-"""
-
-import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
 from ling3export.errors import Ling3Error, listed
-from ling3export.runners.eval_config import RunConfig
-from ling3export.runners.eval_objects import RankDivergence
-from ling3export.runners.guard import guarded, keep_stdout
-from ling3export.runners.hosts import HOST_NAMES, Hosts, find_hosts, host_options
-from ling3export.runners.verdict import POLICIES
+from ling3export.runners.eval_codes import REGRESSION, coded
+from ling3export.runners.eval_run_cli import determinism, run
 
-if TYPE_CHECKING:
-    from ling3export.runners.eval_backend import EngineBackend
-
-NOT_DETERMINISTIC, INVALID, DIVERGED, REGRESSION = 3, 4, 5, 6
-DEFAULTS = RunConfig()
 FOLDER = click.Path(path_type=Path)
-
-
-def coded(command: Callable[..., Any]) -> Callable[..., Any]:
-    """As `guarded`, and a RankDivergence exits with 5."""
-
-    @wraps(command)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return command(*args, **kwargs)
-        except RankDivergence as error:
-            click.echo(f"error: {error.message}\nhint: {error.hint}", err=True)
-            sys.exit(DIVERGED)
-
-    return guarded(run)
-
-
-def open_backend(artifact: Path, target: str | None, programs: str, hosts: Hosts | None) -> "EngineBackend":
-    """The engine as a backend; loads jax."""
-    from ling3export.runners.eval_backend import EngineBackend
-
-    return EngineBackend(artifact, target=target, programs=programs, hosts=hosts)
-
-
-def leading(artifact: Path, target: str | None, programs: str, host: dict[str, Any]) -> Hosts | None:
-    """This process's place among several hosts, None where it is alone. Returns on the first only: others follow it.
-
-    Args:
-        artifact: Its folder.
-        target: Which of its targets.
-        programs: The policy.
-        host: What ``host_options`` gave.
-
-    Raises:
-        Ling3Error: As ``find_hosts``; on the others what ended them.
-    """
-    hosts = find_hosts(**host)
-    if hosts is not None:
-        keep_stdout()
-    if hosts is not None and hosts.number:
-        from ling3export.runners.eval_backend import follow_backend
-
-        follow_backend(artifact, hosts, target=target, programs=programs)
-        sys.exit(0)
-    return hosts
-
-
-def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Adds options that several commands have."""
-    table = {
-        "suite": click.option("--suite", required=True, metavar="NAME|FILE", help="A ready suite, or a task file."),
-        "data": click.option("--data", type=FOLDER, help="Folder or file of the suite's data set."),
-        "limit": click.option("--limit", type=click.IntRange(0), help="Only the first so many tasks."),
-        "max_tokens": click.option(
-            "--max-tokens",
-            type=click.IntRange(1),
-            default=DEFAULTS.max_tokens,
-            show_default=True,
-            help="At most this many tokens a trial.",
-        ),
-        "batch": click.option(
-            "--batch",
-            type=click.IntRange(1),
-            default=DEFAULTS.batch,
-            show_default=True,
-            help="Trials given to the engine together.",
-        ),
-        "stop": click.option("--stop", multiple=True, metavar="TEXT", help="Ends an answer; may be repeated."),
-        "target": click.option("--target", help="Which of the artifact's targets.  [default: the only one that fits]"),
-        "programs": click.option(
-            "--programs",
-            type=click.Choice(POLICIES),
-            default="prebuilt-only",
-            show_default=True,
-            help="Whether programs that do not fit this machine may be compiled here.",
-        ),
-    }
-
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        for name in reversed(names):
-            command = table[name](command)
-        return command
-
-    return add
 
 
 @click.group("eval")
@@ -118,65 +17,8 @@ def evaluate() -> None:
     """Evaluate an artifact: run suites, compare runs, check tasks."""
 
 
-@evaluate.command()
-@click.argument("artifact", type=FOLDER)
-@click.argument("run_folder", metavar="RUN", type=FOLDER)
-@options("suite", "data", "limit")
-@click.option(
-    "--trials", type=click.IntRange(1), default=DEFAULTS.trials, show_default=True, help="Tries at each task."
-)
-@click.option(
-    "--threshold", type=click.FloatRange(0, 1, min_open=True), help="Share of a task's trials that must pass."
-)
-@options("max_tokens")
-@click.option(
-    "--temperature",
-    type=click.FloatRange(0),
-    default=DEFAULTS.temperature,
-    show_default=True,
-    help="0 takes the best token.",
-)
-@click.option("--seed", type=int, default=DEFAULTS.seed, show_default=True, help="Of the run.")
-@options("stop", "batch")
-@click.option(
-    "--max-infra",
-    type=click.FloatRange(0, 1),
-    default=DEFAULTS.max_infra,
-    show_default=True,
-    help="Share of trials that may end in infrastructure errors.",
-)
-@click.option("--transcripts", is_flag=True, help="Also write every transcript with its grades.")
-@click.option("--force", is_flag=True, help="Begin anew whatever run is in RUN.")
-@options("target", "programs")
-@host_options
-@coded
-def run(
-    artifact: Path, run_folder: Path, suite: str, data: Path | None, limit: int | None, force: bool,
-    target: str | None, programs: str, **settings: Any,
-) -> None:  # fmt: skip
-    """Run a suite on ARTIFACT, or go on with it; write RUN.
-
-    On several hosts, run the same command on each; host 0 alone reads the suite, writes RUN and prints.
-    """
-    from ling3export.runners.eval_report import invalid_line
-    from ling3export.runners.eval_run import run_suite
-    from ling3export.runners.eval_suites import load_suite
-    from ling3export.runners.eval_summary import completion_line
-
-    hosts = leading(artifact, target, programs, {name: settings.pop(name) for name in HOST_NAMES})
-    loaded = load_suite(suite, data, limit)
-    if not loaded.tasks:
-        raise click.UsageError(f"suite `{loaded.name}`: expected at least one task, found none.")
-    config = replace(DEFAULTS, **settings)
-    with open_backend(artifact, target, programs, hosts) as backend, progress(f"eval {loaded.name}") as told:
-        summary = run_suite(loaded, backend, run_folder, config, force=force, progress=told)
-    click.echo(f"report: {run_folder / 'report.md'}", err=True)
-    click.echo(f"solved: {len(summary.solved)} of {len(summary.by_task)} tasks", err=True)
-    invalid = summary.invalid(config.max_infra)
-    if invalid:
-        click.echo(invalid_line(summary, config.max_infra))
-    click.echo(completion_line(summary.passed, summary.total))
-    sys.exit(INVALID if invalid else 0)
+evaluate.add_command(run)
+evaluate.add_command(determinism)
 
 
 @evaluate.command()
@@ -247,38 +89,6 @@ def diff(a: Path, b: Path) -> None:
 
 
 @evaluate.command()
-@click.argument("artifact", type=FOLDER)
-@options("suite", "data", "limit")
-@click.option("--runs", type=click.IntRange(2), default=2, show_default=True, help="How often.")
-@click.option("--alone", type=click.IntRange(0), default=0, help="Also run so many prompts each alone; not judged.")
-@options("max_tokens", "stop", "batch", "target", "programs")
-@host_options
-@coded
-def determinism(
-    artifact: Path, suite: str, data: Path | None, limit: int | None, runs: int, alone: int, max_tokens: int,
-    stop: tuple[str, ...], batch: int, target: str | None, programs: str, **host: Any,
-) -> None:  # fmt: skip
-    """Run a suite again; exit with 3 if a token id differs.
-
-    All runs are at temperature 0, in the same order and batches.
-    """
-    from ling3export.runners import eval_determinism
-    from ling3export.runners.eval_backend import Ask
-    from ling3export.runners.eval_suites import load_suite
-
-    hosts = leading(artifact, target, programs, host)
-    loaded = load_suite(suite, data, limit)
-    if not loaded.tasks:
-        raise click.UsageError(f"suite `{loaded.name}`: expected at least one task, found none.")
-    max_tokens = loaded.settings.get("max_tokens", max_tokens)
-    asks = [Ask(task.id, task.prompt, max_tokens, stop=stop) for task in loaded.tasks]
-    with open_backend(artifact, target, programs, hosts) as backend, progress("determinism") as told:
-        found = eval_determinism.determinism(backend, asks, runs=runs, batch=batch, alone=alone, progress=told)
-    click.echo(json.dumps(found, ensure_ascii=False, indent=1))
-    sys.exit(NOT_DETERMINISTIC if found["first_divergence"] else 0)
-
-
-@evaluate.command()
 @click.argument("run_folder", metavar="RUN", type=FOLDER)
 @click.argument("file", type=FOLDER)
 @click.option("--format", "kind", type=click.Choice(["inspect"]), default="inspect", show_default=True, help="Of FILE.")
@@ -292,18 +102,3 @@ def export(run_folder: Path, file: Path, kind: str, force: bool) -> None:
     if file.exists() and not force:
         raise Ling3Error(f"file `{file}`: expected no such file, found one", "replace it with --force")
     eval_folder.replace(file, eval_folder.json_line(inspect_log(run_folder)))
-
-
-@contextmanager
-def progress(title: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr; None where that is no terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    with click.progressbar(length=1, label=title, file=sys.stderr) as bar:
-
-        def told(done: int, total: int) -> None:
-            bar.length = total
-            bar.update(done - bar.pos)
-
-        yield told

@@ -104,7 +104,9 @@ def follow(
         ArtifactError, HostsError: As ``load``.
         RankDivergence: Hosts that compared their tokens had read others; raised at the end, which is the same for all.
     """
-    loaded = load(artifact, target=target, programs=programs, check=check, report=report, hosts=hosts, agreed=agreed(overlap))
+    loaded = load(
+        artifact, target=target, programs=programs, check=check, report=report, hosts=hosts, agreed=agreed(overlap)
+    )
     from ling3export.runners.driving import driving
 
     channel, turns = loaded.channel, driving(loaded, overlap=overlap).turns

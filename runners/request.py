@@ -1,9 +1,9 @@
 """What is asked for, and what comes back. Refuses at once what can never be served."""
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, NamedTuple
 
 from ling3export.errors import RequestError
@@ -15,17 +15,56 @@ SEEDS = 1 << 32
 
 
 @dataclass(frozen=True)
+class Bounds:
+    """What a setting of the sampling may be: a number from ``low`` to ``high``, both included.
+
+    Attributes:
+        low: Least.
+        high: Most.
+        above: ``low`` itself is left out.
+        whole: Whole numbers only.
+    """
+
+    low: float
+    high: float
+    above: bool = False
+    whole: bool = False
+
+    def hold(self, value: object) -> bool:
+        """Whether ``value`` is such a number."""
+        if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
+            return False
+        return (self.low < value if self.above else self.low <= value) and value <= self.high  # none holds of NaN
+
+    def __str__(self) -> str:
+        if self.above:
+            return f"a number above {self.low:g}, at most {self.high:g}"
+        if self.whole:
+            return f"a whole number from {self.low} to {self.high}"
+        return f"a number from {self.low:g} to {self.high:g}"
+
+
+# For the command line, Python and HTTP alike. The hottest temperature is that of OpenAI's API.
+BOUNDS = {
+    "temperature": Bounds(0, 2),
+    "top_k": Bounds(0, (1 << 31) - 1, whole=True),
+    "top_p": Bounds(0, 1, above=True),
+    "seed": Bounds(0, SEEDS - 1, whole=True),
+}
+
+
+@dataclass(frozen=True)
 class Sampling:
     """How a token is taken from logits. Its randomness comes from the seed and the token's position, nothing else.
 
     Attributes:
-        temperature: 0 takes the best token; ties go to the lowest id.
+        temperature: 0 takes the best token; ties go to the lowest id. At most 2.
         top_k: Keep only the best k tokens; 0 keeps all.
         top_p: Then keep the fewest tokens that hold this probability; 1 keeps all.
         seed: 0 … 2³² - 1.
 
     Raises:
-        RequestError: A value outside its range.
+        RequestError: A value outside its BOUNDS.
     """
 
     temperature: float = 0.0
@@ -34,15 +73,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        rules = (
-            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "a finite number, 0 or more"),
-            ("top_k", 0 <= self.top_k < 1 << 31, "0 (off) or a positive number"),
-            ("top_p", 0 < self.top_p <= 1, "a number above 0, at most 1"),
-            ("seed", 0 <= self.seed < SEEDS, f"0 to {SEEDS - 1}"),
-        )
-        for name, good, wanted in rules:
-            if not good:
-                raise RequestError(f"sampling `{name}`: expected {wanted}, found {getattr(self, name)}")
+        for name, bounds in BOUNDS.items():
+            value = getattr(self, name)
+            if not bounds.hold(value):
+                raise RequestError(f"sampling `{name}`: expected {bounds}, found {value}")
 
 
 @dataclass(frozen=True)

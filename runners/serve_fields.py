@@ -1,10 +1,10 @@
 """Fields of a JSON body: each is read by its type, or refused by its name."""
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
+from ling3export.runners.request import BOUNDS
 from ling3export.runners.serve_errors import ApiError, malformed
 
 WORDS = {list: "a list", dict: "an object", str: "a text"}
@@ -119,10 +119,9 @@ class Fields:
             raise malformed(name, f"a whole number from {low} to {high}", found(value))
         return value
 
-    def number(self, name: str, default: float, low: float, high: float) -> float:
-        """A number from ``low`` to ``high``."""
+    def sampling(self, name: str, default: Any) -> Any:
+        """A setting of the sampling, within its BOUNDS."""
         value = self._body.get(name, default)
-        good = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not good or not low <= value <= high or not math.isfinite(value):
-            raise malformed(name, f"a number from {low:g} to {high:g}", found(value))
-        return float(value)
+        if not BOUNDS[name].hold(value):
+            raise malformed(name, str(BOUNDS[name]), found(value))
+        return value

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from ling3export.runners.engine import Engine, Prompt
 
 MAX_TOKENS = 16  # of /v1/completions where none are asked for, as OpenAI's API has it
-HOTTEST = 2.0
 STOPS, STOP_LENGTH = 16, 1000
 COMMON = frozenset(
     "model max_tokens max_completion_tokens temperature top_p top_k seed stop stream stream_options "
@@ -96,7 +95,7 @@ def _call(fields: Fields, engine: "Engine", prompts: "list[Prompt]", *, chat: bo
                        code="no_tokenizer")  # fmt: skip
     limit, how = _max_tokens(fields), _sampling(fields)
     endless = fields.flag("ignore_eos")
-    seed = fields.whole("seed", 0, SEEDS - 1)
+    seed = None if fields.get("seed") is None else fields.sampling("seed", 0)
     requests = []
     name = "messages" if chat else "prompt"
     for number, prompt in enumerate(prompts):
@@ -195,8 +194,5 @@ def _max_tokens(fields: Fields) -> int | None:
 
 def _sampling(fields: Fields) -> tuple[float, int, float]:
     """Temperature, top_k and top_p; without any, OpenAI's defaults: 1, all and 1."""
-    temperature = fields.number("temperature", 1.0, 0.0, HOTTEST)
-    top_p = fields.number("top_p", 1.0, 0.0, 1.0)
-    if top_p == 0:
-        raise malformed("top_p", "a number above 0, at most 1", found(fields.get("top_p")))
-    return temperature, fields.whole("top_k", 0, (1 << 31) - 1) or 0, top_p
+    temperature, top_p = fields.sampling("temperature", 1.0), fields.sampling("top_p", 1.0)
+    return float(temperature), fields.sampling("top_k", 0), float(top_p)

@@ -14,8 +14,8 @@ RUNNER = (sys.executable, "-m", "ling3export.runners.cli")
 
 @contextmanager
 def hosting(
-    commands: Sequence[Sequence[object]], *, variables: bool = False, programs: Sequence[Sequence[object]] | None = None,
-    folders: Sequence[Path] | None = None,
+    commands: Sequence[Sequence[object]], *, variables: bool = False,
+    programs: Sequence[Sequence[object]] | None = None, folders: Sequence[Path] | None = None,
 ) -> Iterator[list[subprocess.Popen[str]]]:  # fmt: skip
     """A command of the runner on every host; killed at the end of the block.
 

@@ -1,6 +1,7 @@
 """Slots and pages: never shared, never lost, never number 0."""
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -52,19 +53,28 @@ def test_pages_that_devices_cannot_share_are_refused(placement):
         Allocator(2, 6, 4, placement, devices=4)
 
 
-def test_striped_pages_go_round_the_devices():
-    """Page n is on device (n - 1) mod 4; page j of a sequence has to be on device j mod 4."""
-    allocator = Allocator(slots=3, pages=12, page_size=1, placement="striped", devices=4)
-    first, second = allocator.admit(6), allocator.admit(1)
-    assert first is not None and second is not None
-    assert (first.pages, second.pages) == ([1, 2, 3, 4, 5, 6], [9])
-    third = allocator.admit(1)
-    assert third is None, "nothing is left on device 0, though seven pages are free"
-    assert allocator.blocks(second, first) is False, "its next page is on device 2"
-    assert allocator.grow(second, 2) and second.pages == [9, 10]
+def test_striped_pages_go_round_the_devices_each_sequence_from_another():
+    """Page n is on device (n - 1) mod 4; page j of a sequence with home h is on device (h + j) mod 4."""
+    allocator = Allocator(slots=9, pages=12, page_size=1, placement="striped", devices=4)
+    leases = [lease for lease in (allocator.admit(tokens) for tokens in (6, 1, 1, 1)) if lease]
+    assert [(lease.home, lease.pages) for lease in leases] == [
+        (0, [1, 2, 3, 4, 5, 6]), (2, [7]), (3, [8]), (1, [10])
+    ]  # fmt: skip
+    first, second, third, fourth = leases
+    assert allocator.grow(third, 2) and third.pages == [8, 9], "from device 3 on to device 0"
+    assert not allocator.grow(third, 3), "device 1 has given its last page, though two are free elsewhere"
+    assert allocator.blocks(first, third) and allocator.blocks(fourth, third) and not allocator.blocks(second, third)
     allocator.release(first)
+    assert allocator.grow(third, 3) and third.pages == [8, 9, 2]
     assert allocator.longest == 12
-    assert (allocator.free_slots, allocator.free_pages) == (2, 10)
+    assert (allocator.free_slots, allocator.free_pages) == (6, 7)
+
+
+def test_many_short_striped_sequences_live_on_all_devices():
+    """Their first pages once all lay on device 0, which then attended for all and was full first."""
+    allocator = Allocator(slots=64, pages=64, page_size=256, placement="striped", devices=16)
+    leases = [lease for lease in (allocator.admit(100) for _ in range(64)) if lease]
+    assert Counter((lease.pages[0] - 1) % 16 for lease in leases) == dict.fromkeys(range(16), 4)
 
 
 def test_by_sequence_gives_each_sequence_a_home():
@@ -128,7 +138,7 @@ def test_nothing_leaks_and_nothing_is_shared(seed, placement):
         for lease in held:
             where = [(page - 1) % devices if placement == "striped" else (page - 1) // (pages // devices)
                      for page in lease.pages]  # fmt: skip
-            wanted = [j % devices if placement == "striped" else lease.home for j in range(len(where))]
+            wanted = [(lease.home + j) % devices if placement == "striped" else lease.home for j in range(len(where))]
             assert placement == "replicated" or where == wanted
     for lease in held:
         allocator.release(lease)

@@ -247,8 +247,10 @@ def test_fewer_devices_than_tp(whole):
         (["--prompt", "a", "--logits", "/dev/null", "--force"], 1, "--logits `/dev/null`: expected a file, found a"),
         (["--prompt", "a", "--logits", "x" * 300], 1, "found File name too long"),
         (["--prompt", "a", "--target", "cpu-tp3"], 1, "error: target `cpu-tp3`: expected one of cpu-tp2, found none"),
-        (["--prompt", "a", "--temperature", "nan"], 1, "sampling `temperature`: expected a finite number"),
-        (["--prompt", "a", "--top-p", "0"], 2, "Invalid value for '--top-p'"),
+        (["--prompt", "a", "--temperature", "nan"], 2, "'--temperature': expected a number from 0 to 2, found nan."),
+        (["--prompt", "a", "--temperature", "2.1"], 2, "'--temperature': expected a number from 0 to 2, found 2.1."),
+        (["--prompt", "a", "--top-k", "-1"], 2, "'--top-k': expected a whole number from 0 to 2147483647, found -1."),
+        (["--prompt", "a", "--top-p", "0"], 2, "'--top-p': expected a number above 0, at most 1, found 0.0."),
         (["--prompt-file", "nothing.jsonl"], 1, "prompt file `nothing.jsonl`: expected a readable file"),
     ],
 )  # fmt: skip

@@ -15,10 +15,7 @@ from ling3export.runners.eval_folder import read_predictions
 
 COUNT = 4
 ANY = {"kind": "regex", "pattern": "(?s).*"}
-TASKS = [
-    {"id": f"t{n}", "input": {"prompt_ids": list(range(1, 5 + n))}, "graders": [ANY]}
-    for n in range(8)
-]
+TASKS = [{"id": f"t{n}", "input": {"prompt_ids": list(range(1, 5 + n))}, "graders": [ANY]} for n in range(8)]
 DIVERGED = (
     "error: sampled tokens: expected the same on 4 processes, found others than on process 0 on 2\n"
     "hint: every process must load the same artifact and see the same environment\n"

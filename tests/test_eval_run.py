@@ -18,9 +18,10 @@ from ling3export.errors import RequestError
 from ling3export.runners.cli import main
 from ling3export.runners.eval_config import RunConfig
 from ling3export.runners.eval_folder import KEYS, read_predictions
-from ling3export.runners.eval_objects import EvalError, GraderError, RankDivergence, trial_seed
+from ling3export.runners.eval_objects import EvalError, GraderError, trial_seed
 from ling3export.runners.eval_run import run_suite
 from ling3export.runners.eval_suites import Suite
+from ling3export.runners.ticket import EngineStopped
 
 LINE = re.compile(r"^正确率: \d+/\d+ = (0\.\d{4}|1\.0000)$")
 REPORT = Path(__file__).parent / "data/eval_report.md"
@@ -33,7 +34,7 @@ def evaluate(tmp_path, monkeypatch):
     problems.write_text(json.dumps([{"prompt": str(n), "answer": "#### 42"} for n in range(10)]))
 
     def call(backend, *arguments, suite=problems, folder="run"):
-        monkeypatch.setattr("ling3export.runners.eval_cli.open_backend", lambda *_: backend)
+        monkeypatch.setattr("ling3export.runners.eval_run_cli.open_backend", lambda *_: backend)
         command = ["eval", "run", "artifact", tmp_path / folder, "--suite", suite, *arguments]
         return CliRunner().invoke(main, list(map(str, command)))
 
@@ -120,9 +121,35 @@ def test_a_first_batch_that_is_refused_as_a_whole_ends_the_run(evaluate, tmp_pat
     assert evaluate(FakeBackend(half)).exit_code == 0  # nothing is lost: the run goes on
 
 
-def test_divergence_of_processes_exits_with_5(evaluate):
-    done = evaluate(FailsOn("3", RankDivergence("sampled tokens: …", "same artifact")))
+def test_divergence_of_processes_exits_with_5_and_keeps_what_came_before(evaluate, tmp_path):
+    class Diverges(FakeBackend):
+        def digests(self):
+            return [b"a" * 32, (b"a" if len(self.batches) < 3 else b"b") * 32]
+
+    done = evaluate(Diverges(half), "--batch", "2")
     assert (done.exit_code, done.stdout) == (5, "")
+    assert done.stderr == (
+        "error: sampled tokens: expected the same on 2 processes, found others than on process 0 on 1\n"
+        "hint: every process must load the same artifact and see the same environment\n"
+    )
+    assert (tmp_path / "run/predictions.jsonl.partial").read_bytes().count(b"\n") == 4
+
+
+def test_an_engine_that_stopped_ends_the_run_at_once_and_it_goes_on_later(evaluate, tmp_path):
+    """Not trial by trial: every further one would only hear the same."""
+    error = EngineStopped("engine: expected every step to run, found RuntimeError: device lost", "load it again")
+    backend = FailsOn("5", error)
+    done = evaluate(backend, "--batch", "2")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == (
+        "error: engine: expected every step to run, found RuntimeError: device lost\n"
+        "hint: 4 of 10 trials are kept: the same command goes on from there\n"
+    )
+    assert (backend.times, len(backend.batches)) == (999, 2)
+    assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "running"
+    again = FakeBackend(half)
+    done = evaluate(again, "--batch", "2")
+    assert (done.exit_code, done.stdout, len(again.batches)) == (0, "正确率: 5/10 = 0.5000\n", 3)
 
 
 def test_an_empty_suite_is_a_usage_error(evaluate, tmp_path):

@@ -28,13 +28,13 @@ Options:
                                   batch.
   --max-tokens INTEGER RANGE      Generate at most this many tokens.  [x>=1;
                                   required]
-  --temperature FLOAT RANGE       0 takes the best token.  [default: 0.0; x>=0]
-  --top-k INTEGER RANGE           Sample among the best k tokens; 0 for all.
-                                  [default: 0; x>=0]
-  --top-p FLOAT RANGE             Then among the fewest that hold this
-                                  probability.  [default: 1.0; 0<x<=1]
-  --seed INTEGER RANGE            Of the sampling.  [default: 0;
-                                  0<=x<=4294967295]
+  --temperature FLOAT             0 takes the best token; at most 2.  [default:
+                                  0.0]
+  --top-k INTEGER                 Sample among the best k tokens; 0 for all.
+                                  [default: 0]
+  --top-p FLOAT                   Then among the fewest that hold this
+                                  probability.  [default: 1.0]
+  --seed INTEGER                  Of the sampling.  [default: 0]
   --stop TEXT                     End the text before this; may be repeated.
   --ignore-eos                    Go on behind an end-of-text token.
   --logits OUT.npz                Write tokens [n] and the logits [n, vocab]

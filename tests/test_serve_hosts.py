@@ -1,4 +1,4 @@
-"""A server on 4 processes of 4 virtual devices: the first answers, the others follow; when one dies, clients are told."""
+"""A server on 4 processes of 4 virtual devices: the first answers, the others follow; clients hear when one dies."""
 
 import os
 import signal

@@ -109,7 +109,7 @@ def refused(answer: httpx2.Response, status: int) -> tuple[str, str | None, str 
         ({"temperature": True}, "temperature", "`temperature`: expected a number from 0 to 2, found true"),
         ({"temperature": [1]}, "temperature", "`temperature`: expected a number from 0 to 2, found a list"),
         ({"top_p": 0}, "top_p", "`top_p`: expected a number above 0, at most 1, found 0"),
-        ({"top_p": 1.01}, "top_p", "`top_p`: expected a number from 0 to 1, found 1.01"),
+        ({"top_p": 1.01}, "top_p", "`top_p`: expected a number above 0, at most 1, found 1.01"),
         ({"top_k": -1}, "top_k", "`top_k`: expected a whole number from 0 to 2147483647, found -1"),
         ({"seed": 1 << 32}, "seed", "`seed`: expected a whole number from 0 to 4294967295, found 4294967296"),
         ({"seed": 0.5}, "seed", "`seed`: expected a whole number from 0 to 4294967295, found 0.5"),
