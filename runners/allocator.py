@@ -31,7 +31,7 @@ class Allocator:
 
     - ``replicated``: every device holds every page, so any page serves any sequence in any row of a batch.
     - ``striped``: page n lies on device (n - 1) mod TP; the programs take any page in any place. A sequence has a home:
-      its page j lies on device (home + j) mod TP. So long ones are spread over all devices, and many short ones are, too.
+      its page j lies on device (home + j) mod TP, so that one long sequence and many short ones burden all alike.
     - ``by_sequence``: device d has pages d·pages/TP + 1 … (d + 1)·pages/TP. A sequence has a home: all its pages are
       there, and in a decode call of B rows it stands in a row r of that device, r·TP // B = home. A device that has no
       row in the largest decode call is nobody's home.

@@ -16,14 +16,16 @@ from queue import SimpleQueue
 from typing import Any
 
 from ling3export.errors import Ling3Error
+from ling3export.runners import guard
 from ling3export.runners.coordination import Service, join, leave
 from ling3export.runners.hosts import Hosts
-from ling3export.runners.rendezvous import FAILED, HostsError, meet, receive, refuse, send, welcome
+from ling3export.runners.rendezvous import FAILED, meet, receive, refuse, send, welcome
 
 BEAT = 5.0  # seconds between two signs of life
 SILENCE = 30.0  # seconds without one
 SETTLE = 5.0  # seconds that a failed step waits for the watch to say what is behind it
-PART, TURN, END, DONE, RELEASE, ALIVE, GONE = b"P", b"T", b"E", b"D", b"R", b"A", b"G"
+PART, TURN, END, DONE, RELEASE, ALIVE = b"P", b"T", b"E", b"D", b"R", b"A"
+GONE, DIVERGED = b"G", b"V"  # what is told to all: a host is gone, or it read other tokens
 
 
 class Channel:
@@ -32,13 +34,15 @@ class Channel:
     Args:
         hosts: This process's place.
         identity: What must be the same on all hosts.
-        lost: Told why another host is gone; ends the process by default.
+        lost: Told why another host is gone, and the exit code for that; ends the process by default.
 
     Raises:
         HostsError: Not all are there in time, or they do not fit together.
     """
 
-    def __init__(self, hosts: Hosts, identity: dict[str, Any], lost: "Callable[[str], None] | None" = None) -> None:
+    def __init__(
+        self, hosts: Hosts, identity: dict[str, Any], lost: "Callable[[str, int], None] | None" = None
+    ) -> None:
         self.hosts = hosts
         self._peers, self._port = meet(hosts, identity)
         self._service: Service | None = None
@@ -130,13 +134,18 @@ class Channel:
             self.fail(f"a step failed: {error}")
             raise
 
-    def fail(self, text: str) -> None:
-        """Tells the other hosts that this one ends, and sees to it that it does; once only."""
+    def fail(self, text: str, kind: bytes = FAILED) -> None:
+        """Tells the other hosts that this one ends, and sees to it that it does; once only.
+
+        Args:
+            text: Why.
+            kind: ``FAILED``, or ``DIVERGED``.
+        """
         if self._closing:
             return
         self._closing = True
-        self.send(FAILED, text.encode())  # and jax's service goes on, or the others would end before they say why
-        stuck = threading.Timer(SETTLE, os._exit, (1,))  # threads of a collective never end
+        self.send(kind, text.encode())  # and jax's service goes on, or the others would end before they say why
+        stuck = threading.Timer(SETTLE, os._exit, (_code(kind),))  # threads of a collective never end
         stuck.daemon = True
         stuck.start()
 
@@ -144,10 +153,10 @@ class Channel:
         """Has ``told`` called with the reason when another host is gone; this process ends so many seconds later."""
         end = self._lost
 
-        def lost(text: str) -> None:
+        def lost(text: str, code: int) -> None:
             told(text)
             time.sleep(seconds)
-            end(text)
+            end(text, code)
 
         self._lost = lost
 
@@ -171,10 +180,11 @@ class Channel:
         try:
             while True:
                 kind, payload = receive(peer)
+                text = payload.decode(errors="replace") if kind in (FAILED, GONE, DIVERGED) else ""
                 if kind == FAILED:
-                    return self._gone(number, f"host {number} ended: {payload.decode(errors='replace')}")
-                if kind == GONE:
-                    return self._gone(number, payload.decode(errors="replace"))
+                    return self._gone(number, f"host {number} ended: {text}")
+                if kind in (GONE, DIVERGED):
+                    return self._gone(number, text, kind)
                 if kind != ALIVE:
                     self._inbox[number].put((kind, payload))
         except TimeoutError:
@@ -184,7 +194,7 @@ class Channel:
         finally:
             peer.close()
 
-    def _gone(self, number: int, text: str) -> None:
+    def _gone(self, number: int, text: str, kind: bytes = GONE) -> None:
         if self._closing:
             return
         self._closing = True
@@ -193,21 +203,22 @@ class Channel:
                 try:
                     with contextlib.suppress(OSError):
                         peer.settimeout(1)
-                        send(peer, GONE, text.encode())
+                        send(peer, kind, text.encode())
                 finally:
                     self._lock.release()
-        self._lost(text)
+        self._lost(text, _code(kind))
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT):
             self.send(ALIVE)
 
 
-def end_process(text: str) -> None:
+def _code(kind: bytes) -> int:
+    return guard.DIVERGED if kind == DIVERGED else 1
+
+
+def end_process(text: str, code: int) -> None:
     """Says why, and ends this process: nothing else ends a collective that waits for a host that is gone."""
     print(f"error: {text}\nhint: hosts live and die together: start the command on all of them again", file=sys.stderr)
     sys.stderr.flush()
-    os._exit(1)
-
-
-__all__ = ["DONE", "END", "PART", "TURN", "Channel", "HostsError"]
+    os._exit(code)

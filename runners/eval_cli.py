@@ -6,8 +6,8 @@ from pathlib import Path
 import click
 
 from ling3export.errors import Ling3Error, listed
-from ling3export.runners.eval_codes import REGRESSION, coded
 from ling3export.runners.eval_run_cli import determinism, run
+from ling3export.runners.guard import REGRESSION, guarded
 
 FOLDER = click.Path(path_type=Path)
 
@@ -24,7 +24,7 @@ evaluate.add_command(determinism)
 @evaluate.command()
 @click.argument("task", type=FOLDER)
 @click.option("--force", is_flag=True, help="Replace the file if it is there.")
-@coded
+@guarded
 def new(task: Path, force: bool) -> None:
     """Write a task to fill in: TASK.yaml or TASK.json."""
     from ling3export.runners.eval_scaffold import new_task
@@ -35,7 +35,7 @@ def new(task: Path, force: bool) -> None:
 
 @evaluate.command()
 @click.argument("task", type=FOLDER)
-@coded
+@guarded
 def check(task: Path) -> None:
     """Prove that the tasks of a file can be solved, and failed."""
     from ling3export.runners.eval_files import load_tasks
@@ -53,7 +53,7 @@ def check(task: Path) -> None:
 
 @evaluate.command()
 @click.argument("run_folder", metavar="RUN", type=FOLDER)
-@coded
+@guarded
 def diagnose(run_folder: Path) -> None:
     """Group the failures of RUN by cause."""
     from ling3export.runners import eval_diagnose
@@ -69,7 +69,7 @@ def diagnose(run_folder: Path) -> None:
 @evaluate.command()
 @click.argument("a", type=FOLDER)
 @click.argument("b", type=FOLDER)
-@coded
+@guarded
 def diff(a: Path, b: Path) -> None:
     """Compare runs A and B; exit with 6 if B breaks a task."""
     from ling3export.runners import eval_diff
@@ -93,7 +93,7 @@ def diff(a: Path, b: Path) -> None:
 @click.argument("file", type=FOLDER)
 @click.option("--format", "kind", type=click.Choice(["inspect"]), default="inspect", show_default=True, help="Of FILE.")
 @click.option("--force", is_flag=True, help="Replace FILE if it is there.")
-@coded
+@guarded
 def export(run_folder: Path, file: Path, kind: str, force: bool) -> None:
     """Write a finished RUN as a log that other tools read."""
     from ling3export.runners import eval_folder

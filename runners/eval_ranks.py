@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from ling3export.runners.eval_objects import RankDivergence
 
+HINT = "every process must load the same artifact and see the same environment"
+
 
 def check_digests(digests: Sequence[bytes]) -> None:
     """Compares what each process read; none or one is always right.
@@ -19,5 +21,5 @@ def check_digests(digests: Sequence[bytes]) -> None:
         raise RankDivergence(
             f"sampled tokens: expected the same on {len(digests)} processes, found others than on process 0 on "
             f"{', '.join(map(str, others))}",
-            "every process must load the same artifact and see the same environment",
+            HINT,
         )

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ling3export.runners.eval_codes import INVALID, NOT_DETERMINISTIC, coded
 from ling3export.runners.eval_config import RunConfig
-from ling3export.runners.guard import keep_stdout
+from ling3export.runners.guard import INVALID, NOT_DETERMINISTIC, guarded, keep_stdout
 from ling3export.runners.hosts import HOST_NAMES, Hosts, find_hosts, host_options
 from ling3export.runners.rendezvous import announced
 from ling3export.runners.sampling_options import sampling_option
@@ -130,7 +129,7 @@ def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 @click.option("--force", is_flag=True, help="Begin anew whatever run is in RUN.")
 @options("target", "programs")
 @host_options
-@coded
+@guarded
 def run(
     artifact: Path, run_folder: Path, suite: str, data: Path | None, limit: int | None, force: bool,
     target: str | None, programs: str, **settings: Any,
@@ -164,7 +163,7 @@ def run(
 @click.option("--alone", type=click.IntRange(0), default=0, help="Also run so many prompts each alone; not judged.")
 @options("max_tokens", "stop", "batch", "target", "programs")
 @host_options
-@coded
+@guarded
 def determinism(
     artifact: Path, suite: str, data: Path | None, limit: int | None, runs: int, alone: int, max_tokens: int,
     stop: tuple[str, ...], batch: int, target: str | None, programs: str, **host: Any,

@@ -1,7 +1,8 @@
 """Host 0 sends the commands of each turn before it takes them; the other hosts take what they receive, in silence.
 
 A turn follows from its commands and the tokens read (``turns.py``), and every host reads the same tokens. So commands
-are all that travels, and, where host 0 asks for it, digests of the tokens that each host read.
+are all that travels, and with each turn a digest of the tokens that host 0 read before it: whoever read others says so
+and ends, before it would make other calls, which none of the hosts would ever come back from.
 """
 
 import hashlib
@@ -10,15 +11,17 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from ling3export.runners.channel import END, TURN, Channel
+from ling3export.runners.channel import DIVERGED, END, TURN, Channel
 from ling3export.runners.eval_objects import RankDivergence
-from ling3export.runners.eval_ranks import check_digests
+from ling3export.runners.eval_ranks import HINT, check_digests
 from ling3export.runners.hosts import Hosts, agreed
 from ling3export.runners.loader import load, say
 from ling3export.runners.request import Request, Sampling
 from ling3export.runners.scheduler import Scheduler
 from ling3export.runners.sequence import Sequence
 from ling3export.runners.turns import Arrival, Commands, Turn, Turns
+
+SHORT = 8  # bytes of a digest that travel with every turn
 
 
 def encode(commands: Commands) -> bytes:
@@ -49,7 +52,8 @@ def _request(fields: dict[str, object]) -> Request:
 class SharedTurns(Turns):
     """Turns that all hosts take alike: host 0 sends the commands of each to the others.
 
-    Every host hashes the tokens that it reads, in the order of reading, as little-endian int32.
+    Every host hashes the tokens that it reads, in the order of reading, as little-endian int32. All compare these
+    digests where the commands ask for it, and the others with host 0's before each turn.
 
     Args:
         scheduler: Runs the sequences.
@@ -62,10 +66,24 @@ class SharedTurns(Turns):
         self._channel = channel
         self._read = hashlib.sha256()
 
+    def received(self, payload: bytes) -> Turn:
+        """Takes the commands that host 0 sent.
+
+        Raises:
+            RankDivergence: It read other tokens than this host, which would now make other calls.
+        """
+        commands = decode(payload[SHORT:])
+        if not commands.compare and payload[:SHORT] != self._read.digest()[:SHORT]:
+            number = self._channel.hosts.number
+            error = RankDivergence(f"sampled tokens: expected those of host 0, found others on host {number}", HINT)
+            self._channel.fail(error.message, DIVERGED)
+            raise error
+        return self.turn(commands)
+
     def turn(self, commands: Commands) -> Turn:
         """Sends the commands where this is host 0, and takes them."""
         if self._channel.leads:
-            self._channel.send(TURN, encode(commands))
+            self._channel.send(TURN, self._read.digest()[:SHORT] + encode(commands))
         with self._channel.together():
             digests = self._compared() if commands.compare else ()
             turn = super().turn(commands)
@@ -102,7 +120,8 @@ def follow(
 
     Raises:
         ArtifactError, HostsError: As ``load``.
-        RankDivergence: Hosts that compared their tokens had read others; raised at the end, which is the same for all.
+        RankDivergence: This host read other tokens than host 0; or all compared theirs, and some had read others: that
+            is raised once host 0 has ended, too.
     """
     loaded = load(
         artifact, target=target, programs=programs, check=check, report=report, hosts=hosts, agreed=agreed(overlap)
@@ -110,12 +129,12 @@ def follow(
     from ling3export.runners.driving import driving
 
     channel, turns = loaded.channel, driving(loaded, overlap=overlap).turns
-    assert channel is not None
+    assert channel is not None and isinstance(turns, SharedTurns)
     report(f"host {hosts.number}: {loaded.weight_bytes:,} bytes of weights; following host 0")
     diverged: RankDivergence | None = None
     with channel.together():
         while (message := channel.take())[0] != END:
-            digests = turns.turn(decode(message[1])).digests
+            digests = turns.received(message[1]).digests
             try:
                 check_digests(digests)
             except RankDivergence as error:

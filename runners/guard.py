@@ -1,4 +1,4 @@
-"""Errors of a command as a message and a hint on stderr, and an exit code."""
+"""Errors of a command as a message and a hint on stderr, and an exit code: 1, or one of those below."""
 
 import errno
 import os
@@ -10,10 +10,16 @@ from typing import Any
 import click
 
 from ling3export.errors import Ling3Error
+from ling3export.runners.eval_objects import RankDivergence
+
+NOT_DETERMINISTIC = 3
+INVALID = 4  # too many infrastructure errors for the score to count
+DIVERGED = 5  # hosts sampled different tokens
+REGRESSION = 6
 
 
 def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Prints a Ling3Error as message and hint on stderr and exits with 1, without a traceback.
+    """Prints a Ling3Error as message and hint on stderr and exits with its code, without a traceback.
 
     So too for what the system refuses (a full disk behind stdout, a name that is too long).
     """
@@ -26,6 +32,7 @@ def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
             click.echo(f"error: {error.message}", err=True)
             if error.hint:
                 click.echo(f"hint: {error.hint}", err=True)
+            sys.exit(DIVERGED if isinstance(error, RankDivergence) else 1)
         except OSError as error:
             if error.errno == errno.EPIPE:  # the reader of stdout is gone; click ends in silence
                 raise

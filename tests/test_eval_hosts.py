@@ -74,8 +74,8 @@ def kept(run: Path) -> list[str]:
 
 
 def test_a_process_that_samples_other_tokens_is_named_by_all(command, folders):
-    """Its second read comes out wrong: the first batch is not written, and every process exits with 5."""
-    programs = [RUNNER, RUNNER, (sys.executable, diverging.__file__, 2), RUNNER]
+    """The last read of the first batch comes out wrong: it is not written, and every process exits with 5."""
+    programs = [RUNNER, RUNNER, (sys.executable, diverging.__file__, 3), RUNNER]
     with hosting([command] * COUNT, folders=folders, programs=programs) as processes:
         said = [process.communicate(timeout=60) for process in processes]
         assert [process.returncode for process in processes] == [5] * COUNT, said

@@ -11,13 +11,22 @@ from typing import Any
 import click
 import pytest
 
+from fake_backend import VOCAB, FakeBackend
 from ling3export.errors import Ling3Error
 from ling3export.peers import free_port
 from ling3export.runners import channel as channels
 from ling3export.runners import rendezvous
+from ling3export.runners.allocator import Allocator
+from ling3export.runners.calls import Shapes
 from ling3export.runners.channel import END, TURN, Channel
+from ling3export.runners.eval_objects import RankDivergence, tokens_digest
+from ling3export.runners.follow import SharedTurns
 from ling3export.runners.hosts import Hosts, agreed
 from ling3export.runners.rendezvous import HostsError, announced, meet
+from ling3export.runners.request import Request
+from ling3export.runners.scheduler import Scheduler
+from ling3export.runners.sequence import Sequence
+from ling3export.runners.turns import Arrival, Commands
 
 IDENTITY = {"artifact": "a1", "target": "cpu-4x4-tp16", "overlap": True}
 
@@ -56,8 +65,11 @@ class NoService:
 
 
 @contextmanager
-def connected(lost: list[str]) -> Iterator[list[Channel]]:
-    two = in_threads(*(lambda place=place: Channel(place, IDENTITY, lost.append) for place in hosts()))
+def connected(lost: list[tuple[str, int]]) -> Iterator[list[Channel]]:
+    def gone(text: str, code: int) -> None:
+        lost.append((text, code))
+
+    two = in_threads(*(lambda place=place: Channel(place, IDENTITY, gone) for place in hosts()))
     try:
         yield two
     finally:
@@ -154,14 +166,13 @@ def test_a_stranger_is_not_taken_for_a_host(no_service):
 def test_a_silent_host_is_given_up(no_service, monkeypatch):
     """Its machine or the network is gone: nothing closes the connection."""
     monkeypatch.setattr(channels, "SILENCE", 0.5)
-    lost: list[str] = []
+    lost: list[tuple[str, int]] = []
     with connected(lost):  # both beat every 5 s only
         until = time.monotonic() + 10
         while len(lost) < 2 and time.monotonic() < until:
             time.sleep(0.05)
-    assert "host 1: expected a sign of life, found none for 0.5 s" in lost or (
-        "host 0: expected a sign of life, found none for 0.5 s" in lost
-    )
+    assert {code for _, code in lost} == {1}
+    assert {text for text, _ in lost} & {f"host {n}: expected a sign of life, found none for 0.5 s" for n in (0, 1)}
 
 
 def test_a_first_host_that_ends_before_it_meets_the_others_tells_them(capsys):
@@ -191,18 +202,77 @@ def test_it_does_not_wait_for_them_for_long(monkeypatch):
 
 def test_who_outlives_another_host_says_so_first_and_ends_then(no_service):
     """As a server does: its clients hear why before it ends."""
-    said: list[tuple[str, str]] = []
-    one, two = in_threads(*(lambda place=place: Channel(place, IDENTITY, lambda text: None) for place in hosts()))
-    one._lost = lambda text: said.append(("end", text))
-    one.outlive(lambda text: said.append(("told", text)), 0.3)
-    begun = time.monotonic()
-    two.close()
-    while len(said) < 2 and time.monotonic() < begun + 10:
-        time.sleep(0.02)
-    assert time.monotonic() - begun >= 0.3
+    lost: list[tuple[str, int]] = []
+    told: list[str] = []
+    with connected(lost) as (one, two):
+        one.outlive(told.append, 0.3)
+        begun = time.monotonic()
+        two.close()
+        until(lambda: bool(told))
+        assert lost == []
+        until(lambda: bool(lost))
+        assert time.monotonic() - begun >= 0.3
     text = "host 1: expected its process to run, found that it ended"
-    assert said == [("told", text), ("end", text)]
-    one.close()
+    assert (told, lost) == ([text], [(text, 1)])
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def turns(channel: Channel, ahead: int) -> SharedTurns:
+    """On the fake model; every host has the same."""
+    scheduler = Scheduler(FakeBackend(2, 16, 4, 4), Shapes((4, 16), (2,), 4, 8), Allocator(2, 16, 4), ahead=ahead)
+    return SharedTurns(scheduler, lambda arrival: Sequence(arrival.request, arrival.number, 20, frozenset()), channel)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_who_reads_other_tokens_ends_before_it_makes_other_calls(no_service, ahead, monkeypatch):
+    """With the next turn; the other host hears who it was, and the exit code."""
+    monkeypatch.setattr(channels, "SETTLE", 3600)  # until which its process has to have ended
+    lost: list[tuple[str, int]] = []
+    with connected(lost) as (one, two):
+        first, second = turns(one, ahead), turns(two, ahead)
+        backend = second.scheduler._backend
+        assert isinstance(backend, FakeBackend)
+        commands = Commands((Arrival(0, Request((1, 2, 3), 20)),))
+        for _ in range(3):
+            mine, found = first.turn(commands), second.received(two.take()[1])
+            assert [each.token for each in mine.emitted] == [each.token for each in found.emitted]
+            commands = Commands()
+        read = backend.read
+        monkeypatch.setattr(backend, "read", lambda handle: (read(handle) + 1) % VOCAB)
+        first.turn(Commands())
+        second.received(two.take()[1])
+        made = len(backend.calls)
+        first.turn(Commands())
+        with pytest.raises(RankDivergence) as caught:
+            second.received(two.take()[1])
+        text = "sampled tokens: expected those of host 0, found others on host 1"
+        assert caught.value.message == text
+        assert len(backend.calls) == made
+        until(lambda: bool(lost))
+    assert lost == [(text, 5)]
+
+
+def test_hosts_compare_digests_of_the_little_endian_tokens(no_service):
+    with connected([]) as (one, two):
+        first, second = turns(one, 0), turns(two, 0)
+        tokens: list[int] = []
+        commands = Commands((Arrival(0, Request((1, 2, 3), 20)),))
+        for compare in (False, False, True, True):
+            commands = commands._replace(compare=compare)
+            mine, _ = in_threads(
+                lambda asked=commands: first.turn(asked), lambda: second.received(two.take()[1])
+            )  # fmt: skip
+            if compare:
+                assert mine.digests == (bytes.fromhex(tokens_digest(tokens)),) * 2
+                tokens = []
+            tokens += [each.token for each in mine.emitted]
+            commands = Commands()
 
 
 def test_every_host_gets_what_all_gave(no_service):
