@@ -4,10 +4,12 @@ Nothing is given to a deserializer before its digest and its verdict. Reading, d
 the import of jax; everything has ended, and has been found right, before the first step.
 """
 
+import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -150,7 +152,7 @@ class _Job:
 
 
 def _load(job: _Job) -> Loaded:
-    with job.timings.stage("imports"):
+    with job.timings.stage("imports"), uncollected():
         from ling3export.runners.programs import ProgramFiles  # numpy comes with what is imported from here on
         from ling3export.runners.weights import Weights
 
@@ -182,6 +184,22 @@ def _load(job: _Job) -> Loaded:
     return Loaded(
         job.folder, job.manifest, job.name, ready, verdicts, job.timings, compiles, weights.nbytes, job.channel
     )
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without the garbage collector, whose hooks in jaxlib must not run in another thread while jax is imported.
+
+    They look types up that the import may be in the middle of registering: one start of many ended in a segmentation
+    fault in that look-up (jaxlib 0.11.2; docs/log.md).
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _start_check(job: _Job, weights: "Weights") -> "Future[None]":

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ling3export.errors import RequestError
 
@@ -34,7 +34,8 @@ class Bounds:
         """Whether ``value`` is such a number."""
         if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
             return False
-        return (self.low < value if self.above else self.low <= value) and value <= self.high  # none holds of NaN
+        number: Any = value
+        return (self.low < number if self.above else self.low <= number) and number <= self.high  # none holds of NaN
 
     def __str__(self) -> str:
         if self.above:

@@ -9,6 +9,7 @@ from pathlib import Path
 from builds import environment
 from ling3export.peers import free_port
 
+FAULTS = {"PYTHONFAULTHANDLER": "1"}  # a crash in C++ says where
 RUNNER = (sys.executable, "-m", "ling3export.runners.cli")
 
 
@@ -33,7 +34,7 @@ def hosting(
         processes.append(
             subprocess.Popen(
                 [str(part) for part in (*program, *command, *([] if variables else named))], text=True,
-                env=environment(who if variables else {}), cwd=None if folders is None else folders[number],
+                env=environment(FAULTS | (who if variables else {})), cwd=None if folders is None else folders[number],
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )
         )  # fmt: skip

@@ -149,7 +149,7 @@ def test_an_engine_that_stopped_ends_the_run_at_once_and_it_goes_on_later(evalua
     assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "running"
     again = FakeBackend(half)
     done = evaluate(again, "--batch", "2")
-    assert (done.exit_code, done.stdout, len(again.batches)) == (0, "正确率: 5/10 = 0.5000\n", 3)
+    assert (done.exit_code, done.stdout, len(again.batches)) == (0, "正确率: 7/10 = 0.7000\n", 3)
 
 
 def test_an_empty_suite_is_a_usage_error(evaluate, tmp_path):

@@ -65,10 +65,10 @@ def test_four_processes_answer_as_one_and_read_their_own_weights_alone(artifact,
     with Engine(artifact("small-tp16"), report=lambda text: None) as engine:
         expected = engine.generate(PROMPTS, max_tokens=6, logits=True)
     lines = [json.loads(line) for line in said[0][0].splitlines()]  # gloo's chatter goes to stderr
-    assert [line["token_ids"] for line in lines] == [completion.token_ids for completion in expected]
-    with np.load(out) as found:
+    with np.load(out) as found:  # first: where tokens differ, these say which side is wrong and from where on
         for number, completion in enumerate(expected):
             np.testing.assert_allclose(found[f"logits.{number}"], completion.logits, rtol=0, atol=2e-4)
+    assert [line["token_ids"] for line in lines] == [completion.token_ids for completion in expected]
     assert [out for out, _ in said[1:]] == [""] * (COUNT - 1)
     stats = json.loads(said[0][1].partition("stats: ")[2].splitlines()[0])
     assert stats["compile_events"] == 0

@@ -2,7 +2,7 @@
 
 Runs in an interpreter of its own (torch, transformers, numpy, safetensors) and imports nothing of this project: it is
 the second opinion. Tensors are mapped by exact name here instead of by `from_pretrained`, because transformers knows
-only the flat query projection: where `q_lora_rank` is set, that one module is replaced.
+only the flat query projection and shared experts as wide as routed ones: those modules are replaced where they differ.
 """
 
 from __future__ import annotations
@@ -65,8 +65,6 @@ def versions() -> dict[str, str]:
 
 def hf_config(fields: dict, *, attention: str, experts: str | None) -> BailingHybridConfig:
     """The configuration in transformers' names; it must be told that an incomplete last layer group is MLA."""
-    if fields["moe_shared_expert_intermediate_size"] != fields["moe_intermediate_size"]:
-        raise SystemExit("transformers gives shared experts the width of routed ones; this checkpoint differs")
     layers, size = fields["num_hidden_layers"], fields["layer_group_size"]
     mla = [(layer + 1) % size == 0 or layer >= layers - layers % size for layer in range(layers)]
     config = BailingHybridConfig(
@@ -104,6 +102,8 @@ def load(
         model = modeling.BailingHybridForCausalLM(config)
         if fields["q_lora_rank"] is not None:
             _replace_query(model, config, fields["q_lora_rank"])
+        if fields["moe_shared_expert_intermediate_size"] != fields["moe_intermediate_size"]:
+            _replace_shared(model, config, fields["moe_shared_expert_intermediate_size"])
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         tensor.data = tensor.data.to(torch.float32 if _is_float32(name, dtype) else dtype)
     model.to_empty(device="cpu")
@@ -126,6 +126,12 @@ def _replace_query(model: nn.Module, config: BailingHybridConfig, rank: int) -> 
                 modeling.BailingHybridRMSNorm(rank),
                 nn.Linear(rank, width, bias=False),
             )
+
+
+def _replace_shared(model: nn.Module, config: BailingHybridConfig, width: int) -> None:
+    """The shared experts, `width` wide each."""
+    for layer in model.model.layers[config.first_k_dense_replace :]:
+        layer.mlp.shared_experts = modeling.BailingHybridMLP(config, width * config.n_shared_experts)
 
 
 @torch.no_grad()
