@@ -56,7 +56,6 @@ class Recipe:
 RECIPES = {
     "small-tp16": Recipe(16, paddings=(16, 128, 512)),
     "small-4x4": Recipe(16, target="cpu:4x4"),
-    "micro-4x1": Recipe(4, "micro", target="cpu:4x1"),
     "small-tp8": Recipe(8),
     "small-tp4": Recipe(4),
     "small-tp2": Recipe(2),

@@ -10,114 +10,12 @@ from contextlib import aclosing
 
 import pytest
 
-from fake_backend import VOCAB, FakeBackend, answer
+from fake_backend import VOCAB, answer
 from ling3export.runners.allocator import Allocator
-from ling3export.runners.calls import Shapes
-from ling3export.runners.counters import Timings
 from ling3export.runners.eval_run import transcript_of
-from ling3export.runners.loop import Loop
-from ling3export.runners.request import Limits, Request, Sampling
-from ling3export.runners.scheduler import Scheduler
-from ling3export.runners.sequence import Sequence
+from ling3export.runners.request import Sampling
 from ling3export.runners.ticket import EngineStopped, QueueFull
-from ling3export.runners.tokenizer import TextStream
-from ling3export.runners.turns import Turns
-
-SLOTS, PAGES, PAGE, CHUNK, CONTEXT = 4, 24, 4, 4, 64
-WAIT = 30  # seconds, for what takes milliseconds
-
-
-class GatedBackend(FakeBackend):
-    """Can be held where it waits for the devices; and fails where a test says so."""
-
-    def __init__(self):
-        super().__init__(SLOTS, PAGES, PAGE, CHUNK)
-        self.failure: Exception | None = None
-        self._changed = threading.Condition()
-        self._shut = self._standing = False
-        self._allowed = 0
-
-    def hold(self):
-        """From now on it stops at each wait."""
-        with self._changed:
-            self._shut = True
-
-    def let_go(self):
-        """It stops no more."""
-        with self._changed:
-            self._shut = False
-            self._changed.notify_all()
-
-    def reach(self):
-        """Waits until it stands."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: self._standing and not self._allowed, WAIT)
-
-    def let_one(self):
-        """Lets it through one wait, until it stands at the next."""
-        with self._changed:
-            self._allowed += 1
-            self._changed.notify_all()
-        self.reach()
-
-    def _pass(self):
-        with self._changed:
-            self._standing = True
-            self._changed.notify_all()
-            assert self._changed.wait_for(lambda: not self._shut or self._allowed, WAIT)
-            self._allowed, self._standing = 0, False
-        if self.failure is not None:
-            raise self.failure
-
-    def read(self, handle):
-        self._pass()
-        return super().read(handle)
-
-    def wait(self, handle):
-        self._pass()
-
-
-class Rig:
-    """A loop on a fake backend; text of a token is a letter."""
-
-    def __init__(self, ahead=1, max_requests=None):
-        self.backend = GatedBackend()
-        self.allocator = Allocator(SLOTS, PAGES, PAGE)
-        self.limits = Limits(CONTEXT, VOCAB, PAGES, PAGE)
-        self.scheduler = Scheduler(
-            self.backend, Shapes((4, 16), (2, 4), CHUNK, CONTEXT // PAGE), self.allocator, ahead=ahead
-        )
-        self.timings = Timings()
-        self.loop = Loop(Turns(self.scheduler, self._sequence), self.timings, max_requests)
-
-    def _sequence(self, arrival):
-        request = arrival.request
-        stream = TextStream(lambda ids: "".join(chr(65 + i) for i in ids), request.stop)
-        return Sequence(request, arrival.number, self.limits.answer(request), frozenset(), stream, arrival.at)
-
-    def submit(self, *requests):
-        return self.loop.submit(requests)
-
-    def free(self):
-        return self.allocator.free_slots, self.allocator.free_pages
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.backend.let_go()
-        self.loop.close()
-        assert self.free() == (SLOTS, PAGES)
-        assert not any(thread.name == "ling3-engine" for thread in threading.enumerate())
-
-
-def request(prompt, max_tokens, **options):
-    return Request(tuple(prompt), max_tokens, **options)
-
-
-def expected(asked):
-    return answer(list(asked.prompt_ids), asked.max_tokens, seed=asked.sampling.seed,
-                  temperature=asked.sampling.temperature)  # fmt: skip
+from loop_rig import PAGE, PAGES, SLOTS, WAIT, Rig, expected, request
 
 
 def test_a_ticket_gives_tokens_text_and_times():

@@ -7,7 +7,7 @@ import pytest
 
 from fake_backend import VOCAB, FakeBackend, answer
 from ling3export.runners.allocator import Allocator
-from ling3export.runners.calls import Shapes, fitting
+from ling3export.runners.calls import Shapes
 from ling3export.runners.request import Limits, Request, Sampling
 from ling3export.runners.scheduler import Scheduler
 from ling3export.runners.sequence import Sequence
@@ -277,21 +277,6 @@ def test_a_long_prompt_in_the_middle_is_waited_for_call_by_call():
     rig.check()
 
 
-@pytest.mark.parametrize(
-    ("work", "padding"), [(1, 16), (17, 16), (48, 16), (64, 128), (128, 128), (130, 128), (432, 128), (448, 512),
-                          (512, 512), (4000, 512)],
-)  # fmt: skip
-def test_the_padding_that_pays(work, padding):
-    assert Shapes((16, 128, 512), (16,), 16, 4).paying(work) == padding
-
-
-@pytest.mark.parametrize(("work", "padding"), [(17, 16), (64, 128), (130, 128), (4000, 128)])
-def test_no_longer_call_than_pays_beside_running_sequences(work, padding):
-    """A slot costs 3, 1.25 and 1.0625: 128 loses less than a quarter."""
-    assert Shapes((16, 128, 512), (16,), 16, 4).paying(work, beside_decode=True) == padding
-    assert Shapes((16, 512), (16,), 16, 4).paying(4000, beside_decode=True) == 512
-
-
 def test_a_long_prompt_takes_shorter_calls_once_it_is_waited_for():
     for running, paddings in ((0, [512]), (1, [16, 128, 128, 128, 128])):
         rig = Rig(context=600, pages=400, prefill=(16, 128, 512))
@@ -302,17 +287,3 @@ def test_a_long_prompt_takes_shorter_calls_once_it_is_waited_for():
         rig.run()
         assert [padding for phase, padding in rig.backend.calls if phase == "prefill"] == paddings
         rig.check()
-
-
-def test_the_padding_that_pays_by_the_compilers_estimates():
-    """Where a call costs the same at any padding, the largest always pays; a manifest says so."""
-    cells = {
-        f"{phase}@{padding}": {"phase": phase, "padding": padding, "estimated_seconds": cost}
-        for phase, padding, cost in (("prefill", 16, 2e-3), ("prefill", 512, 2e-3), ("decode", 8, 1e-3))
-    }
-    shapes = Shapes.of({"cells": cells, "state": {"chunk": 16, "max_pages": 4}})
-    assert [shapes.paying(work) for work in (16, 17, 600)] == [512, 512, 512]
-
-
-def test_fitting():
-    assert [fitting(work, (16, 128, 512)) for work in (1, 16, 17, 512, 513)] == [16, 16, 128, 512, 512]

@@ -20,6 +20,7 @@ from ling3export.artifacts.store import StoreWriter, TensorSpec
 from ling3export.model import steps
 from ling3export.model.batch import batch_fields, packed_size, unpack
 from ling3export.model.geometry import CHUNK, Geometry
+from ling3export.runners.engine import Engine
 from ling3export.synth_tokenizer import write_tokenizer
 
 VOCAB, EOS, TP = 320, 316, 2
@@ -29,6 +30,7 @@ GEOMETRY = Geometry(TP, "float32", SLOTS, PAGES, PAGE, CONTEXT // PAGE, 1)
 CELLS = {"prefill@16": ("prefill", 16), "decode@2": ("decode", 2), "decode@4": ("decode", 4)}
 CELLS |= {f"sample@{rows}": ("sample", rows) for rows in (1, 2, 4)}
 P = PartitionSpec
+PROMPTS = [[1, 2, 3], [5] * 20, [7] * 40, [300], [100, 200, 4]]
 
 
 def table(seed: int = 0) -> np.ndarray:
@@ -45,6 +47,15 @@ def answer(prompt: Sequence[int], count: int, seed: int = 0) -> tuple[list[int],
         tokens.append(int(np.argmax(logits[-1])))
         total += tokens[-1]
     return tokens, np.stack(logits)
+
+
+def check_tokens(engine: Engine) -> None:
+    """An engine on it answers PROMPTS as it has to."""
+    completions = engine.generate(PROMPTS, max_tokens=12, ignore_eos=True, logits=True)
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        tokens, logits = answer(prompt, 12)
+        assert completion.token_ids == tokens
+        assert (completion.logits == logits).all()
 
 
 def build_step(config: Any, geometry: Geometry, phase: str, padding: int, mesh: Any) -> steps.Step:
