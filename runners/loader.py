@@ -188,10 +188,10 @@ def _load(job: _Job) -> Loaded:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without the garbage collector, whose hooks in jaxlib must not run in another thread while jax is imported.
+    """Without the garbage collector: a precaution, while jax is imported beside threads that digest files.
 
-    They look types up that the import may be in the middle of registering: one start of many ended in a segmentation
-    fault in that look-up (jaxlib 0.11.2; docs/log.md).
+    One start of many ended in a segmentation fault, where jaxlib 0.11.2 looked up a type that was just being registered,
+    in another thread than the main one (docs/log.md). Collections alone lead from those threads into jaxlib.
     """
     was = gc.isenabled()
     gc.disable()
