@@ -190,8 +190,8 @@ def _load(job: _Job) -> Loaded:
 def uncollected() -> Iterator[None]:
     """Without the garbage collector: a precaution, while jax is imported beside threads that digest files.
 
-    One start of many ended in a segmentation fault, where jaxlib 0.11.2 looked up a type that was just being registered,
-    in another thread than the main one (docs/log.md). Collections alone lead from those threads into jaxlib.
+    One start of many ended in a segmentation fault, where jaxlib 0.11.2 looked up a type that was being registered, in
+    another thread than the main one (docs/log.md). Collections alone lead from those threads into jaxlib.
     """
     was = gc.isenabled()
     gc.disable()
