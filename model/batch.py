@@ -38,20 +38,22 @@ def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
     """The fields of ``phase`` at ``padding``, in packing order.
 
     Args:
-        phase: ``prefill`` (padding = token slots T), ``decode`` (sequences B) or ``sample`` (rows R).
+        phase: ``prefill`` or ``score`` (padding = token slots T), ``decode`` (sequences B) or ``sample`` (rows R).
         padding: T, B or R.
         max_pages: Columns of the page table.
     """
     chunks = padding // CHUNK
+    prefill: list[tuple[str, tuple[int, ...], str]] = [
+        ("tokens", (padding,), "int32"),
+        ("chunk_slot", (chunks,), "int32"),
+        ("chunk_start", (chunks,), "int32"),
+        ("chunk_len", (chunks,), "int32"),
+        ("fresh", (chunks,), "int32"),
+        ("page_table", (chunks, max_pages), "int32"),
+    ]
     shapes: dict[str, list[tuple[str, tuple[int, ...], str]]] = {
-        "prefill": [
-            ("tokens", (padding,), "int32"),
-            ("chunk_slot", (chunks,), "int32"),
-            ("chunk_start", (chunks,), "int32"),
-            ("chunk_len", (chunks,), "int32"),
-            ("fresh", (chunks,), "int32"),
-            ("page_table", (chunks, max_pages), "int32"),
-        ],
+        "prefill": prefill,
+        "score": [*prefill, ("next_token", (padding,), "int32")],
         "decode": [
             ("slot", (padding,), "int32"),
             ("position", (padding,), "int32"),

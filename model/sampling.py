@@ -12,20 +12,34 @@ from jax import lax
 from ling3export.model.geometry import AXIS
 
 
-def greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(token ``[R]``, its log-probability ``[R]``) from this device's ``[R, V/TP]``; ties go to the lowest id."""
-    width = logits.shape[1]
+def best_of_own(logits: jax.Array) -> jax.Array:
+    """fp32 ``[3, R]`` of this device's ``[R, V/TP]``: the best logit, the sum of exponents below it, its token.
+
+    The token as a number, exact up to 2^24: a bit-cast id is a denormal, which an accelerator may flush to zero.
+    """
     best = jnp.max(logits, axis=1)
-    index = jnp.argmax(logits, axis=1).astype(jnp.int32) + lax.axis_index(AXIS) * width
+    index = jnp.argmax(logits, axis=1).astype(jnp.int32) + lax.axis_index(AXIS) * logits.shape[1]
     total = jnp.sum(jnp.exp(logits - best[:, None]), axis=1)
-    # As a number, exact up to 2^24: a bit-cast id is a denormal, which an accelerator may flush to zero.
-    each = lax.all_gather(jnp.stack([best, total, index.astype(jnp.float32)]), AXIS)
+    return jnp.stack([best, total, index.astype(jnp.float32)])
+
+
+def best_of_all(each: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(token ``[R]``, its logit, the logarithm of the sum of exponents below it) from ``[TP, 3, R]`` of all devices.
+
+    Ties go to the lowest id.
+    """
     bests, totals = each[:, 0], each[:, 1]
     winner = jnp.argmax(bests, axis=0)
-    rows = jnp.arange(logits.shape[0])
+    rows = jnp.arange(each.shape[2])
     token = each[winner, 2, rows].astype(jnp.int32)
     maximum = bests[winner, rows]
-    return token, -jnp.log(jnp.sum(totals * jnp.exp(bests - maximum), axis=0))
+    return token, maximum, jnp.log(jnp.sum(totals * jnp.exp(bests - maximum), axis=0))
+
+
+def greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(token ``[R]``, its log-probability ``[R]``) from this device's ``[R, V/TP]``; ties go to the lowest id."""
+    token, _, log_total = best_of_all(lax.all_gather(best_of_own(logits), AXIS))
+    return token, -log_total
 
 
 def keep_mask(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The step contract: ``(params, state, batch) -> (state, out)`` for prefill, decode and sample.
+"""The step contract: ``(params, state, batch) -> (state, out)`` for prefill, score, decode and sample.
 
 ``build_step`` returns a global function (``shard_map`` over one axis, ``tp``) of plain nested dicts, with the abstract
 values and partition specs of everything that it takes and gives.
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from ling3export.model import scoring
 from ling3export.model.batch import Field, batch_fields, packed_size, unpack
 from ling3export.model.chunks import chunks_of, with_tiles
 from ling3export.model.config import Config
@@ -101,13 +102,26 @@ def bind(config: Config, geometry: Geometry) -> Callable[[Tree], Ling3]:
 
 def prefill(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
     """``logits [N, V/TP]``: one row a chunk, its last token's."""
+    _, state, out = _run_chunks(model, state, fields)
+    return state, out
+
+
+def score(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
+    """Prefill that also gives ``logprob [T]`` of ``next_token``, and ``best [T]``: see ``model/scoring.py``."""
+    x, state, out = _run_chunks(model, state, fields)
+    logprob, best = scoring.score(model.logits, x, fields["next_token"])
+    return state, out | {"logprob": logprob, "best": best}
+
+
+def _run_chunks(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[jax.Array, Tree, Tree]:
+    """(``x [T, D]`` behind the last layer, state, ``logits`` of each chunk's last token)."""
     chunks = chunks_of(fields)
     if model.kda is not None and model.geometry.recurrence == "together" and is_factored(model.config):
         chunks = with_tiles(chunks, model.config.short_conv_kernel_size - 1)
     tokens = jnp.where(chunks.valid, fields["tokens"], 0)
     x, state = model.run_layers(model.embed(tokens), state, chunks)
     last = jnp.arange(chunks.slot.shape[0]) * CHUNK + jnp.maximum(chunks.length - 1, 0)
-    return state, {"logits": model.logits(x[last])}
+    return x, state, {"logits": model.logits(x[last])}
 
 
 def decode(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
@@ -150,7 +164,7 @@ def build_step(
     Args:
         config: The model.
         geometry: Parallelism, pools and dtype.
-        phase: ``prefill``, ``decode`` or ``sample``.
+        phase: ``prefill``, ``score``, ``decode`` or ``sample``.
         padding: Token slots, sequences or rows.
         mesh: One axis ``tp`` of ``geometry.tp`` devices, abstract or real; None for a program of one device without
             collectives, for readers that know none.
@@ -162,13 +176,14 @@ def build_step(
     params, param_specs = parameter_tree(config, geometry)
     state, state_specs = state_tree(config, geometry)
     fill = bind(config, geometry)
-    run = {"prefill": prefill, "decode": decode}[phase]
+    run = {"prefill": prefill, "score": score, "decode": decode}[phase]
 
     def body(params: Tree, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         return run(fill(params), state, unpack(batch["packed"], fields))
 
     specs = (param_specs, state_specs, {"packed": P()})
-    out_specs = (state_specs, {"logits": P(None, AXIS)})
+    scores: Tree = {"logprob": P(), "best": P()} if phase == "score" else {}
+    out_specs = (state_specs, {"logits": P(None, AXIS)} | scores)
     return Step(_sharded(body, mesh, specs, out_specs), (params, state, {"packed": packed}), specs, out_specs, fields)
 
 
