@@ -218,7 +218,7 @@ class Workload:
     def trips(self, phase: str, padding: int, config: Config, geometry: Geometry) -> dict[str, float]:
         """Trips by scope of the loops whose bounds depend on the batch (named so in ``model/``)."""
         tiles = expected_tiles(padding, config, config.num_experts / geometry.tp)
-        if phase == "prefill":
+        if phase in ("prefill", "score"):
             return {"chunks": padding // CHUNK, "tiles": tiles, "cached": 0}
         pages = min(geometry.max_pages, math.ceil(self.tokens / geometry.page_size))
         rows = math.ceil(padding / geometry.tp) if geometry.placement == "by_sequence" else padding

@@ -100,10 +100,11 @@ def describe(manifest: dict[str, Any]) -> str:
     """The plan, cells, sizes, costs and state schema of every target, for a person."""
     producer, plan, weights = manifest["producer"], manifest["plan"], manifest["weights"]
     versions = ", ".join(f"{name} {version}" for name, version in producer.items())
+    scored = f"score {plan['score_paddings']}, " if plan.get("score_paddings") else ""
     lines = [
         f"checkpoint  {manifest['source']['name']}",
         f"made by     {versions}",
-        f"plan        prefill {plan['paddings']}, decode {plan['decode_paddings']}, {plan['dtype']}, "
+        f"plan        prefill {plan['paddings']}, decode {plan['decode_paddings']}, {scored}{plan['dtype']}, "
         f"context {plan['context']}, {plan['max_running']} running",
         f"weights     {_megabytes(weights['bytes'])} in {len(weights['files'])} files, {len(weights['index'])} tensors",
         f"vectors     {manifest['vectors']['source']}",

@@ -27,8 +27,9 @@ from ling3export.fingerprint import toolchain
 from ling3export.knobs import SHARED
 from ling3export.matrix import COLUMNS, Outcome, check, compile_all, outcome_rows
 from ling3export.plan import Options, Plan, make_plans
-from ling3export.recorded import config_fields, config_of, options_of
+from ling3export.recorded import config_fields, config_of, options_of, score_paddings
 from ling3export.same_weights import differing_tensors
+from ling3export.score_into import Extending, extended
 from ling3export.targets import check_toolchain
 
 
@@ -61,23 +62,36 @@ def add_targets(
         _check_shared(options, given, manifest, artifact)
         recorded = {name: manifest["plan"][name] for name in ("memory_fraction", "state_memory") if name not in given}
         options = replace(options_of(manifest, options), **recorded)
-        plans = make_plans(config_of(manifest), options)
-        there = [plan.target.name for plan in plans if plan.target.name in manifest["targets"]]
-        if there and not force:
-            raise PlanError(
-                f"--target: expected targets that `{artifact.name}` does not have, found {listed(there)} in it",
-                "replace them with --force",
-            )
+        plans = _plans(artifact, manifest, options, given, force)
         for plan in plans:
             check_toolchain(plan.target)
             for note in plan.notes:
                 report.note(f"{plan.target.name}: {note}")
         _remove_unnamed(artifact, manifest)
-        outcomes = _compile(staging, artifact, manifest, plans, options, report, cells)
+        outcomes = _compile(staging, artifact, manifest, plans, options, report, cells, force)
         written = _take_in(staging, artifact, manifest, outcomes, report)
         names = [plan.target.name for plan in plans]
         report.note(summary({name: written["targets"][name] for name in names}, cache))
         return written, names
+
+
+def _plans(
+    artifact: Path, manifest: dict[str, Any], options: Options, given: set[str], force: bool
+) -> list[Plan]:
+    """Of new targets; and of those that are there, where score programs are added to them."""
+    scored, there = options.score_paddings, manifest["targets"]
+    if scored and not {"targets", "tp"} & given:
+        return [extended(manifest, name, scored) for name in there]
+    plans = make_plans(config_of(manifest), options)
+    if not force and scored:
+        return [extended(manifest, p.target.name, scored) if p.target.name in there else p for p in plans]
+    doubled = [plan.target.name for plan in plans if plan.target.name in there]
+    if doubled and not force:
+        raise PlanError(
+            f"--target: expected targets that `{artifact.name}` does not have, found {listed(doubled)} in it",
+            "replace them with --force",
+        )
+    return plans
 
 
 def _check_source(source: Checkpoint, manifest: dict[str, Any], artifact: Path, report: Reporter) -> None:
@@ -118,14 +132,19 @@ def _check_shared(options: Options, given: set[str], manifest: dict[str, Any], a
 
 def _compile(
     staging: Path, artifact: Path, manifest: dict[str, Any], plans: Sequence[Plan], options: Options, report: Reporter,
-    cells: Cells,
+    cells: Cells, force: bool,
 ) -> list[Outcome]:  # fmt: skip
     raw, config = config_fields(manifest), config_of(manifest)
-    compilers = []
+    compilers: list[Compilers] = []
     for plan in plans:
         programs = staging / "programs" / plan.target.name
         programs.mkdir(parents=True)
-        compilers.append(Compilers(plan, raw, (), programs, options.jobs, cells))
+        job = (plan, raw, (), programs, options.jobs, cells)
+        there = manifest["targets"].get(plan.target.name)
+        if there is not None and not force:
+            compilers.append(Extending(*job, artifact=artifact, cells=there["cells"]))
+        else:
+            compilers.append(Compilers(*job))
     report.start("programs", sum(len(plan.cells) for plan in plans))
     try:
         outcomes = compile_all(plans, compilers, lambda: report.advance("programs", 1))
@@ -158,6 +177,7 @@ def _take_in(
             body["producer"] = {**toolchain(outcome.plan.target), **body["producer"]}
             body["notes"] += [note for note in outcome.plan.notes if note not in body["notes"]]
         body["plan"]["targets"] = list(body["targets"])
+        body["plan"]["score_paddings"] = list(score_paddings(next(iter(body["targets"].values()))))
         body["vectors"]["receipts"] |= receipts(artifact, body, [outcome.plan for outcome in outcomes], report)
         sync_folder(artifact / "programs")
         written = write_manifest(artifact, body)

@@ -47,6 +47,12 @@ KNOBS = (
         help="Sequences of the decode programs.  [default: paddings up to the first that holds --max-running]",
     ),
     click.option(
+        "--score-paddings",
+        type=Paddings(),
+        default=DEFAULTS.score_paddings,
+        help="Token slots of programs that score given tokens.  [default: none]",
+    ),
+    click.option(
         "--tp",
         type=int,
         help="Devices that share the model.  [default: on cpu 16, or as many as the model splits over]",

@@ -84,7 +84,7 @@ def lower_cell(config: Config, geometry: Geometry, phase: str, padding: int, pla
     Args:
         config: The model.
         geometry: Parallelism, pools, dtype.
-        phase: ``prefill``, ``decode`` or ``sample``.
+        phase: ``prefill``, ``score``, ``decode`` or ``sample``.
         padding: Its padding.
         platform: jax's platform name; one a file (a multi-platform export is slower and not bit-equal).
     """

@@ -20,6 +20,7 @@ class Options:
     Attributes:
         paddings: Token slots of the prefill programs: ascending multiples of 16.
         decode_paddings: Sequences of the decode programs; None derives them from ``paddings``.
+        score_paddings: Token slots of the score programs; none without.
         tp: Devices that share the model on cpu; None is 16, or all slabs of a model that has fewer.
         targets: ``PLATFORM[:KIND][:TOPOLOGY][@TP]``.
         max_running: Sequences that hold state at once.
@@ -34,6 +35,7 @@ class Options:
 
     paddings: tuple[int, ...] = (16, 128, 512)
     decode_paddings: tuple[int, ...] | None = None
+    score_paddings: tuple[int, ...] = ()
     tp: int | None = None
     targets: tuple[str, ...] = ("cpu",)
     max_running: int = 64
@@ -74,6 +76,7 @@ class Plan:
         decode_paddings: Decode's.
         context: Longest sequence in tokens.
         notes: Lines for the user: what was chosen, and why.
+        score_paddings: Score's.
     """
 
     target: Target
@@ -82,13 +85,15 @@ class Plan:
     decode_paddings: tuple[int, ...]
     context: int
     notes: tuple[str, ...] = field(default=())
+    score_paddings: tuple[int, ...] = ()
 
     @property
     def cells(self) -> tuple[Cell, ...]:
         """Every program, largest first within a phase, so that parallel builds end together."""
-        rows = sorted({p // CHUNK for p in self.paddings} | set(self.decode_paddings))
+        rows = sorted({p // CHUNK for p in (*self.paddings, *self.score_paddings)} | set(self.decode_paddings))
         return (
             *(Cell("prefill", p) for p in reversed(self.paddings)),
+            *(Cell("score", p) for p in reversed(self.score_paddings)),
             *(Cell("decode", p) for p in reversed(self.decode_paddings)),
             *(Cell("sample", r) for r in reversed(rows)),
         )
@@ -98,6 +103,7 @@ class Plan:
         return {
             "paddings": list(self.paddings),
             "decode_paddings": list(self.decode_paddings),
+            "score_paddings": list(self.score_paddings),
             "max_running": self.geometry.slots,
             "page_size": self.geometry.page_size,
             "context": self.context,
@@ -207,6 +213,8 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
     else:
         check_paddings(options.decode_paddings, "--decode-paddings", 1)
         decode = options.decode_paddings
+    if options.score_paddings:
+        check_paddings(options.score_paddings, "--score-paddings", CHUNK)
     numbers = {"--max-running": options.max_running, "--page-size": options.page_size, "--pages": options.pages}
     for name, number in numbers.items():
         if number is not None and number < 1:
@@ -231,7 +239,9 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
         **forms(config, target),
     )
     geometry, note = size_pages(config, geometry, options, target)
-    return Plan(target, geometry, tuple(options.paddings), tuple(decode), context, (*notes, note))
+    notes.append(note)
+    scored = tuple(options.score_paddings)
+    return Plan(target, geometry, tuple(options.paddings), tuple(decode), context, tuple(notes), scored)
 
 
 def make_plans(config: Config, options: Options) -> list[Plan]:

@@ -49,6 +49,7 @@ def planned(
         "dtype": options.dtype,
         "paddings": list(plans[0].paddings),
         "decode_paddings": list(plans[0].decode_paddings),
+        "score_paddings": list(plans[0].score_paddings),
         "context": plans[0].context,
         "targets": {plan.target.name: _target(config, plan, manifest) for plan in plans},
     }

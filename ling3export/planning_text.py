@@ -11,8 +11,9 @@ COST = f"a call counted as its slots and {CALL} more"
 
 def described(record: dict[str, Any]) -> str:
     """The record of :func:`planned` for a person."""
+    scored = f"score {record['score_paddings']}, " if record["score_paddings"] else ""
     lines = [
-        f"plan  prefill {record['paddings']}, decode {record['decode_paddings']}, {record['dtype']}, "
+        f"plan  prefill {record['paddings']}, decode {record['decode_paddings']}, {scored}{record['dtype']}, "
         f"context {record['context']}"
     ]
     for name, target in record["targets"].items():

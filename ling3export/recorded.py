@@ -56,7 +56,12 @@ def plan_of(manifest: dict[str, Any], name: str) -> Plan:
         ) from error
     target = Target(record["platform"], record["kind"], record["topology"], record["tp"], record["processes"])
     paddings, decode = tuple(plan["paddings"]), tuple(plan["decode_paddings"])
-    return Plan(target, geometry, paddings, decode, plan["context"])
+    return Plan(target, geometry, paddings, decode, plan["context"], score_paddings=score_paddings(record))
+
+
+def score_paddings(target: dict[str, Any]) -> tuple[int, ...]:
+    """Of a target's record, ascending: each target has its own."""
+    return tuple(sorted(cell["padding"] for cell in target["cells"].values() if cell["phase"] == "score"))
 
 
 def layout_difference(config: Config, plan: Plan, manifest: dict[str, Any]) -> str | None:

@@ -196,7 +196,7 @@ def _needed(cells: dict[str, Any], cell: str) -> list[str]:
     smallest = min(
         (name for name in cells if cells[name]["phase"] == "prefill"), key=lambda name: cells[name]["padding"]
     )
-    if cells[cell]["phase"] == "prefill":
+    if cells[cell]["phase"] in ("prefill", "score"):
         return []
     if cells[cell]["phase"] == "decode":
         return [smallest]

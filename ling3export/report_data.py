@@ -149,9 +149,9 @@ def targets(manifest: Mapping[str, Any]) -> list[Target]:
 
 
 def _order(item: tuple[str, Any]) -> tuple[int, int]:
-    """Prefill, decode, then the rest; ascending paddings."""
+    """Prefill, score, decode, then the rest; ascending paddings."""
     phase, padding = item[1]["phase"], item[1]["padding"]
-    return {"prefill": 0, "decode": 1}.get(phase, 2), padding
+    return {"prefill": 0, "score": 1, "decode": 2}.get(phase, 3), padding
 
 
 def _cell(name: str, row: Mapping[str, Any], tp: int, receipts: Mapping[str, Any]) -> Cell:

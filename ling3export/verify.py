@@ -22,6 +22,7 @@ from ling3export.peers import HOST, TIMEOUT, free_port
 from ling3export.processes import command, ending, environment
 from ling3export.runners.hosts import Hosts
 from ling3export.runners.targets import platforms_here
+from ling3export.score_receipts import Scored, score_receipt
 
 if TYPE_CHECKING:
     from ling3export.runners.device import Device
@@ -113,6 +114,20 @@ class Prober:
             for row, end in enumerate(ends):
                 yield (sequence, end), logits[row]
 
+    def score(self, padding: int, sequence: int) -> Scored:
+        """Scores each token of one sequence behind those before it, in calls of ``padding``."""
+        ids = self._sequences[sequence]["ids"]
+        logits, logprob, best = {}, [np.zeros(0, np.float32)], [np.zeros(0, np.int32)]
+        for at in range(0, len(ids) - 1, padding):
+            fields, ends = self._prefill_fields(padding, ids[at : min(at + padding, len(ids) - 1)], at, 1)
+            after = ids[at + 1 : at + 1 + padding]
+            fields["next_token"] = np.pad(np.array(after, np.int32), (0, padding - len(after)), constant_values=-1)
+            out = {name: self._device.read(value) for name, value in self._device.score(padding, fields).items()}
+            logits |= dict(zip(ends, out["logits"], strict=False))
+            logprob.append(out["logprob"][: len(after)])
+            best.append(out["best"][: len(after)])
+        return Scored(logits, np.concatenate(logprob), np.concatenate(best))
+
     def _prefill_fields(
         self, padding: int, tokens: list[int], start: int, slot: int
     ) -> tuple[dict[str, np.ndarray], list[int]]:
@@ -168,8 +183,9 @@ class Prober:
 
     def sample(self, phase: str, padding: int, rows: int) -> tuple[int, int]:
         """Greedy tokens of one call through ``sample``: (how many were compared, how many were wrong)."""
-        if phase == "prefill":
+        if phase in ("prefill", "score"):
             fields, _ = self._prefill_fields(padding, self._sequences[0]["ids"][:padding], 0, 1)
+            fields |= {"next_token": np.full(padding, -1, np.int32)} if phase == "score" else {}
         else:
             fields = {name: np.zeros(padding, np.int32) for name in ("slot", "position", "token")}
             fields["page_table"] = np.zeros((padding, self._state["max_pages"]), np.int32)
@@ -211,6 +227,8 @@ def measure_target(artifact: Path, name: str, manifest: dict[str, Any], hosts: H
     for cell, record in target["cells"].items():
         if record["phase"] == "sample":
             cells[cell] = _sample_receipt(prober, target, record)
+        if record["phase"] == "score":
+            cells[cell] = _score_receipt(prober, record["padding"], vectors["sequences"], expected, dtype)
     measure, bound = TOLERANCES[dtype]
     if loaded.channel is not None:
         loaded.channel.finish()
@@ -257,6 +275,14 @@ def _sample_receipt(prober: Prober, target: dict[str, Any], record: dict[str, An
     share = wrong / count
     status = "passed" if wrong == 0 else "failed"
     return {"status": status, "relative": share, "median": share, "absolute": float(wrong), "positions": count}
+
+
+def _score_receipt(
+    prober: Prober, padding: int, sequences: list[dict[str, Any]], expected: Found, dtype: str
+) -> dict[str, Any]:
+    scored = [prober.score(padding, number) for number in range(len(sequences))]
+    found = {(number, at): row for number, said in enumerate(scored) for at, row in said.logits.items()}
+    return score_receipt(_receipt(found, expected, dtype), scored, sequences, expected, *TOLERANCES[dtype])
 
 
 def _agreement(found: dict[str, Found]) -> dict[str, float]:

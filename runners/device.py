@@ -49,6 +49,21 @@ class Device:
         """
         return self._run(f"{phase}@{padding}", fields, {})["logits"]
 
+    def score(self, padding: int, fields: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Runs ``score``.
+
+        Args:
+            padding: Token slots.
+            fields: Every field of the step contract, by name.
+
+        Returns:
+            ``logits`` as of ``prefill``; ``logprob`` fp32 and ``best`` int32 ``[padding]``; still being computed.
+        """
+        out = self._run(f"score@{padding}", fields, {})
+        for name in ("logprob", "best"):
+            out[name].copy_to_host_async()
+        return out
+
     def sample(self, logits: jax.Array, rows: int, fields: Mapping[str, np.ndarray]) -> jax.Array:
         """Tokens, int32 ``[rows]``, still being computed; also written to the state."""
         token = self._run(f"sample@{rows}", fields, {"logits": logits})["token"]
