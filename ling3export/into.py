@@ -75,9 +75,7 @@ def add_targets(
         return written, names
 
 
-def _plans(
-    artifact: Path, manifest: dict[str, Any], options: Options, given: set[str], force: bool
-) -> list[Plan]:
+def _plans(artifact: Path, manifest: dict[str, Any], options: Options, given: set[str], force: bool) -> list[Plan]:
     """Of new targets; and of those that are there, where score programs are added to them."""
     scored, there = options.score_paddings, manifest["targets"]
     if scored and not {"targets", "tp"} & given:

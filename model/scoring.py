@@ -17,9 +17,7 @@ from ling3export.model.sampling import best_of_all, best_of_own
 ROWS = 128
 
 
-def score(
-    logits: Callable[[jax.Array], jax.Array], x: jax.Array, next_token: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def score(logits: Callable[[jax.Array], jax.Array], x: jax.Array, next_token: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Scores ``next_token`` behind every token slot.
 
     Args:

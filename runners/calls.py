@@ -29,6 +29,7 @@ class Shapes:
         chunk: Token slots a chunk.
         max_pages: Columns of a page table.
         costs: Of a call at each prefill padding, in any unit; empty for padding + CALL.
+        score: Paddings of score programs in token slots, ascending; empty where there are none.
     """
 
     prefill: tuple[int, ...]
@@ -36,18 +37,19 @@ class Shapes:
     chunk: int
     max_pages: int
     costs: tuple[float, ...] = ()
+    score: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, target: Mapping[str, Any]) -> "Shapes":
         """Those of a manifest's target; costs are the compiler's estimates where every prefill has one."""
-        paddings: dict[str, dict[int, float | None]] = {"prefill": {}, "decode": {}, "sample": {}}
+        paddings: dict[str, dict[int, float | None]] = {"prefill": {}, "decode": {}, "score": {}}
         for cell in target["cells"].values():
             paddings.setdefault(cell["phase"], {})[cell["padding"]] = cell.get("estimated_seconds")
-        prefill, decode = (tuple(sorted(paddings[phase])) for phase in ("prefill", "decode"))
+        prefill, decode, score = (tuple(sorted(paddings[phase])) for phase in ("prefill", "decode", "score"))
         costs = tuple(seconds for padding in prefill if (seconds := paddings["prefill"][padding]))
         if len(costs) < len(prefill):
             costs = ()
-        return cls(prefill, decode, target["state"]["chunk"], target["state"]["max_pages"], costs)
+        return cls(prefill, decode, target["state"]["chunk"], target["state"]["max_pages"], costs, score)
 
     def paying(self, work: int, *, beside_decode: bool = False) -> int:
         """The prefill padding at which a token of ``work`` token slots costs least; of equals the largest.
@@ -66,6 +68,10 @@ class Shapes:
             (padding for padding in self.prefill if padding <= most),
             key=lambda padding: (costs[padding] / min(work, padding), -padding),
         )
+
+    def scoring(self, work: int) -> int:
+        """The score padding at which a token of ``work`` token slots costs least; of equals the largest."""
+        return min(self.score, key=lambda padding: ((padding + CALL) / min(work, padding), -padding))
 
 
 class PrefillFields:
@@ -91,7 +97,7 @@ class PrefillFields:
     def add(self, sequence: "Sequence", lease: "Lease") -> int:
         """Takes as many of a sequence's unstored tokens as fit; returns how many."""
         first = sequence.stored
-        stop = min(sequence.known, first + self.free * self._chunk)
+        stop = first + min(sequence.unstored, self.free * self._chunk)
         for start in range(first, stop, self._chunk):
             self._put(sequence, lease, start, min(start + self._chunk, stop))
         return stop - first

@@ -12,6 +12,7 @@ from ling3export.runners.chat import Message
 from ling3export.runners.hosts import Hosts, agreed
 from ling3export.runners.loader import load, say
 from ling3export.runners.request import Completion, Limits, Request, Sampling, token_ids
+from ling3export.runners.score import Score, Text, check_cells, pair_ids, score_request, scored
 from ling3export.runners.ticket import EngineStopped, Piece, Ticket
 from ling3export.runners.tokenizer import TokenizerFiles
 
@@ -66,6 +67,7 @@ class Engine:
         parts = driving(loaded, overlap=overlap)
         self.files: TokenizerFiles = parts.files
         self.limits: Limits = parts.limits
+        self._record, self._artifact = loaded.record, artifact
         state = loaded.record["state"]
         self._pools = {"slots": state["slots"], "pages": state["pages"]}
         self._allocator, self._counters = parts.allocator, parts.counters
@@ -113,6 +115,32 @@ class Engine:
                 for prompt, name in zip(prompts, names, strict=True)
             ]
         )
+
+    def score(self, pairs: Many[tuple[Text, Text]], *, names: Many[str] | None = None) -> list[Score]:
+        """Scores continuations behind contexts, all together; other requests go on beside them.
+
+        Args:
+            pairs: Context and continuation, both as texts or both as token ids; each of at least one token. Texts are
+                encoded together and cut behind the context's tokens.
+            names: What messages call the pairs; ``pair 0`` and so on by default.
+
+        Returns:
+            One score a pair, in order.
+
+        Raises:
+            ArtifactError: The target has no score programs; with the command that adds them.
+            RequestError: A pair that can never be served; then none is started.
+            EngineStopped: The engine was closed, or a step failed.
+            Ling3Error: The model gives a number that is not finite.
+        """
+        check_cells(self._record, self.target, self._artifact)
+        names = [f"pair {number}" for number in range(len(pairs))] if names is None else names
+        requests = []
+        for (context, continuation), name in zip(pairs, names, strict=True):
+            *ids, first = pair_ids(context, continuation, lambda part, name=name: self._prompt_ids(part, name), name)
+            requests.append(score_request(ids, first, name))
+        done = self.complete(requests)
+        return [scored(completion, request) for completion, request in zip(done, requests, strict=True)]
 
     def stream(
         self, prompt: Prompt, *, max_tokens: int, temperature: float = Sampling.temperature,
@@ -185,6 +213,8 @@ class Engine:
             RequestError: Why, with the sum where something is too large.
         """
         self.limits.check(request)
+        if request.score_from is not None:
+            check_cells(self._record, self.target, self._artifact)
         if request.stop:
             self.files.tokenizer(f"{request.name}: stop strings")
             if "" in request.stop:

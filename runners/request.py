@@ -86,12 +86,13 @@ class Request:
 
     Attributes:
         prompt_ids: Token ids, at least one.
-        max_tokens: At most this many are generated; the context may end it sooner.
+        max_tokens: At most this many are generated; the context may end it sooner. 0 where tokens are scored.
         sampling: How tokens are taken.
         stop: Strings that end the text; they are not part of it.
         ignore_eos: Go on behind an end-of-text token.
         logits: Also return the logits that each token was taken from.
         name: What messages call it.
+        score_from: Generate nothing: score the prompt's tokens from this place on, each behind those before it.
     """
 
     prompt_ids: tuple[int, ...]
@@ -101,6 +102,7 @@ class Request:
     ignore_eos: bool = False
     logits: bool = False
     name: str = "request"
+    score_from: int | None = None
 
 
 class Step(NamedTuple):
@@ -108,7 +110,7 @@ class Step(NamedTuple):
 
     Attributes:
         t_ms: Milliseconds from submission to its dispatch.
-        kind: ``prefill`` or ``decode``.
+        kind: ``prefill``, ``score`` or ``decode``.
         padding: Of the program that ran.
         tokens: Of this request that it stored; each of ``decode`` and the last of ``prefill`` gave a token.
     """
@@ -127,13 +129,15 @@ class Completion:
         prompt_ids: The prompt as it was run.
         token_ids: Generated ids, with the end-of-text token where that ended them.
         text: Their text without special tokens and without the stop string; None where the artifact has no tokenizer.
-        stop_reason: ``eos``, ``stop``, ``length`` or ``cancelled``.
+        stop_reason: ``eos``, ``stop``, ``length``, ``scored`` or ``cancelled``.
         ttft_ms: Milliseconds from submission to the first token; 0 if there is none.
         e2e_ms: Milliseconds from submission to the last one.
         logits: fp32 ``[len(token_ids), vocab]`` if asked for: row i is what token i was taken from.
         queue_ms: Milliseconds from submission until its first call was dispatched.
         token_ms: Of each token, milliseconds from submission until it was read.
         steps: The calls that it took part in, those again that it needed after giving its pages back.
+        logprobs: Of a request that scores, of each token from ``score_from`` on.
+        best_ids: And the best token in each one's place.
     """
 
     prompt_ids: list[int]
@@ -146,6 +150,8 @@ class Completion:
     queue_ms: float = 0.0
     token_ms: list[float] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    logprobs: list[float] | None = None
+    best_ids: list[int] | None = None
 
     @property
     def gaps_ms(self) -> list[float]:
@@ -183,14 +189,21 @@ class Limits:
         length, name = len(request.prompt_ids), request.name
         if length == 0:
             raise RequestError(f"{name}: expected a prompt of at least one token, found an empty one")
-        if request.max_tokens < 1:
+        scores = request.score_from is not None
+        if request.max_tokens < 1 and not scores:
             raise RequestError(f"{name}: expected max_tokens of at least 1, found {request.max_tokens}")
         for place, token in enumerate(request.prompt_ids):
             if not 0 <= token < self.vocab_size:
                 raise RequestError(
                     f"{name}: expected token ids from 0 to {self.vocab_size - 1}, found {token} at place {place}"
                 )
-        if length >= self.context:
+        if scores and length > self.context:
+            raise RequestError(
+                f"{name}: expected context and continuation within {self.context} tokens, found {request.score_from} + "
+                f"{length - (request.score_from or 0)} = {length}",
+                "shorten the context, or build the artifact with a larger --context",
+            )
+        if length >= self.context and not scores:
             raise RequestError(
                 f"{name}: expected prompt and answer within the context of {self.context} tokens, found a prompt of "
                 f"{length} tokens + 1 = {length + 1}",

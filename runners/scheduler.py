@@ -9,6 +9,10 @@ running sequences at the smallest padding that holds them; more than the largest
 sequences grow. When none is left, the youngest of those who hold what is wanted gives its pages back, and starts again
 later from its prompt and the tokens it has: the oldest always goes on, so nothing deadlocks.
 
+Sequences that score are admitted among the others, take their turn with prefill, and are packed into calls of score
+programs: whether the next such call prefills or scores is decided by the oldest sequence that waits for either. Nobody
+decodes them; they end when their last call is read.
+
 The next call is dispatched before the last one's tokens are read: decode takes its token from the devices. What was
 dispatched for a sequence that turns out to have ended is dropped unread.
 
@@ -19,6 +23,7 @@ make the same calls. Times are noted, never asked for.
 from bisect import insort
 from collections import deque
 from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -27,6 +32,7 @@ import numpy as np
 from ling3export.runners.allocator import Allocator, Lease
 from ling3export.runners.calls import PrefillFields, Shapes, decode_fields, sample_fields
 from ling3export.runners.counters import Counters
+from ling3export.runners.score_calls import ScoredPart, ScoreFields, take_scores
 from ling3export.runners.sequence import CallNote, Sequence, now
 
 Handle = Any  # an array that may still be being computed
@@ -37,6 +43,9 @@ class Backend(Protocol):
 
     def step(self, phase: str, padding: int, fields: Mapping[str, np.ndarray]) -> Handle:
         """``prefill`` or ``decode`` at ``padding``: logits ``[rows, vocab]``."""
+
+    def score(self, padding: int, fields: Mapping[str, np.ndarray]) -> Mapping[str, Handle]:
+        """``score`` at ``padding``: ``logprob`` and ``best`` of each token slot."""
 
     def sample(self, logits: Handle, rows: int, fields: Mapping[str, np.ndarray]) -> Handle:
         """Tokens ``[rows]``, also left in the state for the next decode."""
@@ -65,11 +74,15 @@ class _Row(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A call that was not waited for yet. One in the middle of a prompt samples no row, and has no tokens."""
+    """A call that was not waited for yet. One in the middle of a prompt samples no row, and has no tokens.
+
+    One that scores has parts, and in place of tokens and logits log-probabilities and best tokens.
+    """
 
     rows: list[_Row]
     tokens: Handle
     logits: Handle
+    parts: Many[ScoredPart] = ()
 
 
 class Scheduler:
@@ -93,6 +106,7 @@ class Scheduler:
         self._running: deque[Sequence] = deque()  # who decoded longest ago comes first
         self._flight: deque[_Call] = deque()
         self._emitted: list[Emitted] = []
+        self._scored: list[Sequence] = []
         self._decoded_last = False
 
     @property
@@ -130,6 +144,11 @@ class Scheduler:
         emitted, self._emitted = self._emitted, []
         return emitted
 
+    def take_scored(self) -> list[Sequence]:
+        """Sequences whose scores became complete since this was asked last."""
+        scored, self._scored = self._scored, []
+        return scored
+
     def _queue(self, sequence: Sequence) -> None:
         insort(self._waiting, sequence, key=attrgetter("index"))
 
@@ -143,28 +162,25 @@ class Scheduler:
             insort(self._prefilling, sequence, key=attrgetter("index"))
 
     def _prefill(self) -> bool:
-        """Dispatches a prefill call; False if there is nothing to prefill."""
+        """Dispatches a prefill call, or one that scores; False if there is nothing for either."""
         if not self._prefilling:
             return False
-        chunk = self._shapes.chunk
+        if self._prefilling[0].scoring:
+            self._score([s for s in self._prefilling if s.scoring])
+            return True
+        chunk, waiting = self._shapes.chunk, [s for s in self._prefilling if not s.scoring]
         padding = self._shapes.paying(
-            chunk * sum(-(-s.unstored // chunk) for s in self._prefilling),
+            chunk * sum(-(-s.unstored // chunk) for s in waiting),
             beside_decode=any(s.sampled < s.limit for s in self._running),
         )
         call, at = PrefillFields(padding, self._shapes), now()
         done: list[_Row] = []
         used = 0
-        for sequence in list(self._prefilling):
+        for sequence in waiting:
             if not call.free:
                 break
-            assert sequence.lease is not None
-            taken = call.add(sequence, sequence.lease)
+            taken, note = self._put(sequence, call, CallNote(at, "prefill", padding, 0))
             used += taken
-            note = CallNote(at, "prefill", padding, taken)
-            if sequence.started is None:
-                sequence.started = at
-                self.counters.queued(at - sequence.arrived)
-            sequence.stored += taken
             if sequence.unstored:
                 sequence.calls.append(note)
                 continue
@@ -179,6 +195,35 @@ class Scheduler:
         else:
             self._flight.append(_Call([], None, logits))
         return True
+
+    def _score(self, waiting: list[Sequence]) -> None:
+        """Dispatches a call that scores."""
+        chunk = self._shapes.chunk
+        padding = self._shapes.scoring(chunk * sum(-(-s.unstored // chunk) for s in waiting))
+        call, at = ScoreFields(padding, self._shapes), now()
+        used = 0
+        for sequence in waiting:
+            if not call.free:
+                break
+            taken, note = self._put(sequence, call, CallNote(at, "score", padding, 0))
+            used += taken
+            sequence.calls.append(note)
+            if not sequence.unstored:
+                self._prefilling.remove(sequence)
+        self._decoded_last = False
+        self.counters.count("score", padding, used)
+        out = self._backend.score(padding, call.fields)
+        self._flight.append(_Call([], out["logprob"], out["best"], call.parts))
+
+    def _put(self, sequence: Sequence, call: PrefillFields, note: CallNote) -> tuple[int, CallNote]:
+        """Puts as much of a sequence into a call as fits: how many tokens, and the note of it."""
+        assert sequence.lease is not None
+        taken = call.add(sequence, sequence.lease)
+        if sequence.started is None:
+            sequence.started = note.at
+            self.counters.queued(note.at - sequence.arrived)
+        sequence.stored += taken
+        return taken, note._replace(tokens=taken)
 
     def _decode(self) -> bool:
         """Dispatches a decode call; False if no sequence waits for one."""
@@ -250,6 +295,11 @@ class Scheduler:
     def _collect(self) -> None:
         """Waits for the oldest call in flight, and reads its tokens."""
         call = self._flight.popleft()
+        if call.parts:
+            for sequence in take_scores(call.parts, self._backend.read(call.tokens), self._backend.read(call.logits)):
+                self._scored.append(sequence)
+                self._leave(sequence)
+            return
         if not call.rows:
             self._backend.wait(call.logits)
             return

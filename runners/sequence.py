@@ -17,7 +17,7 @@ class CallNote(NamedTuple):
 
     Attributes:
         at: When it was dispatched, on the clock of ``now()``.
-        kind: ``prefill`` or ``decode``.
+        kind: ``prefill``, ``score`` or ``decode``.
         padding: Of the program.
         tokens: Of this sequence that it stored.
     """
@@ -44,7 +44,7 @@ class Sequence:
         sampled: Tokens whose sampling was dispatched: those, and at most a few in flight.
         stored: Positions whose state was dispatched. The last sampled token is not among them.
         lease: Slot and pages, while it has them.
-        stop_reason: ``eos``, ``stop``, ``length`` or ``cancelled`` once it ended.
+        stop_reason: ``eos``, ``stop``, ``length``, ``scored`` or ``cancelled`` once it ended.
         started: When its first call was dispatched.
         times: When each token was read.
         calls: That it took part in, in order.
@@ -70,11 +70,17 @@ class Sequence:
         self.started: float | None = None
         self.times: list[float] = []
         self.calls: list[CallNote] = []
+        self._scores: dict[int, tuple[float, int]] = {}  # by position: of the next token, and the best one there
 
     @property
     def over(self) -> bool:
         """Whether it ended."""
         return self.stop_reason is not None
+
+    @property
+    def scoring(self) -> bool:
+        """Whether it scores its tokens, and generates none."""
+        return self.request.score_from is not None
 
     @property
     def length(self) -> int:
@@ -88,8 +94,8 @@ class Sequence:
 
     @property
     def unstored(self) -> int:
-        """Known tokens that prefill has yet to store."""
-        return self.known - self.stored
+        """Known tokens that prefill has yet to store. The last token that is scored need not be."""
+        return (self.stored_in_the_end if self.scoring else self.known) - self.stored
 
     @property
     def stored_in_the_end(self) -> int:
@@ -126,6 +132,13 @@ class Sequence:
             self.text += piece
         return piece
 
+    def accept_scores(self, start: int, logprobs: list[float], best: list[int]) -> bool:
+        """Takes what a call said behind the positions from ``start`` on; ends with the last one, and then is True."""
+        self._scores.update(enumerate(zip(logprobs, best, strict=True), start))
+        if start + len(logprobs) == self.stored_in_the_end:
+            self.stop_reason = "scored"
+        return self.over
+
     def completion(self) -> Completion:
         """What it came to, or what there was of it when it was cancelled.
 
@@ -141,10 +154,13 @@ class Sequence:
             logits = np.stack(self.rows)
         token_ms = [self._ms(at) for at in self.times]
         steps = [Step(self._ms(call.at), call.kind, call.padding, call.tokens) for call in self.calls]
+        first, logprobs, best = self.request.score_from, None, None
+        if first is not None and self.stop_reason == "scored":
+            logprobs, best = map(list, zip(*(self._scores[at - 1] for at in range(first, self.length)), strict=True))
         return Completion(
             list(self.request.prompt_ids), list(self.generated), self.text, self.stop_reason,
             token_ms[0] if token_ms else 0.0, token_ms[-1] if token_ms else 0.0, logits,
-            0.0 if self.started is None else self._ms(self.started), token_ms, steps,
+            0.0 if self.started is None else self._ms(self.started), token_ms, steps, logprobs, best,
         )  # fmt: skip
 
     def _ms(self, at: float) -> float:

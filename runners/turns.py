@@ -80,6 +80,9 @@ class Turns:
                 self.scheduler.cancel(found)
                 ended.append(found)
         emitted = self.scheduler.step()
+        for sequence in self.scheduler.take_scored():
+            if self._live.pop(sequence.index, None) is not None:
+                ended.append(sequence)
         for token in emitted:
             if token.sequence.over and self._live.pop(token.sequence.index, None) is not None:
                 ended.append(token.sequence)

@@ -66,7 +66,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def assert_right(found: Found, prompts: Sequence[Sequence[int]], expected: Sequence[np.ndarray]) -> None:
-    """Log-probabilities within FLOAT32 in relative L2, each one too; the best token wherever rounding cannot turn it."""
+    """Log-probabilities within FLOAT32, together and each one; best tokens wherever rounding cannot turn them."""
     tops = 0
     wanted, values = [], []
     for (slot, position), (logprob, best) in found.items():

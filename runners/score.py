@@ -1,0 +1,110 @@
+"""Scoring: how likely given tokens are behind a context, and whether greedy decoding would have taken them."""
+
+import math
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Any
+
+from ling3export.errors import ArtifactError, Ling3Error, RequestError
+from ling3export.runners.request import Completion, Request, token_ids
+
+Text = str | Many[int]
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a continuation scored behind its context.
+
+    Attributes:
+        context_ids: The context as it was run.
+        token_ids: The continuation.
+        logprobs: Of each of its tokens behind all that stands before it, in natural logarithms.
+        best_ids: Of each, the token with the largest logit there; of equals the lowest id.
+    """
+
+    context_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    best_ids: list[int]
+
+    @property
+    def logprob(self) -> float:
+        """Of the whole continuation: the sum."""
+        return math.fsum(self.logprobs)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether greedy decoding behind the context gives the continuation."""
+        return self.best_ids == self.token_ids
+
+
+def pair_ids(context: Text, continuation: Text, encode: Callable[[str], list[int]], name: str) -> tuple[int, ...]:
+    """Token ids of both, the context's first; and how many are the context's, as the last one.
+
+    Two texts are encoded as one, and cut behind as many tokens as the context has alone: so a word that begins the
+    continuation keeps its space. This is how lm-evaluation-harness does it.
+
+    Raises:
+        RequestError: One is a text and the other is not, or they are no token ids.
+    """
+    if isinstance(context, str) != isinstance(continuation, str):
+        raise RequestError(f"{name}: expected two texts or two lists of token ids, found one of each")
+    if isinstance(context, str) and isinstance(continuation, str):
+        blank = len(context) - len(context.rstrip())
+        if blank:
+            context, continuation = context[:-blank], context[-blank:] + continuation
+        first = encode(context)
+        return (*first, *encode(context + continuation)[len(first) :], len(first))
+    return (*token_ids(context, name), *token_ids(continuation, name), len(context))
+
+
+def score_request(ids: Many[int], context: int, name: str) -> Request:
+    """A request that scores ``ids`` behind the first ``context`` of them.
+
+    Raises:
+        RequestError: Context or continuation is empty.
+    """
+    if context < 1:
+        raise RequestError(
+            f"{name}: expected a context of at least one token, found an empty one",
+            "begin with the token that begins or ends texts: the model says nothing of a first token",
+        )
+    if context >= len(ids):
+        raise RequestError(f"{name}: expected a continuation of at least one token, found an empty one")
+    return Request(tuple(ids), 0, name=name, score_from=context)
+
+
+def scored(completion: Completion, request: Request) -> Score:
+    """The score of a request that ended.
+
+    Raises:
+        Ling3Error: It was cancelled, or the model gives no finite number.
+    """
+    first = request.score_from
+    if first is None or completion.logprobs is None or completion.best_ids is None:
+        raise Ling3Error(f"{request.name}: expected it scored, found it {completion.stop_reason}")
+    if not all(math.isfinite(value) for value in completion.logprobs):
+        raise Ling3Error(
+            f"{request.name}: expected finite log-probabilities, found NaN or infinity", "some weight is not finite"
+        )
+    ids = list(request.prompt_ids)
+    return Score(ids[:first], ids[first:], completion.logprobs, completion.best_ids)
+
+
+def check_cells(target: Mapping[str, Any], name: str, artifact: object) -> None:
+    """Refuses to score where the target has no program for it.
+
+    Raises:
+        ArtifactError: With the command that adds one.
+    """
+    phases: dict[str, list[int]] = {}
+    for cell in target["cells"].values():
+        phases.setdefault(cell["phase"], []).append(cell["padding"])
+    if "score" in phases:
+        return
+    text = target["target"] if target["topology"] else f"{target['target']}@{target['tp']}"
+    raise ArtifactError(
+        f"scoring: expected score programs in target `{name}`, found none, in the manifest",
+        f"add them: ling3export build --into {artifact} --target {text} --score-paddings {max(phases['prefill'])}",
+    )
