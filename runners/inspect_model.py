@@ -1,0 +1,146 @@
+"""An artifact as a model of inspect-ai (extra ``inspect``): ``--model ling3/PATH``.
+
+inspect finds this file through the entry point of its group, and imports it with any of its commands: nothing heavy is
+imported before a model is made. Prompts of concurrent samples meet in the engine, which batches them.
+"""
+
+import secrets
+import time
+from typing import Any
+
+from inspect_ai.model import (
+    ChatCompletionChoice,
+    ChatMessage,
+    ChatMessageAssistant,
+    GenerateConfig,
+    ModelAPI,
+    ModelOutput,
+    ModelUsage,
+    modelapi,
+)
+from inspect_ai.tool import ToolChoice, ToolInfo
+
+from ling3export.errors import RequestError
+from ling3export.runners.engine import Engine, Prompt
+from ling3export.runners.request import Completion, Sampling
+
+NAME = "ling3"
+MAX_TOKENS = 2000  # of an answer where nothing is said: the reference evaluation's
+ROLES = ("system", "user", "assistant")
+# What would change the answer, and is not modelled.
+REFUSED = (
+    "best_of", "extra_body", "frequency_penalty", "logit_bias", "logprobs", "presence_penalty", "prompt_logprobs",
+    "response_schema", "top_logprobs",
+)  # fmt: skip
+
+
+@modelapi(name=NAME)
+class Ling3API(ModelAPI):
+    """Greedy unless a temperature is set; an answer is at most 2,000 tokens unless ``max_tokens`` is set.
+
+    Messages go through the checkpoint's chat template. Where it has none, a single user message is taken as the text to
+    complete.
+
+    Args:
+        model_name: The artifact's folder.
+        base_url, api_key: inspect's; without meaning here.
+        config: inspect's.
+        artifact: The artifact's folder, where the model's name is to be another (``-M artifact=PATH``).
+        target: Which of its targets; None takes the only one that fits this machine.
+        programs: ``prebuilt-only``, or ``allow-compile``.
+        check: ``all``, or ``programs``.
+
+    Raises:
+        ArtifactError: The artifact is missing, damaged, or not for this machine.
+    """
+
+    def __init__(
+        self, model_name: str, base_url: str | None = None, api_key: str | None = None,
+        config: GenerateConfig | None = None, artifact: str | None = None, target: str | None = None,
+        programs: str = "prebuilt-only", check: str = "all",
+    ) -> None:  # fmt: skip
+        super().__init__(model_name, base_url, api_key, [], config or GenerateConfig())
+        self.engine = Engine(artifact or model_name, target=target, programs=programs, check=check)
+        target_record = self.engine.manifest["targets"][self.engine.target]
+        rows = [cell["padding"] for cell in target_record["cells"].values() if cell["phase"] == "decode"]
+        self._rows = min(max(rows), target_record["state"]["slots"])
+
+    def max_connections(self) -> int:
+        """Sequences that one decode call takes."""
+        return self._rows
+
+    def connection_key(self) -> str:
+        """Each artifact has its own engine."""
+        return self.model_name
+
+    def max_tokens(self) -> int:
+        """Of an answer where nothing is said."""
+        return MAX_TOKENS
+
+    async def count_text_tokens(self, text: str) -> int:
+        """By the artifact's tokenizer."""
+        return len(await self.tokenize(text))
+
+    async def tokenize(self, text: str) -> list[int]:
+        """Token ids, without special tokens."""
+        return self.engine.files.tokenizer("inspect: text in").encode(text, special=False)
+
+    def close(self) -> None:
+        """Ends the engine."""
+        self.engine.close()
+
+    async def generate(
+        self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
+    ) -> ModelOutput:
+        """Answers a conversation.
+
+        Raises:
+            RequestError: It cannot be served, or asks for what is not modelled.
+        """
+        if tools:
+            raise RequestError(f"tools: expected none, found {tools[0].name}", "this model calls no tools")
+        for name in REFUSED:
+            if getattr(config, name, None):
+                raise RequestError(f"setting `{name}`: expected it unset, found {getattr(config, name)!r}")
+        if config.num_choices not in (None, 1):
+            raise RequestError(f"setting `num_choices`: expected 1, found {config.num_choices}", "use epochs")
+        temperature = config.temperature or 0.0
+        seed = config.seed if config.seed is not None else secrets.randbits(32)
+        sampling = Sampling(temperature, config.top_k or 0, 1.0 if config.top_p is None else config.top_p, seed)
+        request = self.engine.request(
+            self._prompt(input), config.max_tokens or MAX_TOKENS, sampling, config.stop_seqs or ()
+        )
+        started = time.monotonic()
+        (ticket,) = self.engine.submit(request)
+        return self._output(await ticket.wait(), time.monotonic() - started)
+
+    def _prompt(self, messages: list[ChatMessage]) -> Prompt:
+        for message in messages:
+            if message.role not in ROLES or (
+                not isinstance(message.content, str) and any(part.type != "text" for part in message.content)
+            ):
+                raise RequestError(
+                    f"messages: expected text of {', '.join(ROLES)}, found other content, of {message.role}"
+                )
+        if self.engine.files.chats:
+            return [{"role": message.role, "content": message.text} for message in messages]
+        if [message.role for message in messages] != ["user"]:
+            raise RequestError(
+                f"messages: expected a single user message, for the artifact has no chat template, "
+                f"found {', '.join(message.role for message in messages)}",
+                "build from a checkpoint that has a chat template",
+            )
+        return messages[0].text
+
+    def _output(self, done: Completion, seconds: float) -> ModelOutput:
+        message: Any = ChatMessageAssistant(content=done.text or "", model=self.model_name, source="generate")
+        whole = len(done.prompt_ids) + len(done.token_ids)
+        cut = "model_length" if whole >= self.engine.limits.context else "max_tokens"
+        return ModelOutput(
+            model=self.model_name,
+            choices=[ChatCompletionChoice(message=message, stop_reason=cut if done.stop_reason == "length" else "stop")],
+            usage=ModelUsage(
+                input_tokens=len(done.prompt_ids), output_tokens=len(done.token_ids), total_tokens=whole
+            ),
+            time=seconds,
+        )  # fmt: skip

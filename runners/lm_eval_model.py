@@ -1,0 +1,172 @@
+"""An artifact as a model of lm-evaluation-harness (extra ``lm-eval``), under the name ``ling3``.
+
+lm-eval finds no models of other packages by itself: ``python -m ling3export.runners.lm_eval_model`` is its command line
+with this one added. All requests of a task go to the engine at once, which packs them: lm-eval's batch size says nothing
+here.
+"""
+
+import hashlib
+import logging
+from typing import Any
+
+import lm_eval.models  # first: lm-eval adds its own models only while there are none
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from ling3export.errors import RequestError
+from ling3export.runners.engine import Engine
+from ling3export.runners.request import Request, Sampling
+
+NAME = "ling3"
+MAX_GEN_TOKS = 256  # lm-eval's own default
+SETTINGS = {"do_sample", "max_gen_toks", "temperature", "top_k", "top_p", "until"}
+
+logger = logging.getLogger(__name__)
+assert lm_eval.models.MODEL_MAPPING
+
+
+@register_model(NAME)
+class Ling3Model(TemplateLM):
+    """``--model ling3 --model_args artifact=PATH``; scoring needs an artifact that was built with score programs.
+
+    What is longer than the artifact's context loses its begin, as with lm-eval's own models, with a warning.
+
+    Args:
+        artifact: Its folder.
+        target: Which of its targets; None takes the only one that fits this machine.
+        programs: ``prebuilt-only``, or ``allow-compile``.
+        check: ``all``, or ``programs``.
+        max_gen_toks: Tokens of an answer where a task says nothing.
+        seed: Of sampling, where a task samples; each request of a call then has a seed of its own.
+        batch_size, max_batch_size: lm-eval's; without meaning here.
+        device: lm-eval's; refused: the artifact says what it runs on.
+
+    Raises:
+        ArtifactError: The artifact is missing, damaged, or not for this machine.
+        RequestError: A device was named.
+    """
+
+    def __init__(
+        self, artifact: str, target: str | None = None, programs: str = "prebuilt-only", check: str = "all",
+        max_gen_toks: int = MAX_GEN_TOKS, seed: int = 0, batch_size: object = None, max_batch_size: object = None,
+        device: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if device is not None:
+            raise RequestError(
+                f"device: expected none, found {device}", "choose one of the artifact's targets: target=NAME"
+            )
+        self.engine = Engine(artifact, target=target, programs=programs, check=check)
+        self.max_gen_toks, self._seed = max_gen_toks, seed
+        self._encode = self.engine.files.tokenizer("lm-eval: text in").encode
+        limits = self.engine.limits
+        self.max_length = min(limits.context, limits.pages * limits.page_size)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The first end-of-text id of the checkpoint's configuration; also what rolling scores begin with."""
+        return int(self.engine.manifest["config"]["eos_token_id"][0])
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What lm-eval's caches tell tokenizers apart by."""
+        return f"{NAME}-{self.engine.manifest['sha256'][:16]}"
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
+        """Token ids; with the tokenizer's own special tokens unless they are declined."""
+        return self._encode(string, special=add_special_tokens is not False)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Tells lm-eval that there is one, for its records; ``apply_chat_template`` renders it."""
+        return self.tokenizer_name if chat_template and self.engine.files.chats else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as the checkpoint's chat template writes it."""
+        return self.engine.files.render_chat(
+            chat_history, add_generation_prompt=add_generation_prompt, name="lm-eval: chat"
+        )
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """The text of each answer, without the string that ended it.
+
+        Raises:
+            RequestError: A task asks for a setting that is none of SETTINGS.
+        """
+        texts = []
+        for request, done in zip(requests, self.engine.complete(self._requests(requests)), strict=True):
+            texts.append(done.text or "")
+            self.cache_hook.add_partial("generate_until", request.args, texts[-1])
+        return texts
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Of whole texts, each behind an end-of-text token; long ones in windows of the whole context."""
+        pairs, owners = [], []
+        for number, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length - 1, 1):
+                pairs.append(make_disjoint_window(window))
+                owners.append(number)
+        sums = [0.0] * len(requests)
+        for number, score in zip(owners, self.engine.score(pairs), strict=True):
+            sums[number] += score.logprob
+        for request, total in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return sums
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: object
+    ) -> list[tuple[float, bool]]:
+        pairs = []
+        for (context, continuation), first, second in requests:
+            if not second or len(second) >= self.max_length:
+                raise RequestError(
+                    f"continuation {continuation[:60]!r}: expected 1 to {self.max_length - 1} tokens, "
+                    f"found {len(second)}, behind {context[-60:]!r}"
+                )
+            pairs.append((self._cut(first, self.max_length - len(second)), second))
+        found = [(score.logprob, score.is_greedy) for score in self.engine.score(pairs)]
+        for (key, _, _), answer in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", key, answer)
+        return found
+
+    def _requests(self, requests: list[Any]) -> list[Request]:
+        made = []
+        for number, request in enumerate(requests):
+            context, asked = request.args
+            how = normalize_gen_kwargs(asked, self.max_gen_toks)
+            if unknown := sorted(set(how) - SETTINGS):
+                raise RequestError(
+                    f"generation setting `{unknown[0]}`: expected one of {', '.join(sorted(SETTINGS))}, "
+                    f"found {how[unknown[0]]!r}, in task {request.task_name}",
+                    "leave it out of the task's generation_kwargs, or override them with --gen_kwargs",
+                )
+            room = self.max_length - min(how["max_gen_toks"], self.max_length - 1)
+            seed = hashlib.sha256(f"{self._seed}|{number}".encode()).digest()[:4]
+            sampling = Sampling(
+                how["temperature"], how.get("top_k", 0), how.get("top_p", 1.0), int.from_bytes(seed, "little")
+            )
+            ids = self._cut(self.tok_encode(context), room)
+            stops = tuple(how["until"])
+            made.append(Request(tuple(ids), how["max_gen_toks"], sampling, stops, name=f"request {number}"))
+        return made
+
+    def _cut(self, ids: list[int], room: int) -> list[int]:
+        if len(ids) > room:
+            logger.warning("a context of %d tokens is cut to its last %d", len(ids), room)
+        return ids[-room:]
+
+
+def main() -> None:
+    """lm-eval's command line."""
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    # As `python -m`, this file is `__main__`; the registry is to know the class under its own module's name.
+    from ling3export.runners import lm_eval_model
+
+    lm_eval_model.main()
