@@ -136,9 +136,10 @@ class Ling3API(ModelAPI):
         message: Any = ChatMessageAssistant(content=done.text or "", model=self.model_name, source="generate")
         whole = len(done.prompt_ids) + len(done.token_ids)
         cut = "model_length" if whole >= self.engine.limits.context else "max_tokens"
+        reason: Any = cut if done.stop_reason == "length" else "stop"
         return ModelOutput(
             model=self.model_name,
-            choices=[ChatCompletionChoice(message=message, stop_reason=cut if done.stop_reason == "length" else "stop")],
+            choices=[ChatCompletionChoice(message=message, stop_reason=reason)],
             usage=ModelUsage(
                 input_tokens=len(done.prompt_ids), output_tokens=len(done.token_ids), total_tokens=whole
             ),

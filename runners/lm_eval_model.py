@@ -1,8 +1,8 @@
 """An artifact as a model of lm-evaluation-harness (extra ``lm-eval``), under the name ``ling3``.
 
-lm-eval finds no models of other packages by itself: ``python -m ling3export.runners.lm_eval_model`` is its command line
-with this one added. All requests of a task go to the engine at once, which packs them: lm-eval's batch size says nothing
-here.
+lm-eval finds no models of other packages by itself: ``python -m ling3export.runners.lm_eval_model`` is its command
+line with this one added. All requests of a task go to the engine at once, which packs them: lm-eval's batch size says
+nothing here.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ling3export.errors import RequestError
 from ling3export.runners.engine import Engine
+from ling3export.runners.guard import guarded
 from ling3export.runners.request import Request, Sampling
 
 NAME = "ling3"
@@ -40,24 +41,18 @@ class Ling3Model(TemplateLM):
         check: ``all``, or ``programs``.
         max_gen_toks: Tokens of an answer where a task says nothing.
         seed: Of sampling, where a task samples; each request of a call then has a seed of its own.
-        batch_size, max_batch_size: lm-eval's; without meaning here.
-        device: lm-eval's; refused: the artifact says what it runs on.
+        batch_size, max_batch_size, device: lm-eval's, which always passes some; without meaning here.
 
     Raises:
         ArtifactError: The artifact is missing, damaged, or not for this machine.
-        RequestError: A device was named.
     """
 
     def __init__(
         self, artifact: str, target: str | None = None, programs: str = "prebuilt-only", check: str = "all",
         max_gen_toks: int = MAX_GEN_TOKS, seed: int = 0, batch_size: object = None, max_batch_size: object = None,
-        device: str | None = None,
+        device: object = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        if device is not None:
-            raise RequestError(
-                f"device: expected none, found {device}", "choose one of the artifact's targets: target=NAME"
-            )
         self.engine = Engine(artifact, target=target, programs=programs, check=check)
         self.max_gen_toks, self._seed = max_gen_toks, seed
         self._encode = self.engine.files.tokenizer("lm-eval: text in").encode
@@ -158,6 +153,7 @@ class Ling3Model(TemplateLM):
         return ids[-room:]
 
 
+@guarded
 def main() -> None:
     """lm-eval's command line."""
     from lm_eval.__main__ import cli_evaluate
@@ -166,7 +162,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # As `python -m`, this file is `__main__`; the registry is to know the class under its own module's name.
-    from ling3export.runners import lm_eval_model
-
-    lm_eval_model.main()
+    main()

@@ -37,6 +37,7 @@ class Recipe:
     dtype: str = "float32"
     paddings: tuple[int, ...] = (128,)
     decode: int = 8
+    score: tuple[int, ...] = ()
     target: str = "cpu"
 
     @property
@@ -50,6 +51,8 @@ class Recipe:
             "--tp": self.tp, "--decode-paddings": self.decode, "--max-running": 8, "--context": 1024, "--page-size": 64,
             "--paddings": ",".join(map(str, self.paddings)), "--dtype": self.dtype, "--target": self.target,
         }  # fmt: skip
+        if self.score:
+            numbers["--score-paddings"] = ",".join(map(str, self.score))
         return [str(part) for pair in numbers.items() for part in pair]
 
 
@@ -67,7 +70,7 @@ RECIPES = {
     "micro-tp4-flat": Recipe(4, "micro", overrides={"q_lora_rank": None}),
     "micro-tp1-seed2": Recipe(1, "micro", seed=2),
     "micro-tp1-experts": Recipe(1, "micro", overrides={"num_experts": 32}),
-    "demo-tp16": Recipe(16, "demo", dtype="bfloat16"),
+    "demo-tp16": Recipe(16, "demo", dtype="bfloat16", score=(128,)),
 }
 
 

@@ -1,0 +1,222 @@
+"""lm-evaluation-harness and inspect-ai evaluate the demo artifact, offline; the engine's own answers are the oracle.
+
+Both libraries run through their own commands, in processes of their own.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from artifacts_fixture import ROOT
+from eval_fakes import FakeBackend, half, numbered
+from ling3export.runners.engine import Engine
+from ling3export.runners.eval_config import RunConfig
+from ling3export.runners.eval_demo import demo_records
+from ling3export.runners.eval_export import inspect_log
+from ling3export.runners.eval_run import run_suite
+from ling3export.runners.eval_suites import Suite
+
+COUNT = 6  # problems
+TOKENS = 32
+STOP = "\n\n"
+OFFLINE = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@dataclass(frozen=True)
+class Problem:
+    prompt: str
+    answer: str  # a number
+    choices: list[str]
+    right: int
+
+
+def problems() -> list[Problem]:
+    """Of the demo suite: the answer to each, and three wrong ones of other lengths."""
+    made = []
+    for number, (shots, problem) in enumerate(demo_records(COUNT)):
+        wrong = [problem.answer.replace("\n####", tail + "\n####") for tail in ("0", "\n1+1=2", "9")]
+        right = number % 4
+        choices = [*wrong[:right], problem.answer, *wrong[right:]]
+        prompt = f"{shots}Question: {problem.question}\nAnswer:"
+        made.append(Problem(prompt, problem.answer.rpartition(" ")[2], [f" {text}" for text in choices], right))
+    return made
+
+
+@dataclass(frozen=True)
+class Own:
+    """What the engine itself says."""
+
+    path: Path
+    texts: list[str]
+    scores: list[list[tuple[float, bool]]]
+    rolling: list[float]
+    rows: int
+
+
+@pytest.fixture(scope="module")
+def own(artifact) -> Own:
+    path = artifact("demo-tp16")
+    asked = problems()
+    with Engine(path, report=lambda text: None) as engine:
+        texts = engine.generate([each.prompt for each in asked], max_tokens=TOKENS, stop=STOP)
+        pairs = [(each.prompt, choice) for each in asked for choice in each.choices]
+        scores = [(score.logprob, score.is_greedy) for score in engine.score(pairs)]
+        encode = engine.files.tokenizer("test").encode
+        eos = engine.manifest["config"]["eos_token_id"][0]
+        rolling = engine.score([([eos], encode(each.prompt, special=False)) for each in asked])
+        target = engine.manifest["targets"][engine.target]
+    rows = max(cell["padding"] for cell in target["cells"].values() if cell["phase"] == "decode")
+    each = len(asked[0].choices)
+    return Own(
+        path, [done.text or "" for done in texts], [scores[at : at + each] for at in range(0, len(scores), each)],
+        [score.logprob for score in rolling], rows,
+    )  # fmt: skip
+
+
+def run_offline(folder: Path, *command: object) -> str:
+    """Runs a command in ``folder`` that must reach no network; its stdout."""
+    done = subprocess.run(
+        [str(part) for part in command], cwd=folder, capture_output=True, text=True, timeout=300,
+        env=os.environ | OFFLINE | {"HF_HOME": str(folder / "hf"), "XDG_DATA_HOME": str(folder / "data"),
+                                    "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+TASKS = {
+    "words": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": [STOP], "max_gen_toks": TOKENS, "do_sample": False},
+        "filter_list": [
+            {
+                "name": "last",
+                "filter": [
+                    {"function": "regex", "regex_pattern": "#### (-?[0-9]+)"},
+                    {"function": "take_first"},
+                ],
+            }
+        ],
+        "metric_list": [{"metric": "exact_match"}],
+    },
+    "choices": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{right}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}],
+    },
+    "texts": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{prompt}}",
+        "metric_list": [{"metric": "byte_perplexity"}],
+    },
+}
+
+
+def test_lm_eval_generates_and_scores(own: Own, tmp_path: Path):
+    asked = problems()
+    data = tmp_path / "problems.jsonl"
+    data.write_text("".join(json.dumps(vars(each)) + "\n" for each in asked))
+    for name, task in TASKS.items():
+        source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, **source, **task}))
+    run_offline(
+        tmp_path, sys.executable, "-m", "ling3export.runners.lm_eval_model", "run", "--model", "ling3",
+        "--model_args", f"artifact={own.path}", "--tasks", *TASKS, "--include_path", tmp_path,
+        "--output_path", tmp_path / "out", "--log_samples",
+    )  # fmt: skip
+    (file,) = (tmp_path / "out").rglob("results_*.json")
+    results = json.loads(file.read_text())["results"]
+    samples = {}
+    for name in TASKS:
+        (file,) = (tmp_path / "out").rglob(f"samples_{name}_*.jsonl")
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        samples[name] = sorted(lines, key=lambda line: line["doc_id"])
+    assert [line["resps"][0][0] for line in samples["words"]] == own.texts
+    right = [text.rpartition("#### ")[2] == each.answer for text, each in zip(own.texts, asked, strict=True)]
+    assert sum(right) >= COUNT - 1
+    assert results["words"]["exact_match,last"] == pytest.approx(sum(right) / COUNT)
+    for line, expected in zip(samples["choices"], own.scores, strict=True):
+        assert [(float(sum_), greedy == "True") for ((sum_, greedy),) in line["resps"]] == expected
+    best = [max(range(4), key=lambda n, row=row: row[n][0]) for row in own.scores]
+    assert best == [each.right for each in asked]
+    assert results["choices"]["acc,none"] == 1.0
+    assert sum(row[each.right][1] for row, each in zip(own.scores, asked, strict=True)) >= COUNT - 1
+    assert [float(line["resps"][0][0]) for line in samples["texts"]] == own.rolling
+    size = sum(len(each.prompt.encode()) for each in asked)
+    assert results["texts"]["byte_perplexity,none"] == pytest.approx(math.exp(-math.fsum(own.rolling) / size))
+
+
+INSPECT_TASK = """
+from inspect_ai import Task, task
+from inspect_ai.dataset import json_dataset
+from inspect_ai.model import GenerateConfig
+from inspect_ai.scorer import pattern
+from inspect_ai.solver import generate
+
+
+@task
+def words():
+    return Task(
+        dataset=json_dataset("problems.jsonl"), solver=generate(), scorer=pattern(r"#### (-?[0-9]+)"),
+        config=GenerateConfig(max_tokens={tokens}, stop_seqs=[{stop!r}]),
+    )
+"""
+READ = """
+import json, sys
+from inspect_ai.log import read_eval_log
+from inspect_ai.model import get_model
+log = read_eval_log(sys.argv[1])
+other = read_eval_log(sys.argv[2])
+model = get_model(f"ling3/{sys.argv[3]}")
+print(json.dumps({
+    "status": log.status, "model": log.eval.model,
+    "texts": [sample.output.completion for sample in log.samples],
+    "stops": [sample.output.stop_reason for sample in log.samples],
+    "usage": [sample.output.usage.output_tokens for sample in log.samples],
+    "accuracy": log.results.scores[0].metrics["accuracy"].value,
+    "connections": model.api.max_connections(),
+    "exported": [other.version, other.status, other.results.scores[0].metrics["accuracy"].value,
+                 [[s.id, s.epoch, s.output.completion, s.scores["ling3"].value] for s in other.samples]],
+}))
+"""
+
+
+def test_inspect_evaluates_and_reads_our_logs(own: Own, tmp_path: Path):
+    asked = problems()
+    rows = [{"input": each.prompt, "target": each.answer} for each in asked]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "words.py").write_text(INSPECT_TASK.format(tokens=TOKENS, stop=STOP))
+    run_offline(
+        tmp_path, Path(sys.executable).with_name("inspect"), "eval", "words.py", "--model", f"ling3/{own.path}",
+        "--log-dir", "logs", "--log-format", "json", "--display", "none",
+    )  # fmt: skip
+    run_suite(Suite("fake", numbered(4)), FakeBackend(half), tmp_path / "run", RunConfig(trials=2))
+    exported = tmp_path / "exported.json"
+    exported.write_text(json.dumps(inspect_log(tmp_path / "run")))
+    (log,) = (tmp_path / "logs").glob("*.json")
+    read = json.loads(run_offline(tmp_path, sys.executable, "-c", READ, log, exported, own.path).splitlines()[-1])
+    right = [text.rpartition("#### ")[2] == each.answer for text, each in zip(own.texts, asked, strict=True)]
+    assert read["status"] == "success"
+    assert read["model"] == f"ling3/{own.path}"
+    assert read["texts"] == own.texts
+    assert set(read["stops"]) == {"stop"}
+    assert min(read["usage"]) > 0
+    assert read["accuracy"] == pytest.approx(sum(right) / COUNT)
+    assert read["connections"] == own.rows
+    version, status, accuracy, samples = read["exported"]
+    assert (version, status, accuracy) == (2, "success", 0.5)
+    assert samples[0] == ["t0", 1, "The answer is 42.", "C"]
+    assert len(samples) == 8
