@@ -71,7 +71,11 @@ def add_targets(
         outcomes = _compile(staging, artifact, manifest, plans, options, report, cells, force)
         written = _take_in(staging, artifact, manifest, outcomes, report)
         names = [plan.target.name for plan in plans]
-        report.note(summary({name: written["targets"][name] for name in names}, cache))
+        made = {
+            name: {c: row for c, row in written["targets"][name]["cells"].items() if force or c not in there}
+            for name in names for there in [manifest["targets"].get(name, {"cells": {}})["cells"]]
+        }  # fmt: skip
+        report.note(summary({name: written["targets"][name] | {"cells": new} for name, new in made.items()}, cache))
         return written, names
 
 

@@ -117,7 +117,8 @@ class Prober:
     def score(self, padding: int, sequence: int) -> Scored:
         """Scores each token of one sequence behind those before it, in calls of ``padding``."""
         ids = self._sequences[sequence]["ids"]
-        logits, logprob, best = {}, [np.zeros(0, np.float32)], [np.zeros(0, np.int32)]
+        logits: dict[int, np.ndarray] = {}
+        logprob, best = [np.zeros(0, np.float32)], [np.zeros(0, np.int32)]
         for at in range(0, len(ids) - 1, padding):
             fields, ends = self._prefill_fields(padding, ids[at : min(at + padding, len(ids) - 1)], at, 1)
             after = ids[at + 1 : at + 1 + padding]

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as Many
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -137,7 +138,7 @@ class Engine:
         names = [f"pair {number}" for number in range(len(pairs))] if names is None else names
         requests = []
         for (context, continuation), name in zip(pairs, names, strict=True):
-            *ids, first = pair_ids(context, continuation, lambda part, name=name: self._prompt_ids(part, name), name)
+            ids, first = pair_ids(context, continuation, partial(self._prompt_ids, name=name), name)
             requests.append(score_request(ids, first, name))
         done = self.complete(requests)
         return [scored(completion, request) for completion, request in zip(done, requests, strict=True)]

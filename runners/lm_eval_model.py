@@ -122,27 +122,32 @@ class Ling3Model(TemplateLM):
                 )
             pairs.append((self._cut(first, self.max_length - len(second)), second))
         found = [(score.logprob, score.is_greedy) for score in self.engine.score(pairs)]
-        for (key, _, _), answer in zip(requests, found, strict=True):
-            self.cache_hook.add_partial("loglikelihood", key, answer)
+        for request, answer in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request[0], answer)
         return found
 
     def _requests(self, requests: list[Any]) -> list[Request]:
         made = []
         for number, request in enumerate(requests):
             context, asked = request.args
-            how = normalize_gen_kwargs(asked, self.max_gen_toks)
+            how: dict[str, Any] = dict(normalize_gen_kwargs(asked, self.max_gen_toks))
             if unknown := sorted(set(how) - SETTINGS):
                 raise RequestError(
                     f"generation setting `{unknown[0]}`: expected one of {', '.join(sorted(SETTINGS))}, "
                     f"found {how[unknown[0]]!r}, in task {request.task_name}",
                     "leave it out of the task's generation_kwargs, or override them with --gen_kwargs",
                 )
-            room = self.max_length - min(how["max_gen_toks"], self.max_length - 1)
+            if not 0 < how["max_gen_toks"] < self.max_length:
+                raise RequestError(
+                    f"max_gen_toks: expected 1 to {self.max_length - 1}, so that a context fits beside the answer, "
+                    f"found {how['max_gen_toks']}, in task {request.task_name}",
+                    "override it: --gen_kwargs max_gen_toks=N, or build the artifact with a larger --context",
+                )
             seed = hashlib.sha256(f"{self._seed}|{number}".encode()).digest()[:4]
             sampling = Sampling(
                 how["temperature"], how.get("top_k", 0), how.get("top_p", 1.0), int.from_bytes(seed, "little")
             )
-            ids = self._cut(self.tok_encode(context), room)
+            ids = self._cut(self.tok_encode(context), self.max_length - how["max_gen_toks"])
             stops = tuple(how["until"])
             made.append(Request(tuple(ids), how["max_gen_toks"], sampling, stops, name=f"request {number}"))
         return made

@@ -212,9 +212,10 @@ class Limits:
         stored = length + self.answer(request) - 1  # the last token is never fed back
         needed = -(-stored // self.page_size)
         if needed > self.pages:
+            parts = "" if scores else f"{length} prompt tokens + {stored - length} of the answer = "
             raise RequestError(
-                f"{name}: expected at most {self.pages} pages of {self.page_size} tokens, found {length} prompt tokens "
-                f"+ {stored - length} of the answer = {stored} tokens = {needed} pages",
+                f"{name}: expected at most {self.pages} pages of {self.page_size} tokens, found {parts}{stored} tokens "
+                f"= {needed} pages",
                 "ask for fewer tokens, or build the artifact with more --pages",
             )
 

@@ -22,39 +22,15 @@ make the same calls. Times are noted, never asked for.
 
 from bisect import insort
 from collections import deque
-from collections.abc import Mapping
-from collections.abc import Sequence as Many
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
+from typing import NamedTuple
 
 from ling3export.runners.allocator import Allocator, Lease
 from ling3export.runners.calls import PrefillFields, Shapes, decode_fields, sample_fields
 from ling3export.runners.counters import Counters
-from ling3export.runners.score_calls import ScoredPart, ScoreFields, take_scores
+from ling3export.runners.flight import Backend, Call, Handle, Row
+from ling3export.runners.score_calls import ScoreFields, take_scores
 from ling3export.runners.sequence import CallNote, Sequence, now
-
-Handle = Any  # an array that may still be being computed
-
-
-class Backend(Protocol):
-    """What runs the programs. Calls return at once; only ``read`` waits."""
-
-    def step(self, phase: str, padding: int, fields: Mapping[str, np.ndarray]) -> Handle:
-        """``prefill`` or ``decode`` at ``padding``: logits ``[rows, vocab]``."""
-
-    def score(self, padding: int, fields: Mapping[str, np.ndarray]) -> Mapping[str, Handle]:
-        """``score`` at ``padding``: ``logprob`` and ``best`` of each token slot."""
-
-    def sample(self, logits: Handle, rows: int, fields: Mapping[str, np.ndarray]) -> Handle:
-        """Tokens ``[rows]``, also left in the state for the next decode."""
-
-    def read(self, handle: Handle) -> np.ndarray:
-        """Waits for an array, and fetches it."""
-
-    def wait(self, handle: Handle) -> None:
-        """Waits until an array is computed."""
 
 
 class Emitted(NamedTuple):
@@ -63,26 +39,6 @@ class Emitted(NamedTuple):
     sequence: Sequence
     token: int
     text: str
-
-
-class _Row(NamedTuple):
-    """A row of a call that samples a token: whose, and what the call did for it."""
-
-    place: int
-    sequence: Sequence
-    note: CallNote
-
-
-class _Call(NamedTuple):
-    """A call that was not waited for yet. One in the middle of a prompt samples no row, and has no tokens.
-
-    One that scores has parts, and in place of tokens and logits log-probabilities and best tokens.
-    """
-
-    rows: list[_Row]
-    tokens: Handle
-    logits: Handle
-    parts: Many[ScoredPart] = ()
 
 
 class Scheduler:
@@ -104,7 +60,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # by arrival
         self._prefilling: list[Sequence] = []  # by arrival
         self._running: deque[Sequence] = deque()  # who decoded longest ago comes first
-        self._flight: deque[_Call] = deque()
+        self._flight: deque[Call] = deque()
         self._emitted: list[Emitted] = []
         self._scored: list[Sequence] = []
         self._decoded_last = False
@@ -174,7 +130,7 @@ class Scheduler:
             beside_decode=any(s.sampled < s.limit for s in self._running),
         )
         call, at = PrefillFields(padding, self._shapes), now()
-        done: list[_Row] = []
+        done: list[Row] = []
         used = 0
         for sequence in waiting:
             if not call.free:
@@ -184,7 +140,7 @@ class Scheduler:
             if sequence.unstored:
                 sequence.calls.append(note)
                 continue
-            done.append(_Row(call.last, sequence, note))
+            done.append(Row(call.last, sequence, note))
             self._prefilling.remove(sequence)
             self._running.append(sequence)
         self._decoded_last = False
@@ -193,7 +149,7 @@ class Scheduler:
         if done:
             self._sample(logits, padding // chunk, done)
         else:
-            self._flight.append(_Call([], None, logits))
+            self._flight.append(Call([], None, logits))
         return True
 
     def _score(self, waiting: list[Sequence]) -> None:
@@ -213,7 +169,7 @@ class Scheduler:
         self._decoded_last = False
         self.counters.count("score", padding, used)
         out = self._backend.score(padding, call.fields)
-        self._flight.append(_Call([], out["logprob"], out["best"], call.parts))
+        self._flight.append(Call([], out["logprob"], out["best"], call.parts))
 
     def _put(self, sequence: Sequence, call: PrefillFields, note: CallNote) -> tuple[int, CallNote]:
         """Puts as much of a sequence into a call as fits: how many tokens, and the note of it."""
@@ -244,7 +200,7 @@ class Scheduler:
         self.counters.count("decode", padding, len(rows))
         note = CallNote(at, "decode", padding, 1)
         logits = self._backend.step("decode", padding, fields)
-        self._sample(logits, padding, [_Row(place, sequence, note) for place, sequence, _ in placed])
+        self._sample(logits, padding, [Row(place, sequence, note) for place, sequence, _ in placed])
         return True
 
     def _rows_to_decode(self) -> list[tuple[int, int, Sequence, Lease]]:
@@ -282,7 +238,7 @@ class Scheduler:
         sequence.stored = 0
         self._queue(sequence)
 
-    def _sample(self, logits: Handle, count: int, rows: list[_Row]) -> None:
+    def _sample(self, logits: Handle, count: int, rows: list[Row]) -> None:
         """Dispatches the sampling of the rows that end what is known of their sequences."""
         fields = sample_fields([(row.place, row.sequence) for row in rows], count)
         for row in rows:
@@ -290,7 +246,7 @@ class Scheduler:
         self.counters.count("sample", count, len(rows))
         tokens = self._backend.sample(logits, count, fields)
         wanted = any(row.sequence.request.logits for row in rows)
-        self._flight.append(_Call(rows, tokens, logits if wanted else None))
+        self._flight.append(Call(rows, tokens, logits if wanted else None))
 
     def _collect(self) -> None:
         """Waits for the oldest call in flight, and reads its tokens."""

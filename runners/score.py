@@ -39,8 +39,10 @@ class Score:
         return self.best_ids == self.token_ids
 
 
-def pair_ids(context: Text, continuation: Text, encode: Callable[[str], list[int]], name: str) -> tuple[int, ...]:
-    """Token ids of both, the context's first; and how many are the context's, as the last one.
+def pair_ids(
+    context: Text, continuation: Text, encode: Callable[[str], tuple[int, ...]], name: str
+) -> tuple[tuple[int, ...], int]:
+    """Token ids of both, the context's first; and how many are the context's.
 
     Two texts are encoded as one, and cut behind as many tokens as the context has alone: so a word that begins the
     continuation keeps its space. This is how lm-evaluation-harness does it.
@@ -55,8 +57,8 @@ def pair_ids(context: Text, continuation: Text, encode: Callable[[str], list[int
         if blank:
             context, continuation = context[:-blank], context[-blank:] + continuation
         first = encode(context)
-        return (*first, *encode(context + continuation)[len(first) :], len(first))
-    return (*token_ids(context, name), *token_ids(continuation, name), len(context))
+        return (*first, *encode(context + continuation)[len(first) :]), len(first)
+    return (*token_ids(context, name), *token_ids(continuation, name)), len(context)
 
 
 def score_request(ids: Many[int], context: int, name: str) -> Request:

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class ScoredPart(NamedTuple):
-    """Of one sequence, ``count`` positions from ``start`` on: they stand in the token slots from ``slot`` on."""
+    """Of one sequence, the positions of some tokens from ``start`` on, in the token slots from ``slot`` on."""
 
     sequence: "Sequence"
     start: int
     slot: int
-    count: int
+    tokens: int
 
 
 class ScoreFields(PrefillFields):
@@ -51,7 +51,7 @@ def take_scores(parts: Many[ScoredPart], logprob: np.ndarray, best: np.ndarray) 
     for part in parts:
         if part.sequence.over:
             continue
-        slots = slice(part.slot, part.slot + part.count)
+        slots = slice(part.slot, part.slot + part.tokens)
         if part.sequence.accept_scores(part.start, logprob[slots].tolist(), best[slots].tolist()):
             complete.append(part.sequence)
     return complete
