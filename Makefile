@@ -19,6 +19,11 @@ parity: .venv-parity/installed
 	$(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt -e '.[savedmodel]'
 	touch $@
 
+# The two evaluation libraries that can drive an artifact, for the tests of that. They leave jax and numpy as they are.
+.venv/adapters: .venv/installed
+	$(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt -e '.[inspect,lm-eval]'
+	touch $@
+
 fmt: setup
 	$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format .
 
@@ -28,7 +33,7 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-test: setup parity .venv/savedmodel
+test: setup parity .venv/savedmodel .venv/adapters
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: setup

@@ -46,10 +46,11 @@ def test_every_target_sets_up_what_it_needs_once(target, checkout):
     assert ".ci/venv" in planned(target, checkout)
 
 
-def test_tensorflow_is_installed_for_tests_alone_and_once(checkout):
-    install = "pip install -qq --no-input --disable-pip-version-check -c constraints.txt -e '.[savedmodel]'"
+@pytest.mark.parametrize(("stamp", "extras"), [("savedmodel", "savedmodel"), ("adapters", "inspect,lm-eval")])
+def test_what_tests_alone_need_is_installed_for_them_alone_and_once(stamp, extras, checkout):
+    install = f"pip install -qq --no-input --disable-pip-version-check -c constraints.txt -e '.[{extras}]'"
     assert [target for target in TARGETS if install in planned(target, checkout)] == ["test"]
-    for name in ("installed", "savedmodel"):
+    for name in ("installed", stamp):
         (checkout / ".venv").mkdir(exist_ok=True)
         (checkout / ".venv" / name).touch()
     assert install not in planned("test", checkout)

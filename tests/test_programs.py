@@ -70,6 +70,20 @@ def test_sampling_gathers_candidates_and_only_for_draws_the_vocabulary():
     assert sorted(gathered) == sorted([f"{TP}x3x3", f"3x{config().vocab_size}"])
 
 
+def test_scoring_adds_one_gather_and_never_holds_the_logits_of_all_slots():
+    """512 slots of a vocabulary of 32,768: their logits would be 16.8 MB on each of four devices."""
+    slots, vocabulary = 512, 32768
+    wide = config(vocab_size=vocabulary, eos_token_id=1, pad_token_id=1)
+    lowered = lower_cell(wide, geometry("scan", dtype="float32"), "score", slots, "cpu")
+    module = text(lowered)
+    assert collectives(module) == {"all_reduce": 2 + 2 + 2 + 1, "all_gather": 1}
+    assert re.findall(r"stablehlo\.all_gather.*?-> tensor<([0-9x]+)x", module) == [f"{TP}x4x4x128"]
+    assert largest_constant(module) < CONSTANT_BYTES
+    assert [row["name"] for row in lowered.record["outputs"] if row["group"] == "out"] == ["best", "logits", "logprob"]
+    _, record = compile_cell(lowered, device_mesh(TP))
+    assert record["memory"]["temporaries"] < slots * vocabulary // TP * 4 * 0.6
+
+
 @pytest.mark.parametrize(("phase", "padding"), [*CELLS, ("sample", 3)])
 def test_no_program_holds_weights(phase: str, padding: int):
     assert largest_constant(text(lower_cell(config(), geometry("scan"), phase, padding, "cpu"))) < CONSTANT_BYTES
