@@ -145,7 +145,7 @@ class Ling3Model(TemplateLM):
                 )
             seed = hashlib.sha256(f"{self._seed}|{number}".encode()).digest()[:4]
             sampling = Sampling(
-                how["temperature"], how.get("top_k", 0), how.get("top_p", 1.0), int.from_bytes(seed, "little")
+                how.get("temperature", 0.0), how.get("top_k", 0), how.get("top_p", 1.0), int.from_bytes(seed, "little")
             )
             ids = self._cut(self.tok_encode(context), self.max_length - how["max_gen_toks"])
             stops = tuple(how["until"])

@@ -1,21 +1,27 @@
 """lm-evaluation-harness and inspect-ai evaluate the demo artifact, offline; the engine's own answers are the oracle.
 
-Both libraries run through their own commands, in processes of their own.
+Both libraries run through their own commands, in processes of their own; edges are tested in this one.
 """
 
+import asyncio
 import json
 import math
 import os
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 
 from artifacts_fixture import ROOT
 from eval_fakes import FakeBackend, half, numbered
+from ling3export.errors import RequestError
 from ling3export.runners.engine import Engine
 from ling3export.runners.eval_config import RunConfig
 from ling3export.runners.eval_demo import demo_records
@@ -220,3 +226,121 @@ def test_inspect_evaluates_and_reads_our_logs(own: Own, tmp_path: Path):
     assert (version, status, accuracy) == (2, "success", 0.5)
     assert samples[0] == ["t0", 1, "The answer is 42.", "C"]
     assert len(samples) == 8
+
+
+@pytest.fixture(scope="module")
+def lm_eval_model(own: Own) -> Iterator[Any]:
+    """In this process; what its libraries warn of is theirs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from ling3export.runners.lm_eval_model import Ling3Model
+
+        model = Ling3Model(artifact=str(own.path), max_gen_toks=9, batch_size=1, device="cuda:0")
+    yield model
+    model.engine.close()
+
+
+def instance(*arguments: Any) -> Any:
+    return SimpleNamespace(args=arguments, task_name="a task")
+
+
+def test_lm_eval_edges(lm_eval_model: Any, caplog: pytest.LogCaptureFixture):
+    """Empty contexts, what is longer than the context, texts in windows, settings."""
+    model, engine = lm_eval_model, lm_eval_model.engine
+    assert (model.rank, model.world_size) == (0, 1)
+    assert model.max_length == 1024
+    encode = engine.files.tokenizer("test").encode
+    eos = engine.manifest["config"]["eos_token_id"][0]
+    long = problems()[0].prompt * 16
+    ids = encode(long, special=False)
+    assert len(ids) > 2 * 1023
+    empty, cut = model.loglikelihood([instance("", " 5"), instance(long, " 5")], disable_tqdm=True)
+    after = encode(long + " 5")[len(encode(long)) :]
+    expected = engine.score([([eos], encode(" 5", special=False)), (encode(long)[-(1024 - len(after)) :], after)])
+    assert [empty, cut] == [(score.logprob, score.is_greedy) for score in expected]
+    assert caplog.messages == [f"a context of {len(encode(long))} tokens is cut to its last {1024 - len(after)}"]
+    # Every token once: 1,023 behind the end-of-text token, then windows of the whole context.
+    windows = [([eos], ids[:1023])]
+    for start in range(1023, len(ids), 1023):
+        end = min(start + 1023, len(ids))
+        windows.append((ids[end - 1024 : start], ids[start:end]))
+    (found,) = model.loglikelihood_rolling([instance(long)])
+    assert found == pytest.approx(sum(score.logprob for score in engine.score(windows)), rel=1e-12)
+    (text,) = model.generate_until([instance("Question:", {"until": "?"})])
+    (done,) = engine.generate(["Question:"], max_tokens=9, stop="?")
+    assert text == done.text
+    drawn = model.generate_until([instance("Question:", {"do_sample": True, "temperature": 2.0})] * 3)
+    assert len(set(drawn)) > 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"num_beams": 4},
+            "generation setting `num_beams`: expected one of do_sample, max_gen_toks, temperature, top_k, top_p, "
+            "until, found 4, in task a task",
+        ),
+        (
+            {"max_gen_toks": 1024},
+            "max_gen_toks: expected 1 to 1023, so that a context fits beside the answer, found 1024, in task a task",
+        ),
+    ],
+)
+def test_lm_eval_settings_that_are_refused(lm_eval_model: Any, settings: dict[str, Any], message: str):
+    with pytest.raises(RequestError) as raised:
+        lm_eval_model.generate_until([instance("Question:", settings)])
+    assert raised.value.message == message
+    with pytest.raises(RequestError) as raised:
+        lm_eval_model.loglikelihood([instance("Question:", "")], disable_tqdm=True)
+    assert raised.value.message == "continuation '': expected 1 to 1023 tokens, found 0, behind 'Question:'"
+
+
+@pytest.fixture(scope="module")
+def inspect_model(own: Own) -> Iterator[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from ling3export.runners.inspect_model import Ling3API
+
+        model = Ling3API("a name", artifact=str(own.path))
+    yield model
+    model.close()
+
+
+def test_inspect_edges(inspect_model: Any):
+    """What is not modelled is refused by name; lengths are told apart; tokens are counted by our tokenizer."""
+    from inspect_ai.model import ChatMessageSystem, ChatMessageUser, ContentImage, GenerateConfig
+    from inspect_ai.tool import ToolInfo
+
+    engine = inspect_model.engine
+    user = ChatMessageUser(content="Question:")
+
+    def ask(*messages: Any, tools: Sequence[Any] = (), **config: Any) -> Any:
+        return asyncio.run(
+            inspect_model.generate([*(messages or [user])], [*tools], "none", GenerateConfig(**config))
+        )  # fmt: skip
+
+    (done,) = engine.generate(["Question:"], max_tokens=5)
+    output = ask(max_tokens=5)
+    assert (output.completion, output.stop_reason) == (done.text, "max_tokens")
+    assert (output.usage.input_tokens, output.usage.output_tokens) == (len(done.prompt_ids), 5)
+    assert ask(stop_seqs=["?"]).stop_reason == "stop"
+    whole = ask(ChatMessageUser(content="Question: 5 9" * 170), max_tokens=2000)
+    assert (whole.stop_reason, whole.usage.total_tokens) == ("model_length", 1024)
+    same = [ask(max_tokens=9, temperature=2.0, seed=7).completion for _ in range(2)]
+    assert same[0] == same[1] != ask(max_tokens=9, temperature=2.0, seed=8).completion
+    encode = engine.files.tokenizer("test").encode
+    assert asyncio.run(inspect_model.count_text_tokens("Question: 17")) == len(encode("Question: 17", special=False))
+    refused = [
+        (ask, (), {"tools": [ToolInfo(name="search", description="")]}, "tools: expected none, found search"),
+        (ask, (), {"logprobs": True}, "setting `logprobs`: expected it unset, found True"),
+        (ask, (), {"num_choices": 2}, "setting `num_choices`: expected 1, found 2"),
+        (ask, (ChatMessageSystem(content="Be brief."), user), {},
+         "messages: expected a single user message, for the artifact has no chat template, found system, user"),
+        (ask, (ChatMessageUser(content=[ContentImage(image="x.png")]),), {},
+         "messages: expected text of system, user, assistant, found other content, of user"),
+    ]  # fmt: skip
+    for call, messages, options, expected in refused:
+        with pytest.raises(RequestError) as raised:
+            call(*messages, **options)
+        assert raised.value.message == expected
