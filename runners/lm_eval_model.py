@@ -144,9 +144,8 @@ class Ling3Model(TemplateLM):
                     "override it: --gen_kwargs max_gen_toks=N, or build the artifact with a larger --context",
                 )
             seed = hashlib.sha256(f"{self._seed}|{number}".encode()).digest()[:4]
-            sampling = Sampling(
-                how.get("temperature", 0.0), how.get("top_k", 0), how.get("top_p", 1.0), int.from_bytes(seed, "little")
-            )
+            temperature = how.get("temperature", 1.0 if how["do_sample"] else 0.0)
+            sampling = Sampling(temperature, how.get("top_k", 0), how.get("top_p", 1.0), int.from_bytes(seed, "little"))
             ids = self._cut(self.tok_encode(context), self.max_length - how["max_gen_toks"])
             stops = tuple(how["until"])
             made.append(Request(tuple(ids), how["max_gen_toks"], sampling, stops, name=f"request {number}"))

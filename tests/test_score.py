@@ -1,6 +1,7 @@
 """Scoring in the runner: which calls are made, whose numbers they give, and that everything comes back; ``--into``."""
 
 import hashlib
+import json
 import random
 import shlex
 import shutil
@@ -20,10 +21,12 @@ from ling3export.errors import ArtifactError, Ling3Error
 from ling3export.reference import Reference
 from ling3export.runners.calls import Shapes
 from ling3export.runners.engine import Engine
+from ling3export.runners.follow import decode, encode
 from ling3export.runners.request import Completion, Request
 from ling3export.runners.scheduler import Scheduler
 from ling3export.runners.score import pair_ids, score_request, scored
 from ling3export.runners.sequence import Sequence
+from ling3export.runners.turns import Arrival, Commands
 from ling3export.score_receipts import Scored, log_softmax, score_receipt
 from refusals import refusal
 from test_scheduler import CHUNK, Rig, prompt
@@ -172,6 +175,11 @@ def test_pages_are_counted_without_the_last_token():
     assert raised.value.message == "pair: expected at most 4 pages of 4 tokens, found 17 tokens = 5 pages"
 
 
+def test_other_hosts_are_told_what_is_scored():
+    commands = Commands((Arrival(3, score_request([1, 2, 3], 2, "pair")),), (1,))
+    assert decode(encode(commands)) == commands
+
+
 @pytest.mark.parametrize(
     ("logprobs", "message"),
     [
@@ -308,3 +316,16 @@ def test_replay_and_more_paddings(extended: Path, monkeypatch: pytest.MonkeyPatc
     shown = CliRunner().invoke(cli.main, ["inspect", str(extended)])
     assert "plan        prefill [128], decode [8], score [128], float32" in shown.stdout
     assert "score@128" in shown.stdout
+
+
+def test_plan_shows_score_programs():
+    arguments = ["plan", "--target", "tpu:v6e:2x2", "--paddings", "16,512", "--score-paddings", "512", "--json"]
+    done = CliRunner().invoke(cli.main, arguments)
+    assert done.exit_code == 0, done.stderr
+    record = json.loads(done.stdout)
+    cells = record["targets"]["tpu-v6e-2x2-tp4"]["cells"]
+    assert record["score_paddings"] == [512]
+    # The head, 384 x 128, for all 512 slots instead of 32: two operations a weight, of which a device has a quarter.
+    more = cells["score@512"]["floor"]["flops"] - cells["prefill@512"]["floor"]["flops"]
+    assert more == 2 * (512 - 32) * 384 * 128 // 4
+    assert cells["score@512"]["floor"]["bytes"] == cells["prefill@512"]["floor"]["bytes"]
