@@ -27,6 +27,7 @@ from ling3export.errors import ArtifactError, CheckpointError
 from ling3export.failed import forget_failure, note_failure
 from ling3export.fingerprint import fingerprint, state_abi, toolchain
 from ling3export.matrix import COLUMNS, check, compile_all, outcome_rows
+from ling3export.measure import measure_apart
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK
 from ling3export.model.parameters import Argument, arguments
@@ -36,7 +37,6 @@ from ling3export.runners.tokenizer import TokenizerFiles
 from ling3export.targets import Target, check_toolchain
 from ling3export.vectors import PATH as VECTORS_PATH
 from ling3export.vectors import write_vectors
-from ling3export.verify import measure_apart
 
 # Of a cell: its receipts are in the manifest, or there is no machine here that could run it.
 COMPILED, NOT_EXECUTED = "compiled", "compiled, not executed"
