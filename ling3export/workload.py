@@ -21,6 +21,8 @@ class Workload:
 
     def trips(self, phase: str, padding: int, config: Config, geometry: Geometry) -> dict[str, float]:
         """Trips by scope of the loops whose bounds depend on the batch (named so in ``model/``)."""
+        if phase == "sample":  # some row samples, with top-k and top-p; its border falls between two tokens
+            return {"ties": 0}
         tiles = expected_tiles(padding, config, config.num_experts / geometry.tp)
         if phase == "prefill":
             return {"chunks": padding // CHUNK, "tiles": tiles, "cached": 0}
