@@ -19,6 +19,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
         "copy-done", "async-done", "slice-done", "opt-barrier", "domain"}  # fmt: skip
 MOVED = ("copy-start", "async-start", "slice-start")  # run beside other work
+ALLOCATION = "AllocateBuffer"  # a custom call in name only: the compiler's own scratch memory
 LARGE = 10**6  # bytes of a copy worth counting
 
 
@@ -93,6 +94,8 @@ class Estimator:
             return self._apart(costs.collectives, plain, instruction, times)
         if opcode == "custom-call":
             target = instruction.attributes.partition('custom_call_target="')[2].partition('"')[0]
+            if target == ALLOCATION:
+                return None
             return self._apart(costs.custom_calls, target, instruction, times)
         self._timed(frame, instruction, times)
         return None

@@ -17,7 +17,7 @@ from jax import lax
 BITS = 4  # of a digit: that many are found in one look at all values
 
 
-def numbers(shape: tuple[int, int], rows: int) -> jax.Array:
+def numbers(shape: tuple[int, ...], rows: int) -> jax.Array:
     """int32 ``[L, W]``: the place of each value of the lines in its row."""
     line, place = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     return line // rows * shape[1] + place

@@ -74,6 +74,7 @@ ENTRY %main (a.1: f32[8], big: bf16[1024,1024], which: pred[]) -> f32[8] {
   %out = f32[8]{0} get-tuple-element(%loop), index=2
   %twin = bf16[1024,1024]{1,0:T(8,128)(2,1)} copy(%big), CYCLES(7)
   %unknown = f32[8]{0} sort(%out), dimensions={0}, to_apply=%sum
+  %scratch = f32[8]{0} custom-call(), custom_call_target="AllocateBuffer"
   %kernel = f32[8]{0} custom-call(%unknown), custom_call_target="tpu_custom_call"
   ROOT %c = f32[8]{0} conditional(%which, %kernel, %kernel), branch_computations={%yes, %no}, AT(b/cached/cond)
 }
