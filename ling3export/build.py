@@ -89,8 +89,8 @@ def build(
     plans = make_plans(source.config, options)
     for plan in plans:
         check_toolchain(plan.target)
-        for note in plan.notes:
-            report.note(f"{plan.target.name}: {note}")
+        for note in plan.named_notes:
+            report.note(note)
     with staged(artifact, force=force) as folder, opened(cache, report.note) as cells:
         body = _fill(folder, artifact, source, plans, options, report, ignore, cells)
         report.note(summary(body["targets"], cache))
@@ -142,7 +142,7 @@ def _fill(
         "weights": weights,
         "vectors": vectors | {"expected": file_record(folder, VECTORS_PATH)},
         "tokenizer": tokenizer,
-        "notes": [note for plan in plans for note in plan.notes],
+        "notes": [note for plan in plans for note in plan.named_notes],
     }
     body["vectors"]["receipts"] = receipts(folder, body, plans, report)
     return body

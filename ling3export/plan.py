@@ -84,6 +84,11 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
 
     @property
+    def named_notes(self) -> list[str]:
+        """The notes, each behind the target's name: an artifact may hold several."""
+        return [f"{self.target.name}: {note}" for note in self.notes]
+
+    @property
     def cells(self) -> tuple[Cell, ...]:
         """Every program, largest first within a phase, so that parallel builds end together."""
         rows = sorted({p // CHUNK for p in self.paddings} | set(self.decode_paddings))

@@ -11,9 +11,10 @@ from ling3export import cli
 from ling3export.accelerators import _too_large
 from ling3export.errors import PlanError
 from ling3export.floors import floor
-from ling3export.memory import check_memory, held, passing
+from ling3export.memory import check_memory, held
 from ling3export.model.config import Config
 from ling3export.model.state import state_bytes
+from ling3export.peak import passing
 from ling3export.plan import Options, make_plan
 from ling3export.planning import planned
 from ling3export.pools import weight_bytes

@@ -83,7 +83,16 @@ def test_an_artifact_for_another_number_of_hosts_is_refused_with_both_numbers():
     assert str(caught.value) == (
         "target `cpu-tp16`: expected programs that run here, found UNSUPPORTED prefill@16, decode@16 (hosts: built for "
         "4 (a process on each), found 1), in a\n"
-        "hint: add a target for this machine: ling3export build --into a --target TARGET"
+        "hint: start the command on each of its 4 hosts: --coordinator HOST:PORT --num-hosts 4 --host-id I"
+    )
+
+
+def test_one_process_is_told_how_to_start_what_was_built_for_several_hosts():
+    with pytest.raises(ArtifactError) as caught:
+        choose_target({"cpu-4x4-tp16": target("cpu", 16, 4)}, None, ["cpu"])
+    assert str(caught.value) == (
+        "target: expected one for cpu on one host, found cpu-4x4-tp16 (4 hosts), in the manifest\n"
+        "hint: start the command on each of its 4 hosts: --coordinator HOST:PORT --num-hosts 4 --host-id I"
     )
 
 
