@@ -106,8 +106,6 @@ def attend_list(query: jax.Array, pool: jax.Array, layer: int | jax.Array, pages
         row, number, length = (lax.dynamic_slice_in_dim(x, i * TILE, TILE) for x in pages[:3])
         counts = place < length[:, None]  # [TILE, page]
         cached = pool.at[layer, number].get(mode="promise_in_bounds")
-        # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
-        cached = jnp.where(counts[:, :, None], cached, jnp.zeros((), pool.dtype))
         owner = (row == jnp.arange(count, dtype=jnp.int32)[:, None]) & (length > 0)  # [B, TILE]
         scores = jnp.einsum("phr,plr->phl", query[row], cached, precision=exact, preferred_element_type=jnp.float32)
         scores = jnp.where(counts[:, None], scores, MASKED)
@@ -115,7 +113,9 @@ def attend_list(query: jax.Array, pool: jax.Array, layer: int | jax.Array, pages
         maximum = jnp.maximum(part.maximum, jnp.max(highest, axis=1))
         weights = jnp.where(counts[:, None], jnp.exp(scores - maximum[row][..., None]), 0.0)
         share = owner.astype(jnp.float32)
-        values = jnp.einsum("phl,plr->phr", weights.astype(pool.dtype), cached[..., :rank], precision=exact,
+        # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
+        latent = jnp.where(counts[:, :, None], cached[..., :rank], jnp.zeros((), pool.dtype))
+        values = jnp.einsum("phl,plr->phr", weights.astype(pool.dtype), latent, precision=exact,
                             preferred_element_type=jnp.float32)  # fmt: skip
         kept = jnp.exp(part.maximum - maximum)
         total = jnp.einsum("bp,ph->bh", share, jnp.sum(weights, axis=-1), precision=lax.Precision.HIGHEST)

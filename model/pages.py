@@ -20,7 +20,7 @@ from jax import lax
 
 from ling3export.model.geometry import AXIS, Geometry
 
-TILE = 8  # pages attended at once
+TILE = 16  # pages attended at once: 8 cost 12 small operations as often again (docs/log.md)
 
 
 class PageList(NamedTuple):

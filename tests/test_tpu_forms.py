@@ -49,13 +49,13 @@ def test_steps_of_several_tiles_agree_with_the_reference(long: Case, tp: int, pl
     """Calls of 17 chunks, which are three tiles; runs that cross tiles and go on from the call before; decode over more
     pages than a tile has, on every device."""
     forms = FORMS | {"placement": placement}
-    direct = Quick(long.config, long.read, tp=tp, layer_loop="unroll", page_size=16, max_pages=24, **forms)
+    direct = Quick(long.config, long.read, tp=tp, layer_loop="unroll", page_size=8, max_pages=48, **forms)
     (one, two), (first, second) = long.prompts, long.expected
     found = direct.prefill(272, [(1, 0, one[:144]), (2, 0, two[:120])])
     errors = [relative(found[1], first[143]), relative(found[2], second[119])]
     found = direct.prefill(272, [(2, 120, two[120:188]), (1, 144, one[144:328])])
     errors += [relative(found[1], first[327]), relative(found[2], second[187])]
-    assert (328 // 16 + 188 // 16) // tp > TILE
+    assert (328 // 8 + 188 // 8) // tp > TILE
     for step in range(2):
         logits = direct.decode(ROWS, [(2, 188 + step, two[188 + step]), (1, 328 + step, one[328 + step])])
         errors += [relative(logits[0], second[188 + step]), relative(logits[1], first[328 + step])]
