@@ -16,6 +16,7 @@ SIGNS = {
     "tpu": (("/dev/accel0", "/dev/vfio/0"), ("libtpu",)),
     "cuda": (("/dev/nvidia0", "/dev/nvidiactl"), ("jax_cuda13_plugin", "jax_cuda12_plugin")),
 }
+TPU_DEVICES = ("accel*", "vfio/*")  # below /dev, by any name that a TPU host may give them
 NAMES = {"gpu": "cuda"}  # jax's device platform → the manifest's
 
 
@@ -101,12 +102,19 @@ def _hosts(count: int) -> str:
     return "one host" if count == 1 else f"{count} hosts"
 
 
+def _may_be(pattern: str) -> bool:
+    return next(Path("/dev").glob(pattern), None) is not None
+
+
 def prepare(target: Target) -> None:
     """Sets the environment that ``target`` needs before jax starts.
 
     Raises:
         Ling3Error: jax runs already, with too few devices.
     """
+    if target["platform"] == "tpu" and not any(map(_may_be, TPU_DEVICES)):
+        # There is none, and the verdict will say so: libtpu would look for one, with a page of its own messages.
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if target["platform"] != "cpu":
         return
     devices = max(target["mesh"]["devices"]) + 1 if target["processes"] == 1 else len(target["hosts"][0])

@@ -1,8 +1,11 @@
 """Which target runs, and the ladder's three verdicts, without jax and without an artifact."""
 
+import os
+
 import pytest
 
 from ling3export.errors import ArtifactError
+from ling3export.runners import targets
 from ling3export.runners.targets import choose_target, platforms_here
 from ling3export.runners.verdict import Machine, Status, enforce, judge
 
@@ -136,6 +139,21 @@ def test_no_target_that_fits_names_those_that_are_there():
 def test_an_unknown_target_names_those_that_are_there():
     with pytest.raises(ArtifactError, match="target `cpu@8`: expected one of cpu-tp2, found none of that name"):
         choose_target({"cpu-tp2": target()}, "cpu@8", ["cpu"])
+
+
+def test_libtpu_looks_for_no_tpu_where_there_is_no_device(monkeypatch):
+    """It once printed a page of messages before the verdict; a user's JAX_PLATFORMS is left alone."""
+    monkeypatch.setattr(targets, "TPU_DEVICES", ("no such device",))
+    for given, found in ((None, "cpu"), ("tpu", "tpu")):
+        monkeypatch.setenv("JAX_PLATFORMS", given or "")
+        if not given:
+            monkeypatch.delenv("JAX_PLATFORMS")
+        targets.prepare(target("tpu", 16, 4))
+        assert os.environ["JAX_PLATFORMS"] == found
+    monkeypatch.setattr(targets, "TPU_DEVICES", ("null",))
+    monkeypatch.delenv("JAX_PLATFORMS")
+    targets.prepare(target("tpu", 16, 4))
+    assert "JAX_PLATFORMS" not in os.environ
 
 
 def test_jax_platforms_narrows_what_is_here(monkeypatch):
