@@ -13,8 +13,8 @@ from bench.report import machine, say, show, table
 from ling3export.compiling import Compilers
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
+from ling3export.peak import peak_bytes
 from ling3export.plan import Options, make_plan
-from ling3export.report_data import peak_bytes
 from ling3export.synth import config_fields
 
 PERIOD = 0.2  # seconds between looks at the processes

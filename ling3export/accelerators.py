@@ -17,7 +17,8 @@ from jax.sharding import AxisType, Mesh
 
 from ling3export.cards import target_config
 from ling3export.errors import PlanError
-from ling3export.estimates import Workload, estimate, expert_times, floor
+from ling3export.estimates import estimate
+from ling3export.floors import expert_times, floor
 from ling3export.lower import LOCATION_OPTIONS, costs, with_shardings
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
@@ -25,6 +26,7 @@ from ling3export.model.steps import build_step
 from ling3export.pools import readable
 from ling3export.runners import pjrt
 from ling3export.targets import Target
+from ling3export.workload import Workload
 
 
 def topology_mesh(target: Target) -> Mesh:

@@ -27,6 +27,7 @@ from ling3export.errors import ArtifactError, CheckpointError
 from ling3export.failed import forget_failure, note_failure
 from ling3export.fingerprint import fingerprint, state_abi, toolchain
 from ling3export.matrix import COLUMNS, check, compile_all, outcome_rows
+from ling3export.measure import measure_apart
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK
 from ling3export.model.parameters import Argument, arguments
@@ -36,7 +37,6 @@ from ling3export.runners.tokenizer import TokenizerFiles
 from ling3export.targets import Target, check_toolchain
 from ling3export.vectors import PATH as VECTORS_PATH
 from ling3export.vectors import write_vectors
-from ling3export.verify import measure_apart
 
 # Of a cell: its receipts are in the manifest, or there is no machine here that could run it.
 COMPILED, NOT_EXECUTED = "compiled", "compiled, not executed"
@@ -89,8 +89,8 @@ def build(
     plans = make_plans(source.config, options)
     for plan in plans:
         check_toolchain(plan.target)
-        for note in plan.notes:
-            report.note(f"{plan.target.name}: {note}")
+        for note in plan.named_notes:
+            report.note(note)
     with staged(artifact, force=force) as folder, opened(cache, report.note) as cells:
         body = _fill(folder, artifact, source, plans, options, report, ignore, cells)
         report.note(summary(body["targets"], cache))
@@ -142,7 +142,7 @@ def _fill(
         "weights": weights,
         "vectors": vectors | {"expected": file_record(folder, VECTORS_PATH)},
         "tokenizer": tokenizer,
-        "notes": [note for plan in plans for note in plan.notes],
+        "notes": [note for plan in plans for note in plan.named_notes],
     }
     body["vectors"]["receipts"] = receipts(folder, body, plans, report)
     return body

@@ -5,18 +5,12 @@ causes, and the estimate names it. Instructions without an estimate are bounded 
 bandwidth, and listed. Collectives and custom calls stand apart: the compiler estimates neither.
 """
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ling3export.hlo import Frame, Instruction, Module, parse, trip_count
-from ling3export.model.config import Config
-from ling3export.model.geometry import CHUNK, Geometry
-from ling3export.model.moe import LOCAL_ROWS, tile_rows
-from ling3export.model.pages import TILE
-from ling3export.model.parameters import parameters
 from ling3export.operations import FAST, kind, traffic
 from ling3export.targets import Chip
 
@@ -25,9 +19,8 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
         "copy-done", "async-done", "slice-done", "opt-barrier", "domain"}  # fmt: skip
 MOVED = ("copy-start", "async-start", "slice-start")  # run beside other work
+ALLOCATION = "AllocateBuffer"  # a custom call in name only: the compiler's own scratch memory
 LARGE = 10**6  # bytes of a copy worth counting
-# Seconds of one small collective over 16 chips: assumed, not published. 51 of them were put at about 0.5 ms.
-COLLECTIVE_SECONDS = 1e-5
 
 
 @dataclass
@@ -101,6 +94,8 @@ class Estimator:
             return self._apart(costs.collectives, plain, instruction, times)
         if opcode == "custom-call":
             target = instruction.attributes.partition('custom_call_target="')[2].partition('"')[0]
+            if target == ALLOCATION:
+                return None
             return self._apart(costs.custom_calls, target, instruction, times)
         self._timed(frame, instruction, times)
         return None
@@ -205,38 +200,6 @@ def _add(whole: Costs, part: Costs) -> None:
             row[0], row[1] = row[0] + count, row[1] + moved
 
 
-@dataclass(frozen=True)
-class Workload:
-    """The batch that dynamic loops are counted for: full rows, ``tokens`` cached by each sequence.
-
-    Attributes:
-        tokens: Tokens that a decoding sequence holds; a prefill call starts its sequences.
-    """
-
-    tokens: int = 1024
-
-    def trips(self, phase: str, padding: int, config: Config, geometry: Geometry) -> dict[str, float]:
-        """Trips by scope of the loops whose bounds depend on the batch (named so in ``model/``)."""
-        tiles = expected_tiles(padding, config, config.num_experts / geometry.tp)
-        if phase in ("prefill", "score"):
-            return {"chunks": padding // CHUNK, "tiles": tiles, "cached": 0}
-        pages = min(geometry.max_pages, math.ceil(self.tokens / geometry.page_size))
-        rows = math.ceil(padding / geometry.tp) if geometry.placement == "by_sequence" else padding
-        held = math.ceil(rows * pages / (geometry.tp if geometry.placement == "striped" else 1))
-        return {"sequences": padding, "pages": pages, "page_tiles": math.ceil(held / TILE), "tiles": tiles}
-
-
-def expected_tiles(tokens: int, config: Config, experts: float) -> float:
-    """Tiles of rows that ``experts`` experts get on average when every expert is as likely as any other."""
-    share = config.num_experts_per_tok / config.num_experts
-    rows = tile_rows(tokens * config.num_experts_per_tok, config.num_experts)
-    each = 0.0
-    for n in range(1, tokens + 1):
-        ways = math.lgamma(tokens + 1) - math.lgamma(n + 1) - math.lgamma(tokens - n + 1)
-        each += math.ceil(n / rows) * math.exp(ways + n * math.log(share) + (tokens - n) * math.log1p(-share))
-    return experts * each
-
-
 def estimate(text: str, chip: Chip, trips: Mapping[str, float]) -> dict[str, Any]:
     """The estimate of a program as the manifest records it.
 
@@ -271,69 +234,3 @@ def estimate(text: str, chip: Chip, trips: Mapping[str, float]) -> dict[str, Any
 
 def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
     return {name: float(f"{value:.4g}") for name, value in sorted(seconds.items(), key=lambda row: -row[1]) if value}
-
-
-def floor(
-    config: Config, geometry: Geometry, phase: str, padding: int, chip: Chip, workload: Workload
-) -> dict[str, Any]:
-    """What a device must move and compute at least in one step, whatever the program.
-
-    Bytes: its weights once (of the experts, those that the expected routing touches), the recurrent and conv state of
-    the rows read and written, and its share of the latents read once. FLOPs: two a weight and token that uses it.
-
-    Returns:
-        ``bytes`` by kind, ``flops``, ``seconds`` (the larger of both times), ``collectives`` (two a layer) and their
-        ``collective_seconds``, apart.
-    """
-    if phase == "sample":
-        moved = {"logits": 4 * padding * config.vocab_size // geometry.tp}
-        seconds = sum(moved.values()) / chip.bandwidth
-        return {"bytes": moved, "flops": 0, "seconds": seconds, "collectives": 0, "collective_seconds": 0.0}
-    width = 4 if geometry.dtype == "float32" else 2
-    weights = flops = 0.0
-    chosen = config.num_experts_per_tok / config.num_experts
-    for row in parameters(config):
-        if row.name == "embeddings.word_embeddings":
-            continue
-        share = math.prod(row.shape) / (geometry.tp if row.split else 1)
-        routed = row.split == "experts"
-        touched = 1 - (1 - chosen) ** padding if routed else 1.0
-        rows = padding // CHUNK if row.name == "embeddings.lm_head" and phase == "prefill" else padding
-        weights += share * touched * (4 if row.dtype == "float32" else width)
-        flops += 2 * rows * share * (chosen if routed else 1.0)
-    sequences = padding if phase == "decode" else 1
-    moved = {"weights": round(weights)} | _state_moved(config, geometry, sequences, phase, workload)
-    seconds = max(sum(moved.values()) / chip.bandwidth, flops / chip.flops)
-    collectives = 2 * config.num_hidden_layers if geometry.tp > 1 else 0
-    apart = {"collectives": collectives, "collective_seconds": collectives * COLLECTIVE_SECONDS}
-    return {"bytes": moved, "flops": round(flops), "seconds": seconds, **apart}
-
-
-def expert_times(config: Config, geometry: Geometry, padding: int, chip: Chip) -> dict[str, Any]:
-    """Whether computing local experts that a row did not choose takes longer than reading their weights.
-
-    Returns:
-        ``all_local`` (whether the program computes every local expert for every row), ``flop_seconds`` of the expert
-        products of a device in one step, ``weight_seconds`` to read its expert weights once.
-    """
-    weights = sum(math.prod(row.shape) for row in parameters(config) if row.split == "experts") / geometry.tp
-    all_local = geometry.experts == "local" and padding <= LOCAL_ROWS
-    rows = padding * (1.0 if all_local else config.num_experts_per_tok / config.num_experts)
-    width = 4 if geometry.dtype == "float32" else 2
-    return {
-        "all_local": all_local,
-        "flop_seconds": 2 * rows * weights / chip.flops,
-        "weight_seconds": width * weights / chip.bandwidth,
-    }
-
-
-def _state_moved(config: Config, geometry: Geometry, sequences: int, phase: str, workload: Workload) -> dict[str, int]:
-    width = 4 if geometry.dtype == "float32" else 2
-    heads = config.num_attention_heads / geometry.tp
-    recurrent = 4 * heads * config.head_dim**2
-    conv = width * 3 * heads * config.head_dim * (config.short_conv_kernel_size - 1)
-    state = 2 * sequences * len(config.kda_layers) * (recurrent + conv)
-    latents = 0.0
-    if phase == "decode":
-        latents = sequences * workload.tokens * len(config.mla_layers) * config.latent_dim * width / geometry.tp
-    return {"state": round(state), "latents": round(latents)}

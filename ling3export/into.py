@@ -65,8 +65,8 @@ def add_targets(
         plans = _plans(artifact, manifest, options, given, force)
         for plan in plans:
             check_toolchain(plan.target)
-            for note in plan.notes:
-                report.note(f"{plan.target.name}: {note}")
+            for note in plan.named_notes:
+                report.note(note)
         _remove_unnamed(artifact, manifest)
         outcomes = _compile(staging, artifact, manifest, plans, options, report, cells, force)
         written = _take_in(staging, artifact, manifest, outcomes, report)
@@ -177,7 +177,8 @@ def _take_in(
             body["targets"][name] = record
             body["vectors"]["receipts"].pop(name, None)
             body["producer"] = {**toolchain(outcome.plan.target), **body["producer"]}
-            body["notes"] += [note for note in outcome.plan.notes if note not in body["notes"]]
+            others = [note for note in body["notes"] if not note.startswith(f"{name}: ")]
+            body["notes"] = [*others, *outcome.plan.named_notes]
         body["plan"]["targets"] = list(body["targets"])
         body["plan"]["score_paddings"] = list(score_paddings(next(iter(body["targets"].values()))))
         body["vectors"]["receipts"] |= receipts(artifact, body, [outcome.plan for outcome in outcomes], report)

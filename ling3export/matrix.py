@@ -9,8 +9,8 @@ from ling3export.compiling import Compilers
 from ling3export.errors import ArtifactError, PlanError
 from ling3export.memory import check_memory
 from ling3export.model.config import Config
+from ling3export.peak import peak_bytes
 from ling3export.plan import Cell, Plan
-from ling3export.report_data import peak_bytes
 
 COLUMNS = ("cell", "status", "seconds", "program", "peak a device", "collectives", "estimate", "worst error")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
+from ling3export.peak import passing
 from ling3export.plan import Plan
 from ling3export.pools import readable, state_of_device, weight_bytes
 
@@ -37,11 +38,6 @@ class Held:
     def total(self) -> int:
         """The sum of what is known."""
         return self.weights + self.state + (self.temporaries or 0) + (self.programs or 0)
-
-
-def passing(memory: Mapping[str, int]) -> int:
-    """Bytes that a step needs beside its arguments: temporaries, and outputs that reuse no donated buffer."""
-    return memory["temporaries"] + max(0, memory["outputs"] - memory["alias"])
 
 
 def held(config: Config, plan: Plan, cells: Mapping[str, Mapping[str, Any]] | None) -> Held:

@@ -88,6 +88,11 @@ class Plan:
     score_paddings: tuple[int, ...] = ()
 
     @property
+    def named_notes(self) -> list[str]:
+        """The notes, each behind the target's name: an artifact may hold several."""
+        return [f"{self.target.name}: {note}" for note in self.notes]
+
+    @property
     def cells(self) -> tuple[Cell, ...]:
         """Every program, largest first within a phase, so that parallel builds end together."""
         rows = sorted({p // CHUNK for p in (*self.paddings, *self.score_paddings)} | set(self.decode_paddings))

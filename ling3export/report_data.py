@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (makes numpy know bfloat16)
 import numpy as np
 
+from ling3export.peak import peak_bytes
 from ling3export.targets import CHIPS, Chip
 
 MEMORY = ("weights", "state", "temporaries", "outputs", "other arguments", "code")
@@ -34,11 +35,6 @@ def tick(value: float, unit: str) -> str:
 def times(ratio: float) -> str:
     """``2.35 times``."""
     return f"{ratio:,.0f} times" if ratio >= 100 else f"{ratio:.3g} times"
-
-
-def peak_bytes(memory: Mapping[str, int]) -> int:
-    """The most that a device holds while a program runs: what is donated counts once."""
-    return sum(memory[kind] for kind in ("arguments", "outputs", "temporaries", "code")) - memory["alias"]
 
 
 @dataclass(frozen=True)

@@ -14,84 +14,25 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from ling3export.model.attend import (
+    MASKED,
+    Partial,
+    attend_list,
+    attend_pages,
+    gather_heads,
+    merge,
+    merge_devices,
+    softmax_part,
+)
 from ling3export.model.chunks import Chunks
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK, Geometry
-from ling3export.model.layers import dot, dot_heads, precision, rms_norm, rope, take
-from ling3export.model.pages import (
-    MASKED,
-    OwnRows,
-    PageList,
-    Partial,
-    attend_list,
-    gather_heads,
-    local_pages,
-    merge_devices,
-)
+from ling3export.model.layers import dot, dot_heads, rms_norm, rope, take
+from ling3export.model.pages import OwnRows, PageList, local_pages
 from ling3export.model.slabs import dot_heads_split, dot_rows_split, dot_split
 
 LATENT_NORM_EPS = 1e-6  # of the query's and the key-value latent's norm, whatever rms_norm_eps says
 QUERY_BLOCK = 512  # token slots whose scores against the whole call are held at once
-
-
-def merge(a: Partial, b: Partial) -> Partial:
-    """The softmax over both parts; shapes ``[...]``, ``[...]``, ``[..., V]``."""
-    maximum = jnp.maximum(a.maximum, b.maximum)
-    left, right = jnp.exp(a.maximum - maximum), jnp.exp(b.maximum - maximum)
-    values = a.values * left[..., None] + b.values * right[..., None]
-    return Partial(maximum, a.total * left + b.total * right, values)
-
-
-def softmax_part(scores: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(maximum, sum, unnormalized weights) over the last axis of fp32 ``scores``, only where ``mask``."""
-    scores = jnp.where(mask, scores, MASKED)
-    maximum = jnp.max(scores, axis=-1)
-    weights = jnp.where(mask, jnp.exp(scores - maximum[..., None]), 0.0)
-    return maximum, jnp.sum(weights, axis=-1), weights
-
-
-def attend_pages(
-    query: jax.Array, pool: jax.Array, layer: int | jax.Array, table: jax.Array, length: jax.Array, rank: int,
-    geometry: Geometry,
-) -> Partial:  # fmt: skip
-    """Absorbed attention of one sequence over its first ``length`` cached tokens.
-
-    Costs the pages that the sequence uses: the loop's trip count is ``ceil(length / page)``.
-
-    Args:
-        query: ``[Q, row]``, already scaled, zero beyond latent and rope.
-        pool: ``[layers, pages, page, row]``.
-        layer: Index into the pool.
-        table: ``[M]`` page numbers.
-        length: int32 scalar.
-        rank: Width of the latent, the part that is also the value.
-        geometry: Where the pages are; the device that holds one alone sends it to all.
-
-    Returns:
-        :class:`Partial` of shapes ``[Q]``, ``[Q]``, ``[Q, rank]``.
-    """
-    page = pool.shape[2]
-
-    def step(j: jax.Array, part: Partial) -> Partial:
-        mask = j * page + jnp.arange(page, dtype=jnp.int32) < length
-        here, number = local_pages(table[j], geometry)
-        # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
-        cached = jnp.where(mask[:, None], pool[layer, number], jnp.zeros((), pool.dtype))
-        if geometry.cut_pages:
-            cached = lax.psum(jnp.where(here, cached, jnp.zeros((), pool.dtype)), AXIS)
-        exact = precision(pool.dtype)
-        scores = jnp.matmul(query, cached.T, precision=exact, preferred_element_type=jnp.float32)
-        maximum, total, weights = softmax_part(scores, mask[None])
-        # Over the whole row, rope part and all: a slice of the page would be copied first on CPU.
-        weights = weights.astype(pool.dtype)
-        values = jnp.matmul(weights, cached, precision=exact, preferred_element_type=jnp.float32)
-        return merge(part, Partial(maximum, total, values))
-
-    rows, row = query.shape
-    empty = Partial(jnp.full((rows,), MASKED), jnp.zeros((rows,)), jnp.zeros((rows, row)))
-    with jax.named_scope("pages"):
-        part = lax.fori_loop(0, (length + page - 1) // page, step, empty)
-    return part._replace(values=part.values[:, :rank])
 
 
 class Projected(NamedTuple):

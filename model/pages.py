@@ -1,4 +1,4 @@
-"""Pages of the latent pool: which device holds one, and decode attention over all used pages at once.
+"""Pages of the latent pool: which device holds one, and which of them a decode step attends.
 
 ``striped``: page number n lies on device (n - 1) % TP, as its local page (n - 1) // TP + 1; local page 0 is each
 device's dummy. Any page may be anywhere, so whoever hands out pages needs no rule, and numbers that are handed out in
@@ -7,8 +7,9 @@ order spread a sequence over all devices.
 ``by_sequence``: with P pages a device, number n lies on device (n - 1) // P, as local page (n - 1) % P + 1. The pages
 of a sequence must all be on the device that attends its row of the batch.
 
-A decode step lists the (row, page) pairs that this device holds, and walks the list in tiles. So its time follows what
-the sequences hold, whatever their number and lengths, and a device reads each cached byte once for all heads.
+A decode step lists the (row, page) pairs that this device holds; ``attend.py`` walks the list in tiles. So its time
+follows what the sequences hold, whatever their number and lengths, and a device reads each cached byte once for all
+heads.
 """
 
 from typing import NamedTuple
@@ -18,18 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ling3export.model.geometry import AXIS, Geometry
-from ling3export.model.layers import precision
 
-MASKED = -1e30  # finite, so that a row which sees nothing yet gives weights of zero and not NaN
-TILE = 8  # pages attended at once
-
-
-class Partial(NamedTuple):
-    """A softmax over part of the keys: running maximum, sum of weights, weighted values (all fp32)."""
-
-    maximum: jax.Array
-    total: jax.Array
-    values: jax.Array
+TILE = 16  # pages attended at once: 8 cost 12 small operations as often again (docs/log.md)
 
 
 class PageList(NamedTuple):
@@ -111,66 +102,3 @@ def list_pages(position: jax.Array, table: jax.Array, valid: jax.Array, geometry
         length=jnp.where(live, jnp.minimum(seen, page).reshape(-1)[at], 0),
         tiles=(jnp.sum(mine, dtype=jnp.int32) + TILE - 1) // TILE,
     )
-
-
-def attend_list(query: jax.Array, pool: jax.Array, layer: int | jax.Array, pages: PageList, rank: int) -> Partial:
-    """Absorbed attention of every row over the listed pages.
-
-    Args:
-        query: ``[B, H, row]``, scaled, zero beyond latent and rope.
-        pool: ``[layers, pages, page, row]``, this device's.
-        layer: Index into the pool.
-        pages: What to attend.
-        rank: Width of the latent, the part that is also the value.
-
-    Returns:
-        :class:`Partial` of shapes ``[B, H]``, ``[B, H]``, ``[B, H, rank]``.
-    """
-    count, heads = query.shape[:2]
-    exact = precision(pool.dtype)
-    place = jnp.arange(pool.shape[2], dtype=jnp.int32)
-
-    def step(i: jax.Array, part: Partial) -> Partial:
-        row, number, length = (lax.dynamic_slice_in_dim(x, i * TILE, TILE) for x in pages[:3])
-        counts = place < length[:, None]  # [TILE, page]
-        cached = pool.at[layer, number].get(mode="promise_in_bounds")
-        # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
-        cached = jnp.where(counts[:, :, None], cached, jnp.zeros((), pool.dtype))
-        owner = (row == jnp.arange(count, dtype=jnp.int32)[:, None]) & (length > 0)  # [B, TILE]
-        scores = jnp.einsum("phr,plr->phl", query[row], cached, precision=exact, preferred_element_type=jnp.float32)
-        scores = jnp.where(counts[:, None], scores, MASKED)
-        highest = jnp.where(owner[:, :, None], jnp.max(scores, axis=-1), MASKED)  # [B, TILE, H]
-        maximum = jnp.maximum(part.maximum, jnp.max(highest, axis=1))
-        weights = jnp.where(counts[:, None], jnp.exp(scores - maximum[row][..., None]), 0.0)
-        share = owner.astype(jnp.float32)
-        values = jnp.einsum("phl,plr->phr", weights.astype(pool.dtype), cached[..., :rank], precision=exact,
-                            preferred_element_type=jnp.float32)  # fmt: skip
-        kept = jnp.exp(part.maximum - maximum)
-        total = jnp.einsum("bp,ph->bh", share, jnp.sum(weights, axis=-1), precision=lax.Precision.HIGHEST)
-        gained = jnp.einsum("bp,phr->bhr", share, values, precision=lax.Precision.HIGHEST)
-        return Partial(maximum, part.total * kept + total, part.values * kept[..., None] + gained)
-
-    empty = Partial(jnp.full((count, heads), MASKED), jnp.zeros((count, heads)), jnp.zeros((count, heads, rank)))
-    with jax.named_scope("page_tiles"):
-        return lax.fori_loop(0, pages.tiles, step, empty)
-
-
-def gather_heads(query: jax.Array) -> jax.Array:
-    """``[B, h, row]`` of each device's heads to ``[B, H, row]`` on all."""
-    return lax.all_gather(query, AXIS, axis=1, tiled=True)
-
-
-def merge_devices(part: Partial) -> Partial:
-    """Parts ``[B, H, …]`` over each device's pages to this device's heads ``[B, h, …]`` over all pages.
-
-    One all-to-all: maximum and sum travel beside the values.
-    """
-    packed = jnp.concatenate([part.values, part.maximum[..., None], part.total[..., None]], axis=-1)
-    count, heads, width = packed.shape
-    devices = lax.axis_size(AXIS)
-    packed = packed.reshape(count, devices, heads // devices, width)
-    packed = lax.all_to_all(packed, AXIS, split_axis=1, concat_axis=1, tiled=True)  # [B, devices, h, width]
-    maximum = jnp.max(packed[..., -2], axis=1)
-    scale = jnp.exp(packed[..., -2] - maximum[:, None])
-    total = jnp.sum(packed[..., -1] * scale, axis=1)
-    return Partial(maximum, total, jnp.sum(packed[..., :-2] * scale[..., None], axis=1))

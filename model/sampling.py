@@ -1,15 +1,27 @@
 """From logits to tokens, on the devices, without the host in between.
 
-The vocabulary stays cut over devices until here. Greedy rows need the best of each device; only when a row of the call
-samples are the logits gathered. The key of a row is ``fold_in(key(seed), position)``: a sample depends on its own seed
-and position and not on its neighbours, the padding or TP.
+The vocabulary stays cut over devices until here. Greedy rows need the best of each device. Only when a row of the call
+samples are the logits exchanged, so that each device has its share of the rows, whole. The key of a row is
+``fold_in(key(seed), position)``: a sample depends on its own seed and position and not on its neighbours, the padding
+or TP.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ling3export.model.borders import by_row, keep_mask, numbers, to_lines
 from ling3export.model.geometry import AXIS
+
+
+def first_best(lines: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """(the largest value of each row, the lowest number of one that large), ``[R]``, from lines as in ``borders.py``.
+
+    Two reductions and no ``argmax``: of that, XLA:TPU may round what is compared.
+    """
+    best = by_row(jnp.max, lines, rows)
+    equal = lines == to_lines(best, len(lines))
+    return best, by_row(jnp.min, jnp.where(equal, numbers(lines.shape, rows), jnp.iinfo(jnp.int32).max), rows)
 
 
 def best_of_own(logits: jax.Array) -> jax.Array:
@@ -17,10 +29,9 @@ def best_of_own(logits: jax.Array) -> jax.Array:
 
     The token as a number, exact up to 2^24: a bit-cast id is a denormal, which an accelerator may flush to zero.
     """
-    best = jnp.max(logits, axis=1)
-    index = jnp.argmax(logits, axis=1).astype(jnp.int32) + lax.axis_index(AXIS) * logits.shape[1]
-    total = jnp.sum(jnp.exp(logits - best[:, None]), axis=1)
-    return jnp.stack([best, total, index.astype(jnp.float32)])
+    best, index = first_best(logits, len(logits))
+    index += lax.axis_index(AXIS) * logits.shape[1]
+    return jnp.stack([best, jnp.sum(jnp.exp(logits - best[:, None]), axis=1), index.astype(jnp.float32)])
 
 
 def best_of_all(each: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -28,51 +39,59 @@ def best_of_all(each: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
     Ties go to the lowest id.
     """
-    bests, totals = each[:, 0], each[:, 1]
-    winner = jnp.argmax(bests, axis=0)
-    rows = jnp.arange(each.shape[2])
-    token = each[winner, 2, rows].astype(jnp.int32)
-    maximum = bests[winner, rows]
-    return token, maximum, jnp.log(jnp.sum(totals * jnp.exp(bests - maximum), axis=0))
+    bests, totals, tokens = each[:, 0], each[:, 1], each[:, 2]
+    maximum = jnp.max(bests, axis=0)
+    token = jnp.min(jnp.where(bests == maximum, tokens, jnp.inf), axis=0)
+    return token.astype(jnp.int32), maximum, jnp.log(jnp.sum(totals * jnp.exp(bests - maximum), axis=0))
 
 
-def greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(token ``[R]``, its log-probability ``[R]``) from this device's ``[R, V/TP]``; ties go to the lowest id."""
-    token, _, log_total = best_of_all(lax.all_gather(best_of_own(logits), AXIS))
-    return token, -log_total
+def greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(token, its logit, log of the sum of all exponentials), each ``[R]``, from this device's ``[R, V/TP]``.
 
-
-def keep_mask(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Which of ``[R, V]`` may be drawn: the ``top_k`` best (0 = all), and of these the fewest that hold ``top_p``."""
-    vocab = scaled.shape[1]
-    order = jnp.argsort(-scaled, axis=1, stable=True)
-    ranked = jnp.take_along_axis(scaled, order, axis=1)
-    rank = jnp.arange(vocab)
-    limit = jnp.where(top_k > 0, top_k, vocab)[:, None]
-    inside = jnp.where(rank < limit, ranked, -jnp.inf)
-    probability = jax.nn.softmax(inside, axis=1)
-    before = jnp.cumsum(probability, axis=1) - probability
-    # A share of 1 keeps everything, though the sum of a long tail's head rounds to 1 before its end.
-    kept = (rank < limit) & ((before < top_p[:, None]) | (rank == 0) | (top_p[:, None] >= 1))
-    rows = jnp.arange(scaled.shape[0])[:, None]
-    return jnp.zeros(scaled.shape, bool).at[rows, order].set(kept)
+    Ties go to the lowest id.
+    """
+    token, maximum, log_total = best_of_all(lax.all_gather(best_of_own(logits), AXIS))
+    return token, maximum, maximum + log_total
 
 
 def draw(logits: jax.Array, fields: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Samples from this device's ``[R, V/TP]`` by temperature, top-k and top-p; every device draws the same."""
-    whole = lax.all_gather(logits, AXIS, axis=1, tiled=True)
-    temperature = fields["temperature"]
-    scaled = whole / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    masked = jnp.where(keep_mask(scaled, fields["top_k"], fields["top_p"]), scaled, -jnp.inf)
+    """Samples by temperature, top-k and top-p.
+
+    Args:
+        logits: ``[R, V/TP]``, this device's vocabulary.
+        fields: See :func:`sample`.
+
+    Returns:
+        (token, its logit), each ``[R]``, the same on every device.
+    """
+    rows, width = logits.shape
+    devices = lax.axis_size(AXIS)
+    more = -rows % devices
+
+    def own(values: jax.Array) -> jax.Array:
+        """This device's share of the rows."""
+        each = (rows + more) // devices
+        return lax.dynamic_slice_in_dim(jnp.pad(values, (0, more)), lax.axis_index(AXIS) * each, each)
+
+    cut = jnp.pad(logits, ((0, more), (0, 0)))
+    # This device's rows, part by part. Alone it has them all, and a program without collectives can have no exchange.
+    lines = cut if devices == 1 else lax.all_to_all(cut, AXIS, split_axis=0, concat_axis=0, tiled=True)
+    temperature, top_k, top_p, seed, position = (
+        own(fields[name]) for name in ("temperature", "top_k", "top_p", "seed", "position")
+    )
+    scaled = lines / to_lines(jnp.where(temperature > 0, temperature, 1.0), len(lines))
 
     def gumbel(seed: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed), position)
-        return jax.random.gumbel(key, whole.shape[1:], jnp.float32)
+        return jax.random.gumbel(key, (devices, width), jnp.float32)  # the same numbers, however a row is cut
 
-    noise = jax.vmap(gumbel)(fields["seed"], fields["position"])
-    token = jnp.argmax(masked + noise, axis=1).astype(jnp.int32)
-    logprob = jnp.take_along_axis(jax.nn.log_softmax(whole, axis=1), token[:, None], axis=1)[:, 0]
-    return token, logprob
+    noise = jax.vmap(gumbel, out_axes=1)(seed, position).reshape(lines.shape)
+    noisy = jnp.where(keep_mask(scaled, top_k, top_p), scaled + noise, -jnp.inf)
+    token = first_best(noisy, len(seed))[1]
+    chosen = numbers(lines.shape, len(seed)) == to_lines(token, len(lines))
+    logit = by_row(jnp.sum, jnp.where(chosen, lines, 0.0), len(seed))
+    drawn = lax.all_gather(jnp.stack([token.astype(jnp.float32), logit]), AXIS, axis=1, tiled=True)[:, :rows]
+    return drawn[0].astype(jnp.int32), drawn[1]
 
 
 def sample(logits: jax.Array, fields: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -85,11 +104,13 @@ def sample(logits: jax.Array, fields: dict[str, jax.Array]) -> tuple[jax.Array, 
     Returns:
         ``token [R]`` int32 and its log-probability under the plain softmax, ``[R]`` fp32; the same on every device.
     """
-    best = greedy(logits)
+    token, logit, log_sum = greedy(logits)
+    hot = fields["temperature"] > 0
 
     def mixed() -> tuple[jax.Array, jax.Array]:
         drawn = draw(logits, fields)
-        hot = fields["temperature"] > 0
-        return jnp.where(hot, drawn[0], best[0]), jnp.where(hot, drawn[1], best[1])
+        return jnp.where(hot, drawn[0], token), jnp.where(hot, drawn[1], logit)
 
-    return lax.cond(jnp.any(fields["temperature"] > 0), mixed, lambda: best)
+    with jax.named_scope("drawn"):
+        token, logit = lax.cond(jnp.any(hot), mixed, lambda: (token, logit))
+    return token, logit - log_sum

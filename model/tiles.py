@@ -1,10 +1,10 @@
-"""The chunk form of ``kda.py`` for machines that are fast at products and slow at many small steps.
+"""The chunk form of ``delta.py`` for machines that are fast at products and slow at many small steps.
 
 Eight chunks make a tile of up to 128 tokens. Everything inside a tile is a product of its 128 rows, whichever sequences
 the rows belong to: masks keep them apart. Only the state that runs on from one tile into the next is a chain, and each
 of its links is one product.
 
-With the terms of ``kda.py``, a row t of chunk a and a row i of chunk b <= a of the same run of chunks::
+With the terms of ``delta.py``, a row t of chunk a and a row i of chunk b <= a of the same run of chunks::
 
     <k_t exp(G_t), k_i exp(-G_i)>  =  <k_t grown_t, E_ab shrunk_i k_i>
 

@@ -16,6 +16,7 @@ SIGNS = {
     "tpu": (("/dev/accel0", "/dev/vfio/0"), ("libtpu",)),
     "cuda": (("/dev/nvidia0", "/dev/nvidiactl"), ("jax_cuda13_plugin", "jax_cuda12_plugin")),
 }
+TPU_DEVICES = ("accel*", "vfio/*")  # below /dev, by any name that a TPU host may give them
 NAMES = {"gpu": "cuda"}  # jax's device platform → the manifest's
 
 
@@ -62,15 +63,25 @@ def choose_target(targets: dict[str, Target], wanted: str | None, here: list[str
             )
         if fits:
             return fits[0]
+    started = {targets[name]["processes"] for name in names if targets[name]["platform"] in here}
     counts = {name: targets[name]["processes"] for name in names}
     there = listed([f"{name} ({counts[name]} hosts)" if counts[name] > 1 else name for name in names])
     raise ArtifactError(
         f"target: expected one for {' or '.join(here) or 'a platform of JAX_PLATFORMS'} on {_hosts(hosts)}, "
         f"found {there}, in the manifest",
-        f"add one for this machine: ling3export build --into ARTIFACT --target {here[0] if here else 'cpu'}"
+        on_all(max(started))
+        if started
+        else f"add one for this machine: ling3export build --into ARTIFACT --target {here[0] if here else 'cpu'}"
         if hosts == 1
         else "start it on as many hosts as a target was built for",
     )
+
+
+def on_all(hosts: int) -> str:
+    """The hint for a target of ``hosts`` hosts that was started on another number."""
+    if hosts == 1:
+        return "start it on one host alone, or build for yours: --target cpu:4x4 is 4 hosts of 4 devices"
+    return f"start the command on each of its {hosts} hosts: --coordinator HOST:PORT --num-hosts {hosts} --host-id I"
 
 
 def check_hosts(name: str, target: Target, here: list[str], hosts: int) -> None:
@@ -83,14 +94,16 @@ def check_hosts(name: str, target: Target, here: list[str], hosts: int) -> None:
     if built != hosts and target["platform"] in here:
         raise ArtifactError(
             f"target `{name}`: expected the {_hosts(built)} that it was built for, found {_hosts(hosts)}",
-            "start the command on each of them, with --coordinator HOST:PORT --num-hosts N --host-id I"
-            if built > 1
-            else "start it on one host alone, or build for yours: --target cpu:4x4 is 4 hosts of 4 devices",
+            on_all(built),
         )
 
 
 def _hosts(count: int) -> str:
     return "one host" if count == 1 else f"{count} hosts"
+
+
+def _may_be(pattern: str) -> bool:
+    return next(Path("/dev").glob(pattern), None) is not None
 
 
 def prepare(target: Target) -> None:
@@ -99,6 +112,9 @@ def prepare(target: Target) -> None:
     Raises:
         Ling3Error: jax runs already, with too few devices.
     """
+    if target["platform"] == "tpu" and not any(map(_may_be, TPU_DEVICES)):
+        # There is none, and the verdict will say so: libtpu would look for one, with a page of its own messages.
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if target["platform"] != "cpu":
         return
     devices = max(target["mesh"]["devices"]) + 1 if target["processes"] == 1 else len(target["hosts"][0])

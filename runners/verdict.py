@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from ling3export.errors import ArtifactError, listed
+from ling3export.runners.targets import on_all
 
 POLICIES = ("prebuilt-only", "allow-compile")
 
@@ -45,11 +46,13 @@ class Verdict:
         cell: ``prefill@16``.
         status: The rung.
         reason: What was built for and what was found; empty for OPTIMAL.
+        hint: What to do about it, where that is not to build for this machine.
     """
 
     cell: str
     status: Status
     reason: str = ""
+    hint: str | None = None
 
 
 def judge(target: dict[str, Any], here: Machine, misfit: Callable[[dict[str, Any]], str | None]) -> dict[str, Verdict]:
@@ -60,11 +63,11 @@ def judge(target: dict[str, Any], here: Machine, misfit: Callable[[dict[str, Any
         here: This machine.
         misfit: Why the executable of a call record must not be loaded here, or None (``pjrt.executable_fits``).
     """
-    impossible = _impossible(target, here)
+    impossible, hint = _impossible(target, here)
     verdicts = {}
     for name, cell in target["cells"].items():
         if impossible:
-            verdicts[name] = Verdict(name, Status.UNSUPPORTED, impossible)
+            verdicts[name] = Verdict(name, Status.UNSUPPORTED, impossible, hint)
             continue
         if "exec" not in cell or "call" not in cell:
             reason: str | None = f"executable: built for {target['target']}, found none in the artifact"
@@ -77,16 +80,17 @@ def judge(target: dict[str, Any], here: Machine, misfit: Callable[[dict[str, Any
     return verdicts
 
 
-def _impossible(target: dict[str, Any], here: Machine) -> str:
-    """Why not even the portable programs run here; empty if they might."""
+def _impossible(target: dict[str, Any], here: Machine) -> tuple[str, str | None]:
+    """(why not even the portable programs run here, empty if they might; what to do about it, if that is special)."""
     devices = len(target["mesh"]["devices"])
     if target["platform"] != here.platform:
-        return f"platform: built for {target['platform']}, found {here.platform}"
+        return f"platform: built for {target['platform']}, found {here.platform}", None
     if target["processes"] != here.processes:
-        return f"hosts: built for {target['processes']} (a process on each), found {here.processes}"
+        wanted = target["processes"]
+        return f"hosts: built for {wanted} (a process on each), found {here.processes}", on_all(wanted)
     if here.devices < devices:
-        return f"devices: built for {devices}, found {here.devices}"
-    return ""
+        return f"devices: built for {devices}, found {here.devices}", None
+    return "", None
 
 
 def enforce(verdicts: dict[str, Verdict], policy: str, target: str, artifact: str) -> list[Verdict]:
@@ -109,9 +113,10 @@ def enforce(verdicts: dict[str, Verdict], policy: str, target: str, artifact: st
         raise ArtifactError(f"program policy: expected {' or '.join(POLICIES)}, found {policy}")
     by_status = {status: [v for v in verdicts.values() if v.status is status] for status in Status}
     if unsupported := by_status[Status.UNSUPPORTED]:
+        add = f"add a target for this machine: ling3export build --into {artifact} --target TARGET"
         raise ArtifactError(
             f"target `{target}`: expected programs that run here, found {_told(unsupported)}, in {artifact}",
-            f"add a target for this machine: ling3export build --into {artifact} --target TARGET",
+            unsupported[0].hint or add,
         )
     recompile = by_status[Status.RECOMPILE]
     if recompile and policy == "prebuilt-only":

@@ -18,8 +18,8 @@ from typing import Any
 
 from ling3export.compiling import Compilers
 from ling3export.model.config import Config
+from ling3export.peak import peak_bytes
 from ling3export.plan import Cell, Options, make_plan
-from ling3export.report_data import peak_bytes
 from ling3export.synth import config_fields
 
 ROOT = Path(__file__).parents[1]

@@ -5,12 +5,14 @@ import re
 
 import pytest
 
-from ling3export.estimates import Workload, estimate, expert_times, floor
+from ling3export.estimates import estimate
+from ling3export.floors import expert_times, floor
 from ling3export.hlo import parse, shape_bytes
 from ling3export.model.config import Config
 from ling3export.plan import Options, make_plan
 from ling3export.synth import config_fields
 from ling3export.targets import CHIPS
+from ling3export.workload import Workload
 
 CHIP = dataclasses.replace(CHIPS["tpu", "v6e"], clock=1e9, bandwidth=1e9)
 
@@ -72,6 +74,7 @@ ENTRY %main (a.1: f32[8], big: bf16[1024,1024], which: pred[]) -> f32[8] {
   %out = f32[8]{0} get-tuple-element(%loop), index=2
   %twin = bf16[1024,1024]{1,0:T(8,128)(2,1)} copy(%big), CYCLES(7)
   %unknown = f32[8]{0} sort(%out), dimensions={0}, to_apply=%sum
+  %scratch = f32[8]{0} custom-call(), custom_call_target="AllocateBuffer"
   %kernel = f32[8]{0} custom-call(%unknown), custom_call_target="tpu_custom_call"
   ROOT %c = f32[8]{0} conditional(%which, %kernel, %kernel), branch_computations={%yes, %no}, AT(b/cached/cond)
 }

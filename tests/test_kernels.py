@@ -11,7 +11,7 @@ import pytest
 
 from direct import pack
 from ling3export import reference_formulas as formulas
-from ling3export.model import kda, moe
+from ling3export.model import delta, kda, moe
 from ling3export.model.batch import batch_fields, packed_size, unpack
 from ling3export.model.chunks import chunks_of
 from ling3export.model.config import Config
@@ -41,8 +41,8 @@ def close(found: Any, expected: np.ndarray) -> float:
     return float(np.max(np.abs(np.asarray(found, np.float64) - expected)) / np.max(np.abs(expected)))
 
 
-def delta_rule(state: np.ndarray, x: kda.Inputs) -> tuple[np.ndarray, np.ndarray]:
-    """The recurrence of kda.py's docstring, token by token, from any state [H, K, V]: (state, o [T, H, V])."""
+def delta_rule(state: np.ndarray, x: delta.Inputs) -> tuple[np.ndarray, np.ndarray]:
+    """The recurrence of delta.py's docstring, token by token, from any state [H, K, V]: (state, o [T, H, V])."""
     out = []
     for q, k, v, g, beta in zip(*x, strict=True):
         state = np.exp(g)[:, :, None] * state
@@ -52,7 +52,7 @@ def delta_rule(state: np.ndarray, x: kda.Inputs) -> tuple[np.ndarray, np.ndarray
     return state, np.array(out)
 
 
-def random_inputs(gate: str, *, repeated_keys: bool = False, seed: int = 0) -> tuple[np.ndarray, kda.Inputs]:
+def random_inputs(gate: str, *, repeated_keys: bool = False, seed: int = 0) -> tuple[np.ndarray, delta.Inputs]:
     """(state, inputs) in float64; with ``repeated_keys`` one key, written with full strength, all along."""
     rng = np.random.default_rng(seed)
     q, k = rng.normal(size=(2, TOKENS, HEADS, KEY))
@@ -62,7 +62,7 @@ def random_inputs(gate: str, *, repeated_keys: bool = False, seed: int = 0) -> t
     beta = np.ones((TOKENS, HEADS)) if repeated_keys else rng.random((TOKENS, HEADS))
     v, g = rng.normal(size=(TOKENS, HEADS, VALUE)), GATES[gate](rng, (TOKENS, HEADS, KEY))
     x: list[Any] = [q, k, v, g, beta]
-    return rng.normal(size=(HEADS, KEY, VALUE)), kda.Inputs(*x)
+    return rng.normal(size=(HEADS, KEY, VALUE)), delta.Inputs(*x)
 
 
 def as_float32(tree: Any) -> Any:
@@ -70,18 +70,18 @@ def as_float32(tree: Any) -> Any:
 
 
 @jax.jit
-def recurrent(state: jax.Array, x: kda.Inputs) -> tuple[jax.Array, jax.Array]:
-    def step(state: jax.Array, x: kda.Inputs) -> tuple[jax.Array, jax.Array]:
-        state, o = kda.recurrent_step(state[None], jax.tree.map(lambda y: y[None], x))
+def recurrent(state: jax.Array, x: delta.Inputs) -> tuple[jax.Array, jax.Array]:
+    def step(state: jax.Array, x: delta.Inputs) -> tuple[jax.Array, jax.Array]:
+        state, o = delta.recurrent_step(state[None], jax.tree.map(lambda y: y[None], x))
         return state[0], o[0]
 
     return jax.lax.scan(step, state, x)
 
 
 @jax.jit(static_argnums=2)
-def chunked(state: jax.Array, x: kda.Inputs, factored: bool) -> tuple[jax.Array, jax.Array]:
-    terms = kda.chunk_terms(jax.tree.map(lambda y: y.reshape(-1, CHUNK, *y.shape[1:]), x), factored)
-    state, o = jax.lax.scan(kda.chunk_step, state, terms)
+def chunked(state: jax.Array, x: delta.Inputs, factored: bool) -> tuple[jax.Array, jax.Array]:
+    terms = delta.chunk_terms(jax.tree.map(lambda y: y.reshape(-1, CHUNK, *y.shape[1:]), x), factored)
+    state, o = jax.lax.scan(delta.chunk_step, state, terms)
     return state, jnp.swapaxes(o, 1, 2).reshape(-1, HEADS, VALUE)
 
 
@@ -101,9 +101,9 @@ def test_kda_forms_equal_a_loop(gate: str, repeated_keys: bool):
 def test_unused_slots_of_a_chunk_leave_the_state(length: int):
     """No decay and no strength where there is no token: the state is that of a loop over the tokens alone."""
     start, x = random_inputs("published")
-    x = kda.Inputs(*(y[:CHUNK].copy() for y in x))
+    x = delta.Inputs(*(y[:CHUNK].copy() for y in x))
     x.g[length:], x.beta[length:] = 0, 0
-    state, _ = delta_rule(start, kda.Inputs(*(y[:length] for y in x)))
+    state, _ = delta_rule(start, delta.Inputs(*(y[:length] for y in x)))
     assert close(chunked(*as_float32((start, x)), True)[0], state) < KERNEL
 
 
@@ -111,7 +111,7 @@ def test_factored_scores_stay_finite_at_the_bound():
     """Above the diagonal too, where the factors of the last tokens meet: e^75 is near the end of fp32."""
     _, x = random_inputs("saturated")
     k, g = np.swapaxes(x.k[:CHUNK], 0, 1), np.swapaxes(x.g[:CHUNK], 0, 1)
-    assert np.all(np.isfinite(kda.scores_factored(*as_float32((k, k, g)))))
+    assert np.all(np.isfinite(delta.scores_factored(*as_float32((k, k, g)))))
 
 
 @pytest.mark.parametrize("value", [1.0, -1.0, 2.0])
@@ -119,13 +119,13 @@ def test_unit_lower_inverse_of_equal_entries_is_exact(value: float):
     """Ones: -1 under the diagonal and nothing else. -1: powers of two up to 16384. 2: ±2, from 3^14 that cancel."""
     lower = np.tril(np.full((2, 3, CHUNK, CHUNK), value), -1)
     expected = np.linalg.inv(np.eye(CHUNK) + lower)
-    found = jax.jit(kda.unit_lower_inverse)(jnp.asarray(lower, jnp.float32))
+    found = jax.jit(delta.unit_lower_inverse)(jnp.asarray(lower, jnp.float32))
     np.testing.assert_array_equal(found, np.round(expected))
 
 
 def test_unit_lower_inverse_of_random_entries():
     lower = np.tril(np.random.default_rng(0).uniform(-1, 1, (50, CHUNK, CHUNK)), -1).astype(np.float32)
-    found = np.asarray(jax.jit(kda.unit_lower_inverse)(lower), np.float64)
+    found = np.asarray(jax.jit(delta.unit_lower_inverse)(lower), np.float64)
     residual = found @ (np.eye(CHUNK) + lower) - np.eye(CHUNK)
     assert np.max(np.abs(residual) / np.max(np.abs(found), axis=(1, 2), keepdims=True)) < KERNEL
 

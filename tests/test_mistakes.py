@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 from direct import Direct, relative
-from ling3export.model import kda, mla, moe
+from ling3export.model import delta, kda, mla, moe
 from ling3export.model.layers import dot_rows, rms_norm, take
 from test_numerics import Case, Quick
 from tolerances import FLOAT32, MISTAKE
@@ -68,14 +68,14 @@ def replace(owner: Any, name: str, wrong: Callable[..., Any]) -> Plant:
     return plant
 
 
-def recurrence(token: Callable[[jax.Array, kda.Inputs], tuple[jax.Array, jax.Array]]) -> Plant:
+def recurrence(token: Callable[[jax.Array, delta.Inputs], tuple[jax.Array, jax.Array]]) -> Plant:
     """Runs ``token`` (state [H, K, V] and one token in; state and o [H, V] out) in place of both KDA forms."""
 
-    def terms(x: kda.Inputs, factored: bool) -> kda.ChunkTerms:
-        return kda.ChunkTerms(*x, x.beta)
+    def terms(x: delta.Inputs, factored: bool) -> delta.ChunkTerms:
+        return delta.ChunkTerms(*x, x.beta)
 
-    def chunk_step(state: jax.Array, x: kda.ChunkTerms) -> tuple[jax.Array, jax.Array]:
-        state, o = lax.scan(lambda state, y: token(state, kda.Inputs(*y)), state, x[:5])
+    def chunk_step(state: jax.Array, x: delta.ChunkTerms) -> tuple[jax.Array, jax.Array]:
+        state, o = lax.scan(lambda state, y: token(state, delta.Inputs(*y)), state, x[:5])
         return state, jnp.swapaxes(o, 0, 1)
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,27 +86,27 @@ def recurrence(token: Callable[[jax.Array, kda.Inputs], tuple[jax.Array, jax.Arr
     return plant
 
 
-def write(state: jax.Array, x: kda.Inputs, seen: jax.Array) -> jax.Array:
+def write(state: jax.Array, x: delta.Inputs, seen: jax.Array) -> jax.Array:
     """The decayed state with beta k (v - kᵀ seen) added."""
     rest = x.v - jnp.einsum("hk,hkv->hv", x.k, seen)
     return jnp.exp(x.g)[..., None] * state + (x.beta[:, None] * x.k)[..., None] * rest[:, None]
 
 
-def read(state: jax.Array, x: kda.Inputs) -> jax.Array:
+def read(state: jax.Array, x: delta.Inputs) -> jax.Array:
     return jnp.einsum("hk,hkv->hv", x.q, state)
 
 
-def right_token(state: jax.Array, x: kda.Inputs) -> tuple[jax.Array, jax.Array]:
+def right_token(state: jax.Array, x: delta.Inputs) -> tuple[jax.Array, jax.Array]:
     state = write(state, x, jnp.exp(x.g)[..., None] * state)
     return state, read(state, x)
 
 
-def undecayed(state: jax.Array, x: kda.Inputs) -> tuple[jax.Array, jax.Array]:
+def undecayed(state: jax.Array, x: delta.Inputs) -> tuple[jax.Array, jax.Array]:
     state = write(state, x, state)
     return state, read(state, x)
 
 
-def read_first(state: jax.Array, x: kda.Inputs) -> tuple[jax.Array, jax.Array]:
+def read_first(state: jax.Array, x: delta.Inputs) -> tuple[jax.Array, jax.Array]:
     decayed = jnp.exp(x.g)[..., None] * state
     return write(state, x, decayed), read(decayed, x)
 
@@ -185,10 +185,10 @@ def bias_after_rate(_: Any, f: jax.Array, a_log: jax.Array, dt_bias: jax.Array, 
     return config.kda_lower_bound * jax.nn.sigmoid(jnp.exp(a_log)[:, None] * f + dt_bias)
 
 
-def inputs(change: Callable[[kda.Inputs, float], kda.Inputs]) -> Plant:
+def inputs(change: Callable[[delta.Inputs, float], delta.Inputs]) -> Plant:
     """``change(inputs, K)`` after they are right."""
 
-    def wrong(original: Any, self: kda.KimiDeltaAttention, *args: Any) -> kda.Inputs:
+    def wrong(original: Any, self: kda.KimiDeltaAttention, *args: Any) -> delta.Inputs:
         return change(original(self, *args), float(self.config.head_dim))
 
     return replace(kda.KimiDeltaAttention, "_inputs", wrong)

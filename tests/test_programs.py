@@ -63,11 +63,12 @@ def test_a_loop_over_layers_holds_each_kind_once(phase: str, padding: int):
     assert collectives(text(lowered)) == {"all_reduce": 2 + 2 + 2 + 1}
 
 
-def test_sampling_gathers_candidates_and_only_for_draws_the_vocabulary():
+def test_sampling_gathers_candidates_and_only_for_draws_exchanges_the_vocabulary():
     module = text(lower_cell(config(), geometry("scan"), "sample", 3, "cpu"))
-    assert collectives(module) == {"all_gather": 2}
+    assert collectives(module) == {"all_gather": 2, "all_to_all": 1}
     gathered = re.findall(r"stablehlo\.all_gather.*?-> tensor<([0-9x]+)x", module)
-    assert sorted(gathered) == sorted([f"{TP}x3x3", f"3x{config().vocab_size}"])
+    rows = -(-3 // TP) * TP
+    assert sorted(gathered) == sorted([f"{TP}x3x3", f"2x{rows}"])
 
 
 def test_scoring_adds_one_gather_and_never_holds_the_logits_of_all_slots():

@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from direct import pack
+from ling3export.model.borders import keep_mask, ordered
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
-from ling3export.model.sampling import keep_mask
 from ling3export.model.steps import build_step
 from ling3export.synth import config_fields
 from tolerances import CHI_SQUARE_5, KERNEL
@@ -116,6 +116,27 @@ def test_kept_set_is_exact(width: int):
         found = mask(jnp.asarray(scaled), jnp.asarray(top_k, jnp.int32), jnp.asarray(top_p, jnp.float32))
         expected = [kept_by_numpy(*row) for row in zip(scaled, top_k, top_p, strict=True)]
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_kept_set_of_rows_in_parts_is_that_of_whole_rows(parts: int):
+    """Half of the values are equal, so that borders fall among equal ones, in any part of a row."""
+    rng = np.random.default_rng(parts)
+    scaled = np.where(rng.random((8, 64)) < 0.5, 1.5, rng.normal(size=(8, 64))).astype(np.float32)
+    top_k = np.array([0, 5, 20, 30, 40, 0, 0, 64])
+    top_p = np.array([1, 1, 1, 0.5, 0.7, 0.3, 0.9, 0.6])
+    expected = np.array([kept_by_numpy(*row) for row in zip(scaled, top_k, top_p, strict=True)])
+    lines = scaled.reshape(8, parts, -1).swapaxes(0, 1).reshape(8 * parts, -1)
+    found = jax.jit(keep_mask)(jnp.asarray(lines), jnp.asarray(top_k, jnp.int32), jnp.asarray(top_p, jnp.float32))
+    np.testing.assert_array_equal(np.asarray(found).reshape(parts, 8, -1).swapaxes(0, 1).reshape(8, 64), expected)
+
+
+def test_order_of_floats_is_kept_as_integers():
+    values = np.array([-np.inf, -3e38, -2.5, -1e-30, 0, 1e-30, 1, np.nextafter(np.float32(1), 2), 2.5, 3e38, np.inf])
+    found = np.asarray(ordered(jnp.asarray(values, jnp.float32))).astype(np.int64)
+    assert np.all(np.diff(found) > 0)
+    zeros = np.asarray(ordered(jnp.asarray([0.0, -0.0], jnp.float32)))
+    assert zeros[0] == zeros[1]
 
 
 def test_top_p_of_one_keeps_all():

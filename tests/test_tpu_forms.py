@@ -7,6 +7,7 @@ import pytest
 
 from direct import relative
 from ling3export.model import moe
+from ling3export.model.pages import TILE
 from test_numerics import Case, Quick
 from tolerances import FLOAT32
 
@@ -35,6 +36,29 @@ def test_the_forms_agree_with_the_reference(case: Case, tp: int, loop: str, form
         found = direct.decode(ROWS, [rows[1], (0, 0, 0), rows[2], rows[0]])
         for row, slot in ((0, 2), (2, 3), (3, 1)):
             errors.append(relative(found[row], case.expected[slot - 1][starts[slot - 1] + step]))
+    assert max(errors) <= FLOAT32
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory) -> Case:
+    return Case(tmp_path_factory.mktemp("long") / "micro", (330, 190)).expect()
+
+
+@pytest.mark.parametrize(("tp", "placement"), [(2, "striped"), (1, "replicated")])
+def test_steps_of_several_tiles_agree_with_the_reference(long: Case, tp: int, placement: str):
+    """Calls of 17 chunks, which are three tiles; runs that cross tiles and go on from the call before; decode over more
+    pages than a tile has, on every device."""
+    forms = FORMS | {"placement": placement}
+    direct = Quick(long.config, long.read, tp=tp, layer_loop="unroll", page_size=8, max_pages=48, **forms)
+    (one, two), (first, second) = long.prompts, long.expected
+    found = direct.prefill(272, [(1, 0, one[:144]), (2, 0, two[:120])])
+    errors = [relative(found[1], first[143]), relative(found[2], second[119])]
+    found = direct.prefill(272, [(2, 120, two[120:188]), (1, 144, one[144:328])])
+    errors += [relative(found[1], first[327]), relative(found[2], second[187])]
+    assert (328 // 8 + 188 // 8) // tp > TILE
+    for step in range(2):
+        logits = direct.decode(ROWS, [(2, 188 + step, two[188 + step]), (1, 328 + step, one[328 + step])])
+        errors += [relative(logits[0], second[188 + step]), relative(logits[1], first[328 + step])]
     assert max(errors) <= FLOAT32
 
 

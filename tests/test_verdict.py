@@ -1,8 +1,11 @@
 """Which target runs, and the ladder's three verdicts, without jax and without an artifact."""
 
+import os
+
 import pytest
 
 from ling3export.errors import ArtifactError
+from ling3export.runners import targets
 from ling3export.runners.targets import choose_target, platforms_here
 from ling3export.runners.verdict import Machine, Status, enforce, judge
 
@@ -83,7 +86,16 @@ def test_an_artifact_for_another_number_of_hosts_is_refused_with_both_numbers():
     assert str(caught.value) == (
         "target `cpu-tp16`: expected programs that run here, found UNSUPPORTED prefill@16, decode@16 (hosts: built for "
         "4 (a process on each), found 1), in a\n"
-        "hint: add a target for this machine: ling3export build --into a --target TARGET"
+        "hint: start the command on each of its 4 hosts: --coordinator HOST:PORT --num-hosts 4 --host-id I"
+    )
+
+
+def test_one_process_is_told_how_to_start_what_was_built_for_several_hosts():
+    with pytest.raises(ArtifactError) as caught:
+        choose_target({"cpu-4x4-tp16": target("cpu", 16, 4)}, None, ["cpu"])
+    assert str(caught.value) == (
+        "target: expected one for cpu on one host, found cpu-4x4-tp16 (4 hosts), in the manifest\n"
+        "hint: start the command on each of its 4 hosts: --coordinator HOST:PORT --num-hosts 4 --host-id I"
     )
 
 
@@ -127,6 +139,21 @@ def test_no_target_that_fits_names_those_that_are_there():
 def test_an_unknown_target_names_those_that_are_there():
     with pytest.raises(ArtifactError, match="target `cpu@8`: expected one of cpu-tp2, found none of that name"):
         choose_target({"cpu-tp2": target()}, "cpu@8", ["cpu"])
+
+
+def test_libtpu_looks_for_no_tpu_where_there_is_no_device(monkeypatch):
+    """It once printed a page of messages before the verdict; a user's JAX_PLATFORMS is left alone."""
+    monkeypatch.setattr(targets, "TPU_DEVICES", ("no such device",))
+    for given, found in ((None, "cpu"), ("tpu", "tpu")):
+        monkeypatch.setenv("JAX_PLATFORMS", given or "")
+        if not given:
+            monkeypatch.delenv("JAX_PLATFORMS")
+        targets.prepare(target("tpu", 16, 4))
+        assert os.environ["JAX_PLATFORMS"] == found
+    monkeypatch.setattr(targets, "TPU_DEVICES", ("null",))
+    monkeypatch.delenv("JAX_PLATFORMS")
+    targets.prepare(target("tpu", 16, 4))
+    assert "JAX_PLATFORMS" not in os.environ
 
 
 def test_jax_platforms_narrows_what_is_here(monkeypatch):

@@ -11,10 +11,12 @@ import pytest
 from click.testing import CliRunner, Result
 from safetensors.numpy import load_file, save_file
 
-from ling3export import cli, processes, verify
+from ling3export import cli, measure, processes, verify
 from ling3export.artifacts.manifest import file_record, read_manifest, write_manifest
 from ling3export.errors import ArtifactError
-from ling3export.verify import Prober, check_digests, measure_apart, relative_error
+from ling3export.measure import measure_apart, relative_error
+from ling3export.prober import Prober
+from ling3export.verify import check_digests
 
 VECTORS = "vectors/expected.safetensors"
 SEQUENCES = [{"ids": list(range(20)), "prompt": 17}, {"ids": [7, 8, 9], "prompt": 2}, {"ids": [5] * 40, "prompt": 39}]
@@ -114,7 +116,7 @@ def test_what_the_measuring_process_says_is_passed_on(whole, monkeypatch):
         "vectors of `cpu-tp9`: expected to run, found: target `cpu-tp9`: expected one"
     )
 
-    monkeypatch.setattr(verify, "command", lambda *_: ["sh", "-c", "echo last words >&2; kill -ABRT $$"])
+    monkeypatch.setattr(measure, "command", lambda *_: ["sh", "-c", "echo last words >&2; kill -ABRT $$"])
     with pytest.raises(ArtifactError) as caught:
         measure_apart(whole, "cpu-tp2", read_manifest(whole))
     assert caught.value.message == (

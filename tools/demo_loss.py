@@ -14,6 +14,7 @@ from jax import lax
 from ling3export.model import kda
 from ling3export.model.chunks import Chunks, chunks_of
 from ling3export.model.config import Config
+from ling3export.model.delta import Inputs, recurrent_step
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.layers import rms_norm, take
 from ling3export.model.ling3 import Layer, Ling3, static_layer
@@ -63,8 +64,8 @@ def attend_kda(layers: kda.KimiDeltaAttention, x: jax.Array, layer: int) -> jax.
     inputs = layers._inputs(conv, g, beta)
     heads, key = g.shape[2:]
     state = jnp.zeros((batch, heads, key, key), jnp.float32)
-    steps = kda.Inputs(*(jnp.swapaxes(y, 0, 1) for y in inputs))
-    _, out = lax.scan(kda.recurrent_step, state, steps)
+    steps = Inputs(*(jnp.swapaxes(y, 0, 1) for y in inputs))
+    _, out = lax.scan(recurrent_step, state, steps)
     out = jnp.swapaxes(out, 0, 1).reshape(batch * length, heads, key)
     return layers._output(out, gate, layer, x.dtype).reshape(batch, length, -1)
 

@@ -1,0 +1,80 @@
+"""What a step must cost at least, whatever the program: bytes over the bandwidth, operations over the peak."""
+
+import math
+from typing import Any
+
+from ling3export.model.config import Config
+from ling3export.model.geometry import CHUNK, Geometry
+from ling3export.model.moe import LOCAL_ROWS
+from ling3export.model.parameters import parameters
+from ling3export.targets import Chip
+from ling3export.workload import Workload
+
+# Seconds of one small collective over 16 chips: assumed, not published. 51 of them were put at about 0.5 ms.
+COLLECTIVE_SECONDS = 1e-5
+
+
+def floor(
+    config: Config, geometry: Geometry, phase: str, padding: int, chip: Chip, workload: Workload
+) -> dict[str, Any]:
+    """What a device must move and compute at least in one step, whatever the program.
+
+    Bytes: its weights once (of the experts, those that the expected routing touches), the recurrent and conv state of
+    the rows read and written, and its share of the latents read once. FLOPs: two a weight and token that uses it.
+
+    Returns:
+        ``bytes`` by kind, ``flops``, ``seconds`` (the larger of both times), ``collectives`` (two a layer) and their
+        ``collective_seconds``, apart.
+    """
+    if phase == "sample":
+        moved = {"logits": 4 * padding * config.vocab_size // geometry.tp}
+        seconds = sum(moved.values()) / chip.bandwidth
+        return {"bytes": moved, "flops": 0, "seconds": seconds, "collectives": 0, "collective_seconds": 0.0}
+    width = 4 if geometry.dtype == "float32" else 2
+    weights = flops = 0.0
+    chosen = config.num_experts_per_tok / config.num_experts
+    for row in parameters(config):
+        if row.name == "embeddings.word_embeddings":
+            continue
+        share = math.prod(row.shape) / (geometry.tp if row.split else 1)
+        routed = row.split == "experts"
+        touched = 1 - (1 - chosen) ** padding if routed else 1.0
+        rows = padding // CHUNK if row.name == "embeddings.lm_head" and phase == "prefill" else padding
+        weights += share * touched * (4 if row.dtype == "float32" else width)
+        flops += 2 * rows * share * (chosen if routed else 1.0)
+    sequences = padding if phase == "decode" else 1
+    moved = {"weights": round(weights)} | _state_moved(config, geometry, sequences, phase, workload)
+    seconds = max(sum(moved.values()) / chip.bandwidth, flops / chip.flops)
+    collectives = 2 * config.num_hidden_layers if geometry.tp > 1 else 0
+    apart = {"collectives": collectives, "collective_seconds": collectives * COLLECTIVE_SECONDS}
+    return {"bytes": moved, "flops": round(flops), "seconds": seconds, **apart}
+
+
+def expert_times(config: Config, geometry: Geometry, padding: int, chip: Chip) -> dict[str, Any]:
+    """Whether computing local experts that a row did not choose takes longer than reading their weights.
+
+    Returns:
+        ``all_local`` (whether the program computes every local expert for every row), ``flop_seconds`` of the expert
+        products of a device in one step, ``weight_seconds`` to read its expert weights once.
+    """
+    weights = sum(math.prod(row.shape) for row in parameters(config) if row.split == "experts") / geometry.tp
+    all_local = geometry.experts == "local" and padding <= LOCAL_ROWS
+    rows = padding * (1.0 if all_local else config.num_experts_per_tok / config.num_experts)
+    width = 4 if geometry.dtype == "float32" else 2
+    return {
+        "all_local": all_local,
+        "flop_seconds": 2 * rows * weights / chip.flops,
+        "weight_seconds": width * weights / chip.bandwidth,
+    }
+
+
+def _state_moved(config: Config, geometry: Geometry, sequences: int, phase: str, workload: Workload) -> dict[str, int]:
+    width = 4 if geometry.dtype == "float32" else 2
+    heads = config.num_attention_heads / geometry.tp
+    recurrent = 4 * heads * config.head_dim**2
+    conv = width * 3 * heads * config.head_dim * (config.short_conv_kernel_size - 1)
+    state = 2 * sequences * len(config.kda_layers) * (recurrent + conv)
+    latents = 0.0
+    if phase == "decode":
+        latents = sequences * workload.tokens * len(config.mla_layers) * config.latent_dim * width / geometry.tp
+    return {"state": round(state), "latents": round(latents)}
