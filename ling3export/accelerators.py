@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
-from ling3export.cards import target_config
+from ling3export.cards import CARDS, target_config
 from ling3export.errors import PlanError
 from ling3export.estimates import estimate
 from ling3export.floors import expert_times, floor
@@ -32,9 +32,19 @@ from ling3export.workload import Workload
 def topology_mesh(target: Target) -> Mesh:
     """All devices of a slice on the one axis, in the ring order that jax chooses for them; none of them is here.
 
+    But for an autotuned target, whose one device is.
+
     Raises:
-        PlanError: The compiler does not know the topology.
+        PlanError: The compiler does not know the topology; jax's first card is another one than the target's.
     """
+    if target.autotuned:
+        card, wanted = jax.devices("cuda")[0], CARDS[target.kind or ""].name
+        if card.device_kind != wanted:
+            raise PlanError(
+                f"target `{target.text}`: expected jax's first card to be {wanted}, found {card.device_kind}",
+                "CUDA_VISIBLE_DEVICES says which cards jax sees",
+            )
+        return Mesh(np.array([card]), (AXIS,), axis_types=(AxisType.Auto,))
     if target.platform == "cuda":
         card = topologies.get_topology_desc(
             platform="cuda", topology_name="", target_config=target_config(target), topology="1x1x1"

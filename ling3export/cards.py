@@ -7,9 +7,10 @@ that ``targets.py`` cites (memory, bandwidth).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ling3export.targets import Target
+if TYPE_CHECKING:
+    from ling3export.targets import Target
 
 CAPABILITY = (9, 0)  # Hopper
 # https://docs.nvidia.com/cuda/cuda-c-programming-guide/#features-and-technical-specifications
@@ -44,7 +45,7 @@ class Card:
 CARDS = {"h100": Card("NVIDIA H100 80GB HBM3"), "h200": Card("NVIDIA H200")}
 
 
-def target_config(target: Target) -> str:
+def target_config(target: "Target") -> str:
     """The card of ``target`` as the text of XLA's ``GpuTargetConfigProto``."""
     assert target.chip is not None
     chip, card = target.chip, CARDS[target.chip.kind]

@@ -76,6 +76,8 @@ class Compilers:
             waiting.put(cell)
         replies: dict[Cell, dict[str, Any]] = {}
         count = default_jobs(len(cells)) if self._jobs is None else max(1, min(self._jobs, len(cells)))
+        if self._plan.target.autotuned:
+            count = 1  # kernels are timed on the one card
         threads = [threading.Thread(target=self._serve, args=(waiting, replies, done)) for _ in range(count)]
         for thread in threads:
             thread.start()

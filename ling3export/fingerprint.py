@@ -14,7 +14,8 @@ from ling3export.model.config import Config
 from ling3export.model.state import state_arrays
 from ling3export.plan import Cell, Plan
 from ling3export.runners import environment
-from ling3export.targets import CUDA_PACKAGES, Target
+from ling3export.targets import Target
+from ling3export.toolchain import CUDA_PACKAGES
 
 # Read by the compilers from the environment, which a build hands down.
 FLAGS = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")

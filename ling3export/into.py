@@ -30,7 +30,7 @@ from ling3export.plan import Options, Plan, make_plans
 from ling3export.recorded import config_fields, config_of, options_of, score_paddings
 from ling3export.same_weights import differing_tensors
 from ling3export.score_into import Extending, extended
-from ling3export.targets import check_toolchain
+from ling3export.toolchain import check_toolchain
 
 
 def add_targets(

@@ -25,7 +25,7 @@ from ling3export.plan import Options, Plan, make_plans
 from ling3export.pools import readable
 from ling3export.recorded import config_fields, config_of, plan_of
 from ling3export.runners.targets import choose_target
-from ling3export.targets import check_toolchain
+from ling3export.toolchain import check_toolchain
 
 
 @dataclass(frozen=True)

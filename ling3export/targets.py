@@ -8,8 +8,8 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import metadata
 
+from ling3export.card_here import HERE, kind_here
 from ling3export.errors import PlanError, listed
 from ling3export.model.config import Config
 
@@ -79,7 +79,8 @@ class Target:
     Attributes:
         platform: ``cpu``, ``tpu`` or ``cuda``.
         kind: Of accelerator; None for cpu.
-        topology: Of the slice, ``4x4``; of cpu, hosts and devices of each; None for cuda and cpu in one process.
+        topology: Of the slice, ``4x4``; of cpu, hosts and devices of each; of cuda ``here``, if the card of this
+            machine compiles; else None.
         tp: Devices that share the model.
         processes: Of a running model: one a host.
     """
@@ -100,6 +101,11 @@ class Target:
         """The folder name: ``:`` and ``@`` written as ``-``."""
         return f"{self.text}-tp{self.tp}".replace(":", "-")
 
+    @property
+    def autotuned(self) -> bool:
+        """Whether the card itself compiles it, and so tries kernels."""
+        return self.platform == "cuda" and self.topology == HERE
+
     @cached_property
     def chip(self) -> Chip | None:
         """Facts about the accelerator; None for cpu."""
@@ -114,7 +120,7 @@ class Target:
 def known_targets() -> list[str]:
     """Every target that can be written, without TP."""
     slices = [f"tpu:{chip.kind}:{name}" for chip in CHIPS.values() for name in chip.topologies]
-    return ["cpu", "cpu:4x4", *slices, *(f"cuda:{kind}" for kind in _kinds("cuda"))]
+    return ["cpu", "cpu:4x4", *slices, *(f"cuda:{kind}" for kind in _kinds("cuda")), "cuda"]
 
 
 def _kinds(platform: str) -> list[str]:
@@ -214,82 +220,20 @@ def _tpu(text: str, kind: str | None, topology: str | None, wanted: int | None, 
 
 
 def _cuda(text: str, kind: str | None, topology: str | None, wanted: int | None) -> Target:
+    if kind is None:
+        kind, topology = kind_here(text), HERE
     if kind not in _kinds("cuda"):
         raise PlanError(
             f"target `{text}`: expected a kind of {', '.join(_kinds('cuda'))}, found {_shown(kind)}", _hint()
         )
-    if topology is not None:
+    if topology == HERE:
+        kind_here(text, kind)
+    elif topology is not None:
         raise PlanError(f"target `{text}`: expected no topology for cuda, found `{topology}`", f"write cuda:{kind}")
     if wanted not in (None, 1):
         raise PlanError(f"target `{text}`: expected TP to be 1 (one card), found {wanted}", f"write cuda:{kind}")
-    return Target("cuda", kind, None, 1)
+    return Target("cuda", kind, topology, 1)
 
 
 def _shown(value: str | None) -> str:
     return "none" if value is None else f"`{value}`"
-
-
-def wanted_libtpu() -> str:
-    """The libtpu that belongs to the jax that is installed, as jax's own metadata pins it: ``0.0.48``."""
-    for line in metadata.requires("jax") or ():
-        if match := re.match(r"libtpu\s*\(?==\s*([\d.]+?)(?:\.\*)?\)?\s*;", line):
-            return match[1]
-    raise PlanError(f"jax {metadata.version('jax')}: expected its metadata to name a libtpu, found none")
-
-
-def check_toolchain(target: Target) -> None:
-    """Refuses a target whose compiler is not installed, before any work is done.
-
-    Another libtpu than jax's own may compile, and then end the process when the program is inspected.
-
-    Raises:
-        PlanError: libtpu, or jax's plugin for cuda, is missing or is not the one that belongs to the jax that is
-            installed; names both.
-    """
-    if target.platform == "cuda":
-        _check_cuda(target)
-    if target.platform != "tpu":
-        return
-    jax, wanted = metadata.version("jax"), wanted_libtpu()
-    try:
-        found = metadata.version("libtpu")
-    except metadata.PackageNotFoundError:
-        found = None
-    if found is None or f"{found}.".startswith(f"{wanted}.") is False:
-        raise PlanError(
-            f"target `{target.text}`: expected libtpu {wanted} (the compiler that belongs to jax {jax}), "
-            f"found {'none' if found is None else f'libtpu {found}'}",
-            'pip install "ling3export[tpu]"',
-        )
-
-
-CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
-
-
-def _check_cuda(target: Target) -> None:
-    jax = metadata.version("jax")
-    for name in CUDA_PACKAGES:
-        try:
-            found = f"{name} {metadata.version(name)}"
-        except metadata.PackageNotFoundError:
-            found = "none"
-        if found != f"{name} {jax}":
-            raise PlanError(
-                f"target `{target.text}`: expected {name} {jax} (of the version of jax), found {found}",
-                'pip install "ling3export[cuda]"',
-            )
-
-
-def compiler_environment(target: Target) -> dict[str, str]:
-    """What must stand in the environment before jax is imported to compile for an accelerator that is not here."""
-    if target.platform == "cuda":
-        return {"JAX_PLATFORMS": "cpu"}
-    return {
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",  # no metadata server: this is no TPU machine
-        "TPU_ACCELERATOR_TYPE": f"{target.kind}-{target.tp}",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_WORKER_ID": "0",
-        "TPU_LOG_DIR": "disabled",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second compiler on this machine ends at a lock file
-    }

@@ -5,15 +5,17 @@ CI does not install the plugin (413 MB): docs/log.md says what compiling with it
 
 from importlib import metadata
 
+import jax
 import pytest
 
-from ling3export import targets
-from ling3export.cards import CARDS, target_config
+from ling3export import accelerators, card_here, toolchain
+from ling3export.cards import CARDS, Card, target_config
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.plan import Options, make_plan
 from ling3export.synth import config_fields
-from ling3export.targets import CHIPS, check_toolchain, compiler_environment, parse_target
+from ling3export.targets import CHIPS, Target, parse_target
+from ling3export.toolchain import check_toolchain, compiler_environment
 
 FULL = Config.from_dict(config_fields("full", {}))
 
@@ -60,7 +62,7 @@ def test_a_missing_or_foreign_plugin_is_refused_by_both_names(monkeypatch, plugi
             raise metadata.PackageNotFoundError(name)
         return versions[name]
 
-    monkeypatch.setattr(targets.metadata, "version", version)
+    monkeypatch.setattr(toolchain.metadata, "version", version)
     with pytest.raises(PlanError) as caught:
         check_toolchain(parse_target("cuda:h200", None, FULL))
     assert caught.value.message == (
@@ -70,7 +72,7 @@ def test_a_missing_or_foreign_plugin_is_refused_by_both_names(monkeypatch, plugi
 
 
 def test_the_plugin_of_the_version_of_jax_is_accepted(monkeypatch):
-    monkeypatch.setattr(targets.metadata, "version", lambda name: "0.1.2")
+    monkeypatch.setattr(toolchain.metadata, "version", lambda name: "0.1.2")
     check_toolchain(parse_target("cuda:h100", None, FULL))
 
 
@@ -84,3 +86,64 @@ def test_a_card_holds_the_whole_model_and_a_full_pool():
     assert (plan.geometry.placement, plan.geometry.experts) == ("replicated", "local")
     with pytest.raises(PlanError, match=r"--memory-fraction of `cuda:h100`: expected room .* found 7\.45 GiB"):
         make_plan(FULL, Options(memory_fraction=0.1), "cuda:h100")
+
+
+def put_card(monkeypatch, folder, model):
+    """A machine whose driver names one card."""
+    (folder / "0000:01:00.0").mkdir()
+    text = f"Model: \t\t {model}\nIRQ:   \t\t 16\nDevice Minor: \t 0\n"
+    (folder / "0000:01:00.0" / "information").write_text(text)
+    monkeypatch.setattr(card_here, "DRIVER", folder)
+
+
+@pytest.mark.parametrize("text", ["cuda", "cuda@1", "cuda:h200:here"])
+def test_cuda_alone_is_the_card_that_is_here(monkeypatch, tmp_path, text):
+    put_card(monkeypatch, tmp_path, "NVIDIA H200")
+    target = parse_target(text, 16, FULL)
+    assert (target.text, target.name, target.autotuned) == ("cuda:h200:here", "cuda-h200-here-tp1", True)
+    assert target.chip == CHIPS["cuda", "h200"]
+    assert compiler_environment(target) == {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    assert not parse_target("cuda:h200", None, FULL).autotuned
+
+
+def test_another_card_than_the_target_is_refused(monkeypatch, tmp_path):
+    put_card(monkeypatch, tmp_path, "NVIDIA H100 80GB HBM3")
+    found = f"found `NVIDIA H100 80GB HBM3` in {tmp_path}/0000:01:00.0/information"
+    with pytest.raises(PlanError) as caught:
+        parse_target("cuda:h200:here", None, FULL)
+    assert caught.value.message == f"target `cuda:h200:here`: expected a card that calls itself NVIDIA H200, {found}"
+
+
+def test_a_card_without_facts_is_refused(monkeypatch, tmp_path):
+    put_card(monkeypatch, tmp_path, "Tesla T4")
+    with pytest.raises(PlanError) as caught:
+        parse_target("cuda", None, FULL)
+    assert caught.value.message == (
+        "target `cuda`: expected a card that calls itself NVIDIA H100 80GB HBM3, NVIDIA H200, "
+        f"found `Tesla T4` in {tmp_path}/0000:01:00.0/information"
+    )
+
+
+def test_without_a_card_cuda_alone_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(card_here, "DRIVER", tmp_path)
+    with pytest.raises(PlanError) as caught:
+        parse_target("cuda", None, FULL)
+    assert caught.value.message == f"target `cuda`: expected an NVIDIA card in this machine, found none in {tmp_path}"
+    assert caught.value.hint == "cuda:h100 and cuda:h200 are compiled without one"
+
+
+def test_an_autotuned_program_is_compiled_on_the_device_that_is_here(monkeypatch):
+    """A virtual CPU device stands in for the card: all but the card's own compiler."""
+    device = jax.devices("cpu")[0]
+    target = Target("cuda", "h200", "here", 1)
+    monkeypatch.setattr(accelerators.jax, "devices", lambda platform: [device])
+    with pytest.raises(PlanError) as caught:
+        accelerators.topology_mesh(target)
+    assert caught.value.message == "target `cuda:h200:here`: expected jax's first card to be NVIDIA H200, found cpu"
+    monkeypatch.setitem(CARDS, "h200", Card("cpu"))
+    config = Config.from_dict(config_fields("micro", {}))
+    geometry = make_plan(config, Options(max_running=2, context=512, pages=4), "cuda:h200").geometry
+    direct = accelerators.lower_for(config, geometry, "sample", 2, target)
+    raw, record = accelerators.compile_for(direct, config, geometry, "sample", 2, target)
+    assert list(direct.mesh.devices.flat) == [device]
+    assert (record["hosts"], len(raw) > 0, record["collectives"]) == ([[0]], True, {})
