@@ -1,5 +1,6 @@
 """Folders that appear whole or not at all."""
 
+import json
 import os
 import re
 import secrets
@@ -7,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ling3export.artifacts.disk import DISK_FULL, sync_folder, sync_tree, write_error
 from ling3export.artifacts.lock import folder_lock
@@ -24,8 +26,8 @@ def staged(destination: Path, *, force: bool = False, mark: str = MANIFEST) -> I
 
     Args:
         destination: The folder to make. Its parent must exist.
-        force: Replace an existing folder that holds ``mark``.
-        mark: The file that shows a folder to be of the kind that may be replaced.
+        force: Replace an existing folder that was written here, as its ``mark`` says.
+        mark: A JSON file that names ling3export as the ``producer``, itself or in its ``metadata``.
 
     Raises:
         ArtifactError: The destination exists, is no such folder, is being written, or the disk is full.
@@ -85,12 +87,25 @@ def _refuse(destination: Path, force: bool, mark: str) -> None:
             f"output `{destination.name}`: expected a free name, found one that exists, in {destination.parent}",
             "choose another name, or replace it with --force",
         )
-    if not (destination / mark).is_file():
+    if not _made_here(destination / mark):
         raise ArtifactError(
-            f"output `{destination.name}`: expected a folder with {mark}, found something else, "
+            f"output `{destination.name}`: expected a folder whose {mark} ling3export wrote, found something else, "
             f"in {destination.parent}",
             "--force replaces only what an earlier run wrote: remove it yourself, or choose another name",
         )
+
+
+def _made_here(mark: Path) -> bool:
+    """Whether a file says that ling3export wrote it: a name alone is no ground to remove a folder."""
+    try:
+        found: Any = json.loads(mark.read_bytes())
+    except (OSError, ValueError):
+        return False
+    if not isinstance(found, dict):
+        return False
+    metadata = found.get("metadata")
+    producers = [found.get("producer"), metadata.get("producer") if isinstance(metadata, dict) else None]
+    return any(isinstance(producer, dict) and "ling3export" in producer for producer in producers)
 
 
 def _rename(partial: Path, destination: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,11 +119,12 @@ def synthesize(
     total = sum(tensor.nbytes for tensor in tensors)
     shards = _shards(tensors, shard_bytes or min(LARGEST_SHARD, -(-total // FEWEST_SHARDS)))
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    with staged(Path(directory), force=force, mark="config.json") as folder:
+    with staged(Path(directory), force=force, mark=INDEX) as folder:
         write_json(folder / "config.json", fields)
         _write_tokenizer_files(folder, config, fields)
         weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+        metadata = {"total_size": total, "producer": {"ling3export": version("ling3export")}}
+        write_json(folder / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
         report = _Progress(progress, total)
         with ThreadPoolExecutor(max_workers=2) as pool:
             written = [

@@ -175,7 +175,7 @@ def test_places_that_cannot_be_built_into(tmp_path):
 
     assert "output `there`: expected a free name, found one that exists" in said(there)
     assert "hint: choose another name, or replace it with --force" in said(there)
-    assert "output `there`: expected a folder with manifest.json" in said(there, "--force")
+    assert "output `there`: expected a folder whose manifest.json ling3export wrote" in said(there, "--force")
     assert "output `x`: expected an existing parent folder" in said(tmp_path / "no" / "x")
     assert "found File name too long" in said(tmp_path / ("x" * 300))
     assert "found File name too long" in said(tmp_path / ("x" * 240))

@@ -155,7 +155,10 @@ def test_an_existing_folder_is_replaced_only_on_request(exported, tmp_path):
     assert told.exit_code == 1
     assert "output `there.savedmodel`: expected a free name, found one that exists" in told.stderr
     told = CliRunner().invoke(cli.main, [*command, "--force"])
-    assert "output `there.savedmodel`: expected a folder with ling3.json, found something else" in told.stderr
+    assert (
+        "output `there.savedmodel`: expected a folder whose ling3.json ling3export wrote, found something else"
+        in told.stderr
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -35,7 +36,11 @@ def names(folder: Path) -> list[str]:
 
 
 def write(folder: Path, text: str) -> None:
-    (folder / MANIFEST).write_text(text)
+    (folder / MANIFEST).write_text(json.dumps({"producer": {"ling3export": "0"}, "text": text}))
+
+
+def written(folder: Path) -> str:
+    return json.loads((folder / MANIFEST).read_text())["text"]
 
 
 def write_and_raise(folder: Path, error: BaseException) -> None:
@@ -50,7 +55,7 @@ def test_a_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
         write(partial, "new")
         assert not (tmp_path / "a.ling3").exists()
     assert names(tmp_path) == ["a.ling3"]
-    assert (tmp_path / "a.ling3" / MANIFEST).read_text() == "new"
+    assert written(tmp_path / "a.ling3") == "new"
 
 
 def test_nothing_stays_of_a_block_that_raises(tmp_path: Path) -> None:
@@ -83,23 +88,26 @@ def test_force_replaces_the_whole_folder_and_only_on_success(tmp_path: Path) -> 
         write(partial, "new")
     assert names(tmp_path) == ["a"]
     assert names(tmp_path / "a") == [MANIFEST]
-    assert (tmp_path / "a" / MANIFEST).read_text() == "new"
+    assert written(tmp_path / "a") == "new"
 
 
 def test_force_replaces_nothing_that_is_no_artifact(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years")
     (tmp_path / "file").write_text("text")
-    for name in ("home", "file"):
+    for name, content in (("web", '{"name": "app"}'), ("list", "[]"), ("cut", '{"producer": ')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MANIFEST).write_text(content)
+    before = names(tmp_path)
+    for name in before:
         with pytest.raises(ArtifactError) as caught, staged(tmp_path / name, force=True):
             pytest.fail("the block must not run")
         assert str(caught.value) == (
-            f"output `{name}`: expected a folder with manifest.json, found something else, in {tmp_path}\n"
+            f"output `{name}`: expected a folder whose manifest.json ling3export wrote, found something else, "
+            f"in {tmp_path}\n"
             "hint: --force replaces only what an earlier run wrote: remove it yourself, or choose another name"
         )
-    with staged(tmp_path / "home", force=True, mark="thesis.tex") as partial:
-        (partial / "thesis.tex").write_text("more")
-    assert names(tmp_path) == ["file", "home"]
+    assert names(tmp_path) == before
 
 
 def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +116,7 @@ def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path: Path, monkeypatc
     rename = Path.rename
 
     def fails_for_the_new(self: Path, target: Path) -> Path:
-        if self.is_dir() and (self / MANIFEST).read_text() == "new":
+        if self.is_dir() and written(self) == "new":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return rename(self, target)
 
@@ -116,7 +124,7 @@ def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path: Path, monkeypatc
     with pytest.raises(OSError, match="Input/output error"), staged(tmp_path / "a", force=True) as partial:
         write(partial, "new")
     assert names(tmp_path) == ["a"]
-    assert (tmp_path / "a" / MANIFEST).read_text() == "old"
+    assert written(tmp_path / "a") == "old"
 
 
 def test_the_parent_must_exist(tmp_path: Path) -> None:
@@ -165,7 +173,7 @@ BUILD = """
         sys.stdin.readline()
         writer.write("x", np.zeros(64, np.float32), slab=1)
         writer.finish()
-        (partial / "manifest.json").write_text("new")
+        (partial / "manifest.json").write_text('{"text": "new"}')
 """
 
 
@@ -186,14 +194,14 @@ def test_a_kill_leaves_no_folder_that_looks_whole(tmp_path: Path, old: bool) -> 
     assert names(tmp_path / left[0]) == ["weights"]
     assert (tmp_path / left[0] / "weights" / "x.safetensors").read_bytes()[:8] == bytes(8)  # no header
     if old:
-        assert (target / MANIFEST).read_text() == "old"
+        assert written(target) == "old"
     foreign = tmp_path / ".a.partial-notes"
     foreign.mkdir()
     with staged(target, force=old) as partial:
         assert not (tmp_path / left[0]).exists()
         write(partial, "new")
     assert names(tmp_path) == [foreign.name, "a"]
-    assert (target / MANIFEST).read_text() == "new"
+    assert written(target) == "new"
 
 
 def test_two_builds_into_one_folder(tmp_path: Path) -> None:
@@ -212,7 +220,7 @@ def test_two_builds_into_one_folder(tmp_path: Path) -> None:
         started.communicate("go on\n")
         assert started.returncode == 0
     assert names(tmp_path) == ["a"]
-    assert (tmp_path / "a" / MANIFEST).read_text() == "new"
+    assert written(tmp_path / "a") == "new"
 
 
 def test_a_lock_holds_within_one_process_and_is_freed_by_an_error(tmp_path: Path) -> None:

@@ -133,6 +133,13 @@ def test_an_existing_folder_is_replaced_only_by_force(tmp_path: Path):
     synthesize(tmp_path / "out", "micro", 1, force=True)
     assert not np.array_equal(before, Checkpoint.open(tmp_path / "out").tensor(EXPERT))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    index = tmp_path / "out" / INDEX
+    published = json.loads(index.read_text())
+    del published["metadata"]["producer"]
+    index.write_text(json.dumps(published))  # as anyone else's checkpoint
+    with pytest.raises(ArtifactError, match="expected a folder whose model.safetensors.index.json ling3export wrote"):
+        synthesize(tmp_path / "out", "micro", 1, force=True)
+    assert Checkpoint.open(tmp_path / "out").tensor(EXPERT).size
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
