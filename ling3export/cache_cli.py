@@ -10,6 +10,7 @@ import click
 
 from ling3export.cache_use import CacheUse
 from ling3export.errors import PlanError
+from ling3export.runners.commands import Group
 
 UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 folder_option = click.option(
@@ -51,7 +52,7 @@ def _megabytes(count: int) -> str:
     return f"{count / 1e6:,.1f} MB"
 
 
-@click.group()
+@click.group(cls=Group)
 def cache() -> None:
     """Show and clean up the programs that earlier builds compiled."""
 

@@ -13,7 +13,7 @@ from ling3export.cache_use import POLICIES, CacheUse
 from ling3export.errors import Ling3Error, listed
 from ling3export.knobs import given, knobs
 from ling3export.plan import Options
-from ling3export.runners.guard import guarded
+from ling3export.runners.commands import Group
 
 
 def _require(command: str, packages: tuple[str, ...]) -> None:
@@ -43,15 +43,7 @@ def _refuse_given(what: str, names: tuple[str, ...]) -> None:
             raise Ling3Error(f"{what}: expected no {options[name]}, found it", hint)
 
 
-class _Group(click.Group):
-    """Guards parsing too: a padding that is no number is a Ling3Error like any other."""
-
-    def main(self, *args: Any, **kwargs: Any) -> Any:
-        """As click's, with errors printed."""
-        return guarded(super().main)(*args, **kwargs)
-
-
-@click.group(cls=_Group)
+@click.group(cls=Group)
 @click.version_option(package_name="ling3export")
 def main() -> None:
     """Compile Ling3-Tiny ahead of time."""

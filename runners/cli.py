@@ -2,6 +2,8 @@
 
 import json
 import os
+import tempfile
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ling3export.errors import RequestError
+from ling3export.runners.commands import Group
 from ling3export.runners.eval_cli import evaluate
 from ling3export.runners.guard import guarded, keep_stdout
 from ling3export.runners.hosts import find_hosts, host_options
@@ -40,7 +43,7 @@ class _Ids(click.ParamType):
             self.fail(f"expected whole numbers with commas between, found {value!r}.", param, ctx)
 
 
-@click.group()
+@click.group(cls=Group)
 @click.version_option(package_name="ling3export")
 def main() -> None:
     """Run a prebuilt Ling3-Tiny artifact."""
@@ -170,6 +173,13 @@ def _check_output(path: Path, force: bool) -> None:
         raise RequestError(f"--logits `{path}`: expected a file, found a folder or a device")
     if path.exists() and not force:
         raise RequestError(f"--logits `{path}`: expected no such file, found one", "replace it with --force")
+    if path.exists() and not zipfile.is_zipfile(path):
+        raise RequestError(
+            f"--logits `{path}`: expected logits of an earlier run, found another kind of file",
+            "--force replaces only .npz files: choose another name",
+        )
+    with tempfile.TemporaryFile(dir=path.parent):  # a folder that cannot be written is told before anything is loaded
+        pass
 
 
 def _write_logits(path: Path, completions: list[Completion], *, numbered: bool) -> None:

@@ -6,13 +6,14 @@ from pathlib import Path
 import click
 
 from ling3export.errors import Ling3Error, listed
+from ling3export.runners.commands import Group
 from ling3export.runners.eval_run_cli import determinism, run
 from ling3export.runners.guard import REGRESSION, guarded
 
 FOLDER = click.Path(path_type=Path)
 
 
-@click.group("eval")
+@click.group("eval", cls=Group)
 def evaluate() -> None:
     """Evaluate an artifact: run suites, compare runs, check tasks."""
 

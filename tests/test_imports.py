@@ -35,6 +35,7 @@ LAYERS = {
         {*RUNNER_NEEDS, "flax", "orbax", "rich", "tensorflow"},
     ),
     "cli": ({"errors", "artifacts", "model", "runners", "build"}, {"click", "rich"}),
+    "__main__": ({"cli"}, set()),
 }
 
 # No jax beside the errors and the artifact format: `--help`, and what only reads configurations and checkpoints.

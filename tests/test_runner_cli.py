@@ -131,7 +131,14 @@ def test_an_existing_logits_file_is_kept_unless_forced(tmp_path, artifact):
     done = run(artifact, "--prompt-ids", "5", "--max-tokens", 3, "--logits", out)
     assert done.exit_code == 1
     assert done.stderr == f"error: --logits `{out}`: expected no such file, found one\nhint: replace it with --force\n"
+    forced = run(artifact, "--prompt-ids", "5", "--max-tokens", 3, "--logits", out, "--force")
+    assert (forced.exit_code, forced.stderr) == (
+        1,
+        f"error: --logits `{out}`: expected logits of an earlier run, found another kind of file\n"
+        "hint: --force replaces only .npz files: choose another name\n",
+    )
     assert out.read_text() == "precious"
+    np.savez(out, old=np.zeros(1))
     assert run(artifact, "--prompt-ids", "5", "--max-tokens", 3, "--logits", out, "--force").exit_code == 0
     assert len(np.load(out)) == 2
 

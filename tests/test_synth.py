@@ -137,7 +137,7 @@ def test_an_existing_folder_is_replaced_only_by_force(tmp_path: Path):
     published = json.loads(index.read_text())
     del published["metadata"]["producer"]
     index.write_text(json.dumps(published))  # as anyone else's checkpoint
-    with pytest.raises(ArtifactError, match="expected a folder whose model.safetensors.index.json ling3export wrote"):
+    with pytest.raises(ArtifactError, match=f"expected a folder whose {INDEX} ling3export wrote"):
         synthesize(tmp_path / "out", "micro", 1, force=True)
     assert Checkpoint.open(tmp_path / "out").tensor(EXPERT).size
 

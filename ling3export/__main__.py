@@ -1,0 +1,5 @@
+"""``python -m ling3export``."""
+
+from ling3export.cli import main
+
+main(prog_name="ling3export")
