@@ -125,6 +125,8 @@ def size_pages(config: Config, geometry: Geometry, options: "Options", target: T
     room.refuse(-(-geometry.max_pages // step) * step if options.pages is None else pages, geometry.page_size)
     if options.pages is not None:
         why = "as asked"
+        if pages < geometry.max_pages:
+            why += f", too few for one sequence of the whole context ({geometry.max_pages} pages)"
     elif pages == most:
         why = f"all that {geometry.slots} full sequences need"
     else:

@@ -45,6 +45,7 @@ class Engine:
 
     Raises:
         ArtifactError: The artifact is missing, damaged, or not for this machine under this policy.
+        Ling3Error: jax runs already in this process, with too few devices.
     """
 
     def __init__(

@@ -163,7 +163,10 @@ def test_the_pool_takes_what_full_sequences_need_or_what_fits():
     plan = make_plan(CONFIG, replace(two, state_memory=room), "cpu")
     assert plan.geometry.pages == 5
     assert "5 pages of 16 tokens (replicated), what fits" in plan.notes[-1]
-    assert make_plan(CONFIG, replace(SMALL, pages=1), "cpu").geometry.pages == 1
+    tight = make_plan(CONFIG, replace(SMALL, pages=1), "cpu")
+    assert tight.geometry.pages == 1
+    assert "as asked, too few for one sequence of the whole context (4 pages); " in tight.notes[-1]
+    assert "as asked; " in make_plan(CONFIG, replace(SMALL, pages=4), "cpu").notes[-1]
 
 
 def test_a_replicated_pool_counts_once_a_device():
