@@ -24,7 +24,7 @@ from typing import Any
 
 from ling3export.artifacts.disk import sync_folder, writing
 from ling3export.artifacts.manifest import sha256_of
-from ling3export.cache_use import SHARED, locked
+from ling3export.cache_use import LEASES, LOCK, SHARED, CacheUse, locked
 from ling3export.errors import ArtifactError
 
 VERSION = 1  # of the entries; another one is not read
@@ -167,6 +167,34 @@ def read_entry(path: Path) -> Entry:
         return Entry(path.parent.name, path.stem, raw["fields"], raw["record"], raw["blobs"])
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"no entry ({type(error).__name__}: {error})") from error
+
+
+def known_folder(use: CacheUse) -> Path:
+    """The folder of a cache, to be read or cleaned up: one that builds wrote to, or an empty one.
+
+    The default folder may be absent, too: nothing was built yet.
+
+    Raises:
+        ArtifactError: It is something else, such as a checkpoint, in which nothing may be removed.
+    """
+    folder = use.where
+    try:
+        names = set(os.listdir(folder))
+        if names <= {LOCK} or (LOCK in names and names & {"cells", LEASES}):
+            return folder
+        found = "other files"
+    except FileNotFoundError:
+        if use.folder is None:
+            return folder
+        found = "none"
+    except NotADirectoryError:
+        found = "a file"
+    except OSError as error:
+        found = str(error.strerror)
+    raise ArtifactError(
+        f"cache `{folder.name}`: expected a folder that builds have written to, found {found}, in {folder.parent}",
+        "name another with --cache-dir, or with LING3_CACHE",
+    )
 
 
 def entries(folder: Path, kind: str) -> Iterator[Entry]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ling3export.artifacts.disk import writing
 from ling3export.cache import DIGEST, KINDS, read_entry
-from ling3export.cache_use import EXCLUSIVE, locked, oldest_build
+from ling3export.cache_use import EXCLUSIVE, LOCK, locked, oldest_build
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ def clean_up(
     Raises:
         ArtifactError: The folder cannot be written.
     """
-    if not folder.is_dir():
+    if not (folder / LOCK).is_file():  # no build has used it
         return {"removed": 0, "kept": 0, "in_use": 0, "freed": 0, "bytes": 0}
-    with writing(folder / "lock"), locked(folder, EXCLUSIVE):
+    with writing(folder / LOCK), locked(folder, EXCLUSIVE):
         protected = oldest_build(folder)
         found, sizes = found_entries(folder), blob_sizes(folder)
         before = sum(entry.bytes for entry in found) + sum(sizes.values())

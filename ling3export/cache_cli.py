@@ -62,9 +62,10 @@ def cache() -> None:
 @json_option
 def status(cache_dir: Path | None, as_json: bool) -> None:
     """Show how much the cache holds, and for which targets."""
+    from ling3export.cache import known_folder
     from ling3export.cache_status import status as read
 
-    found = read(CacheUse(folder=cache_dir).where)
+    found = read(known_folder(CacheUse(folder=cache_dir)))
     if as_json:
         click.echo(json.dumps(found))
         return
@@ -120,11 +121,12 @@ def cleanup(
     older_than: float | None, max_size: int | None, everything: bool, cache_dir: Path | None, as_json: bool
 ) -> None:
     """Remove entries; those that a running build has used stay."""
+    from ling3export.cache import known_folder
     from ling3export.cache_cleanup import clean_up
 
     if older_than is None and max_size is None and not everything:
         raise click.UsageError("expected --older-than, --max-size or --all.")
-    folder = CacheUse(folder=cache_dir).where
+    folder = known_folder(CacheUse(folder=cache_dir))
     found = clean_up(folder, older_than=older_than, max_bytes=max_size, everything=everything)
     if as_json:
         click.echo(json.dumps(found))

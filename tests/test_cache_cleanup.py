@@ -168,6 +168,45 @@ def test_the_commands_print_data_on_stdout(folder, tmp_path):
     assert done.stdout == "removed 2 entries (0.0 MB); 0 entries (0.0 MB) are left\n"
 
 
+@pytest.mark.parametrize("command", [["status"], ["cleanup", "--all"]])
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("checkpoint", "other files"), ("hub", "other files"), ("nope", "none"), ("file", "a file")],
+)
+def test_what_is_no_cache_is_refused_and_nothing_is_written_or_removed(tmp_path, monkeypatch, command, name, found):
+    """A clean-up once left its lock in a checkpoint, and would have removed files that are named by their digests."""
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "config.json").write_text("{}")
+    (tmp_path / "checkpoint" / "lock").touch()  # as it was left
+    (tmp_path / "hub" / "blobs").mkdir(parents=True)
+    (tmp_path / "hub" / "blobs" / ("f" * 64)).write_text("weights")
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    done = cache_command(*command, "--cache-dir", str(tmp_path / name))
+    assert (done.exit_code, done.stdout, done.stderr) == (
+        1,
+        "",
+        f"error: cache `{name}`: expected a folder that builds have written to, found {found}, in {tmp_path}\n"
+        "hint: name another with --cache-dir, or with LING3_CACHE\n",
+    )
+    if name != "nope":  # by default there may be none
+        monkeypatch.setenv("LING3_CACHE", str(tmp_path / name))
+        assert cache_command(*command).stderr == done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_default_folder_that_is_empty_or_absent_holds_no_entries(tmp_path, monkeypatch, there):
+    if there:
+        (tmp_path / "cache").mkdir()
+    monkeypatch.setenv("LING3_CACHE", str(tmp_path / "cache"))
+    before = sorted(tmp_path.rglob("*"))
+    assert "entries   0 cells, 0 programs\n" in cache_command("status").stdout
+    done = cache_command("cleanup", "--all")
+    assert done.stdout == "removed 0 entries (0.0 MB); 0 entries (0.0 MB) are left\n"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

@@ -87,7 +87,7 @@ def test_the_workflow_keeps_the_folder_under_the_fingerprint():
     assert [step["id"] for step in steps() if "id" in step] == ["fingerprint"]
 
 
-def test_the_commands_of_the_workflow_exist():
+def test_the_commands_of_the_workflow_exist(tmp_path, monkeypatch):
     commands = [shlex.split(step["run"]) for step in steps() if "run" in step]
     assert [command[:3] for command in commands if command[0] == "make"] == [
         ["make", "setup"], ["make", "smoke"], ["make", "smoke", "ARGS=--warm"],
@@ -101,5 +101,7 @@ def test_the_commands_of_the_workflow_exist():
     done = subprocess.run([sys.executable, ROOT / found[1], found[2]], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"{smoke.fingerprint()}\n"), done.stderr
     (cleanup,) = (command for command in commands if command[0].endswith("ling3export"))
+    (tmp_path / cleanup[-1]).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(cli.main, cleanup[1:])
     assert (done.exit_code, done.stderr) == (0, "")
