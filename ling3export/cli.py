@@ -194,7 +194,7 @@ def plan(
 
     config = config_of(checkpoint or DEMO, ignore)
     requests = [] if lengths is None else read_lengths(lengths)
-    record = planned(config, Options(**knobs), requests, artifact)
+    record = planned(config, Options(**knobs), requests, artifact, ignore)
     click.echo(json.dumps(record) if as_json else described(record))
 
 

@@ -1,11 +1,14 @@
 """The options that say what is to be built, shared by ``build`` and ``plan``; ``plan.py`` checks what they mean."""
 
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import click
 
 from ling3export.plan import Options, parse_bytes, parse_paddings
+from ling3export.targets import GIB
 
 DEFAULTS = Options()
 # What an artifact's targets have in common: a target that is added takes them as they are.
@@ -102,6 +105,28 @@ def knobs(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(KNOBS):
         command = option(command)
     return command
+
+
+def spelled(options: Options, ignore: Sequence[str] = ()) -> str:
+    """The options of ``build`` that mean ``options``; what is as by default is left out.
+
+    Args:
+        options: ``jobs`` apart, which does not change what is built.
+        ignore: Fields of config.json that are ignored.
+    """
+    words = []
+    for name, value in asdict(options).items():
+        if name == "jobs" or value == getattr(DEFAULTS, name):
+            continue
+        if name == "targets":
+            words += [word for target in value for word in ("--target", target)]
+            continue
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        if name == "state_memory" and value % GIB == 0:
+            text = f"{value // GIB}GiB"
+        words += [f"--{name.replace('_', '-')}", text]
+    words += [word for field in ignore for word in ("--ignore-config-field", field)]
+    return shlex.join(words)
 
 
 def given(context: click.Context) -> set[str]:

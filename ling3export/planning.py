@@ -5,11 +5,13 @@ an artifact that was built alike, or are said to be unknown.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.floors import floor
+from ling3export.knobs import spelled
 from ling3export.lengths import Length, decode_waste, prefill_waste, split_by_context
 from ling3export.memory import held
 from ling3export.model.config import Config
@@ -31,8 +33,9 @@ def config_of(path: Path, ignore: Sequence[str]) -> Config:
 
 
 def planned(
-    config: Config, options: Options, lengths: Sequence[Length] = (), artifact: Path | None = None
-) -> dict[str, Any]:
+    config: Config, options: Options, lengths: Sequence[Length] = (), artifact: Path | None = None,
+    ignore: Sequence[str] = (),
+) -> dict[str, Any]:  # fmt: skip
     """Everything that ``plan`` prints, as JSON.
 
     Args:
@@ -40,6 +43,7 @@ def planned(
         options: As of a build.
         lengths: A histogram of requests; empty for none.
         artifact: Compiled for the same plan: gives temporaries and times.
+        ignore: Fields of config.json that were ignored, for the command that is recommended.
 
     Raises:
         PlanError: The plan cannot be built.
@@ -56,7 +60,7 @@ def planned(
         "targets": {plan.target.name: _target(config, plan, manifest) for plan in plans},
     }
     if lengths:
-        record["lengths"] = _lengths(lengths, plans[0])
+        record["lengths"] = _lengths(lengths, plans[0], options, ignore)
     return record
 
 
@@ -115,7 +119,7 @@ def _compiled(
     return {cell.name: cells[cell.name] for cell in plan.cells}, None
 
 
-def _lengths(lengths: Sequence[Length], plan: Plan) -> dict[str, Any]:
+def _lengths(lengths: Sequence[Length], plan: Plan, options: Options, ignore: Sequence[str]) -> dict[str, Any]:
     fits, refused = split_by_context(lengths, plan.context)
     record: dict[str, Any] = {"requests": sum(length.count for length in fits), "refused": refused}
     if not fits:
@@ -134,10 +138,6 @@ def _lengths(lengths: Sequence[Length], plan: Plan) -> dict[str, Any]:
             "exact": grid(len(plan.paddings), largest) == CHUNK,
             "prefill": prefill_waste(fits, best),
             # Decode's paddings would follow prefill's: they are pinned to what they are.
-            "options": f"--paddings {_commas(best)} --decode-paddings {_commas(plan.decode_paddings)}",
+            "options": spelled(replace(options, paddings=best, decode_paddings=plan.decode_paddings), ignore),
         }
     return record
-
-
-def _commas(values: Sequence[int]) -> str:
-    return ",".join(map(str, values))

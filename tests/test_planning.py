@@ -72,7 +72,7 @@ def test_the_plan_of_the_full_model_on_a_slice(config, tmp_path):
         "decode@512, 1,099 of 1,256 (87.5%)",
         "  better paddings, as many and no larger: 48,320: each request alone pads 17 of 1,008 in 4 calls (1.7%)",
         "  (all sets were tried; a call counted as its slots and 32 more)",
-        "  ling3export build CHECKPOINT --paddings 48,320 --decode-paddings 16,512",
+        "  ling3export build CHECKPOINT --paddings 48,320 --decode-paddings 16,512 --target tpu:v6e:4x4",
     ]
     low = floor(FULL, make_plan(FULL, Options(), "tpu:v6e:4x4").geometry, "decode", 16, CHIPS["tpu", "v6e"], Workload())
     times = [low["seconds"], sum(low["bytes"].values()) / 1640e9, low["flops"] / 918e12]
@@ -82,6 +82,24 @@ def test_the_plan_of_the_full_model_on_a_slice(config, tmp_path):
         f"{low['flops'] / 1e9:,.2f}",
     ]
     assert text.split("decode@16", 1)[1].splitlines()[0].split() == [*columns, "-", "-"]
+
+
+def test_the_command_with_better_paddings_has_every_other_option_too(tmp_path):
+    """It once left out all but the paddings: what was then built was another plan."""
+    fields = config_fields("micro", {}) | {"extra": 1, "other": 2}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "l.jsonl").write_text('{"prompt_tokens": 317, "output_tokens": 50}\n')
+    given = [
+        "--score-paddings", "16,32", "--tp", "2", "--target", "cpu", "--target", "cpu@1", "--max-running", "8",
+        "--page-size", "64", "--context", "1024", "--memory-fraction", "0.5", "--state-memory", "2GiB", "--pages",
+        "128", "--dtype", "float32", "--ignore-config-field", "extra", "--ignore-config-field", "other",
+    ]  # fmt: skip
+    text = shown(tmp_path, *given, "--lengths", tmp_path / "l.jsonl")
+    assert text.splitlines()[-1] == (
+        f"  ling3export build CHECKPOINT --paddings 320 --decode-paddings 16 {' '.join(given)}"
+    )
+    text = shown(tmp_path, *given[-4:], "--state-memory", "1GB", "--lengths", tmp_path / "l.jsonl")
+    assert f" --state-memory 1000000000 {' '.join(given[-4:])}" in text.splitlines()[-1]
 
 
 def test_json_has_the_same_numbers(config):
