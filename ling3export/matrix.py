@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ling3export.cache_programs import CELL, PROGRAM
 from ling3export.compiling import Compilers
 from ling3export.errors import ArtifactError, PlanError
 from ling3export.memory import check_memory
@@ -92,7 +93,7 @@ def row(
 
     Args:
         name: Target and cell.
-        status: A word or two.
+        status: A word or two; of a program from the cache it becomes ``cached``.
         record: The compiler's record.
         size: Bytes of both tiers.
         error: The worst relative error of its receipts.
@@ -100,10 +101,14 @@ def row(
     if record is None:
         return (name, status, *["-"] * (len(COLUMNS) - 2))
     seconds = record.get("estimated_seconds")
+    # Recorded are those of the build that made it; a cell of the cache cost this one none, a program no compiling.
+    origin = record.get("origin", {}).get("from")
+    cached = origin in (CELL, PROGRAM)
+    spent = record["lower_seconds"] + (0 if cached else record["compile_seconds"])
     return (
         name,
-        status,
-        f"{record['compile_seconds'] + record['lower_seconds']:.1f}",
+        status.replace("compiled", "cached") if cached else status,
+        "-" if origin == CELL else f"{spent:.1f}",
         "-" if size is None else f"{size / 1e6:.2f} MB",
         f"{peak_bytes(record['memory']) / 1e6:,.1f} MB",
         str(collectives(record)),

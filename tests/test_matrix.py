@@ -45,6 +45,11 @@ def test_rows():
         "a", "compiled", "1.8", "1.23 MB", "1.5 MB", "3", "-", "2.0e-06",
     )  # fmt: skip
     assert matrix.row("b", "compiled, not executed", PRICED, 10**6)[5:] == ("49", "2.500 ms", "-")
+    taken, traced = RECORD | {"origin": {"from": "cache"}}, RECORD | {"origin": {"from": "program cache"}}
+    assert matrix.row("d", "compiled", taken)[1:3] == ("cached", "-")
+    assert matrix.row("e", "compiled, not executed", taken)[1:3] == ("cached, not executed", "-")
+    assert matrix.row("f", "compiled, not executed", traced)[1:3] == ("cached, not executed", "0.5")
+    assert matrix.row("g", "compiled", RECORD | {"origin": {"from": "compiler"}})[1:3] == ("compiled", "1.8")
     assert matrix.row("c", "failed") == ("c", "failed", "-", "-", "-", "-", "-", "-")
 
 
