@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,6 +69,17 @@ def writing(path: Path, needed: int | None = None) -> Iterator[None]:
         yield
     except OSError as error:
         raise write_error(error, path, needed) from error
+
+
+def try_writing(folder: Path) -> None:
+    """Makes a file in ``folder`` and removes it: whether that can be done is told by doing it.
+
+    Raises:
+        OSError: It cannot.
+    """
+    path = folder / f".partial-{os.getpid()}-{secrets.token_hex(4)}"
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    path.unlink()
 
 
 def sync_folder(folder: Path) -> None:

@@ -2,12 +2,13 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.disk import writing
+from ling3export.artifacts.disk import try_writing, writing
 from ling3export.artifacts.manifest import sha256_of
-from ling3export.cache import Cache, Entry, Say, entries
+from ling3export.cache import KINDS, Cache, Entry, Say, entries
 from ling3export.cache_explain import explain
 from ling3export.cache_programs import CELL, COMPILED, PROGRAM
 from ling3export.cache_use import CacheUse, lease
@@ -88,9 +89,32 @@ class Cells:
 
 @contextlib.contextmanager
 def opened(use: CacheUse, say: Say) -> Iterator[Cells]:
-    """The cache for one build; what it uses within the block is not removed by a clean-up."""
+    """The cache for one build; what it uses within the block is not removed by a clean-up.
+
+    A folder that cannot be written is named once, and the build goes on with what is in it.
+    """
+    use = _writable(use, say)
     with lease(use.where) if use.writes else contextlib.nullcontext():
         yield Cells(use, say)
+
+
+def _writable(use: CacheUse, say: Say) -> CacheUse:
+    """``use``, without writing if the folder does not allow it."""
+    folder = use.where
+    if not use.writes:
+        return use
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for place in (folder, *(folder / name for name in (*KINDS, "blobs"))):
+            if place.exists():
+                try_writing(place)
+    except OSError as error:
+        say(
+            f"not cached: cache `{folder.name}`: expected a folder that can be written, found {error.strerror}, "
+            f"in {folder.parent}"
+        )
+        return replace(use, policy="readonly" if use.reads else "off")
+    return use
 
 
 def counts(targets: dict[str, Any]) -> dict[str, int]:

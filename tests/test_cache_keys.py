@@ -1,5 +1,7 @@
 """What is in a cell's and a program's key, and what the policies do at both levels. Nothing is traced or compiled."""
 
+import errno
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,7 +12,7 @@ import pytest
 
 from ling3export import fingerprint, sources
 from ling3export.artifacts.manifest import sha256_of
-from ling3export.cache_cells import Cells, counts, summary
+from ling3export.cache_cells import Cells, counts, opened, summary
 from ling3export.cache_programs import Programs
 from ling3export.cache_use import CacheUse
 from ling3export.fingerprint import cell_fields, program_fields
@@ -141,6 +143,41 @@ def test_the_policies_of_cells(tmp_path):
     assert said == []
     assert cells("off").job is None
     assert cells("redo").job == {"folder": str(tmp_path / "cache"), "reads": False, "writes": True}
+
+
+def test_a_folder_that_cannot_be_written_is_named_once_and_what_it_has_is_used(tmp_path, monkeypatch):
+    """It was once named for each file of each cell."""
+    record = {"origin": {"from": "compiler", "program": "p" * 64, "traces": 5, "compiles": 1}}
+    said: list[str] = []
+    (tmp_path / "file").touch()
+    folder = folder_with(tmp_path, "programs", b"1")
+    with opened(CacheUse("on", tmp_path / "file" / "cache"), said.append) as cells:
+        assert cells.fetch(CONFIG, plan(), CELL, folder) is None
+        cells.keep(CONFIG, plan(), CELL, folder, record)
+        assert cells.kept is False
+        assert cells.job == {"folder": str(tmp_path / "file" / "cache"), "reads": True, "writes": False}
+    told = "not cached: cache `cache`: expected a folder that can be written, found "
+    assert said.pop() == f"{told}Not a directory, in {tmp_path / 'file'}"
+
+    use = CacheUse("on", tmp_path / "cache")
+    with opened(use, said.append) as cells:
+        cells.keep(CONFIG, plan(), CELL, folder, record)
+    before = sorted(use.where.rglob("*"))
+    make = os.open
+
+    def refuse(path: str, flags: int, *more: Any, **named: Any) -> int:
+        if flags & os.O_CREAT and Path(path).is_relative_to(use.where):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return make(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    for policy, there in (("on", True), ("redo", False)):
+        with opened(replace(use, policy=policy), said.append) as cells:
+            found = cells.fetch(CONFIG, plan(), CELL, folder_with(tmp_path, policy, b"2"))
+            assert (found is not None, cells.kept) == (there, False)
+        assert said.pop() == f"{told}Permission denied, in {tmp_path}"
+    assert said == []
+    assert sorted(use.where.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
