@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.disk import sync_folder, sync_tree
-from ling3export.artifacts.manifest import read_manifest, write_manifest
+from ling3export.artifacts.disk import sync_folder, sync_tree, try_writing, writing
+from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manifest
 from ling3export.artifacts.staging import adding
 from ling3export.build import Reporter, receipts, target_record
 from ling3export.cache_cells import Cells, opened, summary
@@ -57,6 +57,7 @@ def add_targets(
     """
     with adding(artifact) as staging, opened(cache, report.note) as cells:
         manifest = read_manifest(artifact)
+        _check_writable(artifact)
         if checkpoint is not None:
             _check_source(Checkpoint.open(checkpoint, ignore=ignore), manifest, artifact, report)
         _check_shared(options, given, manifest, artifact)
@@ -77,6 +78,18 @@ def add_targets(
         }  # fmt: skip
         report.note(summary({name: written["targets"][name] | {"cells": new} for name, new in made.items()}, cache))
         return written, names
+
+
+def _check_writable(artifact: Path) -> None:
+    """Refuses, before any work, an artifact that cannot take in what would be compiled.
+
+    Raises:
+        ArtifactError: As the write itself would.
+    """
+    with writing(artifact / MANIFEST):
+        try_writing(artifact)
+    with writing(artifact / "programs"):
+        try_writing(artifact / "programs")
 
 
 def _plans(artifact: Path, manifest: dict[str, Any], options: Options, given: set[str], force: bool) -> list[Plan]:

@@ -3,7 +3,9 @@
 Compiling is replaced by copying the programs of an artifact that was built alike; everything else is the real thing.
 """
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -105,6 +107,24 @@ def test_a_target_that_is_there_is_replaced_with_force_alone(whole, compiled, ar
     check_digests(whole, after)
     add(whole, "--target", "cpu@2", "--force")
     assert names(whole / "programs") == ["cpu-tp1", "cpu-tp2"]
+
+
+@pytest.mark.parametrize(("folder", "file"), [(".", "manifest.json"), ("programs", "programs")])
+def test_an_artifact_that_cannot_be_written_is_refused_before_any_work(whole, monkeypatch, folder, file):
+    """It was once refused after everything had been compiled."""
+    before, make = sorted(whole.parent.rglob("*")), os.open
+
+    def refuse(path, flags, *more, **named):
+        if flags & os.O_CREAT and Path(path).parent == whole / folder:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return make(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(into, "make_plans", lambda *_: pytest.fail("planned"))
+    assert refusal(cli.main, "build", "--into", whole, "--target", "cpu@2") == (
+        f"error: write `{file}`: expected a writable file, found Permission denied, in {whole}\n"
+    )
+    assert sorted(whole.parent.rglob("*")) == before
 
 
 KILLED = """
