@@ -41,7 +41,10 @@ def read_lengths(path: Path) -> list[Length]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"--lengths `{path}`: expected a readable file, found {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise PlanError(
+            f"--lengths `{path.name}`: expected a readable file, found {reason}, in {path.parent}"
+        ) from None
     counts: dict[tuple[int, int], int] = {}
     for number, line in enumerate(lines, 1):
         if line.strip():

@@ -90,7 +90,9 @@ def open_folder(path: Path, run: dict[str, Any], tasks: Sequence[Task], *, force
         path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
-        raise EvalError(f"run `{path.name}`: expected a folder that can be written, found {error}") from error
+        raise EvalError(
+            f"run `{path.name}`: expected a folder that can be written, found {error.strerror}, in {path.parent}"
+        ) from error
     try:
         _lock(descriptor, path)
         _prepare(path, run, force)
@@ -118,7 +120,8 @@ def read_run(path: Path) -> dict[str, Any]:
     try:
         run = json.loads((path / RUN).read_bytes())
     except (OSError, ValueError) as error:
-        raise EvalError(f"run `{path.name}`: expected {RUN}, found {error}, in {path.parent}") from error
+        found = error.strerror if isinstance(error, OSError) else error
+        raise EvalError(f"run `{path.name}`: expected {RUN}, found {found}, in {path.parent}") from error
     if not isinstance(run, dict) or run.get("format") != FORMAT:
         found = run.get("format") if isinstance(run, dict) else type(run).__name__
         raise EvalError(f"run `{path.name}`: expected format {FORMAT}, found {found}, in {path / RUN}")

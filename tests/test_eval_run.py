@@ -244,6 +244,12 @@ def test_folders_that_are_no_run(evaluate, tmp_path):
         assert (done.exit_code, "expected a new or empty folder, found other files" in done.stderr) == (1, True)
     (tmp_path / "file").write_text("mine")
     assert "expected a folder, found a file" in evaluate(FakeBackend(half), folder="file").stderr
+    assert evaluate(FakeBackend(half), folder="file/run").stderr == (
+        f"error: run `run`: expected a folder that can be written, found Not a directory, in {tmp_path / 'file'}\n"
+    )
+    with pytest.raises(EvalError) as caught:
+        read_predictions(tmp_path / "nope")
+    assert str(caught.value) == f"run `nope`: expected run.json, found No such file or directory, in {tmp_path}"
 
 
 def test_two_processes_cannot_write_one_run(tmp_path):
