@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ling3export.errors import RequestError
-from ling3export.runners.commands import Group
+from ling3export.runners.commands import Group, Once
 from ling3export.runners.eval_cli import evaluate
 from ling3export.runners.guard import guarded, keep_stdout
 from ling3export.runners.hosts import find_hosts, host_options
@@ -55,10 +55,11 @@ main.add_command(serve)
 
 @main.command()
 @click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--prompt", metavar="TEXT", help="Text to complete.")
-@click.option("--prompt-ids", type=_Ids(), help="Token ids to complete.")
+@click.option("--prompt", cls=Once, metavar="TEXT", help="Text to complete.")
+@click.option("--prompt-ids", cls=Once, type=_Ids(), help="Token ids to complete.")
 @click.option(
     "--prompt-file",
+    cls=Once,
     type=click.Path(path_type=Path),
     metavar="FILE",
     help='JSON lines, {"prompt": TEXT}, {"prompt_ids": [ID, ...]} or {"messages": [...]}, run as one batch.',
@@ -78,7 +79,7 @@ main.add_command(serve)
 )
 @click.option("--force", is_flag=True, help="Replace OUT.npz if it is there.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a request.")
-@click.option("--target", help="Which of the artifact's targets.  [default: the only one that fits]")
+@click.option("--target", cls=Once, help="Which of the artifact's targets.  [default: the only one that fits]")
 @click.option(
     "--programs",
     type=click.Choice(POLICIES),

@@ -1,4 +1,4 @@
-"""click's commands and groups as both command lines use them: no option twice, errors printed, Ctrl-C as such."""
+"""click's options and groups as both command lines use them: nothing given is lost, errors printed, Ctrl-C as such."""
 
 import sys
 from typing import Any
@@ -10,26 +10,26 @@ from ling3export.runners.guard import guarded
 INTERRUPTED = 130  # as shells say of SIGINT
 
 
-class Command(click.Command):
-    """Refuses an option that is given twice and would count once."""
+class Once(click.Option):
+    """An option that may not be given twice: where click takes the last, a user may have meant both."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click's, after a look at what was given.
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **(kwargs | {"multiple": True}))
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        """The one value, or None.
 
         Raises:
-            click.UsageError: Names the option.
+            click.UsageError: It was given more than once.
         """
-        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
-        for param in order:
-            if isinstance(param, click.Option) and not (param.multiple or param.is_flag) and order.count(param) > 1:
-                raise click.UsageError(f"{param.opts[0]}: expected it once, found it {order.count(param)} times.", ctx)
-        return super().parse_args(ctx, args)
+        values = super().process_value(ctx, value) or ()
+        if len(values) > 1:
+            raise click.UsageError(f"{self.opts[0]}: expected it once, found it {len(values)} times.", ctx)
+        return values[0] if values else None
 
 
 class Group(click.Group):
     """Prints errors of parsing, too, as those of commands; a command that is interrupted ends with 130."""
-
-    command_class = Command
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """As click's, with errors printed."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ling3export.runners.commands import Command
 from ling3export.runners.eval_config import RunConfig
 from ling3export.runners.guard import INVALID, NOT_DETERMINISTIC, guarded, keep_stdout
 from ling3export.runners.hosts import HOST_NAMES, Hosts, find_hosts, host_options
@@ -105,7 +104,7 @@ def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return add
 
 
-@click.command(cls=Command)
+@click.command()
 @click.argument("artifact", type=FOLDER)
 @click.argument("run_folder", metavar="RUN", type=FOLDER)
 @options("suite", "data", "limit")
@@ -157,7 +156,7 @@ def run(
     sys.exit(INVALID if invalid else 0)
 
 
-@click.command(cls=Command)
+@click.command()
 @click.argument("artifact", type=FOLDER)
 @options("suite", "data", "limit")
 @click.option("--runs", type=click.IntRange(2), default=2, show_default=True, help="How often.")

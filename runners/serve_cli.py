@@ -6,7 +6,6 @@ from pathlib import Path
 import click
 
 from ling3export.errors import Ling3Error
-from ling3export.runners.commands import Command
 from ling3export.runners.guard import guarded, keep_stdout
 from ling3export.runners.hosts import find_hosts, host_options
 from ling3export.runners.rendezvous import announced
@@ -15,7 +14,7 @@ from ling3export.runners.verdict import POLICIES
 NEEDS = ("starlette", "uvicorn", "prometheus_client")
 
 
-@click.command(cls=Command)
+@click.command()
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; by default this machine's.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes any free one.")
