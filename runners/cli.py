@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -179,8 +178,10 @@ def _check_output(path: Path, force: bool) -> None:
             f"--logits `{path}`: expected logits of an earlier run, found another kind of file",
             "--force replaces only .npz files: choose another name",
         )
-    with tempfile.TemporaryFile(dir=path.parent):  # a folder that cannot be written is told before anything is loaded
-        pass
+    from ling3export.artifacts.disk import try_writing, writing
+
+    with writing(path):
+        try_writing(path.parent)
 
 
 def _write_logits(path: Path, completions: list[Completion], *, numbered: bool) -> None:

@@ -90,7 +90,7 @@ def test_an_installation_without_the_build_side_says_what_is_missing(checkpoint,
     assert done.stderr.startswith("error: build: expected the packages of the extra `build`, found no flax\nhint: pip ")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_build_and_its_children_and_leaves_nothing(checkpoint, tmp_path, number, code):
     """SIGTERM once left the temporary folder, and workers that compiled on."""
     artifact = tmp_path / "x.ling3"
