@@ -38,21 +38,11 @@ def staged(destination: Path, *, force: bool = False, mark: str = MANIFEST) -> I
         raise ArtifactError(f"output `{destination.name}`: expected an existing parent folder, found none, at {parent}")
     with folder_lock(destination):
         _refuse(destination, force, mark)
-        _remove_leftovers(destination)
-        partial = _sibling(destination)
-        try:
-            try:
-                partial.mkdir()
-                yield partial
-                sync_tree(partial)
-                _rename(partial, destination)
-                sync_folder(parent)
-            except OSError as error:
-                if error.errno in DISK_FULL:
-                    raise write_error(error, Path(error.filename or destination)) from error
-                raise
-        finally:
-            _remove_leftovers(destination)
+        with _partial(destination) as partial:
+            yield partial
+            sync_tree(partial)
+            _rename(partial, destination)
+            sync_folder(parent)
 
 
 @contextmanager
@@ -65,17 +55,24 @@ def adding(artifact: Path) -> Iterator[Path]:
     artifact = Path(artifact).resolve()
     with folder_lock(artifact):
         read_manifest(artifact)
-        _remove_leftovers(artifact)
-        partial = _sibling(artifact)
-        try:
-            partial.mkdir()
+        with _partial(artifact) as partial:
             yield partial
-        except OSError as error:
-            if error.errno in DISK_FULL:
-                raise write_error(error, Path(error.filename or artifact)) from error
-            raise
-        finally:
-            _remove_leftovers(artifact)
+
+
+@contextmanager
+def _partial(destination: Path) -> Iterator[Path]:
+    """A temporary folder beside ``destination``, whose lock is held; whatever is left of it and of dead builds goes."""
+    _remove_leftovers(destination)
+    partial = _sibling(destination)
+    try:
+        partial.mkdir()
+        yield partial
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise write_error(error, Path(error.filename or destination)) from error
+        raise
+    finally:
+        _remove_leftovers(destination)
 
 
 def _refuse(destination: Path, force: bool, mark: str) -> None:
