@@ -12,19 +12,16 @@ import click
 from ling3export.errors import RequestError
 from ling3export.runners.commands import Group, Once
 from ling3export.runners.eval_cli import evaluate
-from ling3export.runners.guard import guarded, keep_stdout
-from ling3export.runners.hosts import find_hosts, host_options
+from ling3export.runners.hosts import host_options, leading
+from ling3export.runners.loading_options import check_option, programs_option
 from ling3export.runners.prompts import Prompt, line_names, parse_ids, read_prompts
 from ling3export.runners.rendezvous import announced
 from ling3export.runners.request import Completion
 from ling3export.runners.sampling_options import sampling_option
 from ling3export.runners.serve_cli import serve
-from ling3export.runners.verdict import POLICIES
 
 if TYPE_CHECKING:
     from ling3export.runners.engine import Engine
-
-CHECKS = ("all", "programs")
 
 
 class _Ids(click.ParamType):
@@ -79,40 +76,21 @@ main.add_command(serve)
 @click.option("--force", is_flag=True, help="Replace OUT.npz if it is there.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a request.")
 @click.option("--target", cls=Once, help="Which of the artifact's targets.  [default: the only one that fits]")
-@click.option(
-    "--programs",
-    type=click.Choice(POLICIES),
-    default="prebuilt-only",
-    show_default=True,
-    help="Whether programs that do not fit this machine may be compiled here.",
-)
-@click.option(
-    "--check",
-    type=click.Choice(CHECKS),
-    default="all",
-    show_default=True,
-    help="Whose digests to check: programs leaves out the weights.",
-)
+@programs_option
+@check_option
 @click.option("--stats", is_flag=True, help="Print counters and the times of the start on stderr.")
 @host_options
-@guarded
 def generate(
     artifact: Path, prompt: str | None, prompt_ids: tuple[int, ...] | None, prompt_file: Path | None, max_tokens: int,
     temperature: float, top_k: int, top_p: float, seed: int, stops: tuple[str, ...], ignore_eos: bool,
     logits: Path | None, force: bool, as_json: bool, target: str | None, programs: str, check: str, stats: bool,
-    coordinator: str | None, num_hosts: int | None, host_id: int | None, start_timeout: float,
+    **place: Any,
 ) -> None:  # fmt: skip
     """Complete prompts with ARTIFACT.
 
     On several hosts, run the same command on each; host 0 reads the prompts and prints.
     """
-    hosts = find_hosts(coordinator, num_hosts, host_id, start_timeout)
-    if hosts is not None:
-        keep_stdout()
-    if hosts is not None and hosts.number:
-        from ling3export.runners.follow import follow
-
-        return follow(artifact, hosts, target=target, programs=programs, check=check)
+    hosts = leading(artifact, place, target=target, programs=programs, check=check)
     with announced(hosts):
         prompts = _prompts(prompt, prompt_ids, prompt_file)
         if logits is not None:

@@ -65,7 +65,7 @@ class EngineBackend:
         target: Which target; None takes the only one that fits this machine.
         programs: ``prebuilt-only``, or ``allow-compile``.
         check: ``all``, or ``programs``.
-        hosts: Where several run together: this process's place, which is the first (``follow_backend`` on the others).
+        hosts: Where several run together: this process's place, which is the first.
 
     Raises:
         ArtifactError: The artifact is missing, damaged, or not for this machine under this policy.
@@ -131,18 +131,6 @@ class EngineBackend:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._engine.close()
-
-
-def follow_backend(artifact: str | Path, hosts: Hosts, *, target: str | None, programs: str) -> None:
-    """What every host but the first does in place of an EngineBackend: takes its steps, until it ends.
-
-    Raises:
-        ArtifactError, HostsError: As EngineBackend.
-        RankDivergence: Hosts read other tokens.
-    """
-    from ling3export.runners.follow import follow
-
-    follow(artifact, hosts, target=target, programs=programs, overlap=OVERLAP)
 
 
 def machine_environment() -> dict[str, Any]:

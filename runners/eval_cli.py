@@ -8,7 +8,7 @@ import click
 from ling3export.errors import Ling3Error, listed
 from ling3export.runners.commands import Group
 from ling3export.runners.eval_run_cli import determinism, run
-from ling3export.runners.guard import REGRESSION, guarded
+from ling3export.runners.guard import REGRESSION
 
 FOLDER = click.Path(path_type=Path)
 
@@ -25,7 +25,6 @@ evaluate.add_command(determinism)
 @evaluate.command()
 @click.argument("task", type=FOLDER)
 @click.option("--force", is_flag=True, help="Replace the file if it is there.")
-@guarded
 def new(task: Path, force: bool) -> None:
     """Write a task to fill in: TASK.yaml or TASK.json."""
     from ling3export.runners.eval_scaffold import new_task
@@ -36,7 +35,6 @@ def new(task: Path, force: bool) -> None:
 
 @evaluate.command()
 @click.argument("task", type=FOLDER)
-@guarded
 def check(task: Path) -> None:
     """Prove that the tasks of a file can be solved, and failed."""
     from ling3export.runners.eval_files import load_tasks
@@ -54,7 +52,6 @@ def check(task: Path) -> None:
 
 @evaluate.command()
 @click.argument("run_folder", metavar="RUN", type=FOLDER)
-@guarded
 def diagnose(run_folder: Path) -> None:
     """Group the failures of RUN by cause."""
     from ling3export.runners import eval_diagnose
@@ -70,7 +67,6 @@ def diagnose(run_folder: Path) -> None:
 @evaluate.command()
 @click.argument("a", type=FOLDER)
 @click.argument("b", type=FOLDER)
-@guarded
 def diff(a: Path, b: Path) -> None:
     """Compare runs A and B; exit with 6 if B breaks a task."""
     from ling3export.runners import eval_diff
@@ -94,7 +90,6 @@ def diff(a: Path, b: Path) -> None:
 @click.argument("file", type=FOLDER)
 @click.option("--format", "kind", type=click.Choice(["inspect"]), default="inspect", show_default=True, help="Of FILE.")
 @click.option("--force", is_flag=True, help="Replace FILE if it is there.")
-@guarded
 def export(run_folder: Path, file: Path, kind: str, force: bool) -> None:
     """Write a finished RUN as a log that other tools read."""
     from ling3export.runners import eval_folder

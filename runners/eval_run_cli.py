@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ling3export.runners.eval_config import RunConfig
-from ling3export.runners.guard import INVALID, NOT_DETERMINISTIC, guarded, keep_stdout
-from ling3export.runners.hosts import HOST_NAMES, Hosts, find_hosts, host_options
+from ling3export.runners.guard import INVALID, NOT_DETERMINISTIC
+from ling3export.runners.hosts import HOST_NAMES, Hosts, host_options, leading
+from ling3export.runners.loading_options import programs_option
 from ling3export.runners.rendezvous import announced
 from ling3export.runners.sampling_options import sampling_option
-from ling3export.runners.verdict import POLICIES
 
 if TYPE_CHECKING:
     from ling3export.runners.eval_backend import EngineBackend
@@ -30,29 +30,6 @@ def open_backend(artifact: Path, target: str | None, programs: str, hosts: Hosts
     from ling3export.runners.eval_backend import EngineBackend
 
     return EngineBackend(artifact, target=target, programs=programs, hosts=hosts)
-
-
-def leading(artifact: Path, target: str | None, programs: str, host: dict[str, Any]) -> Hosts | None:
-    """This process's place among several hosts, None where it is alone. Returns on the first only: others follow it.
-
-    Args:
-        artifact: Its folder.
-        target: Which of its targets.
-        programs: The policy.
-        host: What ``host_options`` gave.
-
-    Raises:
-        Ling3Error: As ``find_hosts``; on the others what ended them.
-    """
-    hosts = find_hosts(**host)
-    if hosts is not None:
-        keep_stdout()
-    if hosts is not None and hosts.number:
-        from ling3export.runners.eval_backend import follow_backend
-
-        follow_backend(artifact, hosts, target=target, programs=programs)
-        sys.exit(0)
-    return hosts
 
 
 def tasks_of(suite: str, data: Path | None, limit: int | None) -> "Suite":
@@ -87,13 +64,7 @@ def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         ),
         "stop": click.option("--stop", multiple=True, metavar="TEXT", help="Ends an answer; may be repeated."),
         "target": click.option("--target", help="Which of the artifact's targets.  [default: the only one that fits]"),
-        "programs": click.option(
-            "--programs",
-            type=click.Choice(POLICIES),
-            default="prebuilt-only",
-            show_default=True,
-            help="Whether programs that do not fit this machine may be compiled here.",
-        ),
+        "programs": programs_option,
     }
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,7 +100,6 @@ def options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 @click.option("--force", is_flag=True, help="Begin anew whatever run is in RUN.")
 @options("target", "programs")
 @host_options
-@guarded
 def run(
     artifact: Path, run_folder: Path, suite: str, data: Path | None, limit: int | None, force: bool,
     target: str | None, programs: str, **settings: Any,
@@ -138,11 +108,13 @@ def run(
 
     On several hosts, run the same command on each; host 0 alone reads the suite, writes RUN and prints.
     """
+    from ling3export.runners.eval_backend import OVERLAP
     from ling3export.runners.eval_report import invalid_line
     from ling3export.runners.eval_run import run_suite
     from ling3export.runners.eval_summary import completion_line
 
-    hosts = leading(artifact, target, programs, {name: settings.pop(name) for name in HOST_NAMES})
+    host = {name: settings.pop(name) for name in HOST_NAMES}
+    hosts = leading(artifact, host, target=target, programs=programs, overlap=OVERLAP)
     with announced(hosts):
         loaded, config = tasks_of(suite, data, limit), replace(DEFAULTS, **settings)
     with open_backend(artifact, target, programs, hosts) as backend, progress(f"eval {loaded.name}") as told:
@@ -163,7 +135,6 @@ def run(
 @click.option("--alone", type=click.IntRange(0), default=0, help="Also run so many prompts each alone; not judged.")
 @options("max_tokens", "stop", "batch", "target", "programs")
 @host_options
-@guarded
 def determinism(
     artifact: Path, suite: str, data: Path | None, limit: int | None, runs: int, alone: int, max_tokens: int,
     stop: tuple[str, ...], batch: int, target: str | None, programs: str, **host: Any,
@@ -173,9 +144,9 @@ def determinism(
     All runs are at temperature 0, in the same order and batches.
     """
     from ling3export.runners import eval_determinism
-    from ling3export.runners.eval_backend import Ask
+    from ling3export.runners.eval_backend import OVERLAP, Ask
 
-    hosts = leading(artifact, target, programs, host)
+    hosts = leading(artifact, host, target=target, programs=programs, overlap=OVERLAP)
     with announced(hosts):
         loaded = tasks_of(suite, data, limit)
     max_tokens = loaded.settings.get("max_tokens", max_tokens)

@@ -4,13 +4,16 @@ A host is a process with devices of its own; the same command runs on every one.
 """
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
 
 from ling3export.errors import Ling3Error
+from ling3export.runners.guard import keep_stdout
 
 HOST_NAMES = ("coordinator", "num_hosts", "host_id", "start_timeout")  # what host_options gives, find_hosts takes
 DETECT = "auto"  # as a coordinator: ask the cluster's launcher
@@ -73,6 +76,30 @@ def host_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ):  # fmt: skip
         command = option(command)
     return command
+
+
+def leading(artifact: Path, place: Mapping[str, Any], **engine: Any) -> Hosts | None:
+    """This process's place among several hosts, None where it is alone. Returns on the first only: others follow it.
+
+    Args:
+        artifact: Its folder.
+        place: What ``host_options`` gave.
+        engine: As the first host makes its engine; see ``follow.follow``.
+
+    Raises:
+        Ling3Error: As ``find_hosts``; on the others what ended them.
+        SystemExit: On the others, once the first has ended.
+    """
+    hosts = find_hosts(**place)
+    if hosts is None:
+        return None
+    keep_stdout()
+    if hosts.number:
+        from ling3export.runners.follow import follow
+
+        follow(artifact, hosts, **engine)
+        sys.exit(0)
+    return hosts
 
 
 def find_hosts(

@@ -19,6 +19,7 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.errors import ArtifactError
 from ling3export.runners.counters import Timings
 from ling3export.runners.targets import check_hosts, choose_target, platforms_here, prepare
+from ling3export.runners.verdict import CHECKS
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from ling3export.runners.recompile import Compiled
     from ling3export.runners.verdict import Verdict
     from ling3export.runners.weights import Weights
-
-CHECKS = ("all", "programs")
 
 
 def say(text: str) -> None:

@@ -2,14 +2,14 @@
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import click
 
 from ling3export.errors import Ling3Error
-from ling3export.runners.guard import guarded, keep_stdout
-from ling3export.runners.hosts import find_hosts, host_options
+from ling3export.runners.hosts import host_options, leading
+from ling3export.runners.loading_options import check_option, programs_option
 from ling3export.runners.rendezvous import announced
-from ling3export.runners.verdict import POLICIES
 
 NEEDS = ("starlette", "uvicorn", "prometheus_client")
 
@@ -46,38 +46,19 @@ NEEDS = ("starlette", "uvicorn", "prometheus_client")
     help="Seconds that calls have to end after SIGTERM.",
 )
 @click.option("--target", help="Which of the artifact's targets.  [default: the only one that fits]")
-@click.option(
-    "--programs",
-    type=click.Choice(POLICIES),
-    default="prebuilt-only",
-    show_default=True,
-    help="Whether programs that do not fit this machine may be compiled here.",
-)
-@click.option(
-    "--check",
-    type=click.Choice(("all", "programs")),
-    default="all",
-    show_default=True,
-    help="Whose digests to check: programs leaves out the weights.",
-)
+@programs_option
+@check_option
 @host_options
-@guarded
 def serve(
     artifact: Path, host: str, port: int, model: str | None, api_key_file: Path | None, max_requests: int,
     max_body: int, grace: int, target: str | None, programs: str, check: str,
-    coordinator: str | None, num_hosts: int | None, host_id: int | None, start_timeout: float,
+    **place: Any,
 ) -> None:  # fmt: skip
     """Serve ARTIFACT over HTTP, in the shapes of OpenAI's API.
 
     On several hosts, run the same command on each; host 0 listens for clients.
     """
-    hosts = find_hosts(coordinator, num_hosts, host_id, start_timeout)
-    if hosts is not None:
-        keep_stdout()
-    if hosts is not None and hosts.number:
-        from ling3export.runners.follow import follow
-
-        return follow(artifact, hosts, target=target, programs=programs, check=check)
+    hosts = leading(artifact, place, target=target, programs=programs, check=check)
     with announced(hosts):
         key = _key(api_key_file)
     from ling3export.runners.serve_app import Policy

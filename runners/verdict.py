@@ -13,6 +13,7 @@ from ling3export.errors import ArtifactError, listed
 from ling3export.runners.targets import on_all
 
 POLICIES = ("prebuilt-only", "allow-compile")
+CHECKS = ("all", "programs")  # whose digests a loader checks: programs leaves out the weights
 
 
 class Status(Enum):

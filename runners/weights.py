@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh
 
-CHECKS = ("all", "programs")
-
 
 class Weights:
     """The weight files of an artifact as a target's parameters.
