@@ -72,7 +72,7 @@ def keep_mask(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Arra
     Lower numbers come first among equals. The best one is always kept.
 
     Args:
-        scaled: fp32 ``[L, W]``, logits over the temperature.
+        scaled: fp32 ``[L, W]``, logits below the best one of their row, which is 0, over the temperature.
         top_k: int32 ``[R]``.
         top_p: fp32 ``[R]``, of the probability of the ``top_k`` best; from 1 on all of them.
 
@@ -83,7 +83,7 @@ def keep_mask(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Arra
     order, size = ordered(scaled), scaled.size // len(top_k)
     ones = jnp.ones(scaled.shape, jnp.int32)
     highest = by_row(jnp.max, order, rows)
-    weight = jnp.exp(scaled - to_lines(by_row(jnp.max, scaled, rows), count))
+    weight = jnp.exp(scaled)
 
     def sums(border: jax.Array, what: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(above a border ``[R]``, at it)."""

@@ -79,7 +79,10 @@ def draw(logits: jax.Array, fields: dict[str, jax.Array]) -> tuple[jax.Array, ja
     temperature, top_k, top_p, seed, position = (
         own(fields[name]) for name in ("temperature", "top_k", "top_p", "seed", "position")
     )
-    scaled = lines / to_lines(jnp.where(temperature > 0, temperature, 1.0), len(lines))
+    # The best value is subtracted first: then no temperature makes it infinite or leaves the noise without digits.
+    # Rows of temperature 0 are greedy, and a device may take a denormal for 0: neither may divide zero by zero.
+    below = lines - to_lines(by_row(jnp.max, lines, len(seed)), len(lines))
+    scaled = below / to_lines(jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny), len(lines))
 
     def gumbel(seed: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed), position)

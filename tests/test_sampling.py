@@ -110,6 +110,7 @@ def test_kept_set_is_exact(width: int):
     for _ in range(12):
         scaled = (rng.normal(size=(8, width)) * rng.choice([0.2, 1, 4])).astype(np.float32)
         scaled[0] = np.round(scaled[0])  # ties
+        scaled -= scaled.max(axis=1, keepdims=True)
         top_k = np.array([0, 1, 2, 5, width, width + 3, 0, 3])
         top_p = np.array([borders(scaled[row], top_k[row], rng) for row in range(8)])
         top_p[[1, 2]] = [0.0, 1e-9]  # at least the best one is kept
@@ -123,6 +124,7 @@ def test_kept_set_of_rows_in_parts_is_that_of_whole_rows(parts: int):
     """Half of the values are equal, so that borders fall among equal ones, in any part of a row."""
     rng = np.random.default_rng(parts)
     scaled = np.where(rng.random((8, 64)) < 0.5, 1.5, rng.normal(size=(8, 64))).astype(np.float32)
+    scaled -= scaled.max(axis=1, keepdims=True)
     top_k = np.array([0, 5, 20, 30, 40, 0, 0, 64])
     top_p = np.array([1, 1, 1, 0.5, 0.7, 0.3, 0.9, 0.6])
     expected = np.array([kept_by_numpy(*row) for row in zip(scaled, top_k, top_p, strict=True)])
@@ -186,6 +188,36 @@ def test_draws_follow_the_distribution(samplers: dict, along: str):
     for start in range(0, 2000, 8):
         fields = {"seed": 11, "position": 5} | {along: np.arange(start, start + 8)}
         drawn += samplers[1, 8](np.tile(logits, (8, 1)), temperature=0.7, top_k=6, **fields)[0].tolist()
+    counts = np.array([drawn.count(token) for token in best])
+    assert counts.sum() == 2000
+    assert np.sum((counts - 2000 * probability) ** 2 / (2000 * probability)) < CHI_SQUARE_5
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("temperature", [1e-5, 1e-9, 1e-30, 1e-42])
+def test_temperatures_next_to_zero_take_the_best_token(samplers: dict, tp: int, temperature: float):
+    """Logits over a temperature of 1e-9 once lost the best one's difference, and top_p below 1 then took token 0.
+
+    1e-42 is a denormal, which a device may treat as zero.
+    """
+    logits = np.random.default_rng(4).normal(size=(8, VOCAB)).astype(np.float32)
+    fields: dict[str, Any] = {"top_k": np.array([0, 5] * 4), "top_p": np.array([0.9, 0.5, 1e-6, 1.0] * 2)}
+    token, logprob, _ = samplers[tp, 8](logits, temperature=temperature, seed=np.arange(8), **fields)
+    np.testing.assert_array_equal(token, logits.argmax(axis=1))
+    assert np.max(np.abs(logprob - log_softmax(logits)[np.arange(8), token])) < KERNEL
+
+
+def test_draws_from_large_logits_at_a_small_temperature_follow_the_distribution(samplers: dict):
+    """Logits of 4096 over a temperature of 2^-11 are 2^23, where a float once had no digits left for the noise."""
+    temperature = 2.0**-11
+    best = np.arange(6) * 50 + 7
+    logits = np.zeros(VOCAB, np.float32)
+    logits[best] = 4096 + np.array([2, 0, 1, 2, 1, 3]) * temperature  # exact in fp32
+    probability = np.exp(log_softmax((logits[best] - 4096) / temperature))
+    drawn = []
+    for start in range(0, 2000, 8):
+        fields = {"seed": 11, "position": np.arange(start, start + 8)}
+        drawn += samplers[1, 8](np.tile(logits, (8, 1)), temperature=temperature, **fields)[0].tolist()
     counts = np.array([drawn.count(token) for token in best])
     assert counts.sum() == 2000
     assert np.sum((counts - 2000 * probability) ** 2 / (2000 * probability)) < CHI_SQUARE_5
