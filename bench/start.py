@@ -93,7 +93,7 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
     from ling3export.lower import with_shardings
     from ling3export.model.config import Config
     from ling3export.model.geometry import Geometry
-    from ling3export.model.steps import build_step
+    from ling3export.model.program import build_step
     from ling3export.runners.device import Device, fresh_state
     from ling3export.runners.events import compile_events
     from ling3export.runners.programs import mesh_of

@@ -22,7 +22,7 @@ from ling3export.floors import expert_times, floor
 from ling3export.lower import LOCATION_OPTIONS, costs, with_shardings
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
-from ling3export.model.steps import build_step
+from ling3export.model.program import build_step
 from ling3export.pools import readable
 from ling3export.runners import pjrt
 from ling3export.targets import Target

@@ -210,7 +210,7 @@ def target_record(
     """What the manifest says of one target, whose programs lie in ``programs`` of the artifact's folder."""
     # Imported here: the specs are jax's, and nothing else of a build needs jax in this process.
     from ling3export.lower import spec_list
-    from ling3export.model.steps import parameter_spec, state_spec
+    from ling3export.model.program import parameter_spec, state_spec
 
     geometry, target = plan.geometry, plan.target
     programs = programs or f"programs/{target.name}"

@@ -17,11 +17,11 @@ from jax import lax
 from jaxlib.mlir.dialects import stablehlo
 
 from ling3export.artifacts.store import Store
-from ling3export.model.batch import Field
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
+from ling3export.model.inputs import Field
 from ling3export.model.parameters import arguments
-from ling3export.model.steps import Step, Tree, build_step, put
+from ling3export.model.program import Step, Tree, build_step, put
 
 # TensorFlow itself: oneDNN changes what its kernels round, and its notes would hide an error.
 SETTINGS = {"TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPP_MIN_LOG_LEVEL": "2"}

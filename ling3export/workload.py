@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
+from ling3export.model.mla.pages import TILE
 from ling3export.model.moe import tile_rows
-from ling3export.model.pages import TILE
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ling3export.model.geometry import CHUNK
-from ling3export.model.tiles import TILE, Runs, runs_of
-from ling3export.model.window import picks_of
+from ling3export.model.kda.conv import picks_of
+from ling3export.model.kda.tiled import TILE, Runs, runs_of
 
 
 class Chunks(NamedTuple):
@@ -46,7 +46,7 @@ class Chunks(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Chunks side by side in tiles, see ``model/tiles.py`` and ``model/window.py``."""
+    """Chunks side by side in tiles, see ``model/kda/tiled.py`` and ``model/kda/conv.py``."""
 
     runs: Runs
     picks: jax.Array

@@ -14,7 +14,7 @@ from jax import lax
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.layers import of_layer, precision, take
-from ling3export.model.slabs import gated_mlp
+from ling3export.model.products import gated_mlp
 
 SMALLEST_TILE = 4
 # Rows up to which all local experts of every row take no longer to compute than to read. On TPU v6e that is 560:

@@ -11,11 +11,11 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from ling3export.convert import DTYPES, pieces, stored_dtype
-from ling3export.model.batch import packed_size
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK, Geometry
+from ling3export.model.inputs import packed_size
 from ling3export.model.parameters import Argument, arguments, parameters
-from ling3export.model.steps import Step, build_step, put, state_tree
+from ling3export.model.program import Step, build_step, put, state_tree
 
 
 def assemble(

@@ -12,7 +12,7 @@ def fields(padding: int = 16, **changes: Any) -> dict[str, Any]:
         "config": {"rope_theta": 10000.0},
         "plan": {"pages": 512, "dtype": "bfloat16"},
         "target": {"platform": "cpu", "kind": None, "tp": 4, "cpu_features": ["avx", "avx2", "fma"]},
-        "sources": {"model": {"model/kda.py": "a", "model/mla.py": "b"}, "lowering": {"lower.py": "c"}},
+        "sources": {"model": {"model/kda/layer.py": "a", "model/mla/layer.py": "b"}, "lowering": {"lower.py": "c"}},
         "toolchain": {"jax": "0.11.2", "jaxlib": "0.11.2"},
         "flags": {},
     }
@@ -38,7 +38,7 @@ def test_the_field_that_changed_is_named_with_both_values():
 
 
 def test_sources_are_named_by_file():
-    changed = fields(sources={"model": {"model/kda.py": "z", "model/new.py": "y"}})
+    changed = fields(sources={"model": {"model/kda/layer.py": "z", "model/new.py": "y"}})
     assert why(fields(), changed) == "sources of model/: kda.py, mla.py, new.py"
     assert why(fields(), fields(sources={"lowering": {"lower.py": "d"}})) == "sources of the lowering: lower.py"
 

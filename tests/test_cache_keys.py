@@ -41,7 +41,7 @@ def test_every_module_that_a_compiling_process_loads_is_in_the_sources():
     packages = {"ling3export.py", "model.py", "runners.py"}
     digests = sources.digests()
     assert loaded - packages <= digests["model"].keys() | digests["lowering"].keys()
-    assert {"model/kda.py", "model/steps.py"} <= digests["model"].keys()
+    assert {"model/kda/layer.py", "model/program.py"} <= digests["model"].keys()
     assert {"lower.py", "estimates.py", "targets.py", "runners/pjrt.py"} <= digests["lowering"].keys()
     assert not {"build.py", "cli.py", "plan.py", "cache.py"} & digests["lowering"].keys()
 
@@ -94,7 +94,7 @@ def test_a_programs_key_follows_program_and_devices_and_no_source_of_the_model(m
         made(priced={"config": 1}),
     ]
     digests = sources.digests()
-    monkeypatch.setattr(sources, "digests", lambda: digests | {"model": {"model/kda.py": "0"}})
+    monkeypatch.setattr(sources, "digests", lambda: digests | {"model": {"model/kda/layer.py": "0"}})
     assert made() == first
     monkeypatch.setattr(sources, "digests", lambda: digests | {"lowering": {"lower.py": "0"}})
     assert len({first, *changed, made()}) == 2 + len(changed)

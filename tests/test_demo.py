@@ -17,7 +17,7 @@ from ling3export.artifacts.manifest import canonical
 from ling3export.build import DEMO
 from ling3export.checkpoint import Checkpoint
 from ling3export.layout import expected_tensors
-from ling3export.model.steps import bind
+from ling3export.model.program import bind
 from ling3export.reference import Reference
 from ling3export.runners.eval_demo import NAMES, Problems, demo_records, is_kept_pair, names, text
 from ling3export.runners.eval_suites import load_suite

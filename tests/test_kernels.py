@@ -11,11 +11,13 @@ import pytest
 
 from direct import pack
 from ling3export import reference_formulas as formulas
-from ling3export.model import delta, kda, moe
-from ling3export.model.batch import batch_fields, packed_size, unpack
+from ling3export.model import moe
 from ling3export.model.chunks import chunks_of
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
+from ling3export.model.inputs import batch_fields, packed_size, unpack
+from ling3export.model.kda import layer as kda
+from ling3export.model.kda import recurrence as delta
 from ling3export.model.layers import rope
 from ling3export.synth import config_fields
 from tolerances import KERNEL

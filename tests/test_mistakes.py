@@ -13,8 +13,11 @@ import pytest
 from jax import lax
 
 from direct import Direct, relative
-from ling3export.model import delta, kda, mla, moe
+from ling3export.model import moe
+from ling3export.model.kda import layer as kda
+from ling3export.model.kda import recurrence as delta
 from ling3export.model.layers import dot_rows, rms_norm, take
+from ling3export.model.mla import layer as mla
 from test_numerics import Case, Quick
 from tolerances import FLOAT32, MISTAKE
 

@@ -10,7 +10,8 @@ import pytest
 
 from direct import Direct, relative
 from ling3export.checkpoint import Checkpoint
-from ling3export.model import mla, slabs
+from ling3export.model import products as slabs
+from ling3export.model.mla import layer as mla
 from ling3export.reference import Reference
 from ling3export.synth import synthesize
 from tolerances import BFLOAT16_MEDIAN, FLOAT32, MARGIN, SAME

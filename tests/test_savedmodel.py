@@ -20,7 +20,7 @@ from ling3export.errors import Ling3Error, PlanError
 from ling3export.lower import collective_counts, device_mesh
 from ling3export.model.geometry import Geometry
 from ling3export.model.parameters import parameters
-from ling3export.model.steps import build_step
+from ling3export.model.program import build_step
 from ling3export.plan import Options
 
 CALLS = Path(__file__).parent / "savedmodel_calls.py"

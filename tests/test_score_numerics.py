@@ -9,7 +9,7 @@ import pytest
 from direct import pack, relative
 from ling3export.checkpoint import Checkpoint
 from ling3export.model.geometry import CHUNK
-from ling3export.model.scoring import ROWS
+from ling3export.model.sampling.scoring import ROWS
 from ling3export.reference import Reference
 from ling3export.synth import synthesize
 from test_numerics import Case, Quick

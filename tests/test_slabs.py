@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from direct import relative
-from ling3export.model import slabs
+from ling3export.model import products as slabs
 from ling3export.model.geometry import Geometry
 
 LAYER, DIM, ROWS = 1, 24, (1, 2, 5)

@@ -11,11 +11,11 @@ import pytest
 from jax import lax
 
 from ling3export import reference_formulas as formulas
-from ling3export.model import tiles
-from ling3export.model.delta import Inputs
 from ling3export.model.geometry import CHUNK
+from ling3export.model.kda import tiled as tiles
+from ling3export.model.kda.conv import convolve, picks_of
+from ling3export.model.kda.recurrence import Inputs
 from ling3export.model.layers import l2_norm, rms_norm, rope
-from ling3export.model.window import convolve, picks_of
 from test_kernels import BOUNDED, GATES, close, delta_rule
 from tolerances import KERNEL, TILES
 

@@ -7,7 +7,7 @@ import pytest
 
 from direct import relative
 from ling3export.model import moe
-from ling3export.model.pages import TILE
+from ling3export.model.mla.pages import TILE
 from test_numerics import Case, Quick
 from tolerances import FLOAT32
 

@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ling3export.model import kda
 from ling3export.model.chunks import Chunks, chunks_of
 from ling3export.model.config import Config
-from ling3export.model.delta import Inputs, recurrent_step
+from ling3export.model.decoder import Layer, Ling3, static_layer
 from ling3export.model.geometry import CHUNK, Geometry
+from ling3export.model.kda import layer as kda
+from ling3export.model.kda.recurrence import Inputs, recurrent_step
 from ling3export.model.layers import rms_norm, take
-from ling3export.model.ling3 import Layer, Ling3, static_layer
 from ling3export.model.moe import route_weights
-from ling3export.model.steps import bind
+from ling3export.model.program import bind
 
 Tree = dict[str, Any]
 

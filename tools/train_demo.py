@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
 from ling3export.model.config import Config  # noqa: E402
-from ling3export.model.steps import bind  # noqa: E402
+from ling3export.model.program import bind  # noqa: E402
 from tools.demo_checkpoint import fields, first_weights, train_tokenizer, write_checkpoint  # noqa: E402
 from tools.demo_data import Rows  # noqa: E402
 from tools.demo_loss import Sums, geometry, logits, sums_of  # noqa: E402

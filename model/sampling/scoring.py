@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ling3export.model.geometry import AXIS, CHUNK
-from ling3export.model.sampling import best_of_all, best_of_own
+from ling3export.model.sampling.sample import best_of_all, best_of_own
 
 # Token slots whose logits exist at a time: 5 MB for a sixteenth of Ling3-Tiny's vocabulary, 80 MB for the whole.
 ROWS = 128

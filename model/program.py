@@ -13,17 +13,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ling3export.model import scoring
-from ling3export.model.batch import Field, batch_fields, packed_size, unpack
 from ling3export.model.chunks import chunks_of, with_tiles
 from ling3export.model.config import Config
+from ling3export.model.decoder import Decode, Ling3
 from ling3export.model.geometry import AXIS, CHUNK, Geometry
-from ling3export.model.kda import is_factored
+from ling3export.model.inputs import Field, batch_fields, packed_size, unpack
+from ling3export.model.kda.layer import is_factored
 from ling3export.model.layers import fill_rows
-from ling3export.model.ling3 import Decode, Ling3
-from ling3export.model.pages import list_pages, own_rows
+from ling3export.model.mla.pages import list_pages, own_rows
 from ling3export.model.parameters import arguments
-from ling3export.model.sampling import sample
+from ling3export.model.sampling import scoring
+from ling3export.model.sampling.sample import sample
 from ling3export.model.state import StateArray, state_arrays
 
 P = PartitionSpec
@@ -107,7 +107,7 @@ def prefill(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tr
 
 
 def score(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
-    """Prefill that also gives ``logprob [T]`` of ``next_token``, and ``best [T]``: see ``model/scoring.py``."""
+    """Prefill that also gives ``logprob [T]`` of ``next_token``, and ``best [T]``: see ``model/sampling/scoring.py``."""
     x, state, out = _run_chunks(model, state, fields)
     logprob, best = scoring.score(model.logits, x, fields["next_token"])
     return state, out | {"logprob": logprob, "best": best}

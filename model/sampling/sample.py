@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ling3export.model.borders import by_row, keep_mask, numbers, to_lines
 from ling3export.model.geometry import AXIS
+from ling3export.model.sampling.thresholds import by_row, keep_mask, numbers, to_lines
 
 
 def first_best(lines: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:

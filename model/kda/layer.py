@@ -14,12 +14,12 @@ from jax import lax
 
 from ling3export.model.chunks import Chunks
 from ling3export.model.config import Config
-from ling3export.model.delta import ChunkTerms, Inputs, chunk_step, chunk_terms, recurrent_step
 from ling3export.model.geometry import CHUNK, Geometry
+from ling3export.model.kda.conv import convolve
+from ling3export.model.kda.recurrence import ChunkTerms, Inputs, chunk_step, chunk_terms, recurrent_step
+from ling3export.model.kda.tiled import Rows, island_precision, tile_scan
 from ling3export.model.layers import l2_norm, rms_norm, take
-from ling3export.model.slabs import dot_rows_split, dot_split
-from ling3export.model.tiles import Rows, island_precision, tile_scan
-from ling3export.model.window import convolve
+from ling3export.model.products import dot_rows_split, dot_split
 
 FACTORED_BOUND = -80.0 / CHUNK  # per-token decay above which exp(-G) over a chunk stays finite in fp32
 

@@ -15,13 +15,13 @@ from jax import lax
 from ling3export.model.chunks import Chunks
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
-from ling3export.model.kda import KimiDeltaAttention
+from ling3export.model.kda.layer import KimiDeltaAttention
 from ling3export.model.layers import fill_rows, rms_norm, take
-from ling3export.model.mla import GatedMLA
+from ling3export.model.mla.layer import GatedMLA
+from ling3export.model.mla.pages import OwnRows, PageList
 from ling3export.model.moe import MixtureOfExperts
-from ling3export.model.pages import OwnRows, PageList
 from ling3export.model.parameters import arguments
-from ling3export.model.slabs import dot_table, gated_mlp
+from ling3export.model.products import dot_table, gated_mlp
 
 State = dict[str, jax.Array]
 Index = int | jax.Array

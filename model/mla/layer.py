@@ -14,7 +14,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from ling3export.model.attend import (
+from ling3export.model.chunks import Chunks
+from ling3export.model.config import Config
+from ling3export.model.geometry import AXIS, CHUNK, Geometry
+from ling3export.model.layers import dot, dot_heads, rms_norm, rope, take
+from ling3export.model.mla.paged import (
     MASKED,
     Partial,
     attend_list,
@@ -24,12 +28,8 @@ from ling3export.model.attend import (
     merge_devices,
     softmax_part,
 )
-from ling3export.model.chunks import Chunks
-from ling3export.model.config import Config
-from ling3export.model.geometry import AXIS, CHUNK, Geometry
-from ling3export.model.layers import dot, dot_heads, rms_norm, rope, take
-from ling3export.model.pages import OwnRows, PageList, local_pages
-from ling3export.model.slabs import dot_heads_split, dot_rows_split, dot_split
+from ling3export.model.mla.pages import OwnRows, PageList, local_pages
+from ling3export.model.products import dot_heads_split, dot_rows_split, dot_split
 
 LATENT_NORM_EPS = 1e-6  # of the query's and the key-value latent's norm, whatever rms_norm_eps says
 QUERY_BLOCK = 512  # token slots whose scores against the whole call are held at once

@@ -12,7 +12,7 @@ from jax import lax
 
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.layers import precision
-from ling3export.model.pages import TILE, PageList, local_pages
+from ling3export.model.mla.pages import TILE, PageList, local_pages
 
 MASKED = -1e30  # finite, so that a row which sees nothing yet gives weights of zero and not NaN
 
