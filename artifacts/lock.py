@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ling3export.artifacts.disk import writing
+from ling3export.artifacts.files import writing
 from ling3export.errors import ArtifactError
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.disk import inside, sync_folder, writing
+from ling3export.artifacts.files import inside, sync_folder, writing
 from ling3export.errors import ArtifactError, listed
 
 # Version history (artifacts/FORMAT.md tells what a reader must do):

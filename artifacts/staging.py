@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.disk import DISK_FULL, sync_folder, sync_tree, write_error
+from ling3export.artifacts.files import DISK_FULL, sync_folder, sync_tree, write_error
 from ling3export.artifacts.lock import folder_lock
 from ling3export.artifacts.manifest import MANIFEST, read_manifest
 from ling3export.errors import ArtifactError

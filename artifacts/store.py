@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ling3export.artifacts.disk import inside
-from ling3export.artifacts.layout import DTYPES, TensorSpec, header
-from ling3export.artifacts.writer import StoreWriter
+from ling3export.artifacts.files import inside
+from ling3export.artifacts.store_layout import DTYPES, TensorSpec, header
+from ling3export.artifacts.store_writer import StoreWriter
 from ling3export.errors import ArtifactError
 
 __all__ = ["Store", "StoreWriter", "TensorSpec"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import ling3export
-from ling3export.artifacts.disk import writing
+from ling3export.artifacts.files import writing
 from ling3export.artifacts.manifest import file_record, sha256_of, write_manifest
 from ling3export.artifacts.staging import staged
 from ling3export.cache_cells import Cells, opened, summary

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.disk import sync_folder, writing
+from ling3export.artifacts.files import sync_folder, writing
 from ling3export.artifacts.manifest import sha256_of
 from ling3export.cache_use import LEASES, LOCK, SHARED, CacheUse, locked
 from ling3export.errors import ArtifactError

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.disk import try_writing, writing
+from ling3export.artifacts.files import try_writing, writing
 from ling3export.artifacts.manifest import sha256_of
 from ling3export.cache import KINDS, Cache, Entry, Say, entries
 from ling3export.cache_explain import explain

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ling3export.artifacts.disk import writing
+from ling3export.artifacts.files import writing
 from ling3export.cache import DIGEST, KINDS, read_entry
 from ling3export.cache_use import EXCLUSIVE, LOCK, locked, oldest_build
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.disk import sync_folder, sync_tree, try_writing, writing
+from ling3export.artifacts.files import sync_folder, sync_tree, try_writing, writing
 from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manifest
 from ling3export.artifacts.staging import adding
 from ling3export.build import Reporter, receipts, target_record

@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 
-from ling3export.artifacts.disk import sync_folder, writing
+from ling3export.artifacts.files import sync_folder, writing
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.errors import ArtifactError
 from ling3export.operations import KINDS

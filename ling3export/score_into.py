@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.disk import writing
+from ling3export.artifacts.files import writing
 from ling3export.artifacts.manifest import read_checked
 from ling3export.compiling import Compilers, Done
 from ling3export.errors import PlanError, listed

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ling3export.artifacts.disk import write_error
+from ling3export.artifacts.files import write_error
 from ling3export.artifacts.staging import staged
 from ling3export.errors import CheckpointError, ConfigError
 from ling3export.layout import TensorInfo, expected_tensors, mtp_tensors

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from ling3export.artifacts.disk import writing
+from ling3export.artifacts.files import writing
 from ling3export.errors import CheckpointError
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK

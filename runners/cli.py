@@ -156,7 +156,7 @@ def _check_output(path: Path, force: bool) -> None:
             f"--logits `{path}`: expected logits of an earlier run, found another kind of file",
             "--force replaces only .npz files: choose another name",
         )
-    from ling3export.artifacts.disk import try_writing, writing
+    from ling3export.artifacts.files import try_writing, writing
 
     with writing(path):
         try_writing(path.parent)
@@ -166,7 +166,7 @@ def _write_logits(path: Path, completions: list[Completion], *, numbered: bool) 
     """Writes ``tokens`` and ``logits``, or ``tokens.I`` and ``logits.I``; the file appears whole, by rename."""
     import numpy as np
 
-    from ling3export.artifacts.disk import writing
+    from ling3export.artifacts.files import writing
 
     arrays = {}
     for number, completion in enumerate(completions):

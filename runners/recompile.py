@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ling3export.artifacts.disk import writing
+from ling3export.artifacts.files import writing
 from ling3export.artifacts.manifest import canonical, file_record, read_checked, sha256_of
 from ling3export.errors import ArtifactError
 from ling3export.runners.verdict import Verdict

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import safetensors
 
-from ling3export.artifacts import writer as writer_module
+from ling3export.artifacts import store_writer as writer_module
 from ling3export.artifacts.store import Store, StoreWriter, TensorSpec
 from ling3export.errors import ArtifactError
 

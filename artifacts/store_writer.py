@@ -10,8 +10,8 @@ from types import TracebackType
 
 import numpy as np
 
-from ling3export.artifacts.disk import inside, sync_folder, write_error, writing
-from ling3export.artifacts.layout import DTYPES, TensorSpec, arranged, header
+from ling3export.artifacts.files import inside, sync_folder, write_error, writing
+from ling3export.artifacts.store_layout import DTYPES, TensorSpec, arranged, header
 from ling3export.errors import ArtifactError, listed
 
 BLOCK = 1 << 20  # bytes hashed and written at a time: the second reads what the first left in the core's cache
