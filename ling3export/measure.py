@@ -19,7 +19,7 @@ from ling3export.errors import ArtifactError, Ling3Error
 from ling3export.peers import HOST, TIMEOUT, free_port
 from ling3export.prober import Found, Prober
 from ling3export.processes import command, ending, environment
-from ling3export.runners.hosts import Hosts
+from ling3export.runners.hosts.hosts import Hosts
 from ling3export.score_receipts import score_receipt
 
 # Relative L2 of the logits at a position (MODEL.md section 5). fp32: every position. bf16: the median over positions,

@@ -12,10 +12,10 @@ import click
 from ling3export.errors import RequestError
 from ling3export.runners.commands import Group, Once
 from ling3export.runners.eval_cli import evaluate
-from ling3export.runners.hosts import host_options, leading
+from ling3export.runners.hosts.hosts import host_options, leading
+from ling3export.runners.hosts.rendezvous import announced
 from ling3export.runners.loading_options import check_option, programs_option
 from ling3export.runners.prompts import Prompt, line_names, parse_ids, read_prompts
-from ling3export.runners.rendezvous import announced
 from ling3export.runners.request import Completion
 from ling3export.runners.sampling_options import sampling_option
 from ling3export.runners.serve_cli import serve

@@ -11,7 +11,7 @@ from ling3export.runners.loader import Loaded
 from ling3export.runners.request import Limits
 from ling3export.runners.scheduler import Scheduler
 from ling3export.runners.sequence import Sequence
-from ling3export.runners.tokenizer import TokenizerFiles
+from ling3export.runners.text.tokenizer import TokenizerFiles
 from ling3export.runners.turns import Arrival, Turns
 
 

@@ -9,13 +9,13 @@ from types import TracebackType
 from typing import Any
 
 from ling3export.errors import RequestError
-from ling3export.runners.chat import Message
-from ling3export.runners.hosts import Hosts, agreed
+from ling3export.runners.hosts.hosts import Hosts, agreed
 from ling3export.runners.loader import load, say
 from ling3export.runners.request import Completion, Limits, Request, Sampling, token_ids
 from ling3export.runners.score import Score, Text, check_cells, pair_ids, score_request, scored
+from ling3export.runners.text.chat import Message
+from ling3export.runners.text.tokenizer import TokenizerFiles
 from ling3export.runners.ticket import EngineStopped, Piece, Ticket
-from ling3export.runners.tokenizer import TokenizerFiles
 
 Prompt = str | Many[int] | Many[Message]
 

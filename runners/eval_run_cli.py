@@ -12,9 +12,9 @@ import click
 
 from ling3export.runners.eval_config import RunConfig
 from ling3export.runners.guard import INVALID, NOT_DETERMINISTIC
-from ling3export.runners.hosts import HOST_NAMES, Hosts, host_options, leading
+from ling3export.runners.hosts.hosts import HOST_NAMES, Hosts, host_options, leading
+from ling3export.runners.hosts.rendezvous import announced
 from ling3export.runners.loading_options import programs_option
-from ling3export.runners.rendezvous import announced
 from ling3export.runners.sampling_options import sampling_option
 
 if TYPE_CHECKING:

@@ -24,10 +24,10 @@ from ling3export.runners.verdict import CHECKS
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from ling3export.runners.channel import Channel
     from ling3export.runners.device import Device
     from ling3export.runners.events import CompileCounter
-    from ling3export.runners.hosts import Hosts
+    from ling3export.runners.hosts.channel import Channel
+    from ling3export.runners.hosts.hosts import Hosts
     from ling3export.runners.programs import ProgramFiles
     from ling3export.runners.recompile import Compiled
     from ling3export.runners.verdict import Verdict
@@ -121,7 +121,7 @@ def _meet(
     hosts: "Hosts", agreed: dict[str, Any], manifest: dict[str, Any], timings: Timings, report: Callable[[str], None]
 ) -> "Channel":
     """Waits for the other hosts."""
-    from ling3export.runners.channel import Channel
+    from ling3export.runners.hosts.channel import Channel
 
     report(f"host {hosts.number} of {hosts.count}: waiting for the others for at most {hosts.start_timeout:g} s")
     with timings.stage("hosts"):

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ling3export.runners.allocator import Lease
-    from ling3export.runners.tokenizer import TextStream
+    from ling3export.runners.text.tokenizer import TextStream
 
 
 class CallNote(NamedTuple):

@@ -10,7 +10,7 @@ from ling3export.runners.loop import Loop
 from ling3export.runners.request import Limits, Request
 from ling3export.runners.scheduler import Scheduler
 from ling3export.runners.sequence import Sequence
-from ling3export.runners.tokenizer import TextStream
+from ling3export.runners.text.tokenizer import TextStream
 from ling3export.runners.turns import Turns
 
 SLOTS, PAGES, PAGE, CHUNK, CONTEXT = 4, 24, 4, 4, 64

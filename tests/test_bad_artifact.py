@@ -107,7 +107,7 @@ def test_the_runner_gives_no_damaged_file_to_anything(copy, monkeypatch):
 
 def load_all(folder: Path) -> None:
     """Loads what a run loads: tokenizer files first, since the engine reads them behind the programs."""
-    from ling3export.runners.tokenizer import TokenizerFiles
+    from ling3export.runners.text.tokenizer import TokenizerFiles
 
     tokenizer = TokenizerFiles(folder, read_manifest(folder))
     tokenizer.eos_token_ids()

@@ -19,7 +19,7 @@ from ling3export.errors import ArtifactError, Ling3Error, PlanError, RequestErro
 from ling3export.model.config import Config
 from ling3export.runners.engine import Engine
 from ling3export.runners.follow import decode, encode
-from ling3export.runners.hosts import Hosts, find_hosts
+from ling3export.runners.hosts.hosts import Hosts, find_hosts
 from ling3export.runners.request import Request, Sampling
 from ling3export.runners.targets import check_hosts, choose_target
 from ling3export.runners.turns import Arrival, Commands
@@ -154,7 +154,7 @@ def test_a_host_that_is_half_known_is_refused(given, text):
 def test_a_launcher_is_asked():
     variables = {"SLURM_JOB_ID": "70000", "SLURM_STEP_NODELIST": "node[1-4]", "SLURM_NTASKS": "4", "SLURM_PROCID": "3",
                  "SLURM_LOCALID": "0", "SLURM_STEP_NUM_NODES": "4"}  # fmt: skip
-    code = "from ling3export.runners.hosts import find_hosts; print(find_hosts('auto', None, None))"
+    code = "from ling3export.runners.hosts.hosts import find_hosts; print(find_hosts('auto', None, None))"
     done = run(sys.executable, "-c", code, environment=environment(variables))
     assert done.stdout.startswith("Hosts(coordinator='node1:") and "count=4, number=3" in done.stdout
 

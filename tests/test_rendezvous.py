@@ -14,15 +14,15 @@ import pytest
 from fake_backend import VOCAB, FakeBackend
 from ling3export.errors import Ling3Error
 from ling3export.peers import free_port
-from ling3export.runners import channel as channels
-from ling3export.runners import rendezvous
 from ling3export.runners.allocator import Allocator
 from ling3export.runners.calls import Shapes
-from ling3export.runners.channel import END, TURN, Channel
 from ling3export.runners.eval_objects import RankDivergence, tokens_digest
 from ling3export.runners.follow import SharedTurns
-from ling3export.runners.hosts import Hosts, agreed
-from ling3export.runners.rendezvous import HostsError, announced, meet
+from ling3export.runners.hosts import channel as channels
+from ling3export.runners.hosts import rendezvous
+from ling3export.runners.hosts.channel import END, TURN, Channel
+from ling3export.runners.hosts.hosts import Hosts, agreed
+from ling3export.runners.hosts.rendezvous import HostsError, announced, meet
 from ling3export.runners.request import Request
 from ling3export.runners.scheduler import Scheduler
 from ling3export.runners.sequence import Sequence

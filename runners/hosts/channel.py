@@ -17,9 +17,9 @@ from typing import Any
 
 from ling3export.errors import Ling3Error
 from ling3export.runners import guard
-from ling3export.runners.coordination import Service, join, leave
-from ling3export.runners.hosts import Hosts
-from ling3export.runners.rendezvous import FAILED, meet, receive, refuse, send, welcome
+from ling3export.runners.hosts.hosts import Hosts
+from ling3export.runners.hosts.rendezvous import FAILED, meet, receive, refuse, send, welcome
+from ling3export.runners.hosts.service import Service, join, leave
 
 BEAT = 5.0  # seconds between two signs of life
 SILENCE = 30.0  # seconds without one

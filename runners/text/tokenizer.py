@@ -7,7 +7,7 @@ from typing import Any
 
 from ling3export.artifacts.manifest import read_checked
 from ling3export.errors import ArtifactError, RequestError
-from ling3export.runners import chat
+from ling3export.runners.text import chat
 
 FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"

@@ -34,7 +34,7 @@ class Service:
     def __init__(self, host: str, port: int, count: int, grace: int = GRACE) -> None:
         bind = _joined(host, port) if is_loopback(host) else f"[::]:{port}"
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ling3export.runners.coordination", bind, str(count), str(grace)],
+            [sys.executable, "-P", "-m", "ling3export.runners.hosts.service", bind, str(count), str(grace)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             start_new_session=True,  # no Ctrl-C for it
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},

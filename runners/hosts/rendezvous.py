@@ -17,8 +17,8 @@ from typing import Any
 import click
 
 from ling3export.errors import Ling3Error
-from ling3export.runners.coordination import is_loopback
-from ling3export.runners.hosts import Hosts
+from ling3export.runners.hosts.hosts import Hosts
+from ling3export.runners.hosts.service import is_loopback
 
 HEAD = struct.Struct("!cI")
 LARGEST = 1 << 30

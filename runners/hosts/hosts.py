@@ -140,7 +140,7 @@ def _number(name: str, environment: Mapping[str, str]) -> int | None:
 
 
 def _detected(num_hosts: int | None, host_id: int | None, start_timeout: float) -> Hosts | None:
-    from ling3export.runners.coordination import launched
+    from ling3export.runners.hosts.service import launched
 
     coordinator, count, number = launched(num_hosts, host_id, start_timeout)
     if coordinator is None or count is None or number is None:
