@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ling3export.runners.device import Device
+from ling3export.runners.load.model_runner import Device
 
 
 class Driver:

@@ -31,7 +31,7 @@ def main() -> None:
     prompt, tokens = int(sys.argv[3]), int(sys.argv[4])
     counts = [int(count) for count in sys.argv[5].split(",")]
     if arm == "naive":
-        from ling3export.runners.loader import load
+        from ling3export.runners.load.loader import load
 
         loaded = load(folder, report=lambda text: None)
         from bench.drive import Driver

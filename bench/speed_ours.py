@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ling3export.runners.loader import load
+from ling3export.runners.load.loader import load
 
 PREFILLS, STEPS, DISPATCHES = 5, 16, 50
 

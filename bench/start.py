@@ -43,7 +43,7 @@ def finish(seconds: dict[str, float], device: Any, record: dict[str, Any]) -> di
 
 def aot(artifact: Path) -> dict[str, Any]:
     """The artifact through the runner's loader."""
-    from ling3export.runners.loader import load
+    from ling3export.runners.load.loader import load
 
     loaded = load(artifact, report=lambda text: None)
     result = finish(dict(loaded.timings.seconds), loaded.device, loaded.record)
@@ -53,12 +53,12 @@ def aot(artifact: Path) -> dict[str, Any]:
 def programs(artifact: Path) -> dict[str, Any]:
     """Manifest, digests, verdicts and loading of every program; nothing runs beside it."""
     from ling3export.artifacts.manifest import read_manifest
-    from ling3export.runners.targets import prepare
+    from ling3export.runners.load.targets import prepare
 
     prepare(next(iter(read_manifest(artifact)["targets"].values())))
     import jax
 
-    from ling3export.runners import programs as work
+    from ling3export.runners.load import programs as work
 
     jax.devices()
     clock, before = Clock(), processor()
@@ -82,7 +82,7 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
     """The same steps from the model's sources."""
     clock = Clock()
     from ling3export.artifacts.manifest import read_manifest
-    from ling3export.runners.targets import prepare
+    from ling3export.runners.load.targets import prepare
 
     manifest = read_manifest(artifact)
     record = next(iter(manifest["targets"].values()))
@@ -94,10 +94,10 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
     from ling3export.model.config import Config
     from ling3export.model.geometry import Geometry
     from ling3export.model.program import build_step
-    from ling3export.runners.device import Device, fresh_state
-    from ling3export.runners.events import compile_events
-    from ling3export.runners.programs import mesh_of
-    from ling3export.runners.weights import Weights
+    from ling3export.runners.load.compile_events import compile_events
+    from ling3export.runners.load.model_runner import Device, fresh_state
+    from ling3export.runners.load.programs import mesh_of
+    from ling3export.runners.load.weights import Weights
 
     clock.lap("imports")
     jax.devices()

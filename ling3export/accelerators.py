@@ -24,7 +24,7 @@ from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.program import build_step
 from ling3export.pools import readable
-from ling3export.runners import pjrt
+from ling3export.runners.load import pjrt
 from ling3export.targets import Target
 from ling3export.workload import Workload
 

@@ -13,7 +13,7 @@ from ling3export.artifacts.manifest import sha256_of
 from ling3export.model.config import Config
 from ling3export.model.state import state_arrays
 from ling3export.plan import Cell, Plan
-from ling3export.runners import environment
+from ling3export.runners.load import environment
 from ling3export.targets import Target
 from ling3export.toolchain import CUDA_PACKAGES
 

@@ -18,7 +18,7 @@ from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.program import Step, build_step
-from ling3export.runners import pjrt
+from ling3export.runners.load import pjrt
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "collective_permute", "reduce_scatter")
 # Source locations would put this checkout's path into every program and every key.

@@ -47,7 +47,7 @@ def measure_target(artifact: Path, name: str, manifest: dict[str, Any], hosts: H
     """
     from safetensors.numpy import load
 
-    from ling3export.runners.loader import load as load_artifact
+    from ling3export.runners.load.loader import load as load_artifact
 
     loaded = load_artifact(
         artifact, target=name, check="programs", report=lambda _: None, manifest=manifest, hosts=hosts

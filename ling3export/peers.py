@@ -11,8 +11,8 @@ import subprocess
 import sys
 
 from ling3export.processes import command, environment
-from ling3export.runners.environment import prepare_cpu
 from ling3export.runners.hosts.service import Service, join
+from ling3export.runners.load.environment import prepare_cpu
 from ling3export.targets import Target
 
 HOST = "127.0.0.1"

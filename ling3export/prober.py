@@ -9,7 +9,7 @@ from ling3export.errors import ArtifactError
 from ling3export.score_receipts import Scored
 
 if TYPE_CHECKING:
-    from ling3export.runners.device import Device
+    from ling3export.runners.load.model_runner import Device
 
 Found = dict[tuple[int, int], np.ndarray]  # (sequence, position) → logits [V]
 

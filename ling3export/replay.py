@@ -24,7 +24,7 @@ from ling3export.model.config import Config
 from ling3export.plan import Options, Plan, make_plans
 from ling3export.pools import readable
 from ling3export.recorded import config_fields, config_of, plan_of
-from ling3export.runners.targets import choose_target
+from ling3export.runners.load.targets import choose_target
 from ling3export.toolchain import check_toolchain
 
 

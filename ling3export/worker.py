@@ -19,7 +19,7 @@ from ling3export.artifacts.files import writing
 from ling3export.cache_programs import Programs
 from ling3export.errors import Ling3Error
 from ling3export.peers import become_first
-from ling3export.runners.environment import prepare_cpu
+from ling3export.runners.load.environment import prepare_cpu
 from ling3export.targets import Target
 from ling3export.toolchain import compiler_environment
 
@@ -58,7 +58,7 @@ def run_cell(job: dict[str, Any], phase: str, padding: int) -> dict[str, Any]:
     from ling3export.lower import lower_cell
     from ling3export.model.config import Config
     from ling3export.model.geometry import Geometry
-    from ling3export.runners.events import compile_events
+    from ling3export.runners.load.compile_events import compile_events
 
     events, programs = compile_events(), Programs(job["cache"])
     config = Config.from_dict(job["config"], ignore=job["ignore"])

@@ -7,7 +7,7 @@ from ling3export.runners.allocator import Allocator
 from ling3export.runners.calls import Shapes
 from ling3export.runners.counters import Counters
 from ling3export.runners.follow import SharedTurns
-from ling3export.runners.loader import Loaded
+from ling3export.runners.load.loader import Loaded
 from ling3export.runners.request import Limits
 from ling3export.runners.scheduler import Scheduler
 from ling3export.runners.sequence import Sequence

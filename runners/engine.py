@@ -10,7 +10,7 @@ from typing import Any
 
 from ling3export.errors import RequestError
 from ling3export.runners.hosts.hosts import Hosts, agreed
-from ling3export.runners.loader import load, say
+from ling3export.runners.load.loader import load, say
 from ling3export.runners.request import Completion, Limits, Request, Sampling, token_ids
 from ling3export.runners.score import Score, Text, check_cells, pair_ids, score_request, scored
 from ling3export.runners.text.chat import Message

@@ -15,7 +15,7 @@ from ling3export.runners.eval_objects import RankDivergence
 from ling3export.runners.eval_ranks import HINT, check_digests
 from ling3export.runners.hosts.channel import DIVERGED, END, TURN, Channel
 from ling3export.runners.hosts.hosts import Hosts, agreed
-from ling3export.runners.loader import load, say
+from ling3export.runners.load.loader import load, say
 from ling3export.runners.request import Request, Sampling
 from ling3export.runners.scheduler import Scheduler
 from ling3export.runners.sequence import Sequence

@@ -2,7 +2,7 @@
 
 import click
 
-from ling3export.runners.verdict import CHECKS, POLICIES
+from ling3export.runners.load.verdict import CHECKS, POLICIES
 
 programs_option = click.option(
     "--programs",

@@ -4,7 +4,7 @@ import os
 import tempfile
 
 from artifacts_fixture import artifact, tpu_artifact  # noqa: F401  (fixtures)
-from ling3export.runners.environment import prepare_cpu
+from ling3export.runners.load.environment import prepare_cpu
 
 # Never the user's cache; what one test builds may serve another. Removed when the process ends.
 _cache = tempfile.TemporaryDirectory(prefix="ling3-test-cache-")

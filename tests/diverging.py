@@ -5,7 +5,7 @@ import sys
 import numpy as np
 
 from ling3export.runners.cli import main
-from ling3export.runners.device import Device
+from ling3export.runners.load.model_runner import Device
 
 
 def spoil(at: int) -> None:

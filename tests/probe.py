@@ -130,7 +130,7 @@ def serve(artifact: str) -> None:
     """Until stdin ends."""
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    from ling3export.runners.loader import load
+    from ling3export.runners.load.loader import load
 
     loaded = load(artifact)
     while (fields := receive(sys.stdin.buffer)) is not None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 SCRIPT = """
 import gc, json, sys
-from ling3export.runners.environment import prepare_cpu
+from ling3export.runners.load.environment import prepare_cpu
 prepare_cpu(4)
 import jax, ml_dtypes, numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from ling3export.runners.arrays import device_weight, fresh_zeros
-from ling3export.runners.events import compile_events
+from ling3export.runners.load.arrays import device_weight, fresh_zeros
+from ling3export.runners.load.compile_events import compile_events
 
 def anonymous():
     with open("/proc/self/status") as status:

@@ -17,8 +17,8 @@ from ling3export import cli
 from ling3export.artifacts.manifest import read_manifest, sha256_of, write_manifest
 from ling3export.errors import ArtifactError
 from ling3export.runners import cli as runner_cli
-from ling3export.runners import pjrt
-from ling3export.runners.loader import load
+from ling3export.runners.load import pjrt
+from ling3export.runners.load.loader import load
 from ling3export.verify import check_digests
 from refusals import refusal
 

@@ -42,7 +42,7 @@ def test_every_module_that_a_compiling_process_loads_is_in_the_sources():
     digests = sources.digests()
     assert loaded - packages <= digests["model"].keys() | digests["lowering"].keys()
     assert {"model/kda/layer.py", "model/program.py"} <= digests["model"].keys()
-    assert {"lower.py", "estimates.py", "targets.py", "runners/pjrt.py"} <= digests["lowering"].keys()
+    assert {"lower.py", "estimates.py", "targets.py", "runners/load/pjrt.py"} <= digests["lowering"].keys()
     assert not {"build.py", "cli.py", "plan.py", "cache.py"} & digests["lowering"].keys()
 
 

@@ -16,7 +16,7 @@ from ling3export import plan
 from ling3export.build import build
 from ling3export.plan import Options
 from ling3export.runners.engine import Engine
-from ling3export.runners.loader import load
+from ling3export.runners.load.loader import load
 from ling3export.runners.request import Request, Sampling
 
 NAME = "micro-tp4"

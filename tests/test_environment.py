@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from ling3export.errors import Ling3Error
-from ling3export.runners import environment
+from ling3export.runners.load import environment
 
 SHOW = """
 import json, os, sys
@@ -19,7 +19,7 @@ print(json.dumps([os.environ[name] for name in names] + ["jax" in sys.modules]))
 
 def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "NPROC", "OPENBLAS_"))}
-    code = "from ling3export.runners.environment import prepare_cpu\n" + code
+    code = "from ling3export.runners.load.environment import prepare_cpu\n" + code
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=kept | variables)
 
 

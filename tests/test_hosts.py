@@ -20,8 +20,8 @@ from ling3export.model.config import Config
 from ling3export.runners.engine import Engine
 from ling3export.runners.follow import decode, encode
 from ling3export.runners.hosts.hosts import Hosts, find_hosts
+from ling3export.runners.load.targets import check_hosts, choose_target
 from ling3export.runners.request import Request, Sampling
-from ling3export.runners.targets import check_hosts, choose_target
 from ling3export.runners.turns import Arrival, Commands
 from ling3export.targets import Target, parse_target
 from tiny import tiny_fields

@@ -46,7 +46,7 @@ WITHOUT_JAX = [
     "ling3export.reference",
     "ling3export.report",
     "ling3export.runners.cli",
-    "ling3export.runners.environment",
+    "ling3export.runners.load.environment",
     "ling3export.runners.eval_cli",
     "ling3export.runners.eval_run",
     "ling3export.runners.hosts.channel",
@@ -104,7 +104,7 @@ def test_imports_stay_within_the_table_of_layers(module):
 
 def test_two_files_alone_use_private_jax():
     private = {name for name, path in modules().items() if any(i.startswith("jax._src") for i in imported(path))}
-    assert private <= {"ling3export.runners.pjrt", "ling3export.runners.hosts.service"}
+    assert private <= {"ling3export.runners.load.pjrt", "ling3export.runners.hosts.service"}
 
 
 def test_runner_loads_none_of_the_build_side():

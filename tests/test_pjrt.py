@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 import toy_program
 from ling3export.errors import ArtifactError
-from ling3export.runners import environment, pjrt
+from ling3export.runners.load import environment, pjrt
 
 TOY = Path(toy_program.__file__)
 # A process of its own: no settings of this one's jax, and the packages of this checkout.
@@ -227,10 +227,10 @@ def test_a_program_that_needs_this_process_is_refused():
 
 SOLVE = """
 import json, sys
-from ling3export.runners.environment import prepare_cpu
+from ling3export.runners.load.environment import prepare_cpu
 prepare_cpu(1)
 import numpy as np
-from ling3export.runners import pjrt
+from ling3export.runners.load import pjrt
 with open(sys.argv[1] + "/solve.exec", "rb") as raw, open(sys.argv[1] + "/solve.json") as text:
     raw, record = raw.read(), json.load(text)
 matrix = np.tril(np.ones((9, 9), np.float32))
@@ -253,7 +253,7 @@ def test_lapack_works_in_a_process_that_traced_nothing(tmp_path):
 PEER = """
 import json, sys
 from pathlib import Path
-from ling3export.runners.environment import prepare_cpu
+from ling3export.runners.load.environment import prepare_cpu
 prepare_cpu(2)
 import jax, numpy as np
 mode, rank, port, tests, folder = sys.argv[1:]
@@ -261,7 +261,7 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(rank))
 sys.path.insert(0, tests)
 import toy_program
-from ling3export.runners import pjrt
+from ling3export.runners.load import pjrt
 mesh, folder, shown = toy_program.mesh_of(4), Path(folder), {}
 if mode == "save":
     with pjrt.no_compilation_cache():

@@ -5,9 +5,9 @@ import os
 import pytest
 
 from ling3export.errors import ArtifactError
-from ling3export.runners import targets
-from ling3export.runners.targets import choose_target, platforms_here
-from ling3export.runners.verdict import Machine, Status, enforce, judge
+from ling3export.runners.load import targets
+from ling3export.runners.load.targets import choose_target, platforms_here
+from ling3export.runners.load.verdict import Machine, Status, enforce, judge
 
 
 def target(platform="cpu", devices=2, processes=1, tiers=("stablehlo", "exec")):

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ling3export.runners.environment import prepare_cpu
+from ling3export.runners.load.environment import prepare_cpu
 
 DEVICES = int(sys.argv[3]) if __name__ == "__main__" else 1
 if __name__ == "__main__":
@@ -22,8 +22,8 @@ import numpy as np  # noqa: E402
 from jax import export, lax  # noqa: E402
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
-from ling3export.runners import pjrt  # noqa: E402
-from ling3export.runners.arrays import device_weight, fresh_zeros  # noqa: E402
+from ling3export.runners.load import pjrt  # noqa: E402
+from ling3export.runners.load.arrays import device_weight, fresh_zeros  # noqa: E402
 
 P = PartitionSpec
 WIDTH, ROWS = 64, 8

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.manifest import read_checked
 from ling3export.errors import ArtifactError
-from ling3export.runners.verdict import Machine, Status, Verdict, enforce, judge
+from ling3export.runners.load.verdict import Machine, Status, Verdict, enforce, judge
 
 if TYPE_CHECKING:
     import jax
@@ -64,7 +64,7 @@ def machine_here() -> Machine:
     """What jax finds here. Starts its backend."""
     import jax
 
-    from ling3export.runners.targets import NAMES
+    from ling3export.runners.load.targets import NAMES
 
     devices = jax.devices()
     platform = devices[0].platform
@@ -73,7 +73,7 @@ def machine_here() -> Machine:
 
 def verdicts_here(target: dict[str, Any]) -> dict[str, Verdict]:
     """The verdict of every cell of a target on this machine. Starts jax's backend, deserializes nothing."""
-    from ling3export.runners.pjrt import executable_fits
+    from ling3export.runners.load.pjrt import executable_fits
 
     return judge(target, machine_here(), executable_fits)
 
@@ -107,7 +107,7 @@ def load_programs(
     Raises:
         ArtifactError: A file is missing or damaged, or a call record contradicts its cell; nothing was deserialized.
     """
-    from ling3export.runners.pjrt import load_executable
+    from ling3export.runners.load.pjrt import load_executable
 
     files.check()
     parts = {

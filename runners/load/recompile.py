@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ling3export.artifacts.files import writing
 from ling3export.artifacts.manifest import canonical, file_record, read_checked, sha256_of
 from ling3export.errors import ArtifactError
-from ling3export.runners.verdict import Verdict
+from ling3export.runners.load.verdict import Verdict
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -66,7 +66,7 @@ def _compile_all(
     folder: Path, missing: list[tuple[Verdict, str]], portable: Callable[[str], bytes], mesh: "Mesh",
     say: Callable[[str], None],
 ) -> dict[str, Compiled]:  # fmt: skip
-    from ling3export.runners.pjrt import no_compilation_cache
+    from ling3export.runners.load.pjrt import no_compilation_cache
 
     blobs = {verdict.cell: portable(verdict.cell) for verdict, _ in missing}  # every digest before any compiling
 
@@ -85,7 +85,7 @@ def _compile(cell: str, blob: bytes, mesh: "Mesh") -> Compiled:
     import jax
     from jax import export
 
-    from ling3export.runners.pjrt import call_record, executable_bytes
+    from ling3export.runners.load.pjrt import call_record, executable_bytes
 
     try:
         exported = export.deserialize(bytearray(blob))
@@ -107,7 +107,7 @@ def _compile(cell: str, blob: bytes, mesh: "Mesh") -> Compiled:
 
 def cache_key(stablehlo: str, mesh: "Mesh") -> str:
     """Digest of what an executable depends on: the program, the toolchain, the processor, flags and devices."""
-    from ling3export.runners.pjrt import toolchain
+    from ling3export.runners.load.pjrt import toolchain
 
     devices = list(mesh.devices.flat)
     return sha256_of(
@@ -124,7 +124,7 @@ def cache_key(stablehlo: str, mesh: "Mesh") -> str:
 
 
 def _lookup(folder: Path, key: str, say: Callable[[str], None]) -> Compiled | None:
-    from ling3export.runners.pjrt import executable_fits
+    from ling3export.runners.load.pjrt import executable_fits
 
     path = folder / f"{key}.json"
     if not path.exists():

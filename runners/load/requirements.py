@@ -10,7 +10,7 @@ import jax
 import jaxlib
 
 from ling3export.errors import listed
-from ling3export.runners import environment
+from ling3export.runners.load import environment
 
 # The packages that hold a platform's compiler, where that is not jaxlib itself.
 PLUGINS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}

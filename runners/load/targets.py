@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.errors import ArtifactError, Ling3Error, listed
-from ling3export.runners.environment import prepare_cpu
+from ling3export.runners.load.environment import prepare_cpu
 
 Target = dict[str, Any]  # a manifest's record of one target
 

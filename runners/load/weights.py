@@ -79,7 +79,7 @@ class Weights:
         """Every parameter on the devices, by argument. On CPU they are the mapped file: nothing is read."""
         from jax.sharding import NamedSharding, PartitionSpec
 
-        from ling3export.runners.arrays import device_weight
+        from ling3export.runners.load.arrays import device_weight
 
         out = {}
         for row in self._parameters:

@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.errors import ArtifactError
 from ling3export.runners.counters import Timings
-from ling3export.runners.targets import check_hosts, choose_target, platforms_here, prepare
-from ling3export.runners.verdict import CHECKS
+from ling3export.runners.load.targets import check_hosts, choose_target, platforms_here, prepare
+from ling3export.runners.load.verdict import CHECKS
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from ling3export.runners.device import Device
-    from ling3export.runners.events import CompileCounter
     from ling3export.runners.hosts.channel import Channel
     from ling3export.runners.hosts.hosts import Hosts
-    from ling3export.runners.programs import ProgramFiles
-    from ling3export.runners.recompile import Compiled
-    from ling3export.runners.verdict import Verdict
-    from ling3export.runners.weights import Weights
+    from ling3export.runners.load.compile_events import CompileCounter
+    from ling3export.runners.load.model_runner import Device
+    from ling3export.runners.load.programs import ProgramFiles
+    from ling3export.runners.load.recompile import Compiled
+    from ling3export.runners.load.verdict import Verdict
+    from ling3export.runners.load.weights import Weights
 
 
 def say(text: str) -> None:
@@ -152,8 +152,8 @@ class _Job:
 
 def _load(job: _Job) -> Loaded:
     with job.timings.stage("imports"), uncollected():
-        from ling3export.runners.programs import ProgramFiles  # numpy comes with what is imported from here on
-        from ling3export.runners.weights import Weights
+        from ling3export.runners.load.programs import ProgramFiles  # numpy comes with what is imported from here on
+        from ling3export.runners.load.weights import Weights
 
         files = ProgramFiles(job.folder, job.record, job.pool)
         host = 0 if job.channel is None else job.channel.hosts.number
@@ -161,7 +161,8 @@ def _load(job: _Job) -> Loaded:
         checked = _start_check(job, weights)
         import jax
 
-        from ling3export.runners import device, pjrt, programs
+        from ling3export.runners.load import model_runner as device
+        from ling3export.runners.load import pjrt, programs
     with job.timings.stage("backend"):
         if job.channel is not None:
             job.channel.join()
@@ -212,11 +213,11 @@ def _start_check(job: _Job, weights: "Weights") -> "Future[None]":
 
 def _verdicts(job: _Job, files: "ProgramFiles", mesh: "Mesh") -> "tuple[dict[str, Verdict], dict[str, Compiled]]":
     """The verdict of every cell, and what had to be compiled for those that need it."""
-    from ling3export.runners import programs
+    from ling3export.runners.load import programs
 
     verdicts, recompile = programs.judged(job.record, job.policy, job.name, job.folder)
     if not recompile:
         return verdicts, {}
-    from ling3export.runners.recompile import compile_here
+    from ling3export.runners.load.recompile import compile_here
 
     return verdicts, compile_here(job.folder, job.record, recompile, files.portable, mesh, job.report)

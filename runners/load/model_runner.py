@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ling3export.runners.arrays import device_weight, fresh_zeros
+from ling3export.runners.load.arrays import device_weight, fresh_zeros
 
 if TYPE_CHECKING:
     Program = Callable[..., list[jax.Array]]

@@ -29,8 +29,8 @@ from jax._src.lib import xla_client
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ling3export.errors import ArtifactError, listed
-from ling3export.runners.events import cache_is_off, compile_events, no_compilation_cache
-from ling3export.runners.requirements import executable_fits, requirements, toolchain
+from ling3export.runners.load.compile_events import cache_is_off, compile_events, no_compilation_cache
+from ling3export.runners.load.requirements import executable_fits, requirements, toolchain
 
 __all__ = [
     "call_record",

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from ling3export.errors import ArtifactError, listed
-from ling3export.runners.targets import on_all
+from ling3export.runners.load.targets import on_all
 
 POLICIES = ("prebuilt-only", "allow-compile")
 CHECKS = ("all", "programs")  # whose digests a loader checks: programs leaves out the weights
