@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ling3export.runners.calls import Shapes
-from ling3export.runners.engine import Engine
-from ling3export.runners.request import Completion, Request
-from ling3export.runners.scheduler import Scheduler
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.inputs import Shapes
+from ling3export.runners.engine.request import Completion, Request
+from ling3export.runners.engine.scheduler import Scheduler
 
 RUNNING, LONG, OUT, HEAD = 8, 4000, 400, 40
 

@@ -47,7 +47,7 @@ def main() -> None:
         vocabulary = loaded.manifest["config"]["vocab_size"]
         found = {c: speed(one_by_one, c, prompt, tokens, vocabulary) for c in counts}
     else:
-        from ling3export.runners.engine import Engine
+        from ling3export.runners.engine.engine import Engine
 
         with Engine(folder, overlap=arm == "engine", report=lambda text: None) as engine:
             vocabulary = engine.manifest["config"]["vocab_size"]

@@ -13,7 +13,7 @@ from typing import Any
 from bench.engine import DEMO
 from bench.inputs import artifact, last_line, run
 from bench.report import machine, show, table
-from ling3export.runners.engine import Engine
+from ling3export.runners.engine.engine import Engine
 
 AT_ONCE = 100
 WAVES = 4

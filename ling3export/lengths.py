@@ -16,7 +16,7 @@ from typing import Any
 
 from ling3export.errors import PlanError
 from ling3export.model.geometry import CHUNK
-from ling3export.runners.calls import Shapes
+from ling3export.runners.engine.inputs import Shapes
 
 LARGEST = 2**40  # of a count: sums stay far inside exact integers
 FIELDS = {"prompt_tokens": None, "output_tokens": None, "count": 1}  # with their defaults; None: required

@@ -14,7 +14,7 @@ import numpy as np
 
 from ling3export.lengths import Length, chunked
 from ling3export.model.geometry import CHUNK
-from ling3export.runners.calls import CALL
+from ling3export.runners.engine.inputs import CALL
 
 SETS = 20_000  # tried at most: seconds
 LARGEST = 8192  # slots; beyond, no search

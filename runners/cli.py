@@ -11,17 +11,17 @@ import click
 
 from ling3export.errors import RequestError
 from ling3export.runners.commands import Group, Once
+from ling3export.runners.engine.request import Completion
 from ling3export.runners.eval_cli import evaluate
 from ling3export.runners.hosts.hosts import host_options, leading
 from ling3export.runners.hosts.rendezvous import announced
 from ling3export.runners.loading_options import check_option, programs_option
 from ling3export.runners.prompts import Prompt, line_names, parse_ids, read_prompts
-from ling3export.runners.request import Completion
 from ling3export.runners.sampling_options import sampling_option
 from ling3export.runners.serve_cli import serve
 
 if TYPE_CHECKING:
-    from ling3export.runners.engine import Engine
+    from ling3export.runners.engine.engine import Engine
 
 
 class _Ids(click.ParamType):
@@ -95,7 +95,7 @@ def generate(
         prompts = _prompts(prompt, prompt_ids, prompt_file)
         if logits is not None:
             _check_output(logits, force)
-    from ling3export.runners.engine import Engine
+    from ling3export.runners.engine.engine import Engine
 
     with Engine(artifact, target=target, programs=programs, check=check, hosts=hosts) as engine:
         completions = engine.generate(

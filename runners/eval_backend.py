@@ -10,9 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from ling3export.runners.engine.request import Completion, Sampling
 from ling3export.runners.eval_tasks import Prompt
 from ling3export.runners.hosts.hosts import Hosts
-from ling3export.runners.request import Completion, Sampling
 
 OVERLAP = False  # the setting of the reference evaluation
 
@@ -76,7 +76,7 @@ class EngineBackend:
         self, artifact: str | Path, *, target: str | None = None, programs: str = "prebuilt-only", check: str = "all",
         hosts: Hosts | None = None,
     ) -> None:  # fmt: skip
-        from ling3export.runners.engine import Engine
+        from ling3export.runners.engine.engine import Engine
 
         self._engine = Engine(artifact, target=target, programs=programs, check=check, overlap=OVERLAP, hosts=hosts)
 

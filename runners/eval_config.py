@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from ling3export.runners.engine.request import Sampling
 from ling3export.runners.eval_objects import EvalError
-from ling3export.runners.request import Sampling
 
 MAX_INFRA = 0.01
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from ling3export.artifacts.manifest import sha256_of
 from ling3export.errors import Ling3Error
+from ling3export.runners.engine.handle import EngineStopped
+from ling3export.runners.engine.request import Completion, Sampling
 from ling3export.runners.eval_answers import choice_letter, extract_answer
 from ling3export.runners.eval_backend import Ask, Backend
 from ling3export.runners.eval_config import RunConfig
@@ -30,8 +32,6 @@ from ling3export.runners.eval_smoke import product_state
 from ling3export.runners.eval_suites import Suite
 from ling3export.runners.eval_summary import Summary
 from ling3export.runners.eval_tasks import Task
-from ling3export.runners.request import Completion, Sampling
-from ling3export.runners.ticket import EngineStopped
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from inspect_ai.model import (
 from inspect_ai.tool import ToolChoice, ToolInfo
 
 from ling3export.errors import RequestError
-from ling3export.runners.engine import Engine, Prompt
-from ling3export.runners.request import Completion, Sampling
+from ling3export.runners.engine.engine import Engine, Prompt
+from ling3export.runners.engine.request import Completion, Sampling
 
 NAME = "ling3"
 MAX_TOKENS = 2000  # of an answer where nothing is said: the reference evaluation's

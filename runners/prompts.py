@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.errors import RequestError
-from ling3export.runners.request import token_ids
+from ling3export.runners.engine.request import token_ids
 from ling3export.runners.text.chat import check_messages
 
 Prompt = str | tuple[int, ...] | list[dict[str, Any]]

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ling3export.runners.request import BOUNDS, Sampling
+from ling3export.runners.engine.request import BOUNDS, Sampling
 
 DEFAULTS = Sampling()
 

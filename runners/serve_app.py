@@ -17,16 +17,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ling3export.runners import serve_schema
+from ling3export.runners.engine.handle import EngineStopped, QueueFull
 from ling3export.runners.serve_answer import Stream, logged, release, stopped, whole
 from ling3export.runners.serve_errors import ApiError
 from ling3export.runners.serve_fields import parse
 from ling3export.runners.serve_metrics import Metrics
 from ling3export.runners.serve_schema import Call
 from ling3export.runners.serve_shapes import Shapes
-from ling3export.runners.ticket import EngineStopped, QueueFull
 
 if TYPE_CHECKING:
-    from ling3export.runners.engine import Engine
+    from ling3export.runners.engine.engine import Engine
 
 HEALTH = "/health"
 LEFT = 499  # nobody reads it; the metrics show it

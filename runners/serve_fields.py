@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ling3export.runners.request import BOUNDS
+from ling3export.runners.engine.request import BOUNDS
 from ling3export.runners.serve_errors import ApiError, malformed
 
 WORDS = {list: "a list", dict: "an object", str: "a text"}

@@ -7,10 +7,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from ling3export.runners.request import Completion
+from ling3export.runners.engine.request import Completion
 
 if TYPE_CHECKING:
-    from ling3export.runners.engine import Engine
+    from ling3export.runners.engine.engine import Engine
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 

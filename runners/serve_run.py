@@ -9,7 +9,7 @@ from pathlib import Path
 import uvicorn
 
 from ling3export.errors import Ling3Error
-from ling3export.runners.engine import Engine
+from ling3export.runners.engine.engine import Engine
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import announced
 from ling3export.runners.load.loader import say

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ling3export.errors import ArtifactError, RequestError
-from ling3export.runners.request import SEEDS, Request, Sampling
+from ling3export.runners.engine.request import SEEDS, Request, Sampling
 from ling3export.runners.serve_errors import ApiError, malformed
 from ling3export.runners.serve_fields import Fields, found
 
 if TYPE_CHECKING:
-    from ling3export.runners.engine import Engine, Prompt
+    from ling3export.runners.engine.engine import Engine, Prompt
 
 MAX_TOKENS = 16  # of /v1/completions where none are asked for, as OpenAI's API has it
 STOPS, STOP_LENGTH = 16, 1000

@@ -5,9 +5,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ling3export.runners.request import Completion
+from ling3export.runners.engine.handle import Piece
+from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve_schema import Call
-from ling3export.runners.ticket import Piece
 
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 

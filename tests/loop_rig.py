@@ -3,15 +3,15 @@
 import threading
 
 from fake_backend import VOCAB, FakeBackend, answer
-from ling3export.runners.allocator import Allocator
-from ling3export.runners.calls import Shapes
-from ling3export.runners.counters import Timings
-from ling3export.runners.loop import Loop
-from ling3export.runners.request import Limits, Request
-from ling3export.runners.scheduler import Scheduler
-from ling3export.runners.sequence import Sequence
+from ling3export.runners.engine.block_manager import Allocator
+from ling3export.runners.engine.counters import Timings
+from ling3export.runners.engine.engine_step import Turns
+from ling3export.runners.engine.inputs import Shapes
+from ling3export.runners.engine.loop import Loop
+from ling3export.runners.engine.request import Limits, Request
+from ling3export.runners.engine.scheduler import Scheduler
+from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.text.tokenizer import TextStream
-from ling3export.runners.turns import Turns
 
 SLOTS, PAGES, PAGE, CHUNK, CONTEXT = 4, 24, 4, 4, 64
 WAIT = 30  # seconds, for what takes milliseconds

@@ -63,7 +63,7 @@ def batches(prefill: list[int], decode: list[int]) -> list[list[list[int]]]:
 
 def generate(artifact: Path, target: dict[str, Any]) -> dict[str, Any]:
     """Generates from every cell, prebuilt; what was generated, and the runner's counters."""
-    from ling3export.runners.engine import Engine
+    from ling3export.runners.engine.engine import Engine
 
     cells = [(cell["phase"], cell["padding"]) for cell in target["cells"].values()]
     prefill, decode = (

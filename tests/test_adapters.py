@@ -22,7 +22,7 @@ import yaml
 from artifacts_fixture import ROOT
 from eval_fakes import FakeBackend, half, numbered
 from ling3export.errors import RequestError
-from ling3export.runners.engine import Engine
+from ling3export.runners.engine.engine import Engine
 from ling3export.runners.eval_config import RunConfig
 from ling3export.runners.eval_demo import demo_records
 from ling3export.runners.eval_export import inspect_log

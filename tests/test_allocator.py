@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from ling3export.errors import ArtifactError
-from ling3export.runners.allocator import PLACEMENTS, Allocator, Lease
+from ling3export.runners.engine.block_manager import PLACEMENTS, Allocator, Lease
 
 
 def test_admission_takes_a_slot_and_the_pages_of_its_tokens():

@@ -211,7 +211,7 @@ def test_fewer_devices_than_tp(whole):
         "import sys, jax\n"
         "assert len(jax.devices()) == 1\n"
         "from ling3export.errors import Ling3Error\n"
-        "from ling3export.runners.engine import Engine\n"
+        "from ling3export.runners.engine.engine import Engine\n"
         "try:\n"
         "    Engine(sys.argv[1])\n"
         "except Ling3Error as error:\n"

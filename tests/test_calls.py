@@ -2,7 +2,7 @@
 
 import pytest
 
-from ling3export.runners.calls import Shapes, fitting
+from ling3export.runners.engine.inputs import Shapes, fitting
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from bench.drive import Driver
 from ling3export import plan
 from ling3export.build import build
 from ling3export.plan import Options
-from ling3export.runners.engine import Engine
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.load.loader import load
-from ling3export.runners.request import Request, Sampling
 
 NAME = "micro-tp4"
 VOCAB = 320

@@ -116,7 +116,7 @@ def test_runner_loads_none_of_the_build_side():
 
 def test_only_serving_loads_the_server():
     done = run_python(
-        "import sys\nimport ling3export.runners.cli, ling3export.runners.engine\n"
+        "import sys\nimport ling3export.runners.cli, ling3export.runners.engine.engine\n"
         "print(*sorted({'starlette', 'uvicorn', 'prometheus_client'} & set(sys.modules)))"
     )
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr

@@ -35,7 +35,7 @@ from jax import monitoring
 seen = []
 monitoring.register_event_listener(lambda event, **_: seen.append(event))
 monitoring.register_event_duration_secs_listener(lambda event, seconds, **_: seen.append(event))
-from ling3export.runners.engine import Engine
+from ling3export.runners.engine.engine import Engine
 with Engine(sys.argv[1]) as engine:
     (completion,) = engine.generate([[1, 2, 3]], max_tokens=5, ignore_eos=True)
 prebuilt = list(seen)

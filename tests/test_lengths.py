@@ -9,11 +9,11 @@ from fake_backend import FakeBackend
 from ling3export.errors import PlanError
 from ling3export.lengths import Length, calls, chunked, decode_waste, prefill_waste, read_lengths, split_by_context
 from ling3export.paddings import Histogram, best_paddings, grid
-from ling3export.runners.allocator import Allocator
-from ling3export.runners.calls import CALL, Shapes
-from ling3export.runners.request import Request, Sampling
-from ling3export.runners.scheduler import Scheduler
-from ling3export.runners.sequence import Sequence
+from ling3export.runners.engine.block_manager import Allocator
+from ling3export.runners.engine.inputs import CALL, Shapes
+from ling3export.runners.engine.request import Request, Sampling
+from ling3export.runners.engine.scheduler import Scheduler
+from ling3export.runners.engine.sequence import Sequence
 
 PADDINGS, DECODE = (16, 48, 128), (4, 8)
 HISTOGRAM = [Length(1, 1, 2), Length(16, 3, 1), Length(17, 9, 3), Length(129, 2, 1), Length(300, 5, 2)]

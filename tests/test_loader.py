@@ -8,7 +8,7 @@ import pytest
 import toy_artifact
 from ling3export.artifacts.manifest import read_manifest, write_manifest
 from ling3export.errors import ArtifactError
-from ling3export.runners.engine import Engine
+from ling3export.runners.engine.engine import Engine
 from ling3export.runners.load import pjrt, recompile
 from ling3export.runners.load.loader import load
 from ling3export.runners.load.recompile import cache_folder

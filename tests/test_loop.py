@@ -11,10 +11,10 @@ from contextlib import aclosing
 import pytest
 
 from fake_backend import VOCAB, answer
-from ling3export.runners.allocator import Allocator
+from ling3export.runners.engine.block_manager import Allocator
+from ling3export.runners.engine.handle import EngineStopped, QueueFull
+from ling3export.runners.engine.request import Sampling
 from ling3export.runners.eval_run import transcript_of
-from ling3export.runners.request import Sampling
-from ling3export.runners.ticket import EngineStopped, QueueFull
 from loop_rig import PAGE, PAGES, SLOTS, WAIT, Rig, expected, request
 
 

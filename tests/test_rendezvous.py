@@ -14,19 +14,19 @@ import pytest
 from fake_backend import VOCAB, FakeBackend
 from ling3export.errors import Ling3Error
 from ling3export.peers import free_port
-from ling3export.runners.allocator import Allocator
-from ling3export.runners.calls import Shapes
+from ling3export.runners.engine.block_manager import Allocator
+from ling3export.runners.engine.engine_step import Arrival, Commands
+from ling3export.runners.engine.follower import SharedTurns
+from ling3export.runners.engine.inputs import Shapes
+from ling3export.runners.engine.request import Request
+from ling3export.runners.engine.scheduler import Scheduler
+from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.eval_objects import RankDivergence, tokens_digest
-from ling3export.runners.follow import SharedTurns
 from ling3export.runners.hosts import channel as channels
 from ling3export.runners.hosts import rendezvous
 from ling3export.runners.hosts.channel import END, TURN, Channel
 from ling3export.runners.hosts.hosts import Hosts, agreed
 from ling3export.runners.hosts.rendezvous import HostsError, announced, meet
-from ling3export.runners.request import Request
-from ling3export.runners.scheduler import Scheduler
-from ling3export.runners.sequence import Sequence
-from ling3export.runners.turns import Arrival, Commands
 
 IDENTITY = {"artifact": "a1", "target": "cpu-4x4-tp16", "overlap": True}
 

@@ -8,8 +8,8 @@ import pytest
 import toy_artifact
 from ling3export.artifacts.manifest import read_manifest, write_manifest
 from ling3export.errors import RequestError
-from ling3export.runners.engine import Engine
-from ling3export.runners.ticket import Ticket
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.handle import Ticket
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from fake_backend import VOCAB, FakeBackend, answer
-from ling3export.runners.allocator import Allocator
-from ling3export.runners.calls import Shapes
-from ling3export.runners.request import Limits, Request, Sampling
-from ling3export.runners.scheduler import Scheduler
-from ling3export.runners.sequence import Sequence
+from ling3export.runners.engine.block_manager import Allocator
+from ling3export.runners.engine.inputs import Shapes
+from ling3export.runners.engine.request import Limits, Request, Sampling
+from ling3export.runners.engine.scheduler import Scheduler
+from ling3export.runners.engine.sequence import Sequence
 
 CHUNK = 4
 

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from artifacts_fixture import Artifacts, run
-from ling3export.runners.engine import Engine
+from ling3export.runners.engine.engine import Engine
 from serving import RUNNER, Server, data_lines
 
 KEY = "sesame-7f3a"

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from hosting import hosting, wait_until_following
-from ling3export.runners.engine import Engine
+from ling3export.runners.engine.engine import Engine
 
 COUNT = 4
 GONE = {

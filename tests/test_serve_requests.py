@@ -13,15 +13,15 @@ import toy_artifact
 from ling3export.errors import Ling3Error
 from ling3export.runners import serve_cli
 from ling3export.runners.cli import main
-from ling3export.runners.engine import Engine
-from ling3export.runners.request import Request
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.handle import EngineStopped, Ticket, wake
+from ling3export.runners.engine.request import Request
 from ling3export.runners.serve_answer import events
 from ling3export.runners.serve_app import Policy, application
 from ling3export.runners.serve_metrics import Metrics
 from ling3export.runners.serve_run import api_key
 from ling3export.runners.serve_schema import Call
 from ling3export.runners.serve_shapes import Shapes
-from ling3export.runners.ticket import EngineStopped, Ticket, wake
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 POLICY = Policy("toy", None, max_requests=4, max_body=5000)

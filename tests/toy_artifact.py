@@ -20,7 +20,7 @@ from ling3export.artifacts.store import StoreWriter, TensorSpec
 from ling3export.model import program as steps
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.inputs import batch_fields, packed_size, unpack
-from ling3export.runners.engine import Engine
+from ling3export.runners.engine.engine import Engine
 from ling3export.synth_tokenizer import write_tokenizer
 
 VOCAB, EOS, TP = 320, 316, 2

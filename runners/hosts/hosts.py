@@ -95,7 +95,7 @@ def leading(artifact: Path, place: Mapping[str, Any], **engine: Any) -> Hosts | 
         return None
     keep_stdout()
     if hosts.number:
-        from ling3export.runners.follow import follow
+        from ling3export.runners.engine.follower import follow
 
         follow(artifact, hosts, **engine)
         sys.exit(0)

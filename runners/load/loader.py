@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.errors import ArtifactError
-from ling3export.runners.counters import Timings
+from ling3export.runners.engine.counters import Timings
 from ling3export.runners.load.targets import check_hosts, choose_target, platforms_here, prepare
 from ling3export.runners.load.verdict import CHECKS
 

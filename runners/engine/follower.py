@@ -11,15 +11,15 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from ling3export.runners.engine.engine_step import Arrival, Commands, Turn, Turns
+from ling3export.runners.engine.request import Request, Sampling
+from ling3export.runners.engine.scheduler import Scheduler
+from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.eval_objects import RankDivergence
 from ling3export.runners.eval_ranks import HINT, check_digests
 from ling3export.runners.hosts.channel import DIVERGED, END, TURN, Channel
 from ling3export.runners.hosts.hosts import Hosts, agreed
 from ling3export.runners.load.loader import load, say
-from ling3export.runners.request import Request, Sampling
-from ling3export.runners.scheduler import Scheduler
-from ling3export.runners.sequence import Sequence
-from ling3export.runners.turns import Arrival, Commands, Turn, Turns
 
 SHORT = 8  # bytes of a digest that travel with every turn
 
@@ -126,7 +126,7 @@ def follow(
     loaded = load(
         artifact, target=target, programs=programs, check=check, report=report, hosts=hosts, agreed=agreed(overlap)
     )
-    from ling3export.runners.driving import driving
+    from ling3export.runners.engine.driving import driving
 
     channel, turns = loaded.channel, driving(loaded, overlap=overlap).turns
     assert channel is not None and isinstance(turns, SharedTurns)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from ling3export.runners.allocator import Lease
-    from ling3export.runners.sequence import Sequence
+    from ling3export.runners.engine.block_manager import Lease
+    from ling3export.runners.engine.sequence import Sequence
 
 Fields = dict[str, np.ndarray]
 # What a prefill call costs beside its token slots, in token slots, where the compiler gives no estimate of its time.

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 
 from ling3export.errors import Ling3Error
-from ling3export.runners.request import Completion, Request
+from ling3export.runners.engine.request import Completion, Request
 
 
 class EngineStopped(Ling3Error):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ling3export.errors import ArtifactError, Ling3Error, RequestError
-from ling3export.runners.request import Completion, Request, token_ids
+from ling3export.runners.engine.request import Completion, Request, token_ids
 
 Text = str | Many[int]
 

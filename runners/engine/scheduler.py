@@ -25,12 +25,12 @@ from collections import deque
 from operator import attrgetter
 from typing import NamedTuple
 
-from ling3export.runners.allocator import Allocator, Lease
-from ling3export.runners.calls import PrefillFields, Shapes, decode_fields, sample_fields
-from ling3export.runners.counters import Counters
-from ling3export.runners.flight import Backend, Call, Handle, Row
-from ling3export.runners.score_calls import ScoreFields, take_scores
-from ling3export.runners.sequence import CallNote, Sequence, now
+from ling3export.runners.engine.backend import Backend, Call, Handle, Row
+from ling3export.runners.engine.block_manager import Allocator, Lease
+from ling3export.runners.engine.counters import Counters
+from ling3export.runners.engine.inputs import PrefillFields, Shapes, decode_fields, sample_fields
+from ling3export.runners.engine.score_inputs import ScoreFields, take_scores
+from ling3export.runners.engine.sequence import CallNote, Sequence, now
 
 
 class Emitted(NamedTuple):

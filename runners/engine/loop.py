@@ -4,11 +4,11 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from ling3export.runners.counters import Timings
-from ling3export.runners.request import Request
-from ling3export.runners.sequence import now
-from ling3export.runners.ticket import EngineStopped, HostGone, QueueFull, Ticket, wake
-from ling3export.runners.turns import Arrival, Commands, Turn, Turns
+from ling3export.runners.engine.counters import Timings
+from ling3export.runners.engine.engine_step import Arrival, Commands, Turn, Turns
+from ling3export.runners.engine.handle import EngineStopped, HostGone, QueueFull, Ticket, wake
+from ling3export.runners.engine.request import Request
+from ling3export.runners.engine.sequence import now
 
 FIRST_STEP = "first_step"
 

@@ -9,13 +9,13 @@ from types import TracebackType
 from typing import Any
 
 from ling3export.errors import RequestError
+from ling3export.runners.engine.handle import EngineStopped, Piece, Ticket
+from ling3export.runners.engine.request import Completion, Limits, Request, Sampling, token_ids
+from ling3export.runners.engine.score import Score, Text, check_cells, pair_ids, score_request, scored
 from ling3export.runners.hosts.hosts import Hosts, agreed
 from ling3export.runners.load.loader import load, say
-from ling3export.runners.request import Completion, Limits, Request, Sampling, token_ids
-from ling3export.runners.score import Score, Text, check_cells, pair_ids, score_request, scored
 from ling3export.runners.text.chat import Message
 from ling3export.runners.text.tokenizer import TokenizerFiles
-from ling3export.runners.ticket import EngineStopped, Piece, Ticket
 
 Prompt = str | Many[int] | Many[Message]
 
@@ -59,8 +59,8 @@ class Engine:
             artifact, target=target, programs=programs, check=check, report=report, hosts=hosts, agreed=agreed(overlap)
         )
         # numpy comes with these: it is imported once the environment is set.
-        from ling3export.runners.driving import driving
-        from ling3export.runners.loop import Loop
+        from ling3export.runners.engine.driving import driving
+        from ling3export.runners.engine.loop import Loop
 
         self.manifest = loaded.manifest
         self.target = loaded.target

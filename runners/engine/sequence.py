@@ -3,12 +3,12 @@
 from time import perf_counter as now
 from typing import TYPE_CHECKING, NamedTuple
 
-from ling3export.runners.request import Completion, Request, Step
+from ling3export.runners.engine.request import Completion, Request, Step
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ling3export.runners.allocator import Lease
+    from ling3export.runners.engine.block_manager import Lease
     from ling3export.runners.text.tokenizer import TextStream
 
 

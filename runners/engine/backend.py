@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ling3export.runners.score_calls import ScoredPart
-from ling3export.runners.sequence import CallNote, Sequence
+from ling3export.runners.engine.score_inputs import ScoredPart
+from ling3export.runners.engine.sequence import CallNote, Sequence
 
 Handle = Any  # an array that may still be being computed
 

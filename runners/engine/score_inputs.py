@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ling3export.runners.calls import PrefillFields, Shapes
+from ling3export.runners.engine.inputs import PrefillFields, Shapes
 
 if TYPE_CHECKING:
-    from ling3export.runners.allocator import Lease
-    from ling3export.runners.sequence import Sequence
+    from ling3export.runners.engine.block_manager import Lease
+    from ling3export.runners.engine.sequence import Sequence
 
 
 class ScoredPart(NamedTuple):

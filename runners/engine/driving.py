@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ling3export.runners.allocator import Allocator
-from ling3export.runners.calls import Shapes
-from ling3export.runners.counters import Counters
-from ling3export.runners.follow import SharedTurns
+from ling3export.runners.engine.block_manager import Allocator
+from ling3export.runners.engine.counters import Counters
+from ling3export.runners.engine.engine_step import Arrival, Turns
+from ling3export.runners.engine.follower import SharedTurns
+from ling3export.runners.engine.inputs import Shapes
+from ling3export.runners.engine.request import Limits
+from ling3export.runners.engine.scheduler import Scheduler
+from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.load.loader import Loaded
-from ling3export.runners.request import Limits
-from ling3export.runners.scheduler import Scheduler
-from ling3export.runners.sequence import Sequence
 from ling3export.runners.text.tokenizer import TokenizerFiles
-from ling3export.runners.turns import Arrival, Turns
 
 
 @dataclass(frozen=True)

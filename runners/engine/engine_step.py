@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ling3export.runners.request import Request
-from ling3export.runners.scheduler import Emitted, Scheduler
-from ling3export.runners.sequence import Sequence
+from ling3export.runners.engine.request import Request
+from ling3export.runners.engine.scheduler import Emitted, Scheduler
+from ling3export.runners.engine.sequence import Sequence
 
 
 class Arrival(NamedTuple):
