@@ -61,8 +61,8 @@ def serve(
     hosts = leading(artifact, place, target=target, programs=programs, check=check)
     with announced(hosts):
         key = _key(api_key_file)
-    from ling3export.runners.serve_app import Policy
-    from ling3export.runners.serve_run import serve as run
+    from ling3export.runners.serve.app import Policy
+    from ling3export.runners.serve.run import serve as run
 
     name = model or artifact.resolve().name.removesuffix(".ling3")
     policy = Policy(name, key, max_requests, max_body)
@@ -81,6 +81,6 @@ def _key(file: Path | None) -> str | None:
             f"serve: expected starlette, uvicorn and prometheus_client, found no {' and no '.join(missing)}",
             'pip install "ling3export[serve]"',
         )
-    from ling3export.runners.serve_run import api_key
+    from ling3export.runners.serve.run import api_key
 
     return api_key(file)

@@ -52,7 +52,7 @@ WITHOUT_JAX = [
     "ling3export.runners.hosts.channel",
     "ling3export.runners.hosts.hosts",
     "ling3export.runners.serve_cli",
-    "ling3export.runners.serve_schema",
+    "ling3export.runners.serve.schema",
     "ling3export.synth",
 ]
 # Models for evaluation libraries, which load these: extras, and what they bring.

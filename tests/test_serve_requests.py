@@ -16,12 +16,12 @@ from ling3export.runners.cli import main
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped, Ticket, wake
 from ling3export.runners.engine.request import Request
-from ling3export.runners.serve_answer import events
-from ling3export.runners.serve_app import Policy, application
-from ling3export.runners.serve_metrics import Metrics
-from ling3export.runners.serve_run import api_key
-from ling3export.runners.serve_schema import Call
-from ling3export.runners.serve_shapes import Shapes
+from ling3export.runners.serve.app import Policy, application
+from ling3export.runners.serve.metrics import Metrics
+from ling3export.runners.serve.responses import events
+from ling3export.runners.serve.run import api_key
+from ling3export.runners.serve.schema import Call
+from ling3export.runners.serve.shapes import Shapes
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 POLICY = Policy("toy", None, max_requests=4, max_body=5000)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from ling3export.errors import ArtifactError, RequestError
 from ling3export.runners.engine.request import SEEDS, Request, Sampling
-from ling3export.runners.serve_errors import ApiError, malformed
-from ling3export.runners.serve_fields import Fields, found
+from ling3export.runners.serve.errors import ApiError, malformed
+from ling3export.runners.serve.fields import Fields, found
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine, Prompt

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ling3export.runners.engine.request import BOUNDS
-from ling3export.runners.serve_errors import ApiError, malformed
+from ling3export.runners.serve.errors import ApiError, malformed
 
 WORDS = {list: "a list", dict: "an object", str: "a text"}
 SHOWN = 60  # characters of a wrong value that are repeated

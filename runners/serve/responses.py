@@ -13,9 +13,9 @@ from starlette.types import Receive, Scope, Send
 
 from ling3export.runners.engine.handle import EngineStopped, HostGone, Piece, Ticket
 from ling3export.runners.engine.request import Completion
-from ling3export.runners.serve_errors import ApiError
-from ling3export.runners.serve_metrics import Metrics
-from ling3export.runners.serve_shapes import Shapes
+from ling3export.runners.serve.errors import ApiError
+from ling3export.runners.serve.metrics import Metrics
+from ling3export.runners.serve.shapes import Shapes
 
 STOPPED = "engine: expected it running, found it stopped"
 HOST_GONE = "engine: expected every host to run, found one gone: the server ends"

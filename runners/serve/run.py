@@ -13,7 +13,7 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import announced
 from ling3export.runners.load.loader import say
-from ling3export.runners.serve_app import Policy, application
+from ling3export.runners.serve.app import Policy, application
 
 LINGER = 5.0  # seconds: clients and whoever asks for the health hear why
 LOOPBACK = ("127.0.0.1", "::1", "localhost")

@@ -16,14 +16,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ling3export.runners import serve_schema
 from ling3export.runners.engine.handle import EngineStopped, QueueFull
-from ling3export.runners.serve_answer import Stream, logged, release, stopped, whole
-from ling3export.runners.serve_errors import ApiError
-from ling3export.runners.serve_fields import parse
-from ling3export.runners.serve_metrics import Metrics
-from ling3export.runners.serve_schema import Call
-from ling3export.runners.serve_shapes import Shapes
+from ling3export.runners.serve import schema as serve_schema
+from ling3export.runners.serve.errors import ApiError
+from ling3export.runners.serve.fields import parse
+from ling3export.runners.serve.metrics import Metrics
+from ling3export.runners.serve.responses import Stream, logged, release, stopped, whole
+from ling3export.runners.serve.schema import Call
+from ling3export.runners.serve.shapes import Shapes
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine

@@ -7,7 +7,7 @@ from typing import Any
 
 from ling3export.runners.engine.handle import Piece
 from ling3export.runners.engine.request import Completion
-from ling3export.runners.serve_schema import Call
+from ling3export.runners.serve.schema import Call
 
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
