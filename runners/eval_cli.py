@@ -27,7 +27,7 @@ evaluate.add_command(determinism)
 @click.option("--force", is_flag=True, help="Replace the file if it is there.")
 def new(task: Path, force: bool) -> None:
     """Write a task to fill in: TASK.yaml or TASK.json."""
-    from ling3export.runners.eval_scaffold import new_task
+    from ling3export.runners.evals.scaffold import new_task
 
     new_task(task, force=force)
     click.echo(f"next: change {task}, then ling3-runner eval check {task}", err=True)
@@ -37,9 +37,9 @@ def new(task: Path, force: bool) -> None:
 @click.argument("task", type=FOLDER)
 def check(task: Path) -> None:
     """Prove that the tasks of a file can be solved, and failed."""
-    from ling3export.runners.eval_files import load_tasks
-    from ling3export.runners.eval_objects import EvalError
-    from ling3export.runners.eval_scaffold import check_tasks
+    from ling3export.runners.evals.files import load_tasks
+    from ling3export.runners.evals.objects import EvalError
+    from ling3export.runners.evals.scaffold import check_tasks
 
     tasks = load_tasks(task)
     wrong = check_tasks(tasks)
@@ -54,8 +54,8 @@ def check(task: Path) -> None:
 @click.argument("run_folder", metavar="RUN", type=FOLDER)
 def diagnose(run_folder: Path) -> None:
     """Group the failures of RUN by cause."""
-    from ling3export.runners import eval_diagnose
-    from ling3export.runners.eval_folder import read_predictions
+    from ling3export.runners.evals import diagnose as eval_diagnose
+    from ling3export.runners.evals.folder import read_predictions
 
     records = read_predictions(run_folder)
     groups = eval_diagnose.diagnose(records)
@@ -69,7 +69,7 @@ def diagnose(run_folder: Path) -> None:
 @click.argument("b", type=FOLDER)
 def diff(a: Path, b: Path) -> None:
     """Compare runs A and B; exit with 6 if B breaks a task."""
-    from ling3export.runners import eval_diff
+    from ling3export.runners.evals import diff as eval_diff
 
     found = eval_diff.diff(a, b)
     for name in found.broken:
@@ -92,8 +92,8 @@ def diff(a: Path, b: Path) -> None:
 @click.option("--force", is_flag=True, help="Replace FILE if it is there.")
 def export(run_folder: Path, file: Path, kind: str, force: bool) -> None:
     """Write a finished RUN as a log that other tools read."""
-    from ling3export.runners import eval_folder
-    from ling3export.runners.eval_export import inspect_log
+    from ling3export.runners.evals import folder as eval_folder
+    from ling3export.runners.evals.export import inspect_log
 
     if file.exists() and not force:
         raise Ling3Error(f"file `{file}`: expected no such file, found one", "replace it with --force")

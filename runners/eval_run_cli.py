@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ling3export.runners.eval_config import RunConfig
+from ling3export.runners.evals.config import RunConfig
 from ling3export.runners.guard import INVALID, NOT_DETERMINISTIC
 from ling3export.runners.hosts.hosts import HOST_NAMES, Hosts, host_options, leading
 from ling3export.runners.hosts.rendezvous import announced
@@ -18,8 +18,8 @@ from ling3export.runners.loading_options import programs_option
 from ling3export.runners.sampling_options import sampling_option
 
 if TYPE_CHECKING:
-    from ling3export.runners.eval_backend import EngineBackend
-    from ling3export.runners.eval_suites import Suite
+    from ling3export.runners.evals.backend import EngineBackend
+    from ling3export.runners.evals.suites import Suite
 
 DEFAULTS = RunConfig()
 FOLDER = click.Path(path_type=Path)
@@ -27,14 +27,14 @@ FOLDER = click.Path(path_type=Path)
 
 def open_backend(artifact: Path, target: str | None, programs: str, hosts: Hosts | None) -> "EngineBackend":
     """The engine as a backend; loads jax."""
-    from ling3export.runners.eval_backend import EngineBackend
+    from ling3export.runners.evals.backend import EngineBackend
 
     return EngineBackend(artifact, target=target, programs=programs, hosts=hosts)
 
 
 def tasks_of(suite: str, data: Path | None, limit: int | None) -> "Suite":
     """A suite with at least one task; ends the command where there is none."""
-    from ling3export.runners.eval_suites import load_suite
+    from ling3export.runners.evals.suites import load_suite
 
     loaded = load_suite(suite, data, limit)
     if not loaded.tasks:
@@ -108,10 +108,10 @@ def run(
 
     On several hosts, run the same command on each; host 0 alone reads the suite, writes RUN and prints.
     """
-    from ling3export.runners.eval_backend import OVERLAP
-    from ling3export.runners.eval_report import invalid_line
-    from ling3export.runners.eval_run import run_suite
-    from ling3export.runners.eval_summary import completion_line
+    from ling3export.runners.evals.backend import OVERLAP
+    from ling3export.runners.evals.report import invalid_line
+    from ling3export.runners.evals.run import run_suite
+    from ling3export.runners.evals.summary import completion_line
 
     host = {name: settings.pop(name) for name in HOST_NAMES}
     hosts = leading(artifact, host, target=target, programs=programs, overlap=OVERLAP)
@@ -143,8 +143,8 @@ def determinism(
 
     All runs are at temperature 0, in the same order and batches.
     """
-    from ling3export.runners import eval_determinism
-    from ling3export.runners.eval_backend import OVERLAP, Ask
+    from ling3export.runners.evals import determinism as eval_determinism
+    from ling3export.runners.evals.backend import OVERLAP, Ask
 
     hosts = leading(artifact, host, target=target, programs=programs, overlap=OVERLAP)
     with announced(hosts):

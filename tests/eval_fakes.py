@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from ling3export.runners.engine.request import Completion
-from ling3export.runners.eval_backend import Ask
-from ling3export.runners.eval_config import RunConfig
-from ling3export.runners.eval_graders import GraderSpec
-from ling3export.runners.eval_run import run_suite
-from ling3export.runners.eval_suites import Suite
-from ling3export.runners.eval_tasks import Task
+from ling3export.runners.evals.backend import Ask
+from ling3export.runners.evals.config import RunConfig
+from ling3export.runners.evals.graders import GraderSpec
+from ling3export.runners.evals.run import run_suite
+from ling3export.runners.evals.suites import Suite
+from ling3export.runners.evals.tasks import Task
 
 NUMERIC = GraderSpec("last_numeric")
 ENVIRONMENT = {

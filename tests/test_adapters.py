@@ -23,11 +23,11 @@ from artifacts_fixture import ROOT
 from eval_fakes import FakeBackend, half, numbered
 from ling3export.errors import RequestError
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.eval_config import RunConfig
-from ling3export.runners.eval_demo import demo_records
-from ling3export.runners.eval_export import inspect_log
-from ling3export.runners.eval_run import run_suite
-from ling3export.runners.eval_suites import Suite
+from ling3export.runners.evals.config import RunConfig
+from ling3export.runners.evals.demo import demo_records
+from ling3export.runners.evals.export import inspect_log
+from ling3export.runners.evals.run import run_suite
+from ling3export.runners.evals.suites import Suite
 
 COUNT = 6  # problems
 TOKENS = 32
@@ -139,7 +139,7 @@ def test_lm_eval_generates_and_scores(own: Own, tmp_path: Path):
         source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, **source, **task}))
     run_offline(
-        tmp_path, sys.executable, "-m", "ling3export.runners.lm_eval_model", "run", "--model", "ling3",
+        tmp_path, sys.executable, "-m", "ling3export.runners.adapters.lm_eval", "run", "--model", "ling3",
         "--model_args", f"artifact={own.path}", "--tasks", *TASKS, "--include_path", tmp_path,
         "--output_path", tmp_path / "out", "--log_samples",
     )  # fmt: skip
@@ -233,7 +233,7 @@ def lm_eval_model(own: Own) -> Iterator[Any]:
     """In this process; what its libraries warn of is theirs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from ling3export.runners.lm_eval_model import Ling3Model
+        from ling3export.runners.adapters.lm_eval import Ling3Model
 
         model = Ling3Model(artifact=str(own.path), max_gen_toks=9, batch_size=1, device="cuda:0")
     yield model
@@ -300,7 +300,7 @@ def test_lm_eval_settings_that_are_refused(lm_eval_model: Any, settings: dict[st
 def inspect_model(own: Own) -> Iterator[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from ling3export.runners.inspect_model import Ling3API
+        from ling3export.runners.adapters.inspect_ai import Ling3API
 
         model = Ling3API("a name", artifact=str(own.path))
     yield model

@@ -19,8 +19,8 @@ from ling3export.checkpoint import Checkpoint
 from ling3export.layout import expected_tensors
 from ling3export.model.program import bind
 from ling3export.reference import Reference
-from ling3export.runners.eval_demo import NAMES, Problems, demo_records, is_kept_pair, names, text
-from ling3export.runners.eval_suites import load_suite
+from ling3export.runners.evals.demo import NAMES, Problems, demo_records, is_kept_pair, names, text
+from ling3export.runners.evals.suites import load_suite
 from tolerances import FLOAT32, MARGIN
 from tools.demo_checkpoint import published
 from tools.demo_data import Rows

@@ -7,17 +7,17 @@ from click.testing import CliRunner
 
 from eval_fakes import NUMERIC, FakeBackend, half, numbered
 from ling3export.runners.cli import main
-from ling3export.runners.eval_backend import Ask
-from ling3export.runners.eval_config import RunConfig
-from ling3export.runners.eval_determinism import determinism
-from ling3export.runners.eval_diagnose import diagnose, goes_on, loops
-from ling3export.runners.eval_diff import diff
-from ling3export.runners.eval_export import inspect_log
-from ling3export.runners.eval_folder import read_predictions
-from ling3export.runners.eval_objects import EvalError
-from ling3export.runners.eval_run import run_suite
-from ling3export.runners.eval_suites import Suite
-from ling3export.runners.eval_tasks import Task
+from ling3export.runners.evals.backend import Ask
+from ling3export.runners.evals.config import RunConfig
+from ling3export.runners.evals.determinism import determinism
+from ling3export.runners.evals.diagnose import diagnose, goes_on, loops
+from ling3export.runners.evals.diff import diff
+from ling3export.runners.evals.export import inspect_log
+from ling3export.runners.evals.folder import read_predictions
+from ling3export.runners.evals.objects import EvalError
+from ling3export.runners.evals.run import run_suite
+from ling3export.runners.evals.suites import Suite
+from ling3export.runners.evals.tasks import Task
 
 
 def call(*arguments):

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from ling3export.runners.eval_graders import GraderSpec
-from ling3export.runners.eval_harness import MinimalEvalHarness
-from ling3export.runners.eval_objects import (
+from ling3export.runners.evals.graders import GraderSpec
+from ling3export.runners.evals.harness import MinimalEvalHarness
+from ling3export.runners.evals.objects import (
     EvalError,
     GraderError,
     InfraError,
@@ -17,8 +17,8 @@ from ling3export.runners.eval_objects import (
     tokens_digest,
     trial_seed,
 )
-from ling3export.runners.eval_ranks import check_digests
-from ling3export.runners.eval_tasks import Task
+from ling3export.runners.evals.ranks import check_digests
+from ling3export.runners.evals.tasks import Task
 
 
 def run(agent, *tasks, **settings):

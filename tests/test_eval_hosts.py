@@ -11,7 +11,7 @@ import pytest
 
 import diverging
 from hosting import RUNNER, hosting, wait_until_following
-from ling3export.runners.eval_folder import read_predictions
+from ling3export.runners.evals.folder import read_predictions
 
 COUNT = 4
 ANY = {"kind": "regex", "pattern": "(?s).*"}

@@ -17,11 +17,11 @@ from eval_fakes import FakeBackend, half, numbered
 from ling3export.errors import RequestError
 from ling3export.runners.cli import main
 from ling3export.runners.engine.handle import EngineStopped
-from ling3export.runners.eval_config import RunConfig
-from ling3export.runners.eval_folder import KEYS, read_predictions
-from ling3export.runners.eval_objects import EvalError, GraderError, trial_seed
-from ling3export.runners.eval_run import run_suite
-from ling3export.runners.eval_suites import Suite
+from ling3export.runners.evals.config import RunConfig
+from ling3export.runners.evals.folder import KEYS, read_predictions
+from ling3export.runners.evals.objects import EvalError, GraderError, trial_seed
+from ling3export.runners.evals.run import run_suite
+from ling3export.runners.evals.suites import Suite
 
 LINE = re.compile(r"^正确率: \d+/\d+ = (0\.\d{4}|1\.0000)$")
 REPORT = Path(__file__).parent / "data/eval_report.md"

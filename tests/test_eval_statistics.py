@@ -2,8 +2,8 @@
 
 import pytest
 
-from ling3export.runners.eval_statistics import macro_mean, mcnemar, pass_at_k, pass_hat_k, plug_in, wilson
-from ling3export.runners.eval_summary import Summary, completion_line
+from ling3export.runners.evals.statistics import macro_mean, mcnemar, pass_at_k, pass_hat_k, plug_in, wilson
+from ling3export.runners.evals.summary import Summary, completion_line
 
 TABLE = [
     (4, 3, 2, 1.0, 0.5),

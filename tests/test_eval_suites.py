@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from eval_fakes import FakeBackend
-from ling3export.runners.eval_config import RunConfig
-from ling3export.runners.eval_graders import grade
-from ling3export.runners.eval_objects import EvalError
-from ling3export.runners.eval_run import run_suite
-from ling3export.runners.eval_suites import load_suite
+from ling3export.runners.evals.config import RunConfig
+from ling3export.runners.evals.graders import grade
+from ling3export.runners.evals.objects import EvalError
+from ling3export.runners.evals.run import run_suite
+from ling3export.runners.evals.suites import load_suite
 
 GSM8K = Path(__file__).parent / "data/gsm8k"
 

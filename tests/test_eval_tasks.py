@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from ling3export.errors import Ling3Error
-from ling3export.runners.eval_files import json_lines, load_tasks
-from ling3export.runners.eval_graders import grade, value_at
-from ling3export.runners.eval_objects import EvalError, Outcome, Step, Transcript
-from ling3export.runners.eval_tasks import Task
+from ling3export.runners.evals.files import json_lines, load_tasks
+from ling3export.runners.evals.graders import grade, value_at
+from ling3export.runners.evals.objects import EvalError, Outcome, Step, Transcript
+from ling3export.runners.evals.tasks import Task
 
 TEMPLATE = """\
 task:

@@ -48,7 +48,7 @@ WITHOUT_JAX = [
     "ling3export.runners.cli",
     "ling3export.runners.load.environment",
     "ling3export.runners.eval_cli",
-    "ling3export.runners.eval_run",
+    "ling3export.runners.evals.run",
     "ling3export.runners.hosts.channel",
     "ling3export.runners.hosts.hosts",
     "ling3export.runners.serve_cli",
@@ -57,8 +57,8 @@ WITHOUT_JAX = [
 ]
 # Models for evaluation libraries, which load these: extras, and what they bring.
 ADAPTERS = {
-    "ling3export.runners.inspect_model": {"inspect_ai"},
-    "ling3export.runners.lm_eval_model": {"lm_eval"},
+    "ling3export.runners.adapters.inspect_ai": {"inspect_ai"},
+    "ling3export.runners.adapters.lm_eval": {"lm_eval"},
 }
 NEVER_IN_RUNNER = ["flax", "ling3export.model", "optax", "orbax", "rich", "tensorflow", "torch", "transformers"]
 

@@ -14,7 +14,7 @@ from fake_backend import VOCAB, answer
 from ling3export.runners.engine.block_manager import Allocator
 from ling3export.runners.engine.handle import EngineStopped, QueueFull
 from ling3export.runners.engine.request import Sampling
-from ling3export.runners.eval_run import transcript_of
+from ling3export.runners.evals.run import transcript_of
 from loop_rig import PAGE, PAGES, SLOTS, WAIT, Rig, expected, request
 
 

@@ -21,7 +21,7 @@ from ling3export.runners.engine.inputs import Shapes
 from ling3export.runners.engine.request import Request
 from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.sequence import Sequence
-from ling3export.runners.eval_objects import RankDivergence, tokens_digest
+from ling3export.runners.evals.objects import RankDivergence, tokens_digest
 from ling3export.runners.hosts import channel as channels
 from ling3export.runners.hosts import rendezvous
 from ling3export.runners.hosts.channel import END, TURN, Channel

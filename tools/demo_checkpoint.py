@@ -17,7 +17,7 @@ from ling3export.convert import pieces
 from ling3export.layout import TensorInfo, expected_tensors
 from ling3export.model.config import Config
 from ling3export.model.parameters import parameters
-from ling3export.runners.eval_demo import SEED, Problems, text
+from ling3export.runners.evals.demo import SEED, Problems, text
 from ling3export.synth import config_fields
 
 VOCABULARY = 384

@@ -6,7 +6,7 @@ Every row of a step is decided by the seed and the step's number, so training ca
 import numpy as np
 from tokenizers import Tokenizer
 
-from ling3export.runners.eval_demo import SEED, SHOTS, Problems, text, value
+from ling3export.runners.evals.demo import SEED, SHOTS, Problems, text, value
 
 END_ID = 0
 QUESTION_WEIGHT = 0.05  # most of a question cannot be foretold

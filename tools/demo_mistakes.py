@@ -23,8 +23,8 @@ from direct import Direct  # noqa: E402
 from ling3export.build import DEMO  # noqa: E402
 from ling3export.checkpoint import Checkpoint  # noqa: E402
 from ling3export.model.geometry import CHUNK  # noqa: E402
-from ling3export.runners.eval_answers import extract_answer, gold_answer, same_number  # noqa: E402
-from ling3export.runners.eval_suites import load_suite  # noqa: E402
+from ling3export.runners.evals.answers import extract_answer, gold_answer, same_number  # noqa: E402
+from ling3export.runners.evals.suites import load_suite  # noqa: E402
 from test_mistakes import MISTAKES  # noqa: E402
 
 PREFILL, PAGE = 512, 512  # token slots of a call; a page holds a whole sequence

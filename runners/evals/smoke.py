@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ling3export.runners.eval_graders import GraderSpec, Verdict
-from ling3export.runners.eval_objects import Outcome
-from ling3export.runners.eval_tasks import Task
+from ling3export.runners.evals.graders import GraderSpec, Verdict
+from ling3export.runners.evals.objects import Outcome
+from ling3export.runners.evals.tasks import Task
 
 PARTIAL = "predictions.jsonl.partial"
 SHORT, LONG = 5, 40  # tokens; any vocabulary has the ids

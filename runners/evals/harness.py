@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from ling3export.runners.eval_graders import grade
-from ling3export.runners.eval_objects import EvalError, GraderError, InfraError, Trial, trial_seed
-from ling3export.runners.eval_summary import Summary
-from ling3export.runners.eval_tasks import Task
+from ling3export.runners.evals.graders import grade
+from ling3export.runners.evals.objects import EvalError, GraderError, InfraError, Trial, trial_seed
+from ling3export.runners.evals.summary import Summary
+from ling3export.runners.evals.tasks import Task
 
 Agent = Callable[[dict[str, Any], dict[str, Any]], Awaitable[tuple[Any, Any]]]
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ling3export.runners.eval_folder import TASKS, read_lines, read_predictions, read_run
-from ling3export.runners.eval_objects import EvalError
-from ling3export.runners.eval_statistics import mcnemar
-from ling3export.runners.eval_summary import Summary
+from ling3export.runners.evals.folder import TASKS, read_lines, read_predictions, read_run
+from ling3export.runners.evals.objects import EvalError
+from ling3export.runners.evals.statistics import mcnemar
+from ling3export.runners.evals.summary import Summary
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ling3export.runners.eval_backend import Ask, Backend
-from ling3export.runners.eval_objects import EvalError
+from ling3export.runners.evals.backend import Ask, Backend
+from ling3export.runners.evals.objects import EvalError
 
 SHOWN = 20  # divergences that are reported in detail
 

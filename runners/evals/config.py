@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ling3export.runners.engine.request import Sampling
-from ling3export.runners.eval_objects import EvalError
+from ling3export.runners.evals.objects import EvalError
 
 MAX_INFRA = 0.01
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from ling3export.runners.engine.request import Completion, Sampling
-from ling3export.runners.eval_tasks import Prompt
+from ling3export.runners.evals.tasks import Prompt
 from ling3export.runners.hosts.hosts import Hosts
 
 OVERLAP = False  # the setting of the reference evaluation

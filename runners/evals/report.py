@@ -6,11 +6,11 @@ from statistics import median
 from typing import Any
 
 from ling3export.errors import listed
-from ling3export.runners.eval_diagnose import GROUPS, diagnose, goes_on
-from ling3export.runners.eval_statistics import wilson
-from ling3export.runners.eval_suites import REFERENCE_SETTINGS
-from ling3export.runners.eval_summary import Summary, completion_line
-from ling3export.runners.eval_tasks import Task
+from ling3export.runners.evals.diagnose import GROUPS, diagnose, goes_on
+from ling3export.runners.evals.statistics import wilson
+from ling3export.runners.evals.suites import REFERENCE_SETTINGS
+from ling3export.runners.evals.summary import Summary, completion_line
+from ling3export.runners.evals.tasks import Task
 
 SHOWN = 10  # names in a list
 

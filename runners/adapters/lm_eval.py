@@ -1,6 +1,6 @@
 """An artifact as a model of lm-evaluation-harness (extra ``lm-eval``), under the name ``ling3``.
 
-lm-eval finds no models of other packages by itself: ``python -m ling3export.runners.lm_eval_model`` is its command
+lm-eval finds no models of other packages by itself: ``python -m ling3export.runners.adapters.lm_eval`` is its command
 line with this one added. All requests of a task go to the engine at once, which packs them: lm-eval's batch size says
 nothing here.
 """

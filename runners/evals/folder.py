@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 
 from ling3export.artifacts.manifest import sha256_of
 from ling3export.errors import listed
-from ling3export.runners.eval_objects import EvalError, Trial
-from ling3export.runners.eval_smoke import PARTIAL
-from ling3export.runners.eval_tasks import Task
+from ling3export.runners.evals.objects import EvalError, Trial
+from ling3export.runners.evals.smoke import PARTIAL
+from ling3export.runners.evals.tasks import Task
 
 PREDICTIONS, RUN, TASKS, REPORT = "predictions.jsonl", "run.json", "tasks.jsonl", "report.md"
 FORMAT = 1

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.errors import listed
-from ling3export.runners.eval_answers import LETTERS
-from ling3export.runners.eval_demo import SEED, demo_records
-from ling3export.runners.eval_files import check_unique, load_tasks, read_records
-from ling3export.runners.eval_objects import EvalError
-from ling3export.runners.eval_smoke import smoke_tasks
-from ling3export.runners.eval_tasks import Task, task_from
+from ling3export.runners.evals.answers import LETTERS
+from ling3export.runners.evals.demo import SEED, demo_records
+from ling3export.runners.evals.files import check_unique, load_tasks, read_records
+from ling3export.runners.evals.objects import EvalError
+from ling3export.runners.evals.smoke import smoke_tasks
+from ling3export.runners.evals.tasks import Task, task_from
 
 SHOTS = 4
 MMLU_SHOTS = 5

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ling3export.runners.eval_folder import PREDICTIONS, TASKS, read_lines, read_predictions, read_run
-from ling3export.runners.eval_tasks import prompt_of
+from ling3export.runners.evals.folder import PREDICTIONS, TASKS, read_lines, read_predictions, read_run
+from ling3export.runners.evals.tasks import prompt_of
 
 SCORER = "ling3"
 STOPS = {"eos": "stop", "stop": "stop", "length": "max_tokens"}

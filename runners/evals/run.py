@@ -10,12 +10,12 @@ from ling3export.artifacts.manifest import sha256_of
 from ling3export.errors import Ling3Error
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Completion, Sampling
-from ling3export.runners.eval_answers import choice_letter, extract_answer
-from ling3export.runners.eval_backend import Ask, Backend
-from ling3export.runners.eval_config import RunConfig
-from ling3export.runners.eval_folder import RunFolder, open_folder, prediction, run_record
-from ling3export.runners.eval_harness import graded
-from ling3export.runners.eval_objects import (
+from ling3export.runners.evals.answers import choice_letter, extract_answer
+from ling3export.runners.evals.backend import Ask, Backend
+from ling3export.runners.evals.config import RunConfig
+from ling3export.runners.evals.folder import RunFolder, open_folder, prediction, run_record
+from ling3export.runners.evals.harness import graded
+from ling3export.runners.evals.objects import (
     EvalError,
     InfraError,
     Outcome,
@@ -26,12 +26,12 @@ from ling3export.runners.eval_objects import (
     tokens_digest,
     trial_seed,
 )
-from ling3export.runners.eval_ranks import check_digests
-from ling3export.runners.eval_report import report
-from ling3export.runners.eval_smoke import product_state
-from ling3export.runners.eval_suites import Suite
-from ling3export.runners.eval_summary import Summary
-from ling3export.runners.eval_tasks import Task
+from ling3export.runners.evals.ranks import check_digests
+from ling3export.runners.evals.report import report
+from ling3export.runners.evals.smoke import product_state
+from ling3export.runners.evals.suites import Suite
+from ling3export.runners.evals.summary import Summary
+from ling3export.runners.evals.tasks import Task
 
 
 @dataclass(frozen=True)

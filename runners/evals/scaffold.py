@@ -5,10 +5,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ling3export.runners.eval_files import YAML
-from ling3export.runners.eval_graders import grade
-from ling3export.runners.eval_objects import EvalError, Outcome, Transcript
-from ling3export.runners.eval_tasks import Task
+from ling3export.runners.evals.files import YAML
+from ling3export.runners.evals.graders import grade
+from ling3export.runners.evals.objects import EvalError, Outcome, Transcript
+from ling3export.runners.evals.tasks import Task
 
 YAML_TEXT = """\
 task:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.errors import Ling3Error
-from ling3export.runners.eval_objects import EvalError
-from ling3export.runners.eval_tasks import Path as FieldPath
-from ling3export.runners.eval_tasks import Predicates, Task, task_from
+from ling3export.runners.evals.objects import EvalError
+from ling3export.runners.evals.tasks import Path as FieldPath
+from ling3export.runners.evals.tasks import Predicates, Task, task_from
 
 YAML = (".yaml", ".yml")
 PROBLEM_FIELDS = {"id", "prompt", "question", "answer", "target"}

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ling3export.errors import Ling3Error
-from ling3export.runners.eval_answers import LETTERS, choice_letter, extract_answer, gold_answer, same_number
-from ling3export.runners.eval_objects import GraderError, GraderResult, Outcome, text_of
+from ling3export.runners.evals.answers import LETTERS, choice_letter, extract_answer, gold_answer, same_number
+from ling3export.runners.evals.objects import GraderError, GraderResult, Outcome, text_of
 
 if TYPE_CHECKING:
-    from ling3export.runners.eval_tasks import Task
+    from ling3export.runners.evals.tasks import Task
 
 Verdict = Mapping[str, Any]
 Grader = Callable[..., Verdict]

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ling3export.runners.eval_config import MAX_INFRA
-from ling3export.runners.eval_objects import Trial
-from ling3export.runners.eval_statistics import macro_mean, pass_at_k, pass_hat_k, plug_in, wilson
+from ling3export.runners.evals.config import MAX_INFRA
+from ling3export.runners.evals.objects import Trial
+from ling3export.runners.evals.statistics import macro_mean, pass_at_k, pass_hat_k, plug_in, wilson
 
 KS = (1, 3, 5, 10)
 

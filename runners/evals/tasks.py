@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from ling3export.artifacts.manifest import canonical
 from ling3export.errors import listed
-from ling3export.runners.eval_graders import KINDS, Grader, GraderSpec, parse_path
-from ling3export.runners.eval_objects import EvalError
+from ling3export.runners.evals.graders import KINDS, Grader, GraderSpec, parse_path
+from ling3export.runners.evals.objects import EvalError
 
 Path = tuple[str | int, ...]  # of a field: names and indices from the root of a file
 Prompt = str | list[int] | list[dict[str, str]]
