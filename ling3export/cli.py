@@ -13,7 +13,7 @@ from ling3export.cache_use import POLICIES, CacheUse
 from ling3export.errors import Ling3Error, listed
 from ling3export.knobs import given, knobs
 from ling3export.plan import Options
-from ling3export.runners.commands import Group
+from ling3export.runners.cli.commands import Group
 
 
 def _require(command: str, packages: tuple[str, ...]) -> None:

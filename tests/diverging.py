@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 
-from ling3export.runners.cli import main
+from ling3export.runners.cli.main import main
 from ling3export.runners.load.model_runner import Device
 
 

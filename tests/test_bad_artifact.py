@@ -16,7 +16,7 @@ from builds import environment
 from ling3export import cli
 from ling3export.artifacts.manifest import read_manifest, sha256_of, write_manifest
 from ling3export.errors import ArtifactError
-from ling3export.runners import cli as runner_cli
+from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.load import pjrt
 from ling3export.runners.load.loader import load
 from ling3export.verify import check_digests

@@ -17,7 +17,7 @@ from ling3export import cli, knobs
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.errors import ArtifactError
 from ling3export.processes import ending
-from ling3export.runners import cli as runner_cli
+from ling3export.runners.cli import main as runner_cli
 from tiny import tiny_fields, tiny_weights, write_tiny
 
 GOLDEN = Path(__file__).parent / "golden"

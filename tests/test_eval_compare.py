@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from eval_fakes import NUMERIC, FakeBackend, half, numbered
-from ling3export.runners.cli import main
+from ling3export.runners.cli.main import main
 from ling3export.runners.evals.backend import Ask
 from ling3export.runners.evals.config import RunConfig
 from ling3export.runners.evals.determinism import determinism
@@ -161,7 +161,7 @@ def test_batch_invariance_is_reported_not_judged():
 
 @pytest.mark.parametrize(("backend", "code"), [(Flips(half), 3), (FakeBackend(half), 0)])
 def test_determinism_command(tmp_path, monkeypatch, backend, code):
-    monkeypatch.setattr("ling3export.runners.eval_run_cli.open_backend", lambda *_: backend)
+    monkeypatch.setattr("ling3export.runners.cli.eval_run.open_backend", lambda *_: backend)
     suite = tmp_path / "t.json"
     suite.write_text(json.dumps([{"prompt": str(n), "answer": 42} for n in range(3)]))
     done = call("determinism", "artifact", "--suite", suite)

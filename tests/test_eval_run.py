@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import eval_fakes
 from eval_fakes import FakeBackend, half, numbered
 from ling3export.errors import RequestError
-from ling3export.runners.cli import main
+from ling3export.runners.cli.main import main
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.evals.config import RunConfig
 from ling3export.runners.evals.folder import KEYS, read_predictions
@@ -34,7 +34,7 @@ def evaluate(tmp_path, monkeypatch):
     problems.write_text(json.dumps([{"prompt": str(n), "answer": "#### 42"} for n in range(10)]))
 
     def call(backend, *arguments, suite=problems, folder="run"):
-        monkeypatch.setattr("ling3export.runners.eval_run_cli.open_backend", lambda *_: backend)
+        monkeypatch.setattr("ling3export.runners.cli.eval_run.open_backend", lambda *_: backend)
         command = ["eval", "run", "artifact", tmp_path / folder, "--suite", suite, *arguments]
         return CliRunner().invoke(main, list(map(str, command)))
 

@@ -47,11 +47,11 @@ WITHOUT_JAX = [
     "ling3export.report",
     "ling3export.runners.cli",
     "ling3export.runners.load.environment",
-    "ling3export.runners.eval_cli",
+    "ling3export.runners.cli.eval",
     "ling3export.runners.evals.run",
     "ling3export.runners.hosts.channel",
     "ling3export.runners.hosts.hosts",
-    "ling3export.runners.serve_cli",
+    "ling3export.runners.cli.serve",
     "ling3export.runners.serve.schema",
     "ling3export.synth",
 ]
@@ -116,7 +116,7 @@ def test_runner_loads_none_of_the_build_side():
 
 def test_only_serving_loads_the_server():
     done = run_python(
-        "import sys\nimport ling3export.runners.cli, ling3export.runners.engine.engine\n"
+        "import sys\nimport ling3export.runners.cli.main, ling3export.runners.engine.engine\n"
         "print(*sorted({'starlette', 'uvicorn', 'prometheus_client'} & set(sys.modules)))"
     )
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr

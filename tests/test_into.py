@@ -19,7 +19,7 @@ from ling3export import cli, compiling, into
 from ling3export.artifacts.lock import folder_lock
 from ling3export.artifacts.manifest import read_manifest, write_manifest
 from ling3export.errors import PlanError
-from ling3export.runners import cli as runner_cli
+from ling3export.runners.cli import main as runner_cli
 from ling3export.verify import check_digests
 from refusals import refusal
 

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 import toy_artifact
-from ling3export.runners.cli import main
-from ling3export.runners.prompts import read_prompts
+from ling3export.runners.cli.main import main
+from ling3export.runners.cli.prompts import read_prompts
 
 HELP = """\
 Usage: ling3-runner generate [OPTIONS] ARTIFACT
@@ -222,7 +222,7 @@ def test_stop_strings_end_the_text_before_them(artifact):
 
 def test_the_command_makes_its_own_devices_and_compiles_nothing(artifact, tmp_path):
     """In a fresh process, with nothing set up: the environment is the runner's work."""
-    code = "import sys; from ling3export.runners.cli import main; sys.argv[0] = 'ling3-runner'; main()"
+    code = "import sys; from ling3export.runners.cli.main import main; sys.argv[0] = 'ling3-runner'; main()"
     arguments = [
         "generate",
         artifact,

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 import toy_artifact
 from ling3export.errors import Ling3Error
-from ling3export.runners import serve_cli
-from ling3export.runners.cli import main
+from ling3export.runners.cli import serve as serve_cli
+from ling3export.runners.cli.main import main
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped, Ticket, wake
 from ling3export.runners.engine.request import Request

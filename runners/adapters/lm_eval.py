@@ -16,9 +16,9 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ling3export.errors import RequestError
+from ling3export.runners.cli.errors import guarded
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
-from ling3export.runners.guard import guarded
 
 NAME = "ling3"
 MAX_GEN_TOKS = 256  # lm-eval's own default

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from ling3export.errors import Ling3Error
-from ling3export.runners import guard
+from ling3export.runners.cli import errors as guard
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import FAILED, meet, receive, refuse, send, welcome
 from ling3export.runners.hosts.service import Service, join, leave

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from ling3export.errors import Ling3Error
-from ling3export.runners.guard import keep_stdout
+from ling3export.runners.cli.errors import keep_stdout
 
 HOST_NAMES = ("coordinator", "num_hosts", "host_id", "start_timeout")  # what host_options gives, find_hosts takes
 DETECT = "auto"  # as a coordinator: ask the cluster's launcher

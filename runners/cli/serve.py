@@ -7,9 +7,9 @@ from typing import Any
 import click
 
 from ling3export.errors import Ling3Error
+from ling3export.runners.cli.loading_options import check_option, programs_option
 from ling3export.runners.hosts.hosts import host_options, leading
 from ling3export.runners.hosts.rendezvous import announced
-from ling3export.runners.loading_options import check_option, programs_option
 
 NEEDS = ("starlette", "uvicorn", "prometheus_client")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import click
 
 from ling3export.errors import Ling3Error, listed
-from ling3export.runners.commands import Group
-from ling3export.runners.eval_run_cli import determinism, run
-from ling3export.runners.guard import REGRESSION
+from ling3export.runners.cli.commands import Group
+from ling3export.runners.cli.errors import REGRESSION
+from ling3export.runners.cli.eval_run import determinism, run
 
 FOLDER = click.Path(path_type=Path)
 

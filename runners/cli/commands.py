@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ling3export.runners.guard import guarded
+from ling3export.runners.cli.errors import guarded
 
 INTERRUPTED = 130  # as shells say of SIGINT
 
