@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import machine, say, show, table
+from ling3export.checkpoint.synth import config_fields
 from ling3export.compiling import Compilers
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.peak import peak_bytes
 from ling3export.plan import Options, make_plan
-from ling3export.synth import config_fields
 
 PERIOD = 0.2  # seconds between looks at the processes
 

@@ -20,9 +20,9 @@ from ling3export.artifacts.manifest import file_record, sha256_of, write_manifes
 from ling3export.artifacts.staging import staged
 from ling3export.cache_cells import Cells, opened, summary
 from ling3export.cache_use import DEFAULT_USE, CacheUse
-from ling3export.checkpoint import Checkpoint
+from ling3export.checkpoint.checkpoint import Checkpoint
+from ling3export.checkpoint.convert import DTYPES, convert, store_bytes, stored_dtype
 from ling3export.compiling import Compilers
-from ling3export.convert import DTYPES, convert, store_bytes, stored_dtype
 from ling3export.errors import ArtifactError, CheckpointError
 from ling3export.failed import forget_failure, note_failure
 from ling3export.fingerprint import fingerprint, state_abi, toolchain

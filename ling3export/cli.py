@@ -209,8 +209,8 @@ main.add_command(cache)
 @click.option("--force", is_flag=True, help="Replace DIRECTORY if it is there.")
 def synth(directory: Path, preset: str, seed: int, layers: int | None, force: bool) -> None:
     """Write a seeded checkpoint in the published layout into DIRECTORY."""
+    from ling3export.checkpoint.synth import synthesize
     from ling3export.processes import unwinding
-    from ling3export.synth import synthesize
 
     with unwinding():
         synthesize(directory, preset, seed, layers=layers, force=force)

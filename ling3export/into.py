@@ -18,9 +18,10 @@ from ling3export.artifacts.staging import adding
 from ling3export.build import Reporter, receipts, target_record
 from ling3export.cache_cells import Cells, opened, summary
 from ling3export.cache_use import DEFAULT_USE, CacheUse
-from ling3export.checkpoint import Checkpoint
+from ling3export.checkpoint.checkpoint import Checkpoint
+from ling3export.checkpoint.convert import store_bytes
+from ling3export.checkpoint.same_weights import differing_tensors
 from ling3export.compiling import Compilers
-from ling3export.convert import store_bytes
 from ling3export.errors import CheckpointError, PlanError, listed
 from ling3export.failed import forget_failure, note_failure
 from ling3export.fingerprint import toolchain
@@ -28,7 +29,6 @@ from ling3export.knobs import SHARED
 from ling3export.matrix import COLUMNS, Outcome, check, compile_all, outcome_rows
 from ling3export.plan import Options, Plan, make_plans
 from ling3export.recorded import config_fields, config_of, options_of, score_paddings
-from ling3export.same_weights import differing_tensors
 from ling3export.score_into import Extending, extended
 from ling3export.toolchain import check_toolchain
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ling3export.artifacts.staging import staged
 from ling3export.build import Reporter, write_weights
-from ling3export.checkpoint import Checkpoint
+from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.errors import ArtifactError, Ling3Error, PlanError
 from ling3export.plan import Options, make_plan
 from ling3export.processes import command, ending, environment

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.synth import synthesize
+from ling3export.checkpoint.synth import synthesize
 from probe import ROOT, Probe
 
 DEMO = ROOT / "ling3export" / "demo"

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from ling3export.convert import DTYPES, pieces, stored_dtype
+from ling3export.checkpoint.convert import DTYPES, pieces, stored_dtype
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK, Geometry
 from ling3export.model.inputs import packed_size

@@ -16,11 +16,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ling3export.checkpoint.synth import config_fields
 from ling3export.compiling import Compilers
 from ling3export.model.config import Config
 from ling3export.peak import peak_bytes
 from ling3export.plan import Cell, Options, make_plan
-from ling3export.synth import config_fields
 
 ROOT = Path(__file__).parents[1]
 TARGET = "tpu:v6e:4x4"

@@ -20,7 +20,7 @@ from typing import Any
 from ling3export.artifacts.manifest import read_manifest, sha256_of
 from ling3export.build import DEMO
 from ling3export.cache_cells import counts
-from ling3export.checkpoint import Checkpoint
+from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.fingerprint import cell_fields
 from ling3export.plan import Options, make_plan
 

@@ -10,10 +10,10 @@ import pytest
 
 from ling3export import accelerators, card_here, toolchain
 from ling3export.cards import CARDS, Card, target_config
+from ling3export.checkpoint.synth import config_fields
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.plan import Options, make_plan
-from ling3export.synth import config_fields
 from ling3export.targets import CHIPS, Target, parse_target
 from ling3export.toolchain import check_toolchain, compiler_environment
 

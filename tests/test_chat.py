@@ -5,10 +5,10 @@ import json
 import pytest
 
 from ling3export.artifacts.manifest import file_record
+from ling3export.checkpoint.synth_tokenizer import write_tokenizer
 from ling3export.errors import ArtifactError, RequestError
 from ling3export.runners.text.chat import ChatTemplate
 from ling3export.runners.text.tokenizer import TokenizerFiles
-from ling3export.synth_tokenizer import write_tokenizer
 
 EOS = 2044
 HELLO = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]

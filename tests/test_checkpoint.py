@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from ling3export.checkpoint import INDEX, Checkpoint, expected_tensors, is_mtp
+from ling3export.checkpoint.checkpoint import INDEX, Checkpoint, expected_tensors, is_mtp
+from ling3export.checkpoint.synth import config_fields, synthesize
 from ling3export.errors import CheckpointError, ConfigError
 from ling3export.model.config import Config
-from ling3export.synth import config_fields, synthesize
 
 KDA_V = "model.layers.0.attention.v_proj.weight"
 Tensors = dict[str, tuple[str, list[int], bytes]]

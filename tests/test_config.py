@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from ling3export.checkpoint.synth import config_fields
 from ling3export.errors import ConfigError
 from ling3export.model.config import Config
 from ling3export.model.config_rules import FIXED, READ
-from ling3export.synth import config_fields
 
 TINY = config_fields("full", {})
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
+from ling3export.checkpoint.synth import config_fields
 from ling3export.model.config import Config
-from ling3export.synth import config_fields
 from ling3export.targets import CHIPS, parse_target
 from test_readme import matches
 

@@ -5,12 +5,12 @@ import re
 
 import pytest
 
+from ling3export.checkpoint.synth import config_fields
 from ling3export.estimates import estimate
 from ling3export.floors import expert_times, floor
 from ling3export.hlo import parse, shape_bytes
 from ling3export.model.config import Config
 from ling3export.plan import Options, make_plan
-from ling3export.synth import config_fields
 from ling3export.targets import CHIPS
 from ling3export.workload import Workload
 

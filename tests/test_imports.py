@@ -40,7 +40,7 @@ LAYERS = {
 
 # No jax beside the errors and the artifact format: `--help`, and what only reads configurations and checkpoints.
 WITHOUT_JAX = [
-    "ling3export.checkpoint",
+    "ling3export.checkpoint.checkpoint",
     "ling3export.cli",
     "ling3export.model.config",
     "ling3export.reference",
@@ -53,7 +53,7 @@ WITHOUT_JAX = [
     "ling3export.runners.hosts.hosts",
     "ling3export.runners.cli.serve",
     "ling3export.runners.serve.schema",
-    "ling3export.synth",
+    "ling3export.checkpoint.synth",
 ]
 # Models for evaluation libraries, which load these: extras, and what they bring.
 ADAPTERS = {

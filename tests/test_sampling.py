@@ -9,11 +9,11 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from direct import pack
+from ling3export.checkpoint.synth import config_fields
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.program import build_step
 from ling3export.model.sampling.thresholds import keep_mask, ordered
-from ling3export.synth import config_fields
 from tolerances import CHI_SQUARE_5, KERNEL
 
 CONFIG = Config.from_dict(config_fields("micro", {}))

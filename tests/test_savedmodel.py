@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from artifacts_fixture import run
 from direct import Direct, pack, relative
 from ling3export import cli, savedmodel
-from ling3export.checkpoint import Checkpoint
-from ling3export.convert import store_bytes
+from ling3export.checkpoint.checkpoint import Checkpoint
+from ling3export.checkpoint.convert import store_bytes
 from ling3export.errors import Ling3Error, PlanError
 from ling3export.lower import collective_counts, device_mesh
 from ling3export.model.geometry import Geometry

@@ -13,13 +13,13 @@ import pytest
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from ling3export import synth
-from ling3export.checkpoint import INDEX, Checkpoint
+from ling3export.checkpoint import synth
+from ling3export.checkpoint.checkpoint import INDEX, Checkpoint
+from ling3export.checkpoint.layout import expected_tensors, mtp_tensors
+from ling3export.checkpoint.synth import PRESETS, config_fields, synthesize
 from ling3export.errors import ArtifactError, CheckpointError, ConfigError
-from ling3export.layout import expected_tensors, mtp_tensors
 from ling3export.model.config import Config
 from ling3export.reference import Reference
-from ling3export.synth import PRESETS, config_fields, synthesize
 
 EXPERT = "model.layers.7.mlp.experts.3.up_proj.weight"
 

@@ -5,10 +5,10 @@ from importlib import metadata
 import pytest
 
 from ling3export import toolchain
+from ling3export.checkpoint.synth import config_fields
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.plan import Options, make_plan
-from ling3export.synth import config_fields
 from ling3export.targets import CHIPS, known_targets, parse_target
 from ling3export.toolchain import check_toolchain, compiler_environment
 

@@ -6,9 +6,9 @@ import random
 import pytest
 
 from ling3export.artifacts.manifest import file_record
+from ling3export.checkpoint.synth_tokenizer import write_tokenizer
 from ling3export.errors import ArtifactError, RequestError
 from ling3export.runners.text.tokenizer import TextStream, Tokenizer, TokenizerFiles
-from ling3export.synth_tokenizer import write_tokenizer
 
 EOS = 2044
 

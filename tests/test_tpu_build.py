@@ -6,7 +6,7 @@ from click.testing import CliRunner
 
 from ling3export import cli
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.synth import synthesize
+from ling3export.checkpoint.synth import synthesize
 
 TARGET = "tpu-v6e-2x2-tp4"
 

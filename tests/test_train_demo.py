@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from ling3export.build import DEMO
+from ling3export.checkpoint.synth import config_fields
 from ling3export.model.config import Config
 from ling3export.runners.evals.demo import is_kept_pair
-from ling3export.synth import config_fields
 from test_demo import pairs
 from tools import train_demo
 from tools.demo_checkpoint import SIZES

@@ -17,11 +17,11 @@ from jax.sharding import PartitionSpec
 from ling3export import lower
 from ling3export.artifacts.manifest import file_record, sha256_of, write_manifest
 from ling3export.artifacts.store import StoreWriter, TensorSpec
+from ling3export.checkpoint.synth_tokenizer import write_tokenizer
 from ling3export.model import program as steps
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.inputs import batch_fields, packed_size, unpack
 from ling3export.runners.engine.engine import Engine
-from ling3export.synth_tokenizer import write_tokenizer
 
 VOCAB, EOS, TP = 320, 316, 2
 SLOTS, PAGES, PAGE, CONTEXT = 3, 10, 16, 64

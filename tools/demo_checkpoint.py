@@ -13,12 +13,12 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from ling3export.convert import pieces
-from ling3export.layout import TensorInfo, expected_tensors
+from ling3export.checkpoint.convert import pieces
+from ling3export.checkpoint.layout import TensorInfo, expected_tensors
+from ling3export.checkpoint.synth import config_fields
 from ling3export.model.config import Config
 from ling3export.model.parameters import parameters
 from ling3export.runners.evals.demo import SEED, Problems, text
-from ling3export.synth import config_fields
 
 VOCABULARY = 384
 END = "<|endoftext|>"

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ling3export.layout import TensorInfo
+from ling3export.checkpoint.layout import TensorInfo
 from ling3export.model.config import Config
 
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32)}

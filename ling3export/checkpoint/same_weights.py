@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ling3export.convert import Source, convert_parameter
+from ling3export.checkpoint.convert import Source, convert_parameter
 from ling3export.model.parameters import parameters
 
 
