@@ -15,7 +15,7 @@ from ling3export.compiling import Compilers
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.peak import peak_bytes
-from ling3export.plan import Options, make_plan
+from ling3export.plan.plan import Options, make_plan
 
 PERIOD = 0.2  # seconds between looks at the processes
 

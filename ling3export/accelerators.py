@@ -15,7 +15,6 @@ import numpy as np
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
-from ling3export.cards import CARDS, target_config
 from ling3export.errors import PlanError
 from ling3export.estimates import estimate
 from ling3export.floors import expert_times, floor
@@ -23,9 +22,10 @@ from ling3export.lower import LOCATION_OPTIONS, costs, with_shardings
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.program import build_step
-from ling3export.pools import readable
+from ling3export.plan.cards import CARDS, target_config
+from ling3export.plan.pools import readable
+from ling3export.plan.targets import Target
 from ling3export.runners.load import pjrt
-from ling3export.targets import Target
 from ling3export.workload import Workload
 
 

@@ -14,7 +14,7 @@ from ling3export.cache_programs import CELL, COMPILED, PROGRAM
 from ling3export.cache_use import CacheUse, lease
 from ling3export.fingerprint import cell_fields
 from ling3export.model.config import Config
-from ling3export.plan import Cell, Plan
+from ling3export.plan.plan import Cell, Plan
 
 SUFFIXES = ("stablehlo", "exec")
 

@@ -7,7 +7,7 @@ from ling3export.artifacts.manifest import MANIFEST, read_manifest
 from ling3export.cache import DIGEST, Cache, entries
 from ling3export.cache_cleanup import blob_sizes, found_entries
 from ling3export.errors import ArtifactError
-from ling3export.targets import Target
+from ling3export.plan.targets import Target
 
 
 def status(folder: Path) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import click
 from ling3export.cache_cli import cache
 from ling3export.cache_use import POLICIES, CacheUse
 from ling3export.errors import Ling3Error, listed
-from ling3export.knobs import given, knobs
-from ling3export.plan import Options
+from ling3export.plan.options import given, knobs
+from ling3export.plan.plan import Options
 from ling3export.runners.cli.commands import Group
 
 
@@ -188,9 +188,9 @@ def plan(
     """
     _require("plan", ("flax",))
     from ling3export.build import DEMO
-    from ling3export.lengths import read_lengths
-    from ling3export.planning import config_of, planned
-    from ling3export.planning_text import described
+    from ling3export.plan.lengths import read_lengths
+    from ling3export.pricing.pricing import config_of, planned
+    from ling3export.pricing.text import described
 
     config = config_of(checkpoint or DEMO, ignore)
     requests = [] if lengths is None else read_lengths(lengths)

@@ -16,7 +16,7 @@ from ling3export.cache_cells import Cells
 from ling3export.cache_use import CacheUse
 from ling3export.errors import Ling3Error, PlanError
 from ling3export.model.config import Config
-from ling3export.plan import Cell, Plan
+from ling3export.plan.plan import Cell, Plan
 from ling3export.processes import command, ending, environment
 
 Done = Callable[[Cell, dict[str, Any]], None]

@@ -12,7 +12,7 @@ from typing import Any
 
 from ling3export.hlo import Frame, Instruction, Module, parse, trip_count
 from ling3export.operations import FAST, kind, traffic
-from ling3export.targets import Chip
+from ling3export.plan.targets import Chip
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 # Names without work of their own: their operands' or users' instructions have it.

@@ -12,7 +12,7 @@ from typing import Any
 
 from ling3export.artifacts.files import writing
 from ling3export.matrix import Outcome
-from ling3export.plan import Options
+from ling3export.plan.plan import Options
 
 
 def failed_path(artifact: Path) -> Path:

@@ -12,10 +12,10 @@ from ling3export import sources
 from ling3export.artifacts.manifest import sha256_of
 from ling3export.model.config import Config
 from ling3export.model.state import state_arrays
-from ling3export.plan import Cell, Plan
+from ling3export.plan.plan import Cell, Plan
+from ling3export.plan.targets import Target
+from ling3export.plan.toolchain import CUDA_PACKAGES
 from ling3export.runners.load import environment
-from ling3export.targets import Target
-from ling3export.toolchain import CUDA_PACKAGES
 
 # Read by the compilers from the environment, which a build hands down.
 FLAGS = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")

@@ -25,12 +25,12 @@ from ling3export.compiling import Compilers
 from ling3export.errors import CheckpointError, PlanError, listed
 from ling3export.failed import forget_failure, note_failure
 from ling3export.fingerprint import toolchain
-from ling3export.knobs import SHARED
 from ling3export.matrix import COLUMNS, Outcome, check, compile_all, outcome_rows
-from ling3export.plan import Options, Plan, make_plans
-from ling3export.recorded import config_fields, config_of, options_of, score_paddings
+from ling3export.plan.options import SHARED
+from ling3export.plan.plan import Options, Plan, make_plans
+from ling3export.plan.toolchain import check_toolchain
+from ling3export.pricing.recorded import config_fields, config_of, options_of, score_paddings
 from ling3export.score_into import Extending, extended
-from ling3export.toolchain import check_toolchain
 
 
 def add_targets(

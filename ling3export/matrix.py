@@ -8,10 +8,10 @@ from typing import Any
 from ling3export.cache_programs import CELL, PROGRAM
 from ling3export.compiling import Compilers
 from ling3export.errors import ArtifactError, PlanError
-from ling3export.memory import check_memory
 from ling3export.model.config import Config
 from ling3export.peak import peak_bytes
-from ling3export.plan import Cell, Plan
+from ling3export.plan.memory import check_memory
+from ling3export.plan.plan import Cell, Plan
 
 COLUMNS = ("cell", "status", "seconds", "program", "peak a device", "collectives", "estimate", "worst error")
 

@@ -10,10 +10,10 @@ import socket
 import subprocess
 import sys
 
+from ling3export.plan.targets import Target
 from ling3export.processes import command, environment
 from ling3export.runners.hosts.service import Service, join
 from ling3export.runners.load.environment import prepare_cpu
-from ling3export.targets import Target
 
 HOST = "127.0.0.1"
 TIMEOUT = 120.0  # seconds for all processes to start, on a busy machine

@@ -21,11 +21,11 @@ from ling3export.failed import failed_path, read_failure
 from ling3export.fingerprint import fingerprint, toolchain
 from ling3export.measure import measure_apart
 from ling3export.model.config import Config
-from ling3export.plan import Options, Plan, make_plans
-from ling3export.pools import readable
-from ling3export.recorded import config_fields, config_of, plan_of
+from ling3export.plan.plan import Options, Plan, make_plans
+from ling3export.plan.pools import readable
+from ling3export.plan.toolchain import check_toolchain
+from ling3export.pricing.recorded import config_fields, config_of, plan_of
 from ling3export.runners.load.targets import choose_target
-from ling3export.toolchain import check_toolchain
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from ling3export.compiling import Compilers, Done
 from ling3export.errors import PlanError, listed
 from ling3export.fingerprint import fingerprint, toolchain
 from ling3export.model.geometry import CHUNK
-from ling3export.plan import Cell, Plan, check_paddings
-from ling3export.recorded import config_of, plan_of
+from ling3export.plan.plan import Cell, Plan, check_paddings
+from ling3export.pricing.recorded import config_of, plan_of
 
 OPTION = "--score-paddings"
 MANIFEST_FIELDS = ("status", "stablehlo", "exec")  # of a cell, which no compiler's record has

@@ -19,9 +19,9 @@ from ling3export.artifacts.files import writing
 from ling3export.cache_programs import Programs
 from ling3export.errors import Ling3Error
 from ling3export.peers import become_first
+from ling3export.plan.targets import Target
+from ling3export.plan.toolchain import compiler_environment
 from ling3export.runners.load.environment import prepare_cpu
-from ling3export.targets import Target
-from ling3export.toolchain import compiler_environment
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

@@ -20,7 +20,7 @@ from ling3export.checkpoint.synth import config_fields
 from ling3export.compiling import Compilers
 from ling3export.model.config import Config
 from ling3export.peak import peak_bytes
-from ling3export.plan import Cell, Options, make_plan
+from ling3export.plan.plan import Cell, Options, make_plan
 
 ROOT = Path(__file__).parents[1]
 TARGET = "tpu:v6e:4x4"

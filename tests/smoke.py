@@ -22,7 +22,7 @@ from ling3export.build import DEMO
 from ling3export.cache_cells import counts
 from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.fingerprint import cell_fields
-from ling3export.plan import Options, make_plan
+from ling3export.plan.plan import Options, make_plan
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = Options(paddings=(16, 128), tp=16, max_running=32, context=1024)

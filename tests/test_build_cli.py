@@ -13,9 +13,10 @@ import pytest
 from click.testing import CliRunner
 
 from builds import SMALLEST, building, ended, environment, kill_one, marked, wait_for, wait_until_gone
-from ling3export import cli, knobs
+from ling3export import cli
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.errors import ArtifactError
+from ling3export.plan import options as knobs
 from ling3export.processes import ending
 from ling3export.runners.cli import main as runner_cli
 from tiny import tiny_fields, tiny_weights, write_tiny

@@ -17,7 +17,7 @@ from ling3export.cache_programs import Programs
 from ling3export.cache_use import CacheUse
 from ling3export.fingerprint import cell_fields, program_fields
 from ling3export.model.config import Config
-from ling3export.plan import Cell, Options, Plan, make_plan
+from ling3export.plan.plan import Cell, Options, Plan, make_plan
 from tiny import tiny_fields
 
 CELL = Cell("decode", 16)

@@ -8,14 +8,15 @@ from importlib import metadata
 import jax
 import pytest
 
-from ling3export import accelerators, card_here, toolchain
-from ling3export.cards import CARDS, Card, target_config
+from ling3export import accelerators
 from ling3export.checkpoint.synth import config_fields
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
-from ling3export.plan import Options, make_plan
-from ling3export.targets import CHIPS, Target, parse_target
-from ling3export.toolchain import check_toolchain, compiler_environment
+from ling3export.plan import card_here, toolchain
+from ling3export.plan.cards import CARDS, Card, target_config
+from ling3export.plan.plan import Options, make_plan
+from ling3export.plan.targets import CHIPS, Target, parse_target
+from ling3export.plan.toolchain import check_toolchain, compiler_environment
 
 FULL = Config.from_dict(config_fields("full", {}))
 

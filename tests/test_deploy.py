@@ -10,7 +10,7 @@ import yaml
 
 from ling3export.checkpoint.synth import config_fields
 from ling3export.model.config import Config
-from ling3export.targets import CHIPS, parse_target
+from ling3export.plan.targets import CHIPS, parse_target
 from test_readme import matches
 
 ROOT = Path(__file__).parents[1]

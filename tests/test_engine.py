@@ -12,9 +12,9 @@ import pytest
 
 from artifacts_fixture import RECIPES, Artifacts
 from bench.drive import Driver
-from ling3export import plan
 from ling3export.build import build
-from ling3export.plan import Options
+from ling3export.plan import plan
+from ling3export.plan.plan import Options
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.load.loader import load

@@ -7,7 +7,7 @@ import pytest
 
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
-from ling3export.plan import (
+from ling3export.plan.plan import (
     Cell,
     Options,
     check_paddings,

@@ -21,7 +21,7 @@ from ling3export.lower import collective_counts, device_mesh
 from ling3export.model.geometry import Geometry
 from ling3export.model.parameters import parameters
 from ling3export.model.program import build_step
-from ling3export.plan import Options
+from ling3export.plan.plan import Options
 
 CALLS = Path(__file__).parent / "savedmodel_calls.py"
 SIZES = ("--paddings", "32", "--decode-paddings", "2", "--max-running", "2", "--context", "128", "--page-size", "32")

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from ling3export.plan import Options, parse_bytes, parse_paddings
-from ling3export.targets import GIB
+from ling3export.plan.plan import Options, parse_bytes, parse_paddings
+from ling3export.plan.targets import GIB
 
 DEFAULTS = Options()
 # What an artifact's targets have in common: a target that is added takes them as they are.
@@ -101,7 +101,7 @@ KNOBS = (
 
 
 def knobs(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options of :class:`ling3export.plan.Options`, ``jobs`` apart."""
+    """Gives a command the options of :class:`ling3export.plan.plan.Options`, ``jobs`` apart."""
     for option in reversed(KNOBS):
         command = option(command)
     return command

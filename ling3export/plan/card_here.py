@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from ling3export.cards import CARDS
 from ling3export.errors import PlanError
+from ling3export.plan.cards import CARDS
 
 DRIVER = Path("/proc/driver/nvidia/gpus")  # a folder a card, each with a file `information`
 HERE = "here"  # stands where a TPU target has its topology: compiled, and autotuned, on the card itself

@@ -9,9 +9,9 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from ling3export.card_here import HERE, kind_here
 from ling3export.errors import PlanError, listed
 from ling3export.model.config import Config
+from ling3export.plan.card_here import HERE, kind_here
 
 GIB = 2**30
 DEFAULT_CPU_TP = 16

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ling3export.lengths import Length, chunked
 from ling3export.model.geometry import CHUNK
+from ling3export.plan.lengths import Length, chunked
 from ling3export.runners.engine.inputs import CALL
 
 SETS = 20_000  # tried at most: seconds

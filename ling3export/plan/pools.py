@@ -9,10 +9,10 @@ from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.parameters import arguments
 from ling3export.model.state import state_bytes
-from ling3export.targets import Target
+from ling3export.plan.targets import Target
 
 if TYPE_CHECKING:
-    from ling3export.plan import Options
+    from ling3export.plan.plan import Options
 
 
 def readable(count: float) -> str:

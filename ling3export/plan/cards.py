@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ling3export.targets import Target
+    from ling3export.plan.targets import Target
 
 CAPABILITY = (9, 0)  # Hopper
 # https://docs.nvidia.com/cuda/cuda-c-programming-guide/#features-and-technical-specifications

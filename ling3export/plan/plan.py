@@ -9,8 +9,8 @@ from typing import Any
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
-from ling3export.pools import size_pages
-from ling3export.targets import DEFAULT_CPU_TP, GIB, Target, parse_target
+from ling3export.plan.pools import size_pages
+from ling3export.plan.targets import DEFAULT_CPU_TP, GIB, Target, parse_target
 
 
 @dataclass(frozen=True)
