@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.report import machine, say, show, table
 from ling3export.checkpoint.synth import config_fields
-from ling3export.compiling import Compilers
+from ling3export.compile.pool import Compilers
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.peak import peak_bytes

@@ -7,7 +7,7 @@ from pathlib import Path
 from bench.inputs import last_line, run
 from bench.report import table
 from bench.startup import PREPARATION
-from ling3export.build import DEMO
+from ling3export.compile.build import DEMO
 
 RUNNER = "ling3export.runners.cli"
 QUESTION = "Question: Hana has 17 apples, buys 8 and drops 6. How many now?\nAnswer:"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import say
-from ling3export.fingerprint import sources_digest
+from ling3export.compile.keys import sources_digest
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".cache" / "bench"

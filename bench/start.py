@@ -90,7 +90,7 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
     clock.lap("manifest")
     import jax
 
-    from ling3export.lower import with_shardings
+    from ling3export.compile.lower import with_shardings
     from ling3export.model.config import Config
     from ling3export.model.geometry import Geometry
     from ling3export.model.program import build_step

@@ -12,7 +12,7 @@ from ling3export.cache import KINDS, Cache, Entry, Say, entries
 from ling3export.cache_explain import explain
 from ling3export.cache_programs import CELL, COMPILED, PROGRAM
 from ling3export.cache_use import CacheUse, lease
-from ling3export.fingerprint import cell_fields
+from ling3export.compile.keys import cell_fields
 from ling3export.model.config import Config
 from ling3export.plan.plan import Cell, Plan
 

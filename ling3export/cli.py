@@ -101,8 +101,8 @@ def build(
     ./<checkpoint folder name>.ling3, or .savedmodel.
     """
     _require("build", ("flax", "rich"))
+    from ling3export.compile.progress import Console
     from ling3export.processes import unwinding
-    from ling3export.progress import Console
 
     if into is not None and (artifact is not None or replay is not None):
         raise click.UsageError(f"--into names the artifact: no {'--replay' if replay else 'ARTIFACT'} beside it")
@@ -119,7 +119,7 @@ def build(
         if replay is not None:
             _replay(checkpoint, artifact, replay, use)
         elif into is not None:
-            from ling3export.into import add_targets
+            from ling3export.compile.into import add_targets
 
             chosen = given(click.get_current_context())
             manifest, names = add_targets(
@@ -127,7 +127,7 @@ def build(
             )
             console.summary(into, manifest, names)
         else:
-            from ling3export.build import build as run
+            from ling3export.compile.build import build as run
 
             source, destination = _named(checkpoint, artifact)
             manifest = run(source, destination, Options(**knobs), console, force=force, ignore=ignore, cache=use)
@@ -136,14 +136,14 @@ def build(
 
 def _named(checkpoint: Path | None, artifact: Path | None, suffix: str = "ling3") -> tuple[Path, Path]:
     """Source and destination of a build."""
-    from ling3export.build import DEMO
+    from ling3export.compile.build import DEMO
 
     source = checkpoint or DEMO
     return source, artifact or Path(f"{source.resolve().name}.{suffix}")
 
 
 def _replay(checkpoint: Path | None, artifact: Path | None, cell: str, cache: CacheUse) -> None:
-    from ling3export.replay import replay, replayable
+    from ling3export.compile.replay import replay, replayable
 
     # The one path may be the artifact, too: no checkpoint is needed.
     alone = checkpoint is not None and artifact is None and replayable(checkpoint)
@@ -187,7 +187,7 @@ def plan(
     these requests pad at each padding, and as many paddings that pad less.
     """
     _require("plan", ("flax",))
-    from ling3export.build import DEMO
+    from ling3export.compile.build import DEMO
     from ling3export.plan.lengths import read_lengths
     from ling3export.pricing.pricing import config_of, planned
     from ling3export.pricing.text import described

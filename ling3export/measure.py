@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ling3export.artifacts.manifest import read_checked
+from ling3export.compile.peers import HOST, TIMEOUT, free_port
 from ling3export.errors import ArtifactError, Ling3Error
-from ling3export.peers import HOST, TIMEOUT, free_port
 from ling3export.prober import Found, Prober
 from ling3export.processes import command, ending, environment
 from ling3export.runners.hosts.hosts import Hosts

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.staging import staged
-from ling3export.build import Reporter, write_weights
 from ling3export.checkpoint.checkpoint import Checkpoint
+from ling3export.compile.build import Reporter, write_weights
 from ling3export.errors import ArtifactError, Ling3Error, PlanError
 from ling3export.plan.plan import Options, make_plan
 from ling3export.processes import command, ending, environment

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.checkpoint.synth import config_fields
-from ling3export.compiling import Compilers
+from ling3export.compile.pool import Compilers
 from ling3export.model.config import Config
 from ling3export.peak import peak_bytes
 from ling3export.plan.plan import Cell, Options, make_plan

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from ling3export import fingerprint, sources
 from ling3export.artifacts.manifest import sha256_of
 from ling3export.cache_cells import Cells, counts, opened, summary
 from ling3export.cache_programs import Programs
 from ling3export.cache_use import CacheUse
-from ling3export.fingerprint import cell_fields, program_fields
+from ling3export.compile import keys as fingerprint
+from ling3export.compile import sources
+from ling3export.compile.keys import cell_fields, program_fields
 from ling3export.model.config import Config
 from ling3export.plan.plan import Cell, Options, Plan, make_plan
 from tiny import tiny_fields
@@ -34,7 +35,7 @@ def key(config: Config = CONFIG, planned: Plan | None = None, cell: Cell = CELL)
 
 
 def test_every_module_that_a_compiling_process_loads_is_in_the_sources():
-    code = "import sys, ling3export.lower, ling3export.accelerators\nprint(*sys.modules)"
+    code = "import sys, ling3export.compile.lower, ling3export.compile.accelerators\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     names = [name for name in done.stdout.split() if name.split(".")[0] == "ling3export"]
     loaded = {name.removeprefix("ling3export.").replace(".", "/") + ".py" for name in names}

@@ -8,8 +8,8 @@ from importlib import metadata
 import jax
 import pytest
 
-from ling3export import accelerators
 from ling3export.checkpoint.synth import config_fields
+from ling3export.compile import accelerators
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.plan import card_here, toolchain

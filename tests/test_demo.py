@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 from artifacts_fixture import run
 from direct import assemble, relative
 from ling3export.artifacts.manifest import canonical
-from ling3export.build import DEMO
 from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.checkpoint.layout import expected_tensors
+from ling3export.compile.build import DEMO
 from ling3export.model.program import bind
 from ling3export.reference import Reference
 from ling3export.runners.evals.demo import NAMES, Problems, demo_records, is_kept_pair, names, text

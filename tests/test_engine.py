@@ -12,7 +12,7 @@ import pytest
 
 from artifacts_fixture import RECIPES, Artifacts
 from bench.drive import Driver
-from ling3export.build import build
+from ling3export.compile.build import build
 from ling3export.plan import plan
 from ling3export.plan.plan import Options
 from ling3export.runners.engine.engine import Engine

@@ -15,9 +15,11 @@ import pytest
 from click.testing import CliRunner
 
 from builds import environment
-from ling3export import cli, compiling, into
+from ling3export import cli
 from ling3export.artifacts.lock import folder_lock
 from ling3export.artifacts.manifest import read_manifest, write_manifest
+from ling3export.compile import into
+from ling3export.compile import pool as compiling
 from ling3export.errors import PlanError
 from ling3export.runners.cli import main as runner_cli
 from ling3export.verify import check_digests
@@ -132,7 +134,9 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_into import copying
-from ling3export import cli, compiling, into
+from ling3export import cli
+from ling3export.compile import pool as compiling
+from ling3export.compile import into
 from ling3export.artifacts.manifest import read_manifest
 compiling.Compilers.run = copying(Path({programs!r}), read_manifest({other!r})["targets"]["cpu-tp2"]["cells"])
 at, die = {at!r}, lambda *a, **k: os._exit(9)

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from ling3export import failed, matrix
+from ling3export.compile import failed, matrix
+from ling3export.compile.matrix import Outcome
+from ling3export.compile.progress import Console
 from ling3export.errors import ArtifactError, PlanError
-from ling3export.matrix import Outcome
 from ling3export.model.config import Config
 from ling3export.plan.plan import Options, make_plan
 from ling3export.plan.targets import CHIPS, Target
-from ling3export.progress import Console
 from tiny import tiny_fields
 
 FIELDS = tiny_fields()

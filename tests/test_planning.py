@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from ling3export import cli
-from ling3export.accelerators import _too_large
 from ling3export.checkpoint.synth import config_fields
+from ling3export.compile.accelerators import _too_large
 from ling3export.errors import PlanError
 from ling3export.floors import floor
 from ling3export.model.config import Config

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax import export
 
-from ling3export import lower
 from ling3export.checkpoint.synth import config_fields
-from ling3export.lower import Lowered, compile_cell, device_mesh, lower_cell
+from ling3export.compile import lower
+from ling3export.compile.lower import Lowered, compile_cell, device_mesh, lower_cell
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.state import StateArray, state_arrays

@@ -6,8 +6,10 @@ import shutil
 import pytest
 from click.testing import CliRunner
 
-from ling3export import cli, compiling, replay
+from ling3export import cli
 from ling3export.artifacts.manifest import read_manifest, write_manifest
+from ling3export.compile import pool as compiling
+from ling3export.compile import replay
 from ling3export.errors import ArtifactError
 from refusals import refusal
 from test_into import copying

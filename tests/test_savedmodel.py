@@ -16,8 +16,8 @@ from direct import Direct, pack, relative
 from ling3export import cli, savedmodel
 from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.checkpoint.convert import store_bytes
+from ling3export.compile.lower import collective_counts, device_mesh
 from ling3export.errors import Ling3Error, PlanError
-from ling3export.lower import collective_counts, device_mesh
 from ling3export.model.geometry import Geometry
 from ling3export.model.parameters import parameters
 from ling3export.model.program import build_step

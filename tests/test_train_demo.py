@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from ling3export.build import DEMO
 from ling3export.checkpoint.synth import config_fields
+from ling3export.compile.build import DEMO
 from ling3export.model.config import Config
 from ling3export.runners.evals.demo import is_kept_pair
 from test_demo import pairs

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from ling3export import lower
 from ling3export.artifacts.manifest import file_record, sha256_of, write_manifest
 from ling3export.artifacts.store import StoreWriter, TensorSpec
 from ling3export.checkpoint.synth_tokenizer import write_tokenizer
+from ling3export.compile import lower
 from ling3export.model import program as steps
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.inputs import batch_fields, packed_size, unpack

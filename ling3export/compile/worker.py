@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.files import writing
 from ling3export.cache_programs import Programs
+from ling3export.compile.peers import become_first
 from ling3export.errors import Ling3Error
-from ling3export.peers import become_first
 from ling3export.plan.targets import Target
 from ling3export.plan.toolchain import compiler_environment
 from ling3export.runners.load.environment import prepare_cpu
@@ -26,7 +26,7 @@ from ling3export.runners.load.environment import prepare_cpu
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from ling3export.lower import Lowered
+    from ling3export.compile.lower import Lowered
     from ling3export.model.config import Config
     from ling3export.model.geometry import Geometry
 
@@ -55,7 +55,7 @@ def run_cell(job: dict[str, Any], phase: str, padding: int) -> dict[str, Any]:
         ``record`` for the manifest, files undigested, with its ``origin``: whether the program was compiled or came
         from the cache, and what jax traced and compiled. ``messages`` for the user.
     """
-    from ling3export.lower import lower_cell
+    from ling3export.compile.lower import lower_cell
     from ling3export.model.config import Config
     from ling3export.model.geometry import Geometry
     from ling3export.runners.load.compile_events import compile_events
@@ -77,15 +77,15 @@ def _compiled(
     lowered: "Lowered", config: "Config", geometry: "Geometry", target: Target, programs: Programs
 ) -> tuple[bytes, dict[str, Any]]:
     """The executable of a lowered cell and its record, from the cache or compiled now."""
-    from ling3export.fingerprint import program_fields
-    from ling3export.lower import compile_cell, device_mesh
+    from ling3export.compile.keys import program_fields
+    from ling3export.compile.lower import compile_cell, device_mesh
 
     modules = {"portable": hashlib.sha256(lowered.blob).hexdigest()}
     if target.chip is None:
         mesh = device_mesh(geometry.tp)
         fields = program_fields(target, modules, described(mesh), None)
         return programs.compiled(fields, lambda: compile_cell(lowered, mesh))
-    from ling3export.accelerators import compile_for, lower_for
+    from ling3export.compile.accelerators import compile_for, lower_for
 
     cell = (config, geometry, lowered.record["phase"], lowered.record["padding"], target)
     direct = lower_for(*cell)

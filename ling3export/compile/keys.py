@@ -8,8 +8,8 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
-from ling3export import sources
 from ling3export.artifacts.manifest import sha256_of
+from ling3export.compile import sources
 from ling3export.model.config import Config
 from ling3export.model.state import state_arrays
 from ling3export.plan.plan import Cell, Plan

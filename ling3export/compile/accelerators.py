@@ -15,10 +15,10 @@ import numpy as np
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
+from ling3export.compile.lower import LOCATION_OPTIONS, costs, with_shardings
 from ling3export.errors import PlanError
 from ling3export.estimates import estimate
 from ling3export.floors import expert_times, floor
-from ling3export.lower import LOCATION_OPTIONS, costs, with_shardings
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.program import build_step

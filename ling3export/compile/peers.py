@@ -28,7 +28,7 @@ def become_first(target: Target) -> None:
     arguments = [str(port), str(target.processes), str(target.tp // target.processes)]
     peers = [
         subprocess.Popen(
-            command("ling3export.peers", *arguments, str(number)), stdin=subprocess.PIPE, env=environment(),
+            command("ling3export.compile.peers", *arguments, str(number)), stdin=subprocess.PIPE, env=environment(),
             stdout=subprocess.DEVNULL,
         )
         for number in range(1, target.processes)

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from ling3export.columns import aligned
+from ling3export.compile.matrix import COLUMNS, manifest_rows
 from ling3export.errors import listed
-from ling3export.matrix import COLUMNS, manifest_rows
 
 LABELS = {
     "programs": "compile programs",

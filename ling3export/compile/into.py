@@ -15,22 +15,22 @@ from typing import Any
 from ling3export.artifacts.files import sync_folder, sync_tree, try_writing, writing
 from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manifest
 from ling3export.artifacts.staging import adding
-from ling3export.build import Reporter, receipts, target_record
 from ling3export.cache_cells import Cells, opened, summary
 from ling3export.cache_use import DEFAULT_USE, CacheUse
 from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.checkpoint.convert import store_bytes
 from ling3export.checkpoint.same_weights import differing_tensors
-from ling3export.compiling import Compilers
+from ling3export.compile.build import Reporter, receipts, target_record
+from ling3export.compile.failed import forget_failure, note_failure
+from ling3export.compile.keys import toolchain
+from ling3export.compile.matrix import COLUMNS, Outcome, check, compile_all, outcome_rows
+from ling3export.compile.pool import Compilers
+from ling3export.compile.score_into import Extending, extended
 from ling3export.errors import CheckpointError, PlanError, listed
-from ling3export.failed import forget_failure, note_failure
-from ling3export.fingerprint import toolchain
-from ling3export.matrix import COLUMNS, Outcome, check, compile_all, outcome_rows
 from ling3export.plan.options import SHARED
 from ling3export.plan.plan import Options, Plan, make_plans
 from ling3export.plan.toolchain import check_toolchain
 from ling3export.pricing.recorded import config_fields, config_of, options_of, score_paddings
-from ling3export.score_into import Extending, extended
 
 
 def add_targets(

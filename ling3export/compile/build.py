@@ -22,11 +22,11 @@ from ling3export.cache_cells import Cells, opened, summary
 from ling3export.cache_use import DEFAULT_USE, CacheUse
 from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.checkpoint.convert import DTYPES, convert, store_bytes, stored_dtype
-from ling3export.compiling import Compilers
+from ling3export.compile.failed import forget_failure, note_failure
+from ling3export.compile.keys import fingerprint, state_abi, toolchain
+from ling3export.compile.matrix import COLUMNS, check, compile_all, outcome_rows
+from ling3export.compile.pool import Compilers
 from ling3export.errors import ArtifactError, CheckpointError
-from ling3export.failed import forget_failure, note_failure
-from ling3export.fingerprint import fingerprint, state_abi, toolchain
-from ling3export.matrix import COLUMNS, check, compile_all, outcome_rows
 from ling3export.measure import measure_apart
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK
@@ -209,7 +209,7 @@ def target_record(
 ) -> dict[str, Any]:
     """What the manifest says of one target, whose programs lie in ``programs`` of the artifact's folder."""
     # Imported here: the specs are jax's, and nothing else of a build needs jax in this process.
-    from ling3export.lower import spec_list
+    from ling3export.compile.lower import spec_list
     from ling3export.model.program import parameter_spec, state_spec
 
     geometry, target = plan.geometry, plan.target

@@ -15,10 +15,10 @@ from typing import Any
 from ling3export.artifacts.manifest import MANIFEST, file_record, read_checked, read_manifest
 from ling3export.cache_cells import Cells, opened
 from ling3export.cache_use import CacheUse
-from ling3export.compiling import Compilers
+from ling3export.compile.failed import failed_path, read_failure
+from ling3export.compile.keys import fingerprint, toolchain
+from ling3export.compile.pool import Compilers
 from ling3export.errors import ArtifactError, PlanError, listed
-from ling3export.failed import failed_path, read_failure
-from ling3export.fingerprint import fingerprint, toolchain
 from ling3export.measure import measure_apart
 from ling3export.model.config import Config
 from ling3export.plan.plan import Options, Plan, make_plans

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.files import writing
-from ling3export.matrix import Outcome
+from ling3export.compile.matrix import Outcome
 from ling3export.plan.plan import Options
 
 

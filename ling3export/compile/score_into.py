@@ -11,9 +11,9 @@ from typing import Any
 
 from ling3export.artifacts.files import writing
 from ling3export.artifacts.manifest import read_checked
-from ling3export.compiling import Compilers, Done
+from ling3export.compile.keys import fingerprint, toolchain
+from ling3export.compile.pool import Compilers, Done
 from ling3export.errors import PlanError, listed
-from ling3export.fingerprint import fingerprint, toolchain
 from ling3export.model.geometry import CHUNK
 from ling3export.plan.plan import Cell, Plan, check_paddings
 from ling3export.pricing.recorded import config_of, plan_of

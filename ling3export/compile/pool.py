@@ -137,14 +137,14 @@ class Compilers:
 
 
 class _Worker:
-    """A process of ``ling3export/worker.py``, and what is written to and read from it."""
+    """A process of ``ling3export/compile/worker.py``, and what is written to and read from it."""
 
     def __init__(self, job: dict[str, Any], shown: bool) -> None:
         # A file, because a pipe that nobody reads would fill up and block the worker.
         self._errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            command("ling3export.worker"), stdin=pipe, stdout=pipe, stderr=None if shown else self._errors, text=True,
+            command("ling3export.compile.worker"), stdin=pipe, stdout=pipe, stderr=None if shown else self._errors, text=True,
             env=environment(),
         )  # fmt: skip
         self._send(job)

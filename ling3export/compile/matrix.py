@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.cache_programs import CELL, PROGRAM
-from ling3export.compiling import Compilers
+from ling3export.compile.pool import Compilers
 from ling3export.errors import ArtifactError, PlanError
 from ling3export.model.config import Config
 from ling3export.peak import peak_bytes
