@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.manifest import read_manifest, sha256_of
-from ling3export.cache_cells import counts
+from ling3export.cache.cells import counts
 from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.compile.build import DEMO
 from ling3export.compile.keys import cell_fields

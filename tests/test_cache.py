@@ -13,8 +13,8 @@ import pytest
 
 from builds import environment
 from ling3export.artifacts.manifest import sha256_of
-from ling3export.cache import Cache, entries
-from ling3export.cache_use import CacheUse, default_folder
+from ling3export.cache.store import Cache, entries
+from ling3export.cache.use import CacheUse, default_folder
 
 FIELDS = {"cell": {"phase": "decode", "padding": 16}, "toolchain": {"jaxlib": "0.11.2"}}
 KEY = sha256_of(FIELDS)
@@ -23,7 +23,7 @@ RAW = bytes(range(256)) * 40
 WRITER = """
 import os, sys
 from pathlib import Path
-from ling3export.cache import Cache
+from ling3export.cache.store import Cache
 cache = Cache(Path(sys.argv[1]), lambda text: print(text, file=sys.stderr))
 print("ready", flush=True)
 while True:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.cache_cells import counts
+from ling3export.cache.cells import counts
 from tiny import tiny_fields, tiny_weights, write_tiny
 
 ROOT = Path(__file__).parents[1]

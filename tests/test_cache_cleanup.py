@@ -14,17 +14,17 @@ from click.testing import CliRunner, Result
 from builds import environment
 from ling3export import cli
 from ling3export.artifacts.manifest import sha256_of
-from ling3export.cache import Cache
-from ling3export.cache_cleanup import clean_up, total_bytes
-from ling3export.cache_cleanup import found_entries as found
-from ling3export.cache_status import lookup, status
-from ling3export.cache_use import lease
+from ling3export.cache.cleanup import clean_up, total_bytes
+from ling3export.cache.cleanup import found_entries as found
+from ling3export.cache.status import lookup, status
+from ling3export.cache.store import Cache
+from ling3export.cache.use import lease
 
 TARGET = {"platform": "cpu", "kind": None, "topology": None, "tp": 2, "processes": 1, "machine": "m"}
 HOLDER = """
 import sys
 from pathlib import Path
-from ling3export.cache_use import lease
+from ling3export.cache.use import lease
 with lease(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ling3export.cache import Entry
-from ling3export.cache_explain import differences, explain
+from ling3export.cache.explain import differences, explain
+from ling3export.cache.store import Entry
 
 
 def fields(padding: int = 16, **changes: Any) -> dict[str, Any]:

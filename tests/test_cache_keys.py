@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from ling3export.artifacts.manifest import sha256_of
-from ling3export.cache_cells import Cells, counts, opened, summary
-from ling3export.cache_programs import Programs
-from ling3export.cache_use import CacheUse
+from ling3export.cache.cells import Cells, counts, opened, summary
+from ling3export.cache.programs import Programs
+from ling3export.cache.use import CacheUse
 from ling3export.compile import keys as fingerprint
 from ling3export.compile import sources
 from ling3export.compile.keys import cell_fields, program_fields

@@ -15,8 +15,8 @@ from typing import Any
 from ling3export.artifacts.files import sync_folder, sync_tree, try_writing, writing
 from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manifest
 from ling3export.artifacts.staging import adding
-from ling3export.cache_cells import Cells, opened, summary
-from ling3export.cache_use import DEFAULT_USE, CacheUse
+from ling3export.cache.cells import Cells, opened, summary
+from ling3export.cache.use import DEFAULT_USE, CacheUse
 from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.checkpoint.convert import store_bytes
 from ling3export.checkpoint.same_weights import differing_tensors

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ling3export.cache_programs import CELL, PROGRAM
+from ling3export.cache.programs import CELL, PROGRAM
 from ling3export.compile.pool import Compilers
 from ling3export.errors import ArtifactError, PlanError
 from ling3export.model.config import Config

@@ -12,8 +12,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any
 
-from ling3export.cache_cells import Cells
-from ling3export.cache_use import CacheUse
+from ling3export.cache.cells import Cells
+from ling3export.cache.use import CacheUse
 from ling3export.errors import Ling3Error, PlanError
 from ling3export.model.config import Config
 from ling3export.plan.plan import Cell, Plan

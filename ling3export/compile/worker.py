@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.files import writing
-from ling3export.cache_programs import Programs
+from ling3export.cache.programs import Programs
 from ling3export.compile.peers import become_first
 from ling3export.errors import Ling3Error
 from ling3export.plan.targets import Target

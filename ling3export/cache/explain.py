@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ling3export.cache import Entry
+from ling3export.cache.store import Entry
 from ling3export.errors import listed
 
 # Printed without the group that they stand in.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ling3export.artifacts.files import writing
-from ling3export.cache import DIGEST, KINDS, read_entry
-from ling3export.cache_use import EXCLUSIVE, LOCK, locked, oldest_build
+from ling3export.cache.store import DIGEST, KINDS, read_entry
+from ling3export.cache.use import EXCLUSIVE, LOCK, locked, oldest_build
 
 
 @dataclass(frozen=True)

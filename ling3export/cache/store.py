@@ -3,7 +3,7 @@
     cells/KEY.json      one cell: what it was lowered and compiled from, its manifest record
     programs/KEY.json   one compiled program, under the digest of what the compiler was given
     blobs/SHA256        their bytes: portable programs and executables
-    builds/…            of running builds (ling3export/cache_use.py)
+    builds/…            of running builds (ling3export/cache/use.py)
 
 KEY is the sha256 of the entry's own ``fields``, a blob's name that of its content, and an entry carries a digest of
 itself. Blobs are written before the entry that names them, each to a temporary sibling, made durable and renamed: a
@@ -24,7 +24,7 @@ from typing import Any
 
 from ling3export.artifacts.files import sync_folder, writing
 from ling3export.artifacts.manifest import sha256_of
-from ling3export.cache_use import LEASES, LOCK, SHARED, CacheUse, locked
+from ling3export.cache.use import LEASES, LOCK, SHARED, CacheUse, locked
 from ling3export.errors import ArtifactError
 
 VERSION = 1  # of the entries; another one is not read

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.manifest import MANIFEST, read_manifest
-from ling3export.cache import DIGEST, Cache, entries
-from ling3export.cache_cleanup import blob_sizes, found_entries
+from ling3export.cache.cleanup import blob_sizes, found_entries
+from ling3export.cache.store import DIGEST, Cache, entries
 from ling3export.errors import ArtifactError
 from ling3export.plan.targets import Target
 

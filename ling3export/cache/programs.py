@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.manifest import sha256_of
-from ling3export.cache import Cache
+from ling3export.cache.store import Cache
 
 Compiled = tuple[bytes, dict[str, Any]]  # executable, manifest fields
 COMPILED, PROGRAM, CELL = "compiler", "program cache", "cache"

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ling3export.cache_use import CacheUse
+from ling3export.cache.use import CacheUse
 from ling3export.errors import PlanError
 from ling3export.runners.cli.commands import Group
 
@@ -62,8 +62,8 @@ def cache() -> None:
 @json_option
 def status(cache_dir: Path | None, as_json: bool) -> None:
     """Show how much the cache holds, and for which targets."""
-    from ling3export.cache import known_folder
-    from ling3export.cache_status import status as read
+    from ling3export.cache.status import status as read
+    from ling3export.cache.store import known_folder
 
     found = read(known_folder(CacheUse(folder=cache_dir)))
     if as_json:
@@ -87,7 +87,7 @@ def lookup(what: str, cache_dir: Path | None, as_json: bool) -> None:
 
     Exits with 1 when one is not.
     """
-    from ling3export.cache_status import lookup as find
+    from ling3export.cache.status import lookup as find
 
     rows = find(CacheUse(folder=cache_dir).where, what)
     if as_json:
@@ -121,8 +121,8 @@ def cleanup(
     older_than: float | None, max_size: int | None, everything: bool, cache_dir: Path | None, as_json: bool
 ) -> None:
     """Remove entries; those that a running build has used stay."""
-    from ling3export.cache import known_folder
-    from ling3export.cache_cleanup import clean_up
+    from ling3export.cache.cleanup import clean_up
+    from ling3export.cache.store import known_folder
 
     if older_than is None and max_size is None and not everything:
         raise click.UsageError("expected --older-than, --max-size or --all.")
