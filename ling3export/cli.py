@@ -254,7 +254,7 @@ def verify(artifact: Path, target: str | None, as_json: bool) -> None:
     Cells of machines unlike this one are not run. The worst error comes first. Exits with 1 when a cell is outside its
     tolerance.
     """
-    from ling3export.verify import verify_artifact
+    from ling3export.verify.verify import verify_artifact
 
     result = verify_artifact(artifact, target)
     if as_json:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ling3export.columns import aligned
-from ling3export.peak import peak_bytes
+from ling3export.cost.peak import peak_bytes
 
 
 def _megabytes(count: float) -> str:

@@ -11,8 +11,8 @@ import jinja2
 
 from ling3export.artifacts.files import sync_folder, writing
 from ling3export.artifacts.manifest import read_manifest
+from ling3export.cost.operations import KINDS
 from ling3export.errors import ArtifactError
-from ling3export.operations import KINDS
 from ling3export.report_data import MEMORY, Target, Work, si, targets, times
 from ling3export.report_figures import Bars, Point, Roofline, bars, roofline
 

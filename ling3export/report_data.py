@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (makes numpy know bfloat16)
 import numpy as np
 
-from ling3export.peak import peak_bytes
+from ling3export.cost.peak import peak_bytes
 from ling3export.plan.targets import CHIPS, Chip
 
 MEMORY = ("weights", "state", "temporaries", "outputs", "other arguments", "code")

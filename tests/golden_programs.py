@@ -18,8 +18,8 @@ from typing import Any
 
 from ling3export.checkpoint.synth import config_fields
 from ling3export.compile.pool import Compilers
+from ling3export.cost.peak import peak_bytes
 from ling3export.model.config import Config
-from ling3export.peak import peak_bytes
 from ling3export.plan.plan import Cell, Options, make_plan
 
 ROOT = Path(__file__).parents[1]

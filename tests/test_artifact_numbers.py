@@ -10,7 +10,7 @@ import pytest
 from artifacts_fixture import RECIPES, Artifacts
 from direct import relative
 from ling3export.checkpoint.checkpoint import Checkpoint
-from ling3export.reference import Reference
+from ling3export.verify.reference import Reference
 from probe import Part, Probe, Rows
 from test_parity import transformers_logits
 from tolerances import BFLOAT16_MEDIAN, FLOAT32, MARGIN, SAME

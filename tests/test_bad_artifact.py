@@ -19,7 +19,7 @@ from ling3export.errors import ArtifactError
 from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.load import pjrt
 from ling3export.runners.load.loader import load
-from ling3export.verify import check_digests
+from ling3export.verify.verify import check_digests
 from refusals import refusal
 
 FLIPS = 200

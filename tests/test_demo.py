@@ -18,9 +18,9 @@ from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.checkpoint.layout import expected_tensors
 from ling3export.compile.build import DEMO
 from ling3export.model.program import bind
-from ling3export.reference import Reference
 from ling3export.runners.evals.demo import NAMES, Problems, demo_records, is_kept_pair, names, text
 from ling3export.runners.evals.suites import load_suite
+from ling3export.verify.reference import Reference
 from tolerances import FLOAT32, MARGIN
 from tools.demo_checkpoint import published
 from tools.demo_data import Rows

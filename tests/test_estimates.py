@@ -6,13 +6,13 @@ import re
 import pytest
 
 from ling3export.checkpoint.synth import config_fields
-from ling3export.estimates import estimate
-from ling3export.floors import expert_times, floor
-from ling3export.hlo import parse, shape_bytes
+from ling3export.cost.estimates import estimate
+from ling3export.cost.floors import expert_times, floor
+from ling3export.cost.hlo import parse, shape_bytes
+from ling3export.cost.workload import Workload
 from ling3export.model.config import Config
 from ling3export.plan.plan import Options, make_plan
 from ling3export.plan.targets import CHIPS
-from ling3export.workload import Workload
 
 CHIP = dataclasses.replace(CHIPS["tpu", "v6e"], clock=1e9, bandwidth=1e9)
 

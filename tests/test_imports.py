@@ -43,7 +43,7 @@ WITHOUT_JAX = [
     "ling3export.checkpoint.checkpoint",
     "ling3export.cli",
     "ling3export.model.config",
-    "ling3export.reference",
+    "ling3export.verify.reference",
     "ling3export.report",
     "ling3export.runners.cli",
     "ling3export.runners.load.environment",

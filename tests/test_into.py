@@ -22,7 +22,7 @@ from ling3export.compile import into
 from ling3export.compile import pool as compiling
 from ling3export.errors import PlanError
 from ling3export.runners.cli import main as runner_cli
-from ling3export.verify import check_digests
+from ling3export.verify.verify import check_digests
 from refusals import refusal
 
 CELLS = ("prefill@128", "decode@8", "sample@8")

@@ -17,7 +17,7 @@ import pytest
 from artifacts_fixture import Artifacts, run
 from direct import relative
 from ling3export.checkpoint.checkpoint import Checkpoint
-from ling3export.reference import Reference
+from ling3export.verify.reference import Reference
 from test_artifact_numbers import agreed
 from test_parity import parity_python
 from test_wheel import copied

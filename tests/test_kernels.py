@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from direct import pack
-from ling3export import reference_formulas as formulas
 from ling3export.checkpoint.synth import config_fields
 from ling3export.model import moe
 from ling3export.model.chunks import chunks_of
@@ -20,6 +19,7 @@ from ling3export.model.inputs import batch_fields, packed_size, unpack
 from ling3export.model.kda import layer as kda
 from ling3export.model.kda import recurrence as delta
 from ling3export.model.layers import rope
+from ling3export.verify import formulas as formulas
 from tolerances import KERNEL
 
 HEADS, KEY, VALUE, TOKENS = 2, 24, 20, 5 * CHUNK

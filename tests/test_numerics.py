@@ -13,7 +13,7 @@ from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.checkpoint.synth import synthesize
 from ling3export.model import products as slabs
 from ling3export.model.mla import layer as mla
-from ling3export.reference import Reference
+from ling3export.verify.reference import Reference
 from tolerances import BFLOAT16_MEDIAN, FLOAT32, MARGIN, SAME
 
 PADDINGS = (16, 48, 128)

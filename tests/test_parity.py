@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ling3export.model.config import Config
-from ling3export.reference import Reference
+from ling3export.verify.reference import Reference
 from tiny import tiny_fields, tiny_weights, write_tiny
 
 ROOT = Path(__file__).resolve().parent.parent

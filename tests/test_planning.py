@@ -10,18 +10,18 @@ from click.testing import CliRunner
 from ling3export import cli
 from ling3export.checkpoint.synth import config_fields
 from ling3export.compile.accelerators import _too_large
+from ling3export.cost.floors import floor
+from ling3export.cost.peak import passing
+from ling3export.cost.workload import Workload
 from ling3export.errors import PlanError
-from ling3export.floors import floor
 from ling3export.model.config import Config
 from ling3export.model.state import state_bytes
-from ling3export.peak import passing
 from ling3export.plan.memory import check_memory, held
 from ling3export.plan.plan import Options, make_plan
 from ling3export.plan.pools import weight_bytes
 from ling3export.plan.targets import CHIPS
 from ling3export.pricing.pricing import planned
 from ling3export.pricing.recorded import config_of, layout_difference, options_of, plan_of
-from ling3export.workload import Workload
 from refusals import refusal
 
 FULL = Config.from_dict(config_fields("full", {}))

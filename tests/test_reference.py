@@ -6,11 +6,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from ling3export import reference as reference_module
 from ling3export.errors import RequestError
 from ling3export.model.config import Config
-from ling3export.reference import Reference
-from ling3export.reference_formulas import (
+from ling3export.verify import reference as reference_module
+from ling3export.verify.formulas import (
     causal_attention,
     causal_conv,
     kda_log_decay,
@@ -22,6 +21,7 @@ from ling3export.reference_formulas import (
     route,
     sigmoid,
 )
+from ling3export.verify.reference import Reference
 from tiny import tiny_fields, tiny_weights
 
 # Two float64 orders of the same sums; a formula mistake is worse by ten orders of magnitude.
@@ -120,7 +120,7 @@ def test_rope_leaves_scores_dependent_on_distance_alone():
 
 def test_attention_sees_the_past_and_itself(monkeypatch):
     """Equal keys: each output is the mean of the values so far, over several query blocks too."""
-    monkeypatch.setattr("ling3export.reference_formulas.QUERY_BLOCK", 2)
+    monkeypatch.setattr("ling3export.verify.formulas.QUERY_BLOCK", 2)
     values = np.array([1.0, 3.0, 8.0, 0.0, 13.0]).reshape(5, 1, 1)
     out = causal_attention(np.ones((5, 1, 2)), np.zeros((5, 1, 2)), values, 1.0)
     np.testing.assert_allclose(out.ravel(), [1, 2, 4, 3, 5])

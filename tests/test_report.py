@@ -10,7 +10,7 @@ import browser as browsers
 from browser import Page, browser
 from ling3export import cli
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.peak import peak_bytes
+from ling3export.cost.peak import peak_bytes
 from ling3export.report import figures, render
 from ling3export.report_data import MEMORY, si, targets, tick, times
 

@@ -19,7 +19,6 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.compile import score_into
 from ling3export.errors import ArtifactError, Ling3Error
-from ling3export.reference import Reference
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.engine_step import Arrival, Commands
 from ling3export.runners.engine.follower import decode, encode
@@ -28,7 +27,8 @@ from ling3export.runners.engine.request import Completion, Request
 from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.score import pair_ids, score_request, scored
 from ling3export.runners.engine.sequence import Sequence
-from ling3export.score_receipts import Scored, log_softmax, score_receipt
+from ling3export.verify.reference import Reference
+from ling3export.verify.score_receipts import Scored, log_softmax, score_receipt
 from refusals import refusal
 from test_scheduler import CHUNK, Rig, prompt
 from tolerances import FLOAT32, MARGIN

@@ -11,7 +11,7 @@ from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.checkpoint.synth import synthesize
 from ling3export.model.geometry import CHUNK
 from ling3export.model.sampling.scoring import ROWS
-from ling3export.reference import Reference
+from ling3export.verify.reference import Reference
 from test_numerics import Case, Quick
 from test_tpu_forms import FORMS
 from tolerances import FLOAT32, MARGIN

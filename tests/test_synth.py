@@ -19,7 +19,7 @@ from ling3export.checkpoint.layout import expected_tensors, mtp_tensors
 from ling3export.checkpoint.synth import PRESETS, config_fields, synthesize
 from ling3export.errors import ArtifactError, CheckpointError, ConfigError
 from ling3export.model.config import Config
-from ling3export.reference import Reference
+from ling3export.verify.reference import Reference
 
 EXPERT = "model.layers.7.mlp.experts.3.up_proj.weight"
 

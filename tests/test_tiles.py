@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from jax import lax
 
-from ling3export import reference_formulas as formulas
 from ling3export.model.geometry import CHUNK
 from ling3export.model.kda import tiled as tiles
 from ling3export.model.kda.conv import convolve, picks_of
 from ling3export.model.kda.recurrence import Inputs
 from ling3export.model.layers import l2_norm, rms_norm, rope
+from ling3export.verify import formulas as formulas
 from test_kernels import BOUNDED, GATES, close, delta_rule
 from tolerances import KERNEL, TILES
 

@@ -11,12 +11,13 @@ import pytest
 from click.testing import CliRunner, Result
 from safetensors.numpy import load_file, save_file
 
-from ling3export import cli, measure, processes, verify
+from ling3export import cli, processes
 from ling3export.artifacts.manifest import file_record, read_manifest, write_manifest
 from ling3export.errors import ArtifactError
-from ling3export.measure import measure_apart, relative_error
-from ling3export.prober import Prober
-from ling3export.verify import check_digests
+from ling3export.verify import measure, verify
+from ling3export.verify.measure import measure_apart, relative_error
+from ling3export.verify.prober import Prober
+from ling3export.verify.verify import check_digests
 
 VECTORS = "vectors/expected.safetensors"
 SEQUENCES = [{"ids": list(range(20)), "prompt": 17}, {"ids": [7, 8, 9], "prompt": 2}, {"ids": [5] * 40, "prompt": 39}]

@@ -16,9 +16,10 @@ from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
 from ling3export.compile.lower import LOCATION_OPTIONS, costs, with_shardings
+from ling3export.cost.estimates import estimate
+from ling3export.cost.floors import expert_times, floor
+from ling3export.cost.workload import Workload
 from ling3export.errors import PlanError
-from ling3export.estimates import estimate
-from ling3export.floors import expert_times, floor
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.program import build_step
@@ -26,7 +27,6 @@ from ling3export.plan.cards import CARDS, target_config
 from ling3export.plan.pools import readable
 from ling3export.plan.targets import Target
 from ling3export.runners.load import pjrt
-from ling3export.workload import Workload
 
 
 def topology_mesh(target: Target) -> Mesh:

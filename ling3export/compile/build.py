@@ -27,7 +27,6 @@ from ling3export.compile.keys import fingerprint, state_abi, toolchain
 from ling3export.compile.matrix import COLUMNS, check, compile_all, outcome_rows
 from ling3export.compile.pool import Compilers
 from ling3export.errors import ArtifactError, CheckpointError
-from ling3export.measure import measure_apart
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK
 from ling3export.model.parameters import Argument, arguments
@@ -36,8 +35,9 @@ from ling3export.plan.plan import Options, Plan, make_plans
 from ling3export.plan.targets import Target
 from ling3export.plan.toolchain import check_toolchain
 from ling3export.runners.text.tokenizer import TokenizerFiles
-from ling3export.vectors import PATH as VECTORS_PATH
-from ling3export.vectors import write_vectors
+from ling3export.verify.measure import measure_apart
+from ling3export.verify.vectors import PATH as VECTORS_PATH
+from ling3export.verify.vectors import write_vectors
 
 # Of a cell: its receipts are in the manifest, or there is no machine here that could run it.
 COMPILED, NOT_EXECUTED = "compiled", "compiled, not executed"

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ling3export.cost.peak import passing
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
-from ling3export.peak import passing
 from ling3export.plan.plan import Plan
 from ling3export.plan.pools import readable, state_of_device, weight_bytes
 

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.floors import floor
+from ling3export.cost.floors import floor
+from ling3export.cost.peak import passing
+from ling3export.cost.workload import Workload
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
-from ling3export.peak import passing
 from ling3export.plan.lengths import Length, decode_waste, prefill_waste, split_by_context
 from ling3export.plan.memory import held
 from ling3export.plan.options import spelled
 from ling3export.plan.paddings import Histogram, best_paddings, grid
 from ling3export.plan.plan import Options, Plan, make_plans
 from ling3export.pricing.recorded import layout_difference
-from ling3export.workload import Workload
 
 
 def config_of(path: Path, ignore: Sequence[str]) -> Config:

@@ -3,12 +3,12 @@
 import math
 from typing import Any
 
+from ling3export.cost.workload import Workload
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.moe import LOCAL_ROWS
 from ling3export.model.parameters import parameters
 from ling3export.plan.targets import Chip
-from ling3export.workload import Workload
 
 # Seconds of one small collective over 16 chips: assumed, not published. 51 of them were put at about 0.5 ms.
 COLLECTIVE_SECONDS = 1e-5

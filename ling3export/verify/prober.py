@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ling3export.errors import ArtifactError
-from ling3export.score_receipts import Scored
+from ling3export.verify.score_receipts import Scored
 
 if TYPE_CHECKING:
     from ling3export.runners.load.model_runner import Device

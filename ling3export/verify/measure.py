@@ -1,6 +1,6 @@
 """How far a target's cells are from the stored expectations of an artifact's vectors: the receipts.
 
-``python -m ling3export.measure ARTIFACT TARGET < MANIFEST`` measures one target in a process of its own (the number of
+``python -m ling3export.verify.measure ARTIFACT TARGET < MANIFEST`` measures one target in a process of its own (the number of
 devices is fixed when jax starts) and prints one JSON object; ``ling3export verify`` and the build read it.
 """
 
@@ -17,10 +17,10 @@ import numpy as np
 from ling3export.artifacts.manifest import read_checked
 from ling3export.compile.peers import HOST, TIMEOUT, free_port
 from ling3export.errors import ArtifactError, Ling3Error
-from ling3export.prober import Found, Prober
 from ling3export.processes import command, ending, environment
 from ling3export.runners.hosts.hosts import Hosts
-from ling3export.score_receipts import score_receipt
+from ling3export.verify.prober import Found, Prober
+from ling3export.verify.score_receipts import score_receipt
 
 # Relative L2 of the logits at a position (MODEL.md section 5). fp32: every position. bf16: the median over positions,
 # since a single routing flip alone moves one by up to 0.3.
@@ -146,7 +146,7 @@ def measure_apart(artifact: Path, target: str, manifest: dict[str, Any]) -> dict
     Raises:
         ArtifactError: It ended without a result; with what it said.
     """
-    started = command("ling3export.measure", str(artifact), target)
+    started = command("ling3export.verify.measure", str(artifact), target)
     with contextlib.ExitStack() as stack:
         count = manifest["targets"].get(target, {"processes": 1})["processes"]
         if count > 1:

@@ -7,8 +7,8 @@ from typing import Any
 from ling3export.artifacts.manifest import read_checked, read_manifest
 from ling3export.artifacts.store import Store
 from ling3export.errors import ArtifactError, listed
-from ling3export.measure import measure_apart
 from ling3export.runners.load.targets import platforms_here
+from ling3export.verify.measure import measure_apart
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ling3export.hlo import Frame, Instruction, Module, parse, trip_count
-from ling3export.operations import FAST, kind, traffic
+from ling3export.cost.hlo import Frame, Instruction, Module, parse, trip_count
+from ling3export.cost.operations import FAST, kind, traffic
 from ling3export.plan.targets import Chip
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")

@@ -1,6 +1,6 @@
 """Vectors: token sequences and the logits that the plain model gives for them, stored with the artifact.
 
-The expectations come from ``ling3export/reference.py`` (numpy, token by token, unpaged, one device), never from the
+The expectations come from ``ling3export/verify/reference.py`` (numpy, token by token, unpaged, one device), never from the
 programs that they judge.
 """
 
@@ -16,7 +16,7 @@ from ling3export.artifacts.files import writing
 from ling3export.errors import CheckpointError
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
-from ling3export.reference import Reference
+from ling3export.verify.reference import Reference
 
 SMALLEST_MARGIN = 5e-6  # a routing decision closer than this flips under any rounding (MODEL.md section 5)
 TRIES = 8

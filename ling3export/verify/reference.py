@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ling3export.errors import RequestError, listed
-from ling3export.reference_formulas import (
+from ling3export.verify.formulas import (
     NO_MARGINS,
     Array,
     causal_attention,
