@@ -108,7 +108,7 @@ def build(
         raise click.UsageError(f"--into names the artifact: no {'--replay' if replay else 'ARTIFACT'} beside it")
     with unwinding(), Console() as console:
         if kind == "savedmodel":
-            from ling3export.savedmodel import build_savedmodel
+            from ling3export.savedmodel.export import build_savedmodel
 
             _refuse_given("--format savedmodel", ("policy", "cache_dir", "explain", "jobs", "into", "replay"))
             source, destination = _named(checkpoint, artifact, "savedmodel")
@@ -223,7 +223,7 @@ def synth(directory: Path, preset: str, seed: int, layers: int | None, force: bo
 def inspect(artifact: Path, as_json: bool) -> None:
     """Show what ARTIFACT holds: plan, cells, sizes, costs, state."""
     from ling3export.artifacts.manifest import read_manifest
-    from ling3export.inspection import describe
+    from ling3export.report.inspect import describe
 
     manifest = read_manifest(artifact)
     click.echo(json.dumps(manifest, indent=2, ensure_ascii=False) if as_json else describe(manifest))
@@ -239,7 +239,7 @@ def report(artifact: Path, out: Path | None, force: bool) -> None:
     Memory, rooflines, estimated times, bytes and collectives of every target, in one HTML file without references to
     anything outside. OUT defaults to NAME.report.html beside NAME.ling3.
     """
-    from ling3export.report import write_report
+    from ling3export.report.page import write_report
 
     click.echo(f"wrote {write_report(artifact, out, force=force)}", err=True)
 

@@ -44,7 +44,7 @@ WITHOUT_JAX = [
     "ling3export.cli",
     "ling3export.model.config",
     "ling3export.verify.reference",
-    "ling3export.report",
+    "ling3export.report.page",
     "ling3export.runners.cli",
     "ling3export.runners.load.environment",
     "ling3export.runners.cli.eval",

@@ -11,8 +11,8 @@ from browser import Page, browser
 from ling3export import cli
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.cost.peak import peak_bytes
-from ling3export.report import figures, render
-from ling3export.report_data import MEMORY, si, targets, tick, times
+from ling3export.report.data import MEMORY, si, targets, tick, times
+from ling3export.report.page import figures, render
 
 CHECKS = Path(__file__).with_name("page_checks.js").read_text()
 TARGET = "tpu-v6e-2x2-tp4"

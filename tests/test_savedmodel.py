@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from artifacts_fixture import run
 from direct import Direct, pack, relative
-from ling3export import cli, savedmodel
+from ling3export import cli
 from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.checkpoint.convert import store_bytes
 from ling3export.compile.lower import collective_counts, device_mesh
@@ -22,6 +22,7 @@ from ling3export.model.geometry import Geometry
 from ling3export.model.parameters import parameters
 from ling3export.model.program import build_step
 from ling3export.plan.plan import Options
+from ling3export.savedmodel import export as savedmodel
 
 CALLS = Path(__file__).parent / "savedmodel_calls.py"
 SIZES = ("--paddings", "32", "--decode-paddings", "2", "--max-running", "2", "--context", "128", "--page-size", "32")

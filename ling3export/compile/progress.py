@@ -12,9 +12,9 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ling3export.columns import aligned
 from ling3export.compile.matrix import COLUMNS, manifest_rows
 from ling3export.errors import listed
+from ling3export.report.columns import aligned
 
 LABELS = {
     "programs": "compile programs",

@@ -1,7 +1,7 @@
 """``build --format savedmodel``: the TP=1 steps as signatures of one TensorFlow SavedModel, through orbax-export.
 
 The weights are in it once, shared by all signatures. State goes in and comes out of every call: a caller keeps it.
-TensorFlow runs in a process of its own (``ling3export/savedmodel_worker.py``).
+TensorFlow runs in a process of its own (``ling3export/savedmodel/worker.py``).
 """
 
 import contextlib
@@ -124,7 +124,7 @@ def run_worker(job: dict[str, Any], report: Reporter) -> dict[str, Any]:
     """
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(
-            command("ling3export.savedmodel_worker"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+            command("ling3export.savedmodel.worker"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
             text=True, env=environment() | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""},
         )  # fmt: skip
         with process:

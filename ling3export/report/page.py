@@ -13,8 +13,8 @@ from ling3export.artifacts.files import sync_folder, writing
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.cost.operations import KINDS
 from ling3export.errors import ArtifactError
-from ling3export.report_data import MEMORY, Target, Work, si, targets, times
-from ling3export.report_figures import Bars, Point, Roofline, bars, roofline
+from ling3export.report.data import MEMORY, Target, Work, si, targets, times
+from ling3export.report.figures import Bars, Point, Roofline, bars, roofline
 
 TEMPLATES = Path(__file__).parent / "templates"
 

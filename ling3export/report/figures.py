@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ling3export.report_data import si, tick
+from ling3export.report.data import si, tick
 
 WIDTH = 760.0
 ROW, BAR = 30.0, 18.0
