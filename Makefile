@@ -40,7 +40,7 @@ bench: setup
 	$(BIN)/python -m bench $(ARGS)
 
 budgets: setup
-	$(BIN)/python tests/golden_programs.py
+	$(BIN)/python tests/support/golden_programs.py
 
 demo: setup
 	$(BIN)/ling3export build --paddings 16,128,512 --tp 16 --force
@@ -48,7 +48,7 @@ demo: setup
 
 # Twice: the second run compiles nothing, or fails.
 smoke: setup
-	$(BIN)/python tests/smoke.py $(ARGS)
+	$(BIN)/python tests/support/smoke.py $(ARGS)
 
 # One file that needs this machine's version of Python and nothing else.
 runner: setup

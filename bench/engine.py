@@ -9,7 +9,7 @@ from bench.inputs import ROOT, artifact, last_line, run, spawn
 from bench.report import machine, medians, say, show, table
 
 PARITY = ROOT / ".venv-parity" / "bin" / "python"
-SCRIPT = ROOT / "tests" / "parity" / "hf_generate.py"
+SCRIPT = ROOT / "tests" / "support" / "parity" / "hf_generate.py"
 DEMO = ROOT / "ling3export" / "demo"
 PROMPT, ANSWER = 64, 64  # tokens
 Flat = dict[str, float]

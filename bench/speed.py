@@ -12,7 +12,7 @@ from bench.report import machine, medians, say, show, table
 PREFILL = 512
 PADDINGS = "16,128,512"
 PARITY = ROOT / ".venv-parity" / "bin" / "python"
-SCRIPT = ROOT / "tests" / "parity" / "hf_speed.py"
+SCRIPT = ROOT / "tests" / "support" / "parity" / "hf_speed.py"
 Flat = dict[str, float]
 
 

@@ -107,7 +107,7 @@ def prefill(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tr
 
 
 def score(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
-    """Prefill that also gives ``logprob [T]`` of ``next_token``, and ``best [T]``: see ``model/sampling/scoring.py``."""
+    """Prefill that also gives ``logprob [T]`` of ``next_token``, and ``best [T]``: see ``sampling/scoring.py``."""
     x, state, out = _run_chunks(model, state, fields)
     logprob, best = scoring.score(model.logits, x, fields["next_token"])
     return state, out | {"logprob": logprob, "best": best}

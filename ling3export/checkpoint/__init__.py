@@ -1,1 +1,1 @@
-"""DOC"""
+"""Checkpoints: reading the published layout, converting it to a store, and making small ones for tests."""

@@ -1,1 +1,1 @@
-"""DOC"""
+"""From a plan to compiled cells and a finished artifact."""

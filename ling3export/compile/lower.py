@@ -1,6 +1,6 @@
 """From a cell of the plan to portable StableHLO and to a compiled executable, with all that the manifest says of both.
 
-Runs in a process of its own (``ling3export/compile/worker.py``): the number of virtual devices is fixed when jax starts.
+Runs in a process of its own (``compile/worker.py``): the number of virtual devices is fixed when jax starts.
 """
 
 import re

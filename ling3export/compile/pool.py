@@ -144,8 +144,8 @@ class _Worker:
         self._errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            command("ling3export.compile.worker"), stdin=pipe, stdout=pipe, stderr=None if shown else self._errors, text=True,
-            env=environment(),
+            command("ling3export.compile.worker"), stdin=pipe, stdout=pipe,
+            stderr=None if shown else self._errors, text=True, env=environment(),
         )  # fmt: skip
         self._send(job)
 

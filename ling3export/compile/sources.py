@@ -10,7 +10,7 @@ import ling3export
 
 ROOT = Path(ling3export.__file__).parent
 # What traces, lowers and compiles a cell. `worker.py`, which calls them, decides nothing.
-STARTS = ("lower.py", "accelerators.py")
+STARTS = ("compile/lower.py", "compile/accelerators.py")
 
 
 @functools.cache
@@ -20,7 +20,7 @@ def digests() -> dict[str, dict[str, str]]:
     Returns:
         ``model``: all of ``model/``. ``lowering``: what STARTS import of ours, and what that imports, besides.
     """
-    model = {_name(file): _digest(file) for file in sorted((ROOT / "model").glob("*.py"))}
+    model = {_name(file): _digest(file) for file in sorted((ROOT / "model").rglob("*.py"))}
     found = {_name(file): _digest(file) for file in _followed([ROOT / name for name in STARTS])}
     lowering = {name: digest for name, digest in sorted(found.items()) if name not in model}
     return {"model": model, "lowering": lowering}

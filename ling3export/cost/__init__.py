@@ -1,1 +1,1 @@
-"""DOC"""
+"""Costs of compiled programs, counted from their optimized HLO."""

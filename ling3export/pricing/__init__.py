@@ -1,1 +1,1 @@
-"""DOC"""
+"""A plan with what it would cost."""

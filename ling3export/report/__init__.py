@@ -1,1 +1,1 @@
-"""DOC"""
+"""What an artifact holds, as text and as a page."""

@@ -1,1 +1,1 @@
-"""DOC"""
+"""Export to TensorFlow's SavedModel format."""

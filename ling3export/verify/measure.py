@@ -1,7 +1,8 @@
 """How far a target's cells are from the stored expectations of an artifact's vectors: the receipts.
 
-``python -m ling3export.verify.measure ARTIFACT TARGET < MANIFEST`` measures one target in a process of its own (the number of
-devices is fixed when jax starts) and prints one JSON object; ``ling3export verify`` and the build read it.
+``python -m ling3export.verify.measure ARTIFACT TARGET < MANIFEST`` measures one target in a process of its own
+(the number of devices is fixed when jax starts) and prints one JSON object;
+``ling3export verify`` and the build read it.
 """
 
 import contextlib

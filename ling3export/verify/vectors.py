@@ -1,6 +1,6 @@
 """Vectors: token sequences and the logits that the plain model gives for them, stored with the artifact.
 
-The expectations come from ``ling3export/verify/reference.py`` (numpy, token by token, unpaged, one device), never from the
+The expectations come from ``reference.py`` (numpy, token by token, unpaged, one device), never from the
 programs that they judge.
 """
 

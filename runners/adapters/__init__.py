@@ -1,1 +1,1 @@
-"""DOC"""
+"""An artifact as a model of other evaluation libraries."""

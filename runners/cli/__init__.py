@@ -1,1 +1,1 @@
-"""DOC"""
+"""The command `ling3-runner`."""

@@ -181,7 +181,3 @@ def _write_logits(path: Path, completions: list[Completion], *, numbered: bool) 
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,1 +1,1 @@
-"""DOC"""
+"""Evaluation: tasks, graders, trials, runs and their reports."""

@@ -1,1 +1,1 @@
-"""DOC"""
+"""From an artifact's folder to programs, weights and state on the devices."""

@@ -1,1 +1,1 @@
-"""DOC"""
+"""The HTTP server in front of an engine."""

@@ -1,1 +1,1 @@
-"""DOC"""
+"""Text to token ids and back, and chat templates."""

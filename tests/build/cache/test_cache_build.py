@@ -1,0 +1,242 @@
+"""Builds with a cache, as processes: nothing compiled twice, the same keys from anywhere, kills, damage, policies.
+
+Two copies of the source tree in different folders build as different users. What they do runs once, side by side.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ling3export.artifacts.manifest import read_manifest
+from ling3export.cache.cells import counts
+from tiny import tiny_fields, tiny_weights, write_tiny
+
+ROOT = Path(__file__).parents[3]
+TARGET = "cpu-tp1"
+CELLS = ["decode@1", "prefill@16", "sample@1"]
+SMALL = (
+    "--tp", "1", "--paddings", "16", "--decode-paddings", "1", "--max-running", "1", "--context", "64",
+    "--page-size", "16", "--dtype", "float32",
+)  # fmt: skip
+
+
+class Tree:
+    """A copy of the source tree, and a user who builds with it.
+
+    Args:
+        folder: Where to.
+        user: Who, with a home of his own.
+    """
+
+    def __init__(self, folder: Path, user: str) -> None:
+        self.folder, self.home = folder, folder.parent / f"home-{user}"
+        self.home.mkdir(parents=True)
+        for part in ("ling3export", "model", "artifacts", "runners"):
+            ignore = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / part, folder / part, symlinks=True, ignore=ignore)
+        self.variables = {name: value for name, value in os.environ.items() if name != "LING3_CACHE"}
+        self.variables |= {"HOME": str(self.home), "USER": user, "LOGNAME": user, "PYTHONPATH": str(folder)}
+
+    @contextmanager
+    def building(self, checkpoint: Path, artifact: Path, *options: object) -> Iterator[subprocess.Popen[str]]:
+        command = [sys.executable, "-P", "-m", "ling3export.cli", "build", checkpoint, artifact, *SMALL, *options]
+        process = subprocess.Popen(
+            [str(part) for part in command], cwd=self.home, env=self.variables, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        with process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def build(self, checkpoint: Path, artifact: Path, *options: object) -> tuple[dict[str, Any], str]:
+        """The manifest, and what was printed on stderr."""
+        with self.building(checkpoint, artifact, *options) as process:
+            return finished(process, artifact)
+
+
+def finished(process: subprocess.Popen[str], artifact: Path) -> tuple[dict[str, Any], str]:
+    out, err = process.communicate(timeout=300)
+    assert (process.returncode, out) == (0, ""), err
+    return read_manifest(artifact), err
+
+
+def origins(manifest: dict[str, Any]) -> dict[str, str]:
+    return {name: cell["origin"]["from"] for name, cell in manifest["targets"][TARGET]["cells"].items()}
+
+
+def keys(manifest: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Of both levels, by cell."""
+    cells = manifest["targets"][TARGET]["cells"]
+    return {name: (cell["origin"]["key"], cell["origin"]["program"]) for name, cell in cells.items()}
+
+
+def files(artifact: Path, suffix: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (artifact / "programs" / TARGET).glob(f"*.{suffix}")}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    fields = tiny_fields(num_hidden_layers=3)
+    return write_tiny(tmp_path_factory.mktemp("checkpoint") / "tiny", fields, tiny_weights(fields))
+
+
+class Built:
+    """What two users built from two trees, each into the cache of his home (15 s for both)."""
+
+    def __init__(self, folder: Path, checkpoint: Path) -> None:
+        self.one, self.two = Tree(folder / "first" / "tree", "ann"), Tree(folder / "b", "bob")
+        self.artifacts = [tree.home / "a.ling3" for tree in (self.one, self.two)]
+        with (
+            self.one.building(checkpoint, self.artifacts[0]) as first,
+            self.two.building(checkpoint, self.artifacts[1]) as second,
+        ):
+            (self.first, self.said), (self.second, _) = (
+                finished(process, artifact) for process, artifact in zip((first, second), self.artifacts, strict=True)
+            )
+        self.cache = self.one.home / ".cache" / "ling3export"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory, checkpoint) -> Built:
+    return Built(tmp_path_factory.mktemp("trees"), checkpoint)
+
+
+def test_two_trees_and_users_get_the_same_programs_and_keys(built):
+    assert origins(built.first) == origins(built.second) == dict.fromkeys(CELLS, "compiler")
+    assert keys(built.first) == keys(built.second)
+    assert built.first["targets"][TARGET]["fingerprint"] == built.second["targets"][TARGET]["fingerprint"]
+    programs = [files(artifact, "stablehlo") for artifact in built.artifacts]
+    assert sorted(programs[0]) == sorted(f"{name}.stablehlo" for name in CELLS)
+    assert programs[0] == programs[1]
+
+
+def test_no_path_or_user_is_in_what_is_kept(built):
+    for tree, other in ((built.one, built.two), (built.two, built.one)):
+        kept = files_below(tree.home / ".cache" / "ling3export")
+        assert len(kept) >= 3 * 4
+        for path in [*kept, *(tree.home / "a.ling3" / "programs").rglob("*.*")]:
+            data = path.read_bytes()
+            for trace in (tree.folder, tree.home, other.folder, ROOT):
+                assert str(trace).encode() not in data, f"{trace} in {path}"
+
+
+def test_the_summary_counts_what_was_compiled(built):
+    found = counts(built.first["targets"])
+    assert found == {**found, "cells": 3, "compiled": 3, "from_program_cache": 0, "from_cache": 0, "compiles": 3}
+    assert found["traces"] > 0
+    line = f"cells: 3 compiled, 0 from the cache (on, {built.cache}); jax traced {found['traces']} functions and "
+    assert f"\n{line}compiled 3 programs\n" in built.said
+
+
+def test_a_rebuild_from_another_tree_traces_and_compiles_nothing_and_holds_the_original_bytes(built, checkpoint):
+    artifact = built.two.home / "again.ling3"
+    before = sorted(built.cache.rglob("*"))
+    manifest, said = built.two.build(checkpoint, artifact, "--cache-dir", built.cache, "--explain")
+    assert origins(manifest) == dict.fromkeys(CELLS, "cache")
+    assert counts(manifest["targets"]) == {
+        "cells": 3, "compiled": 0, "from_program_cache": 0, "from_cache": 3, "traces": 0, "compiles": 0,
+    }  # fmt: skip
+    assert keys(manifest) == keys(built.first)
+    assert files(artifact, "exec") == files(built.artifacts[0], "exec")
+    assert files(artifact, "stablehlo") == files(built.artifacts[0], "stablehlo")
+    assert sorted(path for path in built.cache.rglob("*")) == before
+    table = [line.split()[:4] for line in said.splitlines() if line.startswith(f"  {TARGET} ")]
+    assert sorted(table) == sorted([TARGET, cell, "cached", "-"] for cell in CELLS)
+    for cell in CELLS:
+        assert f"{TARGET} {cell}: from the cache\n" in said
+    assert "jax traced 0 functions and compiled 0 programs\n" in said
+
+
+def test_sources_that_lower_to_the_same_program_compile_nothing_and_readonly_changes_nothing(
+    built, checkpoint, tmp_path
+):
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files_below(built.cache)}
+    tree = Tree(tmp_path / "tree", "eve")
+    with open(tree.folder / "model" / "kda.py", "a") as file:
+        file.write("\n# A comment.\n")
+    artifact = tmp_path / "x.ling3"
+    manifest, said = tree.build(checkpoint, artifact, "--cache-dir", built.cache, "--cache", "readonly", "--explain")
+    assert origins(manifest) == dict.fromkeys(CELLS, "program cache")
+    found = counts(manifest["targets"])
+    assert (found["from_program_cache"], found["compiles"]) == (3, 0)
+    assert found["traces"] > 0
+    for cell in CELLS:
+        assert f"{TARGET} {cell}: not in the cache: sources of model/: kda.py\n" in said
+    assert "cells: 0 compiled, 3 traced again to a program from the cache, 0 from the cache" in said
+    assert files(artifact, "exec") == files(built.artifacts[0], "exec")
+    mine, old = keys(manifest), keys(built.first)
+    assert all(mine[cell][1] == old[cell][1] and mine[cell][0] != old[cell][0] for cell in CELLS)
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files_below(built.cache)} == before
+
+
+def files_below(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def break_exec(cache: Path, artifact: Path, cell: str) -> None:
+    """Flips a byte of a cell's executable in the cache."""
+    digest = read_manifest(artifact)["targets"][TARGET]["cells"][cell]["exec"]["sha256"]
+    blob = cache / "blobs" / digest
+    raw = bytearray(blob.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    blob.write_bytes(raw)
+
+
+def test_a_broken_executable_is_named_and_made_again(built, checkpoint, tmp_path):
+    cache = tmp_path / "cache"
+    shutil.copytree(built.cache, cache)
+    break_exec(cache, built.artifacts[0], "sample@1")
+    artifact = tmp_path / "x.ling3"
+    manifest, said = built.one.build(checkpoint, artifact, "--cache-dir", cache, "--explain")
+    assert origins(manifest) == {"decode@1": "cache", "prefill@16": "cache", "sample@1": "compiler"}
+    assert counts(manifest["targets"])["compiles"] == 1
+    key, made = (digest[:12] for digest in keys(manifest)["sample@1"])
+    assert f"cache entry cells/{key}: expected a whole one, found " in said
+    assert f"cache entry programs/{made}: expected a whole one, found " in said
+    assert said.count(f", in {cache}; discarded, it is made again\n") == 2
+    assert f"{TARGET} sample@1: not in the cache: its entry was lost or broken\n" in said
+    done = subprocess.run(
+        [sys.executable, "-m", "ling3export.cli", "cache", "lookup", artifact, "--json", "--cache-dir", cache],
+        capture_output=True, text=True, env=built.one.variables,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert [(row["cell"], row["found"], row["program_found"]) for row in json.loads(done.stdout)] == [
+        (cell, True, True) for cell in CELLS
+    ]
+
+
+def test_a_build_that_is_killed_leaves_what_it_had_to_the_one_beside_it_and_the_next(built, checkpoint, tmp_path):
+    """Two builds make the same cell for the same cache; one is killed in it. The other ends, the next makes nothing."""
+    cache = tmp_path / "cache"
+    shutil.copytree(built.cache, cache)
+    for kind, key in zip(("cells", "programs"), keys(built.first)["sample@1"], strict=True):
+        (cache / kind / f"{key}.json").unlink()
+    written = cache / "programs" / f"{keys(built.first)['sample@1'][1]}.json"
+    options = ("--cache-dir", cache)
+    with (
+        built.one.building(checkpoint, tmp_path / "killed.ling3", *options) as killed,
+        built.two.building(checkpoint, tmp_path / "other.ling3", *options) as other,
+    ):
+        until = time.monotonic() + 200
+        while not written.exists() and time.monotonic() < until:
+            time.sleep(0.001)
+        killed.send_signal(signal.SIGKILL)
+        manifest, said = finished(other, tmp_path / "other.ling3")
+    assert "expected a whole one" not in said
+    assert origins(manifest)["prefill@16"] == "cache"
+    assert origins(manifest)["sample@1"] in ("compiler", "program cache", "cache")
+    manifest, said = built.one.build(checkpoint, tmp_path / "next.ling3", "--cache-dir", cache)
+    assert origins(manifest) == dict.fromkeys(CELLS, "cache")
+    assert "expected a whole one" not in said

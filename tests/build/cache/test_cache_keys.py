@@ -1,0 +1,219 @@
+"""What is in a cell's and a program's key, and what the policies do at both levels. Nothing is traced or compiled."""
+
+import errno
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ling3export.artifacts.manifest import sha256_of
+from ling3export.cache.cells import Cells, counts, opened, summary
+from ling3export.cache.programs import Programs
+from ling3export.cache.use import CacheUse
+from ling3export.compile import keys as fingerprint
+from ling3export.compile import sources
+from ling3export.compile.keys import cell_fields, program_fields
+from ling3export.model.config import Config
+from ling3export.plan.plan import Cell, Options, Plan, make_plan
+from tiny import tiny_fields
+
+CELL = Cell("decode", 16)
+CONFIG = Config.from_dict(tiny_fields())
+DEVICES = {"kind": "cpu", "ids": [0, 1], "processes": 1}
+
+
+def plan(target: str = "cpu", **options: Any) -> Plan:
+    return make_plan(CONFIG, Options(**{"paddings": (16,), "tp": 2, "context": 128, **options}), target)
+
+
+def key(config: Config = CONFIG, planned: Plan | None = None, cell: Cell = CELL) -> str:
+    return sha256_of(cell_fields(config, plan() if planned is None else planned, cell))
+
+
+def test_every_module_that_a_compiling_process_loads_is_in_the_sources():
+    code = "import sys, ling3export.compile.lower, ling3export.compile.accelerators\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    names = [name for name in done.stdout.split() if name.split(".")[0] == "ling3export"]
+    loaded = {name.removeprefix("ling3export.").replace(".", "/") + ".py" for name in names}
+    packages = {name for name in loaded if not (sources.ROOT / name).is_file()}
+    digests = sources.digests()
+    assert loaded - packages <= digests["model"].keys() | digests["lowering"].keys()
+    assert {"model/kda/layer.py", "model/program.py"} <= digests["model"].keys()
+    assert {"compile/lower.py", "cost/estimates.py", "plan/targets.py", "runners/load/pjrt.py"} <= digests[
+        "lowering"
+    ].keys()
+    assert not {"compile/build.py", "cli.py", "plan/plan.py", "cache/store.py"} & digests["lowering"].keys()
+
+
+def test_what_decides_a_cell_changes_its_key_and_nothing_else_does(monkeypatch):
+    first = key()
+    assert key() == first
+    assert key(planned=plan(paddings=(16, 32), decode_paddings=(16,))) == first  # another cell beside it
+    assert key(planned=plan(jobs=3)) == first
+    changed = [
+        key(cell=Cell("decode", 32)),
+        key(Config.from_dict(tiny_fields(rope_theta=20000))),
+        key(planned=plan(pages=7)),
+        key(planned=plan(dtype="float32")),
+        key(planned=plan(tp=4)),
+        key(planned=plan("tpu:v6e:2x2")),
+        key(planned=plan("tpu:v6e:2x2", memory_fraction=0.5, pages=8)),
+    ]
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")
+    changed.append(key())
+    monkeypatch.delenv("XLA_FLAGS")
+    monkeypatch.setattr(fingerprint.metadata, "version", lambda name: "9.9" if name == "jaxlib" else "1")
+    changed.append(key())
+    assert len({first, *changed}) == 1 + len(changed)
+
+
+def test_this_processor_is_in_the_keys_of_cpu_alone(monkeypatch):
+    tpu = plan("tpu:v6e:2x2")
+
+    def keys() -> list[str]:
+        programs = [program_fields(each.target, {"portable": "0"}, DEVICES, None) for each in (plan(), tpu)]
+        return [key(), sha256_of(programs[0]), key(planned=tpu), sha256_of(programs[1])]
+
+    before = keys()
+    monkeypatch.setattr(fingerprint.environment, "cpu_features", lambda: ["sse2"])
+    after = keys()
+    assert [a == b for a, b in zip(before, after, strict=True)] == [False, False, True, True]
+
+
+def test_a_programs_key_follows_program_and_devices_and_no_source_of_the_model(monkeypatch):
+    def made(**changes: Any) -> str:
+        values = {"modules": {"portable": "0"}, "devices": DEVICES, "priced": None} | changes
+        return sha256_of(program_fields(plan().target, **values))
+
+    first = made()
+    changed = [
+        made(modules={"portable": "1"}),
+        made(devices=DEVICES | {"ids": [1, 0]}),
+        made(devices=DEVICES | {"processes": 2}),
+        made(priced={"config": 1}),
+    ]
+    digests = sources.digests()
+    monkeypatch.setattr(sources, "digests", lambda: digests | {"model": {"model/kda/layer.py": "0"}})
+    assert made() == first
+    monkeypatch.setattr(sources, "digests", lambda: digests | {"lowering": {"lower.py": "0"}})
+    assert len({first, *changed, made()}) == 2 + len(changed)
+
+
+def folder_with(tmp_path: Path, name: str, content: bytes) -> Path:
+    folder = tmp_path / name
+    folder.mkdir()
+    for suffix in ("stablehlo", "exec"):
+        (folder / f"{CELL.name}.{suffix}").write_bytes(content + suffix.encode())
+    return folder
+
+
+def test_the_policies_of_cells(tmp_path):
+    """``on`` keeps and gives back the same bytes; ``redo`` gives nothing and replaces; ``readonly`` and ``off`` keep
+    nothing."""
+    said: list[str] = []
+    record = {"rows": 16, "origin": {"from": "compiler", "program": "p" * 64, "traces": 5, "compiles": 1}}
+    use = CacheUse("on", tmp_path / "cache")
+
+    def cells(policy: str) -> Cells:
+        return Cells(replace(use, policy=policy), said.append)
+
+    def fetched(policy: str, name: str) -> bytes | None:
+        folder = tmp_path / name
+        folder.mkdir()
+        found = cells(policy).fetch(CONFIG, plan(), CELL, folder)
+        if found is None:
+            assert list(folder.iterdir()) == []
+            return None
+        origin = {"from": "cache", "key": key(), "program": "p" * 64, "traces": 0, "compiles": 0}
+        assert found == {"rows": 16, "origin": origin}
+        return (folder / f"{CELL.name}.exec").read_bytes()
+
+    for policy in ("off", "readonly"):
+        whole = cells(policy).keep(CONFIG, plan(), CELL, folder_with(tmp_path, policy, b"1"), record)
+        assert whole["origin"] == record["origin"] | {"key": key()}
+        assert not (tmp_path / "cache").exists()
+    assert fetched("on", "none") is None
+    cells("on").keep(CONFIG, plan(), CELL, folder_with(tmp_path, "first", b"1"), record)
+    assert [fetched(policy, f"a-{policy}") for policy in ("on", "readonly", "redo", "off")] == [
+        b"1exec", b"1exec", None, None,
+    ]  # fmt: skip
+    cells("redo").keep(CONFIG, plan(), CELL, folder_with(tmp_path, "second", b"2"), record)
+    assert fetched("on", "b-on") == b"2exec"
+    assert said == []
+    assert cells("off").job is None
+    assert cells("redo").job == {"folder": str(tmp_path / "cache"), "reads": False, "writes": True}
+
+
+def test_a_folder_that_cannot_be_written_is_named_once_and_what_it_has_is_used(tmp_path, monkeypatch):
+    """It was once named for each file of each cell."""
+    record = {"origin": {"from": "compiler", "program": "p" * 64, "traces": 5, "compiles": 1}}
+    said: list[str] = []
+    (tmp_path / "file").touch()
+    folder = folder_with(tmp_path, "programs", b"1")
+    with opened(CacheUse("on", tmp_path / "file" / "cache"), said.append) as cells:
+        assert cells.fetch(CONFIG, plan(), CELL, folder) is None
+        cells.keep(CONFIG, plan(), CELL, folder, record)
+        assert cells.kept is False
+        assert cells.job == {"folder": str(tmp_path / "file" / "cache"), "reads": True, "writes": False}
+    told = "not cached: cache `cache`: expected a folder that can be written, found "
+    assert said.pop() == f"{told}Not a directory, in {tmp_path / 'file'}"
+
+    use = CacheUse("on", tmp_path / "cache")
+    with opened(use, said.append) as cells:
+        cells.keep(CONFIG, plan(), CELL, folder, record)
+    before = sorted(use.where.rglob("*"))
+    make = os.open
+
+    def refuse(path: str, flags: int, *more: Any, **named: Any) -> int:
+        if flags & os.O_CREAT and Path(path).is_relative_to(use.where):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return make(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    for policy, there in (("on", True), ("redo", False)):
+        with opened(replace(use, policy=policy), said.append) as cells:
+            found = cells.fetch(CONFIG, plan(), CELL, folder_with(tmp_path, policy, b"2"))
+            assert (found is not None, cells.kept) == (there, False)
+        assert said.pop() == f"{told}Permission denied, in {tmp_path}"
+    assert said == []
+    assert sorted(use.where.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("policy", "compiled"),
+    [("on", [True, False]), ("redo", [True, True]), ("readonly", [True, True]), ("off", [True] * 2)],
+)
+def test_the_policies_of_programs(tmp_path, policy, compiled):
+    runs = []
+
+    def compile_it() -> tuple[bytes, dict[str, Any]]:
+        runs.append(1)
+        return b"code", {"seconds": 2}
+
+    use = CacheUse(policy, tmp_path / "cache")
+    fields = {"modules": {"portable": "0"}}
+    for expected in compiled:
+        programs = Programs(Cells(use, pytest.fail).job)
+        assert programs.compiled(fields, compile_it) == (b"code", {"seconds": 2})
+        made = "compiler" if expected else "program cache"
+        assert programs.origin == {"from": made, "program": sha256_of(fields)}
+        assert programs.messages == []
+    assert len(runs) == sum(compiled)
+
+
+def test_explain_says_when_the_cache_was_not_to_be_read(tmp_path):
+    said: list[str] = []
+    Cells(CacheUse("redo", tmp_path, explain=True), said.append).fetch(CONFIG, plan(), CELL, tmp_path)
+    assert said == ["cpu-tp2 decode@16: made anew: --cache redo"]
+
+
+def test_the_line_of_a_build_without_a_cache():
+    cell = {"origin": {"from": "compiler", "traces": 4, "compiles": 1}}
+    targets = {"cpu-tp2": {"cells": {"a": cell, "b": cell, "old": {}}}}
+    assert counts(targets)["cells"] == 2
+    line = "cells: 2 compiled, 0 from the cache (off); jax traced 8 functions and compiled 2 programs"
+    assert summary(targets, CacheUse("off")) == line

@@ -1,0 +1,228 @@
+"""``ling3export build`` as a process: help, signals, kills, full disks, and what its surroundings must not change."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from builds import SMALLEST, building, ended, environment, kill_one, marked, wait_for, wait_until_gone
+from ling3export import cli
+from ling3export.artifacts.manifest import read_manifest
+from ling3export.errors import ArtifactError
+from ling3export.plan import options as knobs
+from ling3export.processes import ending
+from ling3export.runners.cli import main as runner_cli
+from tiny import tiny_fields, tiny_weights, write_tiny
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+COMPILING = ".x.ling3.partial-*/programs/*/prefill@16.stablehlo"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A checkpoint without tokenizer files."""
+    fields = tiny_fields()
+    return write_tiny(tmp_path_factory.mktemp("checkpoint") / "tiny", fields, tiny_weights(fields))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        "build",
+        "cache",
+        "cache status",
+        "cache lookup",
+        "cache cleanup",
+        "inspect",
+        "plan",
+        "report",
+        "synth",
+        "verify",
+    ],
+)
+def test_help_is_golden(command):
+    arguments = [*command.split(), "--help"]
+    done = CliRunner().invoke(cli.main, arguments, prog_name="ling3export", terminal_width=80)
+    assert done.exit_code == 0
+    assert done.stderr == ""
+    assert done.stdout == (GOLDEN / f"{'-'.join(['ling3export', *arguments[:-1]])}.txt").read_text()
+
+
+def test_the_readers_of_options_are_plain_click_types():
+    """click.ParamType took no type argument before click 8.3, which made the import fail."""
+    assert knobs.Paddings.__bases__ == (click.ParamType,)
+    assert knobs.Bytes.__bases__ == (click.ParamType,)
+
+
+def test_the_artifact_is_named_after_the_checkpoint(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.ling3").mkdir()
+    done = CliRunner().invoke(cli.main, ["build", str(checkpoint), *SMALLEST])
+    assert done.exit_code == 1
+    assert "error: output `tiny.ling3`: expected a free name, found one that exists" in done.stderr
+
+
+def test_without_a_checkpoint_the_demo_is_built_into_demo_ling3(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo.ling3").mkdir()
+    done = CliRunner().invoke(cli.main, ["build", "--paddings", "16,128,512"])
+    assert done.exit_code == 1
+    assert "cpu-tp16: decode paddings 16,128: 128 is the first that holds 64 running" in done.stderr
+    assert "error: output `demo.ling3`: expected a free name, found one that exists" in done.stderr
+
+
+def test_an_installation_without_the_build_side_says_what_is_missing(checkpoint, tmp_path, monkeypatch):
+    """It once compiled nothing for a while, then printed each cell's ModuleNotFoundError."""
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "flax" else object())
+    done = CliRunner().invoke(cli.main, ["build", str(checkpoint), str(tmp_path / "x.ling3")])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: build: expected the packages of the extra `build`, found no flax\nhint: pip ")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_build_and_its_children_and_leaves_nothing(checkpoint, tmp_path, number, code):
+    """SIGTERM once left the temporary folder, and workers that compiled on."""
+    artifact = tmp_path / "x.ling3"
+    with building(checkpoint, artifact) as process:
+        wait_for(tmp_path, COMPILING, process)
+        process.send_signal(number)
+        found, err = ended(process)
+    assert found == code
+    assert "Traceback" not in err
+    wait_until_gone(artifact)
+    assert names(tmp_path) == []
+
+
+def test_a_kill_at_any_moment_leaves_nothing_whole_and_the_next_build_cleans_up(checkpoint, tmp_path):
+    """And: of two builds at once one wins, the other is refused; text is refused where there is no tokenizer; neither
+    the working directory nor the user's settings of jax reach the processes that compile (each once broke a build).
+    """
+    artifact, elsewhere = tmp_path / "x.ling3", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "json.py").write_text("raise SystemExit('shadowed')")
+    moments = [".x.ling3.lock", ".x.ling3.partial-*", ".x.ling3.partial-*/weights/*", COMPILING,
+               COMPILING.replace("stablehlo", "exec")]  # fmt: skip
+    for moment in moments:
+        with building(checkpoint, artifact) as process:
+            wait_for(tmp_path, moment, process)
+            process.kill()
+        with pytest.raises(ArtifactError):
+            read_manifest(artifact)
+        wait_until_gone(artifact)
+        assert not artifact.exists()
+        assert not list(tmp_path.glob("**/manifest.json"))
+
+    surroundings = {"JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cuda", "JAX_NUM_CPU_DEVICES": "3"}
+    left = list(tmp_path.glob(".x.ling3.partial-*"))
+    assert len(left) == 1
+    with building(checkpoint, artifact, cwd=elsewhere, variables=surroundings) as winner:
+        while left[0].exists():  # else the file that is waited for would be the killed build's
+            assert winner.poll() is None, winner.communicate()[1]
+            time.sleep(0.01)
+        wait_for(tmp_path, COMPILING, winner)
+        assert len(list(tmp_path.glob(".x.ling3.partial-*"))) == 1
+        with building(checkpoint, artifact) as other:
+            code, err = ended(other)
+        assert code == 1
+        assert f"error: artifact `x.ling3`: expected no other build, found process {winner.pid} writing it" in err
+        assert "hint: wait until it ends, or choose another folder" in err
+        code, err = ended(winner)
+    assert code == 0, err
+    assert names(tmp_path) == ["elsewhere", "x.ling3"]
+    assert read_manifest(artifact)["tokenizer"] == []
+    check_text_is_refused(artifact)
+
+
+def check_text_is_refused(artifact: Path) -> None:
+    """An artifact without tokenizer takes and gives ids."""
+    command = ["generate", str(artifact), "--max-tokens", "2"]
+    done = CliRunner().invoke(runner_cli.main, [*command, "--prompt", "a"])
+    assert done.exit_code == 1
+    assert "error: prompt: text in: expected an artifact with a tokenizer, found none" in done.stderr
+    assert "hint: give and take token ids" in done.stderr
+    done = CliRunner().invoke(runner_cli.main, [*command, "--prompt-ids", "1,2", "--json"])
+    assert done.exit_code == 0, done.stderr
+    line = json.loads(done.stdout)
+    assert line["text"] is None
+    assert len(line["token_ids"]) == 2
+
+
+def test_a_compiler_that_dies_is_named_and_loses_no_other_cell(checkpoint, tmp_path):
+    """And: the failed cell is built alone by --replay; the same build again then compiles nothing."""
+    artifact = tmp_path / "x.ling3"
+    cache = ["--cache", "on", "--cache-dir", tmp_path / "cache"]
+    with building(checkpoint, artifact, options=["--jobs", "1", *cache]) as process:
+        wait_for(tmp_path, COMPILING, process)
+        kill_one(artifact, "ling3export.compile.worker")
+        code, err = ended(process)
+    assert code == 1
+    assert (
+        "error: programs: expected 3 cells to build, 1 did not: "
+        "prefill@16: the compiling process was killed by SIGKILL: nothing was printed\n"
+        "hint: if the memory was full: compile fewer at a time with --jobs; the 2 others are in the cache: the same "
+        "build again takes them; to build one alone and see all that its compiler says: --replay prefill@16\n"
+    ) in err
+    assert "Traceback" not in err
+    table = [line.split() for line in err.splitlines() if line.startswith("  cpu-tp1 ")]
+    assert [row[:3] for row in table] == [
+        ["cpu-tp1", "prefill@16", "failed"], ["cpu-tp1", "decode@1", "compiled"], ["cpu-tp1", "sample@1", "compiled"],
+    ]  # fmt: skip
+    assert marked(artifact) == []
+    assert names(tmp_path) == [".x.ling3.failed.json", "cache"]
+
+    replay = ["build", str(artifact), "--replay", "prefill@16", "--cache-dir", str(tmp_path / "cache")]
+    done = CliRunner().invoke(cli.main, replay)
+    assert done.exit_code == 0, done.stderr
+    assert re.fullmatch(
+        r"cpu-tp1 prefill@16: built in .* s \(lowered in .*, compiled in .*\)\n"
+        r"in the cache: the same build again takes it\n",
+        done.stdout,
+    )
+    with building(checkpoint, artifact, options=cache) as process:
+        code, err = ended(process)
+    assert code == 0, err
+    assert "cells: 0 compiled, 3 from the cache (on, " in err
+    assert names(tmp_path) == ["cache", "x.ling3"]
+    assert read_manifest(artifact)["vectors"]["receipts"]["cpu-tp1"]["passed"] is True
+
+
+@pytest.mark.parametrize(
+    ("limit", "file"), [(1_000, r"write `\w+.safetensors`"), (700_000, r": write `(prefill@16|decode@1).exec`")]
+)
+def test_a_disk_that_is_full_is_named_and_nothing_is_left(checkpoint, tmp_path, limit, file):
+    with building(checkpoint, tmp_path / "x.ling3", limit=limit) as process:
+        code, err = ended(process)
+    assert code == 1
+    assert re.search(
+        f"error: .*{file}: expected room for [0-9,]+ bytes, found a file-size limit of {limit:,} bytes", err
+    )
+    assert "hint: raise the limit (ulimit -f) or write to another volume" in err
+    assert "Traceback" not in err
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [(3, "ended with code 3"), (-9, "was killed by SIGKILL"), (-60, "was killed by signal 60")]
+)
+def test_how_a_process_ended(code, text):
+    assert ending(code) == text
+
+
+def test_a_full_disk_behind_stdout_is_named(artifact):
+    command = [sys.executable, "-m", "ling3export.cli", "inspect", str(artifact("micro-tp2")), "--json"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment({}))
+    assert done.returncode == 1
+    assert done.stderr == "error: output: expected to be readable or writable, found No space left on device\n"

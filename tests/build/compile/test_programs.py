@@ -1,0 +1,158 @@
+"""What the lowered and compiled programs hold: collectives, constants, donation, no trace of this checkout."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import export
+
+from ling3export.checkpoint.synth import config_fields
+from ling3export.compile import lower
+from ling3export.compile.lower import Lowered, compile_cell, device_mesh, lower_cell
+from ling3export.model.config import Config
+from ling3export.model.geometry import Geometry
+from ling3export.model.state import StateArray, state_arrays
+
+ROOT = Path(__file__).resolve().parents[3]
+TP = 4
+CONSTANT_BYTES = 4096  # tables of frequencies and masks of a chunk stay far below; the smallest weight matrix is above
+CELLS = [("prefill", 32), ("decode", 3)]
+COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "collective_permute", "collective_broadcast", "reduce_scatter")
+
+
+def config(**overrides: Any) -> Config:
+    return Config.from_dict(config_fields("micro", {"layer_group_size": 3, "num_hidden_layers": 10} | overrides))
+
+
+def geometry(loop: str, **changes: Any) -> Geometry:
+    fields: dict[str, Any] = {"slots": 4, "pages": 8, "page_size": 16, "max_pages": 4, "latent_row": 56}
+    fields |= {"tp": TP, "dtype": "bfloat16", "layer_loop": loop} | changes
+    return Geometry(**fields)
+
+
+def text(lowered: Lowered) -> str:
+    """The StableHLO that is in the file."""
+    return export.deserialize(bytearray(lowered.blob)).mlir_module()
+
+
+def collectives(module: str) -> dict[str, int]:
+    counts = {name: len(re.findall(rf"stablehlo\.{name}\b", module)) for name in COLLECTIVES}
+    return {name: count for name, count in counts.items() if count}
+
+
+def largest_constant(module: str) -> int:
+    """Characters of the longest literal, at least as many as it has bytes."""
+    return max((len(value) for value in re.findall(r"stablehlo\.constant dense<(.*?)> : tensor<", module)), default=0)
+
+
+@pytest.mark.parametrize(("phase", "padding"), CELLS)
+def test_two_collectives_a_layer_and_one_for_the_embedding(phase: str, padding: int):
+    lowered = lower_cell(config(), geometry("unroll"), phase, padding, "cpu")
+    assert collectives(text(lowered)) == {"all_reduce": 2 * 10 + 1}
+    assert lowered.record["collectives"] == {"all_reduce": 2 * 10 + 1}
+
+
+@pytest.mark.parametrize(("phase", "padding"), CELLS)
+def test_a_loop_over_layers_holds_each_kind_once(phase: str, padding: int):
+    """Two all-reduces of a KDA layer, two of an MLA layer, two of the layer past the last group, the embedding's."""
+    lowered = lower_cell(config(), geometry("scan"), phase, padding, "cpu")
+    assert collectives(text(lowered)) == {"all_reduce": 2 + 2 + 2 + 1}
+
+
+def test_sampling_gathers_candidates_and_only_for_draws_exchanges_the_vocabulary():
+    module = text(lower_cell(config(), geometry("scan"), "sample", 3, "cpu"))
+    assert collectives(module) == {"all_gather": 2, "all_to_all": 1}
+    gathered = re.findall(r"stablehlo\.all_gather.*?-> tensor<([0-9x]+)x", module)
+    rows = -(-3 // TP) * TP
+    assert sorted(gathered) == sorted([f"{TP}x3x3", f"2x{rows}"])
+
+
+def test_scoring_adds_one_gather_and_never_holds_the_logits_of_all_slots():
+    """2,048 slots of a vocabulary of 32,768: their logits would be 67 MB on each of four devices.
+
+    Of 128 slots they are 4 MB, of which the reductions over them hold four on CPU.
+    """
+    slots, vocabulary = 2048, 32768
+    wide = config(vocab_size=vocabulary, eos_token_id=1, pad_token_id=1)
+    lowered = lower_cell(wide, geometry("scan", dtype="float32"), "score", slots, "cpu")
+    module = text(lowered)
+    assert collectives(module) == {"all_reduce": 2 + 2 + 2 + 1, "all_gather": 1}
+    assert re.findall(r"stablehlo\.all_gather.*?-> tensor<([0-9x]+)x", module) == [f"{TP}x16x4x128"]
+    assert largest_constant(module) < CONSTANT_BYTES
+    assert [row["name"] for row in lowered.record["outputs"] if row["group"] == "out"] == ["best", "logits", "logprob"]
+    _, record = compile_cell(lowered, device_mesh(TP))
+    assert record["memory"]["temporaries"] < slots * vocabulary // TP * 4 / 2
+
+
+@pytest.mark.parametrize(("phase", "padding"), [*CELLS, ("sample", 3)])
+def test_no_program_holds_weights(phase: str, padding: int):
+    assert largest_constant(text(lower_cell(config(), geometry("scan"), phase, padding, "cpu"))) < CONSTANT_BYTES
+
+
+def test_a_closed_over_weight_would_be_found():
+    weight = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
+    exported = export.export(jax.jit(lambda x: x @ weight))(jax.ShapeDtypeStruct((2, 64), np.float32))
+    assert largest_constant(exported.mlir_module()) > weight.nbytes
+
+
+@pytest.mark.parametrize(("phase", "padding"), CELLS)
+def test_size_does_not_follow_experts_or_depth(phase: str, padding: int):
+    small, wide, deep = (
+        len(lower_cell(config(**changes), geometry("scan"), phase, padding, "cpu").blob)
+        for changes in (
+            {"num_experts": 64},  # from here on tiles are of one form
+            {"num_experts": 128, "vocab_size": 4096, "intermediate_size": 640},
+            {"num_experts": 64, "num_hidden_layers": 40},
+        )
+    )
+    assert abs(wide / small - 1) < 0.02
+    assert abs(deep / small - 1) < 0.02
+
+
+def test_lowering_gives_the_same_bytes_again():
+    first, second = (lower_cell(config(), geometry("scan"), "decode", 3, "cpu").blob for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize(("phase", "padding"), [*CELLS, ("sample", 3)])
+def test_no_path_of_this_checkout(phase: str, padding: int):
+    blob = lower_cell(config(), geometry("scan"), phase, padding, "cpu").blob
+    assert str(ROOT).encode() not in blob
+    assert b".py" not in blob
+
+
+def test_a_path_would_be_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lower, "LOCATION_OPTIONS", {"jax_traceback_in_locations_limit": 10})
+    try:
+        assert b".py" in lower_cell(config(), geometry("scan"), "sample", 3, "cpu").blob
+    finally:
+        jax.config.update("jax_traceback_in_locations_limit", 0)
+
+
+def local_bytes(array: StateArray) -> int:
+    """On one device."""
+    width = 2 if array.dtype == "bfloat16" else 4
+    return math.prod(array.shape) * width // (TP if "heads" in array.axes else 1)
+
+
+@pytest.mark.parametrize(("phase", "padding"), CELLS)
+def test_state_is_donated_and_never_copied(phase: str, padding: int):
+    """Every state input aliases its output, and what the program allocates does not grow with the pools.
+
+    The pools are large and never allocated here: a copy of the smallest of them would stand out.
+    """
+    # jax 0.10.2 widens a bf16 pool to fp32 and back for each write: it has no bf16 scatter on CPU.
+    dtype = "bfloat16" if jax.__version_info__ >= (0, 11) else "float32"
+    model, large = config(), geometry("scan", slots=2000, pages=20000, dtype=dtype)
+    lowered = lower_cell(model, large, phase, padding, "cpu")
+    assert [lowered.record["inputs"][i]["name"] for i in lowered.record["donated"]] == sorted(
+        array.name for array in state_arrays(model, large)
+    )
+    _, record = compile_cell(lowered, device_mesh(TP))
+    sizes = {array.name: local_bytes(array) for array in state_arrays(model, large)}
+    assert record["memory"]["alias"] == sum(sizes.values())
+    assert record["memory"]["temporaries"] < min(size for name, size in sizes.items() if name != "last_token") / 2

@@ -1,0 +1,92 @@
+"""``build --replay CELL``: a cell of an artifact again, compared with what is recorded."""
+
+import re
+import shutil
+
+import pytest
+from click.testing import CliRunner
+from test_into import copying
+
+from ling3export import cli
+from ling3export.artifacts.manifest import read_manifest, write_manifest
+from ling3export.compile import pool as compiling
+from ling3export.compile import replay
+from ling3export.errors import ArtifactError
+from refusals import refusal
+
+
+@pytest.fixture
+def compiled(artifact, monkeypatch):
+    """The programs of micro-tp2 without compiling."""
+    cells = artifact.manifest("micro-tp2")["targets"]["cpu-tp2"]["cells"]
+    monkeypatch.setattr(compiling.Compilers, "run", copying(artifact("micro-tp2") / "programs" / "cpu-tp2", cells))
+
+
+def run(*arguments):
+    done = CliRunner().invoke(cli.main, ["build", *map(str, arguments)])
+    return done.exit_code, done.stdout
+
+
+def test_a_cell_is_built_again_and_is_what_was_recorded(artifact):
+    """Really compiled: from the manifest's configuration, without the checkpoint."""
+    code, text = run(artifact("micro-tp2"), "--replay", "cpu@2/sample@8")
+    assert code == 0, text
+    assert re.fullmatch(
+        r"cpu-tp2 sample@8: built in [0-9.]+ s \(lowered in [0-9.]+, compiled in [0-9.]+\)\n"
+        r"  stablehlo    the recorded [0-9,]+ bytes\n"
+        r"  executable   .*\n"
+        r"  temporaries  .*, recorded .*\n"
+        r"  receipts     passed: largest relative error 0.00e\+00, recorded 0.00e\+00\n",
+        text,
+    )
+
+
+def test_receipts_of_a_decode_cell_start_from_a_prefill(artifact, compiled):
+    code, text = run(artifact("micro-tp2"), "--replay", "decode@8")
+    assert code == 0, text
+    error = artifact.manifest("micro-tp2")["vectors"]["receipts"]["cpu-tp2"]["cells"]["decode@8"]["relative"]
+    assert f"  receipts     passed: largest relative error {error:.2e}, recorded {error:.2e}\n" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda target: target["toolchain"].update(jax="0.10.0"), r"it was built with jax 0.10.0, here [0-9.]+"),
+        (lambda target: target.update(fingerprint="0"),
+         "the sources of the model or of the lowering changed since"),
+        (lambda target: None, "neither sources nor toolchain changed since: report this"),
+    ],
+)  # fmt: skip
+def test_another_portable_program_is_said_with_the_reason(artifact, compiled, tmp_path, monkeypatch, change, why):
+    copied = shutil.copytree(artifact("micro-tp2"), tmp_path / "x.ling3")
+    manifest = read_manifest(copied)
+    target = manifest["targets"]["cpu-tp2"]
+    target["cells"]["sample@8"]["stablehlo"]["sha256"] = "0" * 64
+    change(target)
+    write_manifest(copied, manifest)
+    monkeypatch.setattr(replay, "measure_apart", lambda *arguments: manifest["vectors"]["receipts"]["cpu-tp2"])
+    code, text = run(copied, "--replay", "sample@8")
+    assert code == 1
+    lines = text.splitlines()
+    assert re.fullmatch(r"  stablehlo    other bytes than recorded: [0-9,]+, recorded [0-9,]+", lines[1])
+    assert re.fullmatch(f" {{15}}{why}", lines[2])
+
+
+def test_what_cannot_be_replayed_is_refused(artifact, tmp_path):
+    whole = artifact("micro-tp2")
+    assert refusal(cli.main, "build", whole, "--replay", "decode@9") == (
+        "error: --replay: expected a cell of cpu-tp2: prefill@128, decode@8, sample@8; found `decode@9`\n"
+    )
+    assert "error: target `cpu@4`: expected one of cpu-tp2, found none of that name" in refusal(
+        cli.main, "build", whole, "--replay", "cpu@4/decode@8"
+    )
+    assert "error: artifact `no.ling3`: expected a folder, found nothing" in refusal(
+        cli.main, "build", tmp_path / "no", tmp_path / "no.ling3", "--replay", "decode@8"
+    )
+    with pytest.raises(ArtifactError) as caught:
+        replay._target({"cpu-tp1": {}, "cpu-tp2": {}}, None)
+    assert str(caught.value) == (
+        "--replay: expected TARGET/CELL, for there are 2 targets, found no target\nhint: one of cpu-tp1, cpu-tp2"
+    )
+    said = refusal(cli.main, "build", "--into", "x.ling3", "--replay", "decode@8", code=2)
+    assert said.endswith("Error: --into names the artifact: no --replay beside it\n")

@@ -1,0 +1,210 @@
+"""A SavedModel's signatures against the same steps under jit; what cannot be exported, and why."""
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from artifacts_fixture import run
+from direct import Direct, pack, relative
+from ling3export import cli
+from ling3export.checkpoint.checkpoint import Checkpoint
+from ling3export.checkpoint.convert import store_bytes
+from ling3export.compile.lower import collective_counts, device_mesh
+from ling3export.errors import Ling3Error, PlanError
+from ling3export.model.geometry import Geometry
+from ling3export.model.parameters import parameters
+from ling3export.model.program import build_step
+from ling3export.plan.plan import Options
+from ling3export.savedmodel import export as savedmodel
+
+CALLS = Path(__file__).parents[2] / "support" / "savedmodel_calls.py"
+SIZES = ("--paddings", "32", "--decode-paddings", "2", "--max-running", "2", "--context", "128", "--page-size", "32")
+TOKENS = np.arange(7, 27, dtype=np.int32)  # a chunk and a quarter
+
+
+@pytest.fixture(scope="session")
+def exported(artifact) -> tuple[Path, Path]:
+    """(checkpoint, SavedModel) of the micro model in fp32."""
+    checkpoint, model = artifact.checkpoint("micro-tp1"), artifact.folder / "micro.savedmodel"
+    if not model.exists():
+        options = ("--format", "savedmodel", "--dtype", "float32", *SIZES)
+        run(sys.executable, "-m", "ling3export.cli", "build", checkpoint, model, *options)
+    return checkpoint, model
+
+
+def calls_of(direct: Direct) -> list[tuple[str, dict[str, np.ndarray]]]:
+    """A prefill of slot 1, the token behind it decoded, the one that it gives sampled greedily and by a seed."""
+    table = direct.table(1)
+    none = np.zeros_like(table)
+    prefill = {
+        "tokens": np.concatenate([TOKENS, np.zeros(12, np.int32)]),
+        "chunk_slot": np.array([1, 1], np.int32),
+        "chunk_start": np.array([0, 16], np.int32),
+        "chunk_len": np.array([16, 4], np.int32),
+        "fresh": np.array([1, 0], np.int32),
+        "page_table": np.stack([table, table]),
+    }
+    decode = {
+        "slot": np.array([1, 0], np.int32),
+        "position": np.array([20, 0], np.int32),
+        "page_table": np.stack([table, none]),
+        "token": np.array([99, 0], np.int32),
+    }
+    sample = {
+        "slot": np.array([1, 2], np.int32),
+        "position": np.array([21, 5], np.int32),
+        "temperature": np.array([0.0, 0.9], np.float32),
+        "top_k": np.array([0, 7], np.int32),
+        "top_p": np.array([1.0, 0.8], np.float32),
+        "seed": np.array([0, -5], np.int32),
+    }
+    again = decode | {"position": np.array([21, 0], np.int32), "token": np.array([-1, 0], np.int32)}
+    return [("prefill@32", prefill), ("decode@2", decode), ("sample@2", sample), ("decode@2", again)]
+
+
+def under_jit(direct: Direct) -> list[dict[str, np.ndarray]]:
+    """What the same calls give under jit."""
+    results, logits = [], None
+    for name, fields in calls_of(direct):
+        phase, padding = name.split("@")
+        step, call = direct.step(phase, int(padding))
+        held = {key: direct.state[key] for key in step.arguments[1]}
+        batch = {"packed": pack(step.fields, **fields)} | ({"logits": logits} if phase == "sample" else {})
+        state, out = call(direct.params if step.arguments[0] else {}, held, batch)
+        direct.state.update(state)
+        logits = out.get("logits", logits)
+        results.append({key: np.asarray(value) for key, value in (state | out).items()})
+    return results
+
+
+def test_signatures_compute_what_the_steps_compute_under_jit(exported, tmp_path):
+    checkpoint, model = exported
+    source = Checkpoint.open(checkpoint)
+    direct = Direct(source.config, source.tensor, slots=2, page_size=32, max_pages=4)
+    inputs = {f"state.{name}": np.asarray(value) for name, value in direct.state.items()}
+    calls = calls_of(direct)
+    for number, (_, fields) in enumerate(calls):
+        inputs |= {f"{number}.{name}": value for name, value in fields.items()}
+    np.savez(tmp_path / "in.npz", **inputs)
+    (tmp_path / "calls.json").write_text(json.dumps([name for name, _ in calls]))
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
+    done = run(
+        sys.executable, CALLS, model, tmp_path / "calls.json", tmp_path / "in.npz", tmp_path / "out.npz",
+        environment=os.environ | quiet,
+    )  # fmt: skip
+    found = np.load(tmp_path / "out.npz")
+    expected = under_jit(direct)
+    assert sorted(found.files) == sorted(f"{n}.{key}" for n, values in enumerate(expected) for key in values)
+    for number, values in enumerate(expected):
+        for name, value in values.items():
+            got = found[f"{number}.{name}"]
+            assert (got.shape, got.dtype) == (value.shape, value.dtype)
+            if value.dtype == np.int32:
+                assert got.tolist() == value.tolist(), name
+            else:
+                assert relative(got.reshape(1, -1), value.reshape(1, -1)) <= 1e-5, (number, name)
+    assert not np.array_equal(found["0.kda_recurrent"], inputs["state.kda_recurrent"])
+    assert not np.array_equal(found["1.kda_recurrent"], found["0.kda_recurrent"])
+
+    said = json.loads(done.stdout)  # the weights are there once, whatever the number of signatures
+    assert said["signatures"] == ["decode@2", "prefill@32", "sample@2"]
+    assert said["variables"] == len(parameters(source.config))
+    assert said["bytes"] == store_bytes(source.config, "float32")
+
+
+def test_the_folder_holds_a_model_and_its_description_and_nothing_else(exported):
+    checkpoint, model = exported
+    assert sorted(path.name for path in model.iterdir()) == [
+        "assets", "fingerprint.pb", "ling3.json", "saved_model.pb", "variables",
+    ]  # fmt: skip
+    record = json.loads((model / "ling3.json").read_text())
+    config = Checkpoint.open(checkpoint).config
+    vocabulary = {"shape": [2, config.vocab_size], "dtype": "float32"}
+    assert sorted(record["signatures"]) == ["decode@2", "prefill@32", "sample@2"]
+    decode = record["signatures"]["decode@2"]
+    assert sorted(decode["inputs"]) == sorted([*record["state"], "page_table", "position", "slot", "token"])
+    assert decode["outputs"] == record["state"] | {"logits": vocabulary}
+    assert record["signatures"]["sample@2"]["inputs"]["logits"] == vocabulary
+    assert set(record["producer"]) == {"ling3export", "jax", "jaxlib", "orbax-export", "tensorflow-cpu"}
+    assert (model / "saved_model.pb").stat().st_size < store_bytes(config, "float32") / 4  # no weights among the graphs
+
+
+@pytest.mark.parametrize(("phase", "padding"), [("prefill", 32), ("decode", 2), ("sample", 2)])
+def test_a_step_without_a_mesh_has_no_collectives(artifact, phase, padding):
+    config = Checkpoint.open(artifact.checkpoint("micro-tp1")).config
+    geometry = Geometry(1, "float32", 2, 8, 32, 4, config.latent_dim)
+    found = []
+    for mesh in (None, device_mesh(1)):
+        step = build_step(config, geometry, phase, padding, mesh)
+        found.append(collective_counts(jax.jit(step.call).lower(*step.arguments).as_text()))
+    assert found[0] == {}
+    assert found[1] != {}
+
+
+def test_an_existing_folder_is_replaced_only_on_request(exported, tmp_path):
+    checkpoint, _ = exported
+    (tmp_path / "there.savedmodel").mkdir()
+    command = ["build", str(checkpoint), str(tmp_path / "there.savedmodel"), "--format", "savedmodel", *SIZES]
+    told = CliRunner().invoke(cli.main, command)
+    assert told.exit_code == 1
+    assert "output `there.savedmodel`: expected a free name, found one that exists" in told.stderr
+    told = CliRunner().invoke(cli.main, [*command, "--force"])
+    assert (
+        "output `there.savedmodel`: expected a folder whose ling3.json ling3export wrote, found something else"
+        in told.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        (Options(targets=("tpu:v6e:4x4",)), "tpu:v6e:4x4"),
+        (Options(targets=("cpu", "cuda:h200")), "cpu, cuda:h200"),
+        (Options(tp=4), "cpu at TP=4"),
+    ],
+)
+def test_other_targets_are_refused(options, found):
+    with pytest.raises(PlanError) as caught:
+        savedmodel.one_device(options)
+    assert caught.value.message == f"--format savedmodel: expected target cpu at TP=1, found {found}"
+    assert caught.value.hint == "leave out --target and --tp"
+
+
+@pytest.mark.parametrize("flag", [("--cache", "off"), ("--explain",), ("--jobs", "2"), ("--cache-dir", "x")])
+def test_options_that_mean_nothing_here_are_refused(artifact, tmp_path, flag):
+    checkpoint = str(artifact.checkpoint("micro-tp1"))
+    told = CliRunner().invoke(cli.main, ["build", checkpoint, str(tmp_path / "m"), "--format", "savedmodel", *flag])
+    assert told.exit_code == 1
+    assert told.stderr == (
+        f"error: --format savedmodel: expected no {flag[0]}, found it\n"
+        "hint: nothing is compiled: TensorFlow does that when it loads\n"
+    )
+
+
+def test_a_missing_extra_is_named_before_any_work(monkeypatch, tmp_path):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in ("tensorflow", "orbax.export") else real(name)
+    )
+    with pytest.raises(Ling3Error) as caught:
+        savedmodel.build_savedmodel(tmp_path / "no checkpoint", tmp_path / "m", Options(), None)  # type: ignore[arg-type]
+    assert caught.value.message == (
+        "--format savedmodel: expected the packages of the extra `savedmodel`, found no orbax-export, tensorflow-cpu"
+    )
+    assert caught.value.hint == 'pip install "ling3export[savedmodel]"'
+
+
+def test_a_process_that_fails_is_quoted(monkeypatch):
+    monkeypatch.setattr(savedmodel, "command", lambda module: [sys.executable, "-c", "raise SystemExit('no room')"])
+    with pytest.raises(Ling3Error) as caught:
+        savedmodel.run_worker({}, None)  # type: ignore[arg-type]
+    assert caught.value.message == (
+        "savedmodel: expected the exporting process to end well, found it ended with code 1: no room"
+    )

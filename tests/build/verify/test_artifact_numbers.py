@@ -1,0 +1,203 @@
+"""Built artifacts, loaded as the runner loads them, against the float64 reference, each other and transformers."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_parity import transformers_logits
+
+from artifacts_fixture import RECIPES, Artifacts
+from direct import relative
+from ling3export.checkpoint.checkpoint import Checkpoint
+from ling3export.verify.reference import Reference
+from probe import Part, Probe, Rows
+from tolerances import BFLOAT16_MEDIAN, FLOAT32, MARGIN, SAME
+
+FLOAT32_ARTIFACTS = ["small-tp16", "small-tp8", "small-tp4", "small-tp2", "small-tp1",
+                     "micro-tp4", "micro-tp2", "micro-tp1", "micro-tp4-flat"]  # fmt: skip
+LENGTHS = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 511, 512, 513, 700)
+SIZES = (740, 240, 240, 240, 240)  # tokens of each prompt; the last of the first are decoded
+# By preset the seed of each prompt: the first ones whose smallest routing margin stays above MARGIN.
+SEEDS = {"small": (2, 1, 2, 3, 4), "micro": (0, 0, 1, 2, 3)}
+STEPS = 32
+DECISIVE = 0.5  # between a position's two largest logits: no rounding to bf16 turns it round
+
+
+class Truth:
+    """A checkpoint's prompts and the float64 logits at all their positions."""
+
+    def __init__(self, checkpoint: Path, seeds: Sequence[int]) -> None:
+        opened = Checkpoint.open(checkpoint)
+        self.vocabulary = opened.config.vocab_size
+        self._reference = Reference(opened.config, opened.tensor)
+        self.prompts = [
+            np.random.default_rng(seed).integers(0, self.vocabulary, size).tolist()
+            for seed, size in zip(seeds, SIZES, strict=True)
+        ]
+        self.expected = self.logits(self.prompts)
+        self.continued = cache(lambda ids: self.logits([ids])[0])  # the same ones are asked for at every TP
+
+    def logits(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Of every position; no routing decision may be so close that fp32 rounding may flip it."""
+        found = self._reference.logits_many(sequences)
+        assert min(self._reference.margins) >= MARGIN, self._reference.margins
+        return found
+
+
+class Subject:
+    """A loaded artifact and the truth about its checkpoint."""
+
+    def __init__(self, probe: Probe, truth: Truth) -> None:
+        self.probe, self.truth = probe, truth
+        cells = probe.target["cells"].values()
+        self.paddings = sorted(cell["padding"] for cell in cells if cell["phase"] == "prefill")
+        (self.rows,) = [cell["padding"] for cell in cells if cell["phase"] == "decode"]
+
+    def error(self, prompt: int, found: dict[int, np.ndarray]) -> float:
+        """The largest of logits found by position."""
+        return relative(np.array(list(found.values())), self.truth.expected[prompt][list(found)])
+
+    def packed_error(self, found: Rows, prompts: dict[int, int]) -> float:
+        """The largest of a call's rows; ``prompts`` says which prompt each slot holds."""
+        return max(self.error(prompts[slot], {position: logits}) for (slot, position), logits in found.items())
+
+    def fill(self, lengths: Sequence[int]) -> list[np.ndarray]:
+        """Prefills the first tokens of prompt n into slot n + 1; the logits after each."""
+        cut = [prompt[:length] for prompt, length in zip(self.truth.prompts, lengths, strict=True)]
+        return [list(self.probe.prompt(self.paddings[-1], ids, slot=n))[-1][1] for n, ids in enumerate(cut, 1)]
+
+    def long_rows(self) -> np.ndarray:
+        """The first prompt at a padding that every artifact has: logits at chunk ends, then of each decoded token."""
+        ids, start = self.truth.prompts[0], LENGTHS[-1]
+        found = [logits for _, logits in self.probe.prompt(128, ids[:start], slot=3)]
+        found += [self.probe.decode(self.rows, [(3, at, ids[at])])[0] for at in range(start, len(ids))]
+        return np.array(found)
+
+
+@pytest.fixture(scope="module")
+def open_subject(artifact: Artifacts) -> Callable[[str], Subject]:
+    @cache
+    def truth(checkpoint: Path, preset: str) -> Truth:
+        return Truth(checkpoint, SEEDS[preset])
+
+    def opened(name: str) -> Subject:
+        return Subject(artifact.probe(name), truth(artifact.checkpoint(name), RECIPES[name].preset))
+
+    return opened
+
+
+@pytest.fixture(scope="module", params=FLOAT32_ARTIFACTS)
+def subject(request: pytest.FixtureRequest, open_subject: Callable[[str], Subject]) -> Iterator[Subject]:
+    subject = open_subject(request.param)
+    with subject.probe:
+        yield subject
+        assert subject.probe.compiled == 0
+
+
+def test_prompts_of_every_length_through_every_padding(subject: Subject):
+    ids = subject.truth.prompts[0]
+    for padding in subject.paddings:
+        for n, length in enumerate(LENGTHS):
+            found = dict(subject.probe.prompt(padding, ids[:length], slot=n % 8 + 1))
+            assert max(found) == length - 1
+            assert subject.error(0, found) <= FLOAT32, (padding, length)
+
+
+def test_prefill_cut_anywhere(subject: Subject):
+    """At random places: borders fall inside chunks, conv taps reach over them, pages are continued."""
+    rng = np.random.default_rng(5)
+    for padding in subject.paddings:
+        for n, ids in enumerate(subject.truth.prompts[1:3], 1):
+            cuts = np.sort(rng.choice(np.arange(1, len(ids)), 5, replace=False)).tolist()
+            found = dict(subject.probe.prompt(padding, ids, slot=n, cuts=cuts))
+            assert {cut - 1 for cut in cuts} < set(found)
+            assert subject.error(n, found) <= FLOAT32, (padding, cuts)
+
+
+def test_packed_equals_alone(subject: Subject):
+    """Several sequences in one call, then their continuations from inside a chunk in another order."""
+    probe, prompts = subject.probe, subject.truth.prompts
+    padding = subject.paddings[-1]
+    first: list[Part] = [(n + 3, 0, prompts[n][:size]) for n, size in enumerate((1, 20, 33, 16))]
+    second: list[Part] = [(n + 3, start, prompts[n][start:end]) for n, start, end in
+                          ((2, 33, 50), (0, 1, 18), (3, 16, 35), (1, 20, 21))]  # fmt: skip
+    held = {n + 3: n for n in range(4)}
+    packed = probe.prefill(padding, first) | probe.prefill(padding, second)
+    assert len(packed) == 7 + 7
+    assert subject.packed_error(packed, held) <= FLOAT32
+    for part in (*first, *second):
+        for (slot, position), logits in probe.prefill(padding, [part]).items():
+            assert relative(packed[slot, position], logits) <= SAME
+
+
+def test_greedy_steps(subject: Subject):
+    """Sequences of unlike lengths decoded side by side, each given its own best token, as the reference would."""
+    lengths = (1, 17, 64, 129, 200)
+    rows = [[logits] for logits in subject.fill(lengths)]
+    for step in range(STEPS):
+        tokens = [int(np.argmax(found[-1])) for found in rows]
+        batch = [(n, length + step, token) for n, (length, token) in enumerate(zip(lengths, tokens, strict=True), 1)]
+        for found, logits in zip(rows, subject.probe.decode(subject.rows, batch), strict=True):
+            found.append(logits)
+    compared = 0
+    for prompt, length, found in zip(subject.truth.prompts, lengths, rows, strict=True):
+        tokens = np.argmax(found, axis=-1)[:STEPS].tolist()
+        expected = subject.truth.continued((*prompt[:length], *tokens))[length - 1 :]
+        assert relative(np.array(found), expected) <= FLOAT32
+        compared += agreed(tokens, expected[:STEPS], FLOAT32)
+    assert compared >= 4 * STEPS
+
+
+def agreed(tokens: Sequence[int], expected: np.ndarray, tolerance: float) -> int:
+    """How many tokens were compared with the reference's best ones: up to the first that rounding may turn round."""
+    for step, (token, logits) in enumerate(zip(tokens, expected, strict=True)):
+        second, first = np.sort(logits)[-2:]
+        if first - second < tolerance * np.linalg.norm(logits):
+            return step
+        assert token == np.argmax(logits), step
+    return len(tokens)
+
+
+def test_tp16_equals_tp1(open_subject: Callable[[str], Subject]):
+    rows = []
+    for name in ("small-tp16", "small-tp1"):
+        subject = open_subject(name)
+        with subject.probe:
+            rows.append(subject.long_rows())
+    assert relative(*rows) <= SAME
+
+
+@pytest.mark.parametrize("name", ["micro-tp4", "micro-tp4-flat"])
+def test_artifact_equals_transformers(
+    name: str, artifact: Artifacts, open_subject: Callable[[str], Subject], tmp_path: Path
+):
+    """With low-rank queries, for which one projection of theirs is replaced, and with flat ones, as they are."""
+    subject = open_subject(name)
+    prompts = subject.truth.prompts[1:3]
+    theirs = transformers_logits(artifact.checkpoint(name), prompts, tmp_path)
+    with subject.probe as probe:
+        for ids, expected in zip(prompts, theirs, strict=True):
+            found = dict(probe.prompt(subject.paddings[0], ids[:200]))
+            found |= {at: probe.decode(subject.rows, [(1, at, ids[at])])[0] for at in range(200, len(ids))}
+            assert relative(np.array(list(found.values())), expected[list(found)]) <= FLOAT32
+
+
+def test_bfloat16_artifact(open_subject: Callable[[str], Subject]):
+    """Routes flip here, and one flip moves its position by up to 0.3: the median is judged, and what is decisive."""
+    subject = open_subject("small-tp16-bf16")
+    start = 140
+    found: dict[tuple[int, int], np.ndarray] = {}
+    with subject.probe as probe:
+        for n, ids in enumerate(subject.truth.prompts):
+            for position, logits in probe.prompt(subject.paddings[0], ids[:start], slot=n + 1):
+                found[n, position] = logits
+        for at in range(start, 240):
+            batch = [(n + 1, at, ids[at]) for n, ids in enumerate(subject.truth.prompts)]
+            found |= {(n, at): logits for n, logits in enumerate(probe.decode(subject.rows, batch))}
+    expected = {(n, position): subject.truth.expected[n][position] for n, position in found}
+    assert float(np.median([relative(found[key], expected[key]) for key in found])) <= BFLOAT16_MEDIAN
+    decisive = [key for key in found if np.diff(np.sort(expected[key])[-2:])[0] > DECISIVE]
+    assert len(decisive) > 50
+    assert [key for key in decisive if np.argmax(found[key]) != np.argmax(expected[key])] == []

@@ -1,0 +1,187 @@
+"""Built artifacts elsewhere: moved, run by an environment that holds the runner alone, or by another jax."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import distributions, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_artifact_numbers import agreed
+from test_parity import parity_python
+from test_wheel import copied
+
+from artifacts_fixture import Artifacts, run
+from direct import relative
+from ling3export.checkpoint.checkpoint import Checkpoint
+from ling3export.verify.reference import Reference
+from tolerances import FLOAT32, MARGIN, SAME
+
+BUILD_SIDE = ("flax", "orbax", "tensorflow", "transformers", "torch")
+STEPS = 33
+LENGTHS = (1, 17, 40, 130, 300)  # the last takes turns with decoding: it is prefilled in several calls
+# The reference's routing margins stay above MARGIN all along the answers; looked for once, asserted below.
+SEEDS = {"small-tp16": (10, 11, 12, 13, 14), "micro-tp4": (10, 11, 12, 13, 14)}
+# jax's own events, counted by none of our code.
+EVENTS = """
+import json, sys, jax
+from jax import monitoring
+seen = []
+monitoring.register_event_listener(lambda event, **_: seen.append(event))
+monitoring.register_event_duration_secs_listener(lambda event, seconds, **_: seen.append(event))
+from ling3export.runners.engine.engine import Engine
+with Engine(sys.argv[1]) as engine:
+    (completion,) = engine.generate([[1, 2, 3]], max_tokens=5, ignore_eos=True)
+prebuilt = list(seen)
+jax.jit(lambda x: x + 1)(3)
+print(json.dumps([len(completion.token_ids), len(jax.devices()), prebuilt, seen]))
+"""
+
+
+class Answers:
+    """What a runner's command printed and wrote."""
+
+    def __init__(self, done: subprocess.CompletedProcess[str], logits: Path) -> None:
+        self.tokens = [json.loads(line)["token_ids"] for line in done.stdout.splitlines()]
+        self.stats = json.loads(done.stderr.rpartition("stats: ")[2])
+        self.said = done.stderr
+        with np.load(logits) as arrays:
+            self.logits = [arrays[f"logits.{n}"] for n in range(len(self.tokens))]
+            assert [arrays[f"tokens.{n}"].tolist() for n in range(len(self.tokens))] == self.tokens
+
+
+def prompts_of(name: str, vocabulary: int) -> list[list[int]]:
+    return [
+        np.random.default_rng(seed).integers(0, vocabulary, length).tolist()
+        for seed, length in zip(SEEDS[name], LENGTHS, strict=True)
+    ]
+
+
+def stranger() -> dict[str, str]:
+    """This environment's variables without those of the tests."""
+    ours = ("JAX", "XLA", "PYTHON", "NPROC", "OPENBLAS", "VIRTUAL_ENV")
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+
+
+def generate(
+    command: Sequence[object], artifact: Path, prompts: list[list[int]], scratch: Path, *options: str, **how: Any
+) -> Answers:
+    """Runs all prompts as one batch."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"prompt_ids": prompt}) + "\n" for prompt in prompts]
+    (scratch / "prompts.jsonl").write_text("".join(lines))
+    done = run(
+        *command, "generate", artifact, "--prompt-file", scratch / "prompts.jsonl", "--max-tokens", STEPS,
+        "--ignore-eos", "--json", "--stats", "--logits", scratch / "logits.npz", "--force", *options, **how,
+    )  # fmt: skip
+    return Answers(done, scratch / "logits.npz")
+
+
+HERE = [sys.executable, "-m", "ling3export.runners.cli"]
+
+
+@pytest.fixture(scope="module")
+def runner_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The commands of a fresh environment with the package as `pip install .` brings it, at this one's versions."""
+    folder = tmp_path_factory.mktemp("runner")
+    pins = [f"{each.name}=={each.version}\n" for each in distributions() if each.name.lower() != "ling3export"]
+    (folder / "constraints.txt").write_text("".join(pins))
+    run(sys.executable, "-m", "venv", folder / "venv")
+    commands = folder / "venv" / "bin"
+    run(
+        commands / "python", "-m", "pip", "install", "-q", "--no-input", "--disable-pip-version-check",
+        "-c", folder / "constraints.txt", copied(folder / "source"),
+        folder=folder, environment=stranger(),
+    )  # fmt: skip
+    shutil.rmtree(folder / "source")
+    return commands
+
+
+@pytest.fixture(scope="module")
+def moved(artifact: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shutil.copytree(artifact("small-tp16"), tmp_path_factory.mktemp("elsewhere") / "renamed.ling3")
+
+
+def test_the_runner_needs_nothing_of_the_build_side(runner_only: Path, tmp_path: Path):
+    code = "from importlib.metadata import distributions as d; print(*sorted(x.name.lower() for x in d()))"
+    names = run(runner_only / "python", "-c", code, folder=tmp_path, environment=stranger()).stdout.split()
+    assert "ling3export" in names and "jax" in names
+    assert [name for name in names if name.startswith(BUILD_SIDE)] == []
+
+
+def test_a_moved_artifact_gives_the_same_tokens(runner_only: Path, moved: Path, artifact: Artifacts, tmp_path: Path):
+    """And the logits to the bit; both are the reference's, over all of a prompt's 33 greedy tokens."""
+    opened = Checkpoint.open(artifact.checkpoint("small-tp16"))
+    prompts = prompts_of("small-tp16", opened.config.vocab_size)
+    here = generate(HERE, artifact("small-tp16"), prompts, tmp_path / "here")
+    there = generate([runner_only / "ling3-runner"], moved, prompts, tmp_path / "there",
+                     folder=tmp_path, environment=stranger())  # fmt: skip
+    assert there.tokens == here.tokens
+    assert all(map(np.array_equal, there.logits, here.logits))
+    assert here.stats["compile_events"] == there.stats["compile_events"] == 0
+
+    reference = Reference(opened.config, opened.tensor)
+    expected = reference.logits_many([prompt + ids[:-1] for prompt, ids in zip(prompts, there.tokens, strict=True)])
+    assert min(reference.margins) >= MARGIN
+    for ids, found, rows in zip(there.tokens, there.logits, expected, strict=True):
+        assert len(ids) == STEPS
+        assert relative(found, rows[-STEPS:]) <= FLOAT32
+        assert agreed(ids, rows[-STEPS:], FLOAT32) >= STEPS - 1
+
+
+def test_jax_itself_sees_no_compiling(runner_only: Path, moved: Path, tmp_path: Path):
+    """Nor tracing. The listeners do work: the script makes jax compile at its end."""
+    done = run(runner_only / "python", "-c", EVENTS, moved, folder=tmp_path, environment=stranger())
+    tokens, devices, prebuilt, seen = json.loads(done.stdout)
+    assert (tokens, devices) == (5, 16)
+    assert prebuilt == []
+    assert "/jax/core/compile/backend_compile_duration" in seen
+
+
+def test_an_artifact_names_no_folder_of_its_build(artifact: Artifacts):
+    folder = artifact("small-tp16")
+    files = [file for file in folder.rglob("*") if file.is_file() and file.suffix != ".safetensors"]
+    words = [str(artifact.folder).encode(), str(Path(__file__).parents[2]).encode()]
+    assert len(files) > 14
+    assert [file.name for file in files for word in words if word in file.read_bytes()] == []
+
+
+@pytest.fixture(scope="module")
+def other_python() -> Path:
+    """The parity environment's interpreter, which has an older jax."""
+    python = parity_python()
+    theirs = run(python, "-c", "import jaxlib; print(jaxlib.__version__)").stdout.strip()
+    if theirs == version("jaxlib"):
+        pytest.skip(f"both environments have jaxlib {theirs}")
+    return python
+
+
+def test_another_jax(other_python: Path, artifact: Artifacts, tmp_path: Path):
+    """Refused without compiling; compiled once where that is allowed, and kept; the tokens stay the same."""
+    vocabulary = artifact.manifest("micro-tp4")["config"]["vocab_size"]
+    prompts = prompts_of("micro-tp4", vocabulary)
+    here = generate(HERE, artifact("micro-tp4"), prompts, tmp_path / "here")
+    moved = shutil.copytree(artifact("micro-tp4"), tmp_path / "moved.ling3")
+    other = [other_python, "-m", "ling3export.runners.cli"]
+
+    refused = run(*other, "generate", moved, "--prompt-ids", "1,2", "--max-tokens", 1, code=1)
+    assert refused.stdout == ""
+    assert "Traceback" not in refused.stderr
+    assert re.match(
+        r"error: target `cpu-tp4`: expected compiled programs that fit, found RECOMPILE .*jaxlib.*"
+        rf"{version('jaxlib')}.*\nhint: .*--programs allow-compile",
+        refused.stderr,
+    ), refused.stderr
+
+    for compiled in (3, 0):
+        there = generate(other, moved, prompts, tmp_path / "there", "--programs", "allow-compile")
+        assert there.stats["compile_events"] == compiled
+        assert there.said.count("RECOMPILE") == 3
+        assert there.tokens == here.tokens
+        assert max(map(relative, there.logits, here.logits)) <= SAME

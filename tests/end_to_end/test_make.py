@@ -1,0 +1,56 @@
+"""The Makefile: its targets, and that a second run does no set-up again. Nothing is installed here."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TARGETS = ["setup", "parity", "fmt", "lint", "types", "test", "bench", "budgets", "demo", "smoke", "runner"]
+ENVIRONMENTS = [".venv", ".venv-parity"]
+
+
+def planned(target: str, folder: Path) -> str:
+    """The commands that ``make TARGET`` would run in ``folder``."""
+    # An outer `make test` hands its own flags down in MAKEFLAGS.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    done = subprocess.run(["make", "-n", target], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """A fresh checkout's files that the Makefile looks at."""
+    (tmp_path / ".ci").mkdir()
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", ".ci/venv"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_target_sets_up_what_it_needs_once(target, checkout):
+    needs = ENVIRONMENTS if target == "test" else [".venv-parity"] if target == "parity" else [".venv"]
+    first = planned(target, checkout)
+    assert [name for name in ENVIRONMENTS if f".ci/venv {name} " in first] == needs
+
+    for name in ENVIRONMENTS:
+        (checkout / name).mkdir()
+        (checkout / name / "installed").touch()
+    assert ".ci/venv" not in planned(target, checkout)
+
+    later = (checkout / ".venv/installed").stat().st_mtime + 10
+    os.utime(checkout / "constraints.txt", (later, later))
+    assert ".ci/venv" in planned(target, checkout)
+
+
+@pytest.mark.parametrize(("stamp", "extras"), [("savedmodel", "savedmodel"), ("adapters", "inspect,lm-eval")])
+def test_what_tests_alone_need_is_installed_for_them_alone_and_once(stamp, extras, checkout):
+    install = f"pip install -qq --no-input --disable-pip-version-check -c constraints.txt -e '.[{extras}]'"
+    assert [target for target in TARGETS if install in planned(target, checkout)] == ["test"]
+    for name in ("installed", stamp):
+        (checkout / ".venv").mkdir(exist_ok=True)
+        (checkout / ".venv" / name).touch()
+    assert install not in planned("test", checkout)

@@ -1,0 +1,69 @@
+"""Our logits against Hugging Face transformers, which runs in an interpreter of its own (`make parity`)."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ling3export.model.config import Config
+from ling3export.verify.reference import Reference
+from tiny import tiny_fields, tiny_weights, write_tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+# Both compute in float64; what is left is transformers' fp32 cosine and sine of the rotary angles (measured 3e-8).
+TOLERANCE = 2e-7
+LENGTHS = (1, 3, 70, 130)  # shorter than the conv, and past one and two of transformers' chunks of 64
+VARIANTS: dict[str, dict[str, Any]] = {
+    "flat": {"q_lora_rank": None},
+    "q_lora": {"q_lora_rank": 12},
+    "softplus": {"kda_safe_gate": False},
+    "deep": {"first_k_dense_replace": 3, "num_hidden_layers": 8, "num_shared_experts": 2},
+}
+
+
+def parity_python() -> Path:
+    """The interpreter that has torch and transformers. Fails the test where there is none: parity is never skipped."""
+    named = os.environ.get("LING3_PARITY_PYTHON")
+    path = Path(named) if named else ROOT / ".venv-parity" / "bin" / "python"
+    if not path.is_file():
+        source = "LING3_PARITY_PYTHON" if named else "the parity environment"
+        pytest.fail(
+            f"no interpreter with torch and transformers: {source} is {path}, which does not exist\nhint: make parity",
+            pytrace=False,
+        )
+    return path
+
+
+def transformers_logits(checkpoint: Path, prompts: list[list[int]], scratch: Path) -> list[np.ndarray]:
+    """Float64 logits of every position of each prompt."""
+    (scratch / "prompts.json").write_text(json.dumps(prompts))
+    script = ROOT / "tests" / "support" / "parity" / "hf_logits.py"
+    command = [parity_python(), script, checkpoint, scratch / "prompts.json", scratch / "logits.npz"]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    with np.load(scratch / "logits.npz") as arrays:
+        print(arrays["versions"])
+        return [arrays[str(i)] for i in range(len(prompts))]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_reference_equals_transformers(variant: str, tmp_path: Path):
+    fields = tiny_fields(**VARIANTS[variant])
+    weights = tiny_weights(fields)
+    prompts = [np.random.default_rng(n).integers(0, fields["vocab_size"], n).tolist() for n in LENGTHS]
+    theirs = transformers_logits(write_tiny(tmp_path / "checkpoint", fields, weights), prompts, tmp_path)
+    reference = Reference(Config.from_dict(fields), weights.__getitem__)
+    for found, expected in zip(theirs, reference.logits_many(prompts), strict=True):
+        errors = np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
+        assert errors.max() < TOLERANCE
+    assert min(reference.margins) > 5e-6
+
+
+def test_a_missing_interpreter_fails_with_a_hint(monkeypatch):
+    monkeypatch.setenv("LING3_PARITY_PYTHON", "/nowhere/python")
+    with pytest.raises(pytest.fail.Exception, match=r"LING3_PARITY_PYTHON is /nowhere/python.*\nhint: make parity$"):
+        parity_python()

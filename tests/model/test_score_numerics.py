@@ -1,0 +1,140 @@
+"""score@T in fp32 against the float64 reference: log-softmax and argmax of its logits, at every token slot."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_numerics import Case, Quick
+from test_tpu_forms import FORMS
+
+from direct import pack, relative
+from ling3export.checkpoint.checkpoint import Checkpoint
+from ling3export.checkpoint.synth import synthesize
+from ling3export.model.geometry import CHUNK
+from ling3export.model.sampling.scoring import ROWS
+from ling3export.verify.reference import Reference
+from tolerances import FLOAT32, MARGIN
+
+PADDING = 144  # three parts of 48 rows: logits of 144 slots never exist together
+Part = tuple[int, int, Sequence[int], Sequence[int]]  # slot, position of the first token, tokens, next tokens
+Found = dict[tuple[int, int], tuple[float, int]]  # (slot, position) → log-probability of the next token, best token
+
+
+class Scorer(Quick):
+    """Calls of score@T with slots, pages and chunks by hand."""
+
+    def score(self, parts: Sequence[Part]) -> tuple[Found, dict[int, np.ndarray]]:
+        """One call: what it says behind every token, and the logits behind the last of each part, by slot."""
+        step, call = self.step("score", PADDING)
+        count = PADDING // CHUNK
+        tokens = np.full(PADDING, self.config.vocab_size - 1, np.int32)
+        following = np.full(PADDING, -1, np.int32)
+        slot, start, length, fresh = (np.zeros(count, np.int32) for _ in range(4))
+        tables = np.zeros((count, self.geometry.max_pages), np.int32)
+        places: dict[tuple[int, int], int] = {}
+        rows: dict[int, int] = {}
+        n = 0
+        for which, position, ids, after in parts:
+            for cut in range(0, len(ids), CHUNK):
+                piece = ids[cut : cut + CHUNK]
+                at = n * CHUNK
+                tokens[at : at + len(piece)] = piece
+                following[at : at + len(piece)] = after[cut : cut + CHUNK]
+                slot[n], start[n], length[n], fresh[n] = which, position + cut, len(piece), position + cut == 0
+                tables[n] = self.table(which)
+                places |= {(which, position + cut + i): at + i for i in range(len(piece))}
+                rows[which] = n
+                n += 1
+        packed = pack(step.fields, tokens=tokens, chunk_slot=slot, chunk_start=start, chunk_len=length, fresh=fresh,
+                      page_table=tables, next_token=following)  # fmt: skip
+        self.state, out = call(self.params, self.state, {"packed": packed})
+        logprob, best, logits = (np.asarray(out[name]) for name in ("logprob", "best", "logits"))
+        silent = following < 0
+        assert not logprob[silent].any()
+        assert (best[silent] == -1).all()
+        return (
+            {key: (float(logprob[at]), int(best[at])) for key, at in places.items() if not silent[at]},
+            {which: logits[row] for which, row in rows.items()},
+        )
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    logits = logits.astype(np.float64)
+    top = logits.max(-1, keepdims=True)
+    return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+
+
+def assert_right(found: Found, prompts: Sequence[Sequence[int]], expected: Sequence[np.ndarray]) -> None:
+    """Log-probabilities within FLOAT32, together and each one; best tokens wherever rounding cannot turn them."""
+    tops = 0
+    wanted, values = [], []
+    for (slot, position), (logprob, best) in found.items():
+        row = expected[slot - 1][position]
+        true = log_softmax(row)
+        wanted.append(true[prompts[slot - 1][position + 1]])
+        values.append(logprob)
+        second, first = np.sort(row)[-2:]
+        if first - second > FLOAT32 * np.linalg.norm(row):
+            assert best == np.argmax(row), (slot, position)
+            tops += 1
+    assert relative(np.array(values), np.array(wanted)) < FLOAT32
+    assert np.max(np.abs(np.array(values) - wanted) / np.abs(wanted)) < FLOAT32
+    assert tops >= 0.99 * len(found)
+
+
+def schedule(scorer: Scorer, prompts: Sequence[Sequence[int]], seed: int) -> Found:
+    """Sequences packed into calls and cut at random, inside chunks too; every position but the last is scored."""
+    rng = np.random.default_rng(seed)
+    done, found = [0] * len(prompts), {}
+    scorer.reset()
+    while any(at < len(ids) for at, ids in zip(done, prompts, strict=True)):
+        free, parts = PADDING // CHUNK, []
+        for n in rng.permutation(len(prompts)).tolist():
+            left = len(prompts[n]) - done[n]
+            if left and free:
+                size = int(rng.integers(1, min(left, free * CHUNK) + 1))
+                at = done[n]
+                parts.append((n + 1, at, prompts[n][at : at + size], [*prompts[n][at + 1 : at + size + 1], -1][:size]))
+                done[n] += size
+                free -= -(-size // CHUNK)
+        found |= scorer.score(parts)[0]
+    return found
+
+
+def is_a_prefill_too(case: Case, scorer: Scorer) -> None:
+    """The same logits at the ends and the same state as prefill's: decode goes on from it."""
+    ids, expected = case.prompts[0], case.expected[0]
+    assert PADDING > ROWS  # else one part holds all
+    _, logits = scorer.score([(2, 0, ids[:50], [-1] * 50)])
+    assert relative(logits[2], expected[49]) < FLOAT32
+    for at in range(50, 54):
+        assert relative(scorer.decode(4, [(2, at, ids[at])])[0], expected[at]) < FLOAT32
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(tmp_path_factory.mktemp("score") / "micro", (120, 90, 60), num_hidden_layers=4).expect()
+
+
+@pytest.mark.parametrize(("tp", "loop", "forms"), [(1, "scan", {}), (2, "unroll", FORMS), (4, "scan", {})])
+def test_packed_cut_and_continued(case: Case, tp: int, loop: str, forms: dict[str, str]):
+    """Also the forms that accelerators get: a striped pool, unrolled layers."""
+    scorer = Scorer(case.config, case.read, tp=tp, layer_loop=loop, page_size=16, max_pages=8, **forms)
+    found = schedule(scorer, case.prompts, seed=tp)
+    assert len(found) == sum(len(ids) - 1 for ids in case.prompts)
+    assert_right(found, case.prompts, case.expected)
+    if tp == 1:
+        is_a_prefill_too(case, scorer)
+
+
+def test_sixteen_devices(tmp_path: Path):
+    synthesize(tmp_path / "small", "small", 1, layers=4)
+    checkpoint = Checkpoint.open(tmp_path / "small")
+    reference = Reference(checkpoint.config, checkpoint.tensor)
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(0, checkpoint.config.vocab_size, length).tolist() for length in (70, 50)]
+    expected = reference.logits_many(prompts)
+    assert min(reference.margins) > MARGIN
+    scorer = Scorer(checkpoint.config, checkpoint.tensor, tp=16, page_size=16, max_pages=8)
+    assert_right(schedule(scorer, prompts, seed=0), prompts, expected)

@@ -1,0 +1,169 @@
+"""The forms of KDA's prefill that machines with matrix units get, against loops over tokens in float64."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from test_kernels import BOUNDED, GATES, close, delta_rule
+
+from ling3export.model.geometry import CHUNK
+from ling3export.model.kda import tiled as tiles
+from ling3export.model.kda.conv import convolve, picks_of
+from ling3export.model.kda.recurrence import Inputs
+from ling3export.model.layers import l2_norm, rms_norm, rope
+from ling3export.verify import formulas as formulas
+from tolerances import KERNEL, TILES
+
+CHUNKS, HEADS, KEY, VALUE = 16, 2, 24, 20
+# First chunks of runs: one run over both tiles; several in each, one across the border; one run a chunk.
+RUNS = {"one": [0], "some": [0, 3, 5, 6, 11, 15], "each": list(range(CHUNKS))}
+THREE_PASSES = 1e-4  # of products good to 2^-16, some twenty of them behind one another; bf16's inputs are at 4e-3
+
+
+Scan = Callable[[tiles.Rows, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def scan_at(exact: lax.Precision) -> Scan:
+    """Compiles :func:`tiles.tile_scan`."""
+    return jax.jit(lambda rows, pool, first, held: tiles.tile_scan(
+        lambda: pool, held, tiles.runs_of(first, CHUNK), rows, exact))  # fmt: skip
+
+
+exact_scan = scan_at(lax.Precision.HIGHEST)
+
+
+class Case:
+    """Random rows of 16 chunks, and what a loop over tokens makes of them."""
+
+    def __init__(self, gate: str, starts: list[int], repeated: bool, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        shape = (CHUNKS, CHUNK, HEADS)
+        q, k = rng.normal(size=(2, *shape, KEY))
+        if repeated:
+            k[:] = k[0, 0]
+        q, k = (y / np.linalg.norm(y, axis=-1, keepdims=True) for y in (q, k))
+        beta = np.ones(shape) if repeated else rng.random(shape)
+        rows: list[Any] = [q, k, rng.normal(size=(*shape, VALUE)), GATES[gate](rng, (*shape, KEY)), beta]
+        self.first = np.isin(np.arange(CHUNKS), starts)
+        head = np.maximum.accumulate(np.where(self.first, np.arange(CHUNKS), 0))
+        self.pool = rng.normal(size=(CHUNKS, HEADS, KEY, VALUE))[head]  # of a run, in each of its chunks
+        self.rows = rows
+
+    def expected(self, held: bool) -> tuple[np.ndarray, np.ndarray]:
+        state, after, out = self.pool[0], [], []
+        for n in range(CHUNKS):
+            if self.first[n]:
+                state = self.pool[n] if held else np.zeros_like(state)
+            state, o = delta_rule(state, Inputs(*(y[n] for y in self.rows)))
+            after.append(state)
+            out.append(o)
+        return np.stack(after), np.stack(out)
+
+    def found(self, held: bool, scan: Scan) -> tuple[np.ndarray, np.ndarray]:
+        def tiled(y: np.ndarray, heads: int = 3) -> jax.Array:
+            y = y.reshape(-1, tiles.TILE, *y.shape[1:])
+            return jnp.asarray(np.moveaxis(y, heads, 1), jnp.float32)
+
+        rows = tiles.Rows(*(tiled(y) for y in self.rows[:4]), tiled(self.rows[4][..., None]))
+        after, out = scan(rows, tiled(self.pool, 2), jnp.asarray(self.first), jnp.asarray(held))
+        after, out = np.moveaxis(after, 1, 2), np.moveaxis(out, 1, 3)
+        return after.reshape(self.pool.shape), out.reshape(CHUNKS, CHUNK, HEADS, VALUE)
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("starts", RUNS)
+@pytest.mark.parametrize(("gate", "repeated"), [*((gate, False) for gate in BOUNDED), ("none", True), ("-2.6", True)])
+def test_tiles_equal_a_loop(gate: str, starts: str, repeated: bool, held: bool):
+    case = Case(gate, RUNS[starts], repeated)
+    after, out = case.expected(held)
+    found_after, found_out = case.found(held, exact_scan)
+    assert close(found_out, out) < TILES
+    assert np.max(np.abs(found_after - after)) < TILES * np.max(np.abs(case.pool))
+
+
+class ThreePasses:
+    """``jax.numpy`` whose products at HIGH are what a matrix unit makes of them: three products of bf16 halves."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(jnp, name)
+
+    @staticmethod
+    def einsum(equation: str, *operands: Any, precision: lax.Precision) -> jax.Array:
+        product = functools.partial(jnp.einsum, equation, precision=lax.Precision.HIGHEST)
+        return ThreePasses._split(product, *operands) if precision == lax.Precision.HIGH else product(*operands)
+
+    @staticmethod
+    def matmul(*operands: Any, precision: lax.Precision) -> jax.Array:
+        product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+        return ThreePasses._split(product, *operands) if precision == lax.Precision.HIGH else product(*operands)
+
+    @staticmethod
+    def _split(product: Any, a: jax.Array, b: jax.Array) -> jax.Array:
+        (high_a, low_a), (high_b, low_b) = (ThreePasses._halves(y) for y in (a, b))
+        return product(high_a, high_b) + product(high_a, low_b) + product(low_a, high_b)
+
+    @staticmethod
+    def _halves(y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        high = lax.reduce_precision(y, 8, 7)
+        return high, lax.reduce_precision(y - high, 8, 7)
+
+
+@pytest.mark.parametrize(("gate", "repeated"), [("published", False), ("saturated", False), ("none", True)])
+def test_three_passes_are_enough_for_inputs_of_bf16(gate: str, repeated: bool, monkeypatch: pytest.MonkeyPatch):
+    """What programs of bf16 models do on TPU; on CPU the precision asked for changes nothing, so it is made here."""
+    case = Case(gate, RUNS["some"], repeated)
+    _, out = case.expected(True)
+    monkeypatch.setattr(tiles, "jnp", ThreePasses())
+    error = close(case.found(True, scan_at(tiles.island_precision(jnp.dtype("bfloat16"))))[1], out)
+    assert TILES < error < THREE_PASSES  # and it was not the exact product
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_product_with_zeros_and_ones_is_a_convolution(dtype: str):
+    """Runs of any length from a pool or from nothing, the last chunk of each short, against a convolution of each."""
+    rng = np.random.default_rng(1)
+    width, size, features = 3, tiles.TILE, 6
+    lengths = [1, 2, 3, 16, 17, 18, 35, 60]  # chunks: 1 1 1 1 2 2 3 4, and one that is empty
+    first, fresh, length, pool, raw, expected, kept = [], [], [], [], [], [], []
+    taps = rng.normal(size=(features, width + 1)).astype(np.float32)
+    for number, tokens in enumerate([*lengths, 0]):
+        old = np.zeros((width, features)) if number % 2 else rng.normal(size=(width, features)).astype(dtype)
+        new = rng.normal(size=(tokens, features)).astype(dtype)
+        both = np.concatenate([old, new]).astype(np.float64)
+        out = formulas.silu(formulas.causal_conv(both, taps.astype(np.float64)))[width:]
+        for at in range(0, max(tokens, 1), CHUNK):
+            count = min(CHUNK, tokens - at)
+            first.append(at == 0)
+            fresh.append(at == 0 and number % 2 == 1)
+            length.append(count)
+            pool.append(old if not number % 2 else np.full((width, features), 7.0))
+            raw.append(np.concatenate([new[at : at + count], np.full((CHUNK - count, features), 9.0, new.dtype)]))
+            expected.append(out[at : at + count])
+            kept.append(both[at + count : at + count + width])
+    assert len(first) == CHUNKS
+    picks = picks_of(*(jnp.asarray(y) for y in (first, fresh, length)), size, CHUNK, width)
+    assert np.max(np.sum(np.asarray(picks, np.float32), axis=-1)) == 1
+    found, found_kept = jax.jit(convolve)(
+        jnp.asarray(np.stack(raw), dtype).reshape(-1, size * CHUNK, 1, features),
+        jnp.asarray(np.stack(pool), dtype).reshape(-1, size, 1, width * features),
+        jnp.asarray(taps.T)[:, None], picks,
+    )  # fmt: skip
+    found = np.asarray(found).reshape(CHUNKS, CHUNK, features)
+    for n in range(CHUNKS):
+        np.testing.assert_allclose(found[n, : length[n]], expected[n], rtol=2e-5, atol=2e-6)
+    found_kept = np.asarray(found_kept, np.float64).reshape(CHUNKS, width, features)
+    np.testing.assert_array_equal(found_kept, np.stack(kept).astype(dtype).astype(np.float64))
+
+
+def test_small_things_by_products_are_the_same():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(4, 3, 64)), jnp.float32)
+    weight, position = jnp.asarray(rng.normal(size=64), jnp.float32), jnp.asarray([0, 1, 8191, 131071], jnp.int32)
+    np.testing.assert_array_equal(rope(x, position, 6e6, True), rope(x, position, 6e6))
+    assert close(l2_norm(x, True), np.asarray(l2_norm(x))) < KERNEL
+    assert close(rms_norm(x, weight, 1e-6, True), np.asarray(rms_norm(x, weight, 1e-6))) < KERNEL

@@ -1,0 +1,114 @@
+"""The forms of the steps that accelerators get, on CPU in fp32: other loops and placements, the same numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_numerics import Case, Quick
+
+from direct import relative
+from ling3export.model import moe
+from ling3export.model.mla.pages import TILE
+from tolerances import FLOAT32
+
+FORMS = {"placement": "striped", "attention": "pages", "experts": "local", "recurrence": "together"}
+ROWS = 6
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory) -> Case:
+    return Case(tmp_path_factory.mktemp("forms") / "micro", (70, 37, 21)).expect()
+
+
+@pytest.mark.parametrize(
+    ("tp", "loop", "forms"),
+    [(4, "unroll", FORMS), (2, "scan", FORMS), (1, "unroll", FORMS | {"placement": "replicated"})],
+)
+def test_the_forms_agree_with_the_reference(case: Case, tp: int, loop: str, forms: dict[str, str]):
+    """Three sequences of several pages, cut prefills, then decode side by side with padding rows between them."""
+    direct = Quick(case.config, case.read, tp=tp, layer_loop=loop, page_size=16, max_pages=8, **forms)
+    errors = []
+    starts = [len(prompt) - 6 for prompt in case.prompts]
+    for slot, (prompt, expected, start) in enumerate(zip(case.prompts, case.expected, starts, strict=True), 1):
+        errors.append(relative(direct.sequence(32, prompt[:start], slot=slot), expected[start - 1]))
+    for step in range(6):
+        rows = [(slot, start + step, case.prompts[slot - 1][start + step]) for slot, start in enumerate(starts, 1)]
+        found = direct.decode(ROWS, [rows[1], (0, 0, 0), rows[2], rows[0]])
+        for row, slot in ((0, 2), (2, 3), (3, 1)):
+            errors.append(relative(found[row], case.expected[slot - 1][starts[slot - 1] + step]))
+    assert max(errors) <= FLOAT32
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory) -> Case:
+    return Case(tmp_path_factory.mktemp("long") / "micro", (330, 190)).expect()
+
+
+@pytest.mark.parametrize(("tp", "placement"), [(2, "striped"), (1, "replicated")])
+def test_steps_of_several_tiles_agree_with_the_reference(long: Case, tp: int, placement: str):
+    """Calls of 17 chunks, which are three tiles; runs that cross tiles and go on from the call before; decode over more
+    pages than a tile has, on every device."""
+    forms = FORMS | {"placement": placement}
+    direct = Quick(long.config, long.read, tp=tp, layer_loop="unroll", page_size=8, max_pages=48, **forms)
+    (one, two), (first, second) = long.prompts, long.expected
+    found = direct.prefill(272, [(1, 0, one[:144]), (2, 0, two[:120])])
+    errors = [relative(found[1], first[143]), relative(found[2], second[119])]
+    found = direct.prefill(272, [(2, 120, two[120:188]), (1, 144, one[144:328])])
+    errors += [relative(found[1], first[327]), relative(found[2], second[187])]
+    assert (328 // 8 + 188 // 8) // tp > TILE
+    for step in range(2):
+        logits = direct.decode(ROWS, [(2, 188 + step, two[188 + step]), (1, 328 + step, one[328 + step])])
+        errors += [relative(logits[0], second[188 + step]), relative(logits[1], first[328 + step])]
+    assert max(errors) <= FLOAT32
+
+
+@pytest.mark.parametrize(
+    ("tp", "loop", "rows"), [(4, "unroll", {0: 1, 3: 2, 5: 3}), (2, "scan", {0: 2, 2: 1, 4: 3}), (4, "scan", {1: 2})]
+)
+def test_rows_attended_where_their_pages_are(case: Case, tp: int, loop: str, rows: dict[int, int]):
+    """Placement by sequence: row r of B is on device r·TP//B, and there are the pages of the slot that it decodes.
+
+    Six rows on 4 devices: rows 0 and 1, 2, 3 and 4, 5. Two rows on four: devices 0 and 2.
+    """
+    forms = FORMS | {"placement": "by_sequence"}
+    direct = Quick(case.config, case.read, tp=tp, layer_loop=loop, page_size=16, max_pages=8, **forms)
+    padding = 2 if len(rows) == 1 else ROWS
+    each = direct.geometry.pages // tp
+    for row, slot in rows.items():
+        direct.placed[slot] = row * tp // padding * each + (slot % 2 if tp == 2 else 0) * direct.geometry.max_pages
+    errors = []
+    for slot in rows.values():
+        prompt, expected = case.prompts[slot - 1], case.expected[slot - 1]
+        errors.append(relative(direct.sequence(32, prompt[:-4], slot=slot), expected[len(prompt) - 5]))
+    for step in range(-4, 0):
+        batch = [(0, 0, 0)] * padding
+        for row, slot in rows.items():
+            prompt = case.prompts[slot - 1]
+            batch[row] = (slot, len(prompt) + step, prompt[step])
+        found = direct.decode(padding, batch)
+        errors += [relative(found[row], case.expected[slot - 1][step]) for row, slot in rows.items()]
+    assert max(errors) <= FLOAT32
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_reducing_chooses_what_sorting_chooses(case: Case, ties: bool):
+    config = case.config
+    rng = np.random.default_rng(0)
+    scores = rng.uniform(size=(64, config.num_experts)).astype(np.float32)
+    bias = rng.normal(size=config.num_experts).astype(np.float32)
+    if ties:
+        scores, bias = np.round(scores * 4) / 4, np.zeros_like(bias)
+    chosen, weights = moe.route(jnp.asarray(scores), jnp.asarray(bias), config)
+    expected = jnp.zeros(scores.shape).at[jnp.arange(64)[:, None], chosen].set(weights)
+    found = jax.jit(lambda s, b: moe.route_weights(s, b, config))(scores.T, bias).T
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert np.array_equal(np.count_nonzero(found, axis=1), np.count_nonzero(expected, axis=1))
+
+
+@pytest.mark.parametrize(("count", "axis"), [(1, 0), (2, 1), (3, 0), (8, 1)])
+def test_largest_are_those_of_a_sort(count: int, axis: int):
+    """Values of few levels: equal ones count as often as they occur."""
+    values = np.random.default_rng(count).integers(0, 9, (16, 24, 5)).astype(np.float32)
+    found = jax.jit(lambda v: moe.largest(v, count, axis))(values)
+    expected = -np.sort(-values, axis=axis).take(range(count), axis=axis)
+    np.testing.assert_array_equal(np.stack(found, axis=axis), expected)

@@ -1,0 +1,332 @@
+"""Runs on a fake backend: the completion line, infrastructure errors, kill and resume, the report, what is refused."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import eval_fakes
+from eval_fakes import FakeBackend, half, numbered
+from ling3export.errors import RequestError
+from ling3export.runners.cli.main import main
+from ling3export.runners.engine.handle import EngineStopped
+from ling3export.runners.evals.config import RunConfig
+from ling3export.runners.evals.folder import KEYS, read_predictions
+from ling3export.runners.evals.objects import EvalError, GraderError, trial_seed
+from ling3export.runners.evals.run import run_suite
+from ling3export.runners.evals.suites import Suite
+
+LINE = re.compile(r"^正确率: \d+/\d+ = (0\.\d{4}|1\.0000)$")
+REPORT = Path(__file__).parents[2] / "data/eval_report.md"
+
+
+@pytest.fixture
+def evaluate(tmp_path, monkeypatch):
+    """Runs ``eval run`` on 10 problems with a fake backend."""
+    problems = tmp_path / "ten.json"
+    problems.write_text(json.dumps([{"prompt": str(n), "answer": "#### 42"} for n in range(10)]))
+
+    def call(backend, *arguments, suite=problems, folder="run"):
+        monkeypatch.setattr("ling3export.runners.cli.eval_run.open_backend", lambda *_: backend)
+        command = ["eval", "run", "artifact", tmp_path / folder, "--suite", suite, *arguments]
+        return CliRunner().invoke(main, list(map(str, command)))
+
+    return call
+
+
+def test_half_of_ten_tasks(evaluate, tmp_path):
+    """A4."""
+    done = evaluate(FakeBackend(half))
+    assert done.exit_code == 0
+    assert done.stdout == "正确率: 5/10 = 0.5000\n"
+    assert LINE.match(done.stdout.strip())
+    folder = tmp_path / "run"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "predictions.jsonl", "report.md", "run.json", "tasks.jsonl",
+    ]  # fmt: skip
+    lines = (folder / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [tuple(json.loads(line)) for line in lines] == [KEYS] * 10
+    assert json.loads(lines[1]) == {
+        "idx": 1, "task_id": "ten-1", "trial": 0,
+        "prompt_sha256": "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b",
+        "text": "The answer is 41.", "output_token_ids": [ord(c) for c in "The answer is 41."], "stop_reason": "eos",
+        "answer": "41", "target": "#### 42", "passed": False, "infra": None, "ttft_ms": 10.0, "e2e_ms": 20.0,
+        "n_prompt": 1, "n_output": 17,
+    }  # fmt: skip
+
+
+class FailsOn(FakeBackend):
+    """Raises whenever a batch holds one prompt."""
+
+    def __init__(self, bad, error, times=1000):
+        super().__init__(lambda prompt: "42")
+        self.bad, self.error, self.times = bad, error, times
+
+    def generate(self, asks):
+        if any(ask.prompt == self.bad for ask in asks) and self.times:
+            self.times -= 1
+            raise self.error
+        return super().generate(asks)
+
+
+def test_one_infrastructure_error_of_ten(evaluate, tmp_path):
+    """A6: strict 9/10, adjusted 9/9, exit 4, and the line still comes last."""
+    done = evaluate(FailsOn("3", RuntimeError("RESOURCE_EXHAUSTED: no memory")))
+    assert done.exit_code == 4
+    assert done.stdout == "INVALID: infra rate 0.1000 > 0.0100\n正确率: 9/10 = 0.9000\n"
+    totals = json.loads((tmp_path / "run/run.json").read_text())["totals"]
+    assert (totals["infra"], totals["passed"], totals["success_rate"], totals["adjusted_success_rate"]) == (
+        1,
+        9,
+        0.9,
+        1,
+    )
+    record = read_predictions(tmp_path / "run")[3]
+    attempt = {"kind": "oom", "message": "RuntimeError: RESOURCE_EXHAUSTED: no memory"}
+    assert record["infra"] == {"ended": True, "attempts": [attempt, attempt]}  # in the batch, and alone
+    assert (record["passed"], record["stop_reason"], record["text"]) == (None, "error", "")
+    assert evaluate(FailsOn("3", RuntimeError("x")), "--max-infra", "0.1", folder="b").exit_code == 0
+
+
+def test_the_trial_at_fault_is_found_by_halves(tmp_path):
+    backend = FailsOn("5", RequestError("too long"))
+    summary = run_suite(Suite("s", numbered(64)), backend, tmp_path / "r", RunConfig())
+    assert (summary.passed, summary.infra) == (63, 1)
+    assert [len(batch) for batch in backend.batches] == [4, 1, 2, 8, 16, 32]  # those that worked
+
+
+def test_an_error_that_passes_is_kept_and_not_counted(evaluate, tmp_path):
+    done = evaluate(FailsOn("3", TimeoutError("late"), times=1))
+    assert (done.exit_code, done.stdout) == (0, "正确率: 10/10 = 1.0000\n")
+    kept = {"ended": False, "attempts": [{"kind": "timeout", "message": "TimeoutError: late"}]}
+    assert [record["infra"] for record in read_predictions(tmp_path / "run")] == [kept] * 10
+
+
+def test_a_first_batch_that_is_refused_as_a_whole_ends_the_run(evaluate, tmp_path):
+    error = RequestError("task: text in: expected an artifact with a tokenizer, found none", "give token ids")
+
+    def refuse(prompt):
+        raise error
+
+    done = evaluate(FakeBackend(refuse))
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == f"error: {error.message}\nhint: give token ids\n"
+    assert evaluate(FakeBackend(half)).exit_code == 0  # nothing is lost: the run goes on
+
+
+def test_divergence_of_processes_exits_with_5_and_keeps_what_came_before(evaluate, tmp_path):
+    class Diverges(FakeBackend):
+        def digests(self):
+            return [b"a" * 32, (b"a" if len(self.batches) < 3 else b"b") * 32]
+
+    done = evaluate(Diverges(half), "--batch", "2")
+    assert (done.exit_code, done.stdout) == (5, "")
+    assert done.stderr == (
+        "error: sampled tokens: expected the same on 2 processes, found others than on process 0 on 1\n"
+        "hint: every process must load the same artifact and see the same environment\n"
+    )
+    assert (tmp_path / "run/predictions.jsonl.partial").read_bytes().count(b"\n") == 4
+
+
+def test_an_engine_that_stopped_ends_the_run_at_once_and_it_goes_on_later(evaluate, tmp_path):
+    """Not trial by trial: every further one would only hear the same."""
+    error = EngineStopped("engine: expected every step to run, found RuntimeError: device lost", "load it again")
+    backend = FailsOn("5", error)
+    done = evaluate(backend, "--batch", "2")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == (
+        "error: engine: expected every step to run, found RuntimeError: device lost\n"
+        "hint: 4 of 10 trials are kept: the same command goes on from there\n"
+    )
+    assert (backend.times, len(backend.batches)) == (999, 2)
+    assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "running"
+    again = FakeBackend(half)
+    done = evaluate(again, "--batch", "2")
+    assert (done.exit_code, done.stdout, len(again.batches)) == (0, "正确率: 7/10 = 0.7000\n", 3)
+
+
+def test_an_empty_suite_is_a_usage_error(evaluate, tmp_path):
+    done = evaluate(FakeBackend(half), "--limit", "0")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "expected at least one task, found none" in done.stderr
+    with pytest.raises(EvalError, match="suite `s`: expected at least one task, found none"):
+        run_suite(Suite("s", []), FakeBackend(half), tmp_path / "r", RunConfig())
+
+
+def test_a_broken_grader_fails_the_run_and_keeps_what_was_done(tmp_path):
+    tasks = numbered(4)
+    tasks[2].graders = [lambda *_: 1 / 0]
+    tasks[2].__post_init__(None, None, None)
+    with pytest.raises(GraderError, match="of task `t2`"):
+        run_suite(Suite("s", tasks), FakeBackend(half), tmp_path / "r", RunConfig(batch=1))
+    assert len((tmp_path / "r/predictions.jsonl.partial").read_text().splitlines()) == 2
+    with pytest.raises(EvalError, match=r"run `r`: expected predictions.jsonl, found none"):
+        read_predictions(tmp_path / "r")
+
+
+def test_kill_9_and_resume_give_the_file_of_an_uninterrupted_run(tmp_path):
+    """A7: nothing twice, nothing lost; also where the kill cut a line short."""
+    partial = tmp_path / "killed/predictions.jsonl.partial"
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    with subprocess.Popen([sys.executable, eval_fakes.__file__, tmp_path / "killed", "0.05"], env=here) as process:
+        deadline = time.monotonic() + 60
+        while not (partial.exists() and partial.read_bytes().count(b"\n") >= 5):
+            assert process.poll() is None, "it ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.kill(process.pid, signal.SIGKILL)
+    killed = partial.read_bytes()
+    assert 5 <= killed.count(b"\n") < 40
+    partial.write_bytes(killed + b'{"idx": 17, "task')
+    backend, suite = FakeBackend(half), Suite("slow", numbered(40))
+    run_suite(suite, backend, tmp_path / "killed", RunConfig(batch=1))
+    assert len(backend.batches) == 40 - killed.count(b"\n")
+    run_suite(suite, FakeBackend(half), tmp_path / "whole", RunConfig(batch=1))
+    for name in ("predictions.jsonl", "report.md", "run.json", "tasks.jsonl"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+
+def test_a_run_of_another_record_is_refused_and_kept(evaluate, tmp_path):
+    class Other(FakeBackend):
+        def environment(self):
+            return super().environment() | {"weights": "c" * 64}
+
+    stop = FailsOn("9", KeyboardInterrupt())
+    evaluate(stop, "--batch", "1")
+    partial = tmp_path / "run/predictions.jsonl.partial"
+    before = partial.read_bytes()
+    assert before.count(b"\n") == 9
+    done = evaluate(Other(half), "--seed", "1", "--batch", "1")
+    assert done.exit_code == 1
+    assert done.stderr == (
+        "error: run `run`: expected the same run to resume, found another config.seed, environment.weights, in "
+        f"{tmp_path}\nhint: nothing was changed: choose another folder, or begin anew with --force\n"
+    )
+    assert partial.read_bytes() == before
+    assert evaluate(Other(half), "--force").exit_code == 0
+    done = evaluate(Other(half))
+    assert "expected a run to resume, found a finished one" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b'"task_id": "ten-4"', b'"task_id": "ten-3"', "line 5: expected each trial of this run once, found it again"),
+        (b'"prompt_sha256": "4', b'"prompt_sha256": "5', "found a record of another run"),
+        (b'{"idx": 0', b'[]\n{"idx": 0', "line 1: expected an object, found b'[]'"),
+        (b'"n_prompt"', b'"n"', "line 1: expected the record of a trial, found idx"),
+        (b"\n", b"\n{\n", "line 2: expected JSON"),
+    ],
+)  # fmt: skip
+def test_predictions_of_another_run_or_damaged_ones_are_refused_and_kept(evaluate, tmp_path, old, new, message):
+    evaluate(FailsOn("9", KeyboardInterrupt()), "--batch", "1")
+    partial = tmp_path / "run/predictions.jsonl.partial"
+    partial.write_bytes(partial.read_bytes().replace(old, new, 1) + b"half a li")
+    before = partial.read_bytes()
+    done = evaluate(FakeBackend(half), "--batch", "1")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert message in done.stderr
+    assert partial.read_bytes() == before
+
+
+def test_folders_that_are_no_run(evaluate, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/thesis.txt").write_text("mine")
+    for more in ([], ["--force"]):
+        done = evaluate(FakeBackend(half), *more)
+        assert (done.exit_code, "expected a new or empty folder, found other files" in done.stderr) == (1, True)
+    (tmp_path / "file").write_text("mine")
+    assert "expected a folder, found a file" in evaluate(FakeBackend(half), folder="file").stderr
+    assert evaluate(FakeBackend(half), folder="file/run").stderr == (
+        f"error: run `run`: expected a folder that can be written, found Not a directory, in {tmp_path / 'file'}\n"
+    )
+    with pytest.raises(EvalError) as caught:
+        read_predictions(tmp_path / "nope")
+    assert str(caught.value) == f"run `nope`: expected run.json, found No such file or directory, in {tmp_path}"
+
+
+def test_two_processes_cannot_write_one_run(tmp_path):
+    suite = Suite("s", numbered(2))
+
+    class Nested(FakeBackend):
+        def generate(self, asks):
+            with pytest.raises(EvalError, match="run `r`: expected no other process, found one writing it"):
+                run_suite(suite, FakeBackend(half), tmp_path / "r", RunConfig(batch=1))
+            return super().generate(asks)
+
+    run_suite(suite, Nested(half), tmp_path / "r", RunConfig(batch=1))
+
+
+def test_asks_carry_settings_and_a_seed_of_the_trial(tmp_path):
+    backend = FakeBackend(half)
+    config = RunConfig(trials=2, max_tokens=7, temperature=0.5, stop=("\n",), seed=3, batch=3)
+    summary = run_suite(Suite("s", numbered(2)), backend, tmp_path / "r", config)
+    asks = [ask for batch in backend.batches for ask in batch]
+    assert [len(batch) for batch in backend.batches] == [3, 1]
+    assert [ask.sampling.seed for ask in asks] == [
+        trial_seed(3, f"t{n}", trial) for n in range(2) for trial in range(2)
+    ]
+    assert {(ask.max_tokens, ask.sampling.temperature, ask.stop) for ask in asks} == {(7, 0.5, ("\n",))}
+    assert summary.solved == ["t0"]
+
+
+def test_settings_out_of_range_are_named():
+    with pytest.raises(EvalError, match="`trials`: expected 1 or more, found 0"):
+        RunConfig(trials=0)
+    with pytest.raises(RequestError, match="sampling `temperature`"):
+        RunConfig(temperature=-1)
+
+
+def report_run(folder):
+    """The run whose report is kept: failures of several kinds, categories, trials, a reference."""
+    tasks = [*numbered(6, category="even | odd"), *numbered(3)]
+    for place, task in enumerate(tasks):
+        task.id = f"t{place}"
+    answers = {"1": "41\n\nQuestion: next?", "2": "I do not know, whoever asks me.", "5": "4 " * 60}
+
+    def answer(prompt):
+        if prompt == "4":
+            raise RuntimeError("UNAVAILABLE: gone")
+        return answers.get(prompt, "42")
+
+    suite = Suite("gsm8k", tasks, {"test.jsonl": "c" * 64}, 0.85, notes=("only the first 9 tasks",))
+    return run_suite(suite, FakeBackend(answer), folder, RunConfig(trials=3, batch=4, seed=7))
+
+
+def test_golden_report(tmp_path):
+    """To renew: ``UPDATE_GOLDEN=1``, then read the difference."""
+    report_run(tmp_path / "r")
+    found = (tmp_path / "r/report.md").read_text(encoding="utf-8")
+    if os.environ.get("UPDATE_GOLDEN"):
+        REPORT.write_text(found, encoding="utf-8")
+    assert found == REPORT.read_text(encoding="utf-8")
+
+
+HELP = """\
+Usage: ling3-runner eval [OPTIONS] COMMAND [ARGS]...
+
+  Evaluate an artifact: run suites, compare runs, check tasks.
+
+Options:
+  --help  Show this message and exit.
+
+Commands:
+  check        Prove that the tasks of a file can be solved, and failed.
+  determinism  Run a suite again; exit with 3 if a token id differs.
+  diagnose     Group the failures of RUN by cause.
+  diff         Compare runs A and B; exit with 6 if B breaks a task.
+  export       Write a finished RUN as a log that other tools read.
+  new          Write a task to fill in: TASK.yaml or TASK.json.
+  run          Run a suite on ARTIFACT, or go on with it; write RUN.
+"""
+
+
+def test_golden_help():
+    assert CliRunner().invoke(main, ["eval", "--help"], prog_name="ling3-runner").stdout == HELP

@@ -1,0 +1,117 @@
+"""Ready suites, from a seeded subset of GSM8K's published files and from hand-written files."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from eval_fakes import FakeBackend
+from ling3export.runners.evals.config import RunConfig
+from ling3export.runners.evals.graders import grade
+from ling3export.runners.evals.objects import EvalError
+from ling3export.runners.evals.run import run_suite
+from ling3export.runners.evals.suites import load_suite
+
+GSM8K = Path(__file__).parents[2] / "data/gsm8k"
+
+
+def test_gsm8k_builds_four_shots_from_the_published_files():
+    suite = load_suite("gsm8k", GSM8K)
+    train = [json.loads(line) for line in (GSM8K / "train.jsonl").read_text().splitlines()]
+    test = [json.loads(line) for line in (GSM8K / "test.jsonl").read_text().splitlines()]
+    assert len(suite.tasks) == 100
+    prompt = suite.tasks[7].prompt
+    blocks = prompt.split("\n\n")
+    assert blocks == [f"Question: {x['question']}\nAnswer: {x['answer']}" for x in train] + [
+        f"Question: {test[7]['question']}\nAnswer:"
+    ]
+    assert suite.reference == 0.85
+    assert suite.files["test.jsonl"] == hashlib.sha256((GSM8K / "test.jsonl").read_bytes()).hexdigest()
+    assert all(grade(task, record["answer"], None)[1] for task, record in zip(suite.tasks, test, strict=True))
+
+
+def test_gsm8k_takes_prompts_that_are_ready(tmp_path):
+    file = tmp_path / "gsm_8k.json"
+    file.write_text(json.dumps([{"prompt": "Question: 1+1?\nAnswer:", "answer": "2"}]))
+    (task,) = load_suite("gsm8k", file).tasks
+    assert (task.prompt, task.target, task.suite) == ("Question: 1+1?\nAnswer:", "2", "gsm8k")
+
+
+QUESTION = {
+    "question_id": 70, "question": "Which?", "options": ["one", "two", "three"], "answer": "B", "category": "law",
+    "cot_content": "A: Let's think step by step. The answer is (B).",
+}  # fmt: skip
+
+
+def test_mmlu_pro_with_and_without_shots(tmp_path):
+    (tmp_path / "test.jsonl").write_text(json.dumps(QUESTION) + "\n")
+    suite = load_suite("mmlu-pro", tmp_path)
+    question = "Question:\nWhich?\nOptions:\nA. one\nB. two\nC. three\nAnswer: Let's think step by step."
+    assert [task.prompt for task in suite.tasks] == [question]
+    assert suite.notes == ("no validation file: 0 shots",)
+    shots = [{**QUESTION, "question": f"Q{n}?"} for n in range(6)]
+    (tmp_path / "validation.jsonl").write_text("".join(json.dumps(shot) + "\n" for shot in shots))
+    (task,) = load_suite("mmlu-pro", tmp_path).tasks
+    assert task.prompt.count("Question:") == 6  # five shots, and the question
+    assert task.prompt.startswith("The following are multiple choice questions (with answers) about law. ")
+    assert (
+        "Q4?\nOptions:\nA. one\nB. two\nC. three\nAnswer: Let's think step by step. The answer is (B).\n\n"
+        in task.prompt
+    )
+    assert task.prompt.endswith(question)
+    assert (task.id, task.category, task.choices) == ("mmlu-pro-70", "law", ["one", "two", "three"])
+    assert grade(task, "So the answer is (B).", None)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("gsm8k", None, "suite `gsm8k`: expected a folder with train.jsonl and test.jsonl, .*, found none"),
+        ("gsm8k", "missing", "found nothing at "),
+        ("gsm8k", ".", "data `train.jsonl`: expected train.jsonl or train.json, found neither"),
+        ("nothing", None, "suite `nothing`: expected a task file, or one of gsm8k, .*, found neither"),
+        ("nothing", ".", "--data `.*`: expected one of the suites gsm8k, .*, found `nothing`"),
+    ],
+)
+def test_what_is_no_suite(tmp_path, name, data, message):
+    with pytest.raises(EvalError, match=message):
+        load_suite(name, None if data is None else tmp_path / data)
+
+
+def test_records_without_their_fields_are_named(tmp_path):
+    (tmp_path / "test.jsonl").write_text(json.dumps(QUESTION) + '\n{"question": "?"}\n')
+    with pytest.raises(EvalError, match="record 1: expected question, options, answer, found no options, answer, in "):
+        load_suite("mmlu-pro", tmp_path)
+
+
+def test_product_smoke_grades_the_state_alone(tmp_path):
+    summary = run_suite(
+        load_suite("product-smoke"), FakeBackend(lambda prompt: "whatever"), tmp_path / "r", RunConfig()
+    )
+    assert (summary.passed, summary.total) == (4, 4)
+    assert len(list((tmp_path / "r/transcripts").iterdir())) == 4
+
+
+class Compiles(FakeBackend):
+    """Compiles something at each batch, and counts one token too few."""
+
+    def stats(self):
+        stats = super().stats()
+        return {**stats, "compile_events": len(self.batches), "tokens_in": stats["tokens_in"] - len(self.batches)}
+
+
+def test_product_smoke_finds_what_is_wrong(tmp_path):
+    run = tmp_path / "r"
+    summary = run_suite(load_suite("product-smoke"), Compiles(lambda prompt: "whatever"), run, RunConfig())
+    assert summary.passed == 0
+    grades = json.loads((run / "transcripts/0-0.json").read_text())["grades"]
+    assert [item["explanation"] for item in grades] == [
+        "tokens in: expected 5, found 4", "compile events: expected 0, found 1", "as it should be", "as it should be",
+    ]  # fmt: skip
+
+
+def test_limit_takes_the_first_tasks():
+    suite = load_suite("gsm8k", GSM8K, 3)
+    assert [task.id for task in suite.tasks] == ["gsm8k-0", "gsm8k-1", "gsm8k-2"]
+    assert suite.notes == ("only the first 3 tasks",)

@@ -1,0 +1,314 @@
+"""Executables as files: saved here, run in processes that have compiled nothing."""
+
+import copy
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import toy_program
+from ling3export.errors import ArtifactError
+from ling3export.runners.load import environment, pjrt
+
+TOY = Path(toy_program.__file__)
+# A process of its own: no settings of this one's jax, and the packages of this checkout.
+CLEAN = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))} | {
+    "PYTHONPATH": str(TOY.parents[2])
+}
+
+
+def run(*arguments: object, **variables: str) -> dict:
+    """The JSON line that a fresh process prints. XLA's own log lines on stderr are no failure."""
+    command = [sys.executable, "-W", "error", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=CLEAN | variables, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def saved():
+    """The toy program on one device of this process: executable, record."""
+    mesh = toy_program.mesh_of(1)
+    with pjrt.no_compilation_cache():
+        program = jax.jit(toy_program.sharded(mesh), donate_argnums=(1,))
+        compiled = program.lower(*toy_program.shapes(mesh)).compile()
+        return pjrt.executable_bytes(compiled), json.loads(json.dumps(pjrt.call_record(compiled)))
+
+
+@pytest.fixture
+def record(saved):
+    return copy.deepcopy(saved[1])
+
+
+@pytest.mark.parametrize("devices", [4, 16])
+def test_a_fresh_process_computes_the_same_without_compiling(tmp_path, devices):
+    first = run(TOY, "save", tmp_path, devices)
+    again = run(TOY, "load", tmp_path, devices)
+    assert (first["compiles"], first["hits"]) == (1, 0)
+    assert (again["compiles"], again["traces"]) == (0, 0)
+    for result in (first, again):
+        assert result["deleted"], "a donated input lives on"
+        assert result["same_memory"], "a donated input's memory is not the output's"
+        assert result["on_mesh"]
+        assert result["specs"] == [["tp"], [], [None, "tp"], []]
+    assert again["digests"] == first["digests"]
+    assert again["sums"] == first["sums"]
+    assert json.loads((tmp_path / "toy.json").read_text())["requires"]["devices"] == list(range(devices))
+
+
+def test_the_record(record):
+    assert list(record) == ["requires", "mesh", "inputs", "outputs", "custom_calls"]
+    assert record["requires"] == {
+        "jaxlib": jaxlib.__version__,
+        "platform": "cpu",
+        "device_kind": "cpu",
+        "devices": [jax.devices()[0].id],
+        "processes": 1,
+        "machine": environment.machine(),
+        "cpu_features": environment.cpu_features(),
+    }
+    assert record["mesh"] == {"axes": ["tp"], "shape": [1]}
+    assert record["inputs"] == [
+        {"name": "[0][0]['unused']", "shape": [3], "dtype": "bfloat16", "spec": [], "donated": False, "kept": False},
+        {
+            "name": "[0][0]['w']",
+            "shape": [1, 64, 64],
+            "dtype": "float32",
+            "spec": ["tp"],
+            "donated": False,
+            "kept": True,
+        },
+        {
+            "name": "[0][1]['cache']",
+            "shape": [1, 8, 64],
+            "dtype": "float32",
+            "spec": ["tp"],
+            "donated": True,
+            "kept": True,
+        },
+        {"name": "[0][1]['count']", "shape": [4], "dtype": "int32", "spec": [], "donated": True, "kept": True},
+        {"name": "[0][2]", "shape": [8], "dtype": "int32", "spec": [], "donated": False, "kept": True},
+    ]
+    assert [row["name"] for row in record["outputs"]] == [
+        "[0]['cache']",
+        "[0]['count']",
+        "[1]['logits']",
+        "[1]['token']",
+    ]
+    assert record["outputs"][2]["shape"] == [8, 64]
+    assert record["custom_calls"] == []
+
+
+def test_inputs_of_another_kind_are_refused_by_name(saved, record):
+    mesh = pjrt.recorded_mesh(record)
+    call = pjrt.load_executable(saved[0], record, mesh)
+    leaves = toy_program.leaves(mesh, record)
+    with pytest.raises(
+        TypeError, match=re.escape("'[0][0]['w']' compiled with float32[1,64,64] and called with float32[1]")
+    ):
+        call(leaves[0], jnp.zeros(1), *leaves[2:])
+    with pytest.raises(TypeError, match="tuple of length 5 but now given tuple of length 1"):
+        call(leaves[0])
+    assert len(call(*leaves)) == 4
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("platform", "tpu", "platform: built for tpu, found cpu"),
+        ("jaxlib", "0.1.2", f"jaxlib: built for 0.1.2, found {jaxlib.__version__}"),
+        ("plugins", {"libtpu": "1"}, "libtpu: built for 1, found none"),
+        ("device_kind", "TPU v6 lite", "device kind: built for TPU v6 lite, found cpu"),
+        ("machine", "linux-riscv64", f"machine: built for linux-riscv64, found {environment.machine()}"),
+        ("processes", 4, "processes: built for 4, found 1"),
+        ("cpu_features", ["avx1024", "sse9"], "processor: built for avx1024, sse9, which this one lacks"),
+    ],
+)
+def test_why_an_executable_does_not_fit(saved, record, field, value, reason):
+    record["requires"][field] = value
+    assert pjrt.executable_fits(record) == reason
+    with pytest.raises(ArtifactError, match=f"^executable: {re.escape(reason)}\nhint: compile the portable program"):
+        pjrt.load_executable(saved[0], record, toy_program.mesh_of(1))
+
+
+def test_devices_that_are_not_there(record):
+    assert pjrt.executable_fits(record) is None
+    record["requires"]["devices"] = [0, *range(2048, 2055)]
+    assert pjrt.executable_fits(record) == (
+        f"devices: built for 8, found {len(jax.devices())} (without ids 2048, 2049, 2050, 2051, 2052 and 2 more)"
+    )
+
+
+def test_a_processor_with_more_features_will_do(record, monkeypatch):
+    monkeypatch.setattr(environment, "cpu_features", lambda: [*record["requires"]["cpu_features"], "avx1024"])
+    assert pjrt.executable_fits(record) is None
+
+
+def test_another_mesh_is_refused(saved, record):
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    with pytest.raises(ArtifactError, match=r"^mesh: expected Mesh\('tp': 1.*found Mesh\('x': 1"):
+        pjrt.load_executable(saved[0], record, mesh)
+
+
+@pytest.mark.skipif("avx512f" not in environment.cpu_features(), reason="needs a processor with AVX-512")
+def test_only_features_that_the_compiler_may_use_are_required(tmp_path):
+    run(TOY, "save", tmp_path, 1, XLA_FLAGS="--xla_cpu_max_isa=AVX2")
+    features = json.loads((tmp_path / "toy.json").read_text())["requires"]["cpu_features"]
+    assert {"avx2", "fma", "sse4_2"} <= set(features)
+    assert [name for name in features if name.startswith("avx512")] == []
+
+
+def test_bytes_are_given_only_where_the_cache_is_off():
+    compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
+    with pytest.raises(ValueError, match="expected to be called within no_compilation_cache"):
+        pjrt.executable_bytes(compiled)
+
+
+def test_an_executable_never_comes_from_the_persistent_cache(tmp_path):
+    """Pins: an executable out of jax's cache is serialized without its code, and fails in every other process."""
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
+    before = {name: getattr(jax.config, name) for name in names}
+    mesh = toy_program.mesh_of(1)
+    program = jax.jit(toy_program.sharded(mesh), donate_argnums=(1,))
+    compiles = pjrt.compile_events()
+    try:
+        for name, value in zip(names, (str(tmp_path), 0, -1), strict=True):
+            jax.config.update(name, value)
+        for _ in range(2):
+            jax.clear_caches()
+            tainted = program.lower(*toy_program.shapes(mesh)).compile()
+        assert (compiles.count, compiles.cache_hits) == (2, 1)
+        with pjrt.no_compilation_cache() as fresh:
+            folder_within = jax.config.jax_compilation_cache_dir
+            compiled = program.lower(*toy_program.shapes(mesh)).compile()
+            raw, lost = pjrt.executable_bytes(compiled), pjrt.executable_bytes(tainted)
+        assert (fresh.count, fresh.cache_hits) == (1, 0)
+        assert (folder_within, jax.config.jax_compilation_cache_dir) == (None, str(tmp_path))
+        assert len(lost) < len(raw)
+        assert str(tmp_path).encode() not in raw
+        with pytest.raises(RuntimeError, match="expected it off, found 1 programs taken"), pjrt.no_compilation_cache():
+            jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
+    finally:
+        with pjrt.no_compilation_cache():
+            pass  # forgets the folder
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+def test_events_are_counted_from_each_counters_start():
+    outer = pjrt.compile_events()
+    jax.jit(lambda x: x * 3.0).lower(1.0).compile()
+    inner = pjrt.compile_events()
+    assert (outer.count, inner.count, inner.traces) == (1, 0, 0)
+    assert outer.traces >= 1
+
+
+def test_a_program_that_needs_this_process_is_refused():
+    def program(x):
+        return jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct((), jnp.float32), x)
+
+    with pytest.raises(ValueError, match="expected only arrays in and out, found host callbacks"):
+        pjrt.call_record(jax.jit(program).lower(jnp.float32(1)).compile())
+
+
+SOLVE = """
+import json, sys
+from ling3export.runners.load.environment import prepare_cpu
+prepare_cpu(1)
+import numpy as np
+from ling3export.runners.load import pjrt
+with open(sys.argv[1] + "/solve.exec", "rb") as raw, open(sys.argv[1] + "/solve.json") as text:
+    raw, record = raw.read(), json.load(text)
+matrix = np.tril(np.ones((9, 9), np.float32))
+(inverse,) = pjrt.load_executable(raw, record, pjrt.recorded_mesh(record))(matrix, matrix)
+print(json.dumps({"error": float(abs(np.asarray(inverse) - np.eye(9)).max()), "calls": record["custom_calls"]}))
+"""
+
+
+def test_lapack_works_in_a_process_that_traced_nothing(tmp_path):
+    """Pins: XLA's LAPACK calls are null pointers, and the first one a segfault, until jax traces one."""
+    with pjrt.no_compilation_cache():
+        shape = jax.ShapeDtypeStruct((9, 9), jnp.float32)
+        solve = jax.jit(lambda a, b: jax.scipy.linalg.solve_triangular(a, b, lower=True))
+        compiled = solve.lower(shape, shape).compile()
+        (tmp_path / "solve.exec").write_bytes(pjrt.executable_bytes(compiled))
+        (tmp_path / "solve.json").write_text(json.dumps(pjrt.call_record(compiled)))
+    assert run("-c", SOLVE, tmp_path) == {"error": 0.0, "calls": ["lapack_strsm_ffi"]}
+
+
+PEER = """
+import json, sys
+from pathlib import Path
+from ling3export.runners.load.environment import prepare_cpu
+prepare_cpu(2)
+import jax, numpy as np
+mode, rank, port, tests, folder = sys.argv[1:]
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(rank))
+sys.path.insert(0, tests)
+import toy_program
+from ling3export.runners.load import pjrt
+mesh, folder, shown = toy_program.mesh_of(4), Path(folder), {}
+if mode == "save":
+    with pjrt.no_compilation_cache():
+        program = jax.jit(toy_program.sharded(mesh), donate_argnums=(1,))
+        compiled = program.lower(*toy_program.shapes(mesh)).compile()
+        record, raw = pjrt.call_record(compiled), pjrt.executable_bytes(compiled)
+    if rank == "0":
+        (folder / "toy.exec").write_bytes(raw)
+        (folder / "toy.json").write_text(json.dumps(record))
+else:
+    record, compiles = json.loads((folder / "toy.json").read_text()), pjrt.compile_events()
+    call = pjrt.load_executable((folder / "toy.exec").read_bytes(), record, mesh)
+    outputs = call(*toy_program.leaves(mesh, record))
+    shown = {"token": int(outputs[3].addressable_shards[0].data), "compiles": compiles.count + compiles.traces}
+    shown |= {"logits": [np.asarray(s.data).tobytes().hex()[:64] for s in outputs[2].addressable_shards]}
+    record["requires"]["processes"] = 1
+    shown["misfit"] = pjrt.executable_fits(record)
+jax.distributed.shutdown()
+print("JSON" + json.dumps(shown))
+"""
+
+
+def peers(mode: str, folder: Path) -> list[dict]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    commands = [
+        [sys.executable, "-c", PEER, mode, str(rank), str(port), str(TOY.parent), str(folder)] for rank in (0, 1)
+    ]
+    out, err = subprocess.PIPE, subprocess.STDOUT
+    started = [subprocess.Popen(command, stdout=out, stderr=err, text=True, env=CLEAN) for command in commands]
+    try:
+        texts = [process.communicate(timeout=120)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in started] == [0, 0], texts
+    return [json.loads(text.partition("JSON")[2].splitlines()[0]) for text in texts]
+
+
+def test_one_processs_file_serves_all_of_its_topology(tmp_path):
+    """Two processes of two devices each; ids are 0, 1, 2048, 2049."""
+    peers("save", tmp_path)
+    assert json.loads((tmp_path / "toy.json").read_text())["requires"]["devices"] == [0, 1, 2048, 2049]
+    first, second = peers("load", tmp_path)
+    assert first["token"] == second["token"]
+    assert first["logits"] != second["logits"]
+    assert (first["compiles"], second["compiles"]) == (0, 0)
+    assert first["misfit"] == second["misfit"] == "processes: built for 1, found 2"

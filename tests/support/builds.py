@@ -1,0 +1,110 @@
+"""Builds in processes of their own, small enough to be killed by the dozen; and the traces that they leave."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+MARK = "LING3_TEST_MARK"
+# The smallest artifact: three cells, always compiled anew.
+SMALLEST = (
+    "--cache", "off",
+    "--tp", "1", "--paddings", "16", "--decode-paddings", "1", "--max-running", "1", "--context", "64",
+    "--page-size", "16", "--dtype", "float32",
+)  # fmt: skip
+# -P: the working directory is not on the path. A test that runs with SIGINT ignored hands that down.
+SCRIPT = """
+import resource, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if (limit := int(sys.argv.pop(1))):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+runpy.run_module("ling3export.cli", run_name="__main__", alter_sys=True)
+"""
+LONG = 300  # seconds: a machine may be busy
+
+
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Ours with ``variables``; a process of it finds the package from any working directory."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
+
+
+@contextmanager
+def building(
+    checkpoint: Path, artifact: Path, *, options: Sequence[object] = (), limit: int = 0, cwd: Path | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[subprocess.Popen[str]]:  # fmt: skip
+    """``ling3export build`` of SMALLEST, running; killed at the end of the block. Its children carry the mark.
+
+    Args:
+        checkpoint: What to build.
+        artifact: Where to; its name is the mark.
+        options: More of the command line.
+        limit: Largest file that it may write, in bytes; 0 for any.
+        cwd: Where it runs.
+        variables: Of its environment.
+    """
+    command = [sys.executable, "-P", "-c", SCRIPT, limit, "build", checkpoint, artifact, *SMALLEST, *options]
+    process = subprocess.Popen(
+        [str(part) for part in command], env=environment({MARK: str(artifact), **variables}),
+        cwd=cwd or artifact.parent, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """The exit code and stderr of a build that ends by itself; it must have written nothing to stdout."""
+    out, err = process.communicate(timeout=LONG)
+    assert out == ""
+    return process.returncode, err
+
+
+def wait_for(folder: Path, pattern: str, process: subprocess.Popen[Any]) -> Path:
+    """The first file of ``pattern`` below ``folder``, as soon as it is there."""
+    until = time.monotonic() + LONG
+    while time.monotonic() < until:
+        if found := next(iter(folder.glob(pattern)), None):
+            return found
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    raise AssertionError(f"no {pattern} after {LONG} s")
+
+
+def marked(artifact: Path, containing: str = "") -> list[int]:
+    """Ids of the processes that belong to a build of ``artifact``, by their environment and command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if not entry.name.isdigit():
+                continue
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            if f"{MARK}={artifact}".encode() in variables and containing.encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue  # it has ended, or is another user's
+    return found
+
+
+def wait_until_gone(artifact: Path, seconds: float = 20) -> None:
+    """Waits until no process of a build of ``artifact`` is left."""
+    until = time.monotonic() + seconds
+    while (left := marked(artifact)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert left == []
+
+
+def kill_one(artifact: Path, module: str) -> None:
+    """SIGKILL for a process of the build that runs ``module``."""
+    os.kill(marked(artifact, module)[0], signal.SIGKILL)

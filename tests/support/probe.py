@@ -1,0 +1,143 @@
+"""An artifact under test in a process of its own, which loads it as the runner does; slots, pages and chunks by hand.
+
+Run as a program it serves one artifact: calls in on stdin, results out on stdout, each an npz file behind its length.
+"""
+
+import io
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+Part = tuple[int, int, Sequence[int]]  # slot, position of the first token, tokens
+Rows = dict[tuple[int, int], np.ndarray]  # (slot, position of the last token read) → logits [V]
+
+
+def send(pipe: IO[bytes], arrays: Mapping[str, np.ndarray]) -> None:
+    file = io.BytesIO()
+    np.savez(file, allow_pickle=False, **arrays)
+    pipe.write(struct.pack("<q", file.tell()) + file.getvalue())
+    pipe.flush()
+
+
+def receive(pipe: IO[bytes]) -> dict[str, np.ndarray] | None:
+    """None at the end of the pipe."""
+    header = pipe.read(8)
+    if len(header) < 8:
+        return None
+    with np.load(io.BytesIO(pipe.read(struct.unpack("<q", header)[0]))) as arrays:
+        return dict(arrays)
+
+
+class Probe:
+    """Runs steps of an artifact's only target.
+
+    Attributes:
+        manifest: The artifact's.
+        target: Its only target's record.
+        compiled: What jax has compiled in the process so far.
+    """
+
+    def __init__(self, artifact: Path, manifest: dict[str, Any]) -> None:
+        self.manifest = manifest
+        (self.target,) = manifest["targets"].values()
+        self.state = self.target["state"]
+        self.chunk: int = self.state["chunk"]
+        self.compiled = 0
+        command = [sys.executable, str(Path(__file__).resolve()), str(artifact)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        )
+
+    def __enter__(self) -> "Probe":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait(60)
+
+    def step(self, phase: str, padding: int, **fields: np.ndarray) -> np.ndarray:
+        """Logits [rows, V] of one call, its fields as in the step contract."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            send(self._process.stdin, {"phase": np.array(phase), "padding": np.array(padding), **fields})
+            reply = receive(self._process.stdout)
+        except BrokenPipeError:
+            reply = None
+        if reply is None:
+            raise AssertionError(f"the probe ended with code {self._process.wait(60)}; stderr says why")
+        self.compiled = int(reply["compiled"])
+        return reply["logits"]
+
+    def table(self, slot: int) -> np.ndarray:
+        """As many pages as a sequence can have, in an order that is not the natural one."""
+        count = self.state["max_pages"]
+        assert slot * count <= self.state["pages"]
+        return np.arange((slot - 1) * count, slot * count, dtype=np.int32)[::-1] + 1
+
+    def prefill(self, padding: int, parts: Sequence[Part]) -> Rows:
+        """One call; the logits at the end of every chunk."""
+        count, size = padding // self.chunk, self.chunk
+        tokens = np.full(padding, self.manifest["config"]["vocab_size"] - 1, np.int32)
+        slot, start, length, fresh = (np.zeros(count, np.int32) for _ in range(4))
+        tables = np.zeros((count, self.state["max_pages"]), np.int32)
+        ends: list[tuple[int, int]] = []
+        for which, position, ids in parts:
+            for cut in range(0, len(ids), size):
+                n, piece = len(ends), ids[cut : cut + size]
+                tokens[n * size : n * size + len(piece)] = piece
+                slot[n], start[n], length[n] = which, position + cut, len(piece)
+                fresh[n] = position + cut == 0
+                tables[n] = self.table(which)
+                ends.append((which, position + cut + len(piece) - 1))
+        logits = self.step("prefill", padding, tokens=tokens, chunk_slot=slot, chunk_start=start, chunk_len=length,
+                           fresh=fresh, page_table=tables)  # fmt: skip
+        return dict(zip(ends, logits, strict=False))
+
+    def decode(self, padding: int, rows: Sequence[tuple[int, int, int]]) -> np.ndarray:
+        """One step of (slot, position, token) each: logits [len(rows), V]."""
+        empty = [(0, 0, 0)] * (padding - len(rows))
+        slot, position, token = np.array([*rows, *empty], np.int32).T
+        tables = np.zeros((padding, self.state["max_pages"]), np.int32)
+        for n, (which, _, _) in enumerate(rows):
+            tables[n] = self.table(which)
+        found = self.step("decode", padding, slot=slot, position=position, token=token, page_table=tables)
+        return found[: len(rows)]
+
+    def prompt(
+        self, padding: int, ids: Sequence[int], *, slot: int = 1, cuts: Sequence[int] = ()
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """A whole prompt, cut at ``cuts`` and where a call is full: (position, logits) at every chunk's end."""
+        for low, high in pairwise([0, *cuts, len(ids)]):
+            for at in range(low, high, padding):
+                found = self.prefill(padding, [(slot, at, ids[at : min(at + padding, high)])])
+                yield from ((position, logits) for (_, position), logits in found.items())
+
+
+def serve(artifact: str) -> None:
+    """Until stdin ends."""
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    from ling3export.runners.load.loader import load
+
+    loaded = load(artifact)
+    while (fields := receive(sys.stdin.buffer)) is not None:
+        phase, padding = str(fields.pop("phase")), int(fields.pop("padding"))
+        logits = loaded.device.read(loaded.device.step(phase, padding, fields))
+        send(replies, {"logits": logits, "compiled": np.array(loaded.compiles.count)})
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
