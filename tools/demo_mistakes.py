@@ -1,6 +1,6 @@
 """The demo suite's score under each planted mistake: ``python -m tools.demo_mistakes [CHECKPOINT]``.
 
-The mistakes are those of tests/model/test_mistakes.py, planted in the same way while the steps are traced; the suite's
+The mistakes are those of tests/support/mistakes.py, planted in the same way while the steps are traced; the suite's
 first problems are then answered by those steps under plain jit,
 in fp32 (as those tests) at TP=1. A line a mistake on stdout.
 """
@@ -13,12 +13,11 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "model")]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import click  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
-from test_mistakes import MISTAKES  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
 from direct import Direct  # noqa: E402
@@ -27,6 +26,7 @@ from ling3export.compile.build import DEMO  # noqa: E402
 from ling3export.model.geometry import CHUNK  # noqa: E402
 from ling3export.runners.evals.answers import extract_answer, gold_answer, same_number  # noqa: E402
 from ling3export.runners.evals.suites import load_suite  # noqa: E402
+from mistakes import MISTAKES  # noqa: E402
 
 PREFILL, PAGE = 512, 512  # token slots of a call; a page holds a whole sequence
 STOP = "\n\n"

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from tokenizers import Tokenizer
 
 from artifacts_fixture import run
+from demo_steps import pairs
 from direct import assemble, relative
 from ling3export.artifacts.manifest import canonical
 from ling3export.checkpoint.checkpoint import Checkpoint
@@ -26,17 +27,7 @@ from tools.demo_checkpoint import published
 from tools.demo_data import Rows
 from tools.demo_loss import geometry, logits
 
-STEP = re.compile(r"(\d+)([+-])(\d+)=(\d+)")
 SCORE = 0.90
-
-
-def pairs(of: str) -> list[tuple[int, int]]:
-    """The numbers of every step in a text, each of which has to be right."""
-    found = []
-    for left, sign, right, result in STEP.findall(of):
-        assert int(left) + int(right) * (1 if sign == "+" else -1) == int(result)
-        found.append((int(left), int(right)))
-    return found
 
 
 def words(of: str) -> set[str]:

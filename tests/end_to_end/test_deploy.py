@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from test_readme import matches
 
+from console_blocks import matches
 from ling3export.checkpoint.synth import config_fields
 from ling3export.model.config import Config
 from ling3export.plan.targets import CHIPS, parse_target

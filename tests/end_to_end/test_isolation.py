@@ -13,15 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_artifact_numbers import agreed
-from test_parity import parity_python
-from test_wheel import copied
 
 from artifacts_fixture import Artifacts, run
-from direct import relative
+from direct import agreed, relative
 from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.verify.reference import Reference
+from package_copy import copied
 from tolerances import FLOAT32, MARGIN, SAME
+from transformers_peer import parity_python
 
 BUILD_SIDE = ("flax", "orbax", "tensorflow", "transformers", "torch")
 STEPS = 33

@@ -1,8 +1,5 @@
 """Our logits against Hugging Face transformers, which runs in an interpreter of its own (`make parity`)."""
 
-import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import pytest
 from ling3export.model.config import Config
 from ling3export.verify.reference import Reference
 from tiny import tiny_fields, tiny_weights, write_tiny
+from transformers_peer import parity_python, transformers_logits
 
 ROOT = Path(__file__).resolve().parents[2]
 # Both compute in float64; what is left is transformers' fp32 cosine and sine of the rotary angles (measured 3e-8).
@@ -23,31 +21,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "softplus": {"kda_safe_gate": False},
     "deep": {"first_k_dense_replace": 3, "num_hidden_layers": 8, "num_shared_experts": 2},
 }
-
-
-def parity_python() -> Path:
-    """The interpreter that has torch and transformers. Fails the test where there is none: parity is never skipped."""
-    named = os.environ.get("LING3_PARITY_PYTHON")
-    path = Path(named) if named else ROOT / ".venv-parity" / "bin" / "python"
-    if not path.is_file():
-        source = "LING3_PARITY_PYTHON" if named else "the parity environment"
-        pytest.fail(
-            f"no interpreter with torch and transformers: {source} is {path}, which does not exist\nhint: make parity",
-            pytrace=False,
-        )
-    return path
-
-
-def transformers_logits(checkpoint: Path, prompts: list[list[int]], scratch: Path) -> list[np.ndarray]:
-    """Float64 logits of every position of each prompt."""
-    (scratch / "prompts.json").write_text(json.dumps(prompts))
-    script = ROOT / "tests" / "support" / "parity" / "hf_logits.py"
-    command = [parity_python(), script, checkpoint, scratch / "prompts.json", scratch / "logits.npz"]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    with np.load(scratch / "logits.npz") as arrays:
-        print(arrays["versions"])
-        return [arrays[str(i)] for i in range(len(prompts))]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

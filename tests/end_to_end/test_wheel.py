@@ -3,7 +3,6 @@
 import email
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -12,13 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PARTS = {
-    "ling3export": "ling3export",
-    "artifacts": "ling3export/artifacts",
-    "model": "ling3export/model",
-    "runners": "ling3export/runners",
-}
+from package_copy import PARTS, copied
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
@@ -27,16 +20,6 @@ def build(kind: str, source: Path, out: Path) -> Path:
     done = subprocess.run([sys.executable, "-c", code, out], cwd=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return out / done.stdout.splitlines()[-1]
-
-
-def copied(folder: Path) -> Path:
-    """A copy of what is to be packaged, so that building leaves nothing in the checkout, nor finds leftovers there."""
-    folder.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    for part in PARTS:
-        shutil.copytree(ROOT / part, folder / part, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    return folder
 
 
 def expected_files(source: Path) -> set[str]:

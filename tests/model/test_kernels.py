@@ -1,7 +1,6 @@
 """The pieces of the model alone, on inputs that a whole model seldom meets, against loops in float64."""
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 from direct import pack
+from kda_oracle import BOUNDED, GATES, close, delta_rule
 from ling3export.checkpoint.synth import config_fields
 from ling3export.model import moe
 from ling3export.model.chunks import chunks_of
@@ -23,35 +23,6 @@ from ling3export.verify import formulas as formulas
 from tolerances import KERNEL
 
 HEADS, KEY, VALUE, TOKENS = 2, 24, 20, 5 * CHUNK
-
-Gate = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
-# Log decays a token; the first four respect the bound of -5.
-GATES: dict[str, Gate] = {
-    "published": lambda rng, shape: -5 / (1 + np.exp(-rng.normal(-1, 2, shape))),
-    "saturated": lambda rng, shape: np.full(shape, -5.0),
-    "-2.6": lambda rng, shape: np.full(shape, -2.6),
-    "all or nothing": lambda rng, shape: np.where(rng.random(shape) < 0.5, -5.0, -1e-5),
-    "none": lambda rng, shape: np.zeros(shape),
-    "unbounded": lambda rng, shape: -rng.exponential(20, shape),
-    "all at once": lambda rng, shape: np.where(rng.random(shape) < 0.2, -90.0, -1e-3),
-}
-BOUNDED = ("published", "saturated", "-2.6", "all or nothing", "none")
-
-
-def close(found: Any, expected: np.ndarray) -> float:
-    """Largest error in units of the largest element."""
-    return float(np.max(np.abs(np.asarray(found, np.float64) - expected)) / np.max(np.abs(expected)))
-
-
-def delta_rule(state: np.ndarray, x: delta.Inputs) -> tuple[np.ndarray, np.ndarray]:
-    """The recurrence of delta.py's docstring, token by token, from any state [H, K, V]: (state, o [T, H, V])."""
-    out = []
-    for q, k, v, g, beta in zip(*x, strict=True):
-        state = np.exp(g)[:, :, None] * state
-        rest = v - np.einsum("hk,hkv->hv", k, state)
-        state = state + beta[:, None, None] * k[:, :, None] * rest[:, None, :]
-        out.append(np.einsum("hk,hkv->hv", q, state))
-    return state, np.array(out)
 
 
 def random_inputs(gate: str, *, repeated_keys: bool = False, seed: int = 0) -> tuple[np.ndarray, delta.Inputs]:

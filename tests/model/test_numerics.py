@@ -1,71 +1,21 @@
 """The steps in fp32 against the float64 reference, however a prompt is padded, cut, packed, batched or split."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 from direct import Direct, relative
-from ling3export.checkpoint.checkpoint import Checkpoint
-from ling3export.checkpoint.synth import synthesize
 from ling3export.model import products as slabs
 from ling3export.model.mla import layer as mla
-from ling3export.verify.reference import Reference
-from tolerances import BFLOAT16_MEDIAN, FLOAT32, MARGIN, SAME
+from numerics import Case, Quick
+from tolerances import BFLOAT16_MEDIAN, FLOAT32, SAME
 
 PADDINGS = (16, 48, 128)
 ROWS = 6  # of a decode step: more than the four slots, so that some are always padding
 # Around the borders of conv taps (4), chunks (16), pages (32) and paddings.
 LENGTHS = (1, 2, 3, 4, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129, 200, 250)
-
-
-class Case:
-    """A synthetic micro model, prompts, and what the reference says of every position of each.
-
-    KDA heads are 32 wide: at the preset's 16 the output norm of a head that reads almost nothing lifts rounding, the
-    reference's own in float32 too, to 1e-5.
-    """
-
-    def __init__(self, folder: Path, lengths: Sequence[int], seed: int = 3, **overrides: Any) -> None:
-        fields = {"head_dim": 32, "num_nextn_predict_layers": 0, "layer_group_size": 3}
-        synthesize(folder, "micro", seed, overrides=fields | overrides)
-        checkpoint = Checkpoint.open(folder)
-        self.config, self.read = checkpoint.config, checkpoint.tensor
-        rng = np.random.default_rng(seed)
-        self.prompts = [rng.integers(0, self.config.vocab_size, length).tolist() for length in lengths]
-
-    def expect(self) -> "Case":
-        """Runs the reference; asserts that no routing decision is so close that rounding may flip it."""
-        reference = Reference(self.config, self.read)
-        self.expected = reference.logits_many(self.prompts)
-        assert min(reference.margins) > MARGIN
-        return self
-
-    def direct(self, **options: Any) -> Direct:
-        return Direct(self.config, self.read, **options)
-
-    def error_of_prompt(self, direct: Direct, padding: int, rows: int, *, lengths: Sequence[int], until: int) -> float:
-        """Largest error: prompt 0 prefilled to each of ``lengths``, the last of them decoded on to ``until``."""
-        ids, expected, errors = self.prompts[0], self.expected[0], []
-        for length in lengths:
-            errors.append(relative(direct.sequence(padding, ids[:length]), expected[length - 1]))
-        for position in range(lengths[-1], until):
-            errors.append(relative(direct.decode(rows, [(1, position, ids[position])])[0], expected[position]))
-        return max(errors)
-
-
-class Quick(Direct):
-    """Compiled without optimization, which takes half the time."""
-
-    def step(self, phase: str, padding: int) -> Any:
-        if (phase, padding) not in self.steps:
-            step, _ = super().step(phase, padding)
-            options = {"xla_backend_optimization_level": 0}
-            self.steps[phase, padding] = step, jax.jit(step.call, donate_argnums=(1,), compiler_options=options)
-        return self.steps[phase, padding]
 
 
 @pytest.fixture(scope="module")

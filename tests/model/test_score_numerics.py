@@ -5,8 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_numerics import Case, Quick
-from test_tpu_forms import FORMS
 
 from direct import pack, relative
 from ling3export.checkpoint.checkpoint import Checkpoint
@@ -14,6 +12,7 @@ from ling3export.checkpoint.synth import synthesize
 from ling3export.model.geometry import CHUNK
 from ling3export.model.sampling.scoring import ROWS
 from ling3export.verify.reference import Reference
+from numerics import FORMS, Case, Quick
 from tolerances import FLOAT32, MARGIN
 
 PADDING = 144  # three parts of 48 rows: logits of 144 slots never exist together

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from test_kernels import BOUNDED, GATES, close, delta_rule
 
+from kda_oracle import BOUNDED, GATES, close, delta_rule
 from ling3export.model.geometry import CHUNK
 from ling3export.model.kda import tiled as tiles
 from ling3export.model.kda.conv import convolve, picks_of

@@ -4,14 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_numerics import Case, Quick
 
 from direct import relative
 from ling3export.model import moe
 from ling3export.model.mla.pages import TILE
+from numerics import FORMS, Case, Quick
 from tolerances import FLOAT32
 
-FORMS = {"placement": "striped", "attention": "pages", "experts": "local", "recurrence": "together"}
 ROWS = 6
 
 

@@ -1,6 +1,7 @@
 """Builds in processes of their own, small enough to be killed by the dozen; and the traces that they leave."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,3 +109,19 @@ def wait_until_gone(artifact: Path, seconds: float = 20) -> None:
 def kill_one(artifact: Path, module: str) -> None:
     """SIGKILL for a process of the build that runs ``module``."""
     os.kill(marked(artifact, module)[0], signal.SIGKILL)
+
+
+def copying(programs: Path, cells: dict):
+    """In place of ``Compilers.run``: gives the programs that were compiled for another artifact."""
+
+    def run(self, wanted, done):
+        records = {}
+        for cell in wanted:
+            for tier in ("stablehlo", "exec"):
+                shutil.copy(programs / f"{cell.name}.{tier}", self._job["folder"])
+            skipped = ("status", "stablehlo", "exec")
+            records[cell.name] = {key: value for key, value in cells[cell.name].items() if key not in skipped}
+            done(cell, records[cell.name])
+        return records, {}
+
+    return run

@@ -138,3 +138,13 @@ def relative(found: np.ndarray, expected: np.ndarray) -> float:
     """Relative L2 distance, the largest over positions."""
     found, expected = np.atleast_2d(found).astype(np.float64), np.atleast_2d(expected).astype(np.float64)
     return float(np.max(np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1)))
+
+
+def agreed(tokens: Sequence[int], expected: np.ndarray, tolerance: float) -> int:
+    """How many tokens were compared with the reference's best ones: up to the first that rounding may turn round."""
+    for step, (token, logits) in enumerate(zip(tokens, expected, strict=True)):
+        second, first = np.sort(logits)[-2:]
+        if first - second < tolerance * np.linalg.norm(logits):
+            return step
+        assert token == np.argmax(logits), step
+    return len(tokens)

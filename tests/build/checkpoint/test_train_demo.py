@@ -6,9 +6,9 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from test_demo import pairs
 from tokenizers import Tokenizer
 
+from demo_steps import pairs
 from ling3export.checkpoint.synth import config_fields
 from ling3export.compile.build import DEMO
 from ling3export.model.config import Config

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from builds import environment
+from builds import copying, environment
 from ling3export import cli
 from ling3export.artifacts.lock import folder_lock
 from ling3export.artifacts.manifest import read_manifest, write_manifest
@@ -26,22 +26,6 @@ from ling3export.verify.verify import check_digests
 from refusals import refusal
 
 CELLS = ("prefill@128", "decode@8", "sample@8")
-
-
-def copying(programs: Path, cells: dict):
-    """In place of ``Compilers.run``: gives the programs that were compiled for another artifact."""
-
-    def run(self, wanted, done):
-        records = {}
-        for cell in wanted:
-            for tier in ("stablehlo", "exec"):
-                shutil.copy(programs / f"{cell.name}.{tier}", self._job["folder"])
-            skipped = ("status", "stablehlo", "exec")
-            records[cell.name] = {key: value for key, value in cells[cell.name].items() if key not in skipped}
-            done(cell, records[cell.name])
-        return records, {}
-
-    return run
 
 
 @pytest.fixture

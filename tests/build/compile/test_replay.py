@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 from click.testing import CliRunner
-from test_into import copying
 
+from builds import copying
 from ling3export import cli
 from ling3export.artifacts.manifest import read_manifest, write_manifest
 from ling3export.compile import pool as compiling

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_parity import transformers_logits
 
 from artifacts_fixture import RECIPES, Artifacts
-from direct import relative
+from direct import agreed, relative
 from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.verify.reference import Reference
 from probe import Part, Probe, Rows
 from tolerances import BFLOAT16_MEDIAN, FLOAT32, MARGIN, SAME
+from transformers_peer import transformers_logits
 
 FLOAT32_ARTIFACTS = ["small-tp16", "small-tp8", "small-tp4", "small-tp2", "small-tp1",
                      "micro-tp4", "micro-tp2", "micro-tp1", "micro-tp4-flat"]  # fmt: skip
@@ -148,16 +148,6 @@ def test_greedy_steps(subject: Subject):
         assert relative(np.array(found), expected) <= FLOAT32
         compared += agreed(tokens, expected[:STEPS], FLOAT32)
     assert compared >= 4 * STEPS
-
-
-def agreed(tokens: Sequence[int], expected: np.ndarray, tolerance: float) -> int:
-    """How many tokens were compared with the reference's best ones: up to the first that rounding may turn round."""
-    for step, (token, logits) in enumerate(zip(tokens, expected, strict=True)):
-        second, first = np.sort(logits)[-2:]
-        if first - second < tolerance * np.linalg.norm(logits):
-            return step
-        assert token == np.argmax(logits), step
-    return len(tokens)
 
 
 def test_tp16_equals_tp1(open_subject: Callable[[str], Subject]):

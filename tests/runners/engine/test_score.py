@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from test_scheduler import CHUNK, Rig, prompt
 
 from artifacts_fixture import Artifacts, run
 from fake_backend import VOCAB, FakeBackend, next_token
@@ -31,6 +30,7 @@ from ling3export.runners.engine.sequence import Sequence
 from ling3export.verify.reference import Reference
 from ling3export.verify.score_receipts import Scored, log_softmax, score_receipt
 from refusals import refusal
+from scheduler_rig import CHUNK, Rig, prompt
 from tolerances import FLOAT32, MARGIN
 
 

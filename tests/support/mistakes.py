@@ -1,0 +1,181 @@
+"""Mistakes that a rewrite of the model could make, each a function that plants it while a step is traced.
+
+The numbers in comments are the largest relative errors that each one gave in tests/model/test_mistakes.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from ling3export.model import moe
+from ling3export.model.kda import layer as kda
+from ling3export.model.kda import recurrence as delta
+from ling3export.model.layers import dot_rows, rms_norm, take
+from ling3export.model.mla import layer as mla
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def replace(owner: Any, name: str, wrong: Callable[..., Any]) -> Plant:
+    """``wrong`` in place of ``owner.name``; it gets the right function first, then its arguments."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: wrong(original, *args))
+
+    return plant
+
+
+def recurrence(token: Callable[[jax.Array, delta.Inputs], tuple[jax.Array, jax.Array]]) -> Plant:
+    """Runs ``token`` (state [H, K, V] and one token in; state and o [H, V] out) in place of both KDA forms."""
+
+    def terms(x: delta.Inputs, factored: bool) -> delta.ChunkTerms:
+        return delta.ChunkTerms(*x, x.beta)
+
+    def chunk_step(state: jax.Array, x: delta.ChunkTerms) -> tuple[jax.Array, jax.Array]:
+        state, o = lax.scan(lambda state, y: token(state, delta.Inputs(*y)), state, x[:5])
+        return state, jnp.swapaxes(o, 0, 1)
+
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kda, "chunk_terms", terms)
+        monkeypatch.setattr(kda, "chunk_step", chunk_step)
+        monkeypatch.setattr(kda, "recurrent_step", jax.vmap(token))
+
+    return plant
+
+
+def write(state: jax.Array, x: delta.Inputs, seen: jax.Array) -> jax.Array:
+    """The decayed state with beta k (v - kᵀ seen) added."""
+    rest = x.v - jnp.einsum("hk,hkv->hv", x.k, seen)
+    return jnp.exp(x.g)[..., None] * state + (x.beta[:, None] * x.k)[..., None] * rest[:, None]
+
+
+def read(state: jax.Array, x: delta.Inputs) -> jax.Array:
+    return jnp.einsum("hk,hkv->hv", x.q, state)
+
+
+def right_token(state: jax.Array, x: delta.Inputs) -> tuple[jax.Array, jax.Array]:
+    state = write(state, x, jnp.exp(x.g)[..., None] * state)
+    return state, read(state, x)
+
+
+def undecayed(state: jax.Array, x: delta.Inputs) -> tuple[jax.Array, jax.Array]:
+    state = write(state, x, state)
+    return state, read(state, x)
+
+
+def read_first(state: jax.Array, x: delta.Inputs) -> tuple[jax.Array, jax.Array]:
+    decayed = jnp.exp(x.g)[..., None] * state
+    return write(state, x, decayed), read(decayed, x)
+
+
+def bare_conv(_: Any, history: jax.Array, raw: jax.Array, taps: jax.Array) -> jax.Array:
+    sequence = jnp.concatenate([history, raw], axis=1)
+    taps = taps.astype(raw.dtype)
+    return sum(taps[..., w] * sequence[:, w : w + raw.shape[1]] for w in range(taps.shape[-1]))  # type: ignore[return-value]
+
+
+def reversed_conv(original: Any, history: jax.Array, raw: jax.Array, taps: jax.Array) -> jax.Array:
+    return original(history, raw, taps[..., ::-1])
+
+
+def late_conv(original: Any, history: jax.Array, raw: jax.Array, taps: jax.Array) -> jax.Array:
+    """Sees one token ahead; nothing behind the last one."""
+    sequence = jnp.concatenate([history, raw, jnp.zeros_like(raw[:, :1])], axis=1)
+    width = history.shape[1]
+    return original(sequence[:, 1 : width + 1], sequence[:, width + 1 :], taps)
+
+
+def output(gated: Callable[[jax.Array, jax.Array, Callable[[jax.Array], jax.Array]], jax.Array]) -> Plant:
+    """KDA's norm and gate done by ``gated(o, gate, norm)``."""
+
+    def wrong(_: Any, self: kda.KimiDeltaAttention, o: jax.Array, gate: jax.Array, layer: Any, dtype: Any) -> jax.Array:
+        weight = take(self.o_norm[...], layer, split=False)
+        y = gated(o, gate, lambda x: rms_norm(x, weight, self.config.rms_norm_eps))
+        return dot_rows(y.reshape(o.shape[0], -1).astype(dtype), take(self.o_proj[...], layer, split=True))
+
+    return replace(kda.KimiDeltaAttention, "_output", wrong)
+
+
+def half_split_rope(_: Any, x: jax.Array, position: jax.Array, theta: float, *_rest: Any) -> jax.Array:
+    half = x.shape[-1] // 2
+    angle = position.reshape(-1, *[1] * (x.ndim - 1)).astype(jnp.float32) * theta ** (-jnp.arange(half) / half)
+    low, high = x[..., :half], x[..., half:]
+    return jnp.concatenate(
+        [low * jnp.cos(angle) - high * jnp.sin(angle), high * jnp.cos(angle) + low * jnp.sin(angle)], axis=-1
+    )
+
+
+def gate_after_dense(original: Any, self: mla.GatedMLA, heads: jax.Array, p: mla.Projected, layer: Any) -> jax.Array:
+    """One head's gate for each equal part of the output."""
+    out = original(self, heads, p._replace(gate=jnp.ones_like(p.gate)), layer)
+    return out * jnp.repeat(p.gate, out.shape[1] // p.gate.shape[1], axis=1)
+
+
+def silu_head_gate(original: Any, *args: Any) -> mla.Projected:
+    p = original(*args)
+    return p._replace(gate=p.gate * jnp.log(p.gate / (1 - p.gate)))
+
+
+def biased_weights(original: Any, scores: jax.Array, bias: jax.Array, config: Any) -> tuple[jax.Array, jax.Array]:
+    chosen, _ = original(scores, bias, config)
+    weights = jnp.take_along_axis(scores + bias, chosen, axis=1)
+    return chosen, weights / jnp.sum(weights, axis=1, keepdims=True) * config.routed_scaling_factor
+
+
+def scaled_weights(factor: float) -> Plant:
+    def wrong(original: Any, *args: Any) -> tuple[jax.Array, jax.Array]:
+        chosen, weights = original(*args)
+        return chosen, weights * factor
+
+    return replace(moe, "route", wrong)
+
+
+def scaled_shared(factor: float) -> Plant:
+    return replace(moe.MixtureOfExperts, "_shared", lambda original, *args: factor * original(*args))
+
+
+def softplus_gate(_: Any, f: jax.Array, a_log: jax.Array, dt_bias: jax.Array, config: Any) -> jax.Array:
+    return -jnp.exp(a_log)[:, None] * jax.nn.softplus(f + dt_bias)
+
+
+def bias_after_rate(_: Any, f: jax.Array, a_log: jax.Array, dt_bias: jax.Array, config: Any) -> jax.Array:
+    return config.kda_lower_bound * jax.nn.sigmoid(jnp.exp(a_log)[:, None] * f + dt_bias)
+
+
+def inputs(change: Callable[[delta.Inputs, float], delta.Inputs]) -> Plant:
+    """``change(inputs, K)`` after they are right."""
+
+    def wrong(original: Any, self: kda.KimiDeltaAttention, *args: Any) -> delta.Inputs:
+        return change(original(self, *args), float(self.config.head_dim))
+
+    return replace(kda.KimiDeltaAttention, "_inputs", wrong)
+
+
+MISTAKES: dict[str, Plant] = {
+    "softplus gate": replace(kda, "log_decay", softplus_gate),  # 0.83
+    "dt_bias after the multiplication": replace(kda, "log_decay", bias_after_rate),  # 0.74
+    "l2norm missing": replace(kda, "l2_norm", lambda _, x, *rest: x),  # 1.09
+    "q scale missing": inputs(lambda x, width: x._replace(q=x.q * width**0.5)),  # 0.48
+    "beta missing": inputs(lambda x, _: x._replace(beta=jnp.sign(x.beta))),  # 0.67
+    "delta against the undecayed state": recurrence(undecayed),  # 0.27
+    "read before write": recurrence(read_first),  # 0.72
+    "conv without SiLU": replace(kda, "causal_conv", bare_conv),  # 1.00
+    "conv reversed": replace(kda, "causal_conv", reversed_conv),  # 1.21
+    "conv not causal": replace(kda, "causal_conv", late_conv),  # 1.07
+    "gate before the norm": output(lambda o, gate, norm: norm(o * jax.nn.sigmoid(gate))),  # 0.62
+    "SiLU instead of sigmoid gate, KDA": output(lambda o, gate, norm: norm(o) * jax.nn.silu(gate)),  # 1.01
+    "SiLU instead of sigmoid gate, MLA": replace(mla.GatedMLA, "_project", silu_head_gate),  # 0.88
+    "NeoX-style rope": replace(mla, "rope", half_split_rope),  # 0.47
+    "MLA gate after dense": replace(mla.GatedMLA, "_output", gate_after_dense),  # 0.46
+    "bias in the expert weights": replace(moe, "route", biased_weights),  # 0.35
+    "group score by max": replace(moe, "group_score", lambda _, biased: jnp.max(biased, axis=-1)),  # 0.51
+    "scaling twice": scaled_weights(2.5),  # 0.92
+    "scaling missing": scaled_weights(1 / 2.5),  # 0.41
+    "shared expert missing": scaled_shared(0),  # 0.74
+    "shared expert scaled": scaled_shared(2.5),  # 0.85
+}

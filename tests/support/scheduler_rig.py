@@ -1,0 +1,58 @@
+"""The scheduler on the fake model, whose answers an oracle knows."""
+
+from fake_backend import VOCAB, FakeBackend, answer
+from ling3export.runners.engine.block_manager import Allocator
+from ling3export.runners.engine.inputs import Shapes
+from ling3export.runners.engine.request import Limits, Request, Sampling
+from ling3export.runners.engine.scheduler import Scheduler
+from ling3export.runners.engine.sequence import Sequence
+
+CHUNK = 4
+
+
+class Rig:
+    """A scheduler on a fake backend."""
+
+    def __init__(
+        self, slots=4, pages=40, page_size=4, prefill=(4, 16), decode=(2, 4), context=80, ahead=1,
+        placement="replicated", devices=1,
+    ):  # fmt: skip
+        self.backend = FakeBackend(slots, pages, page_size, CHUNK)
+        self.allocator = Allocator(slots, pages, page_size, placement, devices, decode[-1])
+        if placement == "by_sequence":
+            self.backend.home = lambda page: (page - 1) // (pages // devices)
+            self.backend.devices = devices
+        self.limits = Limits(context, VOCAB, self.allocator.longest, page_size)
+        shapes = Shapes(prefill, decode, CHUNK, -(-context // page_size))
+        self.scheduler = Scheduler(self.backend, shapes, self.allocator, ahead=ahead)
+        self.sequences: list[Sequence] = []
+        self.size = slots, pages
+
+    def submit(self, prompt, max_tokens, eos=frozenset(), logits=False, **sampling):
+        request = Request(tuple(prompt), max_tokens, Sampling(**sampling), logits=logits)
+        self.limits.check(request)
+        sequence = Sequence(request, len(self.sequences), self.limits.answer(request), eos)
+        self.sequences.append(sequence)
+        self.scheduler.submit(sequence)
+        return sequence
+
+    def run(self, steps=100_000):
+        emitted = []
+        while self.scheduler.busy and steps:
+            emitted += self.scheduler.step()
+            steps -= 1
+        return emitted
+
+    def check(self):
+        """Every answer is the oracle's, and everything came back."""
+        for sequence in self.sequences:
+            prompt, how = list(sequence.request.prompt_ids), sequence.request.sampling
+            expected = answer(prompt, sequence.limit, sequence.eos, how.seed, how.temperature)
+            if sequence.stop_reason == "cancelled":
+                expected = expected[: len(sequence.generated)]
+            assert sequence.generated == expected
+        assert (self.allocator.free_slots, self.allocator.free_pages) == self.size
+
+
+def prompt(rng, length):
+    return [rng.randrange(VOCAB) for _ in range(length)]
