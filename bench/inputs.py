@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import say
-from ling3export.compile.keys import sources_digest
+from ling3export.artifacts.manifest import sha256_of
+from ling3export.cache.keys import source_digests
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".cache" / "bench"
@@ -36,7 +37,7 @@ def artifact(source: Path, name: str, options: Sequence[Any]) -> Path:
     wanted = {
         "source": str(source),
         "options": [str(option) for option in options],
-        "sources": sources_digest(),
+        "sources": sha256_of(source_digests()),
         "toolchain": {name: metadata.version(name) for name in ("jax", "jaxlib")},
     }
     if not (folder.exists() and stamp.exists() and json.loads(stamp.read_text()) == wanted):

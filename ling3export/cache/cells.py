@@ -9,10 +9,10 @@ from typing import Any
 from ling3export.artifacts.files import try_writing, writing
 from ling3export.artifacts.manifest import sha256_of
 from ling3export.cache.explain import explain
+from ling3export.cache.keys import cell_fields
 from ling3export.cache.programs import CELL, COMPILED, PROGRAM
 from ling3export.cache.store import KINDS, Cache, Entry, Say, entries
 from ling3export.cache.use import CacheUse, lease
-from ling3export.compile.keys import cell_fields
 from ling3export.model.config import Config
 from ling3export.plan.plan import Cell, Plan
 

@@ -19,11 +19,11 @@ from ling3export.artifacts.files import writing
 from ling3export.artifacts.manifest import file_record, sha256_of, write_manifest
 from ling3export.artifacts.staging import staged
 from ling3export.cache.cells import Cells, opened, summary
+from ling3export.cache.keys import fingerprint, state_abi, toolchain
 from ling3export.cache.use import DEFAULT_USE, CacheUse
 from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.checkpoint.convert import DTYPES, convert, store_bytes, stored_dtype
 from ling3export.compile.failed import forget_failure, note_failure
-from ling3export.compile.keys import fingerprint, state_abi, toolchain
 from ling3export.compile.matrix import COLUMNS, check, compile_all, outcome_rows
 from ling3export.compile.pool import Compilers
 from ling3export.errors import ArtifactError, CheckpointError

@@ -16,13 +16,13 @@ from ling3export.artifacts.files import sync_folder, sync_tree, try_writing, wri
 from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manifest
 from ling3export.artifacts.staging import adding
 from ling3export.cache.cells import Cells, opened, summary
+from ling3export.cache.keys import toolchain
 from ling3export.cache.use import DEFAULT_USE, CacheUse
 from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.checkpoint.convert import store_bytes
 from ling3export.checkpoint.same_weights import differing_tensors
 from ling3export.compile.build import Reporter, receipts, target_record
 from ling3export.compile.failed import forget_failure, note_failure
-from ling3export.compile.keys import toolchain
 from ling3export.compile.matrix import COLUMNS, Outcome, check, compile_all, outcome_rows
 from ling3export.compile.pool import Compilers
 from ling3export.compile.score_into import Extending, extended

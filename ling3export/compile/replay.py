@@ -14,9 +14,9 @@ from typing import Any
 
 from ling3export.artifacts.manifest import MANIFEST, file_record, read_checked, read_manifest
 from ling3export.cache.cells import Cells, opened
+from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.cache.use import CacheUse
 from ling3export.compile.failed import failed_path, read_failure
-from ling3export.compile.keys import fingerprint, toolchain
 from ling3export.compile.pool import Compilers
 from ling3export.errors import ArtifactError, PlanError, listed
 from ling3export.model.config import Config

@@ -11,7 +11,7 @@ from typing import Any
 
 from ling3export.artifacts.files import writing
 from ling3export.artifacts.manifest import read_checked
-from ling3export.compile.keys import fingerprint, toolchain
+from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.compile.pool import Compilers, Done
 from ling3export.errors import PlanError, listed
 from ling3export.model.geometry import CHUNK

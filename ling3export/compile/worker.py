@@ -77,7 +77,7 @@ def _compiled(
     lowered: "Lowered", config: "Config", geometry: "Geometry", target: Target, programs: Programs
 ) -> tuple[bytes, dict[str, Any]]:
     """The executable of a lowered cell and its record, from the cache or compiled now."""
-    from ling3export.compile.keys import program_fields
+    from ling3export.cache.keys import program_fields
     from ling3export.compile.lower import compile_cell, device_mesh
 
     modules = {"portable": hashlib.sha256(lowered.blob).hexdigest()}

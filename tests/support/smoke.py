@@ -20,9 +20,9 @@ from typing import Any
 
 from ling3export.artifacts.manifest import read_manifest, sha256_of
 from ling3export.cache.cells import counts
+from ling3export.cache.keys import cell_fields
 from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.compile.build import DEMO
-from ling3export.compile.keys import cell_fields
 from ling3export.plan.plan import Options, make_plan
 
 ROOT = Path(__file__).parents[2]

@@ -164,7 +164,7 @@ def test_sources_that_lower_to_the_same_program_compile_nothing_and_readonly_cha
 ):
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files_below(built.cache)}
     tree = Tree(tmp_path / "tree", "eve")
-    with open(tree.folder / "model" / "kda.py", "a") as file:
+    with open(tree.folder / "model" / "kda" / "layer.py", "a") as file:
         file.write("\n# A comment.\n")
     artifact = tmp_path / "x.ling3"
     manifest, said = tree.build(checkpoint, artifact, "--cache-dir", built.cache, "--cache", "readonly", "--explain")
@@ -173,7 +173,7 @@ def test_sources_that_lower_to_the_same_program_compile_nothing_and_readonly_cha
     assert (found["from_program_cache"], found["compiles"]) == (3, 0)
     assert found["traces"] > 0
     for cell in CELLS:
-        assert f"{TARGET} {cell}: not in the cache: sources of model/: kda.py\n" in said
+        assert f"{TARGET} {cell}: not in the cache: sources of model/: kda/layer.py\n" in said
     assert "cells: 0 compiled, 3 traced again to a program from the cache, 0 from the cache" in said
     assert files(artifact, "exec") == files(built.artifacts[0], "exec")
     mine, old = keys(manifest), keys(built.first)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,12 +12,11 @@ from typing import Any
 import pytest
 
 from ling3export.artifacts.manifest import sha256_of
+from ling3export.cache import keys
 from ling3export.cache.cells import Cells, counts, opened, summary
+from ling3export.cache.keys import cell_fields, program_fields
 from ling3export.cache.programs import Programs
 from ling3export.cache.use import CacheUse
-from ling3export.compile import keys as fingerprint
-from ling3export.compile import sources
-from ling3export.compile.keys import cell_fields, program_fields
 from ling3export.model.config import Config
 from ling3export.plan.plan import Cell, Options, Plan, make_plan
 from tiny import tiny_fields
@@ -30,7 +30,7 @@ def plan(target: str = "cpu", **options: Any) -> Plan:
     return make_plan(CONFIG, Options(**{"paddings": (16,), "tp": 2, "context": 128, **options}), target)
 
 
-def key(config: Config = CONFIG, planned: Plan | None = None, cell: Cell = CELL) -> str:
+def key_of(config: Config = CONFIG, planned: Plan | None = None, cell: Cell = CELL) -> str:
     return sha256_of(cell_fields(config, plan() if planned is None else planned, cell))
 
 
@@ -39,8 +39,8 @@ def test_every_module_that_a_compiling_process_loads_is_in_the_sources():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     names = [name for name in done.stdout.split() if name.split(".")[0] == "ling3export"]
     loaded = {name.removeprefix("ling3export.").replace(".", "/") + ".py" for name in names}
-    packages = {name for name in loaded if not (sources.ROOT / name).is_file()}
-    digests = sources.digests()
+    packages = {name for name in loaded if not (keys.ROOT / name).is_file()}
+    digests = keys.source_digests()
     assert loaded - packages <= digests["model"].keys() | digests["lowering"].keys()
     assert {"model/kda/layer.py", "model/program.py"} <= digests["model"].keys()
     assert {"compile/lower.py", "cost/estimates.py", "plan/targets.py", "runners/load/pjrt.py"} <= digests[
@@ -49,38 +49,58 @@ def test_every_module_that_a_compiling_process_loads_is_in_the_sources():
     assert not {"compile/build.py", "cli.py", "plan/plan.py", "cache/store.py"} & digests["lowering"].keys()
 
 
+def test_a_changed_file_of_a_sub_package_changes_the_key(tmp_path, monkeypatch):
+    """Sources were once looked for in the top folder alone, which missed every sub-package."""
+    tree = Path(
+        shutil.copytree(keys.ROOT, tmp_path / "ling3export", ignore=shutil.ignore_patterns("demo", "__pycache__"))
+    )
+    monkeypatch.setattr(keys, "ROOT", tree)
+    monkeypatch.setattr(keys, "source_digests", keys.source_digests.__wrapped__)
+    first, seen = key_of(), set()
+    names = [name for group in keys.source_digests().values() for name in group]
+    nested = [name for name in names if name.count("/") > 1]
+    assert {"model/kda", "model/mla", "model/sampling", "runners/load"} <= {str(Path(name).parent) for name in nested}
+    for name in nested:
+        file, before = tree / name, (tree / name).read_bytes()
+        file.write_bytes(before + b"# A comment.\n")
+        seen.add(key_of())
+        file.write_bytes(before)
+    assert key_of() == first
+    assert len({first, *seen}) == 1 + len(nested)
+
+
 def test_what_decides_a_cell_changes_its_key_and_nothing_else_does(monkeypatch):
-    first = key()
-    assert key() == first
-    assert key(planned=plan(paddings=(16, 32), decode_paddings=(16,))) == first  # another cell beside it
-    assert key(planned=plan(jobs=3)) == first
+    first = key_of()
+    assert key_of() == first
+    assert key_of(planned=plan(paddings=(16, 32), decode_paddings=(16,))) == first  # another cell beside it
+    assert key_of(planned=plan(jobs=3)) == first
     changed = [
-        key(cell=Cell("decode", 32)),
-        key(Config.from_dict(tiny_fields(rope_theta=20000))),
-        key(planned=plan(pages=7)),
-        key(planned=plan(dtype="float32")),
-        key(planned=plan(tp=4)),
-        key(planned=plan("tpu:v6e:2x2")),
-        key(planned=plan("tpu:v6e:2x2", memory_fraction=0.5, pages=8)),
+        key_of(cell=Cell("decode", 32)),
+        key_of(Config.from_dict(tiny_fields(rope_theta=20000))),
+        key_of(planned=plan(pages=7)),
+        key_of(planned=plan(dtype="float32")),
+        key_of(planned=plan(tp=4)),
+        key_of(planned=plan("tpu:v6e:2x2")),
+        key_of(planned=plan("tpu:v6e:2x2", memory_fraction=0.5, pages=8)),
     ]
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")
-    changed.append(key())
+    changed.append(key_of())
     monkeypatch.delenv("XLA_FLAGS")
-    monkeypatch.setattr(fingerprint.metadata, "version", lambda name: "9.9" if name == "jaxlib" else "1")
-    changed.append(key())
+    monkeypatch.setattr(keys.metadata, "version", lambda name: "9.9" if name == "jaxlib" else "1")
+    changed.append(key_of())
     assert len({first, *changed}) == 1 + len(changed)
 
 
 def test_this_processor_is_in_the_keys_of_cpu_alone(monkeypatch):
     tpu = plan("tpu:v6e:2x2")
 
-    def keys() -> list[str]:
+    def all_keys() -> list[str]:
         programs = [program_fields(each.target, {"portable": "0"}, DEVICES, None) for each in (plan(), tpu)]
-        return [key(), sha256_of(programs[0]), key(planned=tpu), sha256_of(programs[1])]
+        return [key_of(), sha256_of(programs[0]), key_of(planned=tpu), sha256_of(programs[1])]
 
-    before = keys()
-    monkeypatch.setattr(fingerprint.environment, "cpu_features", lambda: ["sse2"])
-    after = keys()
+    before = all_keys()
+    monkeypatch.setattr(keys.environment, "cpu_features", lambda: ["sse2"])
+    after = all_keys()
     assert [a == b for a, b in zip(before, after, strict=True)] == [False, False, True, True]
 
 
@@ -96,10 +116,10 @@ def test_a_programs_key_follows_program_and_devices_and_no_source_of_the_model(m
         made(devices=DEVICES | {"processes": 2}),
         made(priced={"config": 1}),
     ]
-    digests = sources.digests()
-    monkeypatch.setattr(sources, "digests", lambda: digests | {"model": {"model/kda/layer.py": "0"}})
+    digests = keys.source_digests()
+    monkeypatch.setattr(keys, "source_digests", lambda: digests | {"model": {"model/kda/layer.py": "0"}})
     assert made() == first
-    monkeypatch.setattr(sources, "digests", lambda: digests | {"lowering": {"lower.py": "0"}})
+    monkeypatch.setattr(keys, "source_digests", lambda: digests | {"lowering": {"lower.py": "0"}})
     assert len({first, *changed, made()}) == 2 + len(changed)
 
 
@@ -128,13 +148,13 @@ def test_the_policies_of_cells(tmp_path):
         if found is None:
             assert list(folder.iterdir()) == []
             return None
-        origin = {"from": "cache", "key": key(), "program": "p" * 64, "traces": 0, "compiles": 0}
+        origin = {"from": "cache", "key": key_of(), "program": "p" * 64, "traces": 0, "compiles": 0}
         assert found == {"rows": 16, "origin": origin}
         return (folder / f"{CELL.name}.exec").read_bytes()
 
     for policy in ("off", "readonly"):
         whole = cells(policy).keep(CONFIG, plan(), CELL, folder_with(tmp_path, policy, b"1"), record)
-        assert whole["origin"] == record["origin"] | {"key": key()}
+        assert whole["origin"] == record["origin"] | {"key": key_of()}
         assert not (tmp_path / "cache").exists()
     assert fetched("on", "none") is None
     cells("on").keep(CONFIG, plan(), CELL, folder_with(tmp_path, "first", b"1"), record)

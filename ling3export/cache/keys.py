@@ -1,15 +1,21 @@
-"""Digests that say when programs may be shared: of a build, of one cell, of one compiled program; the ABI of a state.
+"""Cache keys: what decides a build, a cell or a compiled program, as named fields with their sha256.
 
-Each is the sha256 of the canonical JSON of named fields, so that a difference can be explained.
+The fields are kept with the digest, so that a difference can be explained. The sources that decide a program are found
+by following imports, so that no list can forget one.
 """
 
+import ast
+import functools
+import hashlib
 import os
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+import ling3export
 from ling3export.artifacts.manifest import sha256_of
-from ling3export.compile import sources
 from ling3export.model.config import Config
 from ling3export.model.state import state_arrays
 from ling3export.plan.plan import Cell, Plan
@@ -21,11 +27,9 @@ from ling3export.runners.load import environment
 FLAGS = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
 # Packages that take part in tracing. jax and jaxlib stand in every key.
 TRACING = ("flax", "ml_dtypes", "numpy")
-
-
-def sources_digest() -> str:
-    """sha256 over the sources that decide what a program computes: ``model/`` and the lowering."""
-    return sha256_of(sources.digests())
+ROOT = Path(ling3export.__file__).parent
+# What traces, lowers and compiles a cell. `compile/worker.py`, which calls them, decides nothing.
+STARTS = ("compile/lower.py", "compile/accelerators.py")
 
 
 def toolchain(target: Target) -> dict[str, str]:
@@ -46,7 +50,7 @@ def fingerprint_fields(config: Config, plan: Plan) -> dict[str, Any]:
         "config": config.semantic(),
         "plan": plan.record(),
         "target": asdict(plan.target),
-        "sources": sources_digest(),
+        "sources": sha256_of(source_digests()),
         "toolchain": toolchain(plan.target),
         "flags": flags(),
     }
@@ -67,7 +71,7 @@ def cell_fields(config: Config, plan: Plan, cell: Cell) -> dict[str, Any]:
         "config": config.semantic(),
         "plan": asdict(plan.geometry),
         "target": asdict(plan.target) | _host(plan.target),
-        "sources": sources.digests(),
+        "sources": source_digests(),
         "toolchain": toolchain(plan.target) | {name: metadata.version(name) for name in TRACING},
         "flags": flags(),
     }
@@ -87,7 +91,7 @@ def program_fields(target: Target, modules: dict[str, str], devices: dict[str, A
         "target": asdict(target) | _host(target) | {"devices": devices},
         "options": {"donate": [1]},
         "priced": priced,
-        "sources": sources.digests()["lowering"],  # of model/ only what reached the program counts
+        "sources": source_digests()["lowering"],  # of model/ only what reached the program counts
         "toolchain": toolchain(target),
         "flags": flags(),
     }
@@ -110,3 +114,55 @@ def state_abi(config: Config, plan: Plan) -> str:
             shape[-1] = config.latent_dim
         rows.append({"name": row.name, "dtype": row.dtype, "axes": list(row.axes), "shape": shape})
     return sha256_of({"arrays": rows, "page_size": plan.geometry.page_size, "config": config.semantic()})
+
+
+@functools.cache
+def source_digests() -> dict[str, dict[str, str]]:
+    """sha256 of every source that decides a program, by its path below the package.
+
+    Returns:
+        ``model``: all of ``model/``. ``lowering``: what STARTS import of ours, and what that imports, besides.
+    """
+    model = {_name(file): _digest(file) for file in sorted((ROOT / "model").rglob("*.py"))}
+    found = {_name(file): _digest(file) for file in _followed([ROOT / name for name in STARTS])}
+    lowering = {name: digest for name, digest in sorted(found.items()) if name not in model}
+    return {"model": model, "lowering": lowering}
+
+
+def _name(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _followed(files: list[Path]) -> set[Path]:
+    """``files``, and every file of this package that they import, at any depth and inside of functions too."""
+    found: set[Path] = set()
+    while files:
+        file = files.pop()
+        if file not in found:
+            found.add(file)
+            files += [path for name in _imports(ast.parse(file.read_bytes())) if (path := _file(name))]
+    return found
+
+
+def _imports(node: ast.AST) -> Iterator[str]:
+    """Dotted names; ``from a import b`` may mean the module ``a.b``. What only a type checker reads is left out."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            yield str(child.module)
+            yield from (f"{child.module}.{alias.name}" for alias in child.names)
+        yield from _imports(child)
+
+
+def _file(name: str) -> Path | None:
+    """The source of a module of ours."""
+    package, *parts = name.split(".")
+    path = ROOT.joinpath(*parts).with_suffix(".py")
+    return path if package == ROOT.name and parts and path.is_file() else None
