@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import resource
 import secrets
 import shutil
@@ -59,7 +60,8 @@ def write_error(error: OSError, path: Path, needed: int | None = None) -> Artifa
             f"write `{path.name}`: expected {room}, found a full disk ({free:,} bytes free), in {path.parent}",
             "free some space or write to another volume",
         )
-    return ArtifactError(f"write `{path.name}`: expected a writable file, found {error.strerror}, in {path.parent}")
+    found = "a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
+    return ArtifactError(f"write `{path.name}`: expected a writable file, found {found}, in {path.parent}")
 
 
 @contextmanager
@@ -80,6 +82,38 @@ def try_writing(folder: Path) -> None:
     path = folder / f".partial-{os.getpid()}-{secrets.token_hex(4)}"
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     path.unlink()
+
+
+def partial_path(path: Path) -> Path:
+    """A name beside ``path`` that nobody can guess, for what is to take its name."""
+    return path.with_name(f".{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def partial_name(name: str) -> re.Pattern[str]:
+    """What matches the names that :func:`partial_path` gives for a file or folder called ``name``."""
+    return re.compile(rf"\.{re.escape(name)}\.partial-\d+-[0-9a-f]{{8}}")
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Writes a file that is there whole and durable, or not at all: beside it, under a new name, then renamed.
+
+    A symbolic link under either name is not followed: one at ``path`` is replaced.
+
+    Raises:
+        ArtifactError: It cannot be written; what was there before is as it was.
+    """
+    partial = partial_path(path)
+    try:
+        with writing(path, len(data)):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(partial, flags, 0o666), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+            sync_folder(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

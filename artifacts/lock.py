@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +35,7 @@ def _acquired(path: Path, folder: Path) -> int:
     """A descriptor that holds the lock on the file now named ``path``."""
     while True:
         with writing(path):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             with writing(path):
                 try:
@@ -47,6 +48,7 @@ def _acquired(path: Path, folder: Path) -> int:
                         "wait until it ends, or choose another folder",
                     ) from error
                 if _names(path, descriptor):
+                    _refuse_foreign(path, descriptor)
                     os.ftruncate(descriptor, 0)
                     os.pwrite(descriptor, str(os.getpid()).encode(), 0)
                     return descriptor
@@ -59,6 +61,17 @@ def _acquired(path: Path, folder: Path) -> int:
 def _names(path: Path, descriptor: int) -> bool:
     """Whether ``path`` still is the file of ``descriptor``."""
     try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
+
+
+def _refuse_foreign(path: Path, descriptor: int) -> None:
+    """Raises for a file that no build made, before it is written: one with a second name, a pipe or a device."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+        found = f"one with {status.st_nlink} names" if stat.S_ISREG(status.st_mode) else "something else"
+        raise ArtifactError(
+            f"write `{path.name}`: expected a regular file with one name, found {found}, in {path.parent}",
+            "no build makes such a lock: look at who did, and remove it",
+        )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.files import inside, sync_folder, writing
+from ling3export.artifacts.files import inside, partial_name, replace_file, writing
 from ling3export.errors import ArtifactError, listed
 
 # Version history (artifacts/FORMAT.md tells what a reader must do):
@@ -43,6 +43,8 @@ def sha256_of(value: object) -> str:
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """Makes ``folder`` an artifact, or replaces its manifest, in one step: written beside, then renamed.
 
+    One writer at a time: whoever replaces a manifest holds the folder's lock.
+
     Args:
         folder: The artifact's folder, every other file already in place.
         manifest: The fields of FIELDS, all of them. ``format`` and ``sha256`` are set here, whatever they were.
@@ -60,19 +62,11 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     whole["sha256"] = sha256_of(whole)
     whole = json.loads(json.dumps(whole))  # tuples become lists, as they will be read
     _check_fields(whole, folder)
-    path = folder / MANIFEST
-    temporary = folder / f".{MANIFEST}.partial"
-    data = _file_bytes(whole)
-    try:
-        with writing(path, len(data)):
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-            sync_folder(folder)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with writing(folder / MANIFEST):
+        for left in folder.iterdir():  # by a writer that was killed; the first version had one name for all
+            if left.name == f".{MANIFEST}.partial" or partial_name(MANIFEST).fullmatch(left.name):
+                left.unlink()
+    replace_file(folder / MANIFEST, _file_bytes(whole))
     return whole
 
 

@@ -2,15 +2,13 @@
 
 import json
 import os
-import re
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.files import DISK_FULL, sync_folder, sync_tree, write_error
+from ling3export.artifacts.files import DISK_FULL, partial_name, partial_path, sync_folder, sync_tree, write_error
 from ling3export.artifacts.lock import folder_lock
 from ling3export.artifacts.manifest import MANIFEST, read_manifest
 from ling3export.errors import ArtifactError
@@ -63,7 +61,7 @@ def adding(artifact: Path) -> Iterator[Path]:
 def _partial(destination: Path) -> Iterator[Path]:
     """A temporary folder beside ``destination``, whose lock is held; whatever is left of it and of dead builds goes."""
     _remove_leftovers(destination)
-    partial = _sibling(destination)
+    partial = partial_path(destination)
     try:
         partial.mkdir()
         yield partial
@@ -110,7 +108,7 @@ def _rename(partial: Path, destination: Path) -> None:
     if not destination.exists():
         partial.rename(destination)
         return
-    old = _sibling(destination)
+    old = partial_path(destination)
     destination.rename(old)
     try:
         partial.rename(destination)
@@ -119,12 +117,8 @@ def _rename(partial: Path, destination: Path) -> None:
         raise
 
 
-def _sibling(destination: Path) -> Path:
-    return destination.parent / f".{destination.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
-
-
 def _remove_leftovers(destination: Path) -> None:
-    leftover = re.compile(rf"\.{re.escape(destination.name)}\.partial-\d+-[0-9a-f]{{8}}")
+    leftover = partial_name(destination.name)
     for path in destination.parent.iterdir():
         if leftover.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)

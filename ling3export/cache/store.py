@@ -16,13 +16,12 @@ import hashlib
 import json
 import os
 import re
-import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.files import sync_folder, writing
+from ling3export.artifacts.files import replace_file, writing
 from ling3export.artifacts.manifest import sha256_of
 from ling3export.cache.use import LEASES, LOCK, SHARED, CacheUse, locked
 from ling3export.errors import ArtifactError
@@ -101,7 +100,8 @@ class Cache:
             with writing(path), locked(self.folder, SHARED):
                 for name, raw in data.items():
                     self._write_blob(blobs[name], raw)
-                _replace(path, text.encode())
+                path.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(path, text.encode())
         except ArtifactError as error:
             self._say(f"not cached: {error.message}")
 
@@ -125,7 +125,8 @@ class Cache:
                 return
         except FileNotFoundError:
             pass
-        _replace(path, raw)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, raw)
 
     def _touch(self, path: Path) -> None:
         """Notes the use, for clean-ups. Another user's file, which only its owner may touch, is used all the same."""
@@ -204,18 +205,3 @@ def entries(folder: Path, kind: str) -> Iterator[Entry]:
             yield read_entry(path)
         except (OSError, ValueError):
             continue  # found, named and discarded where it is used
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Writes a file that is there whole and durable, or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -4,13 +4,12 @@
 """
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.files import writing
+from ling3export.artifacts.files import replace_file
 from ling3export.compile.matrix import Outcome
 from ling3export.plan.plan import Options
 
@@ -35,11 +34,7 @@ def note_failure(
     """
     failed = {outcome.plan.target.name: outcome.failures for outcome in outcomes}
     record = {"config": raw, "ignore": list(ignore), "options": asdict(options), "failed": failed}
-    path, data = failed_path(artifact), json.dumps(record).encode()
-    temporary = path.with_name(f"{path.name}.partial")
-    with writing(path, len(data)):
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
+    replace_file(failed_path(artifact), json.dumps(record).encode())
 
 
 def read_failure(artifact: Path) -> dict[str, Any] | None:

@@ -1,7 +1,5 @@
 """``ling3export report``: an artifact's manifest as one HTML page that refers to nothing outside itself."""
 
-import os
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-from ling3export.artifacts.files import sync_folder, writing
+from ling3export.artifacts.files import replace_file
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.cost.operations import KINDS
 from ling3export.errors import ArtifactError
@@ -57,18 +55,7 @@ def write_report(artifact: Path, destination: Path | None = None, *, force: bool
             f"report `{page.name}`: expected a free name, found one that exists, in {page.parent}",
             "choose another name, or replace it with --force",
         )
-    data = render(manifest).encode()
-    temporary = page.with_name(f".{page.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        with writing(page, len(data)):
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, page)
-            sync_folder(page.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(page, render(manifest).encode())
     return page
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ling3export.artifacts.files import writing
+from ling3export.artifacts.files import replace_file, writing
 from ling3export.artifacts.manifest import canonical, file_record, read_checked, sha256_of
 from ling3export.errors import ArtifactError
 from ling3export.runners.load.verdict import Verdict
@@ -149,21 +149,8 @@ def _store(folder: Path, key: str, result: Compiled, say: Callable[[str], None])
     try:
         with writing(folder):
             folder.mkdir(exist_ok=True)
-        _write(folder / f"{key}.exec", raw)
+        replace_file(folder / f"{key}.exec", raw)
         entry = {"exec": file_record(folder, f"{key}.exec"), "call": record}
-        _write(folder / f"{key}.json", canonical({**entry, "sha256": sha256_of(entry)}))
+        replace_file(folder / f"{key}.json", canonical({**entry, "sha256": sha256_of(entry)}))
     except ArtifactError as error:
         say(f"not cached: {error.message}")
-
-
-def _write(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with writing(path, len(data)):
-        try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -228,6 +229,30 @@ def test_a_file_size_limit_keeps_the_old_manifest(tmp_path: Path) -> None:
     assert done.stdout.endswith(f"found a file-size limit of 4,096 bytes, in {tmp_path}\n")
     assert os.listdir(tmp_path) == [MANIFEST]
     assert (tmp_path / MANIFEST).read_text() == golden()
+
+
+def test_a_manifest_is_not_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its temporary name was once fixed and followed: a link of that name had what it names overwritten."""
+    folder, outside = tmp_path / "a", tmp_path / "outside"
+    folder.mkdir()
+    outside.write_text("years")
+    leftovers = [f".{MANIFEST}.partial", f".{MANIFEST}.partial-7-0123abcd"]
+    for name in leftovers:
+        (folder / name).symlink_to(outside)
+    (folder / MANIFEST).symlink_to(outside)
+    write_manifest(folder, BODY)
+    assert outside.read_text() == "years"
+    assert os.listdir(folder) == [MANIFEST]
+    assert not (folder / MANIFEST).is_symlink()
+    assert (folder / MANIFEST).read_text() == golden()
+    guessed = f".{MANIFEST}.partial-{os.getpid()}-guessed"
+    (folder / guessed).symlink_to(outside)
+    monkeypatch.setattr(secrets, "token_hex", lambda size: "guessed")
+    with pytest.raises(ArtifactError) as caught:
+        write_manifest(folder, BODY | {"notes": "more"})
+    assert str(caught.value) == f"write `{MANIFEST}`: expected a writable file, found File exists, in {folder}"
+    assert (folder / MANIFEST).read_text() == golden()
+    assert outside.read_text() == "years"
 
 
 def test_records_are_checked_before_use(tmp_path: Path) -> None:

@@ -248,3 +248,27 @@ def test_a_lock_file_removed_between_open_and_lock_is_no_lock(tmp_path: Path, mo
         assert names(tmp_path) == [".a.lock"]
         with pytest.raises(ArtifactError), folder_lock(tmp_path / "a"):
             pytest.fail("the block must not run")
+
+
+def test_a_lock_is_not_taken_through_a_link(tmp_path: Path) -> None:
+    """A link of the lock's name once had the file that it names cut to the number of a process."""
+    outside = tmp_path / "outside"
+    outside.write_text("years")
+    start = "write `.a.lock`: expected a "
+    expected = {
+        Path.symlink_to: f"{start}writable file, found a symbolic link, in {tmp_path}",
+        Path.hardlink_to: f"{start}regular file with one name, found one with 2 names, in {tmp_path}\n"
+        "hint: no build makes such a lock: look at who did, and remove it",
+    }
+    for link, message in expected.items():
+        link(tmp_path / ".a.lock", outside)
+        with pytest.raises(ArtifactError) as caught, folder_lock(tmp_path / "a"):
+            pytest.fail("the block must not run")
+        assert str(caught.value) == message
+        assert outside.read_text() == "years"
+        assert names(tmp_path) == [".a.lock", "outside"]
+        (tmp_path / ".a.lock").unlink()
+    os.mkfifo(tmp_path / ".a.lock")
+    with pytest.raises(ArtifactError) as caught, folder_lock(tmp_path / "a"):
+        pytest.fail("the block must not run")
+    assert caught.value.message == f"{start}regular file with one name, found something else, in {tmp_path}"
