@@ -1,159 +1,210 @@
-"""Imports point down: cli → build side and runners → model | artifacts → errors."""
+"""Imports point down: each room imports only rooms that stand below it, without circles, and few packages of others."""
 
 import ast
+import functools
+import graphlib
+import itertools
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parents[2] / "ling3export"
 
-# What each layer may import of ours, and of others. The build side is every other module in ling3export/.
-RUNNER_NEEDS = {
-    "click",
-    "flatbuffers",
-    "jax",
-    "jaxlib",
-    "jinja2",
-    "ml_dtypes",
-    "numpy",
-    "prometheus_client",
-    "safetensors",
-    "starlette",
-    "tokenizers",
-    "uvicorn",
-    "yaml",
+# From the top down. A room may import what stands in a later line of its tower, nothing beside it in its own line.
+RUNNERS = (
+    ("runners.cli",),
+    ("runners.serve", "runners.evals", "runners.adapters"),
+    ("runners.engine",),
+    ("runners.load",),
+    ("runners.hosts", "runners.text"),
+    ("artifacts",),
+    ("errors",),
+)
+BUILD = (
+    ("cli",),
+    ("compile", "savedmodel", "report"),
+    ("cache", "verify"),
+    ("pricing",),
+    ("cost",),
+    ("plan",),
+    ("checkpoint",),
+    ("model", "artifacts"),
+    ("errors",),
+)
+# Single modules at the bottom, for the whole build side; and what it may import of the runners.
+BOTTOM = {"processes", "tables"}
+FROM_RUNNERS = {"runners.load", "runners.engine.inputs", "runners.hosts", "runners.text"}
+BESIDES = {
+    "cli": {"runners.cli"},
+    "processes": {"errors"},
+    "tables": {"errors"},
 }
-LAYERS = {
-    "errors": (set(), set()),
-    "artifacts": ({"errors", "artifacts"}, {"ml_dtypes", "numpy", "safetensors"}),
-    "model": ({"errors", "model"}, {"flax", "jax", "ml_dtypes", "numpy"}),
-    "runners": ({"errors", "artifacts", "runners"}, RUNNER_NEEDS),
-    "build": (
-        {"errors", "artifacts", "model", "runners", "build"},
-        {*RUNNER_NEEDS, "flax", "orbax", "rich", "tensorflow"},
-    ),
-    "cli": ({"errors", "artifacts", "model", "runners", "build"}, {"click", "rich"}),
-    "__main__": ({"cli"}, set()),
+# Edges between rooms, a circle and packages that are still to go. None may be added.
+OPEN = {
+    ("cache", "runners.cli"),
+    ("compile", "report"),
+    ("plan", "cost"),
+    ("pricing", "report"),
+    ("runners.adapters", "runners.cli"),
+    ("runners.engine", "runners.evals"),
+    ("runners.hosts", "runners.cli"),
+    ("runners.hosts", "runners.engine"),
+    ("runners.load", "runners.engine"),
+    ("savedmodel", "compile"),
+    ("verify", "compile"),
 }
+OPEN_CIRCLE = {("ling3export.runners.engine.driving", "ling3export.runners.engine.follower")}
+OPEN_PACKAGES = {("cache", "click"), ("compile", "rich"), ("plan", "click"), ("runners.hosts", "click")}
 
-# No jax beside the errors and the artifact format: `--help`, and what only reads configurations and checkpoints.
-WITHOUT_JAX = [
-    "ling3export.checkpoint.checkpoint",
-    "ling3export.cli",
-    "ling3export.model.config",
-    "ling3export.verify.reference",
-    "ling3export.report.page",
-    "ling3export.runners.cli",
-    "ling3export.runners.load.environment",
-    "ling3export.runners.cli.eval",
-    "ling3export.runners.evals.run",
-    "ling3export.runners.hosts.channel",
-    "ling3export.runners.hosts.hosts",
-    "ling3export.runners.cli.serve",
-    "ling3export.runners.serve.schema",
-    "ling3export.checkpoint.synth",
-]
-# Models for evaluation libraries, which load these: extras, and what they bring.
-ADAPTERS = {
-    "ling3export.runners.adapters.inspect_ai": {"inspect_ai"},
-    "ling3export.runners.adapters.lm_eval": {"lm_eval"},
+# Packages that a room may import beside the standard library.
+PACKAGES = {
+    "artifacts": {"ml_dtypes", "numpy", "safetensors"},
+    "checkpoint": {"ml_dtypes", "numpy", "tokenizers"},
+    "cli": {"click", "rich"},
+    "compile": {"jax", "numpy"},
+    "model": {"flax", "jax", "ml_dtypes", "numpy"},
+    "plan": {"numpy"},
+    "report": {"jinja2", "ml_dtypes", "numpy"},
+    "runners.adapters": {"inspect_ai", "lm_eval"},
+    "runners.cli": {"click", "numpy"},
+    "runners.engine": {"numpy"},
+    "runners.evals": {"numpy", "yaml"},
+    "runners.hosts": {"jax"},
+    "runners.load": {"flatbuffers", "jax", "jaxlib", "ml_dtypes", "numpy"},
+    "runners.serve": {"prometheus_client", "starlette", "uvicorn"},
+    "runners.text": {"jinja2", "tokenizers"},
+    "savedmodel": {"jax", "jaxlib", "numpy", "orbax", "tensorflow"},
+    "verify": {"numpy", "safetensors"},
 }
-NEVER_IN_RUNNER = ["flax", "ling3export.model", "optax", "orbax", "rich", "tensorflow", "torch", "transformers"]
+PRIVATE_JAX = {"ling3export.runners.load.pjrt", "ling3export.runners.hosts.service"}
+NEVER_IN_RUNNER = {"flax", "ling3export.model", "optax", "orbax", "rich", "tensorflow", "torch", "transformers"}
+SERVER = {"prometheus_client", "starlette", "uvicorn"}
+# Rooms and modules that read files, configurations and arguments, and load no jax.
+WITHOUT_JAX = (
+    "artifacts", "checkpoint", "cli", "errors", "model.config", "report", "runners.cli", "runners.evals",
+    "runners.hosts.channel", "runners.hosts.hosts", "runners.load.environment", "runners.serve.schema",
+    "verify.reference",
+)  # fmt: skip
 
 
 def modules() -> dict[str, Path]:
-    """Dotted name of every module of the package, and its file. There is one level of rooms."""
+    """Dotted name of every module of the package, without ``__init__.py`` and ``__main__.py``, and its file."""
     files = [*PACKAGE.glob("*.py"), *PACKAGE.glob("*/*.py"), *PACKAGE.glob("*/*/*.py")]
-    return {".".join(("ling3export", *f.relative_to(PACKAGE).with_suffix("").parts)): f for f in sorted(files)}
+    names = {".".join(("ling3export", *file.relative_to(PACKAGE).with_suffix("").parts)): file for file in files}
+    return {name: file for name, file in sorted(names.items()) if not name.endswith(("__init__", "__main__"))}
 
 
-def layer_of(module: str) -> str:
-    part = module.split(".")[1] if "." in module else "build"
-    return part if part in LAYERS else "build"
+def room(module: str) -> str:
+    """``cache``, ``runners.load``, or the name of a module that stands in no room."""
+    _, *parts = module.split(".")
+    return ".".join(parts[: 2 if parts[0] == "runners" else 1])
 
 
-def imported(path: Path) -> set[str]:
-    """Full names that a file imports, inside functions too; ``from a import b`` counts as ``a.b``."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
+@functools.cache
+def imports(file: Path) -> list[tuple[str, bool]]:
+    """Names that a file imports, in functions too, and whether only type checkers read that import."""
+    found, unseen = [], set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            unseen |= {child for each in node.body for child in ast.walk(each)}
+        elif isinstance(node, ast.Import):
+            found += [(alias.name, node in unseen) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno} imports relatively"
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+            assert node.level == 0, f"{file}:{node.lineno} imports relatively"
+            found += [(f"{node.module}.{alias.name}", node in unseen) for alias in node.names]
+    return found
 
 
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+def edges(*, of_types: bool) -> set[tuple[str, str]]:
+    """(module, module of ours that it imports); ``of_types`` counts also what only type checkers read."""
+    known = modules()
+    found = set()
+    for name, file in known.items():
+        for imported, checked in imports(file):
+            whose = imported if imported in known else imported.rpartition(".")[0]
+            if whose in known and (of_types or not checked):
+                found.add((name, whose))
+    return found
 
 
-@pytest.mark.parametrize("module", modules())
-def test_imports_stay_within_the_table_of_layers(module):
-    path = modules()[module]
-    ours, others = LAYERS[layer_of(module)]
-    for name in imported(path):
-        root = name.split(".")[0]
-        if root == "ling3export":
-            assert layer_of(name) in ours, f"{module} ({layer_of(module)}) imports {name}"
-        elif root not in sys.stdlib_module_names:
-            assert root in others | ADAPTERS.get(module, set()), f"{module} ({layer_of(module)}) imports {name}"
+def below(room: str) -> set[str]:
+    """Rooms and modules that a room may import."""
+    allowed = set(BESIDES.get(room, ()))
+    for tower, more in ((RUNNERS, set()), (BUILD, FROM_RUNNERS | BOTTOM)):
+        for line, rooms in enumerate(tower[:-1]):
+            if room in rooms:
+                allowed |= {lower for rest in tower[line + 1 :] for lower in rest}
+                allowed |= more if room not in ("model", "artifacts") else set()
+    return allowed
+
+
+def test_rooms_import_what_stands_below_them():
+    wrong = [
+        (name, other)
+        for name, other in sorted(edges(of_types=True))
+        if room(name) != room(other) and not {room(other), other.removeprefix("ling3export.")} & below(room(name))
+    ]
+    assert {(room(name), room(other)) for name, other in wrong} <= OPEN, wrong
+
+
+def test_no_module_imports_itself_through_others():
+    between = {edge for edge in edges(of_types=True) if room(edge[0]) != room(edge[1])}
+    open_yet = {(one, other) for one, other in between if (room(one), room(other)) in OPEN} | OPEN_CIRCLE
+    everywhere = (between | edges(of_types=False)) - open_yet
+    graphlib.TopologicalSorter(
+        {name: {other for _, other in group} for name, group in itertools.groupby(sorted(everywhere), lambda e: e[0])}
+    ).prepare()  # raises CycleError, which names the circle
+
+
+def test_rooms_import_the_packages_of_their_list():
+    wrong = []
+    for name, file in modules().items():
+        roots = {imported.split(".")[0] for imported, _ in imports(file)} - {"ling3export"} - sys.stdlib_module_names
+        wrong += [(name, other) for other in sorted(roots - PACKAGES.get(room(name), set()))]
+    assert {(room(name), package) for name, package in wrong} <= OPEN_PACKAGES, wrong
 
 
 def test_two_files_alone_use_private_jax():
-    private = {name for name, path in modules().items() if any(i.startswith("jax._src") for i in imported(path))}
-    assert private <= {"ling3export.runners.load.pjrt", "ling3export.runners.hosts.service"}
+    assert {
+        name for name, file in modules().items() if any(other.startswith("jax._src") for other, _ in imports(file))
+    } == PRIVATE_JAX
 
 
-def test_runner_loads_none_of_the_build_side():
-    names = [name for name in modules() if layer_of(name) == "runners" and name not in ADAPTERS]
-    done = run_python(f"import sys, {', '.join(names)}\nprint(*sorted(set({NEVER_IN_RUNNER}) & set(sys.modules)))")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == []
-
-
-def test_only_serving_loads_the_server():
-    done = run_python(
-        "import sys\nimport ling3export.runners.cli.main, ling3export.runners.engine.engine\n"
-        "print(*sorted({'starlette', 'uvicorn', 'prometheus_client'} & set(sys.modules)))"
-    )
-    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
-
-
-def test_nothing_imports_the_models_for_other_libraries():
-    names = set(ADAPTERS)
-    assert [module for module, path in modules().items() if names & imported(path)] == []
-
-
-def test_code_that_only_reads_files_loads_no_jax():
-    names = [name for name in modules() if layer_of(name) in ("errors", "artifacts")] + WITHOUT_JAX
-    done = run_python(
-        "import importlib, sys\n"
-        f"for name in {names}:\n"
-        "    importlib.import_module(name)\n"
-        "    assert 'jax' not in sys.modules, name\n"
+def loaded(code: str) -> set[str]:
+    """Every module that a fresh process has loaded after ``code``."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split())
 
 
-@pytest.mark.parametrize(
-    ("module", "arguments"),
-    [
-        ("ling3export.cli", ["--help"]),
-        ("ling3export.cli", ["build", "--help"]),
-        ("ling3export.runners.cli", ["--help"]),
-        ("ling3export.runners.cli", ["generate", "--help"]),
-        ("ling3export.runners.cli", ["eval", "run", "--help"]),
-        ("ling3export.runners.cli", ["serve", "--help"]),
-    ],
-)
-def test_help_loads_no_jax(module, arguments):
-    done = run_python(
-        f"import sys\nfrom {module} import main\nsys.argv[1:] = {arguments}\n"
-        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
-        "assert 'jax' not in sys.modules\n"
+def test_the_runner_loads_nothing_of_the_build_side():
+    names = [name for name in modules() if room(name).startswith("runners.") and room(name) != "runners.adapters"]
+    found = loaded(f"import {', '.join(names)}")
+    assert set(names) <= found
+    assert not found & NEVER_IN_RUNNER
+    assert not loaded("import ling3export.runners.cli.main, ling3export.runners.engine.engine") & SERVER
+
+
+def test_what_only_reads_loads_no_jax():
+    names = [name for name in modules() if name.removeprefix("ling3export.").startswith(WITHOUT_JAX)]
+    assert {room(name) for name in names} >= {"artifacts", "checkpoint", "runners.evals"}
+    assert "jax" not in loaded(f"import {', '.join(names)}")
+
+
+def test_help_loads_no_jax():
+    """Of every command of both command lines."""
+    found = loaded(
+        "import click\nfrom click.testing import CliRunner\n"
+        "from ling3export.cli import main as build\nfrom ling3export.runners.cli.main import main as run\n"
+        "def ask(command, *words):\n"
+        "    told = CliRunner().invoke(root, [*words, '--help'])\n"
+        "    assert told.exit_code == 0 and 'Usage:' in told.stdout, (words, told.output)\n"
+        "    for name in getattr(command, 'commands', ()):\n"
+        "        ask(command.commands[name], *words, name)\n"
+        "for root in (build, run):\n"
+        "    ask(root)\n"
     )
-    assert done.returncode == 0, done.stderr
-    assert "Usage:" in done.stdout
+    assert "ling3export.runners.cli.serve" in found
+    assert "jax" not in found
