@@ -12,10 +12,11 @@ from typing import Any
 from bench.report import machine, say, show, table
 from ling3export.checkpoint.synth import config_fields
 from ling3export.compile.pool import Compilers
-from ling3export.cost.peak import peak_bytes
+from ling3export.cost.estimates import peak_bytes
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
-from ling3export.plan.plan import Options, make_plan
+from ling3export.plan.options import Options
+from ling3export.plan.plan import make_plan
 
 PERIOD = 0.2  # seconds between looks at the processes
 

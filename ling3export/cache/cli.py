@@ -43,7 +43,7 @@ class _Size(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Bytes."""
-        from ling3export.plan.plan import parse_bytes
+        from ling3export.plan.options import parse_bytes
 
         return value if isinstance(value, int) else parse_bytes(value, "--max-size")
 

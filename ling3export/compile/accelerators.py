@@ -17,16 +17,15 @@ from jax.sharding import AxisType, Mesh
 
 from ling3export.compile.lower import LOCATION_OPTIONS, costs, with_shardings
 from ling3export.cost.estimates import estimate
-from ling3export.cost.floors import expert_times, floor
-from ling3export.cost.workload import Workload
+from ling3export.cost.roofline import Workload, expert_times, roofline_bound
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.program import build_step
-from ling3export.plan.cards import CARDS, target_config
-from ling3export.plan.pools import readable
+from ling3export.plan.chips import CARDS, target_config
 from ling3export.plan.targets import Target
 from ling3export.runners.load import pjrt
+from ling3export.tables import readable
 
 
 def topology_mesh(target: Target) -> Mesh:
@@ -38,7 +37,7 @@ def topology_mesh(target: Target) -> Mesh:
         PlanError: The compiler does not know the topology; jax's first card is another one than the target's.
     """
     if target.autotuned:
-        card, wanted = jax.devices("cuda")[0], CARDS[target.kind or ""].name
+        card, wanted = jax.devices("cuda")[0], CARDS[target.kind or ""]
         if card.device_kind != wanted:
             raise PlanError(
                 f"target `{target.text}`: expected jax's first card to be {wanted}, found {card.device_kind}",
@@ -46,8 +45,9 @@ def topology_mesh(target: Target) -> Mesh:
             )
         return Mesh(np.array([card]), (AXIS,), axis_types=(AxisType.Auto,))
     if target.platform == "cuda":
+        assert target.chip is not None
         card = topologies.get_topology_desc(
-            platform="cuda", topology_name="", target_config=target_config(target), topology="1x1x1"
+            platform="cuda", topology_name="", target_config=target_config(target.chip), topology="1x1x1"
         )
         return Mesh(np.array(card.devices), (AXIS,), axis_types=(AxisType.Auto,))
     single = (
@@ -131,7 +131,7 @@ def compile_for(
         "compile_seconds": seconds,
         **costs(compiled),
         "collectives": {},
-        "floor": floor(config, geometry, phase, padding, target.chip, workload),
+        "floor": roofline_bound(config, geometry, phase, padding, target.chip, workload),
     }
     if target.platform == "cuda":  # whose compiler estimates no cycles; with one card there are no collectives
         return raw, record

@@ -31,7 +31,8 @@ from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK
 from ling3export.model.parameters import Argument, arguments
 from ling3export.model.state import state_arrays
-from ling3export.plan.plan import Options, Plan, make_plans
+from ling3export.plan.options import Options
+from ling3export.plan.plan import Plan, make_plans
 from ling3export.plan.targets import Target
 from ling3export.plan.toolchain import check_toolchain
 from ling3export.runners.text.tokenizer import TokenizerFiles

@@ -11,7 +11,7 @@ from typing import Any
 
 from ling3export.artifacts.files import replace_file
 from ling3export.compile.matrix import Outcome
-from ling3export.plan.plan import Options
+from ling3export.plan.options import Options
 
 
 def failed_path(artifact: Path) -> Path:

@@ -27,8 +27,8 @@ from ling3export.compile.matrix import COLUMNS, Outcome, check, compile_all, out
 from ling3export.compile.pool import Compilers
 from ling3export.compile.score_into import Extending, extended
 from ling3export.errors import CheckpointError, PlanError, listed
-from ling3export.plan.options import SHARED
-from ling3export.plan.plan import Options, Plan, make_plans
+from ling3export.plan.options import SHARED, Options
+from ling3export.plan.plan import Plan, make_plans
 from ling3export.plan.toolchain import check_toolchain
 from ling3export.pricing.recorded import config_fields, config_of, options_of, score_paddings
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from ling3export.cache.programs import CELL, PROGRAM
 from ling3export.compile.pool import Compilers
-from ling3export.cost.peak import peak_bytes
+from ling3export.cost.estimates import peak_bytes
 from ling3export.errors import ArtifactError, PlanError
 from ling3export.model.config import Config
-from ling3export.plan.memory import check_memory
 from ling3export.plan.plan import Cell, Plan
+from ling3export.pricing.memory import check_memory
 
 COLUMNS = ("cell", "status", "seconds", "program", "peak a device", "collectives", "estimate", "worst error")
 

@@ -20,11 +20,12 @@ from ling3export.compile.failed import failed_path, read_failure
 from ling3export.compile.pool import Compilers
 from ling3export.errors import ArtifactError, PlanError, listed
 from ling3export.model.config import Config
-from ling3export.plan.plan import Options, Plan, make_plans
-from ling3export.plan.pools import readable
+from ling3export.plan.options import Options
+from ling3export.plan.plan import Plan, make_plans
 from ling3export.plan.toolchain import check_toolchain
 from ling3export.pricing.recorded import config_fields, config_of, plan_of
 from ling3export.runners.load.targets import choose_target
+from ling3export.tables import readable
 from ling3export.verify.measure import measure_apart
 
 

@@ -15,7 +15,8 @@ from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.compile.pool import Compilers, Done
 from ling3export.errors import PlanError, listed
 from ling3export.model.geometry import CHUNK
-from ling3export.plan.plan import Cell, Plan, check_paddings
+from ling3export.plan.options import check_paddings
+from ling3export.plan.plan import Cell, Plan
 from ling3export.pricing.recorded import config_of, plan_of
 
 OPTION = "--score-paddings"

@@ -12,7 +12,7 @@ from typing import Any
 
 from ling3export.cost.hlo import Frame, Instruction, Module, parse, trip_count
 from ling3export.cost.operations import FAST, kind, traffic
-from ling3export.plan.targets import Chip
+from ling3export.plan.chips import Chip
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 # Names without work of their own: their operands' or users' instructions have it.
@@ -234,3 +234,13 @@ def estimate(text: str, chip: Chip, trips: Mapping[str, float]) -> dict[str, Any
 
 def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
     return {name: float(f"{value:.4g}") for name, value in sorted(seconds.items(), key=lambda row: -row[1]) if value}
+
+
+def passing(memory: Mapping[str, int]) -> int:
+    """Bytes that a step needs beside its arguments: temporaries, and outputs that reuse no donated buffer."""
+    return memory["temporaries"] + memory["outputs"] - memory["alias"]
+
+
+def peak_bytes(memory: Mapping[str, int]) -> int:
+    """The most that a device holds while a program runs: its arguments, its code, and what passes."""
+    return memory["arguments"] + memory["code"] + passing(memory)

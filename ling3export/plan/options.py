@@ -1,110 +1,105 @@
-"""The options that say what is to be built, shared by ``build`` and ``plan``; ``plan.py`` checks what they mean."""
+"""The options of ``ling3export build`` and ``plan``: their values and defaults, and how they are written."""
 
+import itertools
+import re
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
-import click
+from ling3export.errors import PlanError
+from ling3export.plan.chips import GIB
 
-from ling3export.plan.plan import Options, parse_bytes, parse_paddings
-from ling3export.plan.targets import GIB
+LARGEST_PADDING = 2**20  # int32 offsets hold every field of a step up to here
 
-DEFAULTS = Options()
+
+@dataclass(frozen=True)
+class Options:
+    """The options of ``ling3export build``; the one place where their defaults live.
+
+    Attributes:
+        paddings: Token slots of the prefill programs: ascending multiples of 16.
+        decode_paddings: Sequences of the decode programs; None derives them from ``paddings``.
+        score_paddings: Token slots of the score programs; none without.
+        tp: Devices that share the model on cpu; None is 16, or all slabs of a model that has fewer.
+        targets: ``PLATFORM[:KIND][:TOPOLOGY][@TP]``.
+        max_running: Sequences that hold state at once.
+        page_size: Tokens a latent page.
+        context: Longest sequence; None is 8192 or the model's limit, whichever is less.
+        memory_fraction: Of an accelerator's memory, what weights and pools may take.
+        state_memory: Bytes for the state of all virtual devices of a cpu target together.
+        pages: Latent pages; None takes what fits, at most what ``max_running`` full sequences need.
+        dtype: ``bfloat16`` or ``float32`` (highest matmul precision throughout).
+        jobs: Cells compiled at a time; None is one a core.
+    """
+
+    paddings: tuple[int, ...] = (16, 128, 512)
+    decode_paddings: tuple[int, ...] | None = None
+    score_paddings: tuple[int, ...] = ()
+    tp: int | None = None
+    targets: tuple[str, ...] = ("cpu",)
+    max_running: int = 64
+    page_size: int = 256
+    context: int | None = None
+    memory_fraction: float = 0.6
+    state_memory: int = 4 * GIB
+    pages: int | None = None
+    dtype: str = "bfloat16"
+    jobs: int | None = None
+
+
 # What an artifact's targets have in common: a target that is added takes them as they are.
 SHARED = ("paddings", "decode_paddings", "max_running", "page_size", "context", "dtype")
 
 
-class Paddings(click.ParamType):
-    """``16,128,512``; what it means is checked with the plan."""
+def parse_bytes(text: str, name: str = "--state-memory") -> int:
+    """``4GiB``, ``512 MiB``, ``1000000``: bytes. Binary and decimal units are told apart.
 
-    name = "N,N,..."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """The integers between the commas."""
-        if isinstance(value, tuple):
-            return value
-        return parse_paddings(value, *(() if param is None else param.opts[:1]))
-
-
-class Bytes(click.ParamType):
-    """``4GiB``."""
-
-    name = "SIZE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Bytes."""
-        return value if isinstance(value, int) else parse_bytes(value, *(() if param is None else param.opts[:1]))
+    Raises:
+        PlanError: Not a size.
+    """
+    units = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
+    units |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
+    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2] not in units:
+        raise PlanError(f"{name}: expected a size, found `{_short(text)}`", "write 4GiB, 512MiB or a number of bytes")
+    return int(float(match[1]) * units[match[2]])
 
 
-KNOBS = (
-    click.option(
-        "--paddings",
-        type=Paddings(),
-        default=DEFAULTS.paddings,
-        help="Token slots of the prefill programs.  [default: 16,128,512]",
-    ),
-    click.option(
-        "--decode-paddings",
-        type=Paddings(),
-        help="Sequences of the decode programs.  [default: paddings up to the first that holds --max-running]",
-    ),
-    click.option(
-        "--score-paddings",
-        type=Paddings(),
-        default=DEFAULTS.score_paddings,
-        help="Token slots of programs that score given tokens.  [default: none]",
-    ),
-    click.option(
-        "--tp",
-        type=int,
-        help="Devices that share the model.  [default: on cpu 16, or as many as the model splits over]",
-    ),
-    click.option(
-        "--target",
-        "targets",
-        multiple=True,
-        default=DEFAULTS.targets,
-        help="PLATFORM[:KIND][:TOPOLOGY]; may be given many times.  [default: cpu]",
-    ),
-    click.option(
-        "--max-running",
-        type=int,
-        default=DEFAULTS.max_running,
-        show_default=True,
-        help="Sequences that hold state at once.",
-    ),
-    click.option("--page-size", type=int, default=DEFAULTS.page_size, show_default=True, help="Tokens a latent page."),
-    click.option("--context", type=int, help="Longest sequence.  [default: 8192, or the model's limit]"),
-    click.option(
-        "--memory-fraction",
-        type=float,
-        default=DEFAULTS.memory_fraction,
-        show_default=True,
-        help="Of an accelerator's memory, for weights and pools; the rest is for temporaries and programs.",
-    ),
-    click.option(
-        "--state-memory",
-        type=Bytes(),
-        default=DEFAULTS.state_memory,
-        help="For the state of all virtual devices of a cpu target.  [default: 4GiB]",
-    ),
-    click.option("--pages", type=int, help="Latent pages.  [default: what fits]"),
-    click.option(
-        "--dtype",
-        type=click.Choice(["bfloat16", "float32"]),
-        default=DEFAULTS.dtype,
-        show_default=True,
-        help="float32 means highest matmul precision throughout.",
-    ),
-)
+def parse_paddings(text: str, name: str = "--paddings") -> tuple[int, ...]:
+    """``16,128,512`` as integers.
+
+    Raises:
+        PlanError: Not a comma-separated list of integers.
+    """
+    if re.fullmatch(r"\s*-?[0-9]{1,18}\s*(,\s*-?[0-9]{1,18}\s*)*", text) is None:
+        raise PlanError(f"{name}: expected integers with commas between, found `{_short(text)}`", "e.g. 16,128,512")
+    return tuple(int(part) for part in text.split(","))
 
 
-def knobs(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options of :class:`ling3export.plan.plan.Options`, ``jobs`` apart."""
-    for option in reversed(KNOBS):
-        command = option(command)
-    return command
+def _short(text: str) -> str:
+    """The begin of what a user wrote, for a message."""
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def check_paddings(paddings: Sequence[int], name: str, multiple: int) -> None:
+    """Ascending, positive, distinct multiples; none is dropped in silence.
+
+    Raises:
+        PlanError: With the first padding that is wrong.
+    """
+    if not paddings:
+        raise PlanError(f"{name}: expected at least one padding, found none")
+    for value in paddings:
+        if value <= 0 or value % multiple:
+            what = "a positive number" if multiple == 1 else f"a positive multiple of {multiple}"
+            near = max(multiple, (value + multiple - 1) // multiple * multiple)
+            raise PlanError(f"{name}: expected {what}, found {value}", f"the next one that can be built is {near}")
+        if value > LARGEST_PADDING:
+            raise PlanError(f"{name}: expected paddings of at most {LARGEST_PADDING:,}, found {value:,}")
+    for left, right in itertools.pairwise(paddings):
+        if left >= right:
+            ordered = ",".join(str(p) for p in sorted(set(paddings)))
+            raise PlanError(f"{name}: expected ascending paddings, found {left} before {right}", f"write {ordered}")
 
 
 def spelled(options: Options, ignore: Sequence[str] = ()) -> str:
@@ -116,7 +111,7 @@ def spelled(options: Options, ignore: Sequence[str] = ()) -> str:
     """
     words = []
     for name, value in asdict(options).items():
-        if name == "jobs" or value == getattr(DEFAULTS, name):
+        if name == "jobs" or value == getattr(Options(), name):
             continue
         if name == "targets":
             words += [word for target in value for word in ("--target", target)]
@@ -127,9 +122,3 @@ def spelled(options: Options, ignore: Sequence[str] = ()) -> str:
         words += [f"--{name.replace('_', '-')}", text]
     words += [word for field in ignore for word in ("--ignore-config-field", field)]
     return shlex.join(words)
-
-
-def given(context: click.Context) -> set[str]:
-    """Names of the options that stand on the command line."""
-    source = click.core.ParameterSource.COMMANDLINE
-    return {name for name in context.params if context.get_parameter_source(name) is source}

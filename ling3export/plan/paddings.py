@@ -1,23 +1,162 @@
-"""The paddings that cost least on a histogram of lengths, under the runner's own choice of a padding for each call.
+"""A histogram of request lengths, and what the runner's packing wastes on it at given paddings.
 
-A call costs its slots and CALL more, as the runner counts. The runner takes the padding at which a token of the waiting
-work costs least, so a prompt of w chunks costs cost[w] = (p + CALL) + cost[w - p] with the p chosen for w: a table over
-w, for each set of paddings. All sets of a grid are tried; if the grid had to be coarser than 16, the best is then moved
-in steps of 16, a padding at a time, while that helps.
+A file of JSON lines: ``{"prompt_tokens": 317, "output_tokens": 50, "count": 3}``, ``count`` 1 if it is left out.
+
+The runner fills prefill calls with chunks of 16 slots, a sequence's chunks one after the other, and takes for each call
+the padding at which a token of the waiting work costs least (``Shapes.paying``: a call counts as its slots and some
+more). So the waste has two ends: every request *alone* (an idle server: each pays for its own padding), and all of them
+*packed* (all waiting at once: calls are full, only last chunks are not).
 """
 
 import itertools
+import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from ling3export.errors import PlanError
 from ling3export.model.geometry import CHUNK
-from ling3export.plan.lengths import Length, chunked
-from ling3export.runners.engine.inputs import CALL
+from ling3export.runners.engine.inputs import CALL, Shapes
 
+LARGEST_COUNT = 2**40  # of a count: sums stay far inside exact integers
 SETS = 20_000  # tried at most: seconds
-LARGEST = 8192  # slots; beyond, no search
+SEARCHED = 8192  # slots: no larger padding is searched for
+FIELDS = {"prompt_tokens": None, "output_tokens": None, "count": 1}  # with their defaults; None: required
+
+
+@dataclass(frozen=True)
+class Length:
+    """``count`` requests of ``prompt`` tokens that are answered with ``output`` tokens."""
+
+    prompt: int
+    output: int
+    count: int
+
+
+def read_lengths(path: Path) -> list[Length]:
+    """The histogram of a file; equal lengths are added up.
+
+    Raises:
+        PlanError: No file, no JSON, an unknown or missing field, or a number that is no positive integer; with the
+            line.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise PlanError(
+            f"--lengths `{path.name}`: expected a readable file, found {reason}, in {path.parent}"
+        ) from None
+    counts: dict[tuple[int, int], int] = {}
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            found = _read_line(line, f"line {number} of {path.name}")
+            key = (found.prompt, found.output)
+            counts[key] = counts.get(key, 0) + found.count
+    if not counts:
+        raise PlanError(f"--lengths `{path}`: expected at least one line, found none")
+    return [Length(*key, count) for key, count in sorted(counts.items())]
+
+
+def _read_line(line: str, where: str) -> Length:
+    example = 'a line is {"prompt_tokens": 317, "output_tokens": 50, "count": 3}'
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"--lengths: expected JSON, found {error}, in {where}", example) from None
+    if not isinstance(value, dict):
+        raise PlanError(f"--lengths: expected a JSON object, found {line.strip()[:60]}, in {where}", example)
+    if unknown := sorted(set(value) - set(FIELDS)):
+        raise PlanError(f"--lengths field `{unknown[0]}`: expected no such field, found it, in {where}", example)
+    numbers = []
+    for name, default in FIELDS.items():
+        number = value.get(name, default)
+        if type(number) is not int or not 1 <= number <= LARGEST_COUNT:
+            shown = "none" if name not in value else json.dumps(number)[:60]
+            raise PlanError(
+                f"--lengths field `{name}`: expected a positive integer, found {shown}, in {where}", example
+            )
+        numbers.append(number)
+    return Length(*numbers)
+
+
+def split_by_context(lengths: Sequence[Length], context: int) -> tuple[list[Length], int]:
+    """Those that a context holds, and how many requests it does not: the runner refuses them."""
+    fits = [length for length in lengths if length.prompt + length.output <= context]
+    return fits, sum(length.count for length in lengths) - sum(length.count for length in fits)
+
+
+def calls(slots: int, paddings: Sequence[int]) -> list[tuple[int, int]]:
+    """Prefill calls for ``slots`` token slots of work, in the runner's order: a padding, and how often in a row.
+
+    All but the last call are full.
+    """
+    shapes = Shapes(tuple(paddings), (), CHUNK, 0)
+    found = []
+    while slots > 0:
+        padding = shapes.paying(slots)
+        # The choice is the same for all work that no padding holds.
+        count = max(1, (slots - paddings[-1]) // padding)
+        found.append((padding, count))
+        slots -= count * padding
+    return found
+
+
+def chunked(tokens: int) -> int:
+    """Slots that a prompt takes in whole chunks."""
+    return -(-tokens // CHUNK) * CHUNK
+
+
+def prefill_waste(lengths: Sequence[Length], paddings: Sequence[int]) -> dict[str, Any]:
+    """Padded slots of prefill.
+
+    Returns:
+        ``tokens``: real ones. ``alone``: ``calls``, ``slots`` and ``wasted`` in all and by padding, every request by
+        itself. ``packed``: the same sums for all requests waiting at once.
+    """
+    tokens = sum(length.prompt * length.count for length in lengths)
+    by_padding = {padding: {"calls": 0, "slots": 0, "wasted": 0} for padding in paddings}
+    for length in lengths:
+        left = length.prompt
+        for padding, count in calls(chunked(length.prompt), paddings):
+            row = by_padding[padding]
+            used = min(left, count * padding)
+            left -= used
+            row["calls"] += length.count * count
+            row["slots"] += length.count * count * padding
+            row["wasted"] += length.count * (count * padding - used)
+    work = sum(chunked(length.prompt) * length.count for length in lengths)
+    packed = calls(work, paddings)
+    return {
+        "tokens": tokens,
+        "alone": _sums([(p, row["calls"]) for p, row in by_padding.items()], tokens) | {"paddings": by_padding},
+        "packed": _sums(packed, tokens),
+    }
+
+
+def _sums(found: Sequence[tuple[int, int]], tokens: int) -> dict[str, Any]:
+    slots = sum(padding * count for padding, count in found)
+    return {"calls": sum(count for _, count in found), "slots": slots, "wasted": slots - tokens}
+
+
+def decode_waste(lengths: Sequence[Length], paddings: Sequence[int], running: int) -> dict[str, Any]:
+    """Padded rows of decode: every request alone, and with ``running`` sequences all the time.
+
+    A request's first token comes from its prefill, so ``output - 1`` rows are decoded.
+    """
+    rows = sum((length.output - 1) * length.count for length in lengths)
+    together = min(running, paddings[-1])  # more take turns, in full calls
+    padding = next(padding for padding in paddings if padding >= together)
+    slots = -(-rows * padding // together)
+    return {
+        "rows": rows,
+        "alone": {"padding": paddings[0], "slots": rows * paddings[0], "wasted": rows * (paddings[0] - 1)},
+        "full": {"running": together, "padding": padding, "slots": slots, "wasted": slots - rows},
+    }
 
 
 class Histogram:
@@ -62,9 +201,9 @@ def best_paddings(lengths: Sequence[Length], count: int, largest: int) -> tuple[
         largest: The largest that may be: it bounds a call's time and temporaries.
 
     Returns:
-        Ascending multiples of 16; of equal choices the fewest and smallest. None beyond LARGEST: no search.
+        Ascending multiples of 16; of equal choices the fewest and smallest. None beyond SEARCHED: no search.
     """
-    if largest > LARGEST:
+    if largest > SEARCHED:
         return None
     histogram = Histogram(lengths, largest)
     step = grid(count, largest)

@@ -1,7 +1,5 @@
 """What is to be built: paddings, parallelism, targets and pool sizes, checked before any work is done."""
 
-import itertools
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -9,47 +7,11 @@ from typing import Any
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
+from ling3export.plan.options import Options, check_paddings
 from ling3export.plan.pools import size_pages
-from ling3export.plan.targets import DEFAULT_CPU_TP, GIB, Target, parse_target
-
-
-@dataclass(frozen=True)
-class Options:
-    """The knobs of ``ling3export build``; the one place where their defaults live.
-
-    Attributes:
-        paddings: Token slots of the prefill programs: ascending multiples of 16.
-        decode_paddings: Sequences of the decode programs; None derives them from ``paddings``.
-        score_paddings: Token slots of the score programs; none without.
-        tp: Devices that share the model on cpu; None is 16, or all slabs of a model that has fewer.
-        targets: ``PLATFORM[:KIND][:TOPOLOGY][@TP]``.
-        max_running: Sequences that hold state at once.
-        page_size: Tokens a latent page.
-        context: Longest sequence; None is 8192 or the model's limit, whichever is less.
-        memory_fraction: Of an accelerator's memory, what weights and pools may take.
-        state_memory: Bytes for the state of all virtual devices of a cpu target together.
-        pages: Latent pages; None takes what fits, at most what ``max_running`` full sequences need.
-        dtype: ``bfloat16`` or ``float32`` (highest matmul precision throughout).
-        jobs: Cells compiled at a time; None is one a core.
-    """
-
-    paddings: tuple[int, ...] = (16, 128, 512)
-    decode_paddings: tuple[int, ...] | None = None
-    score_paddings: tuple[int, ...] = ()
-    tp: int | None = None
-    targets: tuple[str, ...] = ("cpu",)
-    max_running: int = 64
-    page_size: int = 256
-    context: int | None = None
-    memory_fraction: float = 0.6
-    state_memory: int = 4 * GIB
-    pages: int | None = None
-    dtype: str = "bfloat16"
-    jobs: int | None = None
-
+from ling3export.plan.targets import DEFAULT_CPU_TP, Target, parse_target
 
 DEFAULT_CONTEXT = 8192
-LARGEST_PADDING = 2**20  # int32 offsets hold every field of a step up to here
 
 
 @dataclass(frozen=True)
@@ -116,57 +78,6 @@ class Plan:
             "dtype": self.geometry.dtype,
             "geometry": asdict(self.geometry),
         }
-
-
-def parse_bytes(text: str, name: str = "--state-memory") -> int:
-    """``4GiB``, ``512 MiB``, ``1000000``: bytes. Binary and decimal units are told apart.
-
-    Raises:
-        PlanError: Not a size.
-    """
-    units = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
-    units |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
-    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2] not in units:
-        raise PlanError(f"{name}: expected a size, found `{_short(text)}`", "write 4GiB, 512MiB or a number of bytes")
-    return int(float(match[1]) * units[match[2]])
-
-
-def parse_paddings(text: str, name: str = "--paddings") -> tuple[int, ...]:
-    """``16,128,512`` as integers.
-
-    Raises:
-        PlanError: Not a comma-separated list of integers.
-    """
-    if re.fullmatch(r"\s*-?[0-9]{1,18}\s*(,\s*-?[0-9]{1,18}\s*)*", text) is None:
-        raise PlanError(f"{name}: expected integers with commas between, found `{_short(text)}`", "e.g. 16,128,512")
-    return tuple(int(part) for part in text.split(","))
-
-
-def _short(text: str) -> str:
-    """The begin of what a user wrote, for a message."""
-    return text if len(text) <= 60 else f"{text[:60]}…"
-
-
-def check_paddings(paddings: Sequence[int], name: str, multiple: int) -> None:
-    """Ascending, positive, distinct multiples; none is dropped in silence.
-
-    Raises:
-        PlanError: With the first padding that is wrong.
-    """
-    if not paddings:
-        raise PlanError(f"{name}: expected at least one padding, found none")
-    for value in paddings:
-        if value <= 0 or value % multiple:
-            what = "a positive number" if multiple == 1 else f"a positive multiple of {multiple}"
-            near = max(multiple, (value + multiple - 1) // multiple * multiple)
-            raise PlanError(f"{name}: expected {what}, found {value}", f"the next one that can be built is {near}")
-        if value > LARGEST_PADDING:
-            raise PlanError(f"{name}: expected paddings of at most {LARGEST_PADDING:,}, found {value:,}")
-    for left, right in itertools.pairwise(paddings):
-        if left >= right:
-            ordered = ",".join(str(p) for p in sorted(set(paddings)))
-            raise PlanError(f"{name}: expected ascending paddings, found {left} before {right}", f"write {ordered}")
 
 
 def derive_decode_paddings(paddings: tuple[int, ...], max_running: int) -> tuple[tuple[int, ...], str]:

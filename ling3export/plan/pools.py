@@ -2,25 +2,15 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.parameters import arguments
 from ling3export.model.state import state_bytes
+from ling3export.plan.options import Options
 from ling3export.plan.targets import Target
-
-if TYPE_CHECKING:
-    from ling3export.plan.plan import Options
-
-
-def readable(count: float) -> str:
-    """Bytes as a person reads them."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count:.0f} B"
+from ling3export.tables import readable
 
 
 def weight_bytes(config: Config, geometry: Geometry) -> int:
@@ -42,7 +32,7 @@ class _Room:
     """What a pool has to fit, and how the user says so.
 
     Attributes:
-        option: The knob, as it is named in a refusal.
+        option: The option that limits it, as it is named in a refusal.
         where: What the bytes are counted on.
         budget: Bytes there may be.
         limit: The budget in words.
@@ -78,7 +68,7 @@ class _Room:
             )
 
 
-def _room(config: Config, geometry: Geometry, options: "Options", target: Target) -> _Room:
+def _room(config: Config, geometry: Geometry, options: Options, target: Target) -> _Room:
     step = stride(geometry)
     slots = f"{geometry.slots + 1} slots and one page"  # the dummies are in it
     empty = state_bytes(config, geometry)
@@ -106,7 +96,7 @@ def stride(geometry: Geometry) -> int:
     return geometry.tp if geometry.cut_pages else 1
 
 
-def size_pages(config: Config, geometry: Geometry, options: "Options", target: Target) -> tuple[Geometry, str]:
+def size_pages(config: Config, geometry: Geometry, options: Options, target: Target) -> tuple[Geometry, str]:
     """Gives the latent pool its pages; refuses what does not fit, with the sum.
 
     Returns:

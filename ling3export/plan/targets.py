@@ -1,75 +1,14 @@
-"""Machines that programs are built for: facts about their chips, and how a target is written. Imports no jax.
+"""The machines that programs are built for, and how a user writes them. Imports no jax."""
 
-Memory is what the compiler lets a program have on one device (a refused 300 GiB program names it), the rest is from
-the vendors' tables, per chip, divided by the devices of a chip.
-"""
-
-import math
 import re
 from dataclasses import dataclass
 from functools import cached_property
 
 from ling3export.errors import PlanError, listed
 from ling3export.model.config import Config
-from ling3export.plan.card_here import HERE, kind_here
+from ling3export.plan.chips import CHIPS, HERE, Chip, kind_here
 
-GIB = 2**30
 DEFAULT_CPU_TP = 16
-
-
-@dataclass(frozen=True)
-class Chip:
-    """One kind of accelerator, as jax sees it: per device, not per chip.
-
-    Attributes:
-        platform: ``tpu`` or ``cuda``.
-        kind: As a target writes it.
-        memory: Bytes a program may have.
-        bandwidth: Bytes a second to and from that memory.
-        flops: bf16 operations a second, dense.
-        devices: jax devices of a chip (two where a chip has two cores that are not fused).
-        chips_per_host: Of a slice with several hosts.
-        topologies: Names that the compiler knows, of up to 16 devices.
-        lanes: The minor dimension that the memory layout pads to; 1: none.
-        clock: Cycles a second that the compiler's cycle estimates are divided by (assumed, not published).
-        sources: Where the numbers come from.
-    """
-
-    platform: str
-    kind: str
-    memory: int
-    bandwidth: float
-    flops: float
-    devices: int
-    chips_per_host: int
-    topologies: tuple[str, ...]
-    lanes: int
-    clock: float
-    sources: tuple[str, ...]
-
-    def count(self, topology: str) -> int:
-        """Devices of a topology."""
-        return math.prod(int(side) for side in topology.split("x")) * self.devices
-
-
-CLOCK = 1.75e9
-CHIPS = {
-    (chip.platform, chip.kind): chip
-    for chip in (
-        Chip("tpu", "v6e", int(31.24 * GIB), 1640e9, 918e12, 1, 4, ("1x1", "2x2", "2x4", "4x4"), 128, CLOCK,
-             ("https://cloud.google.com/tpu/docs/v6e",)),
-        Chip("tpu", "v5e", int(15.75 * GIB), 819e9, 197e12, 1, 4, ("1x1", "2x2", "2x4", "4x4"), 128, CLOCK,
-             ("https://cloud.google.com/tpu/docs/v5e",)),
-        Chip("tpu", "v5p", int(95.73 * GIB), 2765e9, 459e12, 1, 4, ("1x1x1", "2x2x1", "2x2x2", "2x2x4"), 128, CLOCK,
-             ("https://cloud.google.com/tpu/docs/v5p",)),
-        Chip("tpu", "tpu7x", int(94.74 * GIB), 7380e9 / 2, 2307e12 / 2, 2, 4, ("1x1x1", "2x2x1", "2x2x2"), 128, CLOCK,
-             ("https://cloud.google.com/tpu/docs/tpu7x",)),
-        Chip("cuda", "h100", 80 * 10**9, 3350e9, 989e12, 1, 8, (), 1, 1.755e9,
-             ("https://www.nvidia.com/en-us/data-center/h100/",)),
-        Chip("cuda", "h200", 141 * 10**9, 4800e9, 989e12, 1, 8, (), 1, 1.755e9,
-             ("https://www.nvidia.com/en-us/data-center/h200/",)),
-    )
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.cost.floors import floor
-from ling3export.cost.peak import passing
-from ling3export.cost.workload import Workload
+from ling3export.cost.estimates import passing
+from ling3export.cost.roofline import Workload, roofline_bound
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
-from ling3export.plan.lengths import Length, decode_waste, prefill_waste, split_by_context
-from ling3export.plan.memory import held
-from ling3export.plan.options import spelled
-from ling3export.plan.paddings import Histogram, best_paddings, grid
-from ling3export.plan.plan import Options, Plan, make_plans
+from ling3export.plan.options import Options, spelled
+from ling3export.plan.paddings import (
+    Histogram,
+    Length,
+    best_paddings,
+    decode_waste,
+    grid,
+    prefill_waste,
+    split_by_context,
+)
+from ling3export.plan.plan import Plan, make_plans
+from ling3export.pricing.memory import held
 from ling3export.pricing.recorded import layout_difference
 
 
@@ -73,7 +79,7 @@ def _target(config: Config, plan: Plan, manifest: dict[str, Any] | None) -> dict
     for cell in plan.cells:
         row: dict[str, Any] = {"floor": None, "temporaries": None, "estimated_seconds": None}
         if chip is not None:
-            low = floor(config, geometry, cell.phase, cell.padding, chip, workload)
+            low = roofline_bound(config, geometry, cell.phase, cell.padding, chip, workload)
             moved = sum(low["bytes"].values())
             times = {"memory": moved / chip.bandwidth, "compute": low["flops"] / chip.flops}
             row["floor"] = low | {"memory_seconds": times["memory"], "compute_seconds": times["compute"]}

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from ling3export.plan.pools import readable
-from ling3export.report.columns import aligned
 from ling3export.runners.engine.inputs import CALL
+from ling3export.tables import aligned, readable
 
 COST = f"a call counted as its slots and {CALL} more"
 

@@ -8,8 +8,8 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (makes numpy know bfloat16)
 import numpy as np
 
-from ling3export.cost.peak import peak_bytes
-from ling3export.plan.targets import CHIPS, Chip
+from ling3export.cost.estimates import peak_bytes
+from ling3export.plan.chips import CHIPS, Chip
 
 MEMORY = ("weights", "state", "temporaries", "outputs", "other arguments", "code")
 PREFIXES = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "µ": 1e-6, "n": 1e-9}

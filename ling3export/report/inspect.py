@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ling3export.cost.peak import peak_bytes
-from ling3export.report.columns import aligned
+from ling3export.cost.estimates import peak_bytes
+from ling3export.tables import aligned
 
 
 def _megabytes(count: float) -> str:

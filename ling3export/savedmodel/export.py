@@ -20,7 +20,8 @@ from ling3export.artifacts.staging import staged
 from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.compile.build import Reporter, write_weights
 from ling3export.errors import ArtifactError, Ling3Error, PlanError
-from ling3export.plan.plan import Options, make_plan
+from ling3export.plan.options import Options
+from ling3export.plan.plan import make_plan
 from ling3export.processes import command, ending, environment
 
 RECORD = "ling3.json"  # beside saved_model.pb: what the signatures take and give

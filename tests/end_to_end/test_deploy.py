@@ -11,7 +11,8 @@ import yaml
 from console_blocks import matches
 from ling3export.checkpoint.synth import config_fields
 from ling3export.model.config import Config
-from ling3export.plan.targets import CHIPS, parse_target
+from ling3export.plan.chips import CHIPS
+from ling3export.plan.targets import parse_target
 
 ROOT = Path(__file__).parents[2]
 JOBSET = ROOT / "deploy/jobset-v6e-4x4.yaml"

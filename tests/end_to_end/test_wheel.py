@@ -64,7 +64,7 @@ def test_wheel_metadata(wheel):
     assert text("entry_points.txt").split("\n")[:3] == [
         "[console_scripts]",
         "ling3-runner = ling3export.runners.cli.main:main",
-        "ling3export = ling3export.cli:main",
+        "ling3export = ling3export.cli.main:main",
     ]
 
 

@@ -18,9 +18,10 @@ from typing import Any
 
 from ling3export.checkpoint.synth import config_fields
 from ling3export.compile.pool import Compilers
-from ling3export.cost.peak import peak_bytes
+from ling3export.cost.estimates import peak_bytes
 from ling3export.model.config import Config
-from ling3export.plan.plan import Cell, Options, make_plan
+from ling3export.plan.options import Options
+from ling3export.plan.plan import Cell, make_plan
 
 ROOT = Path(__file__).parents[2]
 TARGET = "tpu:v6e:4x4"

@@ -23,7 +23,8 @@ from ling3export.cache.cells import counts
 from ling3export.cache.keys import cell_fields
 from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.compile.build import DEMO
-from ling3export.plan.plan import Options, make_plan
+from ling3export.plan.options import Options
+from ling3export.plan.plan import make_plan
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = Options(paddings=(16, 128), tp=16, max_running=32, context=1024)

@@ -18,7 +18,8 @@ from ling3export.cache.keys import cell_fields, program_fields
 from ling3export.cache.programs import Programs
 from ling3export.cache.use import CacheUse
 from ling3export.model.config import Config
-from ling3export.plan.plan import Cell, Options, Plan, make_plan
+from ling3export.plan.options import Options
+from ling3export.plan.plan import Cell, Plan, make_plan
 from tiny import tiny_fields
 
 CELL = Cell("decode", 16)

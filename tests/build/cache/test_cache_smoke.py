@@ -12,7 +12,7 @@ import yaml
 from click.testing import CliRunner
 
 import smoke
-from ling3export import cli
+from ling3export.cli import main as cli
 
 ROOT = Path(__file__).parents[3]
 WORKFLOW = ROOT / "deploy" / "ci-smoke.yml"

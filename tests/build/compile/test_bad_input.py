@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from builds import SMALLEST
-from ling3export import cli
+from ling3export.cli import main as cli
 from refusals import refusal
 from tiny import tiny_fields, tiny_weights, write_tiny
 

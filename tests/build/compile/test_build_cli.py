@@ -13,10 +13,10 @@ import pytest
 from click.testing import CliRunner
 
 from builds import SMALLEST, building, ended, environment, kill_one, marked, wait_for, wait_until_gone
-from ling3export import cli
 from ling3export.artifacts.manifest import read_manifest
+from ling3export.cli import main as cli
+from ling3export.cli import options
 from ling3export.errors import ArtifactError
-from ling3export.plan import options as knobs
 from ling3export.processes import ending
 from ling3export.runners.cli import main as runner_cli
 from tiny import tiny_fields, tiny_weights, write_tiny
@@ -62,8 +62,8 @@ def test_help_is_golden(command):
 
 def test_the_readers_of_options_are_plain_click_types():
     """click.ParamType took no type argument before click 8.3, which made the import fail."""
-    assert knobs.Paddings.__bases__ == (click.ParamType,)
-    assert knobs.Bytes.__bases__ == (click.ParamType,)
+    assert options.Paddings.__bases__ == (click.ParamType,)
+    assert options.Bytes.__bases__ == (click.ParamType,)
 
 
 def test_the_artifact_is_named_after_the_checkpoint(checkpoint, tmp_path, monkeypatch):

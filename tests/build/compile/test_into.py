@@ -15,9 +15,9 @@ import pytest
 from click.testing import CliRunner
 
 from builds import copying, environment
-from ling3export import cli
 from ling3export.artifacts.lock import folder_lock
 from ling3export.artifacts.manifest import read_manifest, write_manifest
+from ling3export.cli import main as cli
 from ling3export.compile import into
 from ling3export.compile import pool as compiling
 from ling3export.errors import PlanError
@@ -118,7 +118,7 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_into import copying
-from ling3export import cli
+from ling3export.cli import main as cli
 from ling3export.compile import pool as compiling
 from ling3export.compile import into
 from ling3export.artifacts.manifest import read_manifest

@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from ling3export.cli.progress import Console
 from ling3export.compile import failed, matrix
 from ling3export.compile.matrix import Outcome
-from ling3export.compile.progress import Console
 from ling3export.errors import ArtifactError, PlanError
 from ling3export.model.config import Config
-from ling3export.plan.plan import Options, make_plan
-from ling3export.plan.targets import CHIPS, Target
+from ling3export.plan.chips import CHIPS
+from ling3export.plan.options import Options
+from ling3export.plan.plan import make_plan
+from ling3export.plan.targets import Target
 from tiny import tiny_fields
 
 FIELDS = tiny_fields()

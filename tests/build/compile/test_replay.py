@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from builds import copying
-from ling3export import cli
 from ling3export.artifacts.manifest import read_manifest, write_manifest
+from ling3export.cli import main as cli
 from ling3export.compile import pool as compiling
 from ling3export.compile import replay
 from ling3export.errors import ArtifactError

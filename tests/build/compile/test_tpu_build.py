@@ -4,9 +4,9 @@ import json
 
 from click.testing import CliRunner
 
-from ling3export import cli
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.checkpoint.synth import synthesize
+from ling3export.cli import main as cli
 
 TARGET = "tpu-v6e-2x2-tp4"
 

@@ -7,8 +7,18 @@ import pytest
 
 from fake_backend import FakeBackend
 from ling3export.errors import PlanError
-from ling3export.plan.lengths import Length, calls, chunked, decode_waste, prefill_waste, read_lengths, split_by_context
-from ling3export.plan.paddings import Histogram, best_paddings, grid
+from ling3export.plan.paddings import (
+    Histogram,
+    Length,
+    best_paddings,
+    calls,
+    chunked,
+    decode_waste,
+    grid,
+    prefill_waste,
+    read_lengths,
+    split_by_context,
+)
 from ling3export.runners.engine.block_manager import Allocator
 from ling3export.runners.engine.inputs import CALL, Shapes
 from ling3export.runners.engine.request import Request, Sampling

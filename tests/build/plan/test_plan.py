@@ -7,15 +7,8 @@ import pytest
 
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
-from ling3export.plan.plan import (
-    Cell,
-    Options,
-    check_paddings,
-    derive_decode_paddings,
-    make_plan,
-    parse_bytes,
-    parse_paddings,
-)
+from ling3export.plan.options import Options, check_paddings, parse_bytes, parse_paddings
+from ling3export.plan.plan import Cell, derive_decode_paddings, make_plan
 from tiny import tiny_fields
 
 CONFIG = Config.from_dict(tiny_fields())

@@ -7,19 +7,19 @@ from dataclasses import asdict
 import pytest
 from click.testing import CliRunner
 
-from ling3export import cli
 from ling3export.checkpoint.synth import config_fields
+from ling3export.cli import main as cli
 from ling3export.compile.accelerators import _too_large
-from ling3export.cost.floors import floor
-from ling3export.cost.peak import passing
-from ling3export.cost.workload import Workload
+from ling3export.cost.estimates import passing
+from ling3export.cost.roofline import Workload, roofline_bound
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.state import state_bytes
-from ling3export.plan.memory import check_memory, held
-from ling3export.plan.plan import Options, make_plan
+from ling3export.plan.chips import CHIPS
+from ling3export.plan.options import Options
+from ling3export.plan.plan import make_plan
 from ling3export.plan.pools import weight_bytes
-from ling3export.plan.targets import CHIPS
+from ling3export.pricing.memory import check_memory, held
 from ling3export.pricing.pricing import planned
 from ling3export.pricing.recorded import config_of, layout_difference, options_of, plan_of
 from refusals import refusal
@@ -74,7 +74,9 @@ def test_the_plan_of_the_full_model_on_a_slice(config, tmp_path):
         "  (all sets were tried; a call counted as its slots and 32 more)",
         "  ling3export build CHECKPOINT --paddings 48,320 --decode-paddings 16,512 --target tpu:v6e:4x4",
     ]
-    low = floor(FULL, make_plan(FULL, Options(), "tpu:v6e:4x4").geometry, "decode", 16, CHIPS["tpu", "v6e"], Workload())
+    low = roofline_bound(
+        FULL, make_plan(FULL, Options(), "tpu:v6e:4x4").geometry, "decode", 16, CHIPS["tpu", "v6e"], Workload()
+    )
     times = [low["seconds"], sum(low["bytes"].values()) / 1640e9, low["flops"] / 918e12]
     columns = [
         *(f"{1e3 * t:.3f}" for t in times),
@@ -185,7 +187,7 @@ def test_what_a_device_holds():
     check_memory(FULL, plan, cells)
 
 
-def test_a_target_whose_temporaries_do_not_fit_is_refused_with_the_sum_and_the_knob():
+def test_a_target_whose_temporaries_do_not_fit_is_refused_with_the_sum_and_the_option():
     plan = make_plan(FULL, Options(), "tpu:v6e:4x4")
     cells = {"prefill@512": {"memory": MEMORY | {"temporaries": 30 << 30, "code": 1 << 20}}}
     with pytest.raises(PlanError) as caught:
@@ -200,7 +202,7 @@ def test_a_target_whose_temporaries_do_not_fit_is_refused_with_the_sum_and_the_k
     )
 
 
-def test_what_libtpu_refuses_is_said_with_its_sum_and_the_knob():
+def test_what_libtpu_refuses_is_said_with_its_sum_and_the_option():
     """The compiler counts one program; it refuses within a second, in its own words."""
     said = RuntimeError("XLA: RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 40.1G of 31.25G hbm.\nx")
     target = make_plan(FULL, Options(), "tpu:v6e:4x4").target

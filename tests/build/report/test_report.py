@@ -8,9 +8,9 @@ from click.testing import CliRunner
 
 import browser as browsers
 from browser import Page, browser
-from ling3export import cli
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.cost.peak import peak_bytes
+from ling3export.cli import main as cli
+from ling3export.cost.estimates import peak_bytes
 from ling3export.report.data import MEMORY, si, targets, tick, times
 from ling3export.report.page import figures, render
 

@@ -13,15 +13,15 @@ from click.testing import CliRunner
 
 from artifacts_fixture import run
 from direct import Direct, pack, relative
-from ling3export import cli
 from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.checkpoint.convert import store_bytes
+from ling3export.cli import main as cli
 from ling3export.compile.lower import collective_counts, device_mesh
 from ling3export.errors import Ling3Error, PlanError
 from ling3export.model.geometry import Geometry
 from ling3export.model.parameters import parameters
 from ling3export.model.program import build_step
-from ling3export.plan.plan import Options
+from ling3export.plan.options import Options
 from ling3export.savedmodel import export as savedmodel
 
 CALLS = Path(__file__).parents[2] / "support" / "savedmodel_calls.py"

@@ -11,8 +11,9 @@ import pytest
 from click.testing import CliRunner, Result
 from safetensors.numpy import load_file, save_file
 
-from ling3export import cli, processes
+from ling3export import processes
 from ling3export.artifacts.manifest import file_record, read_manifest, write_manifest
+from ling3export.cli import main as cli
 from ling3export.errors import ArtifactError
 from ling3export.verify import measure, verify
 from ling3export.verify.measure import measure_apart, relative_error

@@ -14,7 +14,7 @@ from artifacts_fixture import RECIPES, Artifacts
 from bench.drive import Driver
 from ling3export.compile.build import build
 from ling3export.plan import plan
-from ling3export.plan.plan import Options
+from ling3export.plan.options import Options
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.load.loader import load

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from builds import environment
-from ling3export import cli
 from ling3export.artifacts.manifest import read_manifest, sha256_of, write_manifest
+from ling3export.cli import main as cli
 from ling3export.errors import ArtifactError
 from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.load import pjrt

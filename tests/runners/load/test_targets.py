@@ -8,8 +8,10 @@ from ling3export.checkpoint.synth import config_fields
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.plan import toolchain
-from ling3export.plan.plan import Options, make_plan
-from ling3export.plan.targets import CHIPS, known_targets, parse_target
+from ling3export.plan.chips import CHIPS
+from ling3export.plan.options import Options
+from ling3export.plan.plan import make_plan
+from ling3export.plan.targets import known_targets, parse_target
 from ling3export.plan.toolchain import check_toolchain, compiler_environment
 
 FULL = Config.from_dict(config_fields("full", {}))

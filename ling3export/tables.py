@@ -1,4 +1,4 @@
-"""Tables of plain text."""
+"""Tables and sizes as plain text."""
 
 from collections.abc import Sequence
 
@@ -13,3 +13,11 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
         + "  ".join(text.rjust(w) if i else text.ljust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True)))
         for row in rows
     ]
+
+
+def readable(count: float) -> str:
+    """Bytes as a person reads them."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count:.0f} B"

@@ -12,10 +12,11 @@ from ling3export.checkpoint.synth import config_fields
 from ling3export.compile import accelerators
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
-from ling3export.plan import card_here, toolchain
-from ling3export.plan.cards import CARDS, Card, target_config
-from ling3export.plan.plan import Options, make_plan
-from ling3export.plan.targets import CHIPS, Target, parse_target
+from ling3export.plan import chips, toolchain
+from ling3export.plan.chips import CARDS, CHIPS, target_config
+from ling3export.plan.options import Options
+from ling3export.plan.plan import make_plan
+from ling3export.plan.targets import Target, parse_target
 from ling3export.plan.toolchain import check_toolchain, compiler_environment
 
 FULL = Config.from_dict(config_fields("full", {}))
@@ -36,14 +37,14 @@ def test_every_card_with_facts_can_be_described():
     ],
 )
 def test_the_compiler_is_told_of_the_card_of_the_target(kind, facts):
-    text = target_config(parse_target(f"cuda:{kind}", None, FULL))
+    text = target_config(CHIPS["cuda", kind])
     for fact in facts:
         assert fact in text
     assert "cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }" in text
     assert "shared_memory_per_block_optin: 232448 " in text
     assert text.count("{") == text.count("}") == 2
     assert text.startswith("gpu_device_info { threads_per_warp: 32 ")
-    assert f'}} platform_name: "CUDA" device_description_str: "{CARDS[kind].name}"' in text
+    assert f'}} platform_name: "CUDA" device_description_str: "{CARDS[kind]}"' in text
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def put_card(monkeypatch, folder, model):
     (folder / "0000:01:00.0").mkdir()
     text = f"Model: \t\t {model}\nIRQ:   \t\t 16\nDevice Minor: \t 0\n"
     (folder / "0000:01:00.0" / "information").write_text(text)
-    monkeypatch.setattr(card_here, "DRIVER", folder)
+    monkeypatch.setattr(chips, "DRIVER", folder)
 
 
 @pytest.mark.parametrize("text", ["cuda", "cuda@1", "cuda:h200:here"])
@@ -126,7 +127,7 @@ def test_a_card_without_facts_is_refused(monkeypatch, tmp_path):
 
 
 def test_without_a_card_cuda_alone_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(card_here, "DRIVER", tmp_path)
+    monkeypatch.setattr(chips, "DRIVER", tmp_path)
     with pytest.raises(PlanError) as caught:
         parse_target("cuda", None, FULL)
     assert caught.value.message == f"target `cuda`: expected an NVIDIA card in this machine, found none in {tmp_path}"
@@ -141,7 +142,7 @@ def test_an_autotuned_program_is_compiled_on_the_device_that_is_here(monkeypatch
     with pytest.raises(PlanError) as caught:
         accelerators.topology_mesh(target)
     assert caught.value.message == "target `cuda:h200:here`: expected jax's first card to be NVIDIA H200, found cpu"
-    monkeypatch.setitem(CARDS, "h200", Card("cpu"))
+    monkeypatch.setitem(CARDS, "h200", "cpu")
     config = Config.from_dict(config_fields("micro", {}))
     geometry = make_plan(config, Options(max_running=2, context=512, pages=4), "cuda:h200").geometry
     direct = accelerators.lower_for(config, geometry, "sample", 2, target)

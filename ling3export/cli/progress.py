@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ling3export.compile.matrix import COLUMNS, manifest_rows
 from ling3export.errors import listed
-from ling3export.report.columns import aligned
+from ling3export.tables import aligned
 
 LABELS = {
     "programs": "compile programs",

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ling3export.cost.peak import passing
+from ling3export.cost.estimates import passing
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.plan.plan import Plan
-from ling3export.plan.pools import readable, state_of_device, weight_bytes
+from ling3export.plan.pools import state_of_device, weight_bytes
+from ling3export.tables import readable
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def check_memory(config: Config, plan: Plan, cells: Mapping[str, Mapping[str, An
     """Refuses a compiled target that a device cannot hold. Pools are checked before anything is compiled.
 
     Raises:
-        PlanError: With the sum, and the knobs.
+        PlanError: With the sum, and the options that lower it.
     """
     found = held(config, plan, cells)
     if found.memory is None or found.total <= found.memory:

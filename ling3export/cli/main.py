@@ -10,9 +10,9 @@ import click
 
 from ling3export.cache.cli import cache
 from ling3export.cache.use import POLICIES, CacheUse
+from ling3export.cli.options import build_options, given
 from ling3export.errors import Ling3Error, listed
-from ling3export.plan.options import given, knobs
-from ling3export.plan.plan import Options
+from ling3export.plan.options import Options
 from ling3export.runners.cli.commands import Group
 
 
@@ -52,7 +52,7 @@ def main() -> None:
 @main.command()
 @click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
 @click.argument("artifact", required=False, type=click.Path(path_type=Path))
-@knobs
+@build_options
 @click.option("--jobs", type=click.IntRange(1), help="Cells compiled at a time.  [default: one a core]")
 @click.option(
     "--ignore-config-field", "ignore", multiple=True, metavar="NAME", help="A field of config.json to ignore."
@@ -93,7 +93,7 @@ def main() -> None:
 @click.option("--explain", is_flag=True, help="Say of each cell why it was not in the cache.")
 def build(
     checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], into: Path | None, replay: str | None,
-    force: bool, kind: str, policy: str, cache_dir: Path | None, explain: bool, **knobs: Any,
+    force: bool, kind: str, policy: str, cache_dir: Path | None, explain: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Build ARTIFACT from CHECKPOINT.
 
@@ -101,7 +101,7 @@ def build(
     ./<checkpoint folder name>.ling3, or .savedmodel.
     """
     _require("build", ("flax", "rich"))
-    from ling3export.compile.progress import Console
+    from ling3export.cli.progress import Console
     from ling3export.processes import unwinding
 
     if into is not None and (artifact is not None or replay is not None):
@@ -112,7 +112,7 @@ def build(
 
             _refuse_given("--format savedmodel", ("policy", "cache_dir", "explain", "jobs", "into", "replay"))
             source, destination = _named(checkpoint, artifact, "savedmodel")
-            build_savedmodel(source, destination, Options(**knobs), console, force=force, ignore=ignore)
+            build_savedmodel(source, destination, Options(**options), console, force=force, ignore=ignore)
             console.note(f"wrote {destination}")
             return
         use = CacheUse(policy, cache_dir, explain)
@@ -123,14 +123,14 @@ def build(
 
             chosen = given(click.get_current_context())
             manifest, names = add_targets(
-                into, Options(**knobs), chosen, console, checkpoint=checkpoint, force=force, ignore=ignore, cache=use
+                into, Options(**options), chosen, console, checkpoint=checkpoint, force=force, ignore=ignore, cache=use
             )
             console.summary(into, manifest, names)
         else:
             from ling3export.compile.build import build as run
 
             source, destination = _named(checkpoint, artifact)
-            manifest = run(source, destination, Options(**knobs), console, force=force, ignore=ignore, cache=use)
+            manifest = run(source, destination, Options(**options), console, force=force, ignore=ignore, cache=use)
             console.summary(destination, manifest)
 
 
@@ -155,7 +155,7 @@ def _replay(checkpoint: Path | None, artifact: Path | None, cell: str, cache: Ca
 
 @main.command()
 @click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
-@knobs
+@build_options
 @click.option(
     "--lengths", type=click.Path(path_type=Path), metavar="FILE", help="A histogram of requests, as JSON lines."
 )
@@ -176,7 +176,7 @@ def plan(
     artifact: Path | None,
     ignore: tuple[str, ...],
     as_json: bool,
-    **knobs: Any,
+    **options: Any,
 ) -> None:
     """Show what a build would make, without compiling.
 
@@ -188,13 +188,13 @@ def plan(
     """
     _require("plan", ("flax",))
     from ling3export.compile.build import DEMO
-    from ling3export.plan.lengths import read_lengths
+    from ling3export.plan.paddings import read_lengths
     from ling3export.pricing.pricing import config_of, planned
     from ling3export.pricing.text import described
 
     config = config_of(checkpoint or DEMO, ignore)
     requests = [] if lengths is None else read_lengths(lengths)
-    record = planned(config, Options(**knobs), requests, artifact, ignore)
+    record = planned(config, Options(**options), requests, artifact, ignore)
     click.echo(json.dumps(record) if as_json else described(record))
 
 
@@ -263,7 +263,3 @@ def verify(artifact: Path, target: str | None, as_json: bool) -> None:
         click.echo(result.table())
     if not result.passed:
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()
