@@ -1,4 +1,4 @@
-"""Errors a user can act on. The command line prints the message and the hint, and exits with 1."""
+"""Errors a user can act on. The command line prints the message and the hint, and exits with ``exit_code``."""
 
 
 class Ling3Error(Exception):
@@ -7,7 +7,12 @@ class Ling3Error(Exception):
     Args:
         message: What was expected, what was found, and where.
         hint: What the user can do about it, printed on a line of its own.
+
+    Attributes:
+        exit_code: How a command ends that raises it.
     """
+
+    exit_code = 1
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
@@ -36,6 +41,22 @@ class ArtifactError(Ling3Error):
 
 class RequestError(Ling3Error):
     """A generation request that can never be served."""
+
+
+class RankDivergence(Ling3Error):
+    """Hosts that take the same steps sampled different tokens.
+
+    Args:
+        message: Which hosts read other tokens than host 0.
+        hint: What must be the same on all hosts, unless told otherwise.
+    """
+
+    exit_code = 5
+
+    def __init__(
+        self, message: str, hint: str | None = "every process must load the same artifact and see the same environment"
+    ) -> None:
+        super().__init__(message, hint)
 
 
 def listed(items: list[str], limit: int = 5) -> str:

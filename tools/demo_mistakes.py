@@ -24,7 +24,7 @@ from direct import Direct  # noqa: E402
 from ling3export.checkpoint.checkpoint import Checkpoint  # noqa: E402
 from ling3export.compile.build import DEMO  # noqa: E402
 from ling3export.model.geometry import CHUNK  # noqa: E402
-from ling3export.runners.evals.answers import extract_answer, gold_answer, same_number  # noqa: E402
+from ling3export.runners.evals.graders import extract_answer, gold_answer, same_number  # noqa: E402
 from ling3export.runners.evals.suites import load_suite  # noqa: E402
 from mistakes import MISTAKES  # noqa: E402
 

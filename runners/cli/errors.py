@@ -9,8 +9,7 @@ from typing import Any
 
 import click
 
-from ling3export.errors import Ling3Error
-from ling3export.runners.evals.objects import RankDivergence
+from ling3export.errors import Ling3Error, RankDivergence
 
 NOT_DETERMINISTIC = 3
 INVALID = 4  # too many infrastructure errors for the score to count

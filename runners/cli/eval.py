@@ -27,7 +27,7 @@ evaluate.add_command(determinism)
 @click.option("--force", is_flag=True, help="Replace the file if it is there.")
 def new(task: Path, force: bool) -> None:
     """Write a task to fill in: TASK.yaml or TASK.json."""
-    from ling3export.runners.evals.scaffold import new_task
+    from ling3export.runners.evals.task_files import new_task
 
     new_task(task, force=force)
     click.echo(f"next: change {task}, then ling3-runner eval check {task}", err=True)
@@ -37,9 +37,8 @@ def new(task: Path, force: bool) -> None:
 @click.argument("task", type=FOLDER)
 def check(task: Path) -> None:
     """Prove that the tasks of a file can be solved, and failed."""
-    from ling3export.runners.evals.files import load_tasks
-    from ling3export.runners.evals.objects import EvalError
-    from ling3export.runners.evals.scaffold import check_tasks
+    from ling3export.runners.evals.task_files import check_tasks, load_tasks
+    from ling3export.runners.evals.trials import EvalError
 
     tasks = load_tasks(task)
     wrong = check_tasks(tasks)
@@ -54,13 +53,13 @@ def check(task: Path) -> None:
 @click.argument("run_folder", metavar="RUN", type=FOLDER)
 def diagnose(run_folder: Path) -> None:
     """Group the failures of RUN by cause."""
-    from ling3export.runners.evals import diagnose as eval_diagnose
+    from ling3export.runners.evals import report
     from ling3export.runners.evals.folder import read_predictions
 
     records = read_predictions(run_folder)
-    groups = eval_diagnose.diagnose(records)
+    groups = report.diagnose(records)
     for name, found in groups.items():
-        click.echo(f"{name:13}{len(found):6}  {eval_diagnose.GROUPS[name]}: {listed(found)}")
+        click.echo(f"{name:13}{len(found):6}  {report.GROUPS[name]}: {listed(found)}")
     click.echo(f"{sum(map(len, groups.values()))} of {len(records)} trials failed")
 
 
@@ -69,9 +68,9 @@ def diagnose(run_folder: Path) -> None:
 @click.argument("b", type=FOLDER)
 def diff(a: Path, b: Path) -> None:
     """Compare runs A and B; exit with 6 if B breaks a task."""
-    from ling3export.runners.evals import diff as eval_diff
+    from ling3export.runners.evals import compare
 
-    found = eval_diff.diff(a, b)
+    found = compare.diff(a, b)
     for name in found.broken:
         click.echo(f"broken  {name}")
     for name in found.fixed:

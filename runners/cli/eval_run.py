@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import click
 from ling3export.runners.cli.errors import INVALID, NOT_DETERMINISTIC
 from ling3export.runners.cli.loading_options import programs_option
 from ling3export.runners.cli.sampling_options import sampling_option
-from ling3export.runners.evals.config import RunConfig
+from ling3export.runners.evals.trials import RunConfig
 from ling3export.runners.hosts.hosts import HOST_NAMES, Hosts, host_options, leading
 from ling3export.runners.hosts.rendezvous import announced
 
@@ -111,7 +111,7 @@ def run(
     from ling3export.runners.evals.backend import OVERLAP
     from ling3export.runners.evals.report import invalid_line
     from ling3export.runners.evals.run import run_suite
-    from ling3export.runners.evals.summary import completion_line
+    from ling3export.runners.evals.statistics import completion_line
 
     host = {name: settings.pop(name) for name in HOST_NAMES}
     hosts = leading(artifact, host, target=target, programs=programs, overlap=OVERLAP)
@@ -143,7 +143,7 @@ def determinism(
 
     All runs are at temperature 0, in the same order and batches.
     """
-    from ling3export.runners.evals import determinism as eval_determinism
+    from ling3export.runners.evals import compare
     from ling3export.runners.evals.backend import OVERLAP, Ask
 
     hosts = leading(artifact, host, target=target, programs=programs, overlap=OVERLAP)
@@ -152,9 +152,9 @@ def determinism(
     max_tokens = loaded.settings.get("max_tokens", max_tokens)
     asks = [Ask(task.id, task.prompt, max_tokens, stop=stop) for task in loaded.tasks]
     with open_backend(artifact, target, programs, hosts) as backend, progress("determinism") as told:
-        found = eval_determinism.determinism(backend, asks, runs=runs, batch=batch, alone=alone, progress=told)
-    click.echo(json.dumps(found, ensure_ascii=False, indent=1))
-    sys.exit(NOT_DETERMINISTIC if found["first_divergence"] else 0)
+        found = compare.determinism(backend, asks, runs=runs, batch=batch, alone=alone, progress=told)
+    click.echo(json.dumps(asdict(found), ensure_ascii=False, indent=1))
+    sys.exit(NOT_DETERMINISTIC if found.first_divergence else 0)
 
 
 @contextmanager

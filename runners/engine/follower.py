@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from ling3export.errors import RankDivergence
 from ling3export.runners.engine.engine_step import Arrival, Commands, Turn, Turns
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.sequence import Sequence
-from ling3export.runners.evals.objects import RankDivergence
 from ling3export.runners.evals.ranks import HINT, check_digests
 from ling3export.runners.hosts.channel import DIVERGED, END, TURN, Channel
 from ling3export.runners.hosts.hosts import Hosts, agreed

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ling3export.runners.evals.folder import PREDICTIONS, TASKS, read_lines, read_predictions, read_run
+from ling3export.runners.evals.folder import PREDICTIONS, TASKS, Prediction, read_lines, read_predictions, read_run
 from ling3export.runners.evals.tasks import prompt_of
 
 SCORER = "ling3"
@@ -15,7 +15,10 @@ STOPS = {"eos": "stop", "stop": "stop", "length": "max_tokens"}
 
 
 def inspect_log(folder: Path) -> dict[str, Any]:
-    """The log of a finished run: a sample a trial (epochs count from 1), one score a sample.
+    """The log of a finished run: one sample for each trial (epochs count from 1), one score for each sample.
+
+    Args:
+        folder: The run's folder.
 
     Raises:
         EvalError: The run is not finished, or damaged.
@@ -27,7 +30,7 @@ def inspect_log(folder: Path) -> dict[str, Any]:
     config = run["config"]
     generate = {name: config[name] for name in ("max_tokens", "temperature", "top_p", "seed")}
     generate |= {"stop_seqs": config["stop"]} if config["stop"] else {}
-    samples = [_sample(record, tasks[record["task_id"]], model) for record in records]
+    samples = [_sample(record, tasks[record.task_id], model) for record in records]
     return {
         "version": 2,
         "status": "success",
@@ -47,8 +50,8 @@ def inspect_log(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _results(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    scored = [record["passed"] for record in records if record["passed"] is not None]
+def _results(records: Sequence[Prediction]) -> dict[str, Any]:
+    scored = [record.passed for record in records if record.passed is not None]
     accuracy = {"name": "accuracy", "value": sum(scored) / len(scored), "params": {}} if scored else None
     score = {
         "name": SCORER, "scorer": SCORER, "scored_samples": len(scored), "unscored_samples": len(records) - len(scored),
@@ -57,29 +60,29 @@ def _results(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"total_samples": len(records), "completed_samples": len(scored), "scores": [score]}
 
 
-def _sample(record: dict[str, Any], task: dict[str, Any], model: str) -> dict[str, Any]:
+def _sample(record: Prediction, task: dict[str, Any], model: str) -> dict[str, Any]:
     shown = prompt_of(task["input"])
     if isinstance(shown, list) and not all(isinstance(item, dict) for item in shown):
         shown = json.dumps(shown)  # token ids
     messages = shown if isinstance(shown, list) else [{"role": "user", "content": shown}]
-    said = {"role": "assistant", "content": record["text"], "source": "generate", "model": model}
+    said = {"role": "assistant", "content": record.text, "source": "generate", "model": model}
     sample: dict[str, Any] = {
-        "id": record["task_id"], "epoch": record["trial"] + 1, "input": shown, "target": record["target"],
+        "id": record.task_id, "epoch": record.trial + 1, "input": shown, "target": record.target,
         "messages": [*messages, said],
         "output": {
-            "model": model, "completion": record["text"], "usage": _usage([record]),
-            "choices": [{"message": said, "stop_reason": STOPS.get(record["stop_reason"], "unknown")}],
+            "model": model, "completion": record.text, "usage": _usage([record]),
+            "choices": [{"message": said, "stop_reason": STOPS.get(record.stop_reason, "unknown")}],
         },
-        "scores": {}, "metadata": {"category": task.get("category"), "prompt_sha256": record["prompt_sha256"]},
-        "uuid": hashlib.sha256(f"{record['task_id']}|{record['trial']}".encode()).hexdigest()[:22],
+        "scores": {}, "metadata": {"category": task.get("category"), "prompt_sha256": record.prompt_sha256},
+        "uuid": hashlib.sha256(f"{record.task_id}|{record.trial}".encode()).hexdigest()[:22],
     }  # fmt: skip
     if task.get("choices"):
         sample["choices"] = task["choices"]
-    errors = [_error(attempt) for attempt in (record["infra"] or {"attempts": []})["attempts"]]
-    if record["passed"] is None:
+    errors = [_error(attempt) for attempt in (record.infra or {"attempts": []})["attempts"]]
+    if record.passed is None:
         sample["error"] = errors.pop()
     else:
-        sample["scores"][SCORER] = {"value": "C" if record["passed"] else "I", "answer": record["answer"]}
+        sample["scores"][SCORER] = {"value": "C" if record.passed else "I", "answer": record.answer}
     if errors:
         sample["error_retries"] = errors
     return sample
@@ -90,6 +93,6 @@ def _error(attempt: dict[str, str]) -> dict[str, str]:
     return {"message": message, "traceback": message, "traceback_ansi": message}
 
 
-def _usage(records: Sequence[dict[str, Any]]) -> dict[str, int]:
-    tokens = [sum(record[name] or 0 for record in records) for name in ("n_prompt", "n_output")]
-    return {"input_tokens": tokens[0], "output_tokens": tokens[1], "total_tokens": sum(tokens)}
+def _usage(records: Sequence[Prediction]) -> dict[str, int]:
+    taken, given = sum(record.n_prompt or 0 for record in records), sum(record.n_output for record in records)
+    return {"input_tokens": taken, "output_tokens": given, "total_tokens": taken + given}

@@ -1,7 +1,7 @@
-"""The folder of a run: run.json, tasks.jsonl, predictions.jsonl, report.md; whole after a kill at any moment.
+"""A run's folder: run.json, tasks.jsonl, predictions.jsonl and report.md. A kill at any moment leaves it usable.
 
-``predictions.jsonl.partial`` grows by a line a trial. Its last rename ends the run: a folder with predictions.jsonl is
-finished, one without can be resumed under the same record.
+``predictions.jsonl.partial`` grows by one line for each trial. Renaming it to ``predictions.jsonl`` ends the run: a
+folder with that file is finished, and a folder without it can be resumed under the same record.
 """
 
 import fcntl
@@ -9,39 +9,85 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ling3export.artifacts.manifest import sha256_of
 from ling3export.errors import listed
-from ling3export.runners.evals.objects import EvalError, Trial
-from ling3export.runners.evals.smoke import PARTIAL
 from ling3export.runners.evals.tasks import Task
+from ling3export.runners.evals.trials import EvalError, Trial
 
 PREDICTIONS, RUN, TASKS, REPORT = "predictions.jsonl", "run.json", "tasks.jsonl", "report.md"
+PARTIAL = "predictions.jsonl.partial"
 FORMAT = 1
-KEYS = (
-    "idx", "task_id", "trial", "prompt_sha256", "text", "output_token_ids", "stop_reason", "answer", "target",
-    "passed", "infra", "ttft_ms", "e2e_ms", "n_prompt", "n_output",
-)  # fmt: skip
 Pair = tuple[str, int]  # task id, trial
 
 
-def prediction(place: int, task: Task, trial: Trial) -> dict[str, Any]:
-    """The record of a trial, its keys in the order of KEYS.
+@dataclass(frozen=True)
+class Prediction:
+    """The record of a trial: one line of predictions.jsonl, its keys in this order.
 
-    ``infra`` is null, or the attempts that failed and whether the trial ended so.
+    Attributes:
+        idx: The task's place in the suite.
+        task_id: Which task.
+        trial: Number of the try, from 0.
+        prompt_sha256: Digest of the prompt.
+        text: What the model wrote; empty after an infrastructure error.
+        output_token_ids: The generated tokens.
+        stop_reason: ``eos``, ``length``, ``stop``, or ``error`` after an infrastructure error.
+        answer: What a grader took for the answer.
+        target: The right answer.
+        passed: Whether all required graders pass; None after an infrastructure error.
+        infra: None if nothing failed; else ``ended``, whether the trial ended so, and ``attempts``, each with ``kind``
+            and ``message``.
+        ttft_ms: Milliseconds to the first token.
+        e2e_ms: Milliseconds to the last token.
+        n_prompt: Number of prompt tokens.
+        n_output: Number of generated tokens.
     """
-    said = trial.transcript
-    attempts = [attempt.record() for attempt in trial.attempts]
-    values = (
-        place, task.id, trial.trial, task.prompt_sha256, said.text if said else "",
-        said.output_token_ids if said else [], said.stop_reason if said else "error", trial.answer, task.target,
-        trial.passed, {"ended": trial.infra is not None, "attempts": attempts} if attempts else None,
-        round(said.ttft_ms, 3) if said else None, round(said.e2e_ms, 3) if said else None,
-        len(said.prompt_token_ids) if said else None, len(said.output_token_ids) if said else 0,
-    )  # fmt: skip
-    return dict(zip(KEYS, values, strict=True))
+
+    idx: int
+    task_id: str
+    trial: int
+    prompt_sha256: str
+    text: str
+    output_token_ids: list[int]
+    stop_reason: str
+    answer: str | None
+    target: str
+    passed: bool | None
+    infra: dict[str, Any] | None
+    ttft_ms: float | None
+    e2e_ms: float | None
+    n_prompt: int | None
+    n_output: int
+
+    @classmethod
+    def of(cls, idx: int, task: Task, trial: Trial) -> "Prediction":
+        """The record of a trial at the task with the place ``idx``."""
+        said = trial.transcript
+        attempts = [vars(attempt) for attempt in trial.attempts]
+        return cls(
+            idx, task.id, trial.trial, task.prompt_sha256, said.text if said else "",
+            said.output_token_ids if said else [], said.stop_reason if said else "error", trial.answer, task.target,
+            trial.passed, {"ended": trial.infra is not None, "attempts": attempts} if attempts else None,
+            round(said.ttft_ms, 3) if said else None, round(said.e2e_ms, 3) if said else None,
+            len(said.prompt_token_ids) if said else None, len(said.output_token_ids) if said else 0,
+        )  # fmt: skip
+
+    @property
+    def pair(self) -> Pair:
+        """Which trial this is: the task's id and the try's number."""
+        return self.task_id, self.trial
+
+    @property
+    def label(self) -> str:
+        """What reports call the trial: its task, with ``#trial`` for a repeated try."""
+        return f"{self.task_id}#{self.trial}" if self.trial else self.task_id
+
+
+KEYS = tuple(field.name for field in fields(Prediction))
 
 
 class RunFolder:
@@ -49,22 +95,22 @@ class RunFolder:
 
     Attributes:
         path: The folder.
-        done: Records of finished trials.
+        done: Records of the finished trials.
     """
 
-    def __init__(self, path: Path, file: BinaryIO, done: dict[Pair, dict[str, Any]]) -> None:
+    def __init__(self, path: Path, file: BinaryIO, done: dict[Pair, Prediction]) -> None:
         self.path = path
         self.done = done
         self._file = file
 
-    def add(self, record: dict[str, Any]) -> None:
-        """Writes the record of a trial; it is on its way to the disk when this returns."""
-        self._file.write(json_line(record).encode())
+    def add(self, record: Prediction) -> None:
+        """Writes the record of a trial; a kill of this process no longer loses it when this returns."""
+        self._file.write(json_line(vars(record)).encode())
         self._file.flush()
-        self.done[record["task_id"], record["trial"]] = record
+        self.done[record.pair] = record
 
     def finish(self, run: dict[str, Any], report: str) -> None:
-        """Writes the totals and the report, then gives the predictions their name."""
+        """Writes the totals and the report, then gives the predictions their final name."""
         replace(self.path / REPORT, report)
         replace(self.path / RUN, _pretty({**run, "status": "complete"}))
         os.fsync(self._file.fileno())
@@ -76,13 +122,13 @@ def open_folder(path: Path, run: dict[str, Any], tasks: Sequence[Task], *, force
     """Begins a run, or resumes one.
 
     Args:
-        path: The folder; made if it is not there.
-        run: The run's record; ``sha256`` is what a resumed run must agree in.
-        tasks: Of the suite.
-        force: Begin anew whatever is there.
+        path: The folder, which is made if it does not exist.
+        run: The run's record. A resumed run must have the same ``sha256``.
+        tasks: The suite's tasks.
+        force: Begin anew, whatever run is there.
 
     Raises:
-        EvalError: The folder holds a finished run, another run, or something else, or another process writes it.
+        EvalError: The folder holds a finished run, another run, or something else; or another process writes it.
     """
     if path.exists() and not path.is_dir():
         raise EvalError(f"run `{path.name}`: expected a folder, found a file, in {path.parent}")
@@ -106,16 +152,16 @@ def open_folder(path: Path, run: dict[str, Any], tasks: Sequence[Task], *, force
 
 
 def run_record(suite: dict[str, Any], config: dict[str, Any], environment: dict[str, Any]) -> dict[str, Any]:
-    """The record of a run; ``sha256`` is the digest of what decides its predictions."""
+    """The record of a run. ``sha256`` is the digest of all that decides its predictions."""
     decided = {"suite": suite, "config": config, "environment": environment}
     return {"format": FORMAT, **decided, "sha256": sha256_of(decided)}
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """run.json of a run.
+    """The record of a run, from its run.json.
 
     Raises:
-        EvalError: There is none, or it is something else.
+        EvalError: There is no such file, or it holds something else.
     """
     try:
         run = json.loads((path / RUN).read_bytes())
@@ -128,26 +174,24 @@ def read_run(path: Path) -> dict[str, Any]:
     return run
 
 
-def read_predictions(path: Path) -> list[dict[str, Any]]:
-    """The records of a finished run.
+def read_predictions(path: Path) -> list[Prediction]:
+    """The records of a finished run's trials.
 
     Raises:
-        EvalError: It is not finished, or damaged.
+        EvalError: The run is not finished, or damaged.
     """
     read_run(path)
     if not (path / PREDICTIONS).is_file():
         hint = "resume it with the command that began it" if (path / PARTIAL).exists() else None
         raise EvalError(f"run `{path.name}`: expected {PREDICTIONS}, found none, in {path.parent}", hint)
-    records = read_lines(path / PREDICTIONS)
-    _check_records(records, path / PREDICTIONS)
-    return records
+    return _predictions(read_lines(path / PREDICTIONS), path / PREDICTIONS)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines that a run wrote.
 
     Raises:
-        EvalError: A line is something else.
+        EvalError: The file cannot be read, or a line is something else.
     """
     try:
         data = path.read_bytes()
@@ -155,16 +199,16 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         raise EvalError(
             f"file `{path.name}`: expected a readable file, found {error.strerror}, in {path.parent}"
         ) from error
-    return [_record(line, number, path) for number, line in enumerate(data.split(b"\n")[:-1], 1)]
+    return _objects(data, path)
 
 
 def json_line(value: object) -> str:
-    """A value as a line of JSON."""
+    """The line of JSON that a value is written as."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def replace(path: Path, text: str) -> None:
-    """Writes a file that appears whole."""
+    """Writes a file so that it appears whole, in place of any file of its name."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -184,7 +228,7 @@ def _lock(descriptor: int, path: Path) -> None:
 
 
 def _prepare(path: Path, run: dict[str, Any], force: bool) -> None:
-    """Refuses what must not be overwritten; with ``force`` removes an earlier run."""
+    """Refuses a folder that must not be overwritten; with ``force``, removes the run in it."""
     there = (path / RUN).exists()
     if not there and any(not item.name.startswith(".") for item in path.iterdir()):
         raise EvalError(f"run `{path.name}`: expected a new or empty folder, found other files, in {path.parent}")
@@ -213,42 +257,45 @@ def _compare(old: dict[str, Any], new: dict[str, Any], path: Path) -> None:
     )
 
 
-def _whole_lines(file: BinaryIO, path: Path, prompts: dict[str, str]) -> dict[Pair, dict[str, Any]]:
-    """Records of the finished trials; a line that a kill cut short is removed."""
+def _whole_lines(file: BinaryIO, path: Path, prompts: dict[str, str]) -> dict[Pair, Prediction]:
+    """The records of the finished trials. A line that a kill cut short is removed."""
     file.seek(0)
     data = file.read()
     whole = data.rfind(b"\n") + 1
-    records = [_record(line, n, path / PARTIAL) for n, line in enumerate(data[:whole].split(b"\n")[:-1], 1)]
-    _check_records(records, path / PARTIAL)
-    done = {}
-    for number, record in enumerate(records, 1):
-        pair = record["task_id"], record["trial"]
-        if pair in done or prompts.get(pair[0]) != record["prompt_sha256"]:
-            found = "it again" if pair in done else "a record of another run"
+    partial = path / PARTIAL
+    done: dict[Pair, Prediction] = {}
+    for number, record in enumerate(_predictions(_objects(data[:whole], partial), partial), 1):
+        if record.pair in done or prompts.get(record.task_id) != record.prompt_sha256:
+            found = "it again" if record.pair in done else "a record of another run"
             raise EvalError(
-                f"line {number}: expected each trial of this run once, found {found}, in {path / PARTIAL}",
+                f"line {number}: expected each trial of this run once, found {found}, in {partial}",
                 "nothing was changed: choose another folder, or begin anew with --force",
             )
-        done[pair] = record
+        done[record.pair] = record
     if whole != len(data):
         file.truncate(whole)
     return done
 
 
-def _check_records(records: Sequence[dict[str, Any]], path: Path) -> None:
+def _predictions(records: Sequence[dict[str, Any]], path: Path) -> list[Prediction]:
     for number, record in enumerate(records, 1):
         if tuple(record) != KEYS:
             raise EvalError(f"line {number}: expected the record of a trial, found {listed(list(record))}, in {path}")
+    return [Prediction(**record) for record in records]
 
 
-def _record(line: bytes, number: int, path: Path) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise EvalError(f"line {number}: expected JSON, found {error}, in {path}") from error
-    if not isinstance(record, dict):
-        raise EvalError(f"line {number}: expected an object, found {line[:60]!r}, in {path}")
-    return record
+def _objects(data: bytes, path: Path) -> list[dict[str, Any]]:
+    """The object of each line of ``data``."""
+    found = []
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise EvalError(f"line {number}: expected JSON, found {error}, in {path}") from error
+        if not isinstance(record, dict):
+            raise EvalError(f"line {number}: expected an object, found {line[:60]!r}, in {path}")
+        found.append(record)
+    return found
 
 
 def _pretty(value: object) -> str:

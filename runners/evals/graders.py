@@ -1,42 +1,52 @@
 """Graders: code that gives a verdict on a transcript and an outcome, and how verdicts add up to a trial's.
 
 A grader is a callable ``(task, transcript, outcome) -> {"passed": bool, …}``, or one of KINDS by name. A model-based
-rubric is a callable that the user passes; there is none here.
+rubric is a callable that the user passes; none is shipped.
 """
 
 import operator
 import re
+import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from decimal import Decimal
+from typing import Any, Protocol
 
 from ling3export.errors import Ling3Error
-from ling3export.runners.evals.answers import LETTERS, choice_letter, extract_answer, gold_answer, same_number
-from ling3export.runners.evals.objects import GraderError, GraderResult, Outcome, text_of
-
-if TYPE_CHECKING:
-    from ling3export.runners.evals.tasks import Task
+from ling3export.runners.evals.trials import GraderError, GraderResult, Outcome, text_of
 
 Verdict = Mapping[str, Any]
 Grader = Callable[..., Verdict]
-STATE, TOOL_CALL, TRANSCRIPT, RUBRIC = range(4)  # when graders disagree, the lower one says why
+STATE, TOOL_CALL, TRANSCRIPT, RUBRIC = range(4)  # authority: when graders disagree, the lower number explains why
 COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "equals": operator.eq, "at_least": operator.ge, "at_most": operator.le, "contains": operator.contains,
 }  # fmt: skip
+LETTERS = "ABCDEFGHIJ"
+
 _PATH = re.compile(r"\.([A-Za-z_]\w*)|\['([^']*)'\]|\[(\d+)\]")
+_DASHES = str.maketrans("\u2212\u2013", "--")
+_GROUPING = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_NUMBER = re.compile(r"(?<![A-Za-z0-9_)\].])-?[$¥€£]?(?:\d+(?:\.\d+)?|\.\d+)")
+_CURRENCY = re.compile(r"[$¥€£]")
+# The first stage that matches wins, and its last match counts. Only the letter itself must be upper case.
+_STAGES = (
+    re.compile(r"(?i:answer\s+is)[\s:*]*\(?([A-J])\)?(?![A-Za-z])"),
+    re.compile(r"(?i:answer|答案)[\s*]*[:：是为][\s*]*\(?([A-J])\)?(?![A-Za-z])"),
+    re.compile(r"\(([A-J])\)|^[^A-Za-z\n]*([A-J])[^A-Za-z\n]*$", re.MULTILINE),
+)
 
 
 @dataclass(frozen=True)
 class GraderSpec:
-    """A grader of a task.
+    """A task's grader.
 
     Attributes:
         kind: One of KINDS, or ``callable``.
-        name: What reports call it.
-        arguments: Of the kind.
-        function: The callable, for ``callable``, and for a state check that is one.
-        required: Whether a trial can pass without it.
-        weight: Of its score in the trial's.
+        name: What reports call it; the kind by default.
+        arguments: Arguments of the kind's function.
+        function: The callable, for ``callable``, and for a state check that is a callable.
+        required: Whether a trial fails if this grader does not pass it.
+        weight: How much its score counts in the trial's score.
     """
 
     kind: str
@@ -52,41 +62,93 @@ class GraderSpec:
         return RUBRIC if self.kind == "callable" else KINDS[self.kind].authority
 
 
-def last_numeric(task: "Task", transcript: object, outcome: object) -> Verdict:
-    """The last number of the text equals the target's."""
+class Gradable(Protocol):
+    """What graders know of a task.
+
+    Attributes:
+        id: Its name, for messages.
+        target: The right answer.
+        choices: The options of a multiple-choice question.
+        graders: The graders that a trial has to pass.
+    """
+
+    id: str
+    target: str
+    choices: list[str] | None
+    graders: list[GraderSpec]
+
+
+def extract_answer(text: str) -> str | None:
+    """The last number in a text, without currency sign and grouping commas; None if there is none.
+
+    A minus behind a digit, a letter or a closing bracket is no sign. The last number of ``3/4`` is 4, by definition.
+    """
+    plain = _GROUPING.sub("", unicodedata.normalize("NFKC", text).translate(_DASHES))
+    found = None
+    for match in _NUMBER.finditer(plain):
+        found = match.group()
+    return None if found is None else _CURRENCY.sub("", found)
+
+
+def gold_answer(target: str) -> str | None:
+    """The number of a published answer: the one behind its last ``####``, if it has that mark."""
+    return extract_answer(target.rpartition("####")[2])
+
+
+def same_number(answer: str | None, gold: str | None) -> bool:
+    """Whether two extracted numbers are equal as decimals, so that ``18`` is ``18.00``. None equals nothing."""
+    return answer is not None and gold is not None and Decimal(answer) == Decimal(gold)
+
+
+def choice_letter(text: str, choices: int = len(LETTERS)) -> str | None:
+    """The letter that a text settles on among the first ``choices`` letters of A … J; None if there is none.
+
+    There is no random guess: a text without a letter is a wrong answer.
+    """
+    for stage in _STAGES:
+        letters = [next(filter(None, match.groups())) for match in stage.finditer(text)]
+        letters = [letter for letter in letters if LETTERS.index(letter) < choices]
+        if letters:
+            return letters[-1]
+    return None
+
+
+def last_numeric(task: Gradable, transcript: object, outcome: object) -> Verdict:
+    """The text's last number equals the target's."""
     answer, gold = extract_answer(text_of(transcript)), gold_answer(task.target)
-    return {"passed": same_number(answer, gold), "answer": answer, "explanation": f"expected {gold}, found {answer}"}
+    return _compared(same_number(answer, gold), gold, answer)
 
 
-def choice(task: "Task", transcript: object, outcome: object) -> Verdict:
+def choice(task: Gradable, transcript: object, outcome: object) -> Verdict:
     """The letter that the text settles on is the target."""
     answer = choice_letter(text_of(transcript), len(LETTERS) if task.choices is None else len(task.choices))
     return _compared(answer == task.target.strip(), task.target, answer)
 
 
-def exact(task: "Task", transcript: object, outcome: object) -> Verdict:
-    """The text is the target, but for white space around."""
+def exact(task: Gradable, transcript: object, outcome: object) -> Verdict:
+    """The text is the target, but for white space around it."""
     answer = text_of(transcript).strip()
     return _compared(answer == task.target.strip(), task.target.strip(), answer)
 
 
-def regex(task: "Task", transcript: object, outcome: object, pattern: str) -> Verdict:
+def regex(task: Gradable, transcript: object, outcome: object, pattern: str) -> Verdict:
     """The text has a match of ``pattern``."""
     match = re.search(pattern, text_of(transcript))
     return _compared(match is not None, pattern, match and match.group())
 
 
-def response_contains(task: "Task", transcript: object, outcome: object, value: str | list[str]) -> Verdict:
-    """The text has ``value``, or every one of several."""
-    missing = [item for item in _strings(value) if item not in text_of(transcript)]
+def response_contains(task: Gradable, transcript: object, outcome: object, value: str | list[str]) -> Verdict:
+    """The text contains ``value``, or all of several values."""
+    wanted = [value] if isinstance(value, str) else value
+    missing = [item for item in wanted if item not in text_of(transcript)]
     return {"passed": not missing, "explanation": f"missing: {missing}" if missing else "all there"}
 
 
 def transcript_constraints(
-    task: "Task", transcript: object, outcome: object, max_turns: int | None = None,
+    task: Gradable, transcript: object, outcome: object, max_turns: int | None = None,
     must_not_contain: list[str] | None = None, must_contain: list[str] | None = None,
 ) -> Verdict:  # fmt: skip
-    """Limits on the transcript: how often the model was asked, what its text must have and must not have."""
+    """The transcript keeps its limits: how often the model was asked, what the text must and must not contain."""
     text, turns = text_of(transcript), getattr(transcript, "turns", 1)
     wrong = [f"{item!r} is there" for item in must_not_contain or () if item in text]
     wrong += [f"{item!r} is missing" for item in must_contain or () if item not in text]
@@ -96,19 +158,19 @@ def transcript_constraints(
 
 
 def steps_required(
-    task: "Task", transcript: object, outcome: object, steps: list[str], ordered: bool = False
+    task: Gradable, transcript: object, outcome: object, steps: list[str], ordered: bool = False
 ) -> Verdict:
     """The transcript has every named step (a tool call by its name), in this order if ``ordered``."""
     names = [step.name or step.kind for step in getattr(transcript, "steps", ())]
     missing = [step for step in steps if step not in names]
     if not missing and ordered:
         rest = iter(names)
-        missing = [step for step in steps if step not in rest]  # each looks behind the one before
+        missing = [step for step in steps if step not in rest]  # each search goes on behind the step before
     return {"passed": not missing, "explanation": f"missing: {missing}, found {names}" if missing else ""}
 
 
-def state_check(task: "Task", transcript: object, outcome: object, path: str, **comparison: Any) -> Verdict:
-    """The outcome's value at ``path`` (``$.counters['prefill@16'].calls``) is there, and compares as asked."""
+def state_check(task: Gradable, transcript: object, outcome: object, path: str, **comparison: Any) -> Verdict:
+    """The outcome has a value at ``path`` (``$.counters['prefill@16'].calls``), and it compares as asked."""
     state = outcome.state if isinstance(outcome, Outcome) else outcome
     try:
         found = value_at(state, path)
@@ -124,8 +186,8 @@ def value_at(state: Any, path: str) -> Any:
     """The value at a JSON path of names, quoted names and indices.
 
     Raises:
-        LookupError: There is none.
-        ValueError: The path is no such path.
+        LookupError: The state has no such value.
+        ValueError: The path has another syntax.
     """
     for name, quoted, index in parse_path(path):
         if not isinstance(state, list if index else dict):
@@ -136,10 +198,10 @@ def value_at(state: Any, path: str) -> Any:
 
 
 def parse_path(path: str) -> list[tuple[str, str, str]]:
-    """The parts of a JSON path: (name, quoted name, index), one of them filled.
+    """The parts of a JSON path, each (name, quoted name, index) with one of them filled.
 
     Raises:
-        ValueError: Another syntax.
+        ValueError: The path has another syntax.
     """
     rest = path.removeprefix("$")
     parts = list(_PATH.finditer(rest))
@@ -150,7 +212,7 @@ def parse_path(path: str) -> list[tuple[str, str, str]]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A grader that task files can name: its function, the arguments it must have and may have, its authority."""
+    """A grader that task files can name: its function, arguments that it needs, arguments that it takes, authority."""
 
     function: Grader
     needs: frozenset[str] = frozenset()
@@ -172,14 +234,14 @@ KINDS = {
 }
 
 
-def grade(task: "Task", transcript: object, outcome: object) -> tuple[list[GraderResult], bool, float]:
+def grade(task: Gradable, transcript: object, outcome: object) -> tuple[list[GraderResult], bool, float]:
     """Grades a trial.
 
     Returns:
-        The grades, most authoritative first; whether all required ones passed; the weighted mean of the scores.
+        The grades, most authoritative first; whether all required graders pass; the weighted mean of the scores.
 
     Raises:
-        GraderError: A grader raised, or its verdict is none; or the task has no grader.
+        GraderError: A grader raised, or returned no verdict; or the task has no grader.
     """
     if not task.graders:
         raise GraderError(f"task `{task.id}`: expected at least one grader, found none")
@@ -190,9 +252,10 @@ def grade(task: "Task", transcript: object, outcome: object) -> tuple[list[Grade
     return grades, all(item.passed for item in grades if item.required), score
 
 
-def _result(spec: GraderSpec, task: "Task", transcript: object, outcome: object) -> GraderResult:
+def _result(spec: GraderSpec, task: Gradable, transcript: object, outcome: object) -> GraderResult:
     function = spec.function or KINDS[spec.kind].function
-    where = f"grader `{spec.name or spec.kind}` of task `{task.id}`"
+    name = spec.name or spec.kind
+    where = f"grader `{name}` of task `{task.id}`"
     try:
         verdict = function(task, transcript, outcome, **spec.arguments)
     except Ling3Error:
@@ -206,14 +269,10 @@ def _result(spec: GraderSpec, task: "Task", transcript: object, outcome: object)
         raise GraderError(f"{where}: expected a score from 0 to 1, found {score}")
     answer = verdict.get("answer")
     return GraderResult(
-        str(verdict.get("name", spec.name or spec.kind)), score, verdict["passed"],
-        None if answer is None else str(answer), str(verdict.get("explanation", "")), spec.required, spec.weight,
+        str(verdict.get("name", name)), score, verdict["passed"], None if answer is None else str(answer),
+        str(verdict.get("explanation", "")), spec.required, spec.weight,
     )  # fmt: skip
 
 
-def _compared(passed: bool, wanted: str, answer: str | None) -> Verdict:
+def _compared(passed: bool, wanted: str | None, answer: str | None) -> Verdict:
     return {"passed": passed, "answer": answer, "explanation": f"expected {wanted}, found {answer}"}
-
-
-def _strings(value: str | list[str]) -> list[str]:
-    return [value] if isinstance(value, str) else value

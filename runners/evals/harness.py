@@ -1,13 +1,13 @@
-"""The smallest harness: tasks, an agent, graders, trials. The agent is any coroutine function."""
+"""The smallest harness, for use from Python: tasks go through an agent, which is any coroutine function."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ling3export.runners.evals.graders import grade
-from ling3export.runners.evals.objects import EvalError, GraderError, InfraError, Trial, trial_seed
-from ling3export.runners.evals.summary import Summary
+from ling3export.runners.evals.statistics import Summary
 from ling3export.runners.evals.tasks import Task
+from ling3export.runners.evals.trials import EvalError, GraderError, InfraError, Trial, trial_seed
 
 Agent = Callable[[dict[str, Any], dict[str, Any]], Awaitable[tuple[Any, Any]]]
 
@@ -16,12 +16,12 @@ class MinimalEvalHarness:
     """Runs tasks through an agent, one trial after the other, in order.
 
     Args:
-        agent: ``async (input, env) -> (transcript, outcome)``; ``env`` has task_id, trial and seed. What it raises
-            is an infrastructure error, not an answer.
-        n_trials: Tries at each task.
-        seed: Of the run.
+        agent: ``async (input, env) -> (transcript, outcome)``; ``env`` has task_id, trial and seed. An exception of the
+            agent is an infrastructure error, not an answer.
+        n_trials: Number of tries at each task.
+        seed: The run's seed; each trial's seed follows from it.
         retry: How often a trial is tried again after an infrastructure error.
-        timeout: Seconds that an attempt may take; None for any time.
+        timeout: Seconds that one attempt may take; None for any time.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class MinimalEvalHarness:
         """Runs every task ``n_trials`` times.
 
         Raises:
-            GraderError: A grader failed, or the agent returned no pair: that says nothing about a trial.
+            GraderError: A grader failed, or the agent returned no pair; neither says anything about a trial.
         """
         trials = [await self.run_trial(task, number) for task in tasks for number in range(self.n_trials)]
         return Summary(
@@ -47,7 +47,7 @@ class MinimalEvalHarness:
         )
 
     async def run_trial(self, task: Task, number: int) -> Trial:
-        """One trial, tried again after infrastructure errors."""
+        """Runs one trial, and again after an infrastructure error."""
         trial = Trial(task.id, number, trial_seed(self.seed, task.id, number))
         env = {"task_id": task.id, "trial": number, "seed": trial.seed}
         for _ in range(1 + self.retry):
@@ -64,7 +64,7 @@ class MinimalEvalHarness:
 
 
 def graded(trial: Trial, task: Task, transcript: Any, outcome: Any) -> Trial:
-    """The trial, with what came of it and its grades.
+    """Adds to a trial what was said, what came of it, and the grades.
 
     Raises:
         GraderError: A grader failed.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ling3export.runners.evals.objects import RankDivergence
+from ling3export.errors import RankDivergence
 
 HINT = "every process must load the same artifact and see the same environment"
 

@@ -1,4 +1,4 @@
-"""report.md: the score and what it is worth, failures by group, and under which settings it was reached."""
+"""report.md: the score and what it is worth, failures by cause, and the settings under which it was reached."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -6,23 +6,36 @@ from statistics import median
 from typing import Any
 
 from ling3export.errors import listed
-from ling3export.runners.evals.diagnose import GROUPS, diagnose, goes_on
-from ling3export.runners.evals.statistics import wilson
+from ling3export.runners.evals.folder import Prediction
+from ling3export.runners.evals.statistics import Summary, completion_line, wilson
 from ling3export.runners.evals.suites import REFERENCE_SETTINGS
-from ling3export.runners.evals.summary import Summary, completion_line
 from ling3export.runners.evals.tasks import Task
 
 SHOWN = 10  # names in a list
+# Why a trial failed; it belongs to the first group that fits.
+GROUPS = {
+    "infra": "ended in an infrastructure error",
+    "loop": "repeated itself: 3 times the same 20 tokens or more",
+    "truncated": "ended at max_tokens or at the context's end",
+    "early_eos": "ended by itself within 16 tokens, without an answer",
+    "no_answer": "no answer found in the text",
+    "wrong_answer": "an answer, but not the right one",
+}
+SHORTEST = 20  # tokens of a repeated piece
+REPEATS = 3
+EARLY = 16  # tokens
+# A base model that is shown problems goes on with the next one: the last number then comes from that.
+STOP_CANDIDATES = ("\nQuestion:", "</s>", "<|im_end|>")
 
 
-def report(run: dict[str, Any], records: Sequence[dict[str, Any]], summary: Summary, tasks: Sequence[Task]) -> str:
+def report(run: dict[str, Any], records: Sequence[Prediction], summary: Summary, tasks: Sequence[Task]) -> str:
     """The report of a run as Markdown. It depends on its arguments only: no clock, no path.
 
     Args:
         run: The run's record.
-        records: Of every trial.
+        records: The records of all trials.
         summary: Their totals.
-        tasks: Of the suite.
+        tasks: The suite's tasks.
     """
     parts = [
         f"# {run['suite']['name']}", *_score(run, summary), *_rates(run, summary), *_categories(records, tasks),
@@ -62,20 +75,20 @@ def _score(run: dict[str, Any], summary: Summary) -> list[str]:
 
 def _rates(run: dict[str, Any], summary: Summary) -> list[str]:
     rows = [
-        (row["k"], row["tasks"], *(_number(row[name]) for name in ("pass@k", "pass^k", "1-(1-p)^k", "p^k")))
-        for row in summary.rates(run["config"]["trials"])
+        (rate.k, rate.tasks, *map(_number, (rate.at_k, rate.hat_k, rate.plug_at_k, rate.plug_hat_k)))
+        for rate in summary.rates(run["config"]["trials"])
     ]
     return ["", "## pass@k and pass^k", "", *_table(("k", "tasks", "pass@k", "pass^k", "1-(1-p)^k", "p^k"), rows)]
 
 
-def _categories(records: Sequence[dict[str, Any]], tasks: Sequence[Task]) -> list[str]:
+def _categories(records: Sequence[Prediction], tasks: Sequence[Task]) -> list[str]:
     category = {task.id: task.category for task in tasks}
     if not any(category.values()):
         return []
     counts: dict[str, list[int]] = {}
     for record in records:
-        row = counts.setdefault(category[record["task_id"]] or "none", [0, 0])
-        row[0] += record["passed"] is True
+        row = counts.setdefault(category[record.task_id] or "none", [0, 0])
+        row[0] += record.passed is True
         row[1] += 1
     rows = [(name, f"{c}/{n}", f"{c / n:.4f} {_interval(c, n)}") for name, (c, n) in sorted(counts.items())]
     return ["", "## Categories", "", *_table(("category", "passed", "rate"), rows)]
@@ -88,11 +101,11 @@ def _solved(summary: Summary) -> list[str]:
     return [*lines, f"Not: {listed(unsolved, SHOWN)}."] if unsolved else lines
 
 
-def _failures(records: Sequence[dict[str, Any]]) -> list[str]:
+def _failures(records: Sequence[Prediction]) -> list[str]:
     rows = [(GROUPS[name], len(found), listed(found, 5)) for name, found in diagnose(records).items()]
     lines = ["", "## Failures", ""]
     lines += _table(("group", "trials", "which"), rows) if rows else ["None."]
-    count = sum(goes_on(record["text"]) for record in records)
+    count = sum(goes_on(record.text) for record in records)
     return [
         *lines,
         "",
@@ -100,14 +113,14 @@ def _failures(records: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _tokens(records: Sequence[dict[str, Any]]) -> list[str]:
-    done = [record for record in records if record["n_prompt"] is not None]
+def _tokens(records: Sequence[Prediction]) -> list[str]:
+    done = [record for record in records if record.n_prompt is not None]
     if not done:
         return []
     rows = [
-        ("tokens in, out", f"{sum(r['n_prompt'] for r in done)}, {sum(r['n_output'] for r in done)}"),
-        ("median ms to the first token", f"{median(r['ttft_ms'] for r in done):.1f}"),
-        ("median ms to the last token", f"{median(r['e2e_ms'] for r in done):.1f}"),
+        ("tokens in, out", f"{sum(r.n_prompt or 0 for r in done)}, {sum(r.n_output for r in done)}"),
+        ("median ms to the first token", f"{median(r.ttft_ms or 0.0 for r in done):.1f}"),
+        ("median ms to the last token", f"{median(r.e2e_ms or 0.0 for r in done):.1f}"),
     ]
     return ["", "## Tokens", "", *_table(("what", "value"), rows)]
 
@@ -140,3 +153,43 @@ def _number(value: float | None) -> str:
 def _interval(passed: int, total: int) -> str:
     interval = wilson(passed, total)
     return "" if interval is None else f"[{interval[0]:.4f}, {interval[1]:.4f}]"
+
+
+def diagnose(records: Sequence[Prediction]) -> dict[str, list[str]]:
+    """The labels of the trials that failed, by group; groups without any are left out."""
+    groups: dict[str, list[str]] = {name: [] for name in GROUPS}
+    for record in records:
+        if not record.passed:
+            groups[_group(record)].append(record.label)
+    return {name: found for name, found in groups.items() if found}
+
+
+def loops(ids: Sequence[int]) -> bool:
+    """Whether a piece of SHORTEST tokens or more stands REPEATS times in a row."""
+    import numpy as np  # on demand: the command line loads without it
+
+    tokens = np.asarray(ids)
+    for period in range(SHORTEST, len(ids) // REPEATS + 1):
+        same = np.cumsum(tokens[period:] == tokens[:-period], dtype=np.int64)
+        length = (REPEATS - 1) * period
+        if (same[length - 1 :] - np.concatenate(([0], same[:-length])) == length).any():
+            return True
+    return False
+
+
+def goes_on(text: str) -> bool:
+    """Whether text stands behind a stop candidate."""
+    places = [(text.find(stop), len(stop)) for stop in STOP_CANDIDATES]
+    return any(place >= 0 and text[place + size :].strip() for place, size in places)
+
+
+def _group(record: Prediction) -> str:
+    if record.passed is None:
+        return "infra"
+    if loops(record.output_token_ids):
+        return "loop"
+    if record.stop_reason == "length":
+        return "truncated"
+    if record.answer is None:
+        return "early_eos" if record.stop_reason == "eos" and record.n_output <= EARLY else "no_answer"
+    return "wrong_answer"

@@ -1,4 +1,4 @@
-"""Runs a suite on a backend, batch by batch in file order, and leaves a folder that tells the whole story."""
+"""Runs a suite on a backend, batch by batch in the order of its tasks, and leaves a folder that tells all about it."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -7,36 +7,34 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.manifest import sha256_of
-from ling3export.errors import Ling3Error
+from ling3export.errors import Ling3Error, RankDivergence
 from ling3export.runners.engine.handle import EngineStopped
-from ling3export.runners.engine.request import Completion, Sampling
-from ling3export.runners.evals.answers import choice_letter, extract_answer
+from ling3export.runners.engine.request import Completion
 from ling3export.runners.evals.backend import Ask, Backend
-from ling3export.runners.evals.config import RunConfig
-from ling3export.runners.evals.folder import RunFolder, open_folder, prediction, run_record
+from ling3export.runners.evals.folder import Prediction, RunFolder, open_folder, run_record
+from ling3export.runners.evals.graders import choice_letter, extract_answer
 from ling3export.runners.evals.harness import graded
-from ling3export.runners.evals.objects import (
+from ling3export.runners.evals.ranks import check_digests
+from ling3export.runners.evals.report import report
+from ling3export.runners.evals.statistics import Summary
+from ling3export.runners.evals.suites import Suite
+from ling3export.runners.evals.tasks import Task
+from ling3export.runners.evals.trials import (
     EvalError,
     InfraError,
     Outcome,
-    RankDivergence,
+    RunConfig,
     Step,
     Transcript,
     Trial,
     tokens_digest,
     trial_seed,
 )
-from ling3export.runners.evals.ranks import check_digests
-from ling3export.runners.evals.report import report
-from ling3export.runners.evals.smoke import product_state
-from ling3export.runners.evals.suites import Suite
-from ling3export.runners.evals.summary import Summary
-from ling3export.runners.evals.tasks import Task
 
 
 @dataclass(frozen=True)
 class Item:
-    """A trial to be run: the task, its place in the suite, and which trial."""
+    """A trial to be run: the task's place in the suite, the task, and the number of the try."""
 
     place: int
     task: Task
@@ -47,20 +45,20 @@ def run_suite(
     suite: Suite, backend: Backend, folder: Path, config: RunConfig, *, force: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Summary:  # fmt: skip
-    """Runs a suite on the process that leads, or goes on where an earlier run of the same record ended.
+    """Runs a suite, or goes on where an earlier run with the same record ended. On several hosts, host 0 calls it.
 
     Args:
-        suite: At least one task.
-        backend: Answers prompts.
+        suite: A suite with at least one task.
+        backend: Answers the prompts.
         folder: Where the run is written.
-        config: Settings.
-        force: Begin anew whatever is in the folder.
-        progress: Told finished and all trials.
+        config: The run's settings.
+        force: Begin anew, whatever run is in the folder.
+        progress: Called with the numbers of finished and of all trials.
 
     Raises:
         EvalError: The suite is empty, or the folder holds another run.
         GraderError: A grader failed; the run can be resumed.
-        RankDivergence: Processes sampled different tokens; nothing of that batch is kept.
+        RankDivergence: Hosts sampled different tokens; nothing of that batch is kept.
         EngineStopped: The engine ended; the run can be resumed.
         Ling3Error: Every prompt of the first batch was refused.
     """
@@ -80,16 +78,11 @@ def run_suite(
             kept = f"{len(opened.done)} of {len(items)} trials are kept: the same command goes on from there"
             raise EngineStopped(error.message, kept) from error
         records = [opened.done[item.task.id, item.trial] for item in items]
-        summary = summary_of(records, suite.tasks, config.threshold)
+        thresholds = {task.id: task.threshold if config.threshold is None else config.threshold for task in suite.tasks}
+        summary = Summary([(record.task_id, record.passed) for record in records], thresholds)
         run["totals"] = {**summary.record(), "invalid": summary.invalid(config.max_infra)}
         opened.finish(run, report(run, records, summary, suite.tasks))
     return summary
-
-
-def summary_of(records: Sequence[dict[str, Any]], tasks: Sequence[Task], threshold: float | None = None) -> Summary:
-    """Totals of the records of a run."""
-    thresholds = {task.id: task.threshold if threshold is None else threshold for task in tasks}
-    return Summary([(record["task_id"], record["passed"]) for record in records], thresholds)
 
 
 class _Runner:
@@ -110,9 +103,9 @@ class _Runner:
         ]  # fmt: skip
         asks = [self.ask(item, trial) for item, trial in zip(items, trials, strict=True)]
         before = self._backend.stats() if self._suite.product else {}
-        completions, refusal = complete(self._backend, asks, trials, self._config.retry)
+        completions, refusal = _complete(self._backend, asks, trials, self._config.retry)
         if not self._worked and refusal is not None and not any(completions):
-            raise refusal  # all of the first batch refused: no accident, but a wrong set-up
+            raise refusal  # all trials of the first batch were refused: that is no accident, but a wrong set-up
         self._worked = True
         check_digests(self._backend.digests())
         after = self._backend.stats() if self._suite.product else {}
@@ -124,11 +117,11 @@ class _Runner:
                 graded(trial, item.task, transcript_of(completion), outcome)
             if self._config.transcripts:
                 self.write_transcript(item, trial)
-            self._folder.add(prediction(item.place, item.task, trial))
+            self._folder.add(Prediction.of(item.place, item.task, trial))
 
     def ask(self, item: Item, trial: Trial) -> Ask:
         config = self._config
-        sampling = Sampling(config.temperature, config.top_k, config.top_p, trial.seed)
+        sampling = config.sampling(trial.seed)
         return Ask(f"task `{item.task.id}`", item.task.prompt, config.max_tokens, sampling, config.stop)
 
     def outcome(self, task: Task, completion: Completion, before: dict[str, Any], after: dict[str, Any]) -> Outcome:
@@ -138,30 +131,23 @@ class _Runner:
         if self._suite.product:
             folder = self._folder
             output = len(completion.token_ids)
-            state |= product_state(before, after, folder.path, len(folder.done), output)
+            state |= _product_state(before, after, folder.path, len(folder.done), output)
         return Outcome(state)
 
     def write_transcript(self, item: Item, trial: Trial) -> None:
         folder = self._folder.path / "transcripts"
         folder.mkdir(exist_ok=True)
-        record = {
-            "task_id": trial.task_id, "trial": trial.trial, "seed": trial.seed, "status": trial.status,
-            "attempts": [attempt.record() for attempt in trial.attempts],
-            "transcript": asdict(trial.transcript) if trial.transcript else None,
-            "outcome": trial.outcome.state if trial.outcome else None,
-            "grades": [asdict(grade) for grade in trial.grades], "passed": trial.passed, "score": trial.score,
-        }  # fmt: skip
         path = folder / f"{item.place}-{item.trial}.json"
-        path.write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(trial.record(), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
-def complete(
+def _complete(
     backend: Backend, asks: Sequence[Ask], trials: Sequence[Trial], retry: int
 ) -> tuple[list[Completion | None], Ling3Error | None]:
-    """Completes a batch; after an error its halves, down to those trials alone that are at fault.
+    """Completes a batch. After an error it tries the halves, down to the trials that are at fault, each alone.
 
     Returns:
-        A completion or None a trial, and the last refusal with a message for the user, if there was one.
+        For each trial its completion or None; and the last refusal that has a message for the user, if there was one.
     """
     done, error = _attempt(backend, asks)
     if error is None:
@@ -178,7 +164,7 @@ def complete(
 def _halved(
     backend: Backend, pairs: list[tuple[Ask, Trial]], tries: int, error: Exception
 ) -> list[tuple[Completion | None, Exception]]:
-    """For a failed batch: of each trial its completion, or None, and the last error."""
+    """Tries the halves of a batch that failed: for each trial its completion or None, and the last error."""
     if len(pairs) > 1:
         middle, found = len(pairs) // 2, []
         for half in (pairs[:middle], pairs[middle:]):
@@ -211,7 +197,7 @@ def _attempt(backend: Backend, asks: Sequence[Ask]) -> tuple[list[Completion], E
 
 
 def transcript_of(completion: Completion) -> Transcript:
-    """What was said in a completion."""
+    """The transcript of a completion."""
     return Transcript(
         completion.text or "", list(completion.prompt_ids), list(completion.token_ids), completion.stop_reason,
         [Step(step.t_ms, step.kind, step.padding, step.tokens) for step in completion.steps],
@@ -229,3 +215,31 @@ def _suite_record(suite: Suite) -> dict[str, Any]:
         "name": suite.name, "tasks": len(suite.tasks), "files": suite.files, "notes": list(suite.notes),
         "reference": suite.reference, "tasks_sha256": sha256_of([task.record() for task in suite.tasks]),
     }  # fmt: skip
+
+
+def _product_state(
+    before: dict[str, Any], after: dict[str, Any], folder: Path, records: int, output: int
+) -> dict[str, Any]:
+    """The state that a trial left behind, for suites whose graders look at the product.
+
+    Args:
+        before: The backend's counters before the trial.
+        after: The backend's counters after it.
+        folder: The run's folder.
+        records: Number of records that the run has written so far.
+        output: Number of tokens that came back.
+    """
+    contents = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+    files = {name: {"bytes": len(data), "lines": data.count(b"\n")} for name, data in contents.items()}
+    return {"counters": after, "delta": _grown(before, after), "files": files, "records": records, "output": output}
+
+
+def _grown(before: Any, after: Any) -> Any:
+    """How much counters grew: each field of an object, the difference of whole numbers, and None for all else."""
+    if isinstance(after, dict):
+        old = before if isinstance(before, dict) else {}
+        grown = {name: _grown(old.get(name), value) for name, value in after.items()}
+        return {name: value for name, value in grown.items() if value is not None}
+    if isinstance(after, int) and not isinstance(after, bool):
+        return after - (before if isinstance(before, int) else 0)
+    return None

@@ -1,15 +1,20 @@
-"""Rates and what they are worth: pass@k, pass^k, Wilson's interval, McNemar's exact test."""
+"""What a run came to: rates with infrastructure errors apart, pass@k and pass^k, Wilson's interval, McNemar's test."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from math import comb, sqrt
+from typing import Any, NamedTuple
 
+from ling3export.runners.evals.trials import MAX_INFRA, Trial
+
+KS = (1, 3, 5, 10)
 Z95 = 1.959963984540054  # two-sided 95 % point of the normal distribution
 
 
 def pass_at_k(n: int, c: int, k: int) -> float | None:
     """Probability that at least one of ``k`` trials drawn from ``n``, of which ``c`` passed, passed.
 
-    ``1 - C(n-c, k) / C(n, k)``: unbiased (Chen et al. 2021). None where ``n < k``: undefined.
+    ``1 - C(n-c, k) / C(n, k)``: unbiased (Chen et al. 2021). None if ``n < k``, where it is undefined.
     """
     if n < k:
         return None
@@ -19,7 +24,7 @@ def pass_at_k(n: int, c: int, k: int) -> float | None:
 def pass_hat_k(n: int, c: int, k: int) -> float | None:
     """Probability that all of ``k`` trials drawn from ``n``, of which ``c`` passed, passed.
 
-    ``C(c, k) / C(n, k)``: unbiased (tau-bench). None where ``n < k``: undefined.
+    ``C(c, k) / C(n, k)``: unbiased (tau-bench). None if ``n < k``, where it is undefined.
     """
     if n < k:
         return None
@@ -32,13 +37,13 @@ def plug_in(p: float, k: int) -> tuple[float, float]:
 
 
 def macro_mean(values: Iterable[float | None]) -> float | None:
-    """Mean over the tasks where the figure is defined; None where it is for none."""
+    """The mean over the tasks for which a figure is defined; None if it is defined for none."""
     defined = [value for value in values if value is not None]
     return sum(defined) / len(defined) if defined else None
 
 
 def wilson(passed: int, total: int, z: float = Z95) -> tuple[float, float] | None:
-    """Wilson's score interval of a rate, 95 % by default; None without trials."""
+    """Wilson's score interval of the rate ``passed / total``, 95 % by default; None without trials."""
     if total == 0:
         return None
     rate, spread = passed / total, z * z / total
@@ -48,7 +53,122 @@ def wilson(passed: int, total: int, z: float = Z95) -> tuple[float, float] | Non
 
 
 def mcnemar(broken: int, fixed: int) -> float:
-    """Exact two-sided p of McNemar's test, from the pairs that flipped one way and the other."""
+    """Exact two-sided p of McNemar's test, from the numbers of pairs that flipped one way and the other."""
     flips = broken + fixed
     tail = sum(comb(flips, i) for i in range(min(broken, fixed) + 1))
     return min(1.0, 2 * tail / 2**flips)
+
+
+class Rate(NamedTuple):
+    """Figures at one k; None where a figure is undefined.
+
+    Attributes:
+        k: Number of trials drawn.
+        tasks: How many tasks have k scored trials or more; the unbiased figures are means over them.
+        at_k: Unbiased pass@k.
+        hat_k: Unbiased pass^k.
+        plug_at_k: ``1 - (1 - p)^k`` of the mean rate p.
+        plug_hat_k: ``p^k`` of the mean rate p.
+    """
+
+    k: int
+    tasks: int
+    at_k: float | None
+    hat_k: float | None
+    plug_at_k: float | None
+    plug_hat_k: float | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Totals of a run.
+
+    Attributes:
+        results: (task id, passed) of every trial; None for a trial that ended in an infrastructure error.
+        thresholds: By task id, the share of scored trials that must pass for the task to count as solved; 1 by default.
+        trials: The trials themselves, if they are at hand.
+    """
+
+    results: list[tuple[str, bool | None]]
+    thresholds: dict[str, float] = field(default_factory=dict)
+    trials: Sequence[Trial] = ()
+
+    @property
+    def total(self) -> int:
+        """The number of trials, N: tasks times tries."""
+        return len(self.results)
+
+    @property
+    def infra(self) -> int:
+        """The number of trials that ended in an infrastructure error, I."""
+        return sum(passed is None for _, passed in self.results)
+
+    @property
+    def passed(self) -> int:
+        """The number of trials that passed, C."""
+        return sum(passed is True for _, passed in self.results)
+
+    @property
+    def success_rate(self) -> float | None:
+        """C / N: strict, an infrastructure error counts as a failure. None without trials."""
+        return self.passed / self.total if self.total else None
+
+    @property
+    def adjusted_success_rate(self) -> float | None:
+        """C / (N - I), the rate of the scored trials; None without any."""
+        scored = self.total - self.infra
+        return self.passed / scored if scored else None
+
+    @property
+    def infra_rate(self) -> float:
+        """I / N; 0 without trials."""
+        return self.infra / self.total if self.total else 0.0
+
+    def invalid(self, max_infra: float = MAX_INFRA) -> bool:
+        """Whether too many trials ended in infrastructure errors for the rate to mean something."""
+        return self.infra_rate > max_infra
+
+    @property
+    def by_task(self) -> dict[str, tuple[int, int]]:
+        """The scored trials n and the passes c of each task, in the run's order."""
+        counts: dict[str, tuple[int, int]] = {}
+        for name, passed in self.results:
+            n, c = counts.get(name, (0, 0))
+            counts[name] = (n + (passed is not None), c + (passed is True))
+        return counts
+
+    def pass_at_k(self, k: int) -> float | None:
+        """The unbiased figure, as the mean over the tasks with ``k`` scored trials or more; None without any."""
+        return macro_mean(pass_at_k(n, c, k) for n, c in self.by_task.values())
+
+    def pass_hat_k(self, k: int) -> float | None:
+        """The unbiased figure, as the mean over the tasks with ``k`` scored trials or more; None without any."""
+        return macro_mean(pass_hat_k(n, c, k) for n, c in self.by_task.values())
+
+    @property
+    def solved(self) -> list[str]:
+        """Tasks whose share of passes reaches their threshold."""
+        return [name for name, (n, c) in self.by_task.items() if n and c >= self.thresholds.get(name, 1.0) * n]
+
+    def rates(self, most: int) -> list[Rate]:
+        """The figures at each of KS up to ``most``, and at ``most``."""
+        rows = []
+        mean = self.pass_at_k(1)
+        for k in sorted({*(k for k in KS if k <= most), most}):
+            tasks = sum(n >= k for n, _ in self.by_task.values())
+            plug = (None, None) if mean is None else plug_in(mean, k)
+            rows.append(Rate(k, tasks, self.pass_at_k(k), self.pass_hat_k(k), *plug))
+        return rows
+
+    def record(self) -> dict[str, Any]:
+        """The totals as JSON."""
+        return {
+            "tasks": len(self.by_task), "trials": self.total, "passed": self.passed, "infra": self.infra,
+            "success_rate": self.success_rate, "adjusted_success_rate": self.adjusted_success_rate,
+            "infra_rate": self.infra_rate, "wilson95": wilson(self.passed, self.total), "solved": len(self.solved),
+        }  # fmt: skip
+
+
+def completion_line(passed: int, total: int) -> str:
+    """The last line of a run, in the form that scripts look for: ``正确率: 1121/1319 = 0.8499``."""
+    return f"正确率: {passed}/{total} = {passed / total:.4f}"

@@ -5,19 +5,20 @@ Data sets are the user's: none is downloaded, and the digests of the files that 
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ling3export.errors import listed
-from ling3export.runners.evals.answers import LETTERS
 from ling3export.runners.evals.demo import SEED, demo_records
-from ling3export.runners.evals.files import check_unique, load_tasks, read_records
-from ling3export.runners.evals.objects import EvalError
-from ling3export.runners.evals.smoke import smoke_tasks
-from ling3export.runners.evals.tasks import Task, task_from
+from ling3export.runners.evals.folder import PARTIAL
+from ling3export.runners.evals.graders import LETTERS, GraderSpec, Verdict
+from ling3export.runners.evals.task_files import check_unique, load_tasks, read_records
+from ling3export.runners.evals.tasks import Place, Task, task_from
+from ling3export.runners.evals.trials import EvalError, Outcome
 
 SHOTS = 4
+SHORT, LONG = 5, 40  # tokens of the smoke test's prompts: 1, 2, 3, …, which any vocabulary has
 MMLU_SHOTS = 5
 STEP_BY_STEP = "Let's think step by step."
 # Scores of the reference evaluation, with the published weights and the settings in REFERENCE_SETTINGS.
@@ -33,12 +34,12 @@ class Suite:
     """Tasks that belong together.
 
     Attributes:
-        name: Of the suite.
+        name: What reports call it.
         tasks: In the order in which they are run.
-        files: sha256 of every file that they came from, by name.
+        files: sha256 of every file that the tasks came from, by name.
         reference: Score of the reference evaluation.
-        settings: Settings of the run that this suite fixes.
-        product: Whether its graders look at the product's own state: counters and files.
+        settings: Settings of the run (RunConfig) that this suite fixes.
+        product: Whether its graders look at the product's own state, which is counters and files.
         notes: What a reader of the report should know.
     """
 
@@ -57,10 +58,10 @@ def load_suite(name: str, data: Path | None = None, limit: int | None = None) ->
     Args:
         name: One of SUITES, or the path of a task file.
         data: The folder or the file of a data set.
-        limit: Only the first so many tasks.
+        limit: Number of tasks to keep, the first ones; None keeps all.
 
     Raises:
-        EvalError: No such suite; its data is missing, or is something else.
+        EvalError: There is no such suite; or its data is missing, or is something else.
     """
     if name in SUITES:
         suite = SUITES[name](data)
@@ -73,10 +74,7 @@ def load_suite(name: str, data: Path | None = None, limit: int | None = None) ->
         raise EvalError(f"suite `{name}`: expected a task file, or one of {', '.join(SUITES)}, found neither")
     if limit is None:
         return suite
-    return Suite(
-        suite.name, suite.tasks[:limit], suite.files, suite.reference, suite.settings, suite.product,
-        (*suite.notes, f"only the first {limit} tasks"),
-    )  # fmt: skip
+    return replace(suite, tasks=suite.tasks[:limit], notes=(*suite.notes, f"only the first {limit} tasks"))
 
 
 def gsm8k(data: Path | None) -> Suite:
@@ -136,14 +134,14 @@ def mmlu_pro(data: Path | None) -> Suite:
 
 
 def product_smoke(data: Path | None) -> Suite:
-    """What the product itself left behind: counters and files, whatever the model said."""
+    """Four tasks whose graders look at counters and files only, never at what the model said."""
     return Suite(
-        "product-smoke", smoke_tasks(), settings={"batch": 1, "max_tokens": 8, "transcripts": True}, product=True
+        "product-smoke", _smoke_tasks(), settings={"batch": 1, "max_tokens": 8, "transcripts": True}, product=True
     )
 
 
 def demo(data: Path | None) -> Suite:
-    """Problems that were kept from the demo checkpoint's training, behind four worked ones that were not."""
+    """Problems that were kept from the demo checkpoint's training, behind four worked problems that were not."""
     tasks = [
         _task(f"demo-{place}", "demo", f"{shots}Question: {problem.question}\nAnswer:", "last_numeric",
               target=problem.answer)
@@ -159,13 +157,13 @@ SUITES: dict[str, Callable[[Path | None], Suite]] = {
 
 
 def sha256(path: Path) -> str:
-    """Digest of a file."""
+    """The digest of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _task(name: str, suite: str, prompt: Any, grader: str, **fields: Any) -> Task:
     record = {"id": name, "input": {"prompt": prompt}, "graders": [grader], **fields}
-    return task_from(record, suite=suite, where=lambda path: f"in record {name}")
+    return task_from(record, Place(where=lambda path: f"in record {name}"), suite=suite)
 
 
 def _renamed(tasks: list[Task], suite: str) -> list[Task]:
@@ -214,3 +212,59 @@ def _mmlu_shots(examples: list[dict[str, Any]]) -> dict[str, str]:
         'answer with "the answer is (X)" where X is the correct letter choice.\n\n'
     )
     return {category: intro.format(category) + "".join(blocks) for category, blocks in shots.items()}
+
+
+def _smoke_tasks() -> list[Task]:
+    checks: tuple[tuple[str, int, tuple[Callable[[dict[str, Any]], str], ...]], ...] = (
+        ("short-prompt", SHORT, (_nothing_compiles, _tokens_out, _one_prefill)),
+        ("long-prompt", LONG, (_nothing_compiles, _tokens_out)),
+        ("cells-again", SHORT, (_nothing_compiles, _one_prefill)),
+        ("records-on-disk", SHORT, (_records,)),
+    )
+    return [
+        Task(
+            id=f"product-smoke-{name}",
+            suite="product-smoke",
+            input={"prompt_ids": list(range(1, length + 1))},
+            graders=[_spec(check) for check in (_tokens_in(length), *looks)],
+        )
+        for name, length, looks in checks
+    ]
+
+
+def _spec(check: Callable[[dict[str, Any]], str]) -> GraderSpec:
+    """A state check from a function that says what is wrong, or nothing."""
+
+    def function(task: Task, transcript: object, outcome: Outcome) -> Verdict:
+        wrong = check(outcome.state)
+        return {"passed": not wrong, "explanation": wrong or "as it should be"}
+
+    return GraderSpec("state_check", check.__name__.strip("_"), {}, function)
+
+
+def _tokens_in(length: int) -> Callable[[dict[str, Any]], str]:
+    def tokens_in(state: dict[str, Any]) -> str:
+        return _differs("tokens in", length, state["delta"]["tokens_in"])
+
+    return tokens_in
+
+
+def _tokens_out(state: dict[str, Any]) -> str:
+    return _differs("tokens out", state["output"], state["delta"]["tokens_out"])
+
+
+def _nothing_compiles(state: dict[str, Any]) -> str:
+    return _differs("compile events", 0, state["delta"]["compile_events"])
+
+
+def _one_prefill(state: dict[str, Any]) -> str:
+    calls = sum(cell["calls"] for name, cell in state["delta"]["cells"].items() if name.startswith("prefill@"))
+    return _differs("prefill calls", 1, calls)
+
+
+def _records(state: dict[str, Any]) -> str:
+    return _differs("lines in the predictions file", state["records"], state["files"].get(PARTIAL, {}).get("lines"))
+
+
+def _differs(what: str, wanted: object, found: object) -> str:
+    return "" if wanted == found else f"{what}: expected {wanted}, found {found}"

@@ -11,11 +11,11 @@ import numpy as np
 
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.evals.backend import Ask
-from ling3export.runners.evals.config import RunConfig
 from ling3export.runners.evals.graders import GraderSpec
 from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.suites import Suite
 from ling3export.runners.evals.tasks import Task
+from ling3export.runners.evals.trials import RunConfig
 
 NUMERIC = GraderSpec("last_numeric")
 ENVIRONMENT = {

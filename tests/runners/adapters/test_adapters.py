@@ -23,11 +23,11 @@ from artifacts_fixture import ROOT
 from eval_fakes import FakeBackend, half, numbered
 from ling3export.errors import RequestError
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.evals.config import RunConfig
 from ling3export.runners.evals.demo import demo_records
 from ling3export.runners.evals.export import inspect_log
 from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.suites import Suite
+from ling3export.runners.evals.trials import RunConfig
 
 COUNT = 6  # problems
 TOKENS = 32

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ling3export.runners.evals.answers import choice_letter, extract_answer, gold_answer, same_number
+from ling3export.runners.evals.graders import choice_letter, extract_answer, gold_answer, same_number
 
 NUMBERS = [
     ("The answer is 1,234.", "1234"),

@@ -1,6 +1,7 @@
 """What looks at runs and tasks: diagnose, diff, determinism, new and check, export."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 from click.testing import CliRunner
@@ -8,16 +9,14 @@ from click.testing import CliRunner
 from eval_fakes import NUMERIC, FakeBackend, half, numbered
 from ling3export.runners.cli.main import main
 from ling3export.runners.evals.backend import Ask
-from ling3export.runners.evals.config import RunConfig
-from ling3export.runners.evals.determinism import determinism
-from ling3export.runners.evals.diagnose import diagnose, goes_on, loops
-from ling3export.runners.evals.diff import diff
+from ling3export.runners.evals.compare import determinism, diff
 from ling3export.runners.evals.export import inspect_log
 from ling3export.runners.evals.folder import read_predictions
-from ling3export.runners.evals.objects import EvalError
+from ling3export.runners.evals.report import diagnose, goes_on, loops
 from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.suites import Suite
 from ling3export.runners.evals.tasks import Task
+from ling3export.runners.evals.trials import EvalError, RunConfig
 
 
 def call(*arguments):
@@ -135,12 +134,12 @@ ASKS = [Ask(f"t{n}", str(n), 20) for n in range(3)]
 def test_determinism_finds_an_injected_flip():
     """A8."""
     found = determinism(Flips(half), ASKS)
-    assert found == {
+    assert asdict(found) == {
         "identical": "2/3",
         "first_divergence": [{"task": "t2", "pos": 4, "id_a": ord("a"), "id_b": ord("X"), "logit_gap": -1.5}],
         "batch_invariance": None,
     }
-    assert determinism(FakeBackend(half), ASKS, runs=3)["identical"] == "3/3"
+    assert determinism(FakeBackend(half), ASKS, runs=3).identical == "3/3"
 
 
 def test_batch_invariance_is_reported_not_judged():
@@ -152,8 +151,9 @@ def test_batch_invariance_is_reported_not_judged():
             return done
 
     found = determinism(Alone(half), ASKS, alone=2)
-    assert (found["identical"], found["first_divergence"]) == ("3/3", [])
-    assert found["batch_invariance"] == {
+    assert (found.identical, found.first_divergence) == ("3/3", [])
+    assert found.batch_invariance is not None
+    assert asdict(found.batch_invariance) == {
         "identical": "1/2",
         "first_divergence": [{"task": "t0", "pos": 3, "id_a": ord(" "), "id_b": None, "logit_gap": None}],
     }

@@ -4,21 +4,21 @@ import asyncio
 
 import pytest
 
+from ling3export.errors import RankDivergence
 from ling3export.runners.evals.graders import GraderSpec
 from ling3export.runners.evals.harness import MinimalEvalHarness
-from ling3export.runners.evals.objects import (
+from ling3export.runners.evals.ranks import check_digests
+from ling3export.runners.evals.tasks import Task
+from ling3export.runners.evals.trials import (
     EvalError,
     GraderError,
     InfraError,
     Outcome,
-    RankDivergence,
     Step,
     Transcript,
     tokens_digest,
     trial_seed,
 )
-from ling3export.runners.evals.ranks import check_digests
-from ling3export.runners.evals.tasks import Task
 
 
 def run(agent, *tasks, **settings):
@@ -40,7 +40,7 @@ def test_snippet_of_the_specification(transcript):
 
     summary = asyncio.run(main())
     assert (summary.passed, summary.total, summary.infra) == (5, 5, 0)
-    assert [row["pass^k"] for row in summary.rates(5)] == [1.0, 1.0, 1.0]
+    assert [rate.hat_k for rate in summary.rates(5)] == [1.0, 1.0, 1.0]
 
 
 def test_agent_sees_input_and_a_seed_of_its_own():

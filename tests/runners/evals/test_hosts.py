@@ -62,7 +62,7 @@ def test_a_killed_process_ends_the_run_and_the_same_command_finishes_it(command,
         assert [process.returncode for process in processes] == [0] * COUNT, said
     assert [out for out, _ in said] == [f"正确率: {len(TASKS)}/{len(TASKS)} = 1.0000\n", "", "", ""]
     records = read_predictions(run)
-    assert [record["task_id"] for record in records] == [task["id"] for task in TASKS]
+    assert [record.task_id for record in records] == [task["id"] for task in TASKS]
     assert (run / "predictions.jsonl").read_text().splitlines()[: len(killed)] == killed
     assert not kept(run) and [list(folder.iterdir()) for folder in folders[1:]] == [[], [], []]
 

@@ -17,11 +17,10 @@ from eval_fakes import FakeBackend, half, numbered
 from ling3export.errors import RequestError
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.handle import EngineStopped
-from ling3export.runners.evals.config import RunConfig
 from ling3export.runners.evals.folder import KEYS, read_predictions
-from ling3export.runners.evals.objects import EvalError, GraderError, trial_seed
 from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.suites import Suite
+from ling3export.runners.evals.trials import EvalError, GraderError, RunConfig, trial_seed
 
 LINE = re.compile(r"^正确率: \d+/\d+ = (0\.\d{4}|1\.0000)$")
 REPORT = Path(__file__).parents[2] / "data/eval_report.md"
@@ -90,8 +89,8 @@ def test_one_infrastructure_error_of_ten(evaluate, tmp_path):
     )
     record = read_predictions(tmp_path / "run")[3]
     attempt = {"kind": "oom", "message": "RuntimeError: RESOURCE_EXHAUSTED: no memory"}
-    assert record["infra"] == {"ended": True, "attempts": [attempt, attempt]}  # in the batch, and alone
-    assert (record["passed"], record["stop_reason"], record["text"]) == (None, "error", "")
+    assert record.infra == {"ended": True, "attempts": [attempt, attempt]}  # in the batch, and alone
+    assert (record.passed, record.stop_reason, record.text) == (None, "error", "")
     assert evaluate(FailsOn("3", RuntimeError("x")), "--max-infra", "0.1", folder="b").exit_code == 0
 
 
@@ -106,7 +105,7 @@ def test_an_error_that_passes_is_kept_and_not_counted(evaluate, tmp_path):
     done = evaluate(FailsOn("3", TimeoutError("late"), times=1))
     assert (done.exit_code, done.stdout) == (0, "正确率: 10/10 = 1.0000\n")
     kept = {"ended": False, "attempts": [{"kind": "timeout", "message": "TimeoutError: late"}]}
-    assert [record["infra"] for record in read_predictions(tmp_path / "run")] == [kept] * 10
+    assert [record.infra for record in read_predictions(tmp_path / "run")] == [kept] * 10
 
 
 def test_a_first_batch_that_is_refused_as_a_whole_ends_the_run(evaluate, tmp_path):

@@ -2,8 +2,16 @@
 
 import pytest
 
-from ling3export.runners.evals.statistics import macro_mean, mcnemar, pass_at_k, pass_hat_k, plug_in, wilson
-from ling3export.runners.evals.summary import Summary, completion_line
+from ling3export.runners.evals.statistics import (
+    Summary,
+    completion_line,
+    macro_mean,
+    mcnemar,
+    pass_at_k,
+    pass_hat_k,
+    plug_in,
+    wilson,
+)
 
 TABLE = [
     (4, 3, 2, 1.0, 0.5),
@@ -66,7 +74,7 @@ def test_summary_keeps_infrastructure_errors_apart():
     assert summary.pass_at_k(1) == 0.75  # b: 1 of 1 scored
     assert summary.pass_at_k(2) == 1.0  # of a alone: b has one scored trial
     assert summary.pass_at_k(3) is None
-    assert [row["tasks"] for row in summary.rates(3)] == [2, 0]
+    assert [rate.tasks for rate in summary.rates(3)] == [2, 0]
     assert summary.solved == ["a", "b"]
     assert Summary([("a", None)]).adjusted_success_rate is None
     assert Summary([]).success_rate is None

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from eval_fakes import FakeBackend
-from ling3export.runners.evals.config import RunConfig
 from ling3export.runners.evals.graders import grade
-from ling3export.runners.evals.objects import EvalError
 from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.suites import load_suite
+from ling3export.runners.evals.trials import EvalError, RunConfig
 
 GSM8K = Path(__file__).parents[2] / "data/gsm8k"
 

@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from ling3export.errors import Ling3Error
-from ling3export.runners.evals.files import json_lines, load_tasks
 from ling3export.runners.evals.graders import grade, value_at
-from ling3export.runners.evals.objects import EvalError, Outcome, Step, Transcript
+from ling3export.runners.evals.task_files import json_lines, load_tasks
 from ling3export.runners.evals.tasks import Task
+from ling3export.runners.evals.trials import EvalError, Outcome, Step, Transcript
 
 TEMPLATE = """\
 task:

@@ -13,7 +13,7 @@ import pytest
 
 from fake_backend import VOCAB, FakeBackend
 from ling3export.compile.peers import free_port
-from ling3export.errors import Ling3Error
+from ling3export.errors import Ling3Error, RankDivergence
 from ling3export.runners.engine.block_manager import Allocator
 from ling3export.runners.engine.engine_step import Arrival, Commands
 from ling3export.runners.engine.follower import SharedTurns
@@ -21,7 +21,7 @@ from ling3export.runners.engine.inputs import Shapes
 from ling3export.runners.engine.request import Request
 from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.sequence import Sequence
-from ling3export.runners.evals.objects import RankDivergence, tokens_digest
+from ling3export.runners.evals.trials import tokens_digest
 from ling3export.runners.hosts import channel as channels
 from ling3export.runners.hosts import rendezvous
 from ling3export.runners.hosts.channel import END, TURN, Channel

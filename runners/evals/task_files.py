@@ -1,0 +1,297 @@
+"""Task files: YAML or JSON, one task or many; every mistake is named with its line. Also the loop of writing a task.
+
+``new_task`` writes a task to be changed; ``check_tasks`` proves that tasks can be solved, and failed.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ling3export.errors import Ling3Error
+from ling3export.runners.evals.graders import grade
+from ling3export.runners.evals.tasks import FieldPath, Place, Predicates, Task, task_from
+from ling3export.runners.evals.trials import EvalError, Outcome, Transcript
+
+YAML = (".yaml", ".yml")
+PROBLEM_FIELDS = {"id", "prompt", "question", "answer", "target"}
+TEMPLATE = """\
+task:
+  id: {name}
+  category: ""
+  input:
+    prompt: "Question: How many legs do 3 cats have?\\nAnswer:"
+  target: "12"
+  graders:  # last_numeric, choice_letter, exact, regex, response_contains, state_check, transcript_constraints, …
+    - kind: last_numeric
+  grading:
+    threshold: 1.0  # share of the trials that must pass
+  reference_solution: "3 cats have 3 * 4 = 12 legs."
+"""
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
+LineOf = Callable[[FieldPath], int]
+
+
+def load_tasks(path: str | Path, predicates: Predicates | None = None) -> list[Task]:
+    """The tasks of a file: ``task:`` with one task, ``tasks:`` with a list, a list, or problems with prompts.
+
+    Problems are ``{"prompt" | "question": …, "answer" | "target": …}``, in a list or in ``{"data": […]}``. Prompts
+    are used verbatim, and answers are graded by the last number.
+
+    Args:
+        path: YAML needs the extra ``eval``.
+        predicates: What state checks call by name.
+
+    Raises:
+        EvalError: The file cannot be read, holds no task, or a field is wrong.
+    """
+    path = Path(path)
+    text = _text(path)
+    document, line_of = _yaml(text, path) if path.suffix in YAML else _json(text, path)
+
+    def where(field: FieldPath) -> str:
+        return f"in {path.name} line {line_of(field)}"
+
+    tasks: list[Task] = []
+    for value, field in _items(document):
+        place = Place(field, where)
+        if isinstance(value, dict) and "input" not in value and value.keys() & {"prompt", "question"}:
+            made = _problem(value, f"{path.stem}-{len(tasks)}", place)
+            tasks.append(task_from(made, Place((), _always(str(place))), suite=path.stem))
+            continue
+        tasks.append(task_from(value, place, suite=path.stem, predicates=predicates))
+    if not tasks:
+        raise EvalError(f"task file `{path.name}`: expected at least one task, found none, in {path.parent}")
+    check_unique(tasks, path.name)
+    return tasks
+
+
+def _always(text: str) -> Callable[[FieldPath], str]:
+    """The line of a problem, for every field of the task that is made of it."""
+    return lambda path: text
+
+
+def check_unique(tasks: list[Task], where: str) -> None:
+    """Refuses two tasks with one id.
+
+    Raises:
+        EvalError: There are two such tasks.
+    """
+    seen: set[str] = set()
+    for task in tasks:
+        if task.id in seen:
+            raise EvalError(f"task id `{task.id}`: expected it once, found it again, in {where}")
+        seen.add(task.id)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON file (a list, or ``{"data": […]}``), or of JSON lines.
+
+    Raises:
+        EvalError: The file is something else.
+    """
+    text = _text(path)
+    records: Any
+    try:
+        if path.suffix == ".jsonl":
+            records = [_parsed(line) for line in text.split("\n") if line.strip()]
+        else:
+            records = _parsed(text)
+    except ValueError as error:
+        raise EvalError(f"file `{path.name}`: expected JSON, found {error}, in {path.parent}") from error
+    if isinstance(records, dict) and set(records) == {"data"}:
+        records = records["data"]
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        raise EvalError(f"file `{path.name}`: expected a list of objects, found something else, in {path.parent}")
+    return records
+
+
+def new_task(path: Path, *, force: bool = False) -> None:
+    """Writes a task that ``check_tasks`` accepts, to be changed: YAML or JSON by the file's name.
+
+    Raises:
+        EvalError: The file exists, or its name says neither.
+    """
+    if path.suffix not in (*YAML, ".json"):
+        raise EvalError(f"task file `{path.name}`: expected a name that ends in .yaml, .yml or .json")
+    if not path.parent.is_dir():
+        raise EvalError(f"task file `{path.name}`: expected an existing folder, found none, at {path.parent}")
+    text = TEMPLATE.format(name=json.dumps(path.stem))
+    if path.suffix == ".json":
+        task = {
+            "id": path.stem, "input": {"prompt": "Question: How many legs do 3 cats have?\nAnswer:"}, "target": "12",
+            "graders": [{"kind": "last_numeric"}], "grading": {"threshold": 1.0},
+            "reference_solution": "3 cats have 3 * 4 = 12 legs.",
+        }  # fmt: skip
+        text = json.dumps({"task": task}, ensure_ascii=False, indent=2) + "\n"
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if force else os.O_EXCL)
+        with open(os.open(path, flags, 0o666), "w", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        hint = "choose another name, or replace it with --force"
+        raise EvalError(f"task file `{path.name}`: expected no such file, found one, in {path.parent}", hint) from error
+
+
+def check_tasks(tasks: Sequence[Task]) -> list[str]:
+    """What is wrong with tasks: each must be passed by its reference solution, and not by an empty answer.
+
+    Raises:
+        GraderError: A grader failed.
+    """
+    wrong = []
+    for task in tasks:
+        if task.reference_solution is None:
+            wrong.append(f"task `{task.id}`: expected a reference_solution, found none: nothing shows it can be solved")
+            continue
+        failed = _failed(task, task.reference_solution)
+        wrong += [f"task `{task.id}`: expected its reference solution to pass, found: {text}" for text in failed]
+        if not _failed(task, ""):
+            wrong.append(f"task `{task.id}`: expected an empty answer to fail, found that it passes: it grades nothing")
+    return wrong
+
+
+def _failed(task: Task, text: str) -> list[str]:
+    """The required graders that an answer does not pass."""
+    grades, _, _ = grade(task, Transcript(text), Outcome({"text": text}))
+    return [f"{item.name} ({item.explanation})" for item in grades if item.required and not item.passed]
+
+
+def _problem(value: dict[str, Any], name: str, place: Place) -> dict[str, Any]:
+    """A problem with its prompt, as the JSON of a task that is graded by the last number.
+
+    Raises:
+        EvalError: A field is unknown or missing.
+    """
+    for key in value:
+        if key not in PROBLEM_FIELDS:
+            wanted = ", ".join(sorted(PROBLEM_FIELDS))
+            raise EvalError(f"key `{key}`: expected one of {wanted}, found `{key}`, {place.at(key)}")
+    answers = [value[key] for key in ("answer", "target") if key in value]
+    if len(answers) != 1 or ("prompt" in value) == ("question" in value):
+        raise EvalError(
+            f"problem: expected prompt or question, and answer or target, found {', '.join(value)}, {place}"
+        )
+    target = answers[0]
+    if isinstance(target, (int, float)) and not isinstance(target, bool):
+        target = str(target)
+    return {
+        "id": str(value.get("id", name)), "input": {"prompt": value.get("prompt", value.get("question"))},
+        "target": target, "graders": ["last_numeric"],
+    }  # fmt: skip
+
+
+def _items(document: Any) -> list[tuple[Any, FieldPath]]:
+    """The tasks of a document, each with its path."""
+    key: tuple[str, ...] = ()
+    if isinstance(document, dict) and len(document) == 1:
+        (name,) = document
+        if name == "task":
+            return [(document["task"], ("task",))]
+        if name in ("tasks", "data"):
+            document, key = document[name], (name,)
+    if not isinstance(document, list):
+        return [] if document is None else [(document, key)]
+    return [(value, (*key, place)) for place, value in enumerate(document)]
+
+
+def _text(path: Path) -> str:
+    """The text of a UTF-8 file.
+
+    Raises:
+        EvalError: It cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise EvalError(
+            f"file `{path.name}`: expected a readable file, found {error.strerror}, in {path.parent}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise EvalError(f"file `{path.name}`: expected UTF-8, found {error}, in {path.parent}") from error
+
+
+def _parsed(text: str) -> Any:
+    """The value of a JSON text without NaN and without halves of characters.
+
+    Raises:
+        ValueError: It is not such a text.
+    """
+    value = json.loads(text)
+    json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    return value
+
+
+def _yaml(text: str, path: Path) -> tuple[Any, LineOf]:
+    try:
+        import yaml
+    except ImportError as error:
+        raise Ling3Error(
+            f"task file `{path.name}`: expected PyYAML to read it, found it is not installed",
+            "pip install 'ling3export[eval]', or write the file as JSON",
+        ) from error
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        document = None if root is None else loader.construct_document(root)
+        document = _parsed(json.dumps(document, default=str))  # dates become texts
+    except (yaml.YAMLError, ValueError) as error:
+        raise EvalError(f"task file `{path.name}`: expected YAML, found {' '.join(str(error).split())}") from error
+
+    def line_of(field: FieldPath) -> int:
+        node, line = root, 1
+        for part in field:
+            if isinstance(node, yaml.MappingNode):
+                pairs = [(key, value) for key, value in node.value if key.value == str(part)]
+                if not pairs:
+                    break
+                line, node = pairs[-1][0].start_mark.line + 1, pairs[-1][1]
+            elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+                node = node.value[part]
+                line = node.start_mark.line + 1
+        return line
+
+    return document, line_of
+
+
+def _json(text: str, path: Path) -> tuple[Any, LineOf]:
+    try:
+        document = _parsed(text)
+    except ValueError as error:
+        raise EvalError(f"task file `{path.name}`: expected JSON, found {error}, in {path.parent}") from error
+
+    def line_of(field: FieldPath) -> int:
+        return json_lines(text).get(field, 1)
+
+    return document, line_of
+
+
+def json_lines(text: str) -> dict[FieldPath, int]:
+    """The line of every field and item of a valid JSON text, by its path."""
+    lines: dict[FieldPath, int] = {}
+    stack: list[list[Any]] = []  # the open containers: [current key or index, whether it is an object]
+    key_next = False
+    line, counted = 1, 0
+    for token in _TOKEN.finditer(text):
+        word = token.group()
+        line, counted = line + text.count("\n", counted, token.start()), token.start()
+        if key_next and word.startswith('"'):
+            stack[-1][0] = json.loads(word)
+            lines[tuple(part for part, _ in stack)] = line
+            key_next = False
+            continue
+        if word == ",":
+            key_next = stack[-1][1]
+            if not key_next:
+                stack[-1][0] += 1
+        elif word in "}]":
+            stack.pop()
+            key_next = False
+        elif word != ":":
+            lines.setdefault(tuple(part for part, _ in stack), line)
+            if word in "{[":
+                key_next = word == "{"
+                stack.append([None if key_next else 0, key_next])
+    return lines

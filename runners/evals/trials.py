@@ -1,0 +1,248 @@
+"""The values of an evaluation: a run's settings, transcripts, outcomes, grades, trials and infrastructure errors."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ling3export.errors import Ling3Error, RankDivergence
+from ling3export.runners.engine.request import Sampling
+
+MAX_INFRA = 0.01
+INFRA_KINDS = ("oom", "timeout", "device_lost", "tokenizer_error", "rank_divergence", "nan_logits", "unknown")
+# Exceptions, and what runtimes write into messages in lower case, with the kind that they show. The first row counts.
+_TYPES: tuple[tuple[str, type[Exception]], ...] = (
+    ("rank_divergence", RankDivergence), ("oom", MemoryError), ("timeout", TimeoutError),
+    ("nan_logits", FloatingPointError),
+)  # fmt: skip
+_SIGNS = (
+    ("oom", ("resource_exhausted", "out of memory", "cannot allocate memory")),
+    ("timeout", ("deadline_exceeded", "timed out", "timeout")),
+    ("nan_logits", ("nan logits", "logits are nan", "non-finite logits")),
+    ("device_lost", ("device lost", "device is lost", "data_loss", "unavailable:", "device halted")),
+    ("tokenizer_error", ("tokenizer",)),
+)
+
+
+class EvalError(Ling3Error):
+    """A suite, a task file, a run's folder or its settings cannot be used."""
+
+
+class GraderError(Ling3Error):
+    """A grader failed, or returned no verdict. It ends the run, since a broken grader says nothing about a trial."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Settings of a run. The defaults are those of the reference evaluation.
+
+    Attributes:
+        trials: Number of tries at each task.
+        max_tokens: Most tokens that one trial may generate.
+        temperature: 0 takes the most likely token.
+        top_k: Sample among the k most likely tokens; 0 keeps all.
+        top_p: Then among the fewest that hold this probability.
+        stop: Strings that end the text. None by default: the reference evaluation names only the end-of-text token.
+        seed: The run's seed; each trial's seed follows from it.
+        batch: Number of trials that are given to the backend together.
+        retry: How often a trial is tried again after an infrastructure error.
+        max_infra: The run is invalid if a larger share of its trials ends in infrastructure errors.
+        threshold: Share of a task's trials that must pass, in place of each task's own threshold.
+        transcripts: Also write transcripts/IDX-TRIAL.json with outcome and grades.
+
+    Raises:
+        RequestError: A sampling setting is out of bounds.
+        EvalError: A count is too small.
+    """
+
+    trials: int = 1
+    max_tokens: int = 2000
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    batch: int = 256
+    retry: int = 1
+    max_infra: float = MAX_INFRA
+    threshold: float | None = None
+    transcripts: bool = False
+
+    def __post_init__(self) -> None:
+        self.sampling(0)
+        for name, least in (("trials", 1), ("max_tokens", 1), ("batch", 1), ("retry", 0)):
+            if getattr(self, name) < least:
+                raise EvalError(f"`{name}`: expected {least} or more, found {getattr(self, name)}")
+
+    def sampling(self, seed: int) -> Sampling:
+        """The sampling of a trial with this seed."""
+        return Sampling(self.temperature, self.top_k, self.top_p, seed)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a transcript.
+
+    Attributes:
+        t_ms: Milliseconds since the trial began.
+        kind: ``prefill``, ``score``, ``decode`` or ``tool``.
+        bucket: Padding of the program that ran.
+        n_tokens: Number of the trial's tokens that the step took.
+        name: A tool call's name.
+    """
+
+    t_ms: float
+    kind: str
+    bucket: int = 0
+    n_tokens: int = 0
+    name: str | None = None
+
+
+@dataclass
+class Transcript:
+    """What was said. ``"Hi" in transcript`` looks into its text.
+
+    Attributes:
+        text: What the model wrote.
+        prompt_token_ids: The prompt as it was run.
+        output_token_ids: The generated tokens.
+        stop_reason: ``eos``, ``length``, ``stop`` or ``error``.
+        steps: The steps in order, if the agent knows them.
+        artifact: Digests of what ran, by name.
+        ttft_ms: Milliseconds to the first token.
+        e2e_ms: Milliseconds to the last token.
+        turns: How often the model was asked.
+    """
+
+    text: str = ""
+    prompt_token_ids: list[int] = field(default_factory=list)
+    output_token_ids: list[int] = field(default_factory=list)
+    stop_reason: str = "eos"
+    steps: list[Step] = field(default_factory=list)
+    artifact: dict[str, str] = field(default_factory=dict)
+    ttft_ms: float = 0.0
+    e2e_ms: float = 0.0
+    turns: int = 1
+
+    def __contains__(self, text: str) -> bool:
+        return text in self.text
+
+
+@dataclass
+class Outcome:
+    """The final state of the environment, which is not what the model said.
+
+    Attributes:
+        state: Any JSON object.
+    """
+
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GraderResult:
+    """The verdict of one grader on one trial.
+
+    Attributes:
+        name: What reports call the grader.
+        score: From 0 to 1.
+        passed: Whether the trial passes this grader.
+        answer: What the grader took for the answer, if it looks for one.
+        explanation: Why.
+        required: Whether the trial fails if this grader does not pass it.
+        weight: How much the score counts in the trial's score.
+    """
+
+    name: str
+    score: float
+    passed: bool
+    answer: str | None = None
+    explanation: str = ""
+    required: bool = True
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class InfraError:
+    """An attempt that failed outside grading.
+
+    Attributes:
+        kind: One of INFRA_KINDS.
+        message: The exception's type and message.
+    """
+
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, error: Exception) -> "InfraError":
+        """Classifies an exception by its type, else by what its message says."""
+        message = f"{type(error).__name__}: {error}"
+        lower = message.lower()
+        kinds = [kind for kind, type_ in _TYPES if isinstance(error, type_) or isinstance(error.__cause__, type_)]
+        kinds += [kind for kind, signs in _SIGNS if any(sign in lower for sign in signs)]
+        return cls(kinds[0] if kinds else "unknown", message)
+
+
+@dataclass
+class Trial:
+    """One try at a task.
+
+    Attributes:
+        task_id: Which task.
+        trial: Number of the try, from 0.
+        seed: Seed of its sampling.
+        status: ``ok`` or ``infra_error``.
+        attempts: Errors of the attempts that failed, those before an attempt that worked included.
+        transcript: What was said: a Transcript, or whatever the agent returned. None after an infrastructure error.
+        outcome: What came of it: an Outcome, or whatever the agent returned.
+        grades: The verdict of every grader, the most authoritative first.
+        passed: Whether all required graders pass; None after an infrastructure error.
+        score: Weighted mean of the grades.
+    """
+
+    task_id: str
+    trial: int
+    seed: int
+    status: str = "ok"
+    attempts: list[InfraError] = field(default_factory=list)
+    transcript: Any = None
+    outcome: Any = None
+    grades: list[GraderResult] = field(default_factory=list)
+    passed: bool | None = None
+    score: float | None = None
+
+    @property
+    def infra(self) -> InfraError | None:
+        """The error that the trial ended in."""
+        return self.attempts[-1] if self.status == "infra_error" else None
+
+    @property
+    def answer(self) -> str | None:
+        """What the first grader that looks for an answer took for it."""
+        return next((grade.answer for grade in self.grades if grade.answer is not None), None)
+
+    def record(self) -> dict[str, Any]:
+        """The whole trial as JSON."""
+        return {
+            "task_id": self.task_id, "trial": self.trial, "seed": self.seed, "status": self.status,
+            "attempts": [asdict(attempt) for attempt in self.attempts],
+            "transcript": asdict(self.transcript) if self.transcript else None,
+            "outcome": self.outcome.state if self.outcome else None,
+            "grades": [asdict(grade) for grade in self.grades], "passed": self.passed, "score": self.score,
+        }  # fmt: skip
+
+
+def text_of(transcript: object) -> str:
+    """The text of a transcript, which may also be a plain string."""
+    return transcript if isinstance(transcript, str) else str(getattr(transcript, "text", transcript))
+
+
+def tokens_digest(ids: Iterable[int]) -> str:
+    """sha256 of token ids in little-endian int32, in hex."""
+    return hashlib.sha256(b"".join(i.to_bytes(4, "little", signed=True) for i in ids)).hexdigest()
+
+
+def trial_seed(run_seed: int, task_id: str, trial: int) -> int:
+    """The seed of a trial's sampling. It does not depend on the order in which trials run."""
+    return int.from_bytes(hashlib.sha256(f"{run_seed}|{task_id}|{trial}".encode()).digest()[:4], "big")
