@@ -13,34 +13,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ling3export.artifacts.manifest import read_checked
 from ling3export.compile.peers import HOST, TIMEOUT, free_port
 from ling3export.errors import ArtifactError, Ling3Error
 from ling3export.processes import command, ending, environment
 from ling3export.runners.hosts.hosts import Hosts
-from ling3export.verify.prober import Found, Prober
-from ling3export.verify.score_receipts import score_receipt
-
-# Relative L2 of the logits at a position (MODEL.md section 5). fp32: every position. bf16: the median over positions,
-# since a single routing flip alone moves one by up to 0.3.
-TOLERANCES = {"float32": ("largest", 1e-5), "bfloat16": ("median", 0.15)}
+from ling3export.verify.prober import Prober
+from ling3export.verify.receipts import TOLERANCES, Logits, agreement, logits_receipt, score_receipt, tokens_receipt
 
 REFUSED = 3  # how the measuring process ends with a message for the user; 1 is a traceback
 
 
-def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Relative L2 distance of one position's logits, in float64; infinite where a value is not finite."""
-    if not np.isfinite(found).all():
-        return float("inf")
-    expected = expected.astype(np.float64)
-    return float(np.linalg.norm(found.astype(np.float64) - expected) / np.linalg.norm(expected))
-
-
 def measure_target(artifact: Path, name: str, manifest: dict[str, Any], hosts: Hosts | None = None) -> dict[str, Any]:
-    """Loads one target and runs every vector through each of its cells. Of several hosts all call it, and the first
-    one's result counts.
+    """Loads one target and runs every vector through each of its cells.
+
+    On several hosts every process calls it; the result of the first one counts.
 
     Returns:
         ``cells``: by name the errors and a status; ``agreement``: the largest relative distance between cells;
@@ -56,7 +43,7 @@ def measure_target(artifact: Path, name: str, manifest: dict[str, Any], hosts: H
     target = loaded.record
     vectors = manifest["vectors"]
     stored = load(read_checked(artifact, vectors["expected"]))
-    expected: Found = {
+    expected: Logits = {
         (index, position): stored[sequence["logits"]][row]
         for index, sequence in enumerate(vectors["sequences"])
         for row, position in enumerate(sequence["positions"])
@@ -64,25 +51,25 @@ def measure_target(artifact: Path, name: str, manifest: dict[str, Any], hosts: H
     prober = Prober(loaded.device, target, vectors["sequences"])
     found = _probe(prober, target, len(vectors["sequences"]))
     dtype = manifest["plan"]["dtype"]
-    cells = {cell: _receipt(values, expected, dtype) for cell, values in found.items()}
+    cells = {cell: logits_receipt(values, expected, dtype) for cell, values in found.items()}
     for cell, record in target["cells"].items():
         if record["phase"] == "sample":
-            cells[cell] = _sample_receipt(prober, target, record)
+            cells[cell] = _sampled(prober, target, record["padding"])
         if record["phase"] == "score":
-            cells[cell] = _score_receipt(prober, record["padding"], vectors["sequences"], expected, dtype)
+            cells[cell] = _scored(prober, record["padding"], vectors["sequences"], expected, dtype)
     measure, bound = TOLERANCES[dtype]
     if loaded.channel is not None:
         loaded.channel.finish()
     return {
         "tolerance": {"measure": measure, "bound": bound},
         "cells": cells,
-        "agreement": _agreement(found),
+        "agreement": agreement(found),
         "passed": all(row["status"] == "passed" for row in cells.values()),
     }
 
 
-def _probe(prober: Prober, target: dict[str, Any], count: int) -> dict[str, Found]:
-    found: dict[str, Found] = {}
+def _probe(prober: Prober, target: dict[str, Any], count: int) -> dict[str, Logits]:
+    found: dict[str, Logits] = {}
     paddings = sorted(record["padding"] for record in target["cells"].values() if record["phase"] == "prefill")
     for padding in paddings:
         values = found.setdefault(f"prefill@{padding}", {})
@@ -94,49 +81,17 @@ def _probe(prober: Prober, target: dict[str, Any], count: int) -> dict[str, Foun
     return found
 
 
-def _receipt(found: Found, expected: Found, dtype: str) -> dict[str, Any]:
-    errors = [relative_error(value, expected[key]) for key, value in found.items() if key in expected]
-    absolute = max(float(np.max(np.abs(value - expected[key]))) for key, value in found.items() if key in expected)
-    measure, bound = TOLERANCES[dtype]
-    judged = max(errors) if measure == "largest" else float(np.median(errors))
-    return {
-        "status": "passed" if judged <= bound else "failed",
-        "relative": max(errors),
-        "median": float(np.median(errors)),
-        "absolute": absolute,
-        "positions": len(errors),
-    }
-
-
-def _sample_receipt(prober: Prober, target: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
-    """Greedy sampling is exact: any token that is not the first of the largest logits is an error."""
-    rows = record["padding"]
+def _sampled(prober: Prober, target: dict[str, Any], rows: int) -> dict[str, Any]:
     giver = next(cell for cell in target["cells"].values() if cell["phase"] != "sample" and cell["rows"] == rows)
-    count, wrong = prober.sample(giver["phase"], giver["padding"], rows)
-    share = wrong / count
-    status = "passed" if wrong == 0 else "failed"
-    return {"status": status, "relative": share, "median": share, "absolute": float(wrong), "positions": count}
+    return tokens_receipt(*prober.sample(giver["phase"], giver["padding"], rows))
 
 
-def _score_receipt(
-    prober: Prober, padding: int, sequences: list[dict[str, Any]], expected: Found, dtype: str
+def _scored(
+    prober: Prober, padding: int, sequences: list[dict[str, Any]], expected: Logits, dtype: str
 ) -> dict[str, Any]:
     scored = [prober.score(padding, number) for number in range(len(sequences))]
     found = {(number, at): row for number, said in enumerate(scored) for at, row in said.logits.items()}
-    return score_receipt(_receipt(found, expected, dtype), scored, sequences, expected, *TOLERANCES[dtype])
-
-
-def _agreement(found: dict[str, Found]) -> dict[str, float]:
-    """Largest relative distance: padding against padding, and decode's paddings against each other."""
-    agreement = {}
-    for phase in ("prefill", "decode"):
-        cells = [values for cell, values in found.items() if cell.startswith(phase)]
-        distances = [
-            relative_error(other[key], cells[0][key]) for other in cells[1:] for key in other if key in cells[0]
-        ]
-        if distances:
-            agreement[f"{phase}_padding_against_padding"] = max(distances)
-    return agreement
+    return score_receipt(logits_receipt(found, expected, dtype), scored, sequences, expected, *TOLERANCES[dtype])
 
 
 def measure_apart(artifact: Path, target: str, manifest: dict[str, Any]) -> dict[str, Any]:

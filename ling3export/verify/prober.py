@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ling3export.errors import ArtifactError
-from ling3export.verify.score_receipts import Scored
+from ling3export.verify.receipts import Logits, Scored
 
 if TYPE_CHECKING:
     from ling3export.runners.load.model_runner import Device
-
-Found = dict[tuple[int, int], np.ndarray]  # (sequence, position) → logits [V]
 
 
 class Prober:
@@ -89,9 +87,9 @@ class Prober:
             ends.append(start + at + length - 1)
         return fields, ends
 
-    def decode(self, padding: int, prefill: int) -> Found:
+    def decode(self, padding: int, prefill: int) -> Logits:
         """Prefills every prompt at ``prefill``, then decodes the given tokens, as many sequences a step as fit."""
-        found: Found = {}
+        found: Logits = {}
         together = min(padding, self._state["slots"], self._state["pages"] // self._pages, len(self._sequences))
         for first in range(0, len(self._sequences), together):
             group = list(range(first, min(first + together, len(self._sequences))))
@@ -101,8 +99,8 @@ class Prober:
             found |= self._decode_group(padding, group)
         return found
 
-    def _decode_group(self, padding: int, group: list[int]) -> Found:
-        found: Found = {}
+    def _decode_group(self, padding: int, group: list[int]) -> Logits:
+        found: Logits = {}
         steps = max(len(self._sequences[s]["ids"]) - self._sequences[s]["prompt"] for s in group)
         for step in range(steps):
             fields = {name: np.zeros(padding, np.int32) for name in ("slot", "position", "token")}

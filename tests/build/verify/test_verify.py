@@ -16,8 +16,9 @@ from ling3export.artifacts.manifest import file_record, read_manifest, write_man
 from ling3export.cli import main as cli
 from ling3export.errors import ArtifactError
 from ling3export.verify import measure, verify
-from ling3export.verify.measure import measure_apart, relative_error
+from ling3export.verify.measure import measure_apart
 from ling3export.verify.prober import Prober
+from ling3export.verify.receipts import relative_error
 from ling3export.verify.verify import check_digests
 
 VECTORS = "vectors/expected.safetensors"

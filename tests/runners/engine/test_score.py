@@ -27,8 +27,8 @@ from ling3export.runners.engine.request import Completion, Request
 from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.score import pair_ids, score_request, scored
 from ling3export.runners.engine.sequence import Sequence
+from ling3export.verify.receipts import Scored, log_softmax, score_receipt
 from ling3export.verify.reference import Reference
-from ling3export.verify.score_receipts import Scored, log_softmax, score_receipt
 from refusals import refusal
 from scheduler_rig import CHUNK, Rig, prompt
 from tolerances import FLOAT32, MARGIN
