@@ -5,11 +5,11 @@ About a minute and a half on two cores. After a change that is meant: ``make bud
 
 import datetime
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-import golden_programs
 from golden_programs import (
     ALLOWED,
     CELLS,
@@ -44,10 +44,10 @@ def test_the_programs_cost_what_their_budget_says():
     try:
         expected = budget()
     except NoBudgetError as error:
-        # Another toolchain than the budget's writes other programs: all that holds is that this is said.
-        assert toolchain() not in json.loads(golden_programs.BUDGETS.read_text())
-        print(error)
-        return
+        # Another toolchain than the budget's writes other programs. CI installs the budget's, and does not skip.
+        if os.environ.get("LING3_BUDGETS") == "required":
+            raise
+        pytest.skip(str(error))
     found = {name: quantities(record) for name, record in compile_cells().items()}
     assert set(expected) == {cell.name for cell in CELLS}
     rows = differences(expected, found)
@@ -110,8 +110,21 @@ def test_a_toolchain_without_a_budget_is_told_which_have_one(tmp_path: Path):
     with pytest.raises(NoBudgetError) as raised:
         budget(path, "jax 3, libtpu 4")
     assert str(raised.value) == (
-        "no budget for jax 3, libtpu 4 in tests/budgets: it is for jax 1, libtpu 2; `make budgets` records one"
+        "toolchain jax 3, libtpu 4, recorded with jax 1, libtpu 2: nothing is compared; `make budgets` records another"
     )
+
+
+def test_another_toolchain_is_skipped_by_name_and_fails_where_a_budget_is_required(monkeypatch):
+    def none() -> None:
+        raise NoBudgetError("toolchain jax 3, recorded with jax 1")
+
+    monkeypatch.setitem(globals(), "budget", none)
+    monkeypatch.delenv("LING3_BUDGETS", raising=False)
+    with pytest.raises(pytest.skip.Exception, match=r"^toolchain jax 3, recorded with jax 1$"):
+        test_the_programs_cost_what_their_budget_says()
+    monkeypatch.setenv("LING3_BUDGETS", "required")
+    with pytest.raises(NoBudgetError):
+        test_the_programs_cost_what_their_budget_says()
 
 
 def test_recording_keeps_other_toolchains_and_adds_a_dated_line(tmp_path: Path):

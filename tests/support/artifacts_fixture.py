@@ -1,14 +1,26 @@
-"""Artifacts and probes that test files share: each is built once a session, through the command line.
+"""Artifacts and probes that test files share: each is built once, through the command line, and kept between runs.
 
-With LING3_TEST_CACHE set to a folder they are kept there, under a digest of the product's sources and jax's version.
+They are kept in ``.cache/tests``, or in LING3_TEST_CACHE, under a digest of what they are made of: the recipe, the
+sources that building imports, the versions of the toolchain and this machine's processor. A lock serves parallel runs.
+What a killed run left, or a test changed, is built again: beside each kept folder stands a digest of its files. What
+no run has used for 14 days is removed.
 """
 
+import ast
+import contextlib
+import fcntl
+import functools
 import hashlib
+import json
 import os
+import platform
+import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +28,14 @@ import pytest
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.checkpoint.synth import synthesize
+from ling3export.runners.load import environment
 from probe import ROOT, Probe
 
 DEMO = ROOT / "ling3export" / "demo"
-SOURCES = ("ling3export", "model", "artifacts", "runners")
+# Where sources are followed from by their imports: what builds an artifact, what makes a checkpoint.
+BUILDING, MAKING = "ling3export.compile.build", "ling3export.checkpoint.synth"
+TOOLCHAIN = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "libtpu", "orbax_export", "tensorflow_cpu")
+KEPT_DAYS = 14
 
 
 @dataclass(frozen=True)
@@ -53,6 +69,9 @@ class Recipe:
         }  # fmt: skip
         if self.score:
             numbers["--score-paddings"] = ",".join(map(str, self.score))
+        if self.target.startswith("tpu"):
+            numbers |= {"--max-running": 4, "--context": 512, "--page-size": 256}
+            del numbers["--tp"]
         return [str(part) for pair in numbers.items() for part in pair]
 
 
@@ -71,6 +90,8 @@ RECIPES = {
     "micro-tp1-seed2": Recipe(1, "micro", seed=2),
     "micro-tp1-experts": Recipe(1, "micro", overrides={"num_experts": 32}),
     "demo-tp16": Recipe(16, "demo", dtype="bfloat16", score=(128,)),
+    # Compiled for four chips that are not here (20 s).
+    "micro-v6e": Recipe(4, "micro", dtype="bfloat16", paddings=(16,), decode=16, score=(16,), target="tpu:v6e:2x2"),
 }
 
 
@@ -84,39 +105,114 @@ def run(
     return done
 
 
-def sources_digest() -> str:
-    digest = hashlib.sha256(f"{sys.version} {version('jax')} {version('jaxlib')}".encode())
-    sources = [path for part in SOURCES for path in (ROOT / part).glob("*.py")]
-    for path in sorted([*sources, *DEMO.iterdir()]):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
+def digest_of(files: dict[str, Path]) -> str:
+    """sha256 over names and contents."""
+    digest = hashlib.sha256()
+    for name, file in sorted(files.items()):
+        digest.update(f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def files_below(folder: Path) -> dict[str, Path]:
+    return {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+
+
+@functools.cache
+def sources_of(module: str) -> str:
+    """Digest of a module of ours and of all of ours that it imports, in functions too, at any depth.
+
+    Modules of a command line count by themselves, without what they import: they hand options down.
+    """
+    package, found, left = ROOT / "ling3export", dict[str, Path](), [module]
+    while left:
+        name = left.pop()
+        path = package.joinpath(*name.split(".")[1:]).with_suffix(".py")
+        if name.split(".")[0] != "ling3export" or name in found or not path.is_file():
+            continue
+        found[name] = path
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                left += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                left += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+    assert module in found, f"{module}: expected a module, found none: name another in {__file__}"
+    found |= {f"ling3export.cli {path.name}": path for path in package.glob("cli/*.py")}
+    return digest_of(found)
+
+
+@functools.cache
+def versions() -> dict[str, str | None]:
+    """What decides programs besides the sources."""
+    installed = {each.name.lower().replace("-", "_"): each.version for each in metadata.distributions()}
+    return {
+        "python": sys.version,
+        "machine": platform.machine(),
+        "cpu": str(environment.cpu_features()),
+        **{name: installed.get(name) for name in TOOLCHAIN},
+    }
 
 
 class Artifacts:
-    """Builds what is asked for, once. Called with a name of RECIPES it gives the artifact's folder.
+    """Gives what is asked for, built at most once. Called with a name of RECIPES it gives the artifact's folder.
 
     Args:
-        folder: Where checkpoints and artifacts are kept.
+        folder: Where everything is kept. ``programs`` in it is the build cache of kept artifacts alone; its entries
+            are copied into the cache that the tests' own builds use.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.programs = folder / "programs"
+        self._ready: dict[str, Path] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("*-*"):
+            if time.time() - old.stat().st_mtime > KEPT_DAYS * 24 * 3600:
+                shutil.rmtree(old, ignore_errors=True)
+        self._share_programs()
+
+    def kept(self, name: str, made_of: object, build: Callable[[Path], object]) -> Path:
+        """The folder ``name`` that ``build`` makes; from an earlier run if that had the same ``made_of`` (JSON)."""
+        key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
+        home = self.folder / f"{name}-{key}"
+        if str(home) not in self._ready:
+            home.mkdir(exist_ok=True)
+            with self._locked(home):
+                os.utime(home)
+                path, stamp = home / name, home / "digest"
+                if not stamp.exists() or stamp.read_text() != digest_of(files_below(path)):
+                    stamp.unlink(missing_ok=True)
+                    shutil.rmtree(path, ignore_errors=True)
+                    build(path)
+                    stamp.write_text(digest_of(files_below(path)))
+            self._ready[str(home)] = path
+        return self._ready[str(home)]
 
     def checkpoint(self, name: str) -> Path:
         """The checkpoint that an artifact is built from."""
         recipe = RECIPES[name]
         if recipe.preset == "demo":
             return DEMO
-        path = self.folder / recipe.checkpoint
-        if not path.exists():
-            synthesize(path, recipe.preset, recipe.seed, overrides=recipe.overrides)
-        return path
+        made_of = [sources_of(MAKING), recipe.preset, recipe.seed, recipe.overrides, metadata.version("numpy")]
+        return self.kept(
+            recipe.checkpoint, made_of,
+            lambda path: synthesize(path, recipe.preset, recipe.seed, overrides=recipe.overrides),
+        )  # fmt: skip
 
     def __call__(self, name: str) -> Path:
-        path = self.folder / f"{name}.ling3"
-        if not path.exists():
-            run(sys.executable, "-m", "ling3export.cli", "build", self.checkpoint(name), path, *RECIPES[name].options())
-        return path
+        return self.built(f"{name}.ling3", self.checkpoint(name), *RECIPES[name].options())
+
+    def built(self, name: str, checkpoint: Path, *options: str) -> Path:
+        """What ``ling3export build CHECKPOINT NAME OPTIONS`` makes."""
+
+        def build(path: Path) -> None:
+            run(sys.executable, "-m", "ling3export.cli", "build", checkpoint, path, *options,
+                "--cache-dir", self.programs)  # fmt: skip
+            run(sys.executable, "-m", "ling3export.cli", "cache", "cleanup", "--older-than", f"{KEPT_DAYS}d",
+                "--cache-dir", self.programs)  # fmt: skip
+            self._share_programs()
+
+        source = digest_of(files_below(checkpoint))
+        return self.kept(name, [sources_of(BUILDING), source, options, versions()], build)
 
     def manifest(self, name: str) -> dict[str, Any]:
         return read_manifest(self(name))
@@ -125,23 +221,29 @@ class Artifacts:
         """A process that has the artifact loaded, for a ``with``."""
         return Probe(self(name), self.manifest(name))
 
+    def _share_programs(self) -> None:
+        with contextlib.suppress(shutil.Error, FileNotFoundError):  # another run may add and remove entries meanwhile
+            shutil.copytree(
+                self.programs, os.environ["LING3_CACHE"], dirs_exist_ok=True,
+                ignore=shutil.ignore_patterns("lock", "builds"),
+            )  # fmt: skip
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _locked(home: Path) -> Iterator[None]:
+        """The kernel gives the lock of a killed process back."""
+        with open(home / "lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
 
 @pytest.fixture(scope="session")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
+def artifact() -> Artifacts:
     """``artifact("small-tp16")`` is a folder; ``.checkpoint``, ``.manifest`` and ``.probe`` take a name as well."""
-    kept = os.environ.get("LING3_TEST_CACHE")
-    folder = Path(kept).resolve() / sources_digest() if kept else tmp_path_factory.mktemp("artifacts")
-    folder.mkdir(parents=True, exist_ok=True)
-    return Artifacts(folder)
+    return Artifacts(Path(os.environ.get("LING3_TEST_CACHE") or ROOT / ".cache" / "tests").resolve())
 
 
 @pytest.fixture(scope="session")
 def tpu_artifact(artifact: Artifacts) -> Path:
-    """The micro model compiled for four TPU chips that are not here (20 s)."""
-    path = artifact.folder / "tpu.ling3"
-    if not path.exists():
-        options = ["--target", "tpu:v6e:2x2", "--paddings", "16", "--max-running", "4", "--context", "512",
-                   "--score-paddings", "16"]  # fmt: skip
-        checkpoint = artifact.checkpoint("micro-tp1")
-        run(sys.executable, "-m", "ling3export.cli", "build", checkpoint, path, *options)
-    return path
+    """The micro model compiled for four TPU chips."""
+    return artifact("micro-v6e")

@@ -30,7 +30,7 @@ LOG = ROOT / "docs" / "log.md"
 HEADING = "## Golden programs: what `make budgets` recorded"
 CELLS = (Cell("prefill", 512), Cell("decode", 64), Cell("decode", 16))
 ALLOWED = 0.05  # of the budget, up or down
-NONE_RECORDED = "no budget for {found} in tests/budgets: it is for {known}; `make budgets` records one"
+NONE_RECORDED = "toolchain {found}, recorded with {known}: nothing is compared; `make budgets` records another"
 
 Quantities = dict[str, float]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from artifacts_fixture import run
+from artifacts_fixture import run, sources_of, versions
 from direct import Direct, pack, relative
 from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.checkpoint.convert import store_bytes
@@ -32,10 +32,12 @@ TOKENS = np.arange(7, 27, dtype=np.int32)  # a chunk and a quarter
 @pytest.fixture(scope="session")
 def exported(artifact) -> tuple[Path, Path]:
     """(checkpoint, SavedModel) of the micro model in fp32."""
-    checkpoint, model = artifact.checkpoint("micro-tp1"), artifact.folder / "micro.savedmodel"
-    if not model.exists():
-        options = ("--format", "savedmodel", "--dtype", "float32", *SIZES)
-        run(sys.executable, "-m", "ling3export.cli", "build", checkpoint, model, *options)
+    checkpoint = artifact.checkpoint("micro-tp1")
+    command = ("build", checkpoint, "--format", "savedmodel", "--dtype", "float32", *SIZES)
+    model = artifact.kept(
+        "micro.savedmodel", [sources_of("ling3export.savedmodel.export"), *map(str, command), versions()],
+        lambda path: run(sys.executable, "-m", "ling3export.cli", *command[:2], path, *command[2:]),
+    )  # fmt: skip
     return checkpoint, model
 
 
