@@ -1,7 +1,6 @@
-"""Errors of a command as a message and a hint on stderr, and an exit code: 1, or one of those below."""
+"""Errors of a command as a message and a hint on stderr, and its exit code: the error's own, or one of those below."""
 
 import errno
-import os
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -9,11 +8,10 @@ from typing import Any
 
 import click
 
-from ling3export.errors import Ling3Error, RankDivergence
+from ling3export.errors import Ling3Error
 
 NOT_DETERMINISTIC = 3
 INVALID = 4  # too many infrastructure errors for the score to count
-DIVERGED = 5  # hosts sampled different tokens
 REGRESSION = 6
 
 
@@ -31,7 +29,7 @@ def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
             click.echo(f"error: {error.message}", err=True)
             if error.hint:
                 click.echo(f"hint: {error.hint}", err=True)
-            sys.exit(DIVERGED if isinstance(error, RankDivergence) else 1)
+            sys.exit(error.exit_code)
         except OSError as error:
             if error.errno == errno.EPIPE:  # the reader of stdout is gone; click ends in silence
                 raise
@@ -42,11 +40,3 @@ def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
         sys.exit(1)
 
     return run
-
-
-def keep_stdout() -> None:
-    """Leaves stdout to this program's own data: what libraries in C++ print there (gloo does) goes to stderr."""
-    sys.stdout.flush()
-    own = os.dup(1)
-    os.dup2(2, 1)
-    sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)

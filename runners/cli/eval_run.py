@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ling3export.runners.cli.errors import INVALID, NOT_DETERMINISTIC
+from ling3export.runners.cli.hosts import HOST_NAMES, announced, host_options, leading
 from ling3export.runners.cli.loading_options import programs_option
 from ling3export.runners.cli.sampling_options import sampling_option
 from ling3export.runners.evals.trials import RunConfig
-from ling3export.runners.hosts.hosts import HOST_NAMES, Hosts, host_options, leading
-from ling3export.runners.hosts.rendezvous import announced
+from ling3export.runners.hosts.hosts import Hosts
 
 if TYPE_CHECKING:
     from ling3export.runners.evals.backend import EngineBackend

@@ -12,13 +12,12 @@ import click
 from ling3export.errors import RequestError
 from ling3export.runners.cli.commands import Group, Once
 from ling3export.runners.cli.eval import evaluate
+from ling3export.runners.cli.hosts import announced, host_options, leading
 from ling3export.runners.cli.loading_options import check_option, programs_option
 from ling3export.runners.cli.prompts import Prompt, line_names, parse_ids, read_prompts
 from ling3export.runners.cli.sampling_options import sampling_option
 from ling3export.runners.cli.serve import serve
 from ling3export.runners.engine.request import Completion
-from ling3export.runners.hosts.hosts import host_options, leading
-from ling3export.runners.hosts.rendezvous import announced
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine

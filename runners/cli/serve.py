@@ -7,9 +7,8 @@ from typing import Any
 import click
 
 from ling3export.errors import Ling3Error
+from ling3export.runners.cli.hosts import announced, host_options, leading
 from ling3export.runners.cli.loading_options import check_option, programs_option
-from ling3export.runners.hosts.hosts import host_options, leading
-from ling3export.runners.hosts.rendezvous import announced
 
 NEEDS = ("starlette", "uvicorn", "prometheus_client")
 
@@ -61,12 +60,14 @@ def serve(
     hosts = leading(artifact, place, target=target, programs=programs, check=check)
     with announced(hosts):
         key = _key(api_key_file)
-    from ling3export.runners.serve.app import Policy
-    from ling3export.runners.serve.run import serve as run
+        from ling3export.runners.serve.app import Policy
+        from ling3export.runners.serve.run import bound
+        from ling3export.runners.serve.run import serve as run
 
+        listener = bound(host, port)
     name = model or artifact.resolve().name.removesuffix(".ling3")
     policy = Policy(name, key, max_requests, max_body)
-    run(artifact, policy, host=host, port=port, grace=grace, target=target, programs=programs, check=check, hosts=hosts)
+    run(artifact, policy, listener, grace=grace, target=target, programs=programs, check=check, hosts=hosts)
 
 
 def _key(file: Path | None) -> str | None:

@@ -1,8 +1,5 @@
-"""What the runner did: calls and filling of each cell, tokens, compiling; times of each stage of a start."""
+"""What the scheduler did: calls and filling of each cell, tokens, and how long requests waited."""
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,23 +63,3 @@ class Counters:
             "requests": self.started,
             "queue_ms": {"mean": round(1e3 * mean, 3), "max": round(1e3 * self.queue_longest, 3)},
         }
-
-
-@dataclass
-class Timings:
-    """Seconds that each stage of a start took; stages in threads overlap.
-
-    Attributes:
-        seconds: By stage: ``imports``, ``programs``, ``weights``, ``check``, ``state``, ``first_step`` and so on.
-    """
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Measures a block; a stage that is entered again adds up."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started

@@ -9,11 +9,12 @@ from types import TracebackType
 from typing import Any
 
 from ling3export.errors import RequestError
+from ling3export.runners.engine.assembly import load_parts
 from ling3export.runners.engine.handle import EngineStopped, Piece, Ticket
 from ling3export.runners.engine.request import Completion, Limits, Request, Sampling, token_ids
 from ling3export.runners.engine.score import Score, Text, check_cells, pair_ids, score_request, scored
-from ling3export.runners.hosts.hosts import Hosts, agreed
-from ling3export.runners.load.loader import load, say
+from ling3export.runners.hosts.hosts import Hosts
+from ling3export.runners.load.loader import say
 from ling3export.runners.text.chat import Message
 from ling3export.runners.text.tokenizer import TokenizerFiles
 
@@ -55,18 +56,16 @@ class Engine:
     ) -> None:  # fmt: skip
         if hosts is not None and hosts.number:
             raise RequestError(f"engine: expected it on host 0, found host {hosts.number}", "the others call follow()")
-        loaded = load(
-            artifact, target=target, programs=programs, check=check, report=report, hosts=hosts, agreed=agreed(overlap)
+        parts = load_parts(
+            artifact, target=target, programs=programs, check=check, overlap=overlap, hosts=hosts, report=report
         )
-        # numpy comes with these: it is imported once the environment is set.
-        from ling3export.runners.engine.driving import driving
-        from ling3export.runners.engine.loop import Loop
+        from ling3export.runners.engine.loop import Loop  # with numpy
 
+        loaded = parts.loaded
         self.manifest = loaded.manifest
         self.target = loaded.target
         self.verdicts = loaded.verdicts
         self.timings = loaded.timings
-        parts = driving(loaded, overlap=overlap)
         self.files: TokenizerFiles = parts.files
         self.limits: Limits = parts.limits
         self._record, self._artifact = loaded.record, artifact

@@ -4,11 +4,11 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from ling3export.runners.engine.counters import Timings
-from ling3export.runners.engine.engine_step import Arrival, Commands, Turn, Turns
+from ling3export.runners.engine.core import Arrival, Commands, Turn, Turns
 from ling3export.runners.engine.handle import EngineStopped, HostGone, QueueFull, Ticket, wake
 from ling3export.runners.engine.request import Request
 from ling3export.runners.engine.sequence import now
+from ling3export.runners.load.loader import Timings
 
 FIRST_STEP = "first_step"
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from ling3export.artifacts.manifest import sha256_of
 from ling3export.errors import Ling3Error, RankDivergence
+from ling3export.runners.engine.follower import check_digests
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.evals.backend import Ask, Backend
 from ling3export.runners.evals.folder import Prediction, RunFolder, open_folder, run_record
 from ling3export.runners.evals.graders import choice_letter, extract_answer
 from ling3export.runners.evals.harness import graded
-from ling3export.runners.evals.ranks import check_digests
 from ling3export.runners.evals.report import report
 from ling3export.runners.evals.statistics import Summary
 from ling3export.runners.evals.suites import Suite

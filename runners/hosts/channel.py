@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
-from ling3export.errors import Ling3Error
-from ling3export.runners.cli import errors as guard
+from ling3export.errors import Ling3Error, RankDivergence
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import FAILED, meet, receive, refuse, send, welcome
 from ling3export.runners.hosts.service import Service, join, leave
@@ -214,7 +213,7 @@ class Channel:
 
 
 def _code(kind: bytes) -> int:
-    return guard.DIVERGED if kind == DIVERGED else 1
+    return RankDivergence.exit_code if kind == DIVERGED else Ling3Error.exit_code
 
 
 def end_process(text: str, code: int) -> None:

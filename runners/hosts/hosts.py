@@ -4,18 +4,11 @@ A host is a process with devices of its own; the same command runs on every one.
 """
 
 import os
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-import click
 
 from ling3export.errors import Ling3Error
-from ling3export.runners.cli.errors import keep_stdout
 
-HOST_NAMES = ("coordinator", "num_hosts", "host_id", "start_timeout")  # what host_options gives, find_hosts takes
 DETECT = "auto"  # as a coordinator: ask the cluster's launcher
 FIXES = "give --coordinator HOST:PORT --num-hosts N --host-id I, or set DIST_INIT_ADDR, NNODES and NODE_RANK"
 
@@ -52,58 +45,8 @@ class Hosts:
         return host.strip("[]"), int(port)
 
 
-def agreed(overlap: bool) -> dict[str, object]:
-    """The engine's options that decide which calls come in which order, so must be the same on all hosts, by name."""
-    return {"overlap": overlap}
-
-
-DEFAULT_TIMEOUT = Hosts.start_timeout
-
-
-def host_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options that say which host this is; ``find_hosts`` takes them."""
-    for option in (
-        click.option(
-            "--start-timeout", type=click.FloatRange(0, min_open=True), default=DEFAULT_TIMEOUT, show_default=True,
-            metavar="SECONDS", help="How long to wait for the other hosts.",
-        ),
-        click.option("--host-id", type=click.IntRange(0), help="Which of several hosts this is.  [default: NODE_RANK]"),
-        click.option("--num-hosts", type=click.IntRange(1), help="How many run together.  [default: NNODES, or 1]"),
-        click.option(
-            "--coordinator", metavar="HOST:PORT",
-            help="Where host 0 listens for the others; auto asks the cluster's launcher.  [default: DIST_INIT_ADDR]",
-        ),
-    ):  # fmt: skip
-        command = option(command)
-    return command
-
-
-def leading(artifact: Path, place: Mapping[str, Any], **engine: Any) -> Hosts | None:
-    """This process's place among several hosts, None where it is alone. Returns on the first only: others follow it.
-
-    Args:
-        artifact: Its folder.
-        place: What ``host_options`` gave.
-        engine: As the first host makes its engine; see ``follow.follow``.
-
-    Raises:
-        Ling3Error: As ``find_hosts``; on the others what ended them.
-        SystemExit: On the others, once the first has ended.
-    """
-    hosts = find_hosts(**place)
-    if hosts is None:
-        return None
-    keep_stdout()
-    if hosts.number:
-        from ling3export.runners.engine.follower import follow
-
-        follow(artifact, hosts, **engine)
-        sys.exit(0)
-    return hosts
-
-
 def find_hosts(
-    coordinator: str | None, num_hosts: int | None, host_id: int | None, start_timeout: float = DEFAULT_TIMEOUT,
+    coordinator: str | None, num_hosts: int | None, host_id: int | None, start_timeout: float = Hosts.start_timeout,
     environment: Mapping[str, str] = os.environ,
 ) -> Hosts | None:  # fmt: skip
     """This process's place; None where it runs alone.

@@ -11,10 +11,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
-
-import click
 
 from ling3export.errors import Ling3Error
 from ling3export.runners.hosts.hosts import Hosts
@@ -158,22 +155,14 @@ def refuse(peers: dict[int, socket.socket], text: str) -> None:
             send(peer, FAILED, text.encode())
 
 
-@contextlib.contextmanager
-def announced(hosts: Hosts | None) -> Iterator[None]:
-    """On host 0, for what it does before it meets the others: if that fails, they are told, and need not wait for it.
+def turn_away(hosts: Hosts, text: str) -> None:
+    """Tells every host that calls why host 0 ends before it meets them, so that none waits for it in vain.
 
-    It answers them for ANSWERING seconds at most; who calls later finds nobody.
+    It answers for ANSWERING seconds at most; a host that calls later finds nobody.
+
+    Raises:
+        OSError: The coordinator's port is taken, or not all hosts called in time.
     """
-    try:
-        yield
-    except (Ling3Error, click.ClickException) as error:
-        if hosts is not None:
-            with contextlib.suppress(OSError):
-                _turn_away(hosts, error.message)
-        raise
-
-
-def _turn_away(hosts: Hosts, text: str) -> None:
     print(f"host 0: telling the others that it ends, for at most {ANSWERING:g} s", file=sys.stderr, flush=True)
     until = time.monotonic() + min(ANSWERING, hosts.start_timeout)
     told: set[int] = set()

@@ -7,17 +7,17 @@ the import of jax; everything has ended, and has been found right, before the fi
 import gc
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.errors import ArtifactError
-from ling3export.runners.engine.counters import Timings
 from ling3export.runners.load.targets import check_hosts, choose_target, platforms_here, prepare
 from ling3export.runners.load.verdict import CHECKS
 
@@ -37,6 +37,26 @@ if TYPE_CHECKING:
 def say(text: str) -> None:
     """A line for the user, on stderr."""
     print(text, file=sys.stderr, flush=True)
+
+
+@dataclass
+class Timings:
+    """Seconds that each stage of a start took; stages in threads overlap.
+
+    Attributes:
+        seconds: By stage: ``imports``, ``programs``, ``weights``, ``check``, ``state``, ``first_step`` and so on.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Measures a block; a stage that is entered again adds up."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
 
 @dataclass

@@ -11,19 +11,18 @@ import uvicorn
 from ling3export.errors import Ling3Error
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.hosts.hosts import Hosts
-from ling3export.runners.hosts.rendezvous import announced
 from ling3export.runners.load.loader import say
 from ling3export.runners.serve.app import Policy, application
 
 LINGER = 5.0  # seconds: clients and whoever asks for the health hear why
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LOOPBACK = ("127.0.0.1", "::1")
 
 
 def serve(
-    artifact: Path, policy: Policy, *, host: str, port: int, grace: int, target: str | None, programs: str, check: str,
-    hosts: Hosts | None = None,
+    artifact: Path, policy: Policy, listener: socket.socket, *, grace: int, target: str | None, programs: str,
+    check: str, hosts: Hosts | None = None,
 ) -> None:  # fmt: skip
-    """Serves until SIGTERM or SIGINT; prints the address on stdout once clients may connect.
+    """Serves at the address of ``listener`` (``bound``) until SIGTERM or SIGINT; prints it once clients may connect.
 
     Of several hosts this is the first; the others follow. When one of them is gone, calls get 503 for LINGER seconds,
     then the process ends.
@@ -31,11 +30,9 @@ def serve(
     At the signal it takes no new connections; calls that run have ``grace`` seconds to end, then they are cancelled.
 
     Raises:
-        Ling3Error: The address cannot be had, or the artifact not be loaded.
+        Ling3Error: The artifact cannot be loaded.
     """
     logging.basicConfig(format="%(levelname)s: %(name)s: %(message)s", level=logging.WARNING)  # to stderr
-    with announced(hosts):
-        listener = bound(host, port)
     with (
         listener,
         Engine(
@@ -47,6 +44,7 @@ def serve(
             # What is broken fails here, not at the first client.
             engine.files.tokenizer("text in")
             say(f"serve: {'a' if engine.files.chats else 'no'} chat template")
+        host = listener.getsockname()[0]
         if host not in LOOPBACK and policy.api_key is None:
             say(f"serve: {host} may be reached by other machines, and no key is asked for: see --api-key-file")
         config = uvicorn.Config(

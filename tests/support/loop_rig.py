@@ -4,13 +4,13 @@ import threading
 
 from fake_backend import VOCAB, FakeBackend, answer
 from ling3export.runners.engine.block_manager import Allocator
-from ling3export.runners.engine.counters import Timings
-from ling3export.runners.engine.engine_step import Turns
+from ling3export.runners.engine.core import Turns
 from ling3export.runners.engine.inputs import Shapes
 from ling3export.runners.engine.loop import Loop
 from ling3export.runners.engine.request import Limits, Request
 from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.sequence import Sequence
+from ling3export.runners.load.loader import Timings
 from ling3export.runners.text.tokenizer import TextStream
 
 SLOTS, PAGES, PAGE, CHUNK, CONTEXT = 4, 24, 4, 4, 64

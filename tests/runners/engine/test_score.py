@@ -19,9 +19,8 @@ from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.cli import main as cli
 from ling3export.compile import score_into
 from ling3export.errors import ArtifactError, Ling3Error
+from ling3export.runners.engine.core import Arrival, Commands, decode, encode
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.engine.engine_step import Arrival, Commands
-from ling3export.runners.engine.follower import decode, encode
 from ling3export.runners.engine.inputs import Shapes
 from ling3export.runners.engine.request import Completion, Request
 from ling3export.runners.engine.scheduler import Scheduler

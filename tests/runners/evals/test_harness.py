@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from ling3export.errors import RankDivergence
+from ling3export.runners.engine.follower import check_digests
 from ling3export.runners.evals.graders import GraderSpec
 from ling3export.runners.evals.harness import MinimalEvalHarness
-from ling3export.runners.evals.ranks import check_digests
 from ling3export.runners.evals.tasks import Task
 from ling3export.runners.evals.trials import (
     EvalError,

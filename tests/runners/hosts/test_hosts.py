@@ -18,9 +18,8 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.errors import ArtifactError, Ling3Error, PlanError, RequestError
 from ling3export.model.config import Config
 from ling3export.plan.targets import Target, parse_target
+from ling3export.runners.engine.core import Arrival, Commands, decode, encode
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.engine.engine_step import Arrival, Commands
-from ling3export.runners.engine.follower import decode, encode
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.hosts.hosts import Hosts, find_hosts
 from ling3export.runners.load.targets import check_hosts, choose_target

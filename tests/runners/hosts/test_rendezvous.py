@@ -14,9 +14,9 @@ import pytest
 from fake_backend import VOCAB, FakeBackend
 from ling3export.compile.peers import free_port
 from ling3export.errors import Ling3Error, RankDivergence
+from ling3export.runners.cli.hosts import announced
 from ling3export.runners.engine.block_manager import Allocator
-from ling3export.runners.engine.engine_step import Arrival, Commands
-from ling3export.runners.engine.follower import SharedTurns
+from ling3export.runners.engine.core import Arrival, Commands, SharedTurns
 from ling3export.runners.engine.inputs import Shapes
 from ling3export.runners.engine.request import Request
 from ling3export.runners.engine.scheduler import Scheduler
@@ -25,8 +25,8 @@ from ling3export.runners.evals.trials import tokens_digest
 from ling3export.runners.hosts import channel as channels
 from ling3export.runners.hosts import rendezvous
 from ling3export.runners.hosts.channel import END, TURN, Channel
-from ling3export.runners.hosts.hosts import Hosts, agreed
-from ling3export.runners.hosts.rendezvous import HostsError, announced, meet
+from ling3export.runners.hosts.hosts import Hosts
+from ling3export.runners.hosts.rendezvous import HostsError, meet
 
 IDENTITY = {"artifact": "a1", "target": "cpu-4x4-tp16", "overlap": True}
 
@@ -123,7 +123,7 @@ def test_hosts_that_load_another_artifact_overlap_or_count_otherwise_are_refused
     assert (one.message, two.message) == (text, f"host 0 gave up: {text}")
     first, second = hosts()
     one, two = in_threads(
-        lambda: meet(first, IDENTITY | agreed(True)), lambda: meet(second, IDENTITY | agreed(False))
+        lambda: meet(first, IDENTITY | {"overlap": True}), lambda: meet(second, IDENTITY | {"overlap": False})
     )  # fmt: skip
     text = "host 1: expected overlap True as on host 0, found False"
     assert (one.message, two.message) == (text, f"host 0 gave up: {text}")

@@ -1,0 +1,78 @@
+"""Commands that run on several hosts: the options that say which host this is, and what each host does with them."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ling3export.errors import Ling3Error
+from ling3export.runners.hosts.hosts import Hosts, find_hosts
+from ling3export.runners.hosts.rendezvous import turn_away
+
+HOST_NAMES = ("coordinator", "num_hosts", "host_id", "start_timeout")  # what host_options gives and find_hosts takes
+
+
+def host_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options that say which host this is; ``find_hosts`` takes them."""
+    for option in (
+        click.option(
+            "--start-timeout", type=click.FloatRange(0, min_open=True), default=Hosts.start_timeout, show_default=True,
+            metavar="SECONDS", help="How long to wait for the other hosts.",
+        ),
+        click.option("--host-id", type=click.IntRange(0), help="Which of several hosts this is.  [default: NODE_RANK]"),
+        click.option("--num-hosts", type=click.IntRange(1), help="How many run together.  [default: NNODES, or 1]"),
+        click.option(
+            "--coordinator", metavar="HOST:PORT",
+            help="Where host 0 listens for the others; auto asks the cluster's launcher.  [default: DIST_INIT_ADDR]",
+        ),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def leading(artifact: Path, place: Mapping[str, Any], **engine: Any) -> Hosts | None:
+    """This process's place among several hosts, None where it is alone. Returns on host 0 only: the others follow it.
+
+    Args:
+        artifact: Its folder.
+        place: What ``host_options`` gave.
+        engine: The arguments with which host 0 makes its engine; ``follower.follow`` takes them.
+
+    Raises:
+        Ling3Error: ``place`` names no host (``find_hosts``); on the other hosts, what ended them.
+        SystemExit: On the other hosts, once host 0 has ended.
+    """
+    hosts = find_hosts(**place)
+    if hosts is None:
+        return None
+    _keep_stdout()
+    if hosts.number:
+        from ling3export.runners.engine.follower import follow
+
+        follow(artifact, hosts, **engine)
+        sys.exit(0)
+    return hosts
+
+
+@contextlib.contextmanager
+def announced(hosts: Hosts | None) -> Iterator[None]:
+    """Covers what host 0 does before it meets the others: if that fails, they are told why, and none waits for it."""
+    try:
+        yield
+    except (Ling3Error, click.ClickException) as error:
+        if hosts is not None:
+            with contextlib.suppress(OSError):
+                turn_away(hosts, error.message)
+        raise
+
+
+def _keep_stdout() -> None:
+    """Leaves stdout to this program's own data: what libraries in C++ print there (gloo does) goes to stderr."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)

@@ -1,0 +1,94 @@
+"""What the engine of every host consists of, made from an artifact. Imports numpy only once the environment is set."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ling3export.runners.engine.request import Limits
+from ling3export.runners.hosts.hosts import Hosts
+from ling3export.runners.load.loader import Loaded, load
+from ling3export.runners.text.tokenizer import TokenizerFiles
+
+if TYPE_CHECKING:
+    from ling3export.runners.engine.block_manager import Allocator
+    from ling3export.runners.engine.core import Arrival, Turns
+    from ling3export.runners.engine.counters import Counters
+    from ling3export.runners.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of an engine that every host has.
+
+    Attributes:
+        loaded: The artifact: programs, weights and state on the devices.
+        files: The tokenizer and the chat template.
+        limits: What one request may ask for.
+        allocator: Slots and pages.
+        counters: The scheduler's.
+        turns: What to do, turn by turn; host 0 of several tells the others.
+    """
+
+    loaded: Loaded
+    files: TokenizerFiles
+    limits: Limits
+    allocator: "Allocator"
+    counters: "Counters"
+    turns: "Turns"
+
+
+def load_parts(
+    artifact: str | Path, *, target: str | None, programs: str, check: str, overlap: bool, hosts: Hosts | None,
+    report: Callable[[str], None],
+) -> Parts:  # fmt: skip
+    """Loads an artifact and assembles its engine. Several hosts load the same artifact with equal ``overlap``.
+
+    Args:
+        artifact: Its folder.
+        target: Which target; None takes the only one that fits this machine.
+        programs: ``prebuilt-only``, or ``allow-compile``.
+        check: ``all``, or ``programs``: weights are used without checking their digests.
+        overlap: Dispatch the next step before the tokens of the last one are read.
+        hosts: This process's place where several run together.
+        report: Told what was chosen and why.
+
+    Raises:
+        ArtifactError, HostsError, Ling3Error: The artifact cannot be loaded here (``load``).
+    """
+    loaded = load(
+        artifact, target=target, programs=programs, check=check, report=report, hosts=hosts,
+        agreed={"overlap": overlap},
+    )  # fmt: skip
+    # numpy comes with these.
+    from ling3export.runners.engine.block_manager import Allocator
+    from ling3export.runners.engine.core import SharedTurns, Turns
+    from ling3export.runners.engine.inputs import Shapes
+    from ling3export.runners.engine.scheduler import Scheduler
+
+    files = TokenizerFiles(loaded.folder, loaded.manifest)
+    record, plan = loaded.record, loaded.manifest["plan"]
+    state, allocator = record["state"], Allocator.of(record)
+    limits = Limits(
+        min(plan["context"], state["max_pages"] * state["page_size"]), loaded.manifest["config"]["vocab_size"],
+        allocator.longest, state["page_size"],
+    )  # fmt: skip
+    scheduler = Scheduler(loaded.device, Shapes.of(record), allocator, ahead=1 if overlap else 0)
+    sequence, channel = _sequences(limits, files), loaded.channel
+    turns = SharedTurns(scheduler, sequence, channel) if channel else Turns(scheduler, sequence)
+    return Parts(loaded, files, limits, allocator, scheduler.counters, turns)
+
+
+def _sequences(limits: Limits, files: TokenizerFiles) -> "Callable[[Arrival], Sequence]":
+    """What makes a sequence of an arrival. It knows no engine, so that the engine's thread keeps none alive."""
+    from ling3export.runners.engine.sequence import Sequence
+
+    eos = files.eos_token_ids()
+    tokenizer = files.tokenizer("text out") if files.there else None
+
+    def sequence(arrival: "Arrival") -> Sequence:
+        number, request, at = arrival
+        stream = tokenizer.stream(request.stop) if tokenizer else None
+        return Sequence(request, number, limits.answer(request), eos, stream, at)
+
+    return sequence

@@ -1,0 +1,189 @@
+"""Turns of the scheduler, from commands alone. Hosts that take the same commands turn by turn make the same calls.
+
+Host 0 sends the commands of each turn before it takes them; the other hosts take what they receive, in silence. A turn
+follows from its commands and the tokens read, and every host reads the same tokens. So commands are all that travels,
+and with each turn a digest of the tokens that host 0 read before it: a host that read others says so and ends, before
+it would make other calls, which none of the hosts would ever come back from.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import NamedTuple
+
+from ling3export.errors import RankDivergence
+from ling3export.runners.engine.request import Request, Sampling
+from ling3export.runners.engine.scheduler import Emitted, Scheduler
+from ling3export.runners.engine.sequence import Sequence
+from ling3export.runners.hosts.channel import DIVERGED, END, TURN, Channel
+
+SHORT = 8  # bytes of a digest that travel with every turn
+
+
+class Arrival(NamedTuple):
+    """A request that was checked and accepted.
+
+    Attributes:
+        number: Its place in the order of arrival.
+        request: What was asked.
+        at: When, on the clock of ``sequence.now``; it is noted and decides nothing.
+    """
+
+    number: int
+    request: Request
+    at: float | None = None
+
+
+class Commands(NamedTuple):
+    """What reached the engine since the last turn: all that decides what the turn does, beside the tokens.
+
+    Attributes:
+        arrivals: In order.
+        cancelled: Their numbers; unknown and ended ones count for nothing.
+        compare: Whether hosts are to compare the tokens that they read.
+    """
+
+    arrivals: tuple[Arrival, ...] = ()
+    cancelled: tuple[int, ...] = ()
+    compare: bool = False
+
+
+class Turn(NamedTuple):
+    """What a turn brought.
+
+    Attributes:
+        emitted: Tokens that were read.
+        ended: Sequences that ended, cancelled ones too.
+        digests: Where hosts compared their tokens: of each host, by number, what it read since they last did.
+    """
+
+    emitted: list[Emitted]
+    ended: list[Sequence]
+    digests: tuple[bytes, ...] = ()
+
+
+class Turns:
+    """The scheduler behind a list of commands.
+
+    Args:
+        scheduler: Runs the sequences.
+        sequence: Makes one of an arrival.
+    """
+
+    def __init__(self, scheduler: Scheduler, sequence: Callable[[Arrival], Sequence]) -> None:
+        self.scheduler = scheduler
+        self._sequence = sequence
+        self._live: dict[int, Sequence] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a turn without commands would do anything."""
+        return self.scheduler.busy
+
+    def turn(self, commands: Commands) -> Turn:
+        """Takes the commands, then makes one step."""
+        for arrival in commands.arrivals:
+            sequence = self._live[arrival.number] = self._sequence(arrival)
+            self.scheduler.submit(sequence)
+        ended = []
+        for number in commands.cancelled:
+            found = self._live.pop(number, None)
+            if found is not None:
+                self.scheduler.cancel(found)
+                ended.append(found)
+        emitted = self.scheduler.step()
+        for sequence in self.scheduler.take_scored():
+            if self._live.pop(sequence.index, None) is not None:
+                ended.append(sequence)
+        for token in emitted:
+            if token.sequence.over and self._live.pop(token.sequence.index, None) is not None:
+                ended.append(token.sequence)
+        return Turn(emitted, ended)
+
+    def cancel_all(self) -> None:
+        """Ends everything, and waits for what the devices still do."""
+        for sequence in self._live.values():
+            self.scheduler.cancel(sequence)
+        self._live.clear()
+        while self.busy:
+            self.scheduler.step()
+
+
+def encode(commands: Commands) -> bytes:
+    """Commands as they travel: JSON, nothing for none. When a request arrived is host 0's affair."""
+    if commands == Commands():
+        return b""
+    arrivals = [[arrival.number, asdict(arrival.request)] for arrival in commands.arrivals]
+    return json.dumps({**commands._asdict(), "arrivals": arrivals}).encode()
+
+
+def decode(payload: bytes) -> Commands:
+    """What ``encode`` wrote."""
+    if not payload:
+        return Commands()
+    said = json.loads(payload)
+    return Commands(
+        tuple(Arrival(number, _request(fields)) for number, fields in said["arrivals"]), tuple(said["cancelled"]),
+        said["compare"],
+    )  # fmt: skip
+
+
+def _request(fields: dict[str, object]) -> Request:
+    sampling = Sampling(**fields.pop("sampling"))  # type: ignore[arg-type]
+    ids, stop = fields.pop("prompt_ids"), fields.pop("stop")
+    return Request(tuple(ids), sampling=sampling, stop=tuple(stop), **fields)  # type: ignore[arg-type]
+
+
+class SharedTurns(Turns):
+    """Turns that all hosts take alike: host 0 sends the commands of each to the others.
+
+    Every host hashes the tokens that it reads, in the order of reading, as little-endian int32. All compare these
+    digests where the commands ask for it, and the others with host 0's before each turn.
+
+    Args:
+        scheduler: Runs the sequences.
+        sequence: Makes one of an arrival.
+        channel: Between the hosts.
+    """
+
+    def __init__(self, scheduler: Scheduler, sequence: Callable[[Arrival], Sequence], channel: Channel) -> None:
+        super().__init__(scheduler, sequence)
+        self._channel = channel
+        self._read = hashlib.sha256()
+
+    def received(self, payload: bytes) -> Turn:
+        """Takes the commands that host 0 sent.
+
+        Raises:
+            RankDivergence: It read other tokens than this host, which would now make other calls.
+        """
+        commands = decode(payload[SHORT:])
+        if not commands.compare and payload[:SHORT] != self._read.digest()[:SHORT]:
+            number = self._channel.hosts.number
+            error = RankDivergence(f"sampled tokens: expected those of host 0, found others on host {number}")
+            self._channel.fail(error.message, DIVERGED)
+            raise error
+        return self.turn(commands)
+
+    def turn(self, commands: Commands) -> Turn:
+        """Sends the commands where this is host 0, and takes them."""
+        if self._channel.leads:
+            self._channel.send(TURN, self._read.digest()[:SHORT] + encode(commands))
+        with self._channel.together():
+            digests = self._compared() if commands.compare else ()
+            turn = super().turn(commands)
+        self._read.update(b"".join(each.token.to_bytes(4, "little", signed=True) for each in turn.emitted))
+        return turn._replace(digests=digests)
+
+    def cancel_all(self) -> None:
+        """Ends everything on all hosts."""
+        if self._channel.leads:
+            self._channel.send(END)
+        super().cancel_all()
+        self._channel.finish()
+
+    def _compared(self) -> tuple[bytes, ...]:
+        """The digest of every host, of what it read since the last time."""
+        mine, self._read = self._read.digest(), hashlib.sha256()
+        return self._channel.gather(mine)
