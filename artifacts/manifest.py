@@ -7,37 +7,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ling3export.artifacts.agreement import check_agreement
 from ling3export.artifacts.files import inside, partial_name, replace_file, writing
+from ling3export.artifacts.format_1 import upgraded
+from ling3export.artifacts.records import (
+    CANONICAL,
+    WrongRecordError,
+    canonical,
+    from_json,
+    laid_out,
+    parse_json,
+    sha256_of,
+)
+from ling3export.artifacts.schema import Manifest
 from ling3export.errors import ArtifactError, listed
+
+__all__ = ["canonical", "sha256_of"]
 
 # Version history (artifacts/FORMAT.md tells what a reader must do):
 # 1 (November 2026): the first.
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 FIELDS = ("producer", "source", "config", "plan", "targets", "weights", "vectors", "tokenizer", "notes")
-CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-SPACED = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
-LINE = 100  # characters: a value that fits stands on one line of the file
 FOREIGN = ("source", "notes")  # fields whose paths are not of this artifact
 REBUILD = "copy the artifact again, or build it again"
-
-
-def canonical(value: object) -> bytes:
-    """The one spelling of a JSON value: UTF-8, keys sorted by code point, no spaces, no NaN or infinity.
-
-    Raises:
-        TypeError: A key that is not a string, or a value that JSON does not have.
-        ValueError: NaN, an infinity, or a lone surrogate.
-    """
-    for key in _keys(value):
-        if not isinstance(key, str):
-            raise TypeError(f"JSON key {key!r}: expected a string, found {type(key).__name__}")
-    return CANONICAL.encode(value).encode()
-
-
-def sha256_of(value: object) -> str:
-    """The hex sha256 of a value's canonical JSON."""
-    return hashlib.sha256(canonical(value)).hexdigest()
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -95,8 +88,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise ArtifactError(f"{MANIFEST}: expected a readable file, found {error.strerror}, in {folder}") from error
     try:
-        manifest = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        manifest = parse_json(data)
+    except ValueError as error:
         raise ArtifactError(f"{MANIFEST}: expected JSON, found {error}, in {folder}", REBUILD) from error
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if type(version) is not int or version < 1:
@@ -116,6 +109,36 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ArtifactError(f"{MANIFEST}: expected sha256 {claimed}, found {digest}, in {folder}", REBUILD)
     manifest["sha256"] = digest
     _check_fields(manifest, folder)
+    return manifest
+
+
+def open_manifest(folder: Path) -> Manifest:
+    """The manifest of an artifact as records, every value checked. Other files are not opened.
+
+    Raises:
+        ArtifactError: As `read_manifest`, or a field of another type, out of bounds, or in contradiction to others.
+    """
+    return typed(read_manifest(folder), Path(folder))
+
+
+def typed(raw: dict[str, Any], folder: Path) -> Manifest:
+    """The records of a manifest of format 1.
+
+    Raises:
+        ArtifactError: It is not what a build wrote.
+    """
+    try:
+        manifest = from_json(Manifest, upgraded(raw))
+        check_agreement(manifest)
+    except WrongRecordError as error:
+        raise ArtifactError(
+            f"{MANIFEST} `{error.where}`: expected {error.expected}, found {error.found}, in {folder}", REBUILD
+        ) from error
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ArtifactError(
+            f"{MANIFEST}: expected the fields of format 1, found others ({type(error).__name__}: {error}), in {folder}",
+            REBUILD,
+        ) from error
     return manifest
 
 
@@ -168,7 +191,7 @@ def _unreadable(relative: str, folder: Path, error: OSError) -> ArtifactError:
 
 
 def _file_bytes(manifest: dict[str, Any]) -> bytes:
-    return (_laid_out(manifest, "\n") + "\n").encode()
+    return (laid_out(manifest) + "\n").encode()
 
 
 def _is_exact(manifest: dict[str, Any], data: bytes) -> bool:
@@ -179,18 +202,6 @@ def _is_exact(manifest: dict[str, Any], data: bytes) -> bool:
         return False
 
 
-def _laid_out(value: object, newline: str) -> str:
-    """JSON for people: in the given key order, on one line where it fits in LINE characters, else a member a line."""
-    text = SPACED.encode(value)
-    if len(text) <= LINE or not isinstance(value, (dict, list)):
-        return text
-    deeper = newline + "  "
-    if isinstance(value, dict):
-        lines = [f"{SPACED.encode(key)}: {_laid_out(item, deeper)}" for key, item in value.items()]
-        return "{" + deeper + ("," + deeper).join(lines) + newline + "}"
-    return "[" + deeper + ("," + deeper).join(_laid_out(item, deeper) for item in value) + newline + "]"
-
-
 def _check_fields(manifest: dict[str, Any], folder: Path) -> None:
     if missing := [field for field in FIELDS if field not in manifest]:
         raise ArtifactError(f"{MANIFEST}: expected the field {listed(missing)}, found none, in {folder}", REBUILD)
@@ -198,17 +209,6 @@ def _check_fields(manifest: dict[str, Any], folder: Path) -> None:
         if field not in FOREIGN:
             for path in _paths(manifest[field]):
                 inside(folder, path, MANIFEST)
-
-
-def _keys(value: object) -> Iterator[object]:
-    """Every key of every object in ``value``."""
-    if isinstance(value, dict):
-        yield from value
-        for item in value.values():
-            yield from _keys(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _keys(item)
 
 
 def _paths(value: object) -> Iterator[object]:
@@ -223,14 +223,3 @@ def _paths(value: object) -> Iterator[object]:
         for item in value:
             if isinstance(item, (dict, list)):
                 yield from _paths(item)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique = dict(pairs)
-    if len(unique) < len(pairs):
-        raise ValueError("a key that stands twice in one object")
-    return unique
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"the number {name}")

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ling3export.artifacts.manifest import open_manifest
+from ling3export.artifacts.schema import Collective
 from ling3export.runners.engine.engine import Engine
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -33,3 +35,21 @@ def test_an_old_artifact_gives_the_tokens_of_its_own_version(golden: tuple[Path,
             assert completion.token_ids == each["tokens"], each["prompt"]
         (score,) = engine.score([(said["scored"]["context"], said["scored"]["continuation"])])
         np.testing.assert_allclose(score.logprobs, said["scored"]["logprobs"], rtol=0, atol=1e-4)
+
+
+def test_an_old_manifest_of_every_kind_of_target_is_read() -> None:
+    """Two hosts and a slice, with estimates: every value passes the types of today, device ids stand once."""
+    manifest = open_manifest(GOLDEN / "format-1-targets")
+    assert list(manifest.targets) == ["cpu-2x1-tp2", "cpu-tp2", "tpu-v6e-2x2-tp4"]
+    hosts, here, slice_ = manifest.targets.values()
+    assert (hosts.text, hosts.mesh.devices, hosts.mesh.hosts, hosts.processes) == ("cpu:2x1", (0, 2048), (0, 1), 2)
+    assert (here.mesh.devices, here.mesh.hosts, here.tp) == ((0, 1), (0, 0), 2)
+    assert (slice_.text, slice_.mesh.devices, slice_.mesh.hosts) == ("tpu:v6e:2x2", (0, 1, 3, 2), (0, 0, 0, 0))
+    cell = slice_.cells["decode@2"]
+    assert (cell.rows, cell.packed, cell.status) == (2, 14, "compiled, not executed")
+    assert cell.estimated_seconds == pytest.approx(2.00874e-4, rel=1e-5)
+    assert cell.collectives["all-reduce"] == Collective(9, 18432)
+    assert here.cells["decode@2"].collectives == {"all_reduce": Collective(5)}
+    assert manifest.vectors.receipts["cpu-tp2"].passed
+    assert manifest.weights.index["dense.down_proj"].file == "weights/dense.safetensors"
+    assert manifest.weights.nbytes == sum(manifest.weights.files.values())

@@ -1,0 +1,510 @@
+"""The manifest's records: what every field of format 2 is called, and what it may hold. Nothing else states this.
+
+FORMAT.md explains each field in a table of the same names and types; a test compares the two. A field that an artifact
+need not have has the default None. What follows from another field is a property, not a field.
+"""
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Annotated, Literal
+
+from ling3export.artifacts.records import UNBOUNDED, Digest, Rule, at_most, within
+
+
+def _stays_inside(relative: str) -> bool:
+    path = PurePosixPath(relative)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and str(path) == relative
+
+
+Relative = Annotated[
+    str, Rule("a path below the artifact's folder, with /, in its shortest form, that never climbs out", _stays_inside)
+]
+Positive = Annotated[int, within(1, 2**40)]
+Padding = Annotated[int, within(1, 2**20)]
+Paddings = Annotated[
+    tuple[Padding, ...], at_most(64), Rule("ascending paddings", lambda each: each == tuple(sorted(set(each))))
+]
+Device = Annotated[int, within(0, 2**31)]
+Devices = Annotated[tuple[Device, ...], at_most(4096), Rule("at least one device", len)]
+Shape = Annotated[
+    tuple[Positive, ...], at_most(8), Rule("fewer than 2**46 elements", lambda each: math.prod(each) < 2**46)
+]
+Spec = Annotated[
+    tuple[str | tuple[str, ...] | None, ...],
+    at_most(8),
+    Rule("mesh axes without trailing nulls", lambda each: not each or bool(each[-1])),
+]
+Dtype = Literal["bfloat16", "float32", "int32"]
+Phase = Literal["prefill", "score", "decode", "sample"]
+CellName = re.compile(r"(prefill|score|decode|sample)@[1-9][0-9]*")
+Error = Annotated[float, UNBOUNDED]  # infinite where something is not finite
+Versions = dict[str, str]
+ConfigValue = bool | int | float | str | tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of the artifact: where it is, how long, and the digest of its bytes."""
+
+    path: Relative
+    bytes: int
+    sha256: Digest
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of the checkpoint: digest of the whole, or size and digest of a shard's header."""
+
+    bytes: int | None = None
+    sha256: Digest | None = None
+    header_sha256: Digest | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """The checkpoint that an artifact was built from."""
+
+    name: str
+    digests: dict[str, SourceFile]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all targets share, and what sized their pools."""
+
+    paddings: Paddings
+    decode_paddings: Paddings
+    max_running: Annotated[int, within(1, 2**16)]
+    page_size: Padding
+    context: Annotated[int, within(1, 2**40)]
+    dtype: Literal["bfloat16", "float32"]
+    memory_fraction: Annotated[float, within(0, 1)]
+    state_memory: int
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array of a call: its name in the program, whole shape, dtype, and a mesh axis or null for each axis."""
+
+    name: str
+    shape: Shape
+    dtype: Dtype
+    spec: Spec
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * (2 if self.dtype == "bfloat16" else 4)
+
+
+@dataclass(frozen=True)
+class CallInput(Array):
+    """An input of an executable; one that is not kept is not passed to it."""
+
+    donated: bool
+    kept: bool
+
+
+@dataclass(frozen=True)
+class Leaf(Array):
+    """An input or output of a cell, in flattening order."""
+
+    group: Literal["params", "state", "batch", "out"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """A named range of the packed int32 batch; floats are bit-cast."""
+
+    name: str
+    offset: int
+    shape: Shape
+    dtype: Literal["int32", "float32"]
+
+    @property
+    def size(self) -> int:
+        """Elements of the packed vector."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Call:
+    """How an executable is called, without pickle: flat inputs and outputs, and the routines that it calls by name."""
+
+    inputs: tuple[CallInput, ...]
+    outputs: tuple[Array, ...]
+    custom_calls: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device while a program runs; ``alias`` counts in both arguments and outputs."""
+
+    arguments: int
+    outputs: int
+    temporaries: int
+    alias: int
+    code: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """How often a kind of collective runs; its bytes where the compiled program was counted."""
+
+    count: int
+    bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop of an estimated program: its trips, who says so, and how often the loop itself runs."""
+
+    loop: str
+    trips: float
+    source: str
+    times: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of one call as the compiler's cycles say, never measured; bytes that its instructions move."""
+
+    seconds: float
+    estimated: float
+    by_opcode: dict[str, float]
+    bounded: dict[str, float]
+    by_kind: dict[str, float]
+    memory_bytes: int
+    overlapped: float
+    custom_calls: dict[str, Collective]
+    copies: dict[str, int]
+    loops: tuple[Loop, ...]
+    instructions: dict[str, int]
+    tokens_a_sequence: int
+    clock_hz: float
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Bytes and FLOPs of a call that no program can do without, and the seconds that follow; collectives apart."""
+
+    bytes: dict[str, int]
+    flops: int
+    seconds: float
+    collectives: int
+    collective_seconds: float
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Whether every local expert is computed for every row, and the seconds to compute and to read them."""
+
+    all_local: bool
+    flop_seconds: float
+    weight_seconds: float
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """How an executable was lowered where that was not from the portable program."""
+
+    direct: bool
+    forward_compatible: bool
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a build took a cell from, its keys in the cache, and what jax did for it."""
+
+    source: Literal["compiler", "program cache", "cache"]
+    program: Digest
+    traces: int
+    compiles: int
+    key: Digest | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A program of one phase and padding, as its compiler left it: how to call it, and what it costs."""
+
+    phase: Phase
+    padding: Padding
+    fields: tuple[Field, ...]
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[Leaf, ...]
+    collectives: dict[str, Collective]
+    lower_seconds: float
+    compile_seconds: float
+    memory: Memory
+    call: Call | None = None
+    flops: float | None = None
+    bytes_accessed: float | None = None
+    estimate: Estimate | None = None
+    floor: Floor | None = None
+    experts: Experts | None = None
+    lowering: Lowering | None = None
+    origin: Origin | None = None
+
+    @property
+    def name(self) -> str:
+        """``decode@16``."""
+        return f"{self.phase}@{self.padding}"
+
+    @property
+    def packed(self) -> int:
+        """Elements of the packed batch."""
+        return sum(each.size for each in self.fields)
+
+    @property
+    def rows(self) -> int:
+        """Rows of logits that it gives; of ``sample``, those that it takes."""
+        return next(each.shape[0] for each in (*self.inputs, *self.outputs) if each.name == "logits")
+
+    @property
+    def estimated_seconds(self) -> float | None:
+        """The compiler's estimate of one call."""
+        return None if self.estimate is None else self.estimate.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell(Program):
+    """A program in the artifact: its two files, and whether it was executed where it was built."""
+
+    status: Literal["compiled", "compiled, not executed"]
+    stablehlo: FileRecord
+    exec: FileRecord | None = None
+
+    @property
+    def files(self) -> tuple[FileRecord, ...]:
+        """Both tiers."""
+        return (self.stablehlo,) if self.exec is None else (self.stablehlo, self.exec)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a target's programs: the stored tensor that it is, or one index of one axis of it."""
+
+    argument: str
+    tensor: str
+    shape: Shape
+    dtype: Dtype
+    spec: Spec
+    index: int | None = None
+    axis: int | None = None
+
+
+@dataclass(frozen=True)
+class StateArray(Array):
+    """A donated array of the state, and a word for each of its axes."""
+
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class State:
+    """The pools of a target. Slot 0 and page 0 are dummies that padding writes to."""
+
+    placement: Literal["replicated", "striped", "by_sequence"]
+    slots: Annotated[int, within(1, 2**16)]
+    pages: Annotated[int, within(1, 2**22)]
+    page_size: Padding
+    max_pages: Annotated[int, within(1, 2**22)]
+    chunk: Padding
+    arrays: tuple[StateArray, ...]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The one mesh axis, the ids of its devices in order, and of each the number of its host."""
+
+    axis: str
+    devices: Devices
+    hosts: Devices
+
+    @property
+    def processes(self) -> int:
+        """How many hosts there are, a process on each."""
+        return max(self.hosts) + 1
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What a machine must have for a target's executables, beside the devices of the mesh."""
+
+    jaxlib: str
+    platform: str
+    device_kind: str
+    machine: str | None = None
+    cpu_features: tuple[str, ...] | None = None
+    plugins: Versions | None = None
+
+
+@dataclass(frozen=True)
+class Executable:
+    """An executable on its own, outside of an artifact: what it needs, its devices, and how it is called."""
+
+    requires: Requirements
+    mesh: Mesh
+    call: Call
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One machine's programs, state and parameters."""
+
+    platform: Literal["cpu", "tpu", "cuda"]
+    kind: str | None = None
+    topology: str | None = None
+    mesh: Mesh
+    requires: Requirements
+    toolchain: Versions
+    fingerprint: Digest
+    state_abi: Digest
+    geometry: dict[str, int | str]
+    parameters: tuple[Parameter, ...]
+    state: State
+    cells: dict[str, Cell]
+
+    @property
+    def text(self) -> str:
+        """What a build calls it, without TP: ``tpu:v6e:4x4``."""
+        return ":".join(part for part in (self.platform, self.kind, self.topology) if part)
+
+    @property
+    def tp(self) -> int:
+        """How many devices share the model."""
+        return len(self.mesh.devices)
+
+    @property
+    def processes(self) -> int:
+        """How many hosts run it together."""
+        return self.mesh.processes
+
+    def paddings(self, phase: str) -> tuple[int, ...]:
+        """Paddings of a phase, ascending."""
+        return tuple(sorted(cell.padding for cell in self.cells.values() if cell.phase == phase))
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the weight store: where it lies, and a digest of each slab (of the whole where it is not split)."""
+
+    file: Relative
+    dtype: Literal["BF16", "F32", "I32"]
+    shape: Shape
+    slabs: int
+    offset: int
+    slab_bytes: int
+    sha256: tuple[Digest, ...]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weight store: sizes of its files, and every tensor by name."""
+
+    files: dict[Relative, int]
+    index: dict[str, StoredTensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(self.files.values())
+
+
+@dataclass(frozen=True)
+class Margins:
+    """The smallest distances between a routing choice and the next, where there are choices."""
+
+    expert: float | None = None
+    group: float | None = None
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A test vector: token ids, how many are the prompt, and the positions whose logits are stored under a name."""
+
+    ids: tuple[int, ...]
+    prompt: int
+    positions: tuple[int, ...]
+    logits: str
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What a cell's relative error may be: its largest, or its median over positions."""
+
+    measure: Literal["largest", "median"]
+    bound: float
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """How far one cell is from the stored expectations: L2 of the logits at a position, relative and absolute."""
+
+    status: Literal["passed", "failed"]
+    relative: Error
+    median: Error
+    absolute: Error
+    positions: int
+    log_probabilities: Error | None = None
+    wrong_best: int | None = None
+
+
+@dataclass(frozen=True)
+class Receipts:
+    """What a fresh process measured of a target's cells."""
+
+    tolerance: Tolerance
+    cells: dict[str, Receipt]
+    agreement: dict[str, Error]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every cell did."""
+        return all(receipt.status == "passed" for receipt in self.cells.values())
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """Sequences with expected logits, what computed them, and receipts by target."""
+
+    source: str
+    seed: int
+    margins: Margins
+    sequences: tuple[Sequence, ...]
+    expected: FileRecord
+    receipts: dict[str, Receipts] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that an artifact holds. Its digests are set by `write_manifest`."""
+
+    producer: Versions
+    source: Source
+    config: dict[str, ConfigValue]
+    plan: Plan
+    targets: dict[str, Target]
+    weights: Weights
+    vectors: Vectors
+    tokenizer: tuple[FileRecord, ...]
+    notes: tuple[str, ...]
+    programs_digest: Digest | None = None
+    weights_digest: Digest | None = None
+    sha256: Digest | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary."""
+        size = self.config["vocab_size"]
+        assert isinstance(size, int)
+        return size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text."""
+        ids = self.config["eos_token_id"]
+        assert isinstance(ids, tuple)
+        return ids
