@@ -59,6 +59,7 @@ def programs(artifact: Path) -> dict[str, Any]:
     import jax
 
     from ling3export.runners.load import programs as work
+    from ling3export.runners.load.verdict import judge_here
 
     jax.devices()
     clock, before = Clock(), processor()
@@ -69,7 +70,7 @@ def programs(artifact: Path) -> dict[str, Any]:
         files = work.ProgramFiles(artifact, record, pool)
         files.check()
         clock.lap("read and digest")
-        verdicts, _ = work.judged(record, "prebuilt-only", name, artifact)
+        verdicts, _ = judge_here(record, "prebuilt-only", name, artifact)
         clock.lap("verdicts")
         for future in work.load_programs(files, record, work.mesh_of(record), verdicts, {}, pool).values():
             future.result()
@@ -94,8 +95,8 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
     from ling3export.model.config import Config
     from ling3export.model.geometry import Geometry
     from ling3export.model.program import build_step
-    from ling3export.runners.load.compile_events import compile_events
     from ling3export.runners.load.model_runner import Device, fresh_state
+    from ling3export.runners.load.pjrt import CompileCounter
     from ling3export.runners.load.programs import mesh_of
     from ling3export.runners.load.weights import Weights
 
@@ -109,7 +110,7 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
     clock.lap("state")
     config = Config.from_file(checkpoint / "config.json")
     geometry = Geometry(**manifest["plan"]["geometry"])
-    events, before = compile_events(), processor()
+    events, before = CompileCounter(), processor()
 
     def prepared(cell: dict[str, Any]) -> Callable[..., list[jax.Array]]:
         step = build_step(config, geometry, cell["phase"], cell["padding"], mesh)

@@ -58,9 +58,9 @@ def run_cell(job: dict[str, Any], phase: str, padding: int) -> dict[str, Any]:
     from ling3export.compile.lower import lower_cell
     from ling3export.model.config import Config
     from ling3export.model.geometry import Geometry
-    from ling3export.runners.load.compile_events import compile_events
+    from ling3export.runners.load.pjrt import CompileCounter
 
-    events, programs = compile_events(), Programs(job["cache"])
+    events, programs = CompileCounter(), Programs(job["cache"])
     config = Config.from_dict(job["config"], ignore=job["ignore"])
     geometry, target = Geometry(**job["geometry"]), Target(**job["target"])
     lowered = lower_cell(config, geometry, phase, padding, target.platform)

@@ -1,12 +1,27 @@
-"""What must be set before jax starts, and what this machine's processor can do. Imports no jax."""
+"""What must be set before jax starts, and what a compiled program depends on: toolchain, processor, devices.
 
+Imports no jax: it is imported once the environment is set.
+"""
+
+import importlib.metadata
 import os
 import platform
+import re
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from ling3export.errors import Ling3Error
+
+if TYPE_CHECKING:
+    import jax
+
+# The packages that hold a platform's compiler, where that is not jaxlib itself.
+PLUGINS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}
+# XLA:CPU writes the features that it was allowed to use beside the code, as LLVM spells them: "+avx,+avx2,-amx-tile".
+TARGET_FEATURES = re.compile(rb"\+[a-z0-9.-]+(?:,[+-][a-z0-9.-]+){8,}")
 
 
 def _table(words: str) -> dict[str, str]:
@@ -94,3 +109,63 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
         if key.strip() in ("flags", "Features"):
             return sorted(set(value.split()) & names.keys())
     return []
+
+
+def toolchain() -> dict[str, Any]:
+    """What decides, besides the program and the target, what the compiler makes. Starts no backend."""
+    import jax
+    import jaxlib
+
+    return {
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "plugins": plugins(*PLUGINS),
+        "machine": machine(),
+        "cpu_features": cpu_features(),
+        "flags": {name: os.environ[name] for name in ("LIBTPU_INIT_ARGS", "XLA_FLAGS") if name in os.environ},
+    }
+
+
+def plugins(*platforms: str) -> dict[str, str]:
+    """Installed compiler packages of ``platforms``, with their versions."""
+    found = {}
+    for name in (name for each in platforms for name in PLUGINS.get(each, ())):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def requirements(devices: "Sequence[jax.Device]", raw: Callable[[], bytes]) -> dict[str, Any]:
+    """What an executable for ``devices`` needs, as JSON; ``raw`` gives its bytes, which are asked for on CPU only."""
+    import jaxlib
+
+    kind = platform_of(devices[0])
+    requires = {
+        "jaxlib": jaxlib.__version__,
+        "platform": kind,
+        "device_kind": devices[0].device_kind,
+        "devices": [device.id for device in devices],
+        "processes": len({device.process_index for device in devices}),
+    }
+    if kind == "cpu":
+        allowed = _features_in(raw())
+        return {**requires, "machine": machine(), "cpu_features": allowed}
+    return {**requires, "plugins": plugins(kind)}
+
+
+def platform_of(device: "jax.Device") -> str:
+    """``cpu``, ``gpu`` or ``tpu``: a device that is only described calls itself ``cuda``."""
+    return "gpu" if device.platform == "cuda" else device.platform
+
+
+def _features_in(raw: bytes) -> list[str]:
+    """This processor's features that the compiler was allowed to use, which --xla_cpu_max_isa in XLA_FLAGS limits.
+
+    They are read from the executable's own list; without one, all features of this processor.
+    """
+    names = feature_names()
+    lists = TARGET_FEATURES.findall(raw)
+    used = {word[1:].decode() for words in lists for word in words.split(b",") if word.startswith(b"+")}
+    return [name for name in cpu_features() if not lists or names[name] in used]

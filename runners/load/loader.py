@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.errors import ArtifactError
 from ling3export.runners.load.targets import check_hosts, choose_target, platforms_here, prepare
-from ling3export.runners.load.verdict import CHECKS
+from ling3export.runners.load.verdict import CHECKS, judge_here
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from ling3export.runners.hosts.channel import Channel
     from ling3export.runners.hosts.hosts import Hosts
-    from ling3export.runners.load.compile_events import CompileCounter
     from ling3export.runners.load.model_runner import Device
+    from ling3export.runners.load.pjrt import CompileCounter
     from ling3export.runners.load.programs import ProgramFiles
     from ling3export.runners.load.recompile import Compiled
     from ling3export.runners.load.verdict import Verdict
@@ -187,7 +187,7 @@ def _load(job: _Job) -> Loaded:
         if job.channel is not None:
             job.channel.join()
         jax.devices()
-    compiles = pjrt.compile_events()
+    compiles = pjrt.CompileCounter()
     mesh = programs.mesh_of(job.record)
     with job.timings.stage("programs"):
         verdicts, compiled = _verdicts(job, files, mesh)
@@ -233,9 +233,7 @@ def _start_check(job: _Job, weights: "Weights") -> "Future[None]":
 
 def _verdicts(job: _Job, files: "ProgramFiles", mesh: "Mesh") -> "tuple[dict[str, Verdict], dict[str, Compiled]]":
     """The verdict of every cell, and what had to be compiled for those that need it."""
-    from ling3export.runners.load import programs
-
-    verdicts, recompile = programs.judged(job.record, job.policy, job.name, job.folder)
+    verdicts, recompile = judge_here(job.record, job.policy, job.name, job.folder)
     if not recompile:
         return verdicts, {}
     from ling3export.runners.load.recompile import compile_here

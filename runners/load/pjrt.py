@@ -7,7 +7,7 @@ loaded program is called as a compiled one is: same checks, same fast path, same
 
 The record, all lists in jax's flattening order of ``(args, kwargs)`` and of the result:
 
-- ``requires``: where the executable may run; see ``executable_fits``.
+- ``requires``: where the executable may run; see ``verdict.executable_fits``.
 - ``mesh``: ``axes`` (names) and ``shape``; its devices in order are ``requires.devices``.
 - ``inputs``: ``name``, ``shape``, ``dtype``, ``spec``, ``donated``, ``kept`` (false: the program does not use it).
 - ``outputs``: ``name``, ``shape``, ``dtype``, ``spec``.
@@ -17,7 +17,10 @@ A spec has, per axis, null, a mesh axis or a list of them, without trailing null
 """
 
 import re
-from collections.abc import Callable, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -26,24 +29,23 @@ from jax._src import core, stages
 from jax._src.interpreters import pxla
 from jax._src.lax import linalg
 from jax._src.lib import xla_client
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ling3export.errors import ArtifactError, listed
-from ling3export.runners.load.compile_events import cache_is_off, compile_events, no_compilation_cache
-from ling3export.runners.load.requirements import executable_fits, requirements, toolchain
-
-__all__ = [
-    "call_record",
-    "compile_events",
-    "executable_bytes",
-    "executable_fits",
-    "load_executable",
-    "no_compilation_cache",
-    "recorded_mesh",
-    "toolchain",
-]
+from ling3export.runners.load.environment import requirements
+from ling3export.runners.load.verdict import executable_fits
 
 Program = Callable[..., list[jax.Array]]
+
+TRACED = "/jax/core/compile/jaxpr_trace_duration"
+COMPILED = "/jax/core/compile/backend_compile_duration"
+CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
+_events: Counter[str] = Counter()
+_lock = threading.Lock()
+_listening = False
+_cache_off = 0
 
 
 def executable_bytes(compiled: stages.Compiled) -> bytes:
@@ -55,7 +57,7 @@ def executable_bytes(compiled: stages.Compiled) -> bytes:
     Raises:
         ValueError: outside of ``no_compilation_cache()``, or the program needs this process (see ``call_record``).
     """
-    if not cache_is_off():
+    if not _cache_off:
         raise ValueError("executable `bytes`: expected to be called within no_compilation_cache(), found the cache on")
     _check_self_contained(compiled)
     return _serialize(compiled)
@@ -210,3 +212,74 @@ def _program(executable: Any, device_list: Any, client: Any, record: dict[str, A
             "executable: expected jax's fast call path, found none", hint="report this with jax's version"
         )
     return program
+
+
+class CompileCounter:
+    """What jax has compiled in this process, in any thread, since the counter was made."""
+
+    def __init__(self) -> None:
+        _listen()
+        self._before = Counter(_events)
+
+    @property
+    def count(self) -> int:
+        """Programs handed to the backend's compiler, or fetched from the persistent cache instead."""
+        return _events[COMPILED] - self._before[COMPILED]
+
+    @property
+    def traces(self) -> int:
+        """Python functions traced, the inner ones of a program too."""
+        return _events[TRACED] - self._before[TRACED]
+
+    @property
+    def cache_hits(self) -> int:
+        """Programs fetched from the persistent cache."""
+        return _events[CACHE_HIT] - self._before[CACHE_HIT]
+
+
+def _listen() -> None:
+    global _listening
+    with _lock:
+        if not _listening:
+            jax.monitoring.register_event_duration_secs_listener(_count_duration)
+            jax.monitoring.register_event_listener(_count)
+            _listening = True
+
+
+def _count(event: str, **_: Any) -> None:
+    with _lock:
+        _events[event] += 1
+
+
+def _count_duration(event: str, duration_secs: float, **_: Any) -> None:
+    _count(event)
+
+
+@contextmanager
+def no_compilation_cache() -> Iterator[CompileCounter]:
+    """Compiles everything within anew, for executables that are to be saved; yields a counter.
+
+    Turns jax's persistent cache off for the whole process, and drops what jax remembers of earlier compiles, which may
+    have come from it. The cache's directory is taken out of the configuration too: the compiler writes it into the
+    executable.
+
+    Raises:
+        RuntimeError: at the end, if a program came from the cache all the same.
+    """
+    global _cache_off
+    enabled, folder = jax.config.jax_enable_compilation_cache, jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_enable_compilation_cache", False)
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()  # jax looks at its configuration only once
+    jax.clear_caches()
+    counter = CompileCounter()
+    _cache_off += 1
+    try:
+        yield counter
+    finally:
+        _cache_off -= 1
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        jax.config.update("jax_compilation_cache_dir", folder)
+        compilation_cache.reset_cache()
+    if counter.cache_hits:
+        raise RuntimeError(f"compilation cache: expected it off, found {counter.cache_hits} programs taken from it")

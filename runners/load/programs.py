@@ -1,13 +1,13 @@
 """A target's programs: read by digest, judged, then loaded in threads or compiled where the policy allows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.manifest import read_checked
 from ling3export.errors import ArtifactError
-from ling3export.runners.load.verdict import Machine, Status, Verdict, enforce, judge
+from ling3export.runners.load.verdict import Status, Verdict
 
 if TYPE_CHECKING:
     import jax
@@ -58,24 +58,6 @@ class ProgramFiles:
         """
         for future in self._raw.values():
             future.result()
-
-
-def machine_here() -> Machine:
-    """What jax finds here. Starts its backend."""
-    import jax
-
-    from ling3export.runners.load.targets import NAMES
-
-    devices = jax.devices()
-    platform = devices[0].platform
-    return Machine(NAMES.get(platform, platform), len(devices), jax.process_count())
-
-
-def verdicts_here(target: dict[str, Any]) -> dict[str, Verdict]:
-    """The verdict of every cell of a target on this machine. Starts jax's backend, deserializes nothing."""
-    from ling3export.runners.load.pjrt import executable_fits
-
-    return judge(target, machine_here(), executable_fits)
 
 
 def mesh_of(target: dict[str, Any]) -> "Mesh":
@@ -145,15 +127,3 @@ def same_signature(name: str, cell: dict[str, Any], record: dict[str, Any]) -> N
                 "record, in the manifest",
                 "build the artifact again",
             )
-
-
-def judged(
-    target: dict[str, Any], policy: str, name: str, artifact: Path
-) -> tuple[dict[str, Verdict], Sequence[Verdict]]:
-    """Verdicts of a target here, and those of them that are to be compiled under ``policy``.
-
-    Raises:
-        ArtifactError: As ``verdict.enforce``.
-    """
-    verdicts = verdicts_here(target)
-    return verdicts, enforce(verdicts, policy, name, str(artifact))

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from ling3export.artifacts.files import replace_file, writing
 from ling3export.artifacts.manifest import canonical, file_record, read_checked, sha256_of
 from ling3export.errors import ArtifactError
-from ling3export.runners.load.verdict import Verdict
+from ling3export.runners.load.environment import toolchain
+from ling3export.runners.load.verdict import Verdict, executable_fits
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -107,8 +108,6 @@ def _compile(cell: str, blob: bytes, mesh: "Mesh") -> Compiled:
 
 def cache_key(stablehlo: str, mesh: "Mesh") -> str:
     """Digest of what an executable depends on: the program, the toolchain, the processor, flags and devices."""
-    from ling3export.runners.load.pjrt import toolchain
-
     devices = list(mesh.devices.flat)
     return sha256_of(
         {
@@ -124,8 +123,6 @@ def cache_key(stablehlo: str, mesh: "Mesh") -> str:
 
 
 def _lookup(folder: Path, key: str, say: Callable[[str], None]) -> Compiled | None:
-    from ling3export.runners.load.pjrt import executable_fits
-
     path = folder / f"{key}.json"
     if not path.exists():
         return None

@@ -7,10 +7,12 @@ OPTIMAL (its executable fits), RECOMPILE (only its portable program will do, com
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from ling3export.errors import ArtifactError, listed
-from ling3export.runners.load.targets import on_all
+from ling3export.runners.load import environment
+from ling3export.runners.load.targets import NAMES, on_all
 
 POLICIES = ("prebuilt-only", "allow-compile")
 CHECKS = ("all", "programs")  # whose digests a loader checks: programs leaves out the weights
@@ -62,7 +64,7 @@ def judge(target: dict[str, Any], here: Machine, misfit: Callable[[dict[str, Any
     Args:
         target: The manifest's record.
         here: This machine.
-        misfit: Why the executable of a call record must not be loaded here, or None (``pjrt.executable_fits``).
+        misfit: Why the executable of a call record must not be loaded here, or None (``executable_fits``).
     """
     impossible, hint = _impossible(target, here)
     verdicts = {}
@@ -136,3 +138,62 @@ def _told(verdicts: list[Verdict]) -> str:
         reasons.setdefault(verdict.reason, []).append(verdict.cell)
     status = verdicts[0].status.value
     return "; ".join(f"{status} {listed(cells)} ({reason})" for reason, cells in reasons.items())
+
+
+def judge_here(
+    target: dict[str, Any], policy: str, name: str, artifact: Path
+) -> tuple[dict[str, Verdict], list[Verdict]]:
+    """Verdicts of a target on this machine, and those of them that are to be compiled here under ``policy``.
+
+    Starts jax's backend, deserializes nothing.
+
+    Raises:
+        ArtifactError: A cell cannot run here, or not under this policy (``enforce``).
+    """
+    verdicts = judge(target, machine_here(), executable_fits)
+    return verdicts, enforce(verdicts, policy, name, str(artifact))
+
+
+def machine_here() -> Machine:
+    """What jax finds here. Starts its backend."""
+    import jax
+
+    devices = jax.devices()
+    platform = devices[0].platform
+    return Machine(NAMES.get(platform, platform), len(devices), jax.process_count())
+
+
+def executable_fits(record: dict[str, Any]) -> str | None:
+    """Why the executable of ``record`` must not be given to the deserializer here; None if nothing speaks against it.
+
+    PJRT itself checks next to nothing: another jaxlib's file can abort the process, another processor's runs until its
+    first unknown instruction, another topology's fails obscurely. So these are compared, in this order: platform;
+    jaxlib and the platform's own compiler packages, exactly; kind of device; operating system and instruction set;
+    number of processes; the processor's features, where a superset will do; the devices' ids. Starts jax's backend.
+    Digests are the caller's part.
+    """
+    import jax
+    import jaxlib
+
+    requires = record["requires"]
+    devices = {device.id: device for device in jax.devices()}
+    first = next(iter(devices.values()))
+    wanted, plugins = requires.get("plugins", {}), environment.plugins(environment.platform_of(first))
+    comparisons: list[tuple[str, Any, Any]] = [
+        ("platform", requires["platform"], environment.platform_of(first)),
+        ("jaxlib", requires["jaxlib"], jaxlib.__version__),
+        *((name, wanted.get(name, "none"), plugins.get(name, "none")) for name in sorted({*wanted, *plugins})),
+        ("device kind", requires["device_kind"], first.device_kind),
+        ("machine", requires.get("machine", environment.machine()), environment.machine()),
+        ("processes", requires["processes"], jax.process_count()),
+    ]
+    for what, expected, found in comparisons:
+        if expected != found:
+            return f"{what}: built for {expected}, found {found}"
+    missing = sorted(set(requires.get("cpu_features", ())) - set(environment.cpu_features()))
+    if missing:
+        return f"processor: built for {listed(missing)}, which this one lacks"
+    absent = [str(number) for number in requires["devices"] if number not in devices]
+    if absent:
+        return f"devices: built for {len(requires['devices'])}, found {len(devices)} (without ids {listed(absent)})"
+    return None

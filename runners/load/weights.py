@@ -79,7 +79,7 @@ class Weights:
         """Every parameter on the devices, by argument. On CPU they are the mapped file: nothing is read."""
         from jax.sharding import NamedSharding, PartitionSpec
 
-        from ling3export.runners.load.arrays import device_weight
+        from ling3export.runners.load.model_runner import device_array
 
         out = {}
         for row in self._parameters:
@@ -91,7 +91,7 @@ class Weights:
                 )
             if "index" in row:  # one layer of a stack; still a view, so that other hosts' slabs are not read
                 view = view[(slice(None),) * row["axis"] + (row["index"],)]
-            out[row["argument"]] = device_weight(view, NamedSharding(mesh, PartitionSpec(*row["spec"])))
+            out[row["argument"]] = device_array(view, NamedSharding(mesh, PartitionSpec(*row["spec"])))
         return out
 
 

@@ -23,7 +23,7 @@ from jax import export, lax  # noqa: E402
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from ling3export.runners.load import pjrt  # noqa: E402
-from ling3export.runners.load.arrays import device_weight, fresh_zeros  # noqa: E402
+from ling3export.runners.load.model_runner import device_array, fresh_zeros  # noqa: E402
 
 P = PartitionSpec
 WIDTH, ROWS = 64, 8
@@ -83,7 +83,7 @@ def leaves(mesh: Mesh, record: dict[str, Any]) -> list[jax.Array]:
         else:
             count = np.arange(np.prod(row["shape"]))
             value = count if row["dtype"] == "int32" else np.sin(count) / 8
-            values.append(device_weight(value.reshape(row["shape"]).astype(jnp.dtype(row["dtype"])), sharding))
+            values.append(device_array(value.reshape(row["shape"]).astype(jnp.dtype(row["dtype"])), sharding))
     return values
 
 
@@ -125,7 +125,7 @@ def save(folder: Path, mesh: Mesh) -> dict[str, Any]:
 
 def load(folder: Path) -> dict[str, Any]:
     record = json.loads((folder / "toy.json").read_text())
-    compiles = pjrt.compile_events()
+    compiles = pjrt.CompileCounter()
     mesh = pjrt.recorded_mesh(record)
     started = time.perf_counter()
     call = pjrt.load_executable((folder / "toy.exec").read_bytes(), record, mesh)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 import toy_program
 from ling3export.errors import ArtifactError
-from ling3export.runners.load import environment, pjrt
+from ling3export.runners.load import environment, pjrt, verdict
 
 TOY = Path(toy_program.__file__)
 # A process of its own: no settings of this one's jax, and the packages of this checkout.
@@ -136,22 +136,22 @@ def test_inputs_of_another_kind_are_refused_by_name(saved, record):
 )
 def test_why_an_executable_does_not_fit(saved, record, field, value, reason):
     record["requires"][field] = value
-    assert pjrt.executable_fits(record) == reason
+    assert verdict.executable_fits(record) == reason
     with pytest.raises(ArtifactError, match=f"^executable: {re.escape(reason)}\nhint: compile the portable program"):
         pjrt.load_executable(saved[0], record, toy_program.mesh_of(1))
 
 
 def test_devices_that_are_not_there(record):
-    assert pjrt.executable_fits(record) is None
+    assert verdict.executable_fits(record) is None
     record["requires"]["devices"] = [0, *range(2048, 2055)]
-    assert pjrt.executable_fits(record) == (
+    assert verdict.executable_fits(record) == (
         f"devices: built for 8, found {len(jax.devices())} (without ids 2048, 2049, 2050, 2051, 2052 and 2 more)"
     )
 
 
 def test_a_processor_with_more_features_will_do(record, monkeypatch):
     monkeypatch.setattr(environment, "cpu_features", lambda: [*record["requires"]["cpu_features"], "avx1024"])
-    assert pjrt.executable_fits(record) is None
+    assert verdict.executable_fits(record) is None
 
 
 def test_another_mesh_is_refused(saved, record):
@@ -184,7 +184,7 @@ def test_an_executable_never_comes_from_the_persistent_cache(tmp_path):
     before = {name: getattr(jax.config, name) for name in names}
     mesh = toy_program.mesh_of(1)
     program = jax.jit(toy_program.sharded(mesh), donate_argnums=(1,))
-    compiles = pjrt.compile_events()
+    compiles = pjrt.CompileCounter()
     try:
         for name, value in zip(names, (str(tmp_path), 0, -1), strict=True):
             jax.config.update(name, value)
@@ -210,9 +210,9 @@ def test_an_executable_never_comes_from_the_persistent_cache(tmp_path):
 
 
 def test_events_are_counted_from_each_counters_start():
-    outer = pjrt.compile_events()
+    outer = pjrt.CompileCounter()
     jax.jit(lambda x: x * 3.0).lower(1.0).compile()
-    inner = pjrt.compile_events()
+    inner = pjrt.CompileCounter()
     assert (outer.count, inner.count, inner.traces) == (1, 0, 0)
     assert outer.traces >= 1
 
@@ -261,7 +261,7 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(rank))
 sys.path.insert(0, tests)
 import toy_program
-from ling3export.runners.load import pjrt
+from ling3export.runners.load import pjrt, verdict
 mesh, folder, shown = toy_program.mesh_of(4), Path(folder), {}
 if mode == "save":
     with pjrt.no_compilation_cache():
@@ -272,13 +272,13 @@ if mode == "save":
         (folder / "toy.exec").write_bytes(raw)
         (folder / "toy.json").write_text(json.dumps(record))
 else:
-    record, compiles = json.loads((folder / "toy.json").read_text()), pjrt.compile_events()
+    record, compiles = json.loads((folder / "toy.json").read_text()), pjrt.CompileCounter()
     call = pjrt.load_executable((folder / "toy.exec").read_bytes(), record, mesh)
     outputs = call(*toy_program.leaves(mesh, record))
     shown = {"token": int(outputs[3].addressable_shards[0].data), "compiles": compiles.count + compiles.traces}
     shown |= {"logits": [np.asarray(s.data).tobytes().hex()[:64] for s in outputs[2].addressable_shards]}
     record["requires"]["processes"] = 1
-    shown["misfit"] = pjrt.executable_fits(record)
+    shown["misfit"] = verdict.executable_fits(record)
 jax.distributed.shutdown()
 print("JSON" + json.dumps(shown))
 """

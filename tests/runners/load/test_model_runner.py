@@ -12,8 +12,8 @@ from ling3export.runners.load.environment import prepare_cpu
 prepare_cpu(4)
 import jax, ml_dtypes, numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from ling3export.runners.load.arrays import device_weight, fresh_zeros
-from ling3export.runners.load.compile_events import compile_events
+from ling3export.runners.load.model_runner import device_array, fresh_zeros
+from ling3export.runners.load.pjrt import CompileCounter
 
 def anonymous():
     with open("/proc/self/status") as status:
@@ -29,14 +29,14 @@ np.random.default_rng(0).integers(0, 100, 32 << 20, np.uint8).tofile(path)
 memory = np.memmap(path, np.uint8, "r")
 view = memory.view(ml_dtypes.bfloat16).reshape(rows, -1)
 jax.device_put(np.zeros(1), jax.devices()[0])
-events, before, result = compile_events(), anonymous(), {}
+events, before, result = CompileCounter(), anonymous(), {}
 
-weight, replica = device_weight(view, split), device_weight(view, everywhere)
+weight, replica = device_array(view, split), device_array(view, everywhere)
 base, part = view.ctypes.data, view.nbytes // 4
 result["split"] = [pointer - base for pointer in pointers(weight)] == [0, part, 2 * part, 3 * part]
 result["replicated"] = [pointer - base for pointer in pointers(replica)] == [0] * 4
 result["little_memory"] = anonymous() - before < 4 << 20
-odd = device_weight(memory[8 : 8 + (1 << 20)], split)
+odd = device_array(memory[8 : 8 + (1 << 20)], split)
 result["unaligned_is_copied"] = pointers(odd)[0] != memory.ctypes.data + 8
 expected = np.array(view[5, :9].view(np.uint16))
 del memory, view
