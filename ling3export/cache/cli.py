@@ -10,7 +10,7 @@ import click
 
 from ling3export.cache.use import CacheUse
 from ling3export.errors import PlanError
-from ling3export.runners.cli.commands import Group
+from ling3export.runners.cli.options import Group
 
 UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 folder_option = click.option(

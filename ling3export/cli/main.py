@@ -13,7 +13,7 @@ from ling3export.cache.use import POLICIES, CacheUse
 from ling3export.cli.options import build_options, given
 from ling3export.errors import Ling3Error, listed
 from ling3export.plan.options import Options
-from ling3export.runners.cli.commands import Group
+from ling3export.runners.cli.options import Group
 
 
 def _require(command: str, packages: tuple[str, ...]) -> None:

@@ -1,8 +1,7 @@
 """An artifact as a model of lm-evaluation-harness (extra ``lm-eval``), under the name ``ling3``.
 
-lm-eval finds no models of other packages by itself: ``python -m ling3export.runners.adapters.lm_eval`` is its command
-line with this one added. All requests of a task go to the engine at once, which packs them: lm-eval's batch size says
-nothing here.
+lm-eval finds no models of other packages by itself: ``ling3-runner lm-eval`` is its command line with this model added.
+All requests of a task go to the engine at once, which packs them, so lm-eval's batch size says nothing here.
 """
 
 import hashlib
@@ -16,7 +15,6 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ling3export.errors import RequestError
-from ling3export.runners.cli.errors import guarded
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
 
@@ -157,13 +155,8 @@ class Ling3Model(TemplateLM):
         return ids[-room:]
 
 
-@guarded
 def main() -> None:
-    """lm-eval's command line."""
+    """Runs lm-eval's command line, of which ``ling3`` is now one of the models."""
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()
-
-
-if __name__ == "__main__":
-    main()

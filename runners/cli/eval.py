@@ -1,56 +1,175 @@
 """The commands ``ling3-runner eval``. stdout carries data, and the completion line last; all else goes to stderr."""
 
+import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ling3export.errors import Ling3Error, listed
-from ling3export.runners.cli.commands import Group
-from ling3export.runners.cli.errors import REGRESSION
-from ling3export.runners.cli.eval_run import determinism, run
+from ling3export.runners.cli.errors import INVALID, NOT_DETERMINISTIC, REGRESSION
+from ling3export.runners.cli.hosts import HOST_NAMES, announced, host_options, leading
+from ling3export.runners.cli.options import (
+    PATH,
+    Decorator,
+    Group,
+    programs_option,
+    section,
+    target_option,
+    temperature_option,
+)
+from ling3export.runners.evals.trials import RunConfig
+from ling3export.runners.hosts.hosts import Hosts
 
-FOLDER = click.Path(path_type=Path)
+if TYPE_CHECKING:
+    from ling3export.runners.evals.backend import EngineBackend
+    from ling3export.runners.evals.suites import Suite
+
+DEFAULTS = RunConfig()
 
 
-@click.group("eval", cls=Group)
+def _suite_options(*more: Decorator) -> Decorator:
+    """The options that say what is asked."""
+    return section(
+        "Suite",
+        click.option("--suite", required=True, metavar="NAME|FILE", help="A ready suite, or a task file."),
+        click.option("--data", type=PATH, help="Folder or file of the suite's data set."),
+        click.option("--limit", type=click.IntRange(0), help="Keep only so many tasks, the first ones."),
+        *more,
+    )
+
+
+max_tokens_option = click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    default=DEFAULTS.max_tokens,
+    show_default=True,
+    help="Most tokens of a trial.",
+)
+stop_option = click.option("--stop", multiple=True, metavar="TEXT", help="Ends an answer; may be repeated.")
+batch_option = click.option(
+    "--batch",
+    type=click.IntRange(1),
+    default=DEFAULTS.batch,
+    show_default=True,
+    help="Trials given to the engine together.",
+)
+_loading_options = section("Artifact", target_option, programs_option)
+
+
+@click.group(
+    "eval",
+    cls=Group,
+    sections={
+        "Run": ("run", "determinism"),
+        "Look at runs": ("diagnose", "diff", "export"),
+        "Write tasks": ("new", "check"),
+    },
+)
 def evaluate() -> None:
     """Evaluate an artifact: run suites, compare runs, check tasks."""
 
 
-evaluate.add_command(run)
-evaluate.add_command(determinism)
+@evaluate.command()
+@click.argument("artifact", type=PATH)
+@click.argument("run_folder", metavar="RUN", type=PATH)
+@_suite_options(
+    click.option(
+        "--trials", type=click.IntRange(1), default=DEFAULTS.trials, show_default=True, help="Tries at each task."
+    ),
+    click.option(
+        "--threshold", type=click.FloatRange(0, 1, min_open=True), help="Share of a task's trials that must pass."
+    ),
+)
+@section(
+    "Answers",
+    max_tokens_option,
+    temperature_option,
+    click.option("--seed", type=int, default=DEFAULTS.seed, show_default=True, help="Seed of the run."),
+    stop_option,
+    batch_option,
+)
+@section(
+    "Record",
+    click.option(
+        "--max-infra",
+        type=click.FloatRange(0, 1),
+        default=DEFAULTS.max_infra,
+        show_default=True,
+        help="Share of trials that may end in infrastructure errors.",
+    ),
+    click.option("--transcripts", is_flag=True, help="Also write every transcript with its grades."),
+    click.option("--force", is_flag=True, help="Begin anew, whatever run is in RUN."),
+)
+@_loading_options
+@host_options
+def run(
+    artifact: Path, run_folder: Path, suite: str, data: Path | None, limit: int | None, force: bool,
+    target: str | None, programs: str, **settings: Any,
+) -> None:  # fmt: skip
+    """Run a suite on ARTIFACT, or go on with it; write RUN.
+
+    On several hosts, run the same command on each; host 0 alone reads the suite, writes RUN and prints.
+    """
+    from ling3export.runners.evals.backend import OVERLAP
+    from ling3export.runners.evals.report import invalid_line
+    from ling3export.runners.evals.run import run_suite
+    from ling3export.runners.evals.statistics import completion_line
+
+    host = {name: settings.pop(name) for name in HOST_NAMES}
+    hosts = leading(artifact, host, target=target, programs=programs, overlap=OVERLAP)
+    with announced(hosts):
+        loaded, config = _suite_of(suite, data, limit), replace(DEFAULTS, **settings)
+    with open_backend(artifact, target, programs, hosts) as backend, _progress(f"eval {loaded.name}") as told:
+        summary = run_suite(loaded, backend, run_folder, config, force=force, progress=told)
+    click.echo(f"report: {run_folder / 'report.md'}", err=True)
+    click.echo(f"solved: {len(summary.solved)} of {len(summary.by_task)} tasks", err=True)
+    invalid = summary.invalid(config.max_infra)
+    if invalid:
+        click.echo(invalid_line(summary, config.max_infra))
+    click.echo(completion_line(summary.passed, summary.total))
+    sys.exit(INVALID if invalid else 0)
 
 
 @evaluate.command()
-@click.argument("task", type=FOLDER)
-@click.option("--force", is_flag=True, help="Replace the file if it is there.")
-def new(task: Path, force: bool) -> None:
-    """Write a task to fill in: TASK.yaml or TASK.json."""
-    from ling3export.runners.evals.task_files import new_task
+@click.argument("artifact", type=PATH)
+@_suite_options(
+    click.option("--runs", type=click.IntRange(2), default=2, show_default=True, help="How often."),
+    click.option(
+        "--alone", type=click.IntRange(0), default=0, help="Also run so many prompts each alone, which is not judged."
+    ),
+)
+@section("Answers", max_tokens_option, stop_option, batch_option)
+@_loading_options
+@host_options
+def determinism(
+    artifact: Path, suite: str, data: Path | None, limit: int | None, runs: int, alone: int, max_tokens: int,
+    stop: tuple[str, ...], batch: int, target: str | None, programs: str, **host: Any,
+) -> None:  # fmt: skip
+    """Run a suite again; exit with 3 if a token id differs.
 
-    new_task(task, force=force)
-    click.echo(f"next: change {task}, then ling3-runner eval check {task}", err=True)
+    All runs are at temperature 0, in the same order and batches.
+    """
+    from ling3export.runners.evals import compare
+    from ling3export.runners.evals.backend import OVERLAP, Ask
+
+    hosts = leading(artifact, host, target=target, programs=programs, overlap=OVERLAP)
+    with announced(hosts):
+        loaded = _suite_of(suite, data, limit)
+    max_tokens = loaded.settings.get("max_tokens", max_tokens)
+    asks = [Ask(task.id, task.prompt, max_tokens, stop=stop) for task in loaded.tasks]
+    with open_backend(artifact, target, programs, hosts) as backend, _progress("determinism") as told:
+        found = compare.determinism(backend, asks, runs=runs, batch=batch, alone=alone, progress=told)
+    click.echo(json.dumps(asdict(found), ensure_ascii=False, indent=1))
+    sys.exit(NOT_DETERMINISTIC if found.first_divergence else 0)
 
 
 @evaluate.command()
-@click.argument("task", type=FOLDER)
-def check(task: Path) -> None:
-    """Prove that the tasks of a file can be solved, and failed."""
-    from ling3export.runners.evals.task_files import check_tasks, load_tasks
-    from ling3export.runners.evals.trials import EvalError
-
-    tasks = load_tasks(task)
-    wrong = check_tasks(tasks)
-    for text in wrong:
-        click.echo(text, err=True)
-    if wrong:
-        raise EvalError(f"check `{task.name}`: expected {len(tasks)} sound tasks, found {len(wrong)} mistakes")
-    click.echo(f"{len(tasks)} tasks: the reference solution passes, an empty answer fails")
-
-
-@evaluate.command()
-@click.argument("run_folder", metavar="RUN", type=FOLDER)
+@click.argument("run_folder", metavar="RUN", type=PATH)
 def diagnose(run_folder: Path) -> None:
     """Group the failures of RUN by cause."""
     from ling3export.runners.evals import report
@@ -64,8 +183,8 @@ def diagnose(run_folder: Path) -> None:
 
 
 @evaluate.command()
-@click.argument("a", type=FOLDER)
-@click.argument("b", type=FOLDER)
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
 def diff(a: Path, b: Path) -> None:
     """Compare runs A and B; exit with 6 if B breaks a task."""
     from ling3export.runners.evals import compare
@@ -85,15 +204,76 @@ def diff(a: Path, b: Path) -> None:
 
 
 @evaluate.command()
-@click.argument("run_folder", metavar="RUN", type=FOLDER)
-@click.argument("file", type=FOLDER)
-@click.option("--format", "kind", type=click.Choice(["inspect"]), default="inspect", show_default=True, help="Of FILE.")
+@click.argument("run_folder", metavar="RUN", type=PATH)
+@click.argument("file", type=PATH)
+@click.option(
+    "--format", "kind", type=click.Choice(["inspect"]), default="inspect", show_default=True, help="FILE's format."
+)
 @click.option("--force", is_flag=True, help="Replace FILE if it is there.")
 def export(run_folder: Path, file: Path, kind: str, force: bool) -> None:
     """Write a finished RUN as a log that other tools read."""
-    from ling3export.runners.evals import folder as eval_folder
+    from ling3export.runners.evals import folder
     from ling3export.runners.evals.export import inspect_log
 
     if file.exists() and not force:
         raise Ling3Error(f"file `{file}`: expected no such file, found one", "replace it with --force")
-    eval_folder.replace(file, eval_folder.json_line(inspect_log(run_folder)))
+    folder.replace(file, folder.json_line(inspect_log(run_folder)))
+
+
+@evaluate.command()
+@click.argument("task", type=PATH)
+@click.option("--force", is_flag=True, help="Replace the file if it is there.")
+def new(task: Path, force: bool) -> None:
+    """Write a task to fill in: TASK.yaml or TASK.json."""
+    from ling3export.runners.evals.task_files import new_task
+
+    new_task(task, force=force)
+    click.echo(f"next: change {task}, then ling3-runner eval check {task}", err=True)
+
+
+@evaluate.command()
+@click.argument("task", type=PATH)
+def check(task: Path) -> None:
+    """Prove that the tasks of a file can be solved, and failed."""
+    from ling3export.runners.evals.task_files import check_tasks, load_tasks
+    from ling3export.runners.evals.trials import EvalError
+
+    tasks = load_tasks(task)
+    wrong = check_tasks(tasks)
+    for text in wrong:
+        click.echo(text, err=True)
+    if wrong:
+        raise EvalError(f"check `{task.name}`: expected {len(tasks)} sound tasks, found {len(wrong)} mistakes")
+    click.echo(f"{len(tasks)} tasks: the reference solution passes, an empty answer fails")
+
+
+def open_backend(artifact: Path, target: str | None, programs: str, hosts: Hosts | None) -> "EngineBackend":
+    """The engine that answers an evaluation's prompts; loads jax."""
+    from ling3export.runners.evals.backend import EngineBackend
+
+    return EngineBackend(artifact, target=target, programs=programs, hosts=hosts)
+
+
+def _suite_of(suite: str, data: Path | None, limit: int | None) -> "Suite":
+    """A suite with at least one task; a usage error where there is none."""
+    from ling3export.runners.evals.suites import load_suite
+
+    loaded = load_suite(suite, data, limit)
+    if not loaded.tasks:
+        raise click.UsageError(f"suite `{loaded.name}`: expected at least one task, found none.")
+    return loaded
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on stderr, as a function of the finished and of all units; None where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with click.progressbar(length=1, label=title, file=sys.stderr) as bar:
+
+        def told(done: int, total: int) -> None:
+            bar.length = total
+            bar.update(done - bar.pos)
+
+        yield told

@@ -3,35 +3,39 @@
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ling3export.errors import Ling3Error
+from ling3export.runners.cli.options import section
 from ling3export.runners.hosts.hosts import Hosts, find_hosts
 from ling3export.runners.hosts.rendezvous import turn_away
 
 HOST_NAMES = ("coordinator", "num_hosts", "host_id", "start_timeout")  # what host_options gives and find_hosts takes
 
 
-def host_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options that say which host this is; ``find_hosts`` takes them."""
-    for option in (
-        click.option(
-            "--start-timeout", type=click.FloatRange(0, min_open=True), default=Hosts.start_timeout, show_default=True,
-            metavar="SECONDS", help="How long to wait for the other hosts.",
-        ),
-        click.option("--host-id", type=click.IntRange(0), help="Which of several hosts this is.  [default: NODE_RANK]"),
-        click.option("--num-hosts", type=click.IntRange(1), help="How many run together.  [default: NNODES, or 1]"),
-        click.option(
-            "--coordinator", metavar="HOST:PORT",
-            help="Where host 0 listens for the others; auto asks the cluster's launcher.  [default: DIST_INIT_ADDR]",
-        ),
-    ):  # fmt: skip
-        command = option(command)
-    return command
+# The options that say which host this is; ``find_hosts`` takes them.
+host_options = section(
+    "Several hosts",
+    click.option(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="Where host 0 listens for the others; auto asks the cluster's launcher.  [default: DIST_INIT_ADDR]",
+    ),
+    click.option("--num-hosts", type=click.IntRange(1), help="How many run together.  [default: NNODES, or 1]"),
+    click.option("--host-id", type=click.IntRange(0), help="Which of several hosts this is.  [default: NODE_RANK]"),
+    click.option(
+        "--start-timeout",
+        type=click.FloatRange(0, min_open=True),
+        default=Hosts.start_timeout,
+        show_default=True,
+        metavar="SECONDS",
+        help="How long to wait for the other hosts.",
+    ),
+)
 
 
 def leading(artifact: Path, place: Mapping[str, Any], **engine: Any) -> Hosts | None:

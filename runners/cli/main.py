@@ -10,12 +10,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ling3export.errors import RequestError
-from ling3export.runners.cli.commands import Group, Once
 from ling3export.runners.cli.eval import evaluate
 from ling3export.runners.cli.hosts import announced, host_options, leading
-from ling3export.runners.cli.loading_options import check_option, programs_option
+from ling3export.runners.cli.lm_eval import lm_eval
+from ling3export.runners.cli.options import (
+    PATH,
+    Group,
+    Once,
+    check_option,
+    programs_option,
+    sampling_option,
+    section,
+    target_option,
+    temperature_option,
+)
 from ling3export.runners.cli.prompts import Prompt, line_names, parse_ids, read_prompts
-from ling3export.runners.cli.sampling_options import sampling_option
 from ling3export.runners.cli.serve import serve
 from ling3export.runners.engine.request import Completion
 
@@ -29,7 +38,7 @@ class _Ids(click.ParamType):
     name = "ID,ID,..."
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """The integers between the commas."""
+        """The token ids between the commas."""
         if isinstance(value, tuple):
             return value
         try:
@@ -38,46 +47,54 @@ class _Ids(click.ParamType):
             self.fail(f"expected whole numbers with commas between, found {value!r}.", param, ctx)
 
 
-@click.group(cls=Group)
+@click.group(cls=Group, sections={"Run": ("generate", "serve"), "Evaluate": ("eval", "lm-eval")})
 @click.version_option(package_name="ling3export")
 def main() -> None:
     """Run a prebuilt Ling3-Tiny artifact."""
 
 
-main.add_command(evaluate)
 main.add_command(serve)
+main.add_command(evaluate)
+main.add_command(lm_eval)
 
 
 @main.command()
-@click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--prompt", cls=Once, metavar="TEXT", help="Text to complete.")
-@click.option("--prompt-ids", cls=Once, type=_Ids(), help="Token ids to complete.")
-@click.option(
-    "--prompt-file",
-    cls=Once,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help='JSON lines, {"prompt": TEXT}, {"prompt_ids": [ID, ...]} or {"messages": [...]}, run as one batch.',
+@click.argument("artifact", type=PATH)
+@section(
+    "Prompts (one of these)",
+    click.option("--prompt", cls=Once, metavar="TEXT", help="Text to complete."),
+    click.option("--prompt-ids", cls=Once, type=_Ids(), help="Token ids to complete."),
+    click.option(
+        "--prompt-file",
+        cls=Once,
+        type=PATH,
+        metavar="FILE",
+        help='JSON lines, {"prompt": TEXT}, {"prompt_ids": [ID, ...]} or {"messages": [...]}, run as one batch.',
+    ),
 )
-@click.option("--max-tokens", type=click.IntRange(1), required=True, help="Generate at most this many tokens.")
-@sampling_option("temperature", "0 takes the best token; at most 2.")
-@sampling_option("top_k", "Sample among the best k tokens; 0 for all.")
-@sampling_option("top_p", "Then among the fewest that hold this probability.")
-@sampling_option("seed", "Of the sampling.")
-@click.option("--stop", "stops", multiple=True, metavar="TEXT", help="End the text before this; may be repeated.")
-@click.option("--ignore-eos", is_flag=True, help="Go on behind an end-of-text token.")
-@click.option(
-    "--logits",
-    type=click.Path(path_type=Path),
-    metavar="OUT.npz",
-    help="Write tokens [n] and the logits [n, vocab] that they were taken from.",
+@section(
+    "Answers",
+    click.option("--max-tokens", type=click.IntRange(1), required=True, help="Generate at most this many tokens."),
+    temperature_option,
+    sampling_option("top_k", "Sample among the k most likely tokens; 0 for all."),
+    sampling_option("top_p", "Then among the fewest that hold this probability."),
+    sampling_option("seed", "Seed of the sampling."),
+    click.option("--stop", "stops", multiple=True, metavar="TEXT", help="End the text before this; may be repeated."),
+    click.option("--ignore-eos", is_flag=True, help="Go on behind an end-of-text token."),
 )
-@click.option("--force", is_flag=True, help="Replace OUT.npz if it is there.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a request.")
-@click.option("--target", cls=Once, help="Which of the artifact's targets.  [default: the only one that fits]")
-@programs_option
-@check_option
-@click.option("--stats", is_flag=True, help="Print counters and the times of the start on stderr.")
+@section(
+    "Output",
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each prompt."),
+    click.option(
+        "--logits",
+        type=PATH,
+        metavar="OUT.npz",
+        help="Write tokens [n] and the logits [n, vocab] that they were taken from.",
+    ),
+    click.option("--force", is_flag=True, help="Replace OUT.npz if it is there."),
+    click.option("--stats", is_flag=True, help="Print counters and the times of the start on stderr."),
+)
+@section("Artifact", target_option, programs_option, check_option)
 @host_options
 def generate(
     artifact: Path, prompt: str | None, prompt_ids: tuple[int, ...] | None, prompt_file: Path | None, max_tokens: int,

@@ -8,45 +8,51 @@ import click
 
 from ling3export.errors import Ling3Error
 from ling3export.runners.cli.hosts import announced, host_options, leading
-from ling3export.runners.cli.loading_options import check_option, programs_option
+from ling3export.runners.cli.options import PATH, Command, check_option, programs_option, section, target_option
 
 NEEDS = ("starlette", "uvicorn", "prometheus_client")
 
 
-@click.command()
-@click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; by default this machine's.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes any free one.")
-@click.option("--model", help="Name that clients ask for.  [default: the artifact's, without .ling3]")
-@click.option(
-    "--api-key-file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="File with the key that clients send as bearer token.  [default: that of LING3_API_KEY, if set]",
+@click.command(cls=Command)
+@click.argument("artifact", type=PATH)
+@section(
+    "Clients",
+    click.option(
+        "--host", default="127.0.0.1", show_default=True, help="Address to listen at; by default only this machine's."
+    ),
+    click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one."),
+    click.option("--model", help="Name that clients ask for.  [default: the artifact's, without .ling3]"),
+    click.option(
+        "--api-key-file",
+        type=click.Path(path_type=Path, dir_okay=False),
+        help="File with the key that clients send as bearer token.  [default: the key in LING3_API_KEY, if set]",
+    ),
 )
-@click.option(
-    "--max-requests",
-    type=click.IntRange(1),
-    default=256,
-    show_default=True,
-    help="Prompts at once, waiting ones too; more get 429.",
+@section(
+    "Limits",
+    click.option(
+        "--max-requests",
+        type=click.IntRange(1),
+        default=256,
+        show_default=True,
+        help="Prompts at once, waiting ones too; more get 429.",
+    ),
+    click.option(
+        "--max-body",
+        type=click.IntRange(1),
+        default=4 << 20,
+        show_default=True,
+        help="Bytes of a request; more get 413.",
+    ),
+    click.option(
+        "--grace",
+        type=click.IntRange(0),
+        default=30,
+        show_default=True,
+        help="Seconds that calls have to end after SIGTERM.",
+    ),
 )
-@click.option(
-    "--max-body",
-    type=click.IntRange(1),
-    default=4 << 20,
-    show_default=True,
-    help="Bytes of a request; more get 413.",
-)
-@click.option(
-    "--grace",
-    type=click.IntRange(0),
-    default=30,
-    show_default=True,
-    help="Seconds that calls have to end after SIGTERM.",
-)
-@click.option("--target", help="Which of the artifact's targets.  [default: the only one that fits]")
-@programs_option
-@check_option
+@section("Artifact", target_option, programs_option, check_option)
 @host_options
 def serve(
     artifact: Path, host: str, port: int, model: str | None, api_key_file: Path | None, max_requests: int,

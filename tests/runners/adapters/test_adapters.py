@@ -28,6 +28,7 @@ from ling3export.runners.evals.export import inspect_log
 from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.suites import Suite
 from ling3export.runners.evals.trials import RunConfig
+from serving import RUNNER
 
 COUNT = 6  # problems
 TOKENS = 32
@@ -139,7 +140,7 @@ def test_lm_eval_generates_and_scores(own: Own, tmp_path: Path):
         source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, **source, **task}))
     run_offline(
-        tmp_path, sys.executable, "-m", "ling3export.runners.adapters.lm_eval", "run", "--model", "ling3",
+        tmp_path, *RUNNER, "lm-eval", "run", "--model", "ling3",
         "--model_args", f"artifact={own.path}", "--tasks", *TASKS, "--include_path", tmp_path,
         "--output_path", tmp_path / "out", "--log_samples",
     )  # fmt: skip

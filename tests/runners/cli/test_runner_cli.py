@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -12,6 +13,23 @@ import toy_artifact
 from ling3export.runners.cli.main import main
 from ling3export.runners.cli.prompts import read_prompts
 
+COMMANDS = """\
+Usage: ling3-runner [OPTIONS] COMMAND [ARGS]...
+
+  Run a prebuilt Ling3-Tiny artifact.
+
+Options:
+  --version   Show the version and exit.
+  -h, --help  Show this message and exit.
+
+Run:
+  generate  Complete prompts with ARTIFACT.
+  serve     Serve ARTIFACT over HTTP, in the shapes of OpenAI's API.
+
+Evaluate:
+  eval     Evaluate an artifact: run suites, compare runs, check tasks.
+  lm-eval  Run lm-eval's command line with the model ling3.
+"""
 HELP = """\
 Usage: ling3-runner generate [OPTIONS] ARTIFACT
 
@@ -20,47 +38,54 @@ Usage: ling3-runner generate [OPTIONS] ARTIFACT
   On several hosts, run the same command on each; host 0 reads the prompts and
   prints.
 
-Options:
-  --prompt TEXT                   Text to complete.
-  --prompt-ids ID,ID,...          Token ids to complete.
-  --prompt-file FILE              JSON lines, {"prompt": TEXT}, {"prompt_ids":
-                                  [ID, ...]} or {"messages": [...]}, run as one
-                                  batch.
-  --max-tokens INTEGER RANGE      Generate at most this many tokens.  [x>=1;
-                                  required]
-  --temperature FLOAT             0 takes the best token; at most 2.  [default:
-                                  0.0]
-  --top-k INTEGER                 Sample among the best k tokens; 0 for all.
-                                  [default: 0]
-  --top-p FLOAT                   Then among the fewest that hold this
-                                  probability.  [default: 1.0]
-  --seed INTEGER                  Of the sampling.  [default: 0]
-  --stop TEXT                     End the text before this; may be repeated.
-  --ignore-eos                    Go on behind an end-of-text token.
-  --logits OUT.npz                Write tokens [n] and the logits [n, vocab]
-                                  that they were taken from.
-  --force                         Replace OUT.npz if it is there.
-  --json                          One JSON object a request.
-  --target TEXT                   Which of the artifact's targets.  [default:
-                                  the only one that fits]
+Prompts (one of these):
+  --prompt TEXT           Text to complete.
+  --prompt-ids ID,ID,...  Token ids to complete.
+  --prompt-file FILE      JSON lines, {"prompt": TEXT}, {"prompt_ids": [ID,
+                          ...]} or {"messages": [...]}, run as one batch.
+
+Answers:
+  --max-tokens INTEGER RANGE  Generate at most this many tokens.  [x>=1;
+                              required]
+  --temperature FLOAT         0 takes the most likely token; at most 2.
+                              [default: 0.0]
+  --top-k INTEGER             Sample among the k most likely tokens; 0 for all.
+                              [default: 0]
+  --top-p FLOAT               Then among the fewest that hold this probability.
+                              [default: 1.0]
+  --seed INTEGER              Seed of the sampling.  [default: 0]
+  --stop TEXT                 End the text before this; may be repeated.
+  --ignore-eos                Go on behind an end-of-text token.
+
+Output:
+  --json            Print one JSON object for each prompt.
+  --logits OUT.npz  Write tokens [n] and the logits [n, vocab] that they were
+                    taken from.
+  --force           Replace OUT.npz if it is there.
+  --stats           Print counters and the times of the start on stderr.
+
+Artifact:
+  --target TEXT                   One of the artifact's targets.  [default: the
+                                  only one that fits]
   --programs [prebuilt-only|allow-compile]
                                   Whether programs that do not fit this machine
                                   may be compiled here.  [default: prebuilt-
                                   only]
-  --check [all|programs]          Whose digests to check: programs leaves out
+  --check [all|programs]          Which digests to check: programs leaves out
                                   the weights.  [default: all]
-  --stats                         Print counters and the times of the start on
-                                  stderr.
-  --coordinator HOST:PORT         Where host 0 listens for the others; auto asks
-                                  the cluster's launcher.  [default:
-                                  DIST_INIT_ADDR]
-  --num-hosts INTEGER RANGE       How many run together.  [default: NNODES, or
-                                  1]  [x>=1]
-  --host-id INTEGER RANGE         Which of several hosts this is.  [default:
-                                  NODE_RANK]  [x>=0]
-  --start-timeout SECONDS         How long to wait for the other hosts.
-                                  [default: 300.0; x>0]
-  --help                          Show this message and exit.
+
+Several hosts:
+  --coordinator HOST:PORT    Where host 0 listens for the others; auto asks the
+                             cluster's launcher.  [default: DIST_INIT_ADDR]
+  --num-hosts INTEGER RANGE  How many run together.  [default: NNODES, or 1]
+                             [x>=1]
+  --host-id INTEGER RANGE    Which of several hosts this is.  [default:
+                             NODE_RANK]  [x>=0]
+  --start-timeout SECONDS    How long to wait for the other hosts.  [default:
+                             300.0; x>0]
+
+Options:
+  -h, --help  Show this message and exit.
 """
 
 
@@ -76,6 +101,24 @@ def run(*arguments):
 def test_help_is_golden():
     done = run("--help")
     assert (done.exit_code, done.stdout) == (0, HELP)
+    done = CliRunner().invoke(main, ["-h"], prog_name="ling3-runner", terminal_width=80)
+    assert (done.exit_code, done.stdout) == (0, COMMANDS)
+
+
+def commands(group, *names):
+    for name, command in group.commands.items():
+        yield (*names, name)
+        if isinstance(command, click.Group):
+            yield from commands(command, *names, name)
+
+
+@pytest.mark.parametrize("names", list(commands(main)), ids=" ".join)
+def test_every_command_takes_h_and_every_group_shows_all_its_commands(names):
+    short, long = (CliRunner().invoke(main, [*names, option]) for option in ("-h", "--help"))
+    assert (short.exit_code, short.stdout) == (0, long.stdout)
+    group = main.commands[names[0]]
+    for name in getattr(group, "commands", {}):
+        assert f"\n  {name} " in CliRunner().invoke(main, [names[0], "-h"]).stdout
 
 
 def test_text_goes_to_stdout_and_nothing_else(artifact):

@@ -161,7 +161,7 @@ def test_batch_invariance_is_reported_not_judged():
 
 @pytest.mark.parametrize(("backend", "code"), [(Flips(half), 3), (FakeBackend(half), 0)])
 def test_determinism_command(tmp_path, monkeypatch, backend, code):
-    monkeypatch.setattr("ling3export.runners.cli.eval_run.open_backend", lambda *_: backend)
+    monkeypatch.setattr("ling3export.runners.cli.eval.open_backend", lambda *_: backend)
     suite = tmp_path / "t.json"
     suite.write_text(json.dumps([{"prompt": str(n), "answer": 42} for n in range(3)]))
     done = call("determinism", "artifact", "--suite", suite)

@@ -33,7 +33,7 @@ def evaluate(tmp_path, monkeypatch):
     problems.write_text(json.dumps([{"prompt": str(n), "answer": "#### 42"} for n in range(10)]))
 
     def call(backend, *arguments, suite=problems, folder="run"):
-        monkeypatch.setattr("ling3export.runners.cli.eval_run.open_backend", lambda *_: backend)
+        monkeypatch.setattr("ling3export.runners.cli.eval.open_backend", lambda *_: backend)
         command = ["eval", "run", "artifact", tmp_path / folder, "--suite", suite, *arguments]
         return CliRunner().invoke(main, list(map(str, command)))
 
@@ -314,16 +314,20 @@ Usage: ling3-runner eval [OPTIONS] COMMAND [ARGS]...
   Evaluate an artifact: run suites, compare runs, check tasks.
 
 Options:
-  --help  Show this message and exit.
+  -h, --help  Show this message and exit.
 
-Commands:
-  check        Prove that the tasks of a file can be solved, and failed.
-  determinism  Run a suite again; exit with 3 if a token id differs.
-  diagnose     Group the failures of RUN by cause.
-  diff         Compare runs A and B; exit with 6 if B breaks a task.
-  export       Write a finished RUN as a log that other tools read.
-  new          Write a task to fill in: TASK.yaml or TASK.json.
+Run:
   run          Run a suite on ARTIFACT, or go on with it; write RUN.
+  determinism  Run a suite again; exit with 3 if a token id differs.
+
+Look at runs:
+  diagnose  Group the failures of RUN by cause.
+  diff      Compare runs A and B; exit with 6 if B breaks a task.
+  export    Write a finished RUN as a log that other tools read.
+
+Write tasks:
+  new    Write a task to fill in: TASK.yaml or TASK.json.
+  check  Prove that the tasks of a file can be solved, and failed.
 """
 
 

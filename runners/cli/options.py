@@ -1,0 +1,158 @@
+"""Groups, commands and options as click draws them: nothing given is lost, help in sections, errors printed by name.
+
+The sampling options have the bounds, defaults and words that Python and HTTP have.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ling3export.runners.cli.errors import guarded
+from ling3export.runners.engine.request import BOUNDS, Sampling
+from ling3export.runners.load.verdict import CHECKS, POLICIES
+
+INTERRUPTED = 130  # the exit code that shells give after SIGINT
+PATH = click.Path(path_type=Path)
+SAMPLING = Sampling()  # the defaults
+Decorator = Callable[[Any], Any]
+
+
+class Once(click.Option):
+    """An option that may not be given twice: where click takes the last value, a user may have meant both."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **(kwargs | {"multiple": True}))
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        """The one value, or None.
+
+        Raises:
+            click.UsageError: The option was given more than once.
+        """
+        values = super().process_value(ctx, value) or ()
+        if len(values) > 1:
+            raise click.UsageError(f"{self.opts[0]}: expected it once, found it {len(values)} times.", ctx)
+        return values[0] if values else None
+
+
+class Command(click.Command):
+    """A command whose help shows its options in the sections that ``section`` gave them."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes a list of options for each section, and the other options last."""
+        rows: dict[str, list[tuple[str, str]]] = {}
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        for option in sorted(options, key=lambda option: not hasattr(option, "section")):
+            if (row := option.get_help_record(ctx)) is not None:
+                rows.setdefault(getattr(option, "section", "Options"), []).append(row)
+        for title, found in rows.items():
+            with formatter.section(title):
+                formatter.write_dl(found)
+
+
+class Group(click.Group):
+    """A group whose help shows its commands in sections. Errors are printed; an interrupted command ends with 130.
+
+    Args:
+        sections: The names of the commands by the section's title; all commands in one section by default.
+    """
+
+    command_class = Command
+
+    def __init__(self, *args: Any, sections: Mapping[str, Sequence[str]] | None = None, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.context_settings.setdefault("help_option_names", ["-h", "--help"])
+        self._sections = sections or {}
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes a list of commands for each section."""
+        if not self._sections:
+            return super().format_commands(ctx, formatter)
+        width = formatter.width - 6 - max(map(len, self.commands))
+        for title, names in self._sections.items():
+            rows = [(name, self.commands[name].get_short_help_str(width)) for name in names]
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the command line. Errors of parsing are printed like those of commands."""
+        return guarded(super().main)(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs a command; when an interruption arrives here, the command has tidied up what it has to."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            sys.exit(INTERRUPTED)
+
+
+def section(title: str, *options: Decorator) -> Decorator:
+    """Gives a command options, and shows them under a title of their own in its help."""
+
+    def add(command: Any) -> Any:
+        before = list(getattr(command, "__click_params__", ()))
+        for option in reversed(options):
+            command = option(command)
+        for param in command.__click_params__:
+            if param not in before:
+                param.section = title
+        return command
+
+    return add
+
+
+class Setting(click.ParamType):
+    """A number within the bounds of a sampling setting.
+
+    Args:
+        name: A field of Sampling.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._bounds = BOUNDS[name]
+        self._type = click.INT if self._bounds.whole else click.FLOAT
+        self.name = self._type.name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number, or a usage error."""
+        number: float = self._type.convert(value, param, ctx)
+        if not self._bounds.hold(number):
+            self.fail(f"expected {self._bounds}, found {number}.", param, ctx)
+        return number
+
+
+def sampling_option(name: str, text: str) -> Decorator:
+    """``--temperature`` and its like.
+
+    Args:
+        name: A field of Sampling.
+        text: The help.
+    """
+    default = getattr(SAMPLING, name)
+    return click.option(
+        f"--{name.replace('_', '-')}", type=Setting(name), default=default, show_default=True, help=text
+    )
+
+
+temperature_option = sampling_option("temperature", "0 takes the most likely token; at most 2.")
+target_option = click.option(
+    "--target", cls=Once, help="One of the artifact's targets.  [default: the only one that fits]"
+)
+programs_option = click.option(
+    "--programs",
+    type=click.Choice(POLICIES),
+    default="prebuilt-only",
+    show_default=True,
+    help="Whether programs that do not fit this machine may be compiled here.",
+)
+check_option = click.option(
+    "--check",
+    type=click.Choice(CHECKS),
+    default="all",
+    show_default=True,
+    help="Which digests to check: programs leaves out the weights.",
+)
