@@ -169,19 +169,22 @@ def _replay(checkpoint: Path | None, artifact: Path | None, cell: str, cache: Ca
 @click.option(
     "--ignore-config-field", "ignore", multiple=True, metavar="NAME", help="A field of config.json to ignore."
 )
+@click.option("--wide", is_flag=True, help="All columns, also where a terminal is narrower.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def plan(
     checkpoint: Path | None,
     lengths: Path | None,
     artifact: Path | None,
     ignore: tuple[str, ...],
+    wide: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Show what a build would make, without compiling.
 
     CHECKPOINT is a folder or a config.json; without it, the packaged demo. Shows the pools, what each device holds
-    against its memory, and each cell's floor: the time in which its bytes and FLOPs can be done at all.
+    against its memory, and each cell's roofline bound: the time in which its bytes and FLOPs can be done
+    at all.
 
     A line of --lengths is {"prompt_tokens": 317, "output_tokens": 50, "count": 3}, count 1 if left out. Shown is what
     these requests pad at each padding, and as many paddings that pad less.
@@ -189,13 +192,13 @@ def plan(
     _require("plan", ("flax",))
     from ling3export.compile.build import DEMO
     from ling3export.plan.paddings import read_lengths
-    from ling3export.pricing.pricing import config_of, planned
+    from ling3export.pricing.pricing import config_of, priced
     from ling3export.pricing.text import described
 
     config = config_of(checkpoint or DEMO, ignore)
     requests = [] if lengths is None else read_lengths(lengths)
-    record = planned(config, Options(**options), requests, artifact, ignore)
-    click.echo(json.dumps(record) if as_json else described(record))
+    found = priced(config, Options(**options), requests, artifact, ignore)
+    click.echo(json.dumps(found.record()) if as_json else described(found, wide=wide))
 
 
 main.add_command(cache)

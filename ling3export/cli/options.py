@@ -42,7 +42,7 @@ BUILD_OPTIONS = (
     click.option(
         "--decode-paddings",
         type=Paddings(),
-        help="Sequences of the decode programs.  [default: paddings up to the first that holds --max-running]",
+        help="Sequences of the decode programs.  [default: 1, then paddings up to --max-running]",
     ),
     click.option(
         "--score-paddings",

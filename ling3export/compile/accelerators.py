@@ -7,7 +7,7 @@ versions (``forward_compatible``), which makes kernels slower.
 import hashlib
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
@@ -131,7 +131,7 @@ def compile_for(
         "compile_seconds": seconds,
         **costs(compiled),
         "collectives": {},
-        "floor": roofline_bound(config, geometry, phase, padding, target.chip, workload),
+        "floor": asdict(roofline_bound(config, geometry, phase, padding, target.chip, workload)),
     }
     if target.platform == "cuda":  # whose compiler estimates no cycles; with one card there are no collectives
         return raw, record

@@ -1,4 +1,4 @@
-"""What a step must cost at least, whatever the program: bytes over the bandwidth, operations over the peak."""
+"""The roofline bound: what a step must cost at least, whatever the program, and the batch that it is counted for."""
 
 import math
 from dataclasses import dataclass
@@ -49,22 +49,46 @@ def expected_tiles(tokens: int, config: Config, experts: float) -> float:
     return experts * each
 
 
-def roofline_bound(
-    config: Config, geometry: Geometry, phase: str, padding: int, chip: Chip, workload: Workload
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Bound:
     """What a device must move and compute at least in one step, whatever the program.
 
-    Bytes: its weights once (of the experts, those that the expected routing touches), the recurrent and conv state of
-    the rows read and written, and its share of the latents read once. FLOPs: two a weight and token that uses it.
+    Attributes:
+        bytes: Bytes to and from its memory, by what they are.
+        flops: Operations.
+        seconds: The larger of two times: the bytes over the bandwidth, and the operations over the peak.
+        collectives: How many a step has; their time is not in ``seconds``.
+        collective_seconds: Their time at an assumed latency.
+    """
 
-    Returns:
-        ``bytes`` by kind, ``flops``, ``seconds`` (the larger of both times), ``collectives`` (two a layer) and their
-        ``collective_seconds``, apart.
+    bytes: dict[str, int]
+    flops: int
+    seconds: float
+    collectives: int
+    collective_seconds: float
+
+    @property
+    def moved(self) -> int:
+        """The sum of the bytes."""
+        return sum(self.bytes.values())
+
+
+def _bound(moved: dict[str, int], flops: float, collectives: int, chip: Chip) -> Bound:
+    seconds = max(sum(moved.values()) / chip.bandwidth, flops / chip.flops)
+    return Bound(moved, round(flops), seconds, collectives, collectives * COLLECTIVE_SECONDS)
+
+
+def roofline_bound(
+    config: Config, geometry: Geometry, phase: str, padding: int, chip: Chip, workload: Workload
+) -> Bound:
+    """The roofline bound of one step.
+
+    Bytes: the weights once (of the experts, those that the expected routing touches), the recurrent and conv state of
+    the rows read and written, and the device's share of the latents read once. FLOPs: two a weight and token that uses
+    it. Collectives: two a layer.
     """
     if phase == "sample":
-        moved = {"logits": 4 * padding * config.vocab_size // geometry.tp}
-        seconds = sum(moved.values()) / chip.bandwidth
-        return {"bytes": moved, "flops": 0, "seconds": seconds, "collectives": 0, "collective_seconds": 0.0}
+        return _bound({"logits": 4 * padding * config.vocab_size // geometry.tp}, 0.0, 0, chip)
     width = 4 if geometry.dtype == "float32" else 2
     weights = flops = 0.0
     chosen = config.num_experts_per_tok / config.num_experts
@@ -79,10 +103,7 @@ def roofline_bound(
         flops += 2 * rows * share * (chosen if routed else 1.0)
     sequences = padding if phase == "decode" else 1
     moved = {"weights": round(weights)} | _state_moved(config, geometry, sequences, phase, workload)
-    seconds = max(sum(moved.values()) / chip.bandwidth, flops / chip.flops)
-    collectives = 2 * config.num_hidden_layers if geometry.tp > 1 else 0
-    apart = {"collectives": collectives, "collective_seconds": collectives * COLLECTIVE_SECONDS}
-    return {"bytes": moved, "flops": round(flops), "seconds": seconds, **apart}
+    return _bound(moved, flops, 2 * config.num_hidden_layers if geometry.tp > 1 else 0, chip)
 
 
 def expert_times(config: Config, geometry: Geometry, padding: int, chip: Chip) -> dict[str, Any]:

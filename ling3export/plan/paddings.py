@@ -14,7 +14,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -111,52 +110,86 @@ def chunked(tokens: int) -> int:
     return -(-tokens // CHUNK) * CHUNK
 
 
-def prefill_waste(lengths: Sequence[Length], paddings: Sequence[int]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Padded:
+    """Calls of a phase, their slots, and how many slots hold no token."""
+
+    calls: int
+    slots: int
+    wasted: int
+
+
+@dataclass(frozen=True)
+class PrefillWaste:
     """Padded slots of prefill.
 
-    Returns:
-        ``tokens``: real ones. ``alone``: ``calls``, ``slots`` and ``wasted`` in all and by padding, every request by
-        itself. ``packed``: the same sums for all requests waiting at once.
+    Attributes:
+        tokens: Tokens of all prompts.
+        alone: The sums when every request is prefilled by itself.
+        paddings: The same by padding.
+        packed: The sums when all requests wait at once.
     """
+
+    tokens: int
+    alone: Padded
+    paddings: dict[int, Padded]
+    packed: Padded
+
+
+@dataclass(frozen=True)
+class DecodeWaste:
+    """Padded rows of decode; a request's first token comes from its prefill.
+
+    Attributes:
+        rows: Rows that are decoded.
+        alone_padding: The padding of one sequence at a time.
+        alone: The sums when every request is decoded by itself.
+        running: Sequences that are decoded together in ``full``.
+        full_padding: Their padding.
+        full: The sums when ``running`` sequences are decoded together all the time.
+    """
+
+    rows: int
+    alone_padding: int
+    alone: Padded
+    running: int
+    full_padding: int
+    full: Padded
+
+
+def prefill_waste(lengths: Sequence[Length], paddings: Sequence[int]) -> PrefillWaste:
+    """What prefill pads at these paddings."""
     tokens = sum(length.prompt * length.count for length in lengths)
-    by_padding = {padding: {"calls": 0, "slots": 0, "wasted": 0} for padding in paddings}
+    by_padding = dict.fromkeys(paddings, Padded(0, 0, 0))
     for length in lengths:
         left = length.prompt
         for padding, count in calls(chunked(length.prompt), paddings):
-            row = by_padding[padding]
+            row, each = by_padding[padding], length.count
             used = min(left, count * padding)
             left -= used
-            row["calls"] += length.count * count
-            row["slots"] += length.count * count * padding
-            row["wasted"] += length.count * (count * padding - used)
+            by_padding[padding] = Padded(
+                row.calls + each * count,
+                row.slots + each * count * padding,
+                row.wasted + each * (count * padding - used),
+            )
     work = sum(chunked(length.prompt) * length.count for length in lengths)
-    packed = calls(work, paddings)
-    return {
-        "tokens": tokens,
-        "alone": _sums([(p, row["calls"]) for p, row in by_padding.items()], tokens) | {"paddings": by_padding},
-        "packed": _sums(packed, tokens),
-    }
+    alone = _sums([(padding, row.calls) for padding, row in by_padding.items()], tokens)
+    return PrefillWaste(tokens, alone, by_padding, _sums(calls(work, paddings), tokens))
 
 
-def _sums(found: Sequence[tuple[int, int]], tokens: int) -> dict[str, Any]:
+def _sums(found: Sequence[tuple[int, int]], used: int) -> Padded:
     slots = sum(padding * count for padding, count in found)
-    return {"calls": sum(count for _, count in found), "slots": slots, "wasted": slots - tokens}
+    return Padded(sum(count for _, count in found), slots, slots - used)
 
 
-def decode_waste(lengths: Sequence[Length], paddings: Sequence[int], running: int) -> dict[str, Any]:
-    """Padded rows of decode: every request alone, and with ``running`` sequences all the time.
-
-    A request's first token comes from its prefill, so ``output - 1`` rows are decoded.
-    """
+def decode_waste(lengths: Sequence[Length], paddings: Sequence[int], running: int) -> DecodeWaste:
+    """What decode pads at these paddings: one sequence at a time, and ``running`` all the time."""
     rows = sum((length.output - 1) * length.count for length in lengths)
     together = min(running, paddings[-1])  # more take turns, in full calls
     padding = next(padding for padding in paddings if padding >= together)
-    slots = -(-rows * padding // together)
-    return {
-        "rows": rows,
-        "alone": {"padding": paddings[0], "slots": rows * paddings[0], "wasted": rows * (paddings[0] - 1)},
-        "full": {"running": together, "padding": padding, "slots": slots, "wasted": slots - rows},
-    }
+    steps, slots = -(-rows // together), -(-rows * padding // together)
+    alone = _sums([(paddings[0], rows)], rows)
+    return DecodeWaste(rows, paddings[0], alone, together, padding, Padded(steps, slots, slots - rows))
 
 
 class Histogram:

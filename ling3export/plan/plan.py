@@ -80,23 +80,20 @@ class Plan:
         }
 
 
-def derive_decode_paddings(paddings: tuple[int, ...], max_running: int) -> tuple[tuple[int, ...], str]:
-    """Decode's paddings: those up to and including the first that holds ``max_running``; with the reason."""
-    for index, padding in enumerate(paddings):
-        if padding >= max_running:
-            chosen = paddings[: index + 1]
-            return (
-                chosen,
-                f"decode paddings {_numbers(chosen)}: {padding} is the first that holds {max_running} running",
-            )
-    return paddings, (
-        f"decode paddings {_numbers(paddings)}: none holds {max_running} running, "
-        f"so at most {paddings[-1]} sequences decode in one step and take turns"
-    )
+def derive_decode_paddings(paddings: Sequence[int], max_running: int) -> tuple[tuple[int, ...], str]:
+    """The decode paddings of a build that names none, and a line that says why.
 
-
-def _numbers(values: Sequence[int]) -> str:
-    return ",".join(str(value) for value in values)
+    They are 1, so that one user does not pay for sixteen, then ``paddings`` up to the first that holds ``max_running``
+    sequences, in whose place stands ``max_running`` itself, rounded up to a multiple of 16.
+    """
+    if max_running == 1:
+        return (1,), "decode paddings 1: one sequence runs at a time"
+    last = -(-max_running // CHUNK) * CHUNK
+    chosen = (1, *(padding for padding in paddings if padding < last), last)
+    held = f"all {max_running} running"
+    if last != max_running:
+        held += f", rounded up to {last}"
+    return chosen, f"decode paddings {','.join(map(str, chosen))}: from one sequence alone to {held}"
 
 
 def forms(config: Config, target: Target) -> dict[str, Any]:

@@ -20,11 +20,13 @@ class Held:
     """Bytes on one device.
 
     Attributes:
-        weights: Of the parameters.
-        state: Of slots and pages.
-        temporaries: Of the dearest cell, with its outputs that are not the donated state; None while not compiled.
-        programs: Code of all cells; None while not compiled.
+        weights: Its share of the parameters.
+        state: Its share of slots and pages.
+        temporaries: What the cell with the most needs, its outputs that reuse no donated buffer included; None while
+            nothing is compiled.
+        programs: The code of all cells; None while nothing is compiled.
         dearest: The cell with the most temporaries.
+        total: The sum of what is known.
         memory: What a device has; None where no table says so.
     """
 
@@ -33,12 +35,8 @@ class Held:
     temporaries: int | None
     programs: int | None
     dearest: str | None
+    total: int
     memory: int | None
-
-    @property
-    def total(self) -> int:
-        """The sum of what is known."""
-        return self.weights + self.state + (self.temporaries or 0) + (self.programs or 0)
 
 
 def held(config: Config, plan: Plan, cells: Mapping[str, Mapping[str, Any]] | None) -> Held:
@@ -51,14 +49,11 @@ def held(config: Config, plan: Plan, cells: Mapping[str, Mapping[str, Any]] | No
     """
     chip = plan.target.chip
     dearest = max(cells, key=lambda name: passing(cells[name]["memory"])) if cells else None
-    return Held(
-        weight_bytes(config, plan.geometry),
-        state_of_device(config, plan.geometry),
-        passing(cells[dearest]["memory"]) if cells and dearest else None,
-        sum(cell["memory"]["code"] for cell in cells.values()) if cells else None,
-        dearest,
-        None if chip is None else chip.memory,
-    )
+    weights, state = weight_bytes(config, plan.geometry), state_of_device(config, plan.geometry)
+    temporaries = passing(cells[dearest]["memory"]) if cells and dearest else None
+    programs = sum(cell["memory"]["code"] for cell in cells.values()) if cells else None
+    total = weights + state + (temporaries or 0) + (programs or 0)
+    return Held(weights, state, temporaries, programs, dearest, total, None if chip is None else chip.memory)
 
 
 def check_memory(config: Config, plan: Plan, cells: Mapping[str, Mapping[str, Any]]) -> None:

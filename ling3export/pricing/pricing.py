@@ -1,23 +1,25 @@
 """``ling3export plan``: what a build would make, and whether the machines hold it, without compiling anything.
 
-Weights, state and floors follow from the configuration by formula. Temporaries only the compiler knows: they come from
-an artifact that was built alike, or are said to be unknown.
+Weights, state and roofline bounds follow from the configuration by formula. Temporaries only the compiler knows: they
+come from an artifact that was built alike, or are said to be unknown.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.cost.estimates import passing
-from ling3export.cost.roofline import Workload, roofline_bound
+from ling3export.cost.roofline import Bound, Workload, roofline_bound
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
 from ling3export.plan.options import Options, spelled
 from ling3export.plan.paddings import (
+    DecodeWaste,
     Histogram,
     Length,
+    PrefillWaste,
     best_paddings,
     decode_waste,
     grid,
@@ -25,8 +27,115 @@ from ling3export.plan.paddings import (
     split_by_context,
 )
 from ling3export.plan.plan import Plan, make_plans
-from ling3export.pricing.memory import held
+from ling3export.pricing.memory import Held, held
 from ling3export.pricing.recorded import layout_difference
+
+
+@dataclass(frozen=True)
+class PricedBound(Bound):
+    """A cell's roofline bound and the two times that it is the larger of."""
+
+    memory_seconds: float
+    compute_seconds: float
+
+
+@dataclass(frozen=True)
+class PricedCell:
+    """What one cell would cost.
+
+    Attributes:
+        bound: The roofline bound; None on a machine of which no table tells.
+        temporaries: Bytes on one device; None while nothing is compiled.
+        estimated_seconds: The compiler's estimate; None while nothing is compiled, or where it estimates nothing.
+    """
+
+    bound: PricedBound | None
+    temporaries: int | None
+    estimated_seconds: float | None
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Slots and latent pages of a target; ``tokens`` is what all pages hold."""
+
+    slots: int
+    pages: int
+    page_size: int
+    placement: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class PricedTarget:
+    """What one target would hold and cost.
+
+    Attributes:
+        target: The target as a user writes it.
+        tp: Its devices.
+        hosts: Its hosts.
+        notes: What was chosen, and why.
+        pool: Slots and pages.
+        device: Bytes on one device.
+        unknown: Why temporaries are not known; None where they are.
+        tokens_a_sequence: Cached tokens that loops over pages are counted for.
+        cells: By name.
+    """
+
+    target: str
+    tp: int
+    hosts: int
+    notes: tuple[str, ...]
+    pool: Pool
+    device: Held
+    unknown: str | None
+    tokens_a_sequence: int
+    cells: dict[str, PricedCell]
+
+
+@dataclass(frozen=True)
+class BetterPaddings:
+    """Paddings that pad less; ``exact`` if all sets were tried, ``options`` is how ``build`` takes them."""
+
+    paddings: tuple[int, ...]
+    exact: bool
+    prefill: PrefillWaste
+    options: str
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a histogram of requests would pad.
+
+    Attributes:
+        requests: How many the context holds.
+        refused: How many it does not.
+        prefill: None where no request is held; so the others.
+        decode: Rows that are padded.
+        better: As many paddings and no larger that cost less; None where none were found.
+    """
+
+    requests: int
+    refused: int
+    prefill: PrefillWaste | None = None
+    decode: DecodeWaste | None = None
+    better: BetterPaddings | None = None
+
+
+@dataclass(frozen=True)
+class Priced:
+    """Everything that ``ling3export plan`` shows; :meth:`record` is its JSON."""
+
+    dtype: str
+    paddings: tuple[int, ...]
+    decode_paddings: tuple[int, ...]
+    score_paddings: tuple[int, ...]
+    context: int
+    targets: dict[str, PricedTarget]
+    lengths: Traffic | None
+
+    def record(self) -> dict[str, Any]:
+        """Plain JSON values; ``lengths`` only if a histogram was given."""
+        return {name: value for name, value in asdict(self).items() if name != "lengths" or value is not None}
 
 
 def config_of(path: Path, ignore: Sequence[str]) -> Config:
@@ -38,15 +147,15 @@ def config_of(path: Path, ignore: Sequence[str]) -> Config:
     return Config.from_file(path / "config.json" if path.is_dir() else path, ignore)
 
 
-def planned(
+def priced(
     config: Config, options: Options, lengths: Sequence[Length] = (), artifact: Path | None = None,
     ignore: Sequence[str] = (),
-) -> dict[str, Any]:  # fmt: skip
-    """Everything that ``plan`` prints, as JSON.
+) -> Priced:  # fmt: skip
+    """Plans every target and prices it.
 
     Args:
         config: The model.
-        options: As of a build.
+        options: The options of a build.
         lengths: A histogram of requests; empty for none.
         artifact: Compiled for the same plan: gives temporaries and times.
         ignore: Fields of config.json that were ignored, for the command that is recommended.
@@ -57,60 +166,37 @@ def planned(
     """
     plans = make_plans(config, options)
     manifest = None if artifact is None else read_manifest(artifact)
-    record: dict[str, Any] = {
-        "dtype": options.dtype,
-        "paddings": list(plans[0].paddings),
-        "decode_paddings": list(plans[0].decode_paddings),
-        "score_paddings": list(plans[0].score_paddings),
-        "context": plans[0].context,
-        "targets": {plan.target.name: _target(config, plan, manifest) for plan in plans},
-    }
-    if lengths:
-        record["lengths"] = _lengths(lengths, plans[0], options, ignore)
-    return record
+    first = plans[0]
+    return Priced(
+        options.dtype, first.paddings, first.decode_paddings, first.score_paddings, first.context,
+        {plan.target.name: _target(config, plan, manifest) for plan in plans},
+        _traffic(lengths, first, options, ignore) if lengths else None,
+    )  # fmt: skip
 
 
-def _target(config: Config, plan: Plan, manifest: dict[str, Any] | None) -> dict[str, Any]:
-    cells, unknown = _compiled(config, plan, manifest)
-    found = held(config, plan, cells)
-    chip, geometry = plan.target.chip, plan.geometry
+def _target(config: Config, plan: Plan, manifest: dict[str, Any] | None) -> PricedTarget:
+    compiled, unknown = _compiled(config, plan, manifest)
+    target, geometry = plan.target, plan.geometry
     workload = Workload(min(Workload.tokens, plan.context))
-    rows = {}
+    cells = {}
     for cell in plan.cells:
-        row: dict[str, Any] = {"floor": None, "temporaries": None, "estimated_seconds": None}
+        bound, chip = None, target.chip
         if chip is not None:
-            low = roofline_bound(config, geometry, cell.phase, cell.padding, chip, workload)
-            moved = sum(low["bytes"].values())
-            times = {"memory": moved / chip.bandwidth, "compute": low["flops"] / chip.flops}
-            row["floor"] = low | {"memory_seconds": times["memory"], "compute_seconds": times["compute"]}
-        if cells is not None:
-            row["temporaries"] = passing(cells[cell.name]["memory"])
-            row["estimated_seconds"] = cells[cell.name].get("estimated_seconds")
-        rows[cell.name] = row
-    return {
-        "target": plan.target.text,
-        "tp": plan.target.tp,
-        "hosts": plan.target.processes,
-        "notes": list(plan.notes),
-        "pool": {
-            "slots": geometry.slots,
-            "pages": geometry.pages,
-            "page_size": geometry.page_size,
-            "placement": geometry.placement,
-            "tokens": geometry.pages * geometry.page_size,
-        },
-        "device": {
-            "weights": found.weights,
-            "state": found.state,
-            "temporaries": found.temporaries,
-            "programs": found.programs,
-            "total": found.total,
-            "memory": found.memory,
-        },
-        "unknown": unknown,
-        "tokens_a_sequence": workload.tokens,
-        "cells": rows,
-    }
+            found = roofline_bound(config, geometry, cell.phase, cell.padding, chip, workload)
+            times = found.moved / chip.bandwidth, found.flops / chip.flops
+            bound = PricedBound(**vars(found), memory_seconds=times[0], compute_seconds=times[1])
+        record = None if compiled is None else compiled[cell.name]
+        cells[cell.name] = PricedCell(
+            bound,
+            None if record is None else passing(record["memory"]),
+            None if record is None else record.get("estimated_seconds"),
+        )
+    tokens = geometry.pages * geometry.page_size
+    pool = Pool(geometry.slots, geometry.pages, geometry.page_size, geometry.placement, tokens)
+    device = held(config, plan, compiled)
+    return PricedTarget(
+        target.text, target.tp, target.processes, plan.notes, pool, device, unknown, workload.tokens, cells
+    )
 
 
 def _compiled(
@@ -125,25 +211,17 @@ def _compiled(
     return {cell.name: cells[cell.name] for cell in plan.cells}, None
 
 
-def _lengths(lengths: Sequence[Length], plan: Plan, options: Options, ignore: Sequence[str]) -> dict[str, Any]:
+def _traffic(lengths: Sequence[Length], plan: Plan, options: Options, ignore: Sequence[str]) -> Traffic:
     fits, refused = split_by_context(lengths, plan.context)
-    record: dict[str, Any] = {"requests": sum(length.count for length in fits), "refused": refused}
+    requests = sum(length.count for length in fits)
     if not fits:
-        return record
-    record |= {
-        "prefill": prefill_waste(fits, plan.paddings),
-        "decode": decode_waste(fits, plan.decode_paddings, plan.geometry.slots),
-        "better": None,
-    }
-    largest = plan.paddings[-1]
-    best = best_paddings(fits, len(plan.paddings), largest)
-    histogram = Histogram(fits, largest)
+        return Traffic(requests, refused)
+    count, largest = len(plan.paddings), plan.paddings[-1]
+    best, histogram, better = best_paddings(fits, count, largest), Histogram(fits, largest), None
     if best is not None and histogram.cost(best) < histogram.cost(plan.paddings):
-        record["better"] = {
-            "paddings": list(best),
-            "exact": grid(len(plan.paddings), largest) == CHUNK,
-            "prefill": prefill_waste(fits, best),
-            # Decode's paddings would follow prefill's: they are pinned to what they are.
-            "options": spelled(replace(options, paddings=best, decode_paddings=plan.decode_paddings), ignore),
-        }
-    return record
+        # Decode's paddings would follow prefill's: they are pinned to what they are.
+        pinned = replace(options, paddings=best, decode_paddings=plan.decode_paddings)
+        exact = grid(count, largest) == CHUNK
+        better = BetterPaddings(best, exact, prefill_waste(fits, best), spelled(pinned, ignore))
+    decode = decode_waste(fits, plan.decode_paddings, plan.geometry.slots)
+    return Traffic(requests, refused, prefill_waste(fits, plan.paddings), decode, better)

@@ -1,103 +1,113 @@
-"""The record of ``ling3export plan`` as a page of text."""
+"""What ``ling3export plan`` found as a page of text."""
 
-from typing import Any
+from collections.abc import Sequence
 
+from ling3export.plan.paddings import Padded
+from ling3export.pricing.pricing import Priced, PricedCell, PricedTarget, Traffic
 from ling3export.runners.engine.inputs import CALL
 from ling3export.tables import aligned, readable
 
 COST = f"a call counted as its slots and {CALL} more"
+BOUND_COLUMNS = ("bound ms", "bound by", "by memory", "by compute", "MB moved", "Gflop")
+COMPILED_COLUMNS = ("temporaries MB", "estimate ms")
 
 
-def described(record: dict[str, Any]) -> str:
-    """The record of :func:`planned` for a person."""
-    scored = f"score {record['score_paddings']}, " if record["score_paddings"] else ""
+def described(priced: Priced, *, wide: bool = False) -> str:
+    """The text for a person; ``wide`` adds columns that 80 characters do not hold."""
+    scored = f"score {_numbers(priced.score_paddings)}, " if priced.score_paddings else ""
     lines = [
-        f"plan  prefill {record['paddings']}, decode {record['decode_paddings']}, {scored}{record['dtype']}, "
-        f"context {record['context']}"
+        f"plan  prefill {_numbers(priced.paddings)}, decode {_numbers(priced.decode_paddings)}, {scored}"
+        f"{priced.dtype}, context {priced.context}"
     ]
-    for name, target in record["targets"].items():
-        lines += ["", *_described_target(name, target)]
-    if "lengths" in record:
-        lines += ["", *_described_lengths(record["lengths"], record["context"])]
+    for name, target in priced.targets.items():
+        lines += ["", *_target(name, target, wide)]
+    if priced.lengths is not None:
+        lines += ["", *_traffic(priced.lengths, priced.context)]
     return "\n".join(lines)
 
 
-def _described_target(name: str, target: dict[str, Any]) -> list[str]:
-    device, hosts = target["device"], target["hosts"]
-    sizes = f"{readable(device['weights'])} of weights + {readable(device['state'])} of state"
-    if target["unknown"] is None:
-        sizes += f" + {readable(device['temporaries'])} of temporaries + {readable(device['programs'])} of programs"
-    total = f"{readable(device['total'])} a device"
-    if device["memory"] is not None:
-        total += f", {device['total'] / device['memory']:.1%} of {readable(device['memory'])}"
+def _numbers(values: Sequence[int]) -> str:
+    return ",".join(map(str, values))
+
+
+def _target(name: str, target: PricedTarget, wide: bool) -> list[str]:
+    device, hosts = target.device, target.hosts
+    sizes = f"{readable(device.weights)} of weights + {readable(device.state)} of state"
+    if target.unknown is None:
+        sizes += f" + {readable(device.temporaries or 0)} of temporaries + {readable(device.programs or 0)} of programs"
+    total = f"{readable(device.total)} a device"
+    if device.memory is not None:
+        total += f", {device.total / device.memory:.1%} of {readable(device.memory)}"
     lines = [
-        f"target {name}: {target['tp']} device{'s' * (target['tp'] > 1)} on {hosts} host{'s' * (hosts > 1)}",
-        *(f"  {note}" for note in target["notes"]),
+        f"target {name}: {target.tp} device{'s' * (target.tp > 1)} on {hosts} host{'s' * (hosts > 1)}",
+        *(f"  {note}" for note in target.notes),
         f"  {sizes} = {total}",
     ]
-    if target["unknown"] is not None:
-        lines.append(f"  temporaries and programs: {target['unknown']}")
-    rows: list[tuple[str, ...]] = [
-        ("cell", "floor ms", "by memory", "by compute", "MB moved", "Gflop", "temporaries MB", "estimate ms")
-    ]
-    rows += [(cell, *_cell_columns(row)) for cell, row in target["cells"].items()]
-    if all(row["floor"] is None for row in target["cells"].values()):
-        lines.append("  floor times: none, the bandwidth and FLOP/s of this machine's processor are in no table")
-        rows = [(row[0], *row[6:]) for row in rows] if target["unknown"] is None else []
+    if target.unknown is not None:
+        lines.append(f"  temporaries and programs: {target.unknown}")
+    bounded = any(cell.bound is not None for cell in target.cells.values())
+    if bounded:
+        lines.append(f"  roofline bounds at {target.tokens_a_sequence} tokens a sequence, without collectives")
     else:
-        lines.append(f"  floors at {target['tokens_a_sequence']} tokens a sequence, without collectives")
-    return lines + aligned(rows)
+        lines.append("  roofline bounds: none, the bandwidth and FLOP/s of this machine's processor are in no table")
+    wanted = BOUND_COLUMNS[: 6 if wide else 2] if bounded else ()
+    if target.unknown is None or (wide and bounded):
+        wanted += COMPILED_COLUMNS
+    rows = [("cell", *wanted)]
+    rows += [(name, *(_columns(cell)[column] for column in wanted)) for name, cell in target.cells.items()]
+    return lines + (aligned(rows) if wanted else [])
 
 
-def _cell_columns(row: dict[str, Any]) -> tuple[str, ...]:
-    low, seconds = row["floor"], row["estimated_seconds"]
-    columns: tuple[str, ...] = ("-",) * 5
-    if low is not None:
-        times = (low["seconds"], low["memory_seconds"], low["compute_seconds"])
-        columns = (
-            *(f"{1e3 * value:.3f}" for value in times),
-            f"{sum(low['bytes'].values()) / 1e6:,.1f}",
-            f"{low['flops'] / 1e9:,.2f}",
-        )
-    temporaries = "-" if row["temporaries"] is None else f"{row['temporaries'] / 1e6:,.1f}"
-    return (*columns, temporaries, "-" if seconds is None else f"{1e3 * seconds:.3f}")
+def _columns(cell: PricedCell) -> dict[str, str]:
+    """By header, what stands in a cell's row."""
+    columns = dict.fromkeys((*BOUND_COLUMNS, *COMPILED_COLUMNS), "-")
+    if (bound := cell.bound) is not None:
+        times = (bound.seconds, bound.memory_seconds, bound.compute_seconds)
+        columns |= zip(("bound ms", "by memory", "by compute"), (f"{1e3 * time:.3f}" for time in times), strict=True)
+        columns["bound by"] = "memory" if bound.memory_seconds >= bound.compute_seconds else "compute"
+        columns |= {"MB moved": f"{bound.moved / 1e6:,.1f}", "Gflop": f"{bound.flops / 1e9:,.2f}"}
+    if cell.temporaries is not None:
+        columns["temporaries MB"] = f"{cell.temporaries / 1e6:,.1f}"
+    if cell.estimated_seconds is not None:
+        columns["estimate ms"] = f"{1e3 * cell.estimated_seconds:.3f}"
+    return columns
 
 
-def _described_lengths(record: dict[str, Any], context: int) -> list[str]:
-    refused = f"; {record['refused']:,} more do not fit the context of {context} and would be refused"
-    lines = [f"lengths: {record['requests']:,} requests{refused if record['refused'] else ''}"]
-    if "prefill" not in record:
+def _traffic(found: Traffic, context: int) -> list[str]:
+    refused = f"; {found.refused:,} more do not fit the context of {context} and would be refused"
+    lines = [f"lengths: {found.requests:,} requests{refused if found.refused else ''}"]
+    prefill, decode, better = found.prefill, found.decode, found.better
+    if prefill is None or decode is None:
         return lines
-    prefill, decode, better = record["prefill"], record["decode"], record["better"]
     rows: list[tuple[str, ...]] = [("padding", "calls", "slots", "padded", "of its slots")]
-    for padding, row in prefill["alone"]["paddings"].items():
-        columns = (f"{row[name]:,}" for name in ("calls", "slots", "wasted"))
-        rows.append((f"prefill@{padding}", *columns, _share(row["wasted"], row["slots"])))
-    alone, packed = prefill["alone"], prefill["packed"]
-    steps, full = decode["alone"], decode["full"]
+    for padding, row in prefill.paddings.items():
+        columns = (f"{number:,}" for number in (row.calls, row.slots, row.wasted))
+        rows.append((f"prefill@{padding}", *columns, _share(row)))
     lines += [
-        f"  prefill, {prefill['tokens']:,} tokens: each request alone pads {_of(alone)}; "
-        f"all waiting at once {_of(packed)}",
+        f"  prefill, {prefill.tokens:,} tokens: each request alone pads {_in_calls(prefill.alone)}; "
+        f"all waiting at once {_in_calls(prefill.packed)}",
         *aligned(rows),
-        f"  decode, {decode['rows']:,} rows: one sequence at a time, in decode@{steps['padding']}, pads {_of(steps)}; "
-        f"{full['running']} at a time, in decode@{full['padding']}, {_of(full)}",
+        f"  decode, {decode.rows:,} rows: one sequence at a time, in decode@{decode.alone_padding}, pads "
+        f"{_of(decode.alone)}; {decode.running} at a time, in decode@{decode.full_padding}, {_of(decode.full)}",
     ]
     if better is None:
         return [*lines, f"  no better paddings found, as many and no larger: {COST}"]
     return [
         *lines,
-        f"  better paddings, as many and no larger: {','.join(map(str, better['paddings']))}: each request alone pads "
-        f"{_of(better['prefill']['alone'])}",
-        f"  ({'all sets' if better['exact'] else 'those of a coarse grid'} were tried; {COST})",
-        f"  ling3export build CHECKPOINT {better['options']}",
+        f"  better paddings, as many and no larger: {_numbers(better.paddings)}: each request alone pads "
+        f"{_in_calls(better.prefill.alone)}",
+        f"  ({'all sets' if better.exact else 'those of a coarse grid'} were tried; {COST})",
+        f"  ling3export build CHECKPOINT {better.options}",
     ]
 
 
-def _of(row: dict[str, Any]) -> str:
-    share = _share(row["wasted"], row["slots"])
-    calls = f" in {row['calls']:,} calls" if "calls" in row else ""
-    return f"{row['wasted']:,} of {row['slots']:,}{calls} ({share})"
+def _in_calls(row: Padded) -> str:
+    return f"{row.wasted:,} of {row.slots:,} in {row.calls:,} calls ({_share(row)})"
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else "-"
+def _of(row: Padded) -> str:
+    return f"{row.wasted:,} of {row.slots:,} ({_share(row)})"
+
+
+def _share(row: Padded) -> str:
+    return f"{row.wasted / row.slots:.1%}" if row.slots else "-"

@@ -79,7 +79,7 @@ def test_without_a_checkpoint_the_demo_is_built_into_demo_ling3(tmp_path, monkey
     (tmp_path / "demo.ling3").mkdir()
     done = CliRunner().invoke(cli.main, ["build", "--paddings", "16,128,512"])
     assert done.exit_code == 1
-    assert "cpu-tp16: decode paddings 16,128: 128 is the first that holds 64 running" in done.stderr
+    assert "cpu-tp16: decode paddings 1,16,64: from one sequence alone to all 64 running" in done.stderr
     assert "error: output `demo.ling3`: expected a free name, found one that exists" in done.stderr
 
 

@@ -138,12 +138,12 @@ def test_bytes_of_a_type():
     assert shape_bytes("(bf16[2,3]{1,0:T(8,128)(2,1)}, s32[]{:T(128)}, pred[7]{0})") == 12 + 4 + 7
 
 
-def test_the_floor_of_decode_is_its_weights_state_and_latents():
-    """FACTS.md: about 0.67 ms for 16 rows at TP=16, nearly all of it weights."""
+def test_the_roofline_bound_of_decode_is_its_weights_state_and_latents():
+    """About 0.67 ms for 16 rows at TP=16, nearly all of it weights."""
     config = Config.from_dict(config_fields("full", {}))
     geometry = make_plan(config, Options(), "tpu:v6e:4x4").geometry
     found = roofline_bound(config, geometry, "decode", 16, CHIPS["tpu", "v6e"], Workload(1024))
-    assert found["bytes"]["latents"] == 16 * 1024 * 6 * 576 * 2 // 16
-    assert found["bytes"]["state"] == 2 * 16 * 18 * (128 * 128 * 4 + 3 * 3 * 128 * 2)
-    assert 0.4e-3 < found["seconds"] < 0.7e-3
-    assert (found["collectives"], found["collective_seconds"]) == (48, pytest.approx(48e-5))
+    assert found.bytes["latents"] == 16 * 1024 * 6 * 576 * 2 // 16
+    assert found.bytes["state"] == 2 * 16 * 18 * (128 * 128 * 4 + 3 * 3 * 128 * 2)
+    assert 0.4e-3 < found.seconds < 0.7e-3
+    assert (found.collectives, found.collective_seconds) == (48, pytest.approx(48e-5))

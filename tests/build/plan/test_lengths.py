@@ -10,6 +10,7 @@ from ling3export.errors import PlanError
 from ling3export.plan.paddings import (
     Histogram,
     Length,
+    Padded,
     best_paddings,
     calls,
     chunked,
@@ -25,6 +26,7 @@ from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.sequence import Sequence
 
+FIELDS = ("calls", "slots", "wasted")
 PADDINGS, DECODE = (16, 48, 128), (4, 8)
 HISTOGRAM = [Length(1, 1, 2), Length(16, 3, 1), Length(17, 9, 3), Length(129, 2, 1), Length(300, 5, 2)]
 
@@ -49,14 +51,17 @@ def requests():
 def test_requests_alone_waste_what_the_runner_wastes_on_them():
     cells = scheduled([[request] for request in requests()])
     found = prefill_waste(HISTOGRAM, PADDINGS)
-    for padding, row in found["alone"]["paddings"].items():
+    for padding, row in found.paddings.items():
         cell = cells[f"prefill@{padding}"]
-        assert (row["calls"], row["slots"], row["wasted"]) == (cell.calls, cell.slots, cell.slots - cell.used), padding
-    assert found["tokens"] == sum(prompt for prompt, _ in requests())
+        assert row == Padded(cell.calls, cell.slots, cell.slots - cell.used), padding
+    prefill = [cell for name, cell in cells.items() if name.startswith("prefill")]
+    assert found.alone == Padded(*(sum(getattr(row, name) for row in found.paddings.values()) for name in FIELDS))
+    assert found.alone.calls == sum(cell.calls for cell in prefill)
+    assert found.tokens == sum(prompt for prompt, _ in requests())
     decoded = decode_waste(HISTOGRAM, DECODE, 8)
     cell = cells["decode@4"]
-    assert decoded["alone"] == {"padding": 4, "slots": cell.slots, "wasted": cell.slots - cell.used}
-    assert decoded["rows"] == cell.used
+    assert (decoded.alone_padding, decoded.alone) == (4, Padded(cell.calls, cell.slots, cell.slots - cell.used))
+    assert decoded.rows == cell.used
 
 
 def test_requests_that_wait_together_waste_what_the_runner_wastes_on_them():
@@ -65,15 +70,15 @@ def test_requests_that_wait_together_waste_what_the_runner_wastes_on_them():
     slots = sum(cell.slots for cell in cells.values())
     used = sum(cell.used for cell in cells.values())
     calls = sum(cell.calls for cell in cells.values())
-    assert prefill_waste(HISTOGRAM, PADDINGS)["packed"] == {"calls": calls, "slots": slots, "wasted": slots - used}
+    assert prefill_waste(HISTOGRAM, PADDINGS).packed == Padded(calls, slots, slots - used)
 
 
 @pytest.mark.parametrize(("running", "padding", "slots"), [(3, 4, 47), (5, 8, 56), (8, 8, 35), (20, 8, 35)])
 def test_decode_with_many_running(running, padding, slots):
     """35 rows are decoded; more than the largest padding take turns in full calls."""
-    full = decode_waste(HISTOGRAM, DECODE, running)["full"]
-    assert full["running"] == min(running, 8)
-    assert (full["padding"], full["slots"], full["wasted"]) == (padding, slots, slots - 35)
+    found = decode_waste(HISTOGRAM, DECODE, running)
+    assert (found.running, found.full_padding) == (min(running, 8), padding)
+    assert found.full == Padded(-(-35 // min(running, 8)), slots, slots - 35)
 
 
 @pytest.mark.parametrize(

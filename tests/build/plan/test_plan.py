@@ -29,29 +29,31 @@ def refusal(**changes: Any) -> str:
 def test_cells_of_the_default_plan():
     plan = make_plan(CONFIG, Options(tp=4), "cpu")
     assert [cell.name for cell in plan.cells] == [
-        "prefill@512", "prefill@128", "prefill@16", "decode@128", "decode@16",
-        "sample@128", "sample@32", "sample@16", "sample@8", "sample@1",
+        "prefill@512", "prefill@128", "prefill@16", "decode@64", "decode@16", "decode@1",
+        "sample@64", "sample@32", "sample@16", "sample@8", "sample@1",
     ]  # fmt: skip
     assert (plan.context, plan.geometry.max_pages, plan.geometry.pages) == (512, 2, 128)
     assert plan.notes == (
-        "decode paddings 16,128: 128 is the first that holds 64 running",
+        "decode paddings 1,16,64: from one sequence alone to all 64 running",
         "latent pool: 128 pages of 256 tokens (replicated), all that 64 full sequences need; 19.44 MiB of state on 4 "
         "devices together",
     )
 
 
 @pytest.mark.parametrize(
-    ("paddings", "running", "expected"),
-    [((16, 128, 512), 64, (16, 128)), ((16, 128), 16, (16,)), ((16, 32), 33, (16, 32)), ((512,), 1, (512,))],
+    ("paddings", "running", "expected", "why"),
+    [
+        ((16, 128, 512), 64, (1, 16, 64), "1,16,64: from one sequence alone to all 64 running"),
+        ((16, 128, 512), 128, (1, 16, 128), "1,16,128: from one sequence alone to all 128 running"),
+        ((16, 128), 16, (1, 16), "1,16: from one sequence alone to all 16 running"),
+        ((16, 32), 33, (1, 16, 32, 48), "1,16,32,48: from one sequence alone to all 33 running, rounded up to 48"),
+        ((512,), 8, (1, 16), "1,16: from one sequence alone to all 8 running, rounded up to 16"),
+        ((512,), 1, (1,), "1: one sequence runs at a time"),
+    ],
 )
-def test_decode_takes_the_paddings_up_to_the_first_that_holds_all_running(paddings, running, expected):
-    assert derive_decode_paddings(paddings, running)[0] == expected
-
-
-def test_paddings_that_hold_fewer_than_run_are_said_to_take_turns():
-    assert derive_decode_paddings((16, 32), 33)[1] == (
-        "decode paddings 16,32: none holds 33 running, so at most 32 sequences decode in one step and take turns"
-    )
+def test_decode_takes_one_then_the_paddings_up_to_all_that_run(paddings, running, expected, why):
+    """Without the 1, one user paid for a step of sixteen rows; a padding of 128 held 64 that run."""
+    assert derive_decode_paddings(paddings, running) == (expected, f"decode paddings {why}")
 
 
 def test_decode_paddings_are_built_to_the_letter():

@@ -20,7 +20,7 @@ from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
 from ling3export.plan.pools import weight_bytes
 from ling3export.pricing.memory import check_memory, held
-from ling3export.pricing.pricing import planned
+from ling3export.pricing.pricing import priced
 from ling3export.pricing.recorded import config_of, layout_difference, options_of, plan_of
 from refusals import refusal
 
@@ -48,19 +48,19 @@ def test_the_plan_of_the_full_model_on_a_slice(config, tmp_path):
         '{"prompt_tokens": 317, "output_tokens": 50, "count": 3}\n{"prompt_tokens": 40, "output_tokens": 11}\n'
         '{"prompt_tokens": 9000, "output_tokens": 1}\n'
     )
-    text = shown(config, "--target", "tpu:v6e:4x4", "--paddings", "16,512", "--lengths", lengths)
-    cells = re.compile(r"  (prefill|decode|sample)@\d+( +[0-9.,]+){5} +- +-")
+    text = shown(config, "--target", "tpu:v6e:4x4", "--paddings", "16,512", "--lengths", lengths, "--wide")
+    cells = re.compile(r"  (prefill|decode|sample)@\d+( +[0-9.,]+) +(memory|compute)( +[0-9.,]+){4} +- +-")
     assert [line for line in text.splitlines() if not cells.fullmatch(line)] == [
-        "plan  prefill [16, 512], decode [16, 512], bfloat16, context 8192",
+        "plan  prefill 16,512, decode 1,16,64, bfloat16, context 8192",
         "",
         "target tpu-v6e-4x4-tp16: 16 devices on 4 hosts",
-        "  decode paddings 16,512: 512 is the first that holds 64 running",
+        "  decode paddings 1,16,64: from one sequence alone to all 64 running",
         "  latent pool: 2048 pages of 256 tokens (striped), all that 64 full sequences need; 971.55 MiB of weights and "
         "317.57 MiB of state a device",
         "  971.55 MiB of weights + 317.57 MiB of state = 1.26 GiB a device, 4.0% of 31.24 GiB",
         "  temporaries and programs: unknown until compiled (--from ARTIFACT takes them from one that was built alike)",
-        "  floors at 1024 tokens a sequence, without collectives",
-        "  cell         floor ms  by memory  by compute  MB moved  Gflop  temporaries MB  estimate ms",
+        "  roofline bounds at 1024 tokens a sequence, without collectives",
+        "  cell         bound ms  bound by  by memory  by compute  MB moved  Gflop  temporaries MB  estimate ms",
         "",
         "lengths: 4 requests; 1 more do not fit the context of 8192 and would be refused",
         "  prefill, 991 tokens: each request alone pads 593 of 1,584 in 6 calls (37.4%); all waiting at once 33 of "
@@ -68,21 +68,19 @@ def test_the_plan_of_the_full_model_on_a_slice(config, tmp_path):
         "  padding      calls  slots  padded  of its slots",
         "  prefill@16       3     48       8         16.7%",
         "  prefill@512      3  1,536     585         38.1%",
-        "  decode, 157 rows: one sequence at a time, in decode@16, pads 2,355 of 2,512 (93.8%); 64 at a time, in "
-        "decode@512, 1,099 of 1,256 (87.5%)",
+        "  decode, 157 rows: one sequence at a time, in decode@1, pads 0 of 157 (0.0%); 64 at a time, in decode@64, "
+        "0 of 157 (0.0%)",
         "  better paddings, as many and no larger: 48,320: each request alone pads 17 of 1,008 in 4 calls (1.7%)",
         "  (all sets were tried; a call counted as its slots and 32 more)",
-        "  ling3export build CHECKPOINT --paddings 48,320 --decode-paddings 16,512 --target tpu:v6e:4x4",
+        "  ling3export build CHECKPOINT --paddings 48,320 --decode-paddings 1,16,64 --target tpu:v6e:4x4",
     ]
     low = roofline_bound(
         FULL, make_plan(FULL, Options(), "tpu:v6e:4x4").geometry, "decode", 16, CHIPS["tpu", "v6e"], Workload()
     )
-    times = [low["seconds"], sum(low["bytes"].values()) / 1640e9, low["flops"] / 918e12]
-    columns = [
-        *(f"{1e3 * t:.3f}" for t in times),
-        f"{sum(low['bytes'].values()) / 1e6:,.1f}",
-        f"{low['flops'] / 1e9:,.2f}",
-    ]
+    times = [low.moved / 1640e9, low.flops / 918e12]
+    assert low.seconds == times[0] > times[1]
+    columns = [f"{1e3 * low.seconds:.3f}", "memory", *(f"{1e3 * time:.3f}" for time in times)]
+    columns += [f"{low.moved / 1e6:,.1f}", f"{low.flops / 1e9:,.2f}"]
     assert text.split("decode@16", 1)[1].splitlines()[0].split() == [*columns, "-", "-"]
 
 
@@ -98,7 +96,7 @@ def test_the_command_with_better_paddings_has_every_other_option_too(tmp_path):
     ]  # fmt: skip
     text = shown(tmp_path, *given, "--lengths", tmp_path / "l.jsonl")
     assert text.splitlines()[-1] == (
-        f"  ling3export build CHECKPOINT --paddings 320 --decode-paddings 16 {' '.join(given)}"
+        f"  ling3export build CHECKPOINT --paddings 320 --decode-paddings 1,16 {' '.join(given)}"
     )
     text = shown(tmp_path, *given[-4:], "--state-memory", "1GB", "--lengths", tmp_path / "l.jsonl")
     assert f" --state-memory 1000000000 {' '.join(given[-4:])}" in text.splitlines()[-1]
@@ -114,16 +112,16 @@ def test_json_has_the_same_numbers(config):
     assert device["total"] == device["weights"] + device["state"]
     assert device["temporaries"] is device["programs"] is None
     for cell in record["targets"]["tpu-v6e-4x4-tp16"]["cells"].values():
-        floor = cell["floor"]
-        assert floor["seconds"] == max(floor["memory_seconds"], floor["compute_seconds"]) > 0
-        assert floor["memory_seconds"] == sum(floor["bytes"].values()) / 1640e9
+        bound = cell["bound"]
+        assert bound["seconds"] == max(bound["memory_seconds"], bound["compute_seconds"]) > 0
+        assert bound["memory_seconds"] == sum(bound["bytes"].values()) / 1640e9
     cpu = record["targets"]["cpu-tp16"]
     assert cpu["device"]["memory"] is None
-    assert all(cell["floor"] is None for cell in cpu["cells"].values())
+    assert all(cell["bound"] is None for cell in cpu["cells"].values())
 
 
 def test_without_a_checkpoint_the_demo_is_planned():
-    assert shown("--tp", "4").startswith("plan  prefill [16, 128, 512], decode [16, 128], bfloat16, context ")
+    assert shown("--tp", "4").startswith("plan  prefill 16,128,512, decode 1,16,64, bfloat16, context ")
 
 
 def test_temporaries_come_from_an_artifact_that_was_built_alike(artifact):
@@ -220,6 +218,6 @@ def test_the_memory_of_a_target_that_no_table_knows_is_not_checked():
     check_memory(FULL, plan, {"prefill@512": {"memory": MEMORY | {"temporaries": 1 << 50}}})
 
 
-def test_planned_refuses_what_a_chip_cannot_hold():
+def test_priced_refuses_what_a_chip_cannot_hold():
     with pytest.raises(PlanError, match="--memory-fraction of `tpu:v5e:1x1`: expected room for weights"):
-        planned(FULL, Options(targets=("tpu:v5e:1x1",)))
+        priced(FULL, Options(targets=("tpu:v5e:1x1",)))
