@@ -334,7 +334,9 @@ def test_a_volume_that_cannot_reserve_still_works(tmp_path: Path, monkeypatch: p
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
     monkeypatch.setattr(os, "posix_fallocate", unsupported)
-    Store(tmp_path, tiny(tmp_path)).check_many([("a", 0, None), ("b", 0, None), ("n", 0, None)])
+    store = Store(tmp_path, tiny(tmp_path))
+    store.check_many([("a", 0, None), ("b", 0, None), ("n", 0, None)])
+    assert store.view("n").tolist() == [0, 1, 2, 3]
 
 
 def test_a_file_size_limit_is_named_and_leaves_nothing(tmp_path: Path) -> None:

@@ -1,14 +1,10 @@
-"""deploy/jobset-v6e-4x4.yaml against the fields that it uses; what the README quotes of a slice's artifact."""
+"""deploy/jobset-v6e-4x4.yaml against the fields that it uses."""
 
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from console_blocks import matches
 from ling3export.checkpoint.synth import config_fields
 from ling3export.model.config import Config
 from ling3export.plan.chips import CHIPS
@@ -17,7 +13,6 @@ from ling3export.plan.targets import parse_target
 ROOT = Path(__file__).parents[2]
 JOBSET = ROOT / "deploy/jobset-v6e-4x4.yaml"
 TARGET = parse_target("tpu:v6e:4x4", None, Config.from_dict(config_fields("full", {})))
-BLOCK = re.compile(r"^<!-- test micro-v6e.ling3 -->\n+```console\n\$ ([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # What it holds, by the references of JobSet v1alpha2, batch/v1 Job and v1 Pod: a mapping of field to schema, a
 # list of one schema for every item, or a type. Every field is required; `...` as a key allows any.
@@ -112,19 +107,3 @@ def test_the_jobset_asks_for_the_hosts_and_chips_of_the_target():
     assert [row["containerPort"] for row in container["ports"]] == [int(port)]
     assert f"--target {TARGET.name} " in container["args"][0]
     assert [row["name"] for row in container["volumeMounts"]] == [row["name"] for row in pod["volumes"]]
-
-
-def test_a_slice_artifact_on_this_machine_says_what_the_readme_quotes(tpu_artifact):
-    blocks = BLOCK.findall((ROOT / "README.md").read_text())
-    assert len(blocks) == 2
-    for command, shown in blocks:
-        program, *arguments = command.replace("micro-v6e.ling3", str(tpu_artifact)).split()
-        assert program == "ling3-runner"
-        done = subprocess.run(
-            [Path(sys.executable).parent / program, *arguments],
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-        )
-        assert (done.returncode, done.stdout) == (1, "")
-        assert matches(shown.replace("micro-v6e.ling3", str(tpu_artifact)).splitlines(), done.stderr), done.stderr

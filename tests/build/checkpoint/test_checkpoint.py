@@ -175,9 +175,12 @@ def test_a_single_file_needs_no_index(folder: Path):
 
 
 def test_other_files_are_ignored(folder: Path):
+    before = Checkpoint.open(folder)
     (folder / "consolidated.safetensors").write_bytes(b"not read")
     (folder / "modeling_bailing_moe_v3.py").write_text("not read")
-    Checkpoint.open(folder)
+    after = Checkpoint.open(folder)
+    assert after.config == before.config
+    assert after.tensor(KDA_V).tobytes() == before.tensor(KDA_V).tobytes()
 
 
 def test_the_router_may_be_stored_in_bf16(tmp_path: Path):

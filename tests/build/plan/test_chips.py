@@ -74,8 +74,10 @@ def test_a_missing_or_foreign_plugin_is_refused_by_both_names(monkeypatch, plugi
 
 
 def test_the_plugin_of_the_version_of_jax_is_accepted(monkeypatch):
-    monkeypatch.setattr(toolchain.metadata, "version", lambda name: "0.1.2")
+    asked = []
+    monkeypatch.setattr(toolchain.metadata, "version", lambda name: asked.append(name) or "0.1.2")
     check_toolchain(parse_target("cuda:h100", None, FULL))
+    assert {*asked} == {"jax", *toolchain.CUDA_PACKAGES}
 
 
 def test_compiling_for_a_card_needs_no_card():

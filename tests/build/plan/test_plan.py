@@ -125,6 +125,9 @@ def test_decode_paddings_are_refused_not_dropped(paddings, message):
 def test_any_ascending_multiples_will_do():
     check_paddings((16, 32, 48, 4096), "--paddings", 16)
     check_paddings((1, 2, 3), "--decode-paddings", 1)
+    for paddings in ((16, 48, 32), (16, 16), (16, 40)):
+        with pytest.raises(PlanError):
+            check_paddings(paddings, "--paddings", 16)
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,10 @@ def test_what_libtpu_refuses_is_said_with_its_sum_and_the_option():
 
 def test_the_memory_of_a_target_that_no_table_knows_is_not_checked():
     plan = make_plan(FULL, Options(), "cpu")
-    check_memory(FULL, plan, {"prefill@512": {"memory": MEMORY | {"temporaries": 1 << 50}}})
+    records = {"prefill@512": {"memory": MEMORY | {"temporaries": 1 << 50}}}
+    check_memory(FULL, plan, records)
+    with pytest.raises(PlanError):
+        check_memory(FULL, make_plan(FULL, Options(), "tpu:v6e:4x4"), records)
 
 
 def test_priced_refuses_what_a_chip_cannot_hold():

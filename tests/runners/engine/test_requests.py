@@ -133,4 +133,5 @@ def test_an_interrupted_batch_leaves_nothing_behind(built, monkeypatch):
 
 def test_the_stats_line_is_json(built):
     with Engine(built) as engine:
-        json.dumps(engine.stats())
+        stats = json.loads(json.dumps(engine.stats()))
+    assert {"cells", "compile_events", "pools", "free", "live"} <= stats.keys()

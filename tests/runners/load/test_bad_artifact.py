@@ -62,6 +62,7 @@ def flip(path: Path, offset: int, bits: int = 0xFF) -> None:
 
 def test_a_whole_artifact_is_found_to_be_whole(whole):
     check(whole)
+    assert len(files(whole)) > 10
 
 
 def test_every_flipped_byte_is_detected_before_use(copy):

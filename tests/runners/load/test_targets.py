@@ -111,6 +111,7 @@ def test_a_missing_or_foreign_libtpu_is_refused_by_both_names(monkeypatch, found
 
 def test_the_libtpu_that_belongs_to_jax_is_installed():
     check_toolchain(parse_target("tpu:v6e:4x4", None, FULL))
+    assert toolchain.metadata.version("libtpu").startswith(f"{toolchain.wanted_libtpu()}.")
 
 
 def test_compiling_for_a_tpu_needs_no_tpu_in_the_environment():

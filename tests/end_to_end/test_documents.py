@@ -1,0 +1,220 @@
+"""Every command and every Python block of every page runs and prints what is shown; links and named files exist.
+
+The commands of a page run in order in a folder of its own, with this environment's commands first on PATH. Where a page
+speaks of a real checkpoint, of large paddings or of other machines, SWAPS puts something small in its place; artifacts
+that are built from it are kept between runs.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from artifacts_fixture import DEMO, ROOT, Artifacts, sources_of
+from documents import Command, commands, is_whole, matches
+from hosting import free_port
+from ling3export.checkpoint.synth import synthesize
+from package_copy import copied
+
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+PAGES.remove("docs/log.md")  # what was, not what is
+LINKING = [*PAGES, "CHANGELOG.md", "docs/log.md", "artifacts/FORMAT.md"]
+WITH_COMMANDS = [page for page in PAGES if (ROOT / page).is_file() and commands((ROOT / page).read_text())]
+
+MICRO = ("--paddings", "16", "--tp", "2", "--max-running", "2", "--context", "512", "--score-paddings", "16")
+# Pages that start from an artifact which another page builds.
+GIVEN = {
+    "docs/targets.md": ["micro"],
+    "docs/cache.md": ["micro"],
+    "docs/engine.md": ["micro.ling3"],
+    "docs/serving.md": ["micro.ling3"],
+    "docs/evaluation.md": ["gsm8k", "mmlu", "task.py"],
+}
+SWAPS = {
+    "README.md": [("--paddings 16,128,512", "--paddings 16 --max-running 4 --context 512")],
+    "docs/hosts.md": [("--target cpu:4x4", "--target cpu:4x4 --paddings 16 --max-running 4 --context 512")],
+    "docs/evaluation.md": [
+        ("--score-paddings 512", "--tp 1 --paddings 128 --max-running 16 --context 4096 --score-paddings 128"),
+        ("--suite gsm8k", "--suite gsm8k --limit 2 --max-tokens 32"),
+        ("--suite mmlu-pro", "--suite mmlu-pro --max-tokens 32"),
+        ("--suite cats.yaml", "--suite cats.yaml --max-tokens 32"),
+        ("--tasks arc_easy,gsm8k", "--tasks arc_easy,gsm8k --help"),  # test_adapters.py runs tasks that need no network
+    ],
+}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+# Other machines: nothing is copied, and a command's options are checked.
+ELSEWHERE = {"rsync": 'test -d "$2"', "ssh": 'shift; exec bash -c "$* --help" > /dev/null'}
+QUESTION = {
+    "question_id": 70, "question": "Which?", "options": ["one", "two", "three"], "answer": "B", "category": "law",
+    "cot_content": "A: Let's think step by step. The answer is (B).",
+}  # fmt: skip
+TASK = """from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import includes
+@task
+def sums():
+    return Task(dataset=[Sample(input="Question: Tom has 2 plums.\\nAnswer:", target="2")], scorer=includes())
+"""
+
+
+class Reader:
+    """Somebody who types what a page says."""
+
+    def __init__(self, page: str, folder: Path, artifact: Artifacts) -> None:
+        self.page, self.folder, self.artifact = page, folder, artifact
+        programs = folder / "bin"
+        programs.mkdir(parents=True)
+        for name, script in ELSEWHERE.items():
+            (programs / name).write_text(f"#!/bin/sh\n{script}\n")
+            (programs / name).chmod(0o755)
+        self.environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")} | OFFLINE
+        self.environment["PATH"] = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.environment |= {"HOME": str(folder / "home"), "XDG_DATA_HOME": str(folder / "home")}
+        self.swaps = [*SWAPS.get(page, []), ("CHECKPOINT", str(DEMO)), ("8000", str(free_port()))]
+        self.swaps += [("6379", str(free_port()))]
+        for name in GIVEN.get(page, []):
+            self.give(name)
+
+    def give(self, name: str) -> None:
+        """Puts what a page starts from into the folder."""
+        place = self.folder / name
+        if name == "gsm8k":
+            shutil.copytree(ROOT / "tests/data/gsm8k", place)
+        elif name == "mmlu":
+            place.mkdir()
+            for file in ("test.jsonl", "validation.jsonl"):
+                (place / file).write_text(json.dumps(QUESTION) + "\n")
+        elif name == "task.py":
+            place.write_text(TASK)
+        else:
+            micro = self.artifact.kept(
+                "micro", [sources_of("ling3export.checkpoint.synth"), 0], lambda path: synthesize(path, "micro", 0)
+            )
+            shutil.copytree(micro if name == "micro" else self.artifact.built(name, micro, *MICRO), place)
+
+    def swapped(self, text: str) -> str:
+        for old, new in self.swaps:
+            text = text.replace(old, new)
+        return text
+
+    def does(self, command: Command) -> None:
+        """Runs a command to its end, and compares what it prints."""
+        text, shown = self.swapped(command.text), [self.swapped(line) for line in command.shown]
+        cwd = self.folder
+        if command.python:
+            text, shown = shlex.join([sys.executable, "-c", text]), ["…"]
+        elif text.startswith("make "):  # what they run is run by other tests
+            text, shown, cwd = text.replace("make", "make -n", 1), ["…"], ROOT
+        elif text.startswith("pip install "):
+            text, shown, cwd = dry(text), ["…"], self.sources()
+        elif (re.match(r"ling3export build .*--target tpu", text) and "--into" not in text) or str(DEMO) in text:
+            return self.builds(text)
+        done = subprocess.run(
+            ["bash", "-c", text], cwd=cwd, env=self.environment, capture_output=True, text=True,
+            stdin=subprocess.DEVNULL, timeout=600,
+        )  # fmt: skip
+        said = f"{self.page}: $ {text}\n{done.stdout}{done.stderr}"
+        fails = any(line.startswith("error:") for line in shown)
+        assert done.returncode == fails, said
+        assert matches(shown, done.stderr if fails else done.stdout), said
+
+    def builds(self, text: str) -> None:
+        """An expensive build: by the same options, once for all runs."""
+        _, _, checkpoint, name, *options = shlex.split(text, comments=True)
+        shutil.copytree(self.artifact.built(name, self.folder / checkpoint, *options), self.folder / name)
+
+    def sources(self) -> Path:
+        if not (self.folder / "sources").exists():
+            shutil.copy(ROOT / "constraints.txt", copied(self.folder / "sources"))
+        return self.folder / "sources"
+
+    @contextmanager
+    def serving(self, command: Command) -> Iterator[None]:
+        """A server that runs until the page's end, and then ends as it should."""
+        argv = shlex.split(self.swapped(command.text), comments=True)
+        if "--port" not in argv:
+            argv += ["--port", dict(self.swaps)["8000"]]
+        with subprocess.Popen(
+            argv, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
+        ) as process:
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline().strip() == self.swapped(command.shown[0])
+                yield
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(60) == 0
+            finally:
+                process.kill()
+
+
+def dry(text: str) -> str:
+    """``pip install`` that resolves nothing and installs nothing, but reads the package, its extras and constraints."""
+    options = "--dry-run --no-deps --no-build-isolation --disable-pip-version-check"
+    return text.replace("pip install", f"python -m pip install {options}", 1)
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS)
+def test_commands_print_what_is_shown(page: str, tmp_path: Path, artifact: Artifacts):
+    reader = Reader(page, tmp_path / "reader", artifact)
+
+    def go(left: list[Command]) -> None:
+        for at, command in enumerate(left):
+            if command.text.startswith("ling3-runner serve "):
+                with reader.serving(command):
+                    go(left[at + 1 :])
+                return
+            reader.does(command)
+
+    go(commands((ROOT / page).read_text()))
+
+
+@pytest.mark.parametrize("page", LINKING)
+def test_links_and_named_files_exist(page: str):
+    text = (ROOT / page).read_text()
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
+    assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
+    if page not in ("docs/log.md", "CHANGELOG.md"):  # which name what was there then
+        named = re.findall(
+            r"\b(?:ling3export|model|artifacts|runners|tests|tools|bench|deploy|docs)/[\w/-]+\.\w+", text
+        )
+        assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 150
+
+
+def test_blocks_are_read_as_described():
+    text = (
+        "```console\n$ a \\\n  b\none\n…\n$ for x in 1; do\n    c\n  done\n  two\n```\n\n```\n$ not this\n```\n\n"
+        "```python\nprint(1)\n```\n"
+    )
+    assert commands(text) == [
+        Command("a \\\n  b", ["one", "…"]), Command("for x in 1; do\n    c\n  done", ["  two"]),
+        Command("print(1)\n", python=True),
+    ]  # fmt: skip
+    assert is_whole("a 'b'") and not is_whole("a 'b")
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "same"),
+    [
+        ([], "", True),
+        ([], "x\n", False),
+        (["took … ms"], "took 12 ms\n", True),
+        (["took … ms"], "took 12 s\n", False),
+        (["a", "…", "z"], "a\nb\nc\nz\n", True),
+        (["a", "z"], "a\nb\nz\n", False),
+    ],
+)
+def test_shown_lines_match_as_described(shown, printed, same):
+    assert matches(shown, printed) is same

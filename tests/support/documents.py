@@ -1,0 +1,54 @@
+"""The commands that a page of documentation shows, and what they are shown to print."""
+
+import re
+import subprocess
+from dataclasses import dataclass, field
+
+BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass
+class Command:
+    """A ``$`` line of a console block with what it goes on to, or a whole Python block.
+
+    Attributes:
+        text: The command, or the source.
+        shown: The lines below it in its block: what is printed.
+        python: Whether it is Python.
+    """
+
+    text: str
+    shown: list[str] = field(default_factory=list)
+    python: bool = False
+
+
+def commands(page: str) -> list[Command]:
+    """Every command of a page in order. A command goes on to the next line while bash finds it unfinished."""
+    found: list[Command] = []
+    for kind, block in BLOCK.findall(page):
+        if kind == "python":
+            found.append(Command(block, python=True))
+            continue
+        unfinished = False
+        for line in block.splitlines():
+            if unfinished:
+                found[-1].text += "\n" + line
+            elif line.startswith("$ "):
+                found.append(Command(line[2:]))
+            else:
+                found[-1].shown.append(line)
+                continue
+            unfinished = line.endswith("\\") or not is_whole(found[-1].text)
+    return found
+
+
+def is_whole(command: str) -> bool:
+    return subprocess.run(["bash", "-n", "-c", command], capture_output=True).returncode == 0
+
+
+def matches(shown: list[str], printed: str) -> bool:
+    """Whether ``printed`` is what the lines ``shown`` say: ``…`` is any text in a line, alone any number of lines."""
+    pattern = "".join(
+        "(?:.*\n)*" if line == "…" else ".*".join(map(re.escape, line.split("…"))) + "\n" for line in shown
+    )
+    return re.fullmatch(pattern, printed + "\n" * (printed[-1:] not in ("", "\n"))) is not None
