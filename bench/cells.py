@@ -68,17 +68,17 @@ def main(target: str, jobs: int | None) -> dict[str, Any]:
     plan = make_plan(Config.from_dict(fields), Options(), target)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, watched() as peak:
-        records, failed = Compilers(plan, fields, (), Path(folder), jobs).run(
+        outcome = Compilers(plan, fields, (), Path(folder), jobs).run(
             plan.cells, lambda cell, record: say(f"{cell.name}: {record['compile_seconds']} s")
         )
-        if failed:
+        if failed := outcome.failures:
             raise PlanError(f"bench: expected every cell to build, {len(failed)} did not: {failed}")
         files = sum(file.stat().st_size for file in Path(folder).iterdir())
     seconds = time.perf_counter() - started
     rows = [
         [name, row["lower_seconds"], row["compile_seconds"], peak_bytes(row["memory"]) / 1e6,
          None if row["estimated_seconds"] is None else 1e3 * row["estimated_seconds"]]
-        for name, row in records.items()
+        for name, row in outcome.records.items()
     ]  # fmt: skip
     result = {
         "target": target, "seconds": seconds, "peak_bytes": peak, "file_bytes": files, "machine": machine(),
@@ -86,7 +86,7 @@ def main(target: str, jobs: int | None) -> dict[str, Any]:
                   for row in rows},
     }  # fmt: skip
     title = (
-        f"All {len(records)} cells of the default plan at full size for {target}: {seconds:.0f} s, "
+        f"All {len(rows)} cells of the default plan at full size for {target}: {seconds:.0f} s, "
         f"{peak['resident'] / 1e9:.1f} GB resident in all processes ({peak['anonymous'] / 1e9:.1f} anonymous), "
         f"{files / 1e6:.0f} MB of programs, load average {machine()['load_average'][0]}"
     )

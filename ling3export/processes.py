@@ -1,19 +1,151 @@
-"""Processes that a build starts and stops, and how a signal stops the build itself."""
+"""Child processes of this package: how they start, the one pipe to each, and how a signal stops their parent."""
 
+import contextlib
+import json
 import os
 import signal
+import socket
+import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
+from queue import SimpleQueue
+from types import FrameType, MappingProxyType
+from typing import IO, Any
 
 import ling3export
+from ling3export.errors import Ling3Error
 
 # Settings of jax that a process of ours may inherit. All others could change what is built without a trace in the
 # fingerprint: JAX_ENABLE_X64, JAX_DEFAULT_MATMUL_PRECISION, JAX_DEBUG_NANS, …
 INHERITED = frozenset({"JAX_NUMPY_DTYPE_PROMOTION", "JAX_TRACEBACK_FILTERING"})
+SAID = 1000  # characters: as much of a dead child's stderr goes into a message
+LOOPBACK = "127.0.0.1"
+START_TIMEOUT = 120.0  # seconds for all processes of a target of several hosts to start, on a busy machine
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a piece of work failed, in a form that goes through a pipe and into a file.
+
+    Attributes:
+        error: The message.
+        hint: What the user can do about it.
+        kind: The name of the error's class; None where a process died.
+    """
+
+    error: str
+    hint: str | None = None
+    kind: str | None = None
+
+    @classmethod
+    def of(cls, error: Exception) -> "Failure":
+        """What a caught exception says."""
+        if isinstance(error, Ling3Error):
+            return cls(error.message, error.hint, type(error).__name__)
+        return cls(f"{type(error).__name__}: {error}")
+
+    def record(self) -> dict[str, Any]:
+        """The failure as JSON: ``Failure(**record)`` reads it."""
+        return asdict(self)
+
+
+class Child:
+    """A process of this package at the other end of a pipe that carries one JSON object a line, both ways.
+
+    The child ends when its stdin does, so it never outlives this process; leaving the ``with`` block kills it.
+
+    Args:
+        module: Its ``main`` is run; it talks through :class:`Parent`.
+        variables: Environment variables beside ours.
+        shown: Its stderr is ours; otherwise the end of it is kept for :meth:`ended`.
+
+    Raises:
+        OSError: The process cannot be started.
+    """
+
+    def __init__(
+        self, module: str, variables: Mapping[str, str] = MappingProxyType({}), *, shown: bool = False
+    ) -> None:
+        # A file, because a pipe that nobody reads would fill up and block the child.
+        self._errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command(module), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if shown else self._errors,
+            text=True, env=environment() | dict(variables),
+        )  # fmt: skip
+
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self.kill()
+        with contextlib.suppress(OSError):  # what a dead child has not read cannot be flushed
+            self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+        self._errors.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """Ends the process at once."""
+        self._process.kill()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Sends one message; that the child is dead shows when its reply is received."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next message; None once the child has ended."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        return dict(json.loads(line)) if line.endswith("\n") else None
+
+    def ended(self) -> tuple[int, str]:
+        """Waits for the end: the return code, and ``was killed by SIGKILL: `` with the end of the child's stderr."""
+        code = self._process.wait()
+        self._errors.seek(0)
+        said = self._errors.read()[-SAID:].strip() or "nothing was printed"
+        return code, f"{ending(code)}: {said}"
+
+
+class Parent:
+    """The other end of :class:`Child`, in the process that it started: messages from stdin, replies to stdout.
+
+    Whatever else writes to stdout writes to stderr from now on. When stdin ends this process does, at once and in the
+    middle of its work: whoever started it has all replies, or is gone.
+    """
+
+    def __init__(self) -> None:
+        self._replies = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+        self._messages: SimpleQueue[str] = SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in sys.stdin:
+            self._messages.put(line)
+        os._exit(0)
+
+    def receive(self) -> dict[str, Any]:
+        """Waits for the next message."""
+        return dict(json.loads(self._messages.get()))
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Sends one message."""
+        self._replies.write(json.dumps(message) + "\n")
+        self._replies.flush()
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -26,6 +158,12 @@ def environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("JAX_") or name in INHERITED}
     paths = [*(path for path in sys.path if path), str(Path(ling3export.__file__).parents[1])]
     return {**kept, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+def free_port() -> int:
+    """A port of this machine's loopback device that was free a moment ago."""
+    with contextlib.closing(socket.create_server((LOOPBACK, 0))) as server:
+        return int(server.getsockname()[1])
 
 
 def ending(code: int) -> str:

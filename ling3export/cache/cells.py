@@ -1,8 +1,12 @@
-"""The cache's first level, in the build's own process: a cell whose fields are known is neither traced nor compiled."""
+"""The two levels of the cache: cells, looked up by the build, and compiled programs, looked up by its workers.
+
+A cell whose fields are known is neither traced nor compiled. Where sources of the model changed and what they lower to
+did not, the second level answers: the lowered program was compiled before and is not compiled again.
+"""
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +14,40 @@ from ling3export.artifacts.files import try_writing, writing
 from ling3export.artifacts.manifest import sha256_of
 from ling3export.cache.explain import explain
 from ling3export.cache.keys import cell_fields
-from ling3export.cache.programs import CELL, COMPILED, PROGRAM
 from ling3export.cache.store import KINDS, Cache, Entry, Say, entries
 from ling3export.cache.use import CacheUse, lease
 from ling3export.model.config import Config
 from ling3export.plan.plan import Cell, Plan
 
 SUFFIXES = ("stablehlo", "exec")
+COMPILED, PROGRAM, CELL = "compiler", "program cache", "cache"  # where a program came from
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a compiling process made of a lowered program, or found in the cache.
+
+    Attributes:
+        data: The serialized executable.
+        record: The manifest fields that describe it.
+        origin: ``from`` (COMPILED or PROGRAM), and the program's key, ``program``.
+    """
+
+    data: bytes
+    record: dict[str, Any]
+    origin: dict[str, str]
+
+
+def compiled_program(
+    cache: Cache, fields: dict[str, Any], compile_it: Callable[[], tuple[bytes, dict[str, Any]]]
+) -> Program:
+    """The program of ``fields``: its original bytes from the cache, or compiled now and then kept."""
+    key = sha256_of(fields)
+    if entry := cache.read("programs", key):
+        return Program(entry.data["exec"], entry.record, {"from": PROGRAM, "program": key})
+    data, record = compile_it()
+    cache.write("programs", fields, record, {"exec": data})
+    return Program(data, record, {"from": COMPILED, "program": key})
 
 
 class Cells:
@@ -25,25 +56,16 @@ class Cells:
     Args:
         use: How.
         say: Told of misses (with ``explain``), broken entries and failed writes.
+
+    Attributes:
+        use: The same; ``use.writes`` says whether the next build finds what this one makes.
     """
 
     def __init__(self, use: CacheUse, say: Say) -> None:
-        self._use, self._say = use, say
-        self._cache = Cache(use.where, say, reads=use.reads, writes=use.writes)
+        self.use, self._say = use, say
+        self._cache = Cache.of(use, say)
         # Before this build adds its own: those would explain nothing.
         self._known: list[Entry] = list(entries(use.where, "cells")) if use.explain else []
-
-    @property
-    def job(self) -> dict[str, Any] | None:
-        """What a compiling process needs to know."""
-        if not self._use.reads and not self._use.writes:
-            return None
-        return {"folder": str(self._use.where), "reads": self._use.reads, "writes": self._use.writes}
-
-    @property
-    def kept(self) -> bool:
-        """Whether the next build finds what this one makes."""
-        return self._use.writes
 
     def fetch(self, config: Config, plan: Plan, cell: Cell, folder: Path) -> dict[str, Any] | None:
         """Puts a cell's files into ``folder`` and returns its record; None if they have to be made.
@@ -54,7 +76,7 @@ class Cells:
         fields = cell_fields(config, plan, cell)
         key = sha256_of(fields)
         entry = self._cache.read("cells", key)
-        if self._use.explain:
+        if self.use.explain:
             self._say(f"{plan.target.name} {cell.name}: {self._why(fields, entry)}")
         if entry is None:
             return None
@@ -69,7 +91,7 @@ class Cells:
         """Keeps what a compiling process has just put into ``folder``; returns the record with its key."""
         fields = cell_fields(config, plan, cell)
         whole = record | {"origin": {**record["origin"], "key": sha256_of(fields)}}
-        if self._use.writes:
+        if self.use.writes:
             data = {suffix: (folder / f"{cell.name}.{suffix}").read_bytes() for suffix in SUFFIXES}
             self._cache.write("cells", fields, whole, data)
         return whole
@@ -82,8 +104,8 @@ class Cells:
     def _why(self, fields: dict[str, Any], entry: Entry | None) -> str:
         if entry is not None:
             return "from the cache"
-        if not self._use.reads:
-            return f"made anew: --cache {self._use.policy}"
+        if not self.use.reads:
+            return f"made anew: --cache {self.use.policy}"
         return f"not in the cache: {explain(fields, self._known)}"
 
 

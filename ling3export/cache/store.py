@@ -66,6 +66,11 @@ class Cache:
     def __init__(self, folder: Path, say: Say, *, reads: bool = True, writes: bool = True) -> None:
         self.folder, self._say, self._reads, self._writes = folder, say, reads, writes
 
+    @classmethod
+    def of(cls, use: CacheUse, say: Say) -> "Cache":
+        """The cache as ``use`` says."""
+        return cls(use.where, say, reads=use.reads, writes=use.writes)
+
     def path(self, kind: str, key: str) -> Path:
         """Where an entry is, or would be."""
         return self.folder / kind / f"{key}.json"

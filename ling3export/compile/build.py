@@ -7,11 +7,13 @@ stands; a kill at any moment leaves nothing that looks whole.
 import json
 import platform
 import shutil
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import ling3export
@@ -23,9 +25,9 @@ from ling3export.cache.keys import fingerprint, state_abi, toolchain
 from ling3export.cache.use import DEFAULT_USE, CacheUse
 from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.checkpoint.convert import DTYPES, convert, store_bytes, stored_dtype
-from ling3export.compile.failed import forget_failure, note_failure
-from ling3export.compile.matrix import COLUMNS, check, compile_all, outcome_rows
-from ling3export.compile.pool import Compilers
+from ling3export.compile.matrix import COLUMNS, outcome_rows
+from ling3export.compile.pool import Compilers, Outcome, check, compile_all
+from ling3export.compile.replay import Request, forget_failure, note_failure
 from ling3export.errors import ArtifactError, CheckpointError
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK
@@ -35,6 +37,7 @@ from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, make_plans
 from ling3export.plan.targets import Target
 from ling3export.plan.toolchain import check_toolchain
+from ling3export.pricing.recorded import score_paddings
 from ling3export.runners.text.tokenizer import TokenizerFiles
 from ling3export.verify.measure import measure_apart
 from ling3export.verify.vectors import PATH as VECTORS_PATH
@@ -42,6 +45,8 @@ from ling3export.verify.vectors import write_vectors
 
 # Of a cell: its receipts are in the manifest, or there is no machine here that could run it.
 COMPILED, NOT_EXECUTED = "compiled", "compiled, not executed"
+# What sized the pools, so that a target that is added later is sized alike.
+SIZING = ("memory_fraction", "state_memory")
 DEMO = Path(ling3export.__file__).parent / "demo"
 
 
@@ -88,71 +93,127 @@ def build(
     """
     source = Checkpoint.open(checkpoint, ignore=ignore)
     _check_tokenizer(source)
-    plans = make_plans(source.config, options)
-    for plan in plans:
-        check_toolchain(plan.target)
-        for note in plan.named_notes:
-            report.note(note)
+    plans = announced(make_plans(source.config, options), report)
+    request = Request(json.loads((source.path / "config.json").read_bytes()), tuple(ignore), options)
     with staged(artifact, force=force) as folder, opened(cache, report.note) as cells:
-        body = _fill(folder, artifact, source, plans, options, report, ignore, cells)
-        report.note(summary(body["targets"], cache))
-        manifest = write_manifest(folder, body)
-        forget_failure(artifact)
-        return manifest
-
-
-def _fill(
-    folder: Path, artifact: Path, source: Checkpoint, plans: list[Plan], options: Options, report: Reporter,
-    ignore: Sequence[str], cells: Cells,
-) -> dict[str, Any]:  # fmt: skip
-    """Writes every file but the manifest, and returns the manifest's fields."""
-    raw = json.loads((source.path / "config.json").read_bytes())
-    tokenizer = _copy_tokenizer(folder, source)
-    compilers = []
-    for plan in plans:
-        programs = folder / "programs" / plan.target.name
-        programs.mkdir(parents=True)
-        compilers.append(Compilers(plan, raw, ignore, programs, options.jobs, cells))
-    report.start("programs", sum(len(plan.cells) for plan in plans))
-    with ThreadPoolExecutor(1) as pool:
-        compiled = pool.submit(compile_all, plans, compilers, lambda: report.advance("programs", 1))
-        try:
+        tokenizer = _copy_tokenizer(folder, source)
+        with compiling(artifact, request, plans, folder, cells, report) as compiled:
             weights = write_weights(folder, source, options.dtype, report)
             context = min(min(plan.context, plan.geometry.pages * plan.geometry.page_size) for plan in plans)
             report.start("vectors", 1)
             vectors = write_vectors(source.config, source.tensor, folder, context, options.dtype)
             report.advance("vectors", 1)
-            outcomes = compiled.result()
+            outcomes = compiled()
+        knobs = {name: getattr(options, name) for name in SIZING}
+        body: dict[str, Any] = {
+            "producer": {"ling3export": metadata.version("ling3export"), "python": platform.python_version()},
+            "source": {"name": source.path.resolve().name, "digests": source.digests()},
+            "config": source.config.semantic() | {"eos_token_id": list(source.config.eos_token_ids)},
+            "plan": plans[0].record() | knobs,
+            "targets": {},
+            "weights": weights,
+            "vectors": vectors | {"expected": file_record(folder, VECTORS_PATH), "receipts": {}},
+            "tokenizer": tokenizer,
+            "notes": [],
+        }
+        manifest = complete(folder, body, source.config, outcomes, report)
+        report.note(summary(manifest["targets"], cache))
+        forget_failure(artifact)
+        return manifest
+
+
+def announced(plans: list[Plan], report: Reporter) -> list[Plan]:
+    """``plans``, whose compilers are installed; what was chosen for them is told.
+
+    Raises:
+        PlanError: A compiler is missing, or is not the one that belongs to the jax that is installed.
+    """
+    for plan in plans:
+        check_toolchain(plan.target)
+        for note in plan.named_notes:
+            report.note(note)
+    return plans
+
+
+@contextmanager
+def compiling(
+    artifact: Path, request: Request, plans: Sequence[Plan], folder: Path, cells: Cells, report: Reporter,
+    taken: Mapping[str, Mapping[str, dict[str, Any]]] = MappingProxyType({}),
+) -> Iterator[Callable[[], list[Outcome]]]:  # fmt: skip
+    """Compiles the cells of every plan while the block does other work; an exception in the block ends the compilers.
+
+    Args:
+        artifact: What is being built; a failure is noted beside it.
+        request: What was asked for.
+        plans: One a target.
+        folder: Gets ``programs/TARGET/`` for every target that has no such folder yet.
+        cells: The cache.
+        report: Told of every cell; shown the table of a build in which one failed.
+        taken: By target the records of cells whose files are in the folder already.
+
+    Yields:
+        A function that waits for the outcomes. It raises a PlanError where a cell failed or does not fit a device, and
+        an ArtifactError where the disk is full.
+    """
+    compilers = []
+    for plan in plans:
+        programs = folder / "programs" / plan.target.name
+        programs.mkdir(parents=True, exist_ok=True)
+        there = taken.get(plan.target.name, {})
+        job = (plan, request.config, request.ignore, programs, request.options.jobs, cells)
+        compilers.append(Compilers(*job, taken=there))
+    report.start("programs", sum(len(plan.cells) for plan in plans))
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(compile_all, compilers, lambda: report.advance("programs", 1))
+
+        def finished() -> list[Outcome]:
+            outcomes, config = future.result(), Config.from_dict(request.config, ignore=request.ignore)
             if any(outcome.failures for outcome in outcomes):
                 report.table(COLUMNS, outcome_rows(folder, outcomes))
-            check(source.config, outcomes, cells.kept, lambda: note_failure(artifact, raw, ignore, options, outcomes))
-        except BaseException:
-            _stop(compilers, compiled)
+            check(config, outcomes, cells.use.writes, lambda: note_failure(artifact, request, outcomes))
+            return outcomes
+
+        try:
+            yield finished
+        except BaseException:  # so that the compilers' thread can be joined
+            for each in compilers:
+                each.stop()
+            future.cancel()
             raise
-    body: dict[str, Any] = {
-        "producer": {
-            "ling3export": metadata.version("ling3export"),
-            **{name: version for plan in plans for name, version in toolchain(plan.target).items()},
-            "python": platform.python_version(),
-        },
-        "source": {"name": source.path.resolve().name, "digests": source.digests()},
-        "config": source.config.semantic() | {"eos_token_id": list(source.config.eos_token_ids)},
-        "plan": plans[0].record() | {"targets": [plan.target.name for plan in plans], **knobs_of(options)},
-        "targets": {
-            each.plan.target.name: target_record(folder, source.config, each.plan, each.records) for each in outcomes
-        },
-        "weights": weights,
-        "vectors": vectors | {"expected": file_record(folder, VECTORS_PATH)},
-        "tokenizer": tokenizer,
-        "notes": [note for plan in plans for note in plan.named_notes],
-    }
-    body["vectors"]["receipts"] = receipts(folder, body, plans, report)
-    return body
 
 
-def knobs_of(options: Options) -> dict[str, Any]:
-    """What sized the pools, so that a target that is added later is sized alike."""
-    return {"memory_fraction": options.memory_fraction, "state_memory": options.state_memory}
+def complete(
+    folder: Path, body: dict[str, Any], config: Config, outcomes: Sequence[Outcome], report: Reporter,
+    programs: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:  # fmt: skip
+    """Adds compiled targets to a manifest, runs the vectors through what runs here, and writes it.
+
+    Args:
+        folder: The artifact's folder, every other file in place.
+        body: The manifest's fields; a target of the same name is replaced.
+        config: The model.
+        outcomes: The targets.
+        report: Told of the receipts.
+        programs: By target the name of its folder in ``programs/``, where that is not the target's.
+
+    Returns:
+        The manifest as written.
+
+    Raises:
+        ArtifactError: A cell differs from its expectation by more than its tolerance, does not run, or the disk is
+            full.
+    """
+    for outcome in outcomes:
+        name, plan = outcome.plan.target.name, outcome.plan
+        path = f"programs/{programs.get(name, name)}"
+        body["targets"][name] = target_record(folder, config, plan, outcome.records, path)
+        body["vectors"]["receipts"].pop(name, None)
+        body["producer"] = {**toolchain(plan.target), **body["producer"]}
+        body["notes"] = [*(note for note in body["notes"] if not note.startswith(f"{name}: ")), *plan.named_notes]
+    body["plan"]["targets"] = list(body["targets"])
+    body["plan"]["score_paddings"] = list(score_paddings(next(iter(body["targets"].values()))))
+    body["vectors"]["receipts"] |= receipts(folder, body, [outcome.plan for outcome in outcomes], report)
+    return write_manifest(folder, body)
 
 
 def _check_tokenizer(source: Checkpoint) -> None:
@@ -169,13 +230,6 @@ def _check_tokenizer(source: Checkpoint) -> None:
             files.tokenizer("text")
     except ArtifactError as error:
         raise CheckpointError(error.message, "repair the file, or remove it: token ids work without") from error
-
-
-def _stop(compilers: list[Compilers], compiled: "Future[Any]") -> None:
-    """Ends the compilers, so that their thread can be joined."""
-    for each in compilers:
-        each.stop()
-    compiled.cancel()
 
 
 def write_weights(folder: Path, source: Checkpoint, dtype: str, report: Reporter) -> dict[str, Any]:
@@ -206,7 +260,7 @@ def _copy_tokenizer(folder: Path, source: Checkpoint) -> list[dict[str, Any]]:
 
 
 def target_record(
-    folder: Path, config: Config, plan: Plan, cells: dict[str, dict[str, Any]], programs: str | None = None
+    folder: Path, config: Config, plan: Plan, cells: dict[str, dict[str, Any]], programs: str
 ) -> dict[str, Any]:
     """What the manifest says of one target, whose programs lie in ``programs`` of the artifact's folder."""
     # Imported here: the specs are jax's, and nothing else of a build needs jax in this process.
@@ -214,7 +268,6 @@ def target_record(
     from ling3export.model.program import parameter_spec, state_spec
 
     geometry, target = plan.geometry, plan.target
-    programs = programs or f"programs/{target.name}"
     named = {}
     for cell in sorted(plan.cells, key=lambda cell: (cell.phase, cell.padding)):
         files = {

@@ -1,36 +1,43 @@
 """``build --into ARTIFACT``: more targets for an artifact that is there, over the weights that it has.
 
-Programs need the configuration alone, which the manifest has; a checkpoint is only compared. Files are added first,
-under names that no manifest knows yet, then the manifest is replaced by rename: killed at any moment, the artifact
-loads as before or with the new targets. What a killed addition leaves is removed by the next.
+Programs need the configuration alone, which the manifest has; a checkpoint is only compared. What the manifest names is
+checked first: no new one vouches for damaged files. Files are added under names that no manifest knows yet, then the
+manifest is replaced by rename: killed at any moment, the artifact loads as before or with the new targets. What a
+killed addition leaves is removed by the next.
+
+With ``--score-paddings`` a target that is there gets score programs besides: it is replaced by one that has the same
+programs and more. What it had is copied byte by byte, and only what is missing is compiled; so it must have been made
+by the same sources and compilers, or it is refused.
 """
 
 import copy
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.files import sync_folder, sync_tree, try_writing, writing
-from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manifest
+from ling3export.artifacts.manifest import MANIFEST, read_checked, read_manifest
 from ling3export.artifacts.staging import adding
-from ling3export.cache.cells import Cells, opened, summary
-from ling3export.cache.keys import toolchain
+from ling3export.cache.cells import opened, summary
+from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.cache.use import DEFAULT_USE, CacheUse
 from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.checkpoint.convert import store_bytes
 from ling3export.checkpoint.same_weights import differing_tensors
-from ling3export.compile.build import Reporter, receipts, target_record
-from ling3export.compile.failed import forget_failure, note_failure
-from ling3export.compile.matrix import COLUMNS, Outcome, check, compile_all, outcome_rows
-from ling3export.compile.pool import Compilers
-from ling3export.compile.score_into import Extending, extended
+from ling3export.compile.build import SIZING, Reporter, announced, compiling, complete
+from ling3export.compile.pool import Outcome
+from ling3export.compile.replay import Request, forget_failure
 from ling3export.errors import CheckpointError, PlanError, listed
-from ling3export.plan.options import SHARED, Options
+from ling3export.model.geometry import CHUNK
+from ling3export.plan.options import SHARED, Options, check_paddings
 from ling3export.plan.plan import Plan, make_plans
-from ling3export.plan.toolchain import check_toolchain
-from ling3export.pricing.recorded import config_fields, config_of, options_of, score_paddings
+from ling3export.pricing.recorded import config_fields, config_of, options_of, plan_of
+from ling3export.verify.verify import check_digests
+
+SCORE = "--score-paddings"
+MANIFEST_FIELDS = ("status", "stablehlo", "exec")  # of a cell, which no compiler's record has
 
 
 def add_targets(
@@ -61,23 +68,23 @@ def add_targets(
         if checkpoint is not None:
             _check_source(Checkpoint.open(checkpoint, ignore=ignore), manifest, artifact, report)
         _check_shared(options, given, manifest, artifact)
-        recorded = {name: manifest["plan"][name] for name in ("memory_fraction", "state_memory") if name not in given}
+        recorded = {name: manifest["plan"][name] for name in SIZING if name not in given}
         options = replace(options_of(manifest, options), **recorded)
-        plans = _plans(artifact, manifest, options, given, force)
-        for plan in plans:
-            check_toolchain(plan.target)
-            for note in plan.named_notes:
-                report.note(note)
+        plans = announced(_plans(artifact, manifest, options, given, force), report)
+        check_digests(artifact, manifest)
         _remove_unnamed(artifact, manifest)
-        outcomes = _compile(staging, artifact, manifest, plans, options, report, cells, force)
+        there = {} if force else {name: target["cells"] for name, target in manifest["targets"].items()}
+        taken = {plan.target.name: _copied(artifact, staging, plan, there.get(plan.target.name, {})) for plan in plans}
+        request = Request(config_fields(manifest), (), options)
+        with compiling(artifact, request, plans, staging, cells, report, taken) as compiled:
+            outcomes = compiled()
         written = _take_in(staging, artifact, manifest, outcomes, report)
-        names = [plan.target.name for plan in plans]
         made = {
-            name: {c: row for c, row in written["targets"][name]["cells"].items() if force or c not in there}
-            for name in names for there in [manifest["targets"].get(name, {"cells": {}})["cells"]]
-        }  # fmt: skip
-        report.note(summary({name: written["targets"][name] | {"cells": new} for name, new in made.items()}, cache))
-        return written, names
+            name: {"cells": {c: row for c, row in written["targets"][name]["cells"].items() if c not in records}}
+            for name, records in taken.items()
+        }
+        report.note(summary(made, cache))
+        return written, list(taken)
 
 
 def _check_writable(artifact: Path) -> None:
@@ -145,62 +152,71 @@ def _check_shared(options: Options, given: set[str], manifest: dict[str, Any], a
             )
 
 
-def _compile(
-    staging: Path, artifact: Path, manifest: dict[str, Any], plans: Sequence[Plan], options: Options, report: Reporter,
-    cells: Cells, force: bool,
-) -> list[Outcome]:  # fmt: skip
-    raw, config = config_fields(manifest), config_of(manifest)
-    compilers: list[Compilers] = []
-    for plan in plans:
-        programs = staging / "programs" / plan.target.name
-        programs.mkdir(parents=True)
-        job = (plan, raw, (), programs, options.jobs, cells)
-        there = manifest["targets"].get(plan.target.name)
-        if there is not None and not force:
-            compilers.append(Extending(*job, artifact=artifact, cells=there["cells"]))
-        else:
-            compilers.append(Compilers(*job))
-    report.start("programs", sum(len(plan.cells) for plan in plans))
-    try:
-        outcomes = compile_all(plans, compilers, lambda: report.advance("programs", 1))
-    except BaseException:
-        for each in compilers:
-            each.stop()
-        raise
-    if any(outcome.failures for outcome in outcomes):
-        report.table(COLUMNS, outcome_rows(staging, outcomes))
-    check(config, outcomes, cells.kept, lambda: note_failure(artifact, raw, (), options, outcomes))
-    return outcomes
+def extended(manifest: dict[str, Any], name: str, paddings: Sequence[int]) -> Plan:
+    """The plan of a target that is there, with more score programs.
+
+    Args:
+        manifest: The artifact's.
+        name: The target.
+        paddings: Token slots of the new programs.
+
+    Raises:
+        PlanError: It has them already, or was built by other sources or compilers than these.
+    """
+    plan, record = plan_of(manifest, name), manifest["targets"][name]
+    check_paddings(paddings, SCORE, CHUNK)
+    if doubled := [str(padding) for padding in paddings if padding in plan.score_paddings]:
+        raise PlanError(f"{SCORE}: expected paddings that `{name}` does not have, found {listed(doubled)} in it")
+    wanted, here = record["toolchain"], toolchain(plan.target)
+    changed = [f"{package} {wanted[package]}, here {here.get(package)}" for package in wanted
+               if wanted[package] != here.get(package)]  # fmt: skip
+    if not changed and fingerprint(config_of(manifest), plan) != record["fingerprint"]:
+        changed = ["other sources of the model or of the lowering, or other flags"]
+    if changed:
+        raise PlanError(
+            f"{SCORE}: expected `{name}` built with what builds here, found {listed(changed)}",
+            f"build all its programs again: --target {record['target']}@{record['tp']} --force",
+        )
+    return replace(plan, score_paddings=tuple(sorted({*plan.score_paddings, *paddings})))
+
+
+def _copied(
+    artifact: Path, staging: Path, plan: Plan, cells: Mapping[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Copies the programs that a target has; returns their records as a compiler gives them.
+
+    Raises:
+        ArtifactError: A program that is there is damaged, or the disk is full.
+    """
+    folder = staging / "programs" / plan.target.name
+    folder.mkdir(parents=True)
+    for name, record in cells.items():
+        for tier in ("stablehlo", "exec"):
+            data, path = read_checked(artifact, record[tier]), folder / f"{name}.{tier}"
+            with writing(path, len(data)):
+                path.write_bytes(data)
+    return {
+        name: {key: value for key, value in record.items() if key not in MANIFEST_FIELDS}
+        for name, record in cells.items()
+    }
 
 
 def _take_in(
     staging: Path, artifact: Path, manifest: dict[str, Any], outcomes: Sequence[Outcome], report: Reporter
 ) -> dict[str, Any]:
     """Moves the programs in, runs what runs here, and replaces the manifest."""
-    config, body = config_of(manifest), copy.deepcopy(manifest)
     sync_tree(staging)
-    moved: list[Path] = []
+    moved: dict[str, str] = {}
     try:
-        for outcome in outcomes:
-            name = outcome.plan.target.name
-            programs = artifact / "programs" / _free_name(artifact, name)
-            (staging / "programs" / name).rename(programs)
-            moved.append(programs)
-            record = target_record(artifact, config, outcome.plan, outcome.records, f"programs/{programs.name}")
-            body["targets"][name] = record
-            body["vectors"]["receipts"].pop(name, None)
-            body["producer"] = {**toolchain(outcome.plan.target), **body["producer"]}
-            others = [note for note in body["notes"] if not note.startswith(f"{name}: ")]
-            body["notes"] = [*others, *outcome.plan.named_notes]
-        body["plan"]["targets"] = list(body["targets"])
-        body["plan"]["score_paddings"] = list(score_paddings(next(iter(body["targets"].values()))))
-        body["vectors"]["receipts"] |= receipts(artifact, body, [outcome.plan for outcome in outcomes], report)
+        for name in (outcome.plan.target.name for outcome in outcomes):
+            moved[name] = _free_name(artifact, name)
+            (staging / "programs" / name).rename(artifact / "programs" / moved[name])
         sync_folder(artifact / "programs")
-        written = write_manifest(artifact, body)
+        written = complete(artifact, copy.deepcopy(manifest), config_of(manifest), outcomes, report, moved)
     except BaseException:
         if read_manifest(artifact)["sha256"] == manifest["sha256"]:
-            for programs in moved:
-                shutil.rmtree(programs, ignore_errors=True)
+            for programs in moved.values():
+                shutil.rmtree(artifact / "programs" / programs, ignore_errors=True)
         raise
     forget_failure(artifact)
     _remove_unnamed(artifact, written)

@@ -1,25 +1,40 @@
-"""Cells of one target, compiled side by side by worker processes."""
+"""The cells of every target, compiled side by side by worker processes; one that fails loses none of the others."""
 
 import contextlib
-import json
 import os
-import subprocess
-import tempfile
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import IO, Any
+from types import MappingProxyType
+from typing import Any
 
 from ling3export.cache.cells import Cells
 from ling3export.cache.use import CacheUse
-from ling3export.errors import Ling3Error, PlanError
+from ling3export.compile.worker import MODULE, Job
+from ling3export.errors import ArtifactError, Ling3Error, PlanError
 from ling3export.model.config import Config
 from ling3export.plan.plan import Cell, Plan
-from ling3export.processes import command, ending, environment
+from ling3export.pricing.memory import check_memory
+from ling3export.processes import Child, Failure
 
 Done = Callable[[Cell, dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a target's cells.
+
+    Attributes:
+        plan: The target's plan.
+        records: The manifest record of each cell that was built, by name.
+        failures: Why each of the others was not, by name.
+    """
+
+    plan: Plan
+    records: dict[str, dict[str, Any]]
+    failures: dict[str, Failure]
 
 
 def default_jobs(cells: int) -> int:
@@ -28,7 +43,7 @@ def default_jobs(cells: int) -> int:
 
 
 class Compilers:
-    """Worker processes that take cells from one queue until it is empty.
+    """Worker processes that take the cells of one target from one queue until it is empty.
 
     Args:
         plan: Says the target and the geometry.
@@ -37,144 +52,140 @@ class Compilers:
         folder: Where the programs are written.
         jobs: Processes; None is one a core.
         cells: The cache; what it has is not compiled. None uses none.
+        taken: Records of cells whose files are in ``folder`` already.
         shown: The workers' stderr is ours; else its end is kept, for the message of one that dies.
     """
 
     def __init__(
         self, plan: Plan, config: dict[str, Any], ignore: Sequence[str], folder: Path, jobs: int | None,
-        cells: Cells | None = None, shown: bool = False,
+        cells: Cells | None = None, *, taken: Mapping[str, dict[str, Any]] = MappingProxyType({}), shown: bool = False,
     ) -> None:  # fmt: skip
-        self._plan, self._folder = plan, folder
+        self.plan = plan
         self._cells = Cells(CacheUse("off"), lambda text: None) if cells is None else cells
         self._config = Config.from_dict(config, ignore=tuple(ignore))
-        self._job = {
-            "target": asdict(plan.target),
-            "geometry": asdict(plan.geometry),
-            "config": config,
-            "ignore": list(ignore),
-            "folder": str(folder),
-            "cache": self._cells.job,
-        }
-        self._jobs = jobs
-        self._shown = shown
-        self._workers: list[_Worker] = []
+        self._job = Job(plan.target, plan.geometry, config, tuple(ignore), folder, self._cells.use)
+        self._jobs, self._taken, self._shown = jobs, taken, shown
+        self._workers: list[Child] = []
         self._stopped = False
         self._lock = threading.Lock()
 
-    def run(self, cells: Sequence[Cell], done: Done) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-        """Compiles every cell; one that fails does not stop the others.
+    def run(self, cells: Sequence[Cell], done: Done) -> Outcome:
+        """Compiles every cell that is not taken; one that fails does not stop the others.
 
         Args:
             cells: In the order in which they start.
-            done: Called from a worker's thread as each cell ends well.
-
-        Returns:
-            By name, the record of each cell that was built, and ``error`` and ``hint`` of each that was not.
+            done: Called, from a worker's thread too, as each cell ends well.
         """
         waiting: SimpleQueue[Cell] = SimpleQueue()
+        outcome = Outcome(self.plan, {}, {})
         for cell in cells:
-            waiting.put(cell)
-        replies: dict[Cell, dict[str, Any]] = {}
-        count = default_jobs(len(cells)) if self._jobs is None else max(1, min(self._jobs, len(cells)))
-        if self._plan.target.autotuned:
+            if cell.name in self._taken:
+                outcome.records[cell.name] = self._taken[cell.name]
+                done(cell, self._taken[cell.name])
+            else:
+                waiting.put(cell)
+        count = default_jobs(waiting.qsize()) if self._jobs is None else max(1, min(self._jobs, waiting.qsize()))
+        if self.plan.target.autotuned:
             count = 1  # kernels are timed on the one card
-        threads = [threading.Thread(target=self._serve, args=(waiting, replies, done)) for _ in range(count)]
+        threads = [threading.Thread(target=self._serve, args=(waiting, outcome, done)) for _ in range(count)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        built = {cell.name: reply["record"] for cell, reply in replies.items() if "record" in reply}
-        failed = {cell.name: reply for cell, reply in replies.items() if "error" in reply}
-        return built, {} if self._stopped else failed
+        return Outcome(self.plan, outcome.records, {}) if self._stopped else outcome
 
     def stop(self) -> None:
         """Ends the workers at once."""
         with self._lock:
             self._stopped = True
             for worker in self._workers:
-                worker.process.kill()
+                worker.kill()
 
-    def _serve(self, waiting: "SimpleQueue[Cell]", replies: dict[Cell, dict[str, Any]], done: Done) -> None:
+    def _serve(self, waiting: "SimpleQueue[Cell]", outcome: Outcome, done: Done) -> None:
         """One worker's life: a fresh process when the last one died, a cell at a time."""
-        worker: _Worker | None = None
+        worker: Child | None = None
         with contextlib.ExitStack() as stack, contextlib.suppress(Empty):
             while not self._stopped:
                 cell = waiting.get_nowait()
+                record: dict[str, Any] | Failure | None
                 try:
-                    record = self._cells.fetch(self._config, self._plan, cell, self._folder)
+                    record = self._cells.fetch(self._config, self.plan, cell, self._job.folder)
                     if record is None:
-                        try:
-                            worker = self._alive(worker, stack)
-                        except OSError as error:
-                            raise PlanError(f"no compiling process could be started: {error}") from error
+                        worker = self._alive(worker, stack)
                         if worker is None:
                             break
-                        record = self._made(worker.ask(cell), cell, replies)
+                        record = self._made(worker, cell)
                 except Ling3Error as error:
-                    replies[cell] = {"error": error.message, "hint": error.hint, "kind": type(error).__name__}
+                    outcome.failures[cell.name] = Failure.of(error)
                     continue
-                if record is not None:
-                    replies[cell] = {"record": record}
+                if isinstance(record, Failure):
+                    outcome.failures[cell.name] = record
+                else:
+                    outcome.records[cell.name] = record
                     done(cell, record)
 
-    def _made(self, reply: dict[str, Any], cell: Cell, replies: dict[Cell, dict[str, Any]]) -> dict[str, Any] | None:
-        """The record of a cell that a worker made, kept in the cache; None, and its reply noted, if it failed."""
-        self._cells.say(reply.get("messages", []))
-        if "record" in reply:
-            return self._cells.keep(self._config, self._plan, cell, self._folder, reply["record"])
-        replies[cell] = reply
-        return None
+    def _made(self, worker: Child, cell: Cell) -> dict[str, Any] | Failure:
+        """The record of a cell that a worker makes now, kept in the cache; or why it failed."""
+        worker.send(asdict(cell))
+        reply = worker.receive()
+        if reply is None:
+            code, said = worker.ended()
+            hint = "if the memory was full: compile fewer at a time with --jobs" if code < 0 else None
+            return Failure(f"the compiling process {said}", hint)
+        if "failure" in reply:
+            return Failure(**reply["failure"])
+        self._cells.say(reply["messages"])
+        return self._cells.keep(self._config, self.plan, cell, self._job.folder, reply["record"])
 
-    def _alive(self, worker: "_Worker | None", stack: contextlib.ExitStack) -> "_Worker | None":
+    def _alive(self, worker: Child | None, stack: contextlib.ExitStack) -> Child | None:
         """``worker``, or a new one if it has died; None once the workers are stopped."""
         with self._lock:  # so that none starts behind `stop`
             if self._stopped:
                 return None
-            if worker is None or worker.process.poll() is not None:
-                worker = stack.enter_context(_Worker(self._job, self._shown))
+            if worker is None or not worker.alive:
+                try:
+                    worker = stack.enter_context(Child(MODULE, shown=self._shown))
+                except OSError as error:
+                    raise PlanError(f"no compiling process could be started: {error}") from error
+                worker.send({"job": self._job.record()})
                 self._workers.append(worker)
             return worker
 
 
-class _Worker:
-    """A process of ``ling3export/compile/worker.py``, and what is written to and read from it."""
+def compile_all(compilers: Sequence[Compilers], advance: Callable[[], None]) -> list[Outcome]:
+    """Builds every cell of every target, one target after the other; ``advance`` is called as each cell ends well."""
+    return [each.run(each.plan.cells, lambda cell, record: advance()) for each in compilers]
 
-    def __init__(self, job: dict[str, Any], shown: bool) -> None:
-        # A file, because a pipe that nobody reads would fill up and block the worker.
-        self._errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            command("ling3export.compile.worker"), stdin=pipe, stdout=pipe,
-            stderr=None if shown else self._errors, text=True, env=environment(),
-        )  # fmt: skip
-        self._send(job)
 
-    def __enter__(self) -> "_Worker":
-        return self
+def check(config: Config, outcomes: Sequence[Outcome], kept: bool, failed: Callable[[], None]) -> None:
+    """Refuses a build in which a cell failed, or whose cells a device cannot hold.
 
-    def __exit__(self, *exception: object) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        with contextlib.suppress(OSError):  # what a dead worker has not read cannot be flushed
-            self.process.stdin.close()
-        self.process.wait()
-        self.process.stdout.close()
-        self._errors.close()
+    Args:
+        config: The model.
+        outcomes: One a target.
+        kept: Whether the cells that were built are in the cache.
+        failed: Notes what was asked for; called if it is a cell's fault, and not the disk's.
 
-    def ask(self, cell: Cell) -> dict[str, Any]:
-        """The worker's reply: a ``record``, or an ``error`` with or without a ``hint``, also when it dies."""
-        assert self.process.stdout is not None
-        self._send({"phase": cell.phase, "padding": cell.padding})
-        line = self.process.stdout.readline()
-        if line.endswith("\n"):
-            return dict(json.loads(line))
-        code = self.process.wait()
-        self._errors.seek(0)
-        said = self._errors.read()[-400:].strip() or "nothing was printed"
-        hint = "if the memory was full: compile fewer at a time with --jobs" if code < 0 else None
-        return {"error": f"the compiling process {ending(code)}: {said}", "hint": hint}
-
-    def _send(self, message: dict[str, Any]) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # one that is dead is found when its reply is read
-            self.process.stdin.write(json.dumps(message) + "\n")
-            self.process.stdin.flush()
+    Raises:
+        PlanError: Names each failed cell with its reason, up to three.
+        ArtifactError: The disk is full.
+    """
+    failures = [(each.plan.target.name, *item) for each in outcomes for item in each.failures.items()]
+    if not failures:
+        for outcome in outcomes:
+            check_memory(config, outcome.plan, outcome.records)
+        return
+    several = len(outcomes) > 1
+    text = "; ".join(f"{f'{target} ' * several}{cell}: {failure.error}" for target, cell, failure in failures[:3])
+    count = sum(len(outcome.plan.cells) for outcome in outcomes)
+    message = f"programs: expected {count} cells to build, {len(failures)} did not: {text}"
+    hints = [failure.hint for _, _, failure in failures if failure.hint][:1]
+    if any(failure.kind == ArtifactError.__name__ for _, _, failure in failures):
+        raise ArtifactError(message, *hints)  # no room on the disk: nothing is left there
+    failed()
+    if len(failures) < count:
+        where = "are in the cache: the same build again takes them" if kept else "are lost without --cache on"
+        hints.append(f"the {count - len(failures)} others {where}")
+    target, cell, _ = failures[0]
+    hints.append(f"to build one alone and see all that its compiler says: --replay {f'{target}/' * several}{cell}")
+    raise PlanError(message, "; ".join(hints))

@@ -1,23 +1,25 @@
 """``build --replay CELL``: one cell again, alone, with everything that its compiler says.
 
-Of an artifact: the cell is built as its manifest says, in a folder of its own, and compared with what is recorded:
-bytes of the portable program, receipts. The artifact stays as it is. Of a build that failed: the cell is built as was
-asked for, and put into the cache if it succeeds, so that the same build again finds it.
+A cell of an artifact is built as the manifest says, in a folder of its own, and compared with what is recorded: bytes
+of the portable program, receipts. The artifact stays as it is. A cell of a build that failed is built as was asked for,
+and put into the cache if it succeeds, so that the same build again finds it; ``.NAME.ling3.failed.json`` beside the
+artifact that did not come to be says what was asked for.
 """
 
+import json
 import os
 import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ling3export.artifacts.files import replace_file
 from ling3export.artifacts.manifest import MANIFEST, file_record, read_checked, read_manifest
 from ling3export.cache.cells import Cells, opened
 from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.cache.use import CacheUse
-from ling3export.compile.failed import failed_path, read_failure
-from ling3export.compile.pool import Compilers
+from ling3export.compile.pool import Compilers, Outcome
 from ling3export.errors import ArtifactError, PlanError, listed
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
@@ -42,6 +44,54 @@ class Replayed:
     passed: bool
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a build was asked for: enough to build one of its cells again.
+
+    Attributes:
+        config: The content of config.json.
+        ignore: Its fields that were ignored on request.
+        options: The options of the build.
+    """
+
+    config: dict[str, Any]
+    ignore: tuple[str, ...]
+    options: Options
+
+
+def failed_path(artifact: Path) -> Path:
+    """Where a failed build of ``artifact`` is described."""
+    artifact = artifact.resolve()
+    return artifact.parent / f".{artifact.name}.failed.json"
+
+
+def note_failure(artifact: Path, request: Request, outcomes: Sequence[Outcome]) -> None:
+    """Describes a failed build of ``artifact``, whose lock is held, by rename."""
+    failed = {each.plan.target.name: list(each.failures) for each in outcomes}
+    replace_file(failed_path(artifact), json.dumps(asdict(request) | {"failed": failed}).encode())
+
+
+def read_failure(artifact: Path) -> tuple[Request, dict[str, list[str]]] | None:
+    """What a failed build of ``artifact`` was asked for, and the names of the cells that failed, by target.
+
+    None where the last build did not fail, or its description is damaged.
+    """
+    try:
+        record = json.loads(failed_path(artifact).read_bytes())
+        options: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in record["options"].items()
+        }
+        failed = {str(target): [str(cell) for cell in cells] for target, cells in record["failed"].items()}
+        return Request(dict(record["config"]), tuple(record["ignore"]), Options(**options)), failed
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def forget_failure(artifact: Path) -> None:
+    """Removes the description once a build succeeded."""
+    failed_path(artifact).unlink(missing_ok=True)
+
+
 def replayable(path: Path) -> bool:
     """Whether ``path`` is an artifact, or was to become one."""
     return (path / MANIFEST).is_file() or failed_path(path).is_file()
@@ -59,12 +109,13 @@ def replay(artifact: Path, text: str, cache: CacheUse) -> Replayed:
         ArtifactError: There is neither, or no such cell.
         PlanError: The cell does not build.
     """
-    failure = read_failure(artifact)
     target, _, cell = text.rpartition("/")
-    if failure is not None and (name := _failed(failure["failed"], target or None, cell)):
-        return _again(failure, name, cell, cache)
-    if failure is not None and not (artifact / MANIFEST).is_file():
-        return _again(failure, _target(_platforms(failure["failed"]), target or None), cell, cache)
+    if (failure := read_failure(artifact)) is not None:
+        request, failed = failure
+        if name := _failed(failed, target or None, cell):
+            return _again(request, name, cell, cache)
+        if not (artifact / MANIFEST).is_file():
+            return _again(request, _target(_platforms(failed), target or None), cell, cache)
     manifest = read_manifest(artifact)
     return _recorded(artifact, manifest, _target(manifest["targets"], target or None), cell)
 
@@ -74,7 +125,7 @@ def _platforms(names: Iterable[str]) -> dict[str, Any]:
     return {name: {"platform": name.partition("-")[0]} for name in names}
 
 
-def _failed(failed: dict[str, Any], target: str | None, cell: str) -> str | None:
+def _failed(failed: dict[str, list[str]], target: str | None, cell: str) -> str | None:
     """The target whose cell ``cell`` failed, if there is one that ``target`` may mean."""
     found = _platforms(name for name, cells in failed.items() if cell in cells)
     try:
@@ -95,7 +146,7 @@ def _target(targets: dict[str, Any], wanted: str | None) -> str:
 
 
 def _build(
-    plan: Plan, raw: dict[str, Any], ignore: list[str], cell: str, folder: Path, cells: Cells | None = None
+    plan: Plan, config: dict[str, Any], ignore: Sequence[str], cell: str, folder: Path, cells: Cells | None = None
 ) -> dict[str, Any]:
     """Builds one cell into ``folder``; its compiler's stderr is ours.
 
@@ -107,11 +158,11 @@ def _build(
         names = listed([each.name for each in plan.cells], 12)
         raise PlanError(f"--replay: expected a cell of {plan.target.name}: {names}; found `{cell}`")
     check_toolchain(plan.target)
-    built, failed = Compilers(plan, raw, ignore, folder, 1, cells, shown=True).run(found, lambda cell, record: None)
-    if cell in failed:
-        message = f"programs: expected {plan.target.name} {cell} to build, found: {failed[cell]['error']}"
-        raise PlanError(message, failed[cell].get("hint"))
-    return built[cell]
+    outcome = Compilers(plan, config, ignore, folder, 1, cells, shown=True).run(found, lambda cell, record: None)
+    if failure := outcome.failures.get(cell):
+        message = f"programs: expected {plan.target.name} {cell} to build, found: {failure.error}"
+        raise PlanError(message, failure.hint)
+    return outcome.records[cell]
 
 
 def _seconds(name: str, cell: str, record: dict[str, Any]) -> str:
@@ -119,20 +170,19 @@ def _seconds(name: str, cell: str, record: dict[str, Any]) -> str:
     return f"{name} {cell}: built in {lowered + compiled:.1f} s (lowered in {lowered:.1f}, compiled in {compiled:.1f})"
 
 
-def _again(failure: dict[str, Any], name: str, cell: str, cache: CacheUse) -> Replayed:
-    """Of a build that failed."""
-    config = Config.from_dict(failure["config"], ignore=failure["ignore"])
-    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in failure["options"].items()}
-    plan = next(plan for plan in make_plans(config, Options(**given)) if plan.target.name == name)
+def _again(request: Request, name: str, cell: str, cache: CacheUse) -> Replayed:
+    """A cell of a build that failed."""
+    config = Config.from_dict(request.config, ignore=request.ignore)
+    plan = next(plan for plan in make_plans(config, request.options) if plan.target.name == name)
     use = replace(cache, policy="redo" if cache.writes else "off")
     with opened(use, lambda text: None) as cells, tempfile.TemporaryDirectory() as folder:
-        record = _build(plan, failure["config"], failure["ignore"], cell, Path(folder), cells)
+        record = _build(plan, request.config, request.ignore, cell, Path(folder), cells)
     kept = "in the cache: the same build again takes it" if cache.writes else f"not kept: --cache {cache.policy}"
     return Replayed([_seconds(name, cell, record), kept], True)
 
 
 def _recorded(artifact: Path, manifest: dict[str, Any], name: str, cell: str) -> Replayed:
-    """Of an artifact."""
+    """A cell of an artifact."""
     plan, target = plan_of(manifest, name), manifest["targets"][name]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "programs" / "replayed"

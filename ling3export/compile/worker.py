@@ -1,26 +1,29 @@
-"""A process that lowers and compiles cells: jobs in on stdin, results out on stdout, one JSON object a line.
+"""The compiling process: a job first, then a cell a message, each answered with its manifest record or its failure.
 
-The first line describes the target, every further one names a cell. A process of its own because the number of virtual
-devices is fixed when jax starts, and because a compiler that dies must not take the build with it.
+A process of its own because the number of virtual devices is fixed when jax starts, and because a compiler that dies
+must not take the build with it. A cpu target of several hosts has more such processes: an executable holds the ids of
+the devices and which process has which, so it is compiled where they are so. One compiles for all; the others, its
+peers, have nothing to do but to be there.
 """
 
 import hashlib
-import json
 import os
-import sys
-import threading
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.files import writing
-from ling3export.cache.programs import Programs
-from ling3export.compile.peers import become_first
+from ling3export.cache.cells import Program, compiled_program
+from ling3export.cache.store import Cache
+from ling3export.cache.use import CacheUse
 from ling3export.errors import Ling3Error
+from ling3export.model.geometry import Geometry
+from ling3export.plan.plan import Cell
 from ling3export.plan.targets import Target
 from ling3export.plan.toolchain import compiler_environment
+from ling3export.processes import LOOPBACK, START_TIMEOUT, Child, Failure, Parent, free_port
+from ling3export.runners.hosts.service import Service, join
 from ling3export.runners.load.environment import prepare_cpu
 
 if TYPE_CHECKING:
@@ -28,28 +31,92 @@ if TYPE_CHECKING:
 
     from ling3export.compile.lower import Lowered
     from ling3export.model.config import Config
-    from ling3export.model.geometry import Geometry
+
+MODULE = "ling3export.compile.worker"
 
 
-def _prepare(job: dict[str, Any]) -> None:
-    target = Target(**job["target"])
+@dataclass(frozen=True)
+class Job:
+    """What a compiling process is told first.
+
+    Attributes:
+        target: The machine to compile for.
+        geometry: Parallelism, pools, dtype.
+        config: The content of config.json.
+        ignore: Its fields that are ignored on request.
+        folder: Where programs are written.
+        cache: How compiled programs of earlier builds are used.
+    """
+
+    target: Target
+    geometry: Geometry
+    config: dict[str, Any]
+    ignore: tuple[str, ...]
+    folder: Path
+    cache: CacheUse
+
+    def record(self) -> dict[str, Any]:
+        """The job as JSON."""
+        return asdict(self) | {"folder": str(self.folder), "cache": self.cache.record()}
+
+    @classmethod
+    def read(cls, record: dict[str, Any]) -> "Job":
+        """The job that :meth:`record` wrote."""
+        return cls(
+            Target(**record["target"]), Geometry(**record["geometry"]), record["config"], tuple(record["ignore"]),
+            Path(record["folder"]), CacheUse.read(record["cache"]),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What a peer is told: its ``number`` of ``processes``, the ``port`` where they meet, and how many ``devices`` it
+    has."""
+
+    port: int
+    processes: int
+    devices: int
+    number: int
+
+
+def join_peers(target: Target) -> list[object]:
+    """Makes this process the first of the target's and starts its peers. Call it before jax starts.
+
+    Returns:
+        What has to be kept for as long as the peers are needed.
+    """
+    port, devices = free_port(), target.tp // target.processes
+    service = Service(LOOPBACK, port, target.processes, grace=1)
+    peers = [Child(MODULE, shown=True) for _ in range(1, target.processes)]
+    for number, child in enumerate(peers, 1):
+        child.send({"peer": asdict(Peer(port, target.processes, devices, number))})
+    become(Peer(port, target.processes, devices, 0))
+    return [service, *peers]
+
+
+def become(peer: Peer) -> None:
+    """Joins the other processes of a cpu target; returns when all of them see each other's devices."""
+    prepare_cpu(peer.devices)
+    join(LOOPBACK, peer.port, peer.processes, peer.number, START_TIMEOUT)
+    import jax
+
+    jax.devices()
+
+
+def prepare(target: Target) -> list[object]:
+    """Sets this process up to compile for ``target``, before jax starts; what it returns has to be kept."""
     if target.chip is not None:
         os.environ.update(compiler_environment(target))
-        return
+        return []
     os.environ["JAX_PLATFORMS"] = target.platform
     if target.processes > 1:
-        become_first(target)
-    else:
-        prepare_cpu(target.tp)
+        return join_peers(target)
+    prepare_cpu(target.tp)
+    return []
 
 
-def _write(path: Path, data: bytes) -> None:
-    with writing(path, len(data)):
-        path.write_bytes(data)
-
-
-def run_cell(job: dict[str, Any], phase: str, padding: int) -> dict[str, Any]:
-    """Lowers and compiles one cell into the artifact's folder.
+def run_cell(job: Job, cell: Cell) -> dict[str, Any]:
+    """Lowers and compiles one cell into the job's folder.
 
     Returns:
         ``record`` for the manifest, files undigested, with its ``origin``: whether the program was compiled or came
@@ -57,45 +124,44 @@ def run_cell(job: dict[str, Any], phase: str, padding: int) -> dict[str, Any]:
     """
     from ling3export.compile.lower import lower_cell
     from ling3export.model.config import Config
-    from ling3export.model.geometry import Geometry
     from ling3export.runners.load.pjrt import CompileCounter
 
-    events, programs = CompileCounter(), Programs(job["cache"])
-    config = Config.from_dict(job["config"], ignore=job["ignore"])
-    geometry, target = Geometry(**job["geometry"]), Target(**job["target"])
-    lowered = lower_cell(config, geometry, phase, padding, target.platform)
-    folder = Path(job["folder"])
-    name = f"{phase}@{padding}"
-    _write(folder / f"{name}.stablehlo", lowered.blob)
-    raw, compiled = _compiled(lowered, config, geometry, target, programs)
-    _write(folder / f"{name}.exec", raw)
-    origin = {**programs.origin, "traces": events.traces, "compiles": events.count}
-    return {"record": lowered.record | compiled | {"origin": origin}, "messages": programs.messages}
+    events, messages = CompileCounter(), list[str]()
+    config = Config.from_dict(job.config, ignore=job.ignore)
+    lowered = lower_cell(config, job.geometry, cell.phase, cell.padding, job.target.platform)
+    _write(job.folder / f"{cell.name}.stablehlo", lowered.blob)
+    program = _compiled(lowered, config, job, cell, Cache.of(job.cache, messages.append))
+    _write(job.folder / f"{cell.name}.exec", program.data)
+    origin = {**program.origin, "traces": events.traces, "compiles": events.count}
+    return {"record": lowered.record | program.record | {"origin": origin}, "messages": messages}
 
 
-def _compiled(
-    lowered: "Lowered", config: "Config", geometry: "Geometry", target: Target, programs: Programs
-) -> tuple[bytes, dict[str, Any]]:
+def _write(path: Path, data: bytes) -> None:
+    with writing(path, len(data)):
+        path.write_bytes(data)
+
+
+def _compiled(lowered: "Lowered", config: "Config", job: Job, cell: Cell, cache: Cache) -> Program:
     """The executable of a lowered cell and its record, from the cache or compiled now."""
     from ling3export.cache.keys import program_fields
     from ling3export.compile.lower import compile_cell, device_mesh
 
-    modules = {"portable": hashlib.sha256(lowered.blob).hexdigest()}
+    modules, target, geometry = {"portable": hashlib.sha256(lowered.blob).hexdigest()}, job.target, job.geometry
     if target.chip is None:
         mesh = device_mesh(geometry.tp)
-        fields = program_fields(target, modules, described(mesh), None)
-        return programs.compiled(fields, lambda: compile_cell(lowered, mesh))
+        fields = program_fields(target, modules, devices_of(mesh), None)
+        return compiled_program(cache, fields, lambda: compile_cell(lowered, mesh))
     from ling3export.compile.accelerators import compile_for, lower_for
 
-    cell = (config, geometry, lowered.record["phase"], lowered.record["padding"], target)
-    direct = lower_for(*cell)
-    priced = {"config": config.semantic(), "plan": asdict(geometry), "cell": cell[2:4]}
-    fields = program_fields(target, modules | {"direct": direct.digest}, described(direct.mesh), priced)
-    return programs.compiled(fields, lambda: compile_for(direct, *cell))
+    arguments = (config, geometry, cell.phase, cell.padding, target)
+    direct = lower_for(*arguments)
+    priced = {"config": config.semantic(), "plan": asdict(geometry), "cell": (cell.phase, cell.padding)}
+    fields = program_fields(target, modules | {"direct": direct.digest}, devices_of(direct.mesh), priced)
+    return compiled_program(cache, fields, lambda: compile_for(direct, *arguments))
 
 
-def described(mesh: "Mesh") -> dict[str, Any]:
-    """The devices that a program is compiled for."""
+def devices_of(mesh: "Mesh") -> dict[str, Any]:
+    """The devices that a program is compiled for, as its key names them."""
     devices = list(mesh.devices.flat)
     return {
         "kind": devices[0].device_kind,
@@ -104,42 +170,26 @@ def described(mesh: "Mesh") -> dict[str, Any]:
     }
 
 
-def _reply(job: dict[str, Any], cell: dict[str, Any]) -> dict[str, Any]:
+def _reply(job: Job, cell: Cell) -> dict[str, Any]:
     try:
-        return run_cell(job, cell["phase"], cell["padding"])
-    except Ling3Error as error:
-        return {"error": error.message, "hint": error.hint, "kind": type(error).__name__}
+        return run_cell(job, cell)
     except Exception as error:
-        traceback.print_exc()
-        return {"error": f"{type(error).__name__}: {error}"}
-
-
-def _lines() -> "SimpleQueue[str]":
-    """The lines of stdin, read ahead; this process ends at once when stdin does, in the middle of a cell too.
-
-    Whoever started it ends stdin when all cells are done; otherwise it was killed.
-    """
-    lines: SimpleQueue[str] = SimpleQueue()
-
-    def read() -> None:
-        for line in sys.stdin:
-            lines.put(line)
-        os._exit(0)
-
-    threading.Thread(target=read, daemon=True).start()
-    return lines
+        if not isinstance(error, Ling3Error):
+            traceback.print_exc()
+        return {"failure": Failure.of(error).record()}
 
 
 def main() -> None:
     """Serves cells until stdin ends."""
-    replies = sys.stdout
-    sys.stdout = sys.stderr  # nothing but replies may reach the pipe
-    lines = _lines()
-    job = json.loads(lines.get())
-    _prepare(job)
+    parent = Parent()
+    first = parent.receive()
+    if "peer" in first:
+        become(Peer(**first["peer"]))
+        parent.receive()  # never comes: the process ends with the one that compiles
+    job = Job.read(first["job"])
+    _peers = prepare(job.target)  # which end when nothing names them any more
     while True:
-        replies.write(json.dumps(_reply(job, json.loads(lines.get()))) + "\n")
-        replies.flush()
+        parent.send(_reply(job, Cell(**parent.receive())))
 
 
 if __name__ == "__main__":

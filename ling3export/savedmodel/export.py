@@ -4,12 +4,9 @@ The weights are in it once, shared by all signatures. State goes in and comes ou
 TensorFlow runs in a process of its own (``ling3export/savedmodel/worker.py``).
 """
 
-import contextlib
 import importlib.util
 import json
 import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib import metadata
@@ -22,9 +19,10 @@ from ling3export.compile.build import Reporter, write_weights
 from ling3export.errors import ArtifactError, Ling3Error, PlanError
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
-from ling3export.processes import command, ending, environment
+from ling3export.processes import Child
 
 RECORD = "ling3.json"  # beside saved_model.pb: what the signatures take and give
+WORKER = "ling3export.savedmodel.worker"
 EXTRA = {"orbax.export": "orbax-export", "tensorflow": "tensorflow-cpu"}
 
 
@@ -123,25 +121,11 @@ def run_worker(job: dict[str, Any], report: Reporter) -> dict[str, Any]:
     Raises:
         ArtifactError: It failed; with the end of what it printed.
     """
-    with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        process = subprocess.Popen(
-            command("ling3export.savedmodel.worker"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-            text=True, env=environment() | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""},
-        )  # fmt: skip
-        with process:
-            try:
-                assert process.stdin is not None and process.stdout is not None
-                with contextlib.suppress(OSError):  # one that is dead is found when its reply is read
-                    process.stdin.write(json.dumps(job) + "\n")
-                    process.stdin.flush()  # and left open: the worker ends when it closes
-                for line in process.stdout:
-                    message: dict[str, Any] = json.loads(line)
-                    if "record" in message:
-                        return dict(message["record"])
-                    report.advance("signatures", 1)
-                code = process.wait()
-            finally:
-                process.kill()
-        errors.seek(0)
-        said = errors.read()[-400:].strip() or "nothing was printed"
-    raise ArtifactError(f"savedmodel: expected the exporting process to end well, found it {ending(code)}: {said}")
+    with Child(WORKER, {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}) as child:
+        child.send(job)
+        while (message := child.receive()) is not None:
+            if "record" in message:
+                return dict(message["record"])
+            report.advance("signatures", 1)
+        said = child.ended()[1]
+    raise ArtifactError(f"savedmodel: expected the exporting process to end well, found it {said}")

@@ -1,10 +1,7 @@
-"""A process that writes one SavedModel: the job in on stdin, a line on stdout for each signature, then the record."""
+"""A process that writes one SavedModel: a job in, a message out for each signature, then the record."""
 
 import functools
-import json
 import os
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +19,7 @@ from ling3export.model.geometry import Geometry
 from ling3export.model.inputs import Field
 from ling3export.model.parameters import arguments
 from ling3export.model.program import Step, Tree, build_step, put
+from ling3export.processes import Parent
 
 # TensorFlow itself: oneDNN changes what its kernels round, and its notes would hide an error.
 SETTINGS = {"TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPP_MIN_LOG_LEVEL": "2"}
@@ -135,23 +133,10 @@ def export(job: dict[str, Any], tell: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Serves one job; ends at once when stdin does, for whoever started it is gone then."""
+    """Serves one job."""
     os.environ.update(SETTINGS)
-    replies = sys.stdout
-    sys.stdout = sys.stderr
-    job = json.loads(sys.stdin.readline())
-
-    def watch() -> None:
-        sys.stdin.read()
-        os._exit(1)
-
-    def tell(message: dict[str, Any]) -> None:
-        replies.write(json.dumps(message) + "\n")
-        replies.flush()
-
-    threading.Thread(target=watch, daemon=True).start()
-    tell({"record": export(job, tell)})
-    replies.close()
+    parent = Parent()
+    parent.send({"record": export(parent.receive(), parent.send)})
     os._exit(0)  # TensorFlow's own teardown has nothing left to do, and takes a second
 
 

@@ -1,27 +1,21 @@
 """How far a target's cells are from the stored expectations of an artifact's vectors: the receipts.
 
-``python -m ling3export.verify.measure ARTIFACT TARGET < MANIFEST`` measures one target in a process of its own
-(the number of devices is fixed when jax starts) and prints one JSON object;
-``ling3export verify`` and the build read it.
+A target is measured in a process of its own: the number of devices is fixed when jax starts.
 """
 
 import contextlib
-import json
-import subprocess
-import sys
-from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.manifest import read_checked
-from ling3export.compile.peers import HOST, TIMEOUT, free_port
 from ling3export.errors import ArtifactError, Ling3Error
-from ling3export.processes import command, ending, environment
+from ling3export.processes import LOOPBACK, START_TIMEOUT, Child, Parent, free_port
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.verify.prober import Prober
 from ling3export.verify.receipts import TOLERANCES, Logits, agreement, logits_receipt, score_receipt, tokens_receipt
 
-REFUSED = 3  # how the measuring process ends with a message for the user; 1 is a traceback
+MODULE = "ling3export.verify.measure"
 
 
 def measure_target(artifact: Path, name: str, manifest: dict[str, Any], hosts: Hosts | None = None) -> dict[str, Any]:
@@ -95,57 +89,37 @@ def _scored(
 
 
 def measure_apart(artifact: Path, target: str, manifest: dict[str, Any]) -> dict[str, Any]:
-    """:func:`measure_target` in a fresh process.
+    """:func:`measure_target` in a fresh process; of several hosts, in one each.
 
-    The manifest goes through its stdin: a build has none in the folder before its receipts are in it.
+    The manifest goes through a pipe: a build has none in the folder before its receipts are in it.
 
     Raises:
-        ArtifactError: It ended without a result; with what it said.
+        ArtifactError: The first process ended without a result; with what it said. It tells what went wrong with the
+            others, too.
     """
-    started = command("ling3export.verify.measure", str(artifact), target)
+    count = manifest["targets"].get(target, {"processes": 1})["processes"]
+    address = f"{LOOPBACK}:{free_port()}"
     with contextlib.ExitStack() as stack:
-        count = manifest["targets"].get(target, {"processes": 1})["processes"]
-        if count > 1:
-            started += [f"{HOST}:{free_port()}", str(count)]
-            for number in range(1, count):
-                stack.enter_context(_other(started, number, manifest))
-        done = subprocess.run(
-            [*started, *(["0"] if count > 1 else [])], input=json.dumps(manifest), capture_output=True, text=True,
-            errors="replace", env=environment(), check=False,
-        )  # fmt: skip
-    if done.returncode or not done.stdout.strip():
-        said = done.stderr.strip()[-1500:] or "nothing was printed"
-        if done.returncode != REFUSED:
-            said = f"a process that {ending(done.returncode)}: {said}"
-        raise ArtifactError(f"vectors of `{target}`: expected to run, found: {said}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-@contextlib.contextmanager
-def _other(started: list[str], number: int, manifest: dict[str, Any]) -> Iterator[None]:
-    """Another host's process within the block; the first one tells what went wrong with it."""
-    process = subprocess.Popen(
-        [*started, str(number)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True,
-        env=environment(),
-    )  # fmt: skip
-    try:
-        assert process.stdin is not None
-        with contextlib.suppress(OSError), process.stdin:
-            process.stdin.write(json.dumps(manifest))
-        yield
-    finally:
-        process.kill()
-        process.wait()
+        children = [stack.enter_context(Child(MODULE)) for _ in range(count)]
+        for number, child in enumerate(children):
+            hosts = asdict(Hosts(address, count, number, START_TIMEOUT)) if count > 1 else None
+            child.send({"artifact": str(artifact), "target": target, "manifest": manifest, "hosts": hosts})
+        reply = children[0].receive()
+        if reply is not None and "receipts" in reply:
+            return dict(reply["receipts"])
+        said = f"a process that {children[0].ended()[1]}" if reply is None else reply["refused"]
+    raise ArtifactError(f"vectors of `{target}`: expected to run, found: {said}")
 
 
 def main() -> None:
-    """Prints the receipts of one target as JSON."""
+    """Measures one target for the process that started this one."""
+    parent = Parent()
+    job = parent.receive()
     try:
-        hosts = Hosts(sys.argv[3], int(sys.argv[4]), int(sys.argv[5]), TIMEOUT) if len(sys.argv) > 3 else None
-        print(json.dumps(measure_target(Path(sys.argv[1]), sys.argv[2], json.load(sys.stdin), hosts)))
+        hosts = None if job["hosts"] is None else Hosts(**job["hosts"])
+        parent.send({"receipts": measure_target(Path(job["artifact"]), job["target"], job["manifest"], hosts)})
     except Ling3Error as error:
-        print(error, file=sys.stderr)
-        sys.exit(REFUSED)
+        parent.send({"refused": str(error)})
 
 
 if __name__ == "__main__":

@@ -44,7 +44,6 @@ OPEN = {
     ("cache", "runners.cli"),
     ("runners.adapters", "runners.cli"),
     ("savedmodel", "compile"),
-    ("verify", "compile"),
 }
 OPEN_PACKAGES = {("cache", "click")}
 

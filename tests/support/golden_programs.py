@@ -49,9 +49,9 @@ def compile_cells(cells: tuple[Cell, ...] = CELLS, jobs: int | None = None) -> d
     fields = config_fields("full", {})
     plan = make_plan(Config.from_dict(fields), Options(decode_paddings=(16, 64)), TARGET)
     with tempfile.TemporaryDirectory() as folder:
-        found, failed = Compilers(plan, fields, (), Path(folder), jobs).run(cells, lambda cell, record: None)
-    assert not failed, failed
-    return {cell.name: found[cell.name] for cell in cells}
+        outcome = Compilers(plan, fields, (), Path(folder), jobs).run(cells, lambda cell, record: None)
+    assert not outcome.failures, outcome.failures
+    return {cell.name: outcome.records[cell.name] for cell in cells}
 
 
 def quantities(record: Mapping[str, Any]) -> Quantities:

@@ -13,9 +13,9 @@ import pytest
 
 from ling3export.artifacts.manifest import sha256_of
 from ling3export.cache import keys
-from ling3export.cache.cells import Cells, counts, opened, summary
+from ling3export.cache.cells import Cells, Program, compiled_program, counts, opened, summary
 from ling3export.cache.keys import cell_fields, program_fields
-from ling3export.cache.programs import Programs
+from ling3export.cache.store import Cache
 from ling3export.cache.use import CacheUse
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
@@ -59,9 +59,9 @@ def test_a_changed_file_of_a_sub_package_changes_the_key(tmp_path, monkeypatch):
     monkeypatch.setattr(keys, "source_digests", keys.source_digests.__wrapped__)
     first, seen = key_of(), set()
     names = [name for group in keys.source_digests().values() for name in group]
-    nested = [name for name in names if name.count("/") > 1]
-    assert {"model/kda", "model/mla", "model/sampling", "runners/load"} <= {str(Path(name).parent) for name in nested}
-    for name in nested:
+    nested = {str(Path(name).parent): name for name in names if name.count("/") > 1}  # one file of each
+    assert {"model/kda", "model/mla", "model/sampling", "runners/load"} <= nested.keys()
+    for name in nested.values():
         file, before = tree / name, (tree / name).read_bytes()
         file.write_bytes(before + b"# A comment.\n")
         seen.add(key_of())
@@ -165,8 +165,8 @@ def test_the_policies_of_cells(tmp_path):
     cells("redo").keep(CONFIG, plan(), CELL, folder_with(tmp_path, "second", b"2"), record)
     assert fetched("on", "b-on") == b"2exec"
     assert said == []
-    assert cells("off").job is None
-    assert cells("redo").job == {"folder": str(tmp_path / "cache"), "reads": False, "writes": True}
+    assert cells("off").use.record() == {"policy": "off", "folder": str(tmp_path / "cache")}
+    assert CacheUse.read(cells("redo").use.record()) == CacheUse("redo", tmp_path / "cache")
 
 
 def test_a_folder_that_cannot_be_written_is_named_once_and_what_it_has_is_used(tmp_path, monkeypatch):
@@ -178,8 +178,8 @@ def test_a_folder_that_cannot_be_written_is_named_once_and_what_it_has_is_used(t
     with opened(CacheUse("on", tmp_path / "file" / "cache"), said.append) as cells:
         assert cells.fetch(CONFIG, plan(), CELL, folder) is None
         cells.keep(CONFIG, plan(), CELL, folder, record)
-        assert cells.kept is False
-        assert cells.job == {"folder": str(tmp_path / "file" / "cache"), "reads": True, "writes": False}
+        assert cells.use == CacheUse("readonly", tmp_path / "file" / "cache")
+        assert (cells.use.reads, cells.use.writes) == (True, False)
     told = "not cached: cache `cache`: expected a folder that can be written, found "
     assert said.pop() == f"{told}Not a directory, in {tmp_path / 'file'}"
 
@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_be_written_is_named_once_and_what_it_has_is_used(t
     for policy, there in (("on", True), ("redo", False)):
         with opened(replace(use, policy=policy), said.append) as cells:
             found = cells.fetch(CONFIG, plan(), CELL, folder_with(tmp_path, policy, b"2"))
-            assert (found is not None, cells.kept) == (there, False)
+            assert (found is not None, cells.use.writes) == (there, False)
         assert said.pop() == f"{told}Permission denied, in {tmp_path}"
     assert said == []
     assert sorted(use.where.rglob("*")) == before
@@ -218,11 +218,9 @@ def test_the_policies_of_programs(tmp_path, policy, compiled):
     use = CacheUse(policy, tmp_path / "cache")
     fields = {"modules": {"portable": "0"}}
     for expected in compiled:
-        programs = Programs(Cells(use, pytest.fail).job)
-        assert programs.compiled(fields, compile_it) == (b"code", {"seconds": 2})
-        made = "compiler" if expected else "program cache"
-        assert programs.origin == {"from": made, "program": sha256_of(fields)}
-        assert programs.messages == []
+        origin = {"from": "compiler" if expected else "program cache", "program": sha256_of(fields)}
+        found = compiled_program(Cache.of(use, pytest.fail), fields, compile_it)
+        assert found == Program(b"code", {"seconds": 2}, origin)
     assert len(runs) == sum(compiled)
 
 

@@ -18,7 +18,7 @@ from builds import copying, environment
 from ling3export.artifacts.lock import folder_lock
 from ling3export.artifacts.manifest import read_manifest, write_manifest
 from ling3export.cli import main as cli
-from ling3export.compile import into
+from ling3export.compile import build, into
 from ling3export.compile import pool as compiling
 from ling3export.errors import PlanError
 from ling3export.runners.cli import main as runner_cli
@@ -116,18 +116,18 @@ def test_an_artifact_that_cannot_be_written_is_refused_before_any_work(whole, mo
 KILLED = """
 import os, sys
 from pathlib import Path
-sys.path.insert(0, {tests!r})
-from test_into import copying
+sys.path.insert(0, {support!r})
+from builds import copying
 from ling3export.cli import main as cli
 from ling3export.compile import pool as compiling
-from ling3export.compile import into
+from ling3export.compile import build, into
 from ling3export.artifacts.manifest import read_manifest
 compiling.Compilers.run = copying(Path({programs!r}), read_manifest({other!r})["targets"]["cpu-tp2"]["cells"])
 at, die = {at!r}, lambda *a, **k: os._exit(9)
 if at == "moved":
-    into.receipts = die
+    build.receipts = die
 elif at == "receipts":
-    into.write_manifest = die
+    build.write_manifest = die
 elif at == "manifest":
     into.forget_failure = die
 sys.argv[1:] = ["build", "--into", {whole!r}, "--target", "cpu@2", *{more!r}]
@@ -143,7 +143,8 @@ def test_killed_at_any_moment_the_artifact_is_whole_and_the_next_addition_cleans
         add(whole, "--target", "cpu@2")
     before = read_manifest(whole)
     script = KILLED.format(
-        tests=str(Path(__file__).parent), programs=str(other / "programs" / "cpu-tp2"), other=str(other), at=at,
+        support=str(Path(__file__).parents[2] / "support"), programs=str(other / "programs" / "cpu-tp2"),
+        other=str(other), at=at,
         whole=str(whole), more=[] if at == "moved" else ["--force"],
     )  # fmt: skip
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment({}))
@@ -166,7 +167,7 @@ def test_receipts_that_fail_leave_the_artifact_as_it_was(whole, compiled, monkey
         raise PlanError("no")
 
     before = read_manifest(whole)
-    monkeypatch.setattr(into, "receipts", fail)
+    monkeypatch.setattr(build, "receipts", fail)
     assert refusal(cli.main, "build", "--into", whole, "--target", "cpu@2").endswith("error: no\n")
     assert read_manifest(whole) == before
     assert names(whole / "programs") == ["cpu-tp1"]

@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 
 from ling3export.cli.progress import Console
-from ling3export.compile import failed, matrix
-from ling3export.compile.matrix import Outcome
+from ling3export.compile import matrix, pool, replay
+from ling3export.compile.pool import Outcome
 from ling3export.errors import ArtifactError, PlanError
 from ling3export.model.config import Config
 from ling3export.plan.chips import CHIPS
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
 from ling3export.plan.targets import Target
+from ling3export.processes import Failure
 from tiny import tiny_fields
 
 FIELDS = tiny_fields()
@@ -25,7 +26,7 @@ RECORD = {
     "memory": {"arguments": 10**6, "outputs": 10, "alias": 10, "temporaries": 5 * 10**5, "code": 0},
 }  # fmt: skip
 PRICED = RECORD | {"estimated_seconds": 0.0025, "collectives": {"all-reduce": {"count": 49, "bytes": 8}}}
-FAILED = {"error": "too large", "hint": "lower it", "kind": "PlanError"}
+FAILED = Failure("too large", "lower it", "PlanError")
 
 
 def outcome(failures=("prefill@16",), plan=PLAN, why=FAILED):
@@ -73,7 +74,7 @@ def test_every_failed_cell_is_named_with_its_target():
     outcomes = [outcome(), outcome(("decode@1", "sample@1"), other)]
     noted = []
     with pytest.raises(PlanError) as caught:
-        matrix.check(CONFIG, outcomes, True, lambda: noted.append(1))
+        pool.check(CONFIG, outcomes, True, lambda: noted.append(1))
     assert noted == [1]
     assert caught.value.message == (
         "programs: expected 6 cells to build, 3 did not: cpu-tp1 prefill@16: too large; cpu-tp2 decode@1: too large; "
@@ -84,7 +85,7 @@ def test_every_failed_cell_is_named_with_its_target():
         "its compiler says: --replay cpu-tp1/prefill@16"
     )
     with pytest.raises(PlanError) as caught:
-        matrix.check(CONFIG, [outcome()], False, lambda: None)
+        pool.check(CONFIG, [outcome()], False, lambda: None)
     assert caught.value.hint == (
         "lower it; the 2 others are lost without --cache on; to build one alone and see all that its compiler says: "
         "--replay prefill@16"
@@ -92,30 +93,33 @@ def test_every_failed_cell_is_named_with_its_target():
 
 
 def test_nothing_is_noted_of_a_build_without_room_on_the_disk():
-    full = {"error": "write: no room", "hint": "free some", "kind": "ArtifactError"}
+    full = Failure("write: no room", "free some", "ArtifactError")
     with pytest.raises(ArtifactError) as caught:
-        matrix.check(CONFIG, [outcome(why=full)], True, lambda: pytest.fail("noted"))
+        pool.check(CONFIG, [outcome(why=full)], True, lambda: pytest.fail("noted"))
     assert caught.value.hint == "free some"
 
 
 def test_whole_targets_are_checked_against_the_memory(monkeypatch):
-    matrix.check(CONFIG, [outcome(())], True, lambda: pytest.fail("noted"))
+    pool.check(CONFIG, [outcome(())], True, lambda: pytest.fail("noted"))
     monkeypatch.setattr(Target, "chip", replace(CHIPS["tpu", "v6e"], memory=10**6))
     plan = replace(PLAN, target=replace(PLAN.target))  # the old one remembers that it has no chip
     with pytest.raises(PlanError, match=r"memory of `cpu`: expected room for weights .*, found 976.56 KiB"):
-        matrix.check(CONFIG, [outcome((), plan)], True, lambda: pytest.fail("noted"))
+        pool.check(CONFIG, [outcome((), plan)], True, lambda: pytest.fail("noted"))
 
 
 def test_what_a_failed_build_was_asked_for_is_noted_until_one_succeeds(tmp_path):
-    artifact = tmp_path / "x.ling3"
-    assert failed.read_failure(artifact) is None
-    failed.note_failure(artifact, FIELDS, ("extra",), OPTIONS, [outcome()])
+    artifact, request = tmp_path / "x.ling3", replay.Request(FIELDS, ("extra",), OPTIONS)
+    assert replay.read_failure(artifact) is None
+    replay.note_failure(artifact, request, [outcome()])
     assert [path.name for path in tmp_path.iterdir()] == [".x.ling3.failed.json"]
-    found = failed.read_failure(artifact)
-    assert found is not None
-    assert (found["config"], found["ignore"]) == (FIELDS, ["extra"])
-    assert found["failed"] == {"cpu-tp1": {"prefill@16": FAILED}}
-    assert tuple(found["options"]["paddings"]) == OPTIONS.paddings
-    failed.forget_failure(artifact)
-    failed.forget_failure(artifact)
+    assert replay.read_failure(artifact) == (request, {"cpu-tp1": ["prefill@16"]})
+    replay.forget_failure(artifact)
+    replay.forget_failure(artifact)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("damaged", ["", "[]", "{}", "3", '{"config": 1}', "[" * 10**5, '{"options": {"no": 1}}'])
+def test_a_damaged_note_of_a_failed_build_counts_as_none(tmp_path, damaged):
+    """Other JSON types in it once ended in a traceback."""
+    replay.failed_path(tmp_path / "x.ling3").write_text(damaged)
+    assert replay.read_failure(tmp_path / "x.ling3") is None

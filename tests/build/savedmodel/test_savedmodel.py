@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from artifacts_fixture import run, sources_of, versions
 from direct import Direct, pack, relative
+from ling3export import processes
 from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.checkpoint.convert import store_bytes
 from ling3export.cli import main as cli
@@ -204,7 +205,7 @@ def test_a_missing_extra_is_named_before_any_work(monkeypatch, tmp_path):
 
 
 def test_a_process_that_fails_is_quoted(monkeypatch):
-    monkeypatch.setattr(savedmodel, "command", lambda module: [sys.executable, "-c", "raise SystemExit('no room')"])
+    monkeypatch.setattr(processes, "command", lambda module: [sys.executable, "-c", "raise SystemExit('no room')"])
     with pytest.raises(Ling3Error) as caught:
         savedmodel.run_worker({}, None)  # type: ignore[arg-type]
     assert caught.value.message == (

@@ -15,7 +15,7 @@ from ling3export import processes
 from ling3export.artifacts.manifest import file_record, read_manifest, write_manifest
 from ling3export.cli import main as cli
 from ling3export.errors import ArtifactError
-from ling3export.verify import measure, verify
+from ling3export.verify import verify
 from ling3export.verify.measure import measure_apart
 from ling3export.verify.prober import Prober
 from ling3export.verify.receipts import relative_error
@@ -119,7 +119,7 @@ def test_what_the_measuring_process_says_is_passed_on(whole, monkeypatch):
         "vectors of `cpu-tp9`: expected to run, found: target `cpu-tp9`: expected one"
     )
 
-    monkeypatch.setattr(measure, "command", lambda *_: ["sh", "-c", "echo last words >&2; kill -ABRT $$"])
+    monkeypatch.setattr(processes, "command", lambda *_: ["sh", "-c", "echo last words >&2; kill -ABRT $$"])
     with pytest.raises(ArtifactError) as caught:
         measure_apart(whole, "cpu-tp2", read_manifest(whole))
     assert caught.value.message == (

@@ -12,8 +12,8 @@ import click
 import pytest
 
 from fake_backend import VOCAB, FakeBackend
-from ling3export.compile.peers import free_port
 from ling3export.errors import Ling3Error, RankDivergence
+from ling3export.processes import free_port
 from ling3export.runners.cli.hosts import announced
 from ling3export.runners.engine.block_manager import Allocator
 from ling3export.runners.engine.core import Arrival, Commands, SharedTurns
