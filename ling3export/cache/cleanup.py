@@ -1,4 +1,4 @@
-"""Making room in the cache: what goes is decided by age, by size, or all; never what a running build has used."""
+"""How much the cache holds, and making room in it: by age, by size, or all; never what a running build has used."""
 
 import contextlib
 import os
@@ -6,9 +6,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ling3export.artifacts.files import writing
-from ling3export.cache.store import DIGEST, KINDS, read_entry
+from ling3export.cache.store import DIGEST, KINDS, entries, read_entry
 from ling3export.cache.use import EXCLUSIVE, LOCK, locked, oldest_build
 
 
@@ -65,6 +66,34 @@ def total_bytes(found: Iterable[Found], sizes: dict[str, int]) -> int:
     """Of entries, and of the blobs that they name, each once."""
     found = list(found)
     return sum(entry.bytes for entry in found) + sum(sizes.get(b, 0) for b in {b for e in found for b in e.blobs})
+
+
+def status(folder: Path) -> dict[str, Any]:
+    """Entries and bytes, in all and by target.
+
+    Returns:
+        ``folder``, ``cells``, ``programs`` (entries), ``bytes`` (of everything), ``broken`` (entries that will be made
+        again), and ``targets``: by name ``cells`` and ``bytes`` (of their files; cells may share some).
+    """
+    sizes, found = blob_sizes(folder), found_entries(folder)
+    cells, programs = list(entries(folder, "cells")), list(entries(folder, "programs"))
+    targets: dict[str, dict[str, Any]] = {}
+    blobs: dict[str, set[str]] = {}
+    for entry in cells:
+        name = entry.target
+        row = targets.setdefault(name, {"cells": 0, "bytes": 0})
+        row["cells"] += 1
+        blobs.setdefault(name, set()).update(blob["sha256"] for blob in entry.blobs.values())
+    for name, row in targets.items():
+        row["bytes"] = sum(sizes.get(blob, 0) for blob in blobs[name])
+    return {
+        "folder": str(folder),
+        "cells": len(cells),
+        "programs": len(programs),
+        "bytes": sum(entry.bytes for entry in found) + sum(sizes.values()),
+        "broken": len(found) - len(cells) - len(programs),
+        "targets": dict(sorted(targets.items())),
+    }
 
 
 def clean_up(

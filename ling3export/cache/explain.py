@@ -1,10 +1,12 @@
-"""Why a cell was not in the cache: the fields in which it differs from the nearest entry."""
+"""Whether cells are in the cache; and why one is not: the fields in which it differs from the nearest entry."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from ling3export.cache.store import Entry
-from ling3export.errors import listed
+from ling3export.artifacts.manifest import MANIFEST, read_manifest
+from ling3export.cache.store import DIGEST, Cache, Entry, entries
+from ling3export.errors import ArtifactError, listed
 
 # Printed without the group that they stand in.
 PLAIN = ("toolchain", "flags", "options")
@@ -68,3 +70,59 @@ def _shown(value: Any, other: Any) -> str:
         return f"[{listed([str(item) for item in value if item not in other])}]"
     text = "none" if value is None else str(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+def lookup(folder: Path, what: str) -> list[dict[str, Any]]:
+    """Whether cells are in the cache, whole.
+
+    Args:
+        folder: The cache's.
+        what: An artifact's folder, or a key or its begin, at least 8 digits long.
+
+    Returns:
+        By cell ``target``, ``cell``, ``key``, ``found``, and ``program`` (key, ``program_found``), which a change of
+        the model's sources alone does not change. For a key, every entry of it; one that is not found if there is none.
+
+    Raises:
+        ArtifactError: It is neither, or an artifact that names no keys.
+    """
+    reader = Cache(folder, lambda text: None, writes=False)
+    if (Path(what) / MANIFEST).exists():
+        return [_row(reader, *cell) for cell in _keys_of(Path(what))]
+    if not DIGEST.fullmatch(what.ljust(64, "0")) or len(what) < 8:
+        raise ArtifactError(
+            f"cache lookup `{what}`: expected an artifact or a key, found neither",
+            "a key is 64 hexadecimal digits, of which the first 8 will do",
+        )
+    rows = []
+    for entry in (entry for entry in entries(folder, "cells") if entry.key.startswith(what)):
+        cell = entry.fields["cell"]
+        name = f"{cell['phase']}@{cell['padding']}"
+        rows.append(_row(reader, entry.target, name, entry.key, entry.record["origin"]["program"]))
+    for entry in (entry for entry in entries(folder, "programs") if entry.key.startswith(what)):
+        rows.append(_row(reader, entry.target, None, None, entry.key))
+    return rows or [_row(reader, None, None, what, None)]
+
+
+def _keys_of(artifact: Path) -> list[tuple[str, str, str, str]]:
+    keys = []
+    for name, target in read_manifest(artifact)["targets"].items():
+        for cell, record in target["cells"].items():
+            if "origin" not in record:
+                raise ArtifactError(
+                    f"artifact `{artifact.name}`: expected each cell's cache key, found none for {cell} of {name}",
+                    "it was built by a version without a cache: build it again",
+                )
+            keys.append((name, cell, record["origin"]["key"], record["origin"]["program"]))
+    return keys
+
+
+def _row(reader: Cache, target: str | None, cell: str | None, key: str | None, program: str | None) -> dict[str, Any]:
+    return {
+        "target": target,
+        "cell": cell,
+        "key": key,
+        "found": key is not None and len(key) == 64 and reader.read("cells", key) is not None,
+        "program": program,
+        "program_found": program is not None and reader.read("programs", program) is not None,
+    }

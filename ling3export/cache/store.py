@@ -25,6 +25,7 @@ from ling3export.artifacts.files import replace_file, writing
 from ling3export.artifacts.manifest import sha256_of
 from ling3export.cache.use import LEASES, LOCK, SHARED, CacheUse, locked
 from ling3export.errors import ArtifactError
+from ling3export.plan.targets import Target
 
 VERSION = 1  # of the entries; another one is not read
 KINDS = ("cells", "programs")
@@ -51,6 +52,12 @@ class Entry:
     record: dict[str, Any]
     blobs: dict[str, dict[str, Any]]
     data: dict[str, bytes] = field(default_factory=dict, repr=False)
+
+    @property
+    def target(self) -> str:
+        """The name of the target that the entry is for."""
+        known = Target.__dataclass_fields__
+        return Target(**{name: value for name, value in self.fields["target"].items() if name in known}).name
 
 
 class Cache:

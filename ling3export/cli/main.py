@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from ling3export.cache.cli import cache
 from ling3export.cache.use import POLICIES, CacheUse
+from ling3export.cli.cache import cache
 from ling3export.cli.options import build_options, given
 from ling3export.errors import Ling3Error, listed
 from ling3export.plan.options import Options

@@ -13,9 +13,9 @@ from click.testing import CliRunner, Result
 
 from builds import environment
 from ling3export.artifacts.manifest import sha256_of
-from ling3export.cache.cleanup import clean_up, total_bytes
+from ling3export.cache.cleanup import clean_up, status, total_bytes
 from ling3export.cache.cleanup import found_entries as found
-from ling3export.cache.status import lookup, status
+from ling3export.cache.explain import lookup
 from ling3export.cache.store import Cache
 from ling3export.cache.use import lease
 from ling3export.cli import main as cli

@@ -39,7 +39,7 @@ def test_the_field_that_changed_is_named_with_both_values():
 
 def test_sources_are_named_by_file():
     changed = fields(sources={"model": {"model/kda/layer.py": "z", "model/new.py": "y"}})
-    assert why(fields(), changed) == "sources of model/: kda.py, mla.py, new.py"
+    assert why(fields(), changed) == "sources of model/: kda/layer.py, mla/layer.py, new.py"
     assert why(fields(), fields(sources={"lowering": {"lower.py": "d"}})) == "sources of the lowering: lower.py"
 
 

@@ -62,7 +62,7 @@ def cache() -> None:
 @json_option
 def status(cache_dir: Path | None, as_json: bool) -> None:
     """Show how much the cache holds, and for which targets."""
-    from ling3export.cache.status import status as read
+    from ling3export.cache.cleanup import status as read
     from ling3export.cache.store import known_folder
 
     found = read(known_folder(CacheUse(folder=cache_dir)))
@@ -87,7 +87,7 @@ def lookup(what: str, cache_dir: Path | None, as_json: bool) -> None:
 
     Exits with 1 when one is not.
     """
-    from ling3export.cache.status import lookup as find
+    from ling3export.cache.explain import lookup as find
 
     rows = find(CacheUse(folder=cache_dir).where, what)
     if as_json:
