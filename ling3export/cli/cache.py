@@ -9,16 +9,14 @@ from typing import Any
 import click
 
 from ling3export.cache.use import CacheUse
+from ling3export.cli.options import JSON, PATH, Bytes
 from ling3export.errors import PlanError
 from ling3export.runners.cli.options import Group
 
 UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-folder_option = click.option(
-    "--cache-dir",
-    type=click.Path(path_type=Path),
-    help="The cache.  [default: $LING3_CACHE, or ling3export in the user's cache folder]",
+cache_dir = click.option(
+    "--cache-dir", type=PATH, help="The cache.  [default: $LING3_CACHE, or ling3export in the user's cache folder]"
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="As JSON.")
 
 
 class _Age(click.ParamType):
@@ -36,18 +34,6 @@ class _Age(click.ParamType):
         return float(int(match[1]) * UNITS[match[2]])
 
 
-class _Size(click.ParamType):
-    """``10GiB``."""
-
-    name = "SIZE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Bytes."""
-        from ling3export.plan.options import parse_bytes
-
-        return value if isinstance(value, int) else parse_bytes(value, "--max-size")
-
-
 def _megabytes(count: int) -> str:
     return f"{count / 1e6:,.1f} MB"
 
@@ -58,8 +44,8 @@ def cache() -> None:
 
 
 @cache.command()
-@folder_option
-@json_option
+@cache_dir
+@JSON
 def status(cache_dir: Path | None, as_json: bool) -> None:
     """Show how much the cache holds, and for which targets."""
     from ling3export.cache.cleanup import status as read
@@ -80,10 +66,10 @@ def status(cache_dir: Path | None, as_json: bool) -> None:
 
 @cache.command()
 @click.argument("what", metavar="ARTIFACT|KEY")
-@folder_option
-@json_option
+@cache_dir
+@JSON
 def lookup(what: str, cache_dir: Path | None, as_json: bool) -> None:
-    """Show whether the cells of ARTIFACT, or the entries of KEY, are in the cache.
+    """Show whether cells of ARTIFACT, or entries of KEY, are there.
 
     Exits with 1 when one is not.
     """
@@ -113,10 +99,10 @@ def _there(found: bool) -> str:
 
 @cache.command()
 @click.option("--older-than", type=_Age(), help="Remove entries that were not used for so long: 30d, 12h.")
-@click.option("--max-size", type=_Size(), help="Remove the least recently used until the rest is no larger: 10GiB.")
+@click.option("--max-size", type=Bytes(), help="Remove the least recently used until the rest is no larger: 10GiB.")
 @click.option("--all", "everything", is_flag=True, help="Remove all entries.")
-@folder_option
-@json_option
+@cache_dir
+@JSON
 def cleanup(
     older_than: float | None, max_size: int | None, everything: bool, cache_dir: Path | None, as_json: bool
 ) -> None:

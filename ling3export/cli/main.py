@@ -9,11 +9,11 @@ from typing import Any
 import click
 
 from ling3export.cache.use import POLICIES, CacheUse
-from ling3export.cli.cache import cache
-from ling3export.cli.options import build_options, given
+from ling3export.cli.cache import cache, cache_dir
+from ling3export.cli.options import IGNORE, JSON, PATH, WIDE, build_options, given
 from ling3export.errors import Ling3Error, listed
 from ling3export.plan.options import Options
-from ling3export.runners.cli.options import Group
+from ling3export.runners.cli.options import Group, section
 
 
 def _require(command: str, packages: tuple[str, ...]) -> None:
@@ -43,54 +43,54 @@ def _refuse_given(what: str, names: tuple[str, ...]) -> None:
             raise Ling3Error(f"{what}: expected no {options[name]}, found it", hint)
 
 
-@click.group(cls=Group)
+@click.group(
+    cls=Group, sections={"Build": ("plan", "build", "cache", "synth"), "Look": ("inspect", "verify", "report")}
+)
 @click.version_option(package_name="ling3export")
 def main() -> None:
-    """Compile Ling3-Tiny ahead of time."""
+    """Compile Ling3-Tiny ahead of time: one artifact, any machine.
+
+    CHECKPOINT is a Hugging Face folder, ARTIFACT the folder NAME.ling3 that a build makes of it. ling3-runner runs it.
+    """
 
 
 @main.command()
-@click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
-@click.argument("artifact", required=False, type=click.Path(path_type=Path))
+@click.argument("checkpoint", required=False, type=PATH)
+@click.argument("artifact", required=False, type=PATH)
 @build_options
-@click.option("--jobs", type=click.IntRange(1), help="Cells compiled at a time.  [default: one a core]")
-@click.option(
-    "--ignore-config-field", "ignore", multiple=True, metavar="NAME", help="A field of config.json to ignore."
+@section(
+    "Output",
+    click.option("--into", type=PATH, metavar="ARTIFACT", help="Add the targets to this artifact instead."),
+    click.option("--force", is_flag=True, help="Replace ARTIFACT, or targets of --into, if they are there."),
+    click.option(
+        "--format",
+        "kind",
+        type=click.Choice(["artifact", "savedmodel"]),
+        default="artifact",
+        show_default=True,
+        help="savedmodel: TensorFlow signatures of the TP=1 steps (extra savedmodel).",
+    ),
+    IGNORE,
 )
-@click.option(
-    "--into",
-    type=click.Path(path_type=Path),
-    metavar="ARTIFACT",
-    help="Add the targets to this one instead. It has what they share, so CHECKPOINT is only compared.",
+@section(
+    "Compiling",
+    click.option("--jobs", type=click.IntRange(1), metavar="N", help="Cells built at a time.  [default: one a core]"),
+    click.option(
+        "--cache",
+        "policy",
+        type=click.Choice(POLICIES),
+        default=CacheUse.policy,
+        show_default=True,
+        help="Use programs of earlier builds; redo makes all anew, readonly adds none.",
+    ),
+    cache_dir,
+    click.option("--explain", is_flag=True, help="Say of each cell why it was not in the cache."),
+    click.option(
+        "--replay",
+        metavar="[TARGET/]CELL",
+        help="Build one cell of ARTIFACT, or of its failed build, again, and show all that its compiler says.",
+    ),
 )
-@click.option(
-    "--replay",
-    metavar="[TARGET/]CELL",
-    help="Build one cell of ARTIFACT again, or of its build that failed, and show all that its compiler says.",
-)
-@click.option("--force", is_flag=True, help="Replace ARTIFACT, or targets of --into, if they are there.")
-@click.option(
-    "--format",
-    "kind",
-    type=click.Choice(["artifact", "savedmodel"]),
-    default="artifact",
-    show_default=True,
-    help="savedmodel: TensorFlow signatures of the TP=1 steps (extra savedmodel).",
-)
-@click.option(
-    "--cache",
-    "policy",
-    type=click.Choice(POLICIES),
-    default=CacheUse.policy,
-    show_default=True,
-    help="Use programs of earlier builds; redo makes all anew, readonly adds none.",
-)
-@click.option(
-    "--cache-dir",
-    type=click.Path(path_type=Path),
-    help="Where they are.  [default: $LING3_CACHE, or ling3export in the user's cache folder]",
-)
-@click.option("--explain", is_flag=True, help="Say of each cell why it was not in the cache.")
 def build(
     checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], into: Path | None, replay: str | None,
     force: bool, kind: str, policy: str, cache_dir: Path | None, explain: bool, **options: Any,
@@ -98,7 +98,8 @@ def build(
     """Build ARTIFACT from CHECKPOINT.
 
     Without CHECKPOINT the packaged demo checkpoint is built into ./demo.ling3; ARTIFACT defaults to
-    ./<checkpoint folder name>.ling3, or .savedmodel.
+    ./<checkpoint folder name>.ling3, or .savedmodel. An artifact of --into has what targets share, so CHECKPOINT is
+    then only compared.
     """
     _require("build", ("flax", "rich"))
     from ling3export.cli.progress import Console
@@ -154,23 +155,19 @@ def _replay(checkpoint: Path | None, artifact: Path | None, cell: str, cache: Ca
 
 
 @main.command()
-@click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
+@click.argument("checkpoint", required=False, type=PATH)
 @build_options
-@click.option(
-    "--lengths", type=click.Path(path_type=Path), metavar="FILE", help="A histogram of requests, as JSON lines."
-)
+@click.option("--lengths", type=PATH, metavar="FILE", help="A histogram of requests, as JSON lines.")
 @click.option(
     "--from",
     "artifact",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="ARTIFACT",
-    help="Compiled for the same plan: gives temporaries and estimates.",
+    help="Take temporaries and estimates from one built alike.",
 )
-@click.option(
-    "--ignore-config-field", "ignore", multiple=True, metavar="NAME", help="A field of config.json to ignore."
-)
-@click.option("--wide", is_flag=True, help="All columns, also where a terminal is narrower.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@IGNORE
+@WIDE
+@JSON
 def plan(
     checkpoint: Path | None,
     lengths: Path | None,
@@ -183,8 +180,7 @@ def plan(
     """Show what a build would make, without compiling.
 
     CHECKPOINT is a folder or a config.json; without it, the packaged demo. Shows the pools, what each device holds
-    against its memory, and each cell's roofline bound: the time in which its bytes and FLOPs can be done
-    at all.
+    against its memory, and each cell's roofline bound: the time that its bytes and FLOPs take at the least.
 
     A line of --lengths is {"prompt_tokens": 317, "output_tokens": 50, "count": 3}, count 1 if left out. Shown is what
     these requests pad at each padding, and as many paddings that pad less.
@@ -205,7 +201,7 @@ main.add_command(cache)
 
 
 @main.command()
-@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("directory", type=PATH)
 @click.option("--preset", type=click.Choice(["micro", "small", "aligned", "full"]), required=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--layers", type=click.IntRange(1), help="Layers instead of the preset's.")
@@ -221,20 +217,21 @@ def synth(directory: Path, preset: str, seed: int, layers: int | None, force: bo
 
 
 @main.command()
-@click.argument("artifact", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="The manifest, as JSON.")
-def inspect(artifact: Path, as_json: bool) -> None:
+@click.argument("artifact", type=PATH)
+@WIDE
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
+def inspect(artifact: Path, wide: bool, as_json: bool) -> None:
     """Show what ARTIFACT holds: plan, cells, sizes, costs, state."""
     from ling3export.artifacts.manifest import read_manifest
     from ling3export.report.inspect import describe
 
     manifest = read_manifest(artifact)
-    click.echo(json.dumps(manifest, indent=2, ensure_ascii=False) if as_json else describe(manifest))
+    click.echo(json.dumps(manifest, indent=2, ensure_ascii=False) if as_json else describe(manifest, wide=wide))
 
 
 @main.command()
-@click.argument("artifact", type=click.Path(path_type=Path))
-@click.argument("out", required=False, type=click.Path(path_type=Path))
+@click.argument("artifact", type=PATH)
+@click.argument("out", required=False, type=PATH)
 @click.option("--force", is_flag=True, help="Replace OUT if it is there.")
 def report(artifact: Path, out: Path | None, force: bool) -> None:
     """Write a page about ARTIFACT: its cells, and what they cost.
@@ -248,9 +245,9 @@ def report(artifact: Path, out: Path | None, force: bool) -> None:
 
 
 @main.command()
-@click.argument("artifact", type=click.Path(path_type=Path))
+@click.argument("artifact", type=PATH)
 @click.option("--target", help="Only this target.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@JSON
 def verify(artifact: Path, target: str | None, as_json: bool) -> None:
     """Check ARTIFACT: every digest, then every vector in every cell.
 

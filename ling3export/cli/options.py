@@ -1,11 +1,13 @@
 """The options of :class:`ling3export.plan.options.Options` as click's decorators."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 
 from ling3export.plan.options import Options, parse_bytes, parse_paddings
+from ling3export.runners.cli.options import section
 
 DEFAULTS = Options()
 
@@ -32,7 +34,8 @@ class Bytes(click.ParamType):
         return value if isinstance(value, int) else parse_bytes(value, *(() if param is None else param.opts[:1]))
 
 
-BUILD_OPTIONS = (
+PROGRAMS = section(
+    "Programs",
     click.option(
         "--paddings",
         type=Paddings(),
@@ -42,49 +45,14 @@ BUILD_OPTIONS = (
     click.option(
         "--decode-paddings",
         type=Paddings(),
-        help="Sequences of the decode programs.  [default: 1, then paddings up to --max-running]",
+        help="Sequences of the decode programs.  [default: 1, then --paddings up to --max-running]",
     ),
     click.option(
         "--score-paddings",
         type=Paddings(),
         default=DEFAULTS.score_paddings,
-        help="Token slots of programs that score given tokens.  [default: none]",
+        help="Token slots of programs that score given tokens.",
     ),
-    click.option(
-        "--tp",
-        type=int,
-        help="Devices that share the model.  [default: on cpu 16, or as many as the model splits over]",
-    ),
-    click.option(
-        "--target",
-        "targets",
-        multiple=True,
-        default=DEFAULTS.targets,
-        help="PLATFORM[:KIND][:TOPOLOGY]; may be given many times.  [default: cpu]",
-    ),
-    click.option(
-        "--max-running",
-        type=int,
-        default=DEFAULTS.max_running,
-        show_default=True,
-        help="Sequences that hold state at once.",
-    ),
-    click.option("--page-size", type=int, default=DEFAULTS.page_size, show_default=True, help="Tokens a latent page."),
-    click.option("--context", type=int, help="Longest sequence.  [default: 8192, or the model's limit]"),
-    click.option(
-        "--memory-fraction",
-        type=float,
-        default=DEFAULTS.memory_fraction,
-        show_default=True,
-        help="Of an accelerator's memory, for weights and pools; the rest is for temporaries and programs.",
-    ),
-    click.option(
-        "--state-memory",
-        type=Bytes(),
-        default=DEFAULTS.state_memory,
-        help="For the state of all virtual devices of a cpu target.  [default: 4GiB]",
-    ),
-    click.option("--pages", type=int, help="Latent pages.  [default: what fits]"),
     click.option(
         "--dtype",
         type=click.Choice(["bfloat16", "float32"]),
@@ -93,13 +61,67 @@ BUILD_OPTIONS = (
         help="float32 means highest matmul precision throughout.",
     ),
 )
+MACHINES = section(
+    "Machines",
+    click.option(
+        "--target",
+        "targets",
+        multiple=True,
+        default=DEFAULTS.targets,
+        metavar="TARGET",
+        help="PLATFORM[:KIND][:TOPOLOGY]; may be given many times.  [default: cpu]",
+    ),
+    click.option("--tp", type=int, metavar="N", help="Devices that share the model on cpu.  [default: 16, or fewer]"),
+)
+POOLS = section(
+    "Memory",
+    click.option(
+        "--max-running",
+        type=int,
+        metavar="N",
+        default=DEFAULTS.max_running,
+        show_default=True,
+        help="Sequences that hold state at once.",
+    ),
+    click.option(
+        "--context", type=int, metavar="N", help="Longest sequence in tokens.  [default: 8192, or the model's limit]"
+    ),
+    click.option(
+        "--page-size",
+        type=int,
+        metavar="N",
+        default=DEFAULTS.page_size,
+        show_default=True,
+        help="Tokens a latent page.",
+    ),
+    click.option("--pages", type=int, metavar="N", help="Latent pages.  [default: what fits]"),
+    click.option(
+        "--memory-fraction",
+        type=float,
+        metavar="SHARE",
+        default=DEFAULTS.memory_fraction,
+        show_default=True,
+        help="Share of an accelerator's memory for weights and pools.",
+    ),
+    click.option(
+        "--state-memory",
+        type=Bytes(),
+        default=DEFAULTS.state_memory,
+        help="Memory for the state of all virtual cpu devices.  [default: 4GiB]",
+    ),
+)
+IGNORE = click.option(
+    "--ignore-config-field", "ignore", multiple=True, metavar="NAME", help="Ignore a field of config.json."
+)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+WIDE = click.option("--wide", is_flag=True, help="Show all columns, where 80 characters do not hold them.")
+PATH = click.Path(path_type=Path)
 
 
 def build_options(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command the options of :class:`ling3export.plan.options.Options`, ``jobs`` apart."""
-    for option in reversed(BUILD_OPTIONS):
-        command = option(command)
-    return command
+    built: Callable[..., None] = PROGRAMS(MACHINES(POOLS(command)))
+    return built
 
 
 def given(context: click.Context) -> set[str]:

@@ -96,7 +96,7 @@ def _state(state: dict[str, Any]) -> list[str]:
     return aligned(rows)
 
 
-def describe(manifest: dict[str, Any]) -> str:
+def describe(manifest: dict[str, Any], *, wide: bool = False) -> str:
     """The plan, cells, sizes, costs and state schema of every target, for a person."""
     producer, plan, weights = manifest["producer"], manifest["plan"], manifest["weights"]
     versions = ", ".join(f"{name} {version}" for name, version in producer.items())

@@ -53,11 +53,12 @@ def names(folder: Path) -> list[str]:
     ],
 )
 def test_help_is_golden(command):
-    arguments = [*command.split(), "--help"]
-    done = CliRunner().invoke(cli.main, arguments, prog_name="ling3export", terminal_width=80)
-    assert done.exit_code == 0
-    assert done.stderr == ""
-    assert done.stdout == (GOLDEN / f"{'-'.join(['ling3export', *arguments[:-1]])}.txt").read_text()
+    words = command.split()
+    for flag in ("--help", "-h"):
+        done = CliRunner().invoke(cli.main, [*words, flag], prog_name="ling3export", terminal_width=80)
+        assert done.exit_code == 0
+        assert done.stderr == ""
+        assert done.stdout == (GOLDEN / f"{'-'.join(['ling3export', *words])}.txt").read_text()
 
 
 def test_the_readers_of_options_are_plain_click_types():
