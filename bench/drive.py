@@ -3,16 +3,22 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from ling3export.runners.load.model_runner import Device
+from ling3export.runners.engine.inputs import (
+    DecodeRow,
+    SampleRow,
+    Span,
+    decode_fields,
+    prefill_fields,
+    sample_fields,
+)
+from ling3export.runners.load.model_runner import ModelRunner
 
 
 class Driver:
-    """A device and where its sequences stand.
+    """A model runner and where its sequences stand.
 
     Args:
-        device: Ready to run.
+        runner: Ready to run.
         record: The manifest's record of its target.
 
     Attributes:
@@ -20,8 +26,8 @@ class Driver:
         logits: What the last call returned.
     """
 
-    def __init__(self, device: Device, record: dict[str, Any]) -> None:
-        self.device = device
+    def __init__(self, runner: ModelRunner, record: dict[str, Any]) -> None:
+        self.runner = runner
         self.logits: Any = None
         self._state = record["state"]
         self.paddings = {
@@ -39,53 +45,31 @@ class Driver:
         """The smallest padding of ``phase`` that holds ``count``."""
         return next(padding for padding in self.paddings[phase] if padding >= count)
 
-    def _table(self, slot: int, tokens: int) -> np.ndarray:
-        """The page table row of a slot whose first ``tokens`` tokens are stored."""
-        each = self.longest // self._state["page_size"]
-        used = -(-tokens // self._state["page_size"])
-        row = np.zeros(self._state["max_pages"], np.int32)
-        row[:used] = (slot - 1) * each + 1 + np.arange(used)
-        return row
+    def _pages(self, slot: int, tokens: int) -> range:
+        """The pages of a slot whose first ``tokens`` tokens are stored."""
+        first = (slot - 1) * (self.longest // self._state["page_size"]) + 1
+        return range(first, first - (-tokens // self._state["page_size"]))
 
     def prefill(self, slot: int, tokens: Sequence[int], start: int = 0, padding: int | None = None) -> Any:
         """Puts ``tokens`` behind ``start`` earlier ones of ``slot`` in one call, and takes the next one, unread."""
-        chunk, count = self._state["chunk"], len(tokens)
-        padding = padding or self.smallest("prefill", count)
-        rows = padding // chunk
-        used = -(-count // chunk)
-        fields = {
-            "tokens": np.zeros(padding, np.int32),
-            "page_table": np.zeros((rows, self._state["max_pages"]), np.int32),
-            **{name: np.zeros(rows, np.int32) for name in ("chunk_slot", "chunk_start", "chunk_len", "fresh")},
-        }
-        fields["tokens"][:count] = tokens
-        fields["chunk_slot"][:used] = slot
-        fields["chunk_start"][:used] = start + chunk * np.arange(used)
-        fields["chunk_len"][:used] = np.minimum(chunk, count - chunk * np.arange(used))
-        fields["fresh"][0] = start == 0
-        fields["page_table"][:used] = self._table(slot, start + count)
-        self.logits = self.device.step("prefill", padding, fields)
-        return self.sample(self.logits, rows, {used - 1: (slot, start + count)})
+        chunk, end = self._state["chunk"], start + len(tokens)
+        padding = padding or self.smallest("prefill", len(tokens))
+        span = Span(slot, start, tokens, self._pages(slot, end))
+        fields = prefill_fields(padding, [span], chunk, self._state["max_pages"])
+        self.logits = self.runner.step("prefill", padding, fields)
+        return self.sample(self.logits, padding // chunk, {(len(tokens) - 1) // chunk: (slot, end)})
 
     def decode(self, padding: int, positions: dict[int, int]) -> Any:
         """One token of each slot, at its position; tokens that were taken before come from the state. Unread."""
-        fields = {
-            "slot": np.zeros(padding, np.int32),
-            "position": np.zeros(padding, np.int32),
-            "page_table": np.zeros((padding, self._state["max_pages"]), np.int32),
-            "token": np.full(padding, -1, np.int32),
+        rows = {
+            row: DecodeRow(slot, position, self._pages(slot, position + 1))
+            for row, (slot, position) in enumerate(positions.items())
         }
-        for row, (slot, position) in enumerate(positions.items()):
-            fields["slot"][row], fields["position"][row] = slot, position
-            fields["page_table"][row] = self._table(slot, position + 1)
-        self.logits = self.device.step("decode", padding, fields)
+        self.logits = self.runner.step("decode", padding, decode_fields(padding, rows, self._state["max_pages"]))
         taken = {row: (slot, at + 1) for row, (slot, at) in enumerate(positions.items())}
         return self.sample(self.logits, padding, taken)
 
     def sample(self, logits: Any, rows: int, taken: dict[int, tuple[int, int]]) -> Any:
         """Greedy tokens of the rows ``{row: (slot, position)}``, unread; the other rows are padding."""
-        fields = {name: np.zeros(rows, np.int32) for name in ("slot", "position", "top_k", "seed")}
-        fields |= {"temperature": np.zeros(rows, np.float32), "top_p": np.ones(rows, np.float32)}
-        for row, (slot, position) in taken.items():
-            fields["slot"][row], fields["position"][row] = slot, position
-        return self.device.sample(logits, rows, fields)
+        fields = sample_fields(rows, {row: SampleRow(slot, position) for row, (slot, position) in taken.items()})
+        return self.runner.sample(logits, rows, fields)

@@ -34,7 +34,7 @@ def gaps(engine: Engine) -> dict[str, float]:
     arrival = 1e3 * (time.perf_counter() - started)
     (long,) = engine.submit(asked(LONG, 2))
     first = long.result().ttft_ms
-    done = [ticket.result() for ticket in running]
+    done = [handle.result() for handle in running]
     before, during = split(done, arrival, arrival + first)
     return {
         "p50 before": float(np.percentile(before, 50)), "p50": float(np.percentile(during, 50)),
@@ -78,8 +78,8 @@ def main() -> None:
     arms = {"policy": None, "longest calls": longest_calls, "prefill first": prefill_first}
     found = {}
     with Engine(Path(sys.argv[1]), report=lambda text: None) as engine:
-        assert engine._loop._turns is not None
-        scheduler = engine._loop._turns.scheduler
+        assert engine._loop._core is not None
+        scheduler = engine._loop._core.scheduler
         engine.generate([[1] * 600], max_tokens=4)
         for arm, change in arms.items():
             kept = scheduler._shapes, scheduler._decode

@@ -36,13 +36,13 @@ def main() -> None:
         loaded = load(folder, report=lambda text: None)
         from bench.drive import Driver
 
-        driver = Driver(loaded.device, loaded.record)
+        driver = Driver(loaded.runner, loaded.record)
 
         def one_by_one(prompts: list[list[int]]) -> None:
             for ids in prompts:
-                driver.device.read(driver.prefill(1, ids))
+                driver.runner.read(driver.prefill(1, ids))
                 for position in range(len(ids), len(ids) + tokens - 1):
-                    driver.device.read(driver.decode(driver.smallest("decode", 1), {1: position}))
+                    driver.runner.read(driver.decode(driver.smallest("decode", 1), {1: position}))
 
         vocabulary = loaded.manifest["config"]["vocab_size"]
         found = {c: speed(one_by_one, c, prompt, tokens, vocabulary) for c in counts}

@@ -30,21 +30,21 @@ async def client(engine: Engine, rng: random.Random, places: asyncio.Semaphore, 
     async with places:
         vocabulary = engine.manifest["config"]["vocab_size"]
         prompt = [rng.randrange(vocabulary) for _ in range(int(rng.lognormvariate(3.5, 1.0)) + 1)]
-        (ticket,) = engine.submit(engine.request(prompt[:1500], rng.randint(1, 48)))
+        (handle,) = engine.submit(engine.request(prompt[:1500], rng.randint(1, 48)))
         way = rng.random()
         if way < 0.15:  # a disconnect
-            task = asyncio.create_task(ticket.wait())
+            task = asyncio.create_task(handle.wait())
             await asyncio.sleep(rng.expovariate(5))
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         elif way < 0.3:
-            async with aclosing(ticket.pieces()) as pieces:
+            async with aclosing(handle.pieces()) as pieces:
                 async for _ in pieces:
                     if rng.random() < 0.2:
                         break
         elif way < 0.4:
-            ticket.cancel()
-        done = await ticket.wait()
+            handle.cancel()
+        done = await handle.wait()
         ends[done.stop_reason] = ends.get(done.stop_reason, 0) + 1
 
 

@@ -31,7 +31,7 @@ def median_seconds(work: Callable[[], Any], repeats: int) -> float:
 def prefill(driver: Any, padding: int, ids: np.ndarray) -> dict[str, float]:
     """One sequence that fills the call."""
     tokens = ids[:padding].tolist()
-    seconds = median_seconds(lambda: driver.device.read(driver.prefill(1, tokens, padding=padding)), PREFILLS)
+    seconds = median_seconds(lambda: driver.runner.read(driver.prefill(1, tokens, padding=padding)), PREFILLS)
     return {"seconds": seconds, "tokens_per_second": padding / seconds}
 
 
@@ -41,7 +41,7 @@ def fill(driver: Any, slots: int, context: int, ids: np.ndarray) -> None:
     for slot in range(1, slots + 1):
         tokens = np.roll(ids, 37 * slot)[:context].tolist()
         for start in range(0, context, largest):
-            driver.device.read(driver.prefill(slot, tokens[start : start + largest], start))
+            driver.runner.read(driver.prefill(slot, tokens[start : start + largest], start))
 
 
 def decode(driver: Any, padding: int, rows: int, context: int) -> dict[str, float]:
@@ -50,7 +50,7 @@ def decode(driver: Any, padding: int, rows: int, context: int) -> dict[str, floa
 
     def step() -> None:
         position = next(at)
-        driver.device.read(driver.decode(padding, dict.fromkeys(range(1, rows + 1), position)))
+        driver.runner.read(driver.decode(padding, dict.fromkeys(range(1, rows + 1), position)))
 
     seconds = median_seconds(step, STEPS)
     return {"seconds": seconds, "tokens_per_second": rows / seconds, "rows": rows}
@@ -58,7 +58,7 @@ def decode(driver: Any, padding: int, rows: int, context: int) -> dict[str, floa
 
 def dispatch(driver: Any) -> dict[str, float]:
     """A call that has next to nothing to do, the smallest sample: until it returns, and until its token is here."""
-    driver.device.read(driver.prefill(1, [1], padding=16))  # leaves one row of logits
+    driver.runner.read(driver.prefill(1, [1], padding=16))  # leaves one row of logits
     logits, rows = driver.logits, driver.logits.shape[0]
     returned: list[float] = []
 
@@ -66,7 +66,7 @@ def dispatch(driver: Any) -> dict[str, float]:
         started = time.perf_counter()
         handle = driver.sample(logits, rows, {})
         returned.append(time.perf_counter() - started)
-        driver.device.read(handle)
+        driver.runner.read(handle)
 
     done = median_seconds(call, DISPATCHES)
     return {"returned_seconds": statistics.median(returned), "done_seconds": done}
@@ -78,7 +78,7 @@ def main() -> None:
     from bench.drive import Driver
     from bench.roof import bytes_touched, read_bandwidth
 
-    driver = Driver(loaded.device, loaded.record)
+    driver = Driver(loaded.runner, loaded.record)
     ids = np.random.default_rng(0).integers(0, loaded.manifest["config"]["vocab_size"], 4096)
     slots = loaded.record["state"]["slots"]
     result: dict[str, Any] = {

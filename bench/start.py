@@ -46,7 +46,7 @@ def aot(artifact: Path) -> dict[str, Any]:
     from ling3export.runners.load.loader import load
 
     loaded = load(artifact, report=lambda text: None)
-    result = finish(dict(loaded.timings.seconds), loaded.device, loaded.record)
+    result = finish(dict(loaded.timings.seconds), loaded.runner, loaded.record)
     return result | {"compiles": loaded.compiles.count, "traces": loaded.compiles.traces}
 
 
@@ -95,7 +95,7 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
     from ling3export.model.config import Config
     from ling3export.model.geometry import Geometry
     from ling3export.model.program import build_step
-    from ling3export.runners.load.model_runner import Device, fresh_state
+    from ling3export.runners.load.model_runner import ModelRunner, fresh_state
     from ling3export.runners.load.pjrt import CompileCounter
     from ling3export.runners.load.programs import mesh_of
     from ling3export.runners.load.weights import Weights
@@ -123,7 +123,7 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
         found = dict(zip(record["cells"], pool.map(prepared, record["cells"].values()), strict=True))
     clock.lap(PREPARATION)
     spent = {PREPARATION: processor() - before}
-    result = finish(clock.seconds, Device(record, found, params, state, mesh), record)
+    result = finish(clock.seconds, ModelRunner(record, found, params, state, mesh), record)
     result["cpu"] |= spent
     return result | {"compiles": events.count, "cache_hits": events.cache_hits}
 

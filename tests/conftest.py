@@ -10,7 +10,7 @@ from ling3export.runners.load.environment import prepare_cpu
 _cache = tempfile.TemporaryDirectory(prefix="ling3-test-cache-")
 os.environ["LING3_CACHE"] = _cache.name
 
-# Before any test module imports jax. Commands that tests start inherit both.
+# Before any test module imports jax. StepInputs that tests start inherit both.
 prepare_cpu(16)
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"  # a bf16 array that meets an fp32 one by accident is an error
 

@@ -42,7 +42,7 @@ def measure_target(artifact: Path, name: str, manifest: dict[str, Any], hosts: H
         for index, sequence in enumerate(vectors["sequences"])
         for row, position in enumerate(sequence["positions"])
     }
-    prober = Prober(loaded.device, target, vectors["sequences"])
+    prober = Prober(loaded.runner, target, vectors["sequences"])
     found = _probe(prober, target, len(vectors["sequences"]))
     dtype = manifest["plan"]["dtype"]
     cells = {cell: logits_receipt(values, expected, dtype) for cell, values in found.items()}

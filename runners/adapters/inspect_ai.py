@@ -111,8 +111,8 @@ class Ling3API(ModelAPI):
             self._prompt(input), config.max_tokens or MAX_TOKENS, sampling, config.stop_seqs or ()
         )
         started = time.monotonic()
-        (ticket,) = self.engine.submit(request)
-        return self._output(await ticket.wait(), time.monotonic() - started)
+        (handle,) = self.engine.submit(request)
+        return self._output(await handle.wait(), time.monotonic() - started)
 
     def _prompt(self, messages: list[ChatMessage]) -> Prompt:
         for message in messages:

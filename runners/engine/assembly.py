@@ -11,8 +11,8 @@ from ling3export.runners.load.loader import Loaded, load
 from ling3export.runners.text.tokenizer import TokenizerFiles
 
 if TYPE_CHECKING:
-    from ling3export.runners.engine.block_manager import Allocator
-    from ling3export.runners.engine.core import Arrival, Turns
+    from ling3export.runners.engine.block_manager import BlockManager
+    from ling3export.runners.engine.core import Arrival, EngineCore
     from ling3export.runners.engine.counters import Counters
     from ling3export.runners.engine.sequence import Sequence
 
@@ -25,17 +25,17 @@ class Parts:
         loaded: The artifact: programs, weights and state on the devices.
         files: The tokenizer and the chat template.
         limits: What one request may ask for.
-        allocator: Slots and pages.
+        blocks: Slots and pages.
         counters: The scheduler's.
-        turns: What to do, turn by turn; host 0 of several tells the others.
+        core: Takes the steps; host 0 of several tells the others.
     """
 
     loaded: Loaded
     files: TokenizerFiles
     limits: Limits
-    allocator: "Allocator"
+    blocks: "BlockManager"
     counters: "Counters"
-    turns: "Turns"
+    core: "EngineCore"
 
 
 def load_parts(
@@ -61,22 +61,22 @@ def load_parts(
         agreed={"overlap": overlap},
     )  # fmt: skip
     # numpy comes with these.
-    from ling3export.runners.engine.block_manager import Allocator
-    from ling3export.runners.engine.core import SharedTurns, Turns
+    from ling3export.runners.engine.block_manager import BlockManager
+    from ling3export.runners.engine.core import EngineCore, SharedCore
     from ling3export.runners.engine.inputs import Shapes
     from ling3export.runners.engine.scheduler import Scheduler
 
     files = TokenizerFiles(loaded.folder, loaded.manifest)
     record, plan = loaded.record, loaded.manifest["plan"]
-    state, allocator = record["state"], Allocator.of(record)
+    state, blocks = record["state"], BlockManager.of(record)
     limits = Limits(
         min(plan["context"], state["max_pages"] * state["page_size"]), loaded.manifest["config"]["vocab_size"],
-        allocator.longest, state["page_size"],
+        state["pages"], state["page_size"],
     )  # fmt: skip
-    scheduler = Scheduler(loaded.device, Shapes.of(record), allocator, ahead=1 if overlap else 0)
+    scheduler = Scheduler(loaded.runner, Shapes.of(record), blocks, ahead=1 if overlap else 0)
     sequence, channel = _sequences(limits, files), loaded.channel
-    turns = SharedTurns(scheduler, sequence, channel) if channel else Turns(scheduler, sequence)
-    return Parts(loaded, files, limits, allocator, scheduler.counters, turns)
+    core = SharedCore(scheduler, sequence, channel) if channel else EngineCore(scheduler, sequence)
+    return Parts(loaded, files, limits, blocks, scheduler.counters, core)
 
 
 def _sequences(limits: Limits, files: TokenizerFiles) -> "Callable[[Arrival], Sequence]":

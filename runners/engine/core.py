@@ -1,9 +1,9 @@
-"""Turns of the scheduler, from commands alone. Hosts that take the same commands turn by turn make the same calls.
+"""The engine's steps, from their inputs alone. Hosts that take the same inputs step by step make the same calls.
 
-Host 0 sends the commands of each turn before it takes them; the other hosts take what they receive, in silence. A turn
-follows from its commands and the tokens read, and every host reads the same tokens. So commands are all that travels,
-and with each turn a digest of the tokens that host 0 read before it: a host that read others says so and ends, before
-it would make other calls, which none of the hosts would ever come back from.
+Host 0 sends the inputs of each step before it takes them; the other hosts take what they receive, in silence. What a
+step does follows from its inputs and the tokens read before, and every host reads the same tokens. So inputs are all
+that travels, and with each step a digest of the tokens that host 0 read before it: a host that read others says so and
+ends, before it would make other calls, which none of the hosts would ever come back from.
 """
 
 import hashlib
@@ -16,9 +16,9 @@ from ling3export.errors import RankDivergence
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.engine.scheduler import Emitted, Scheduler
 from ling3export.runners.engine.sequence import Sequence
-from ling3export.runners.hosts.channel import DIVERGED, END, TURN, Channel
+from ling3export.runners.hosts.channel import DIVERGED, END, STEP, Channel
 
-SHORT = 8  # bytes of a digest that travel with every turn
+SHORT = 8  # bytes of a digest that travel with every step
 
 
 class Arrival(NamedTuple):
@@ -35,12 +35,12 @@ class Arrival(NamedTuple):
     at: float | None = None
 
 
-class Commands(NamedTuple):
-    """What reached the engine since the last turn: all that decides what the turn does, beside the tokens.
+class StepInputs(NamedTuple):
+    """What reached the engine since the last step: all that decides what the step does, beside the tokens.
 
     Attributes:
         arrivals: In order.
-        cancelled: Their numbers; unknown and ended ones count for nothing.
+        cancelled: Numbers of arrivals; unknown and ended ones count for nothing.
         compare: Whether hosts are to compare the tokens that they read.
     """
 
@@ -49,13 +49,13 @@ class Commands(NamedTuple):
     compare: bool = False
 
 
-class Turn(NamedTuple):
-    """What a turn brought.
+class StepOutputs(NamedTuple):
+    """What a step brought.
 
     Attributes:
         emitted: Tokens that were read.
         ended: Sequences that ended, cancelled ones too.
-        digests: Where hosts compared their tokens: of each host, by number, what it read since they last did.
+        digests: Where hosts compared their tokens: by host, what it read since they last did.
     """
 
     emitted: list[Emitted]
@@ -63,8 +63,8 @@ class Turn(NamedTuple):
     digests: tuple[bytes, ...] = ()
 
 
-class Turns:
-    """The scheduler behind a list of commands.
+class EngineCore:
+    """The scheduler behind a list of inputs.
 
     Args:
         scheduler: Runs the sequences.
@@ -78,28 +78,24 @@ class Turns:
 
     @property
     def busy(self) -> bool:
-        """Whether a turn without commands would do anything."""
+        """Whether a step without inputs would do anything."""
         return self.scheduler.busy
 
-    def turn(self, commands: Commands) -> Turn:
-        """Takes the commands, then makes one step."""
-        for arrival in commands.arrivals:
+    def step(self, inputs: StepInputs) -> StepOutputs:
+        """Takes the inputs, then has the scheduler dispatch a call and read what is due."""
+        for arrival in inputs.arrivals:
             sequence = self._live[arrival.number] = self._sequence(arrival)
             self.scheduler.submit(sequence)
         ended = []
-        for number in commands.cancelled:
+        for number in inputs.cancelled:
             found = self._live.pop(number, None)
             if found is not None:
                 self.scheduler.cancel(found)
                 ended.append(found)
         emitted = self.scheduler.step()
-        for sequence in self.scheduler.take_scored():
-            if self._live.pop(sequence.index, None) is not None:
-                ended.append(sequence)
-        for token in emitted:
-            if token.sequence.over and self._live.pop(token.sequence.index, None) is not None:
-                ended.append(token.sequence)
-        return Turn(emitted, ended)
+        over = [*self.scheduler.take_scored(), *(each.sequence for each in emitted if each.sequence.over)]
+        ended += [sequence for sequence in over if self._live.pop(sequence.number, None) is not None]
+        return StepOutputs(emitted, ended)
 
     def cancel_all(self) -> None:
         """Ends everything, and waits for what the devices still do."""
@@ -110,36 +106,11 @@ class Turns:
             self.scheduler.step()
 
 
-def encode(commands: Commands) -> bytes:
-    """Commands as they travel: JSON, nothing for none. When a request arrived is host 0's affair."""
-    if commands == Commands():
-        return b""
-    arrivals = [[arrival.number, asdict(arrival.request)] for arrival in commands.arrivals]
-    return json.dumps({**commands._asdict(), "arrivals": arrivals}).encode()
-
-
-def decode(payload: bytes) -> Commands:
-    """What ``encode`` wrote."""
-    if not payload:
-        return Commands()
-    said = json.loads(payload)
-    return Commands(
-        tuple(Arrival(number, _request(fields)) for number, fields in said["arrivals"]), tuple(said["cancelled"]),
-        said["compare"],
-    )  # fmt: skip
-
-
-def _request(fields: dict[str, object]) -> Request:
-    sampling = Sampling(**fields.pop("sampling"))  # type: ignore[arg-type]
-    ids, stop = fields.pop("prompt_ids"), fields.pop("stop")
-    return Request(tuple(ids), sampling=sampling, stop=tuple(stop), **fields)  # type: ignore[arg-type]
-
-
-class SharedTurns(Turns):
-    """Turns that all hosts take alike: host 0 sends the commands of each to the others.
+class SharedCore(EngineCore):
+    """Steps that all hosts take alike: host 0 sends the inputs of each to the others.
 
     Every host hashes the tokens that it reads, in the order of reading, as little-endian int32. All compare these
-    digests where the commands ask for it, and the others with host 0's before each turn.
+    digests where the inputs ask for it, and the others with host 0's before each step.
 
     Args:
         scheduler: Runs the sequences.
@@ -152,29 +123,29 @@ class SharedTurns(Turns):
         self._channel = channel
         self._read = hashlib.sha256()
 
-    def received(self, payload: bytes) -> Turn:
-        """Takes the commands that host 0 sent.
+    def received(self, payload: bytes) -> StepOutputs:
+        """Takes the inputs that host 0 sent.
 
         Raises:
             RankDivergence: It read other tokens than this host, which would now make other calls.
         """
-        commands = decode(payload[SHORT:])
-        if not commands.compare and payload[:SHORT] != self._read.digest()[:SHORT]:
+        inputs = decode(payload[SHORT:])
+        if not inputs.compare and payload[:SHORT] != self._read.digest()[:SHORT]:
             number = self._channel.hosts.number
             error = RankDivergence(f"sampled tokens: expected those of host 0, found others on host {number}")
             self._channel.fail(error.message, DIVERGED)
             raise error
-        return self.turn(commands)
+        return self.step(inputs)
 
-    def turn(self, commands: Commands) -> Turn:
-        """Sends the commands where this is host 0, and takes them."""
+    def step(self, inputs: StepInputs) -> StepOutputs:
+        """Sends the inputs where this is host 0, and takes them."""
         if self._channel.leads:
-            self._channel.send(TURN, self._read.digest()[:SHORT] + encode(commands))
+            self._channel.send(STEP, self._read.digest()[:SHORT] + encode(inputs))
         with self._channel.together():
-            digests = self._compared() if commands.compare else ()
-            turn = super().turn(commands)
-        self._read.update(b"".join(each.token.to_bytes(4, "little", signed=True) for each in turn.emitted))
-        return turn._replace(digests=digests)
+            digests = self._compared() if inputs.compare else ()
+            outputs = super().step(inputs)
+        self._read.update(b"".join(each.token.to_bytes(4, "little", signed=True) for each in outputs.emitted))
+        return outputs._replace(digests=digests)
 
     def cancel_all(self) -> None:
         """Ends everything on all hosts."""
@@ -184,6 +155,31 @@ class SharedTurns(Turns):
         self._channel.finish()
 
     def _compared(self) -> tuple[bytes, ...]:
-        """The digest of every host, of what it read since the last time."""
+        """By host, the digest of what it read since the last time."""
         mine, self._read = self._read.digest(), hashlib.sha256()
         return self._channel.gather(mine)
+
+
+def encode(inputs: StepInputs) -> bytes:
+    """Inputs as they travel: JSON, nothing for none. When a request arrived is host 0's affair."""
+    if inputs == StepInputs():
+        return b""
+    arrivals = [[arrival.number, asdict(arrival.request)] for arrival in inputs.arrivals]
+    return json.dumps({**inputs._asdict(), "arrivals": arrivals}).encode()
+
+
+def decode(payload: bytes) -> StepInputs:
+    """What ``encode`` wrote."""
+    if not payload:
+        return StepInputs()
+    said = json.loads(payload)
+    return StepInputs(
+        tuple(Arrival(number, _request(fields)) for number, fields in said["arrivals"]), tuple(said["cancelled"]),
+        said["compare"],
+    )  # fmt: skip
+
+
+def _request(fields: dict[str, object]) -> Request:
+    sampling = Sampling(**fields.pop("sampling"))  # type: ignore[arg-type]
+    ids, stop = fields.pop("prompt_ids"), fields.pop("stop")
+    return Request(tuple(ids), sampling=sampling, stop=tuple(stop), **fields)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import Any
 
 from ling3export.errors import RequestError
 from ling3export.runners.engine.assembly import load_parts
-from ling3export.runners.engine.handle import EngineStopped, Piece, Ticket
+from ling3export.runners.engine.handle import EngineStopped, Piece, RequestHandle
 from ling3export.runners.engine.request import Completion, Limits, Request, Sampling, token_ids
 from ling3export.runners.engine.score import Score, Text, check_cells, pair_ids, score_request, scored
 from ling3export.runners.hosts.hosts import Hosts
@@ -31,7 +31,7 @@ class Engine:
         check: ``all``, or ``programs``: weights are used without checking their digests.
         overlap: Dispatch the next step before the tokens of the last one are read. The tokens are the same.
         max_requests: Refuse more than this many at once, waiting ones too; None takes any number.
-        hosts: Where several run together: this process's place, which is the first; the others call ``follow.follow``.
+        hosts: This process's place where several run together, which is the first; the others call ``follower.follow``.
         linger: Seconds that this process goes on once another host is gone, and refuses everything with HostGone; then
             it ends.
         report: Told what was chosen and why; stderr by default.
@@ -71,10 +71,10 @@ class Engine:
         self._record, self._artifact = loaded.record, artifact
         state = loaded.record["state"]
         self._pools = {"slots": state["slots"], "pages": state["pages"]}
-        self._allocator, self._counters = parts.allocator, parts.counters
+        self._blocks, self._counters = parts.blocks, parts.counters
         self._compiles, self._weight_bytes = loaded.compiles, loaded.weight_bytes
         self._several = hosts is not None
-        self._loop = Loop(parts.turns, self.timings, max_requests)
+        self._loop = Loop(parts.core, self.timings, max_requests)
         if loaded.channel is not None and linger:
             loaded.channel.outlive(self._loop.abandon, linger)
         self._close = weakref.finalize(self, self._loop.close)  # also at the end of the process
@@ -151,7 +151,7 @@ class Engine:
         """One prompt's answer as it comes: ``async for piece in engine.stream(prompt, max_tokens=100)``.
 
         The prompt is checked at once, and submitted when iteration begins. The devices never wait for the reader: what
-        it did not take is joined into one piece. Leaving the iteration early cancels the request (``Ticket.pieces``).
+        it did not take is joined into one piece. Leaving the iteration early cancels the request.
 
         Raises:
             RequestError: It can never be served.
@@ -174,8 +174,8 @@ class Engine:
         ids = self._prompt_ids(prompt, name)
         return Request(ids, max_tokens, sampling or Sampling(), stops, ignore_eos, logits, name)
 
-    def submit(self, *requests: Request) -> list[Ticket]:
-        """Starts requests, and returns at once: a ticket each, to wait for, read from, or cancel. They arrive together.
+    def submit(self, *requests: Request) -> list[RequestHandle]:
+        """Starts requests, and returns at once: a handle each, to wait for, read from, or cancel. They arrive together.
 
         Raises:
             RequestError: One can never be served; then none is started.
@@ -192,12 +192,12 @@ class Engine:
         Raises:
             RequestError, QueueFull, EngineStopped: As ``submit``.
         """
-        tickets = self.submit(*requests)
+        handles = self.submit(*requests)
         try:
-            return [ticket.result() for ticket in tickets]
+            return [handle.result() for handle in handles]
         finally:
-            for ticket in tickets:
-                ticket.cancel()
+            for handle in handles:
+                handle.cancel()
 
     def digests(self) -> tuple[bytes, ...]:
         """Of each host, by number, sha256 of the tokens that it read since the last call; nothing on one host alone.
@@ -225,12 +225,12 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start and what is held now, as JSON; and the seconds of the start's stages."""
-        allocator = self._allocator
+        blocks = self._blocks
         return {
             "target": self.target,
             **self._counters.record(),
             "live": self._loop.live,
-            "free": {"slots": allocator.free_slots, "pages": allocator.free_pages},
+            "free": {"slots": blocks.free_slots, "pages": blocks.free_pages},
             "pools": dict(self._pools),
             "weight_bytes": self._weight_bytes,
             "compile_events": self._compiles.count,
@@ -263,12 +263,12 @@ class Engine:
         self.close()
 
     async def _pieces(self, request: Request) -> AsyncGenerator[Piece, None]:
-        (ticket,) = self._loop.submit([request])
+        (handle,) = self._loop.submit([request])
         try:
-            async for piece in ticket.pieces():
+            async for piece in handle.pieces():
                 yield piece
         finally:
-            ticket.cancel()
+            handle.cancel()
 
     def _prompt_ids(self, prompt: Prompt, name: str) -> tuple[int, ...]:
         if isinstance(prompt, str):

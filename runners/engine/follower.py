@@ -50,19 +50,19 @@ def follow(
     parts = load_parts(
         artifact, target=target, programs=programs, check=check, overlap=overlap, hosts=hosts, report=report
     )
-    from ling3export.runners.engine.core import SharedTurns
+    from ling3export.runners.engine.core import SharedCore
 
-    channel, turns = parts.loaded.channel, parts.turns
-    assert channel is not None and isinstance(turns, SharedTurns)
+    channel, core = parts.loaded.channel, parts.core
+    assert channel is not None and isinstance(core, SharedCore)
     report(f"host {hosts.number}: {parts.loaded.weight_bytes:,} bytes of weights; following host 0")
     diverged: RankDivergence | None = None
     with channel.together():
         while (message := channel.take())[0] != END:
-            digests = turns.received(message[1]).digests
+            digests = core.received(message[1]).digests
             try:
                 check_digests(digests)
             except RankDivergence as error:
                 diverged = error
-        turns.cancel_all()
+        core.cancel_all()
     if diverged is not None:
         raise diverged

@@ -36,20 +36,20 @@ class Piece:
     completion: Completion | None = None
 
 
-class Ticket:
+class RequestHandle:
     """A submitted request. The engine's thread fills it; one reader takes from it, in any thread or coroutine.
 
     Nothing waits for a slow reader: what it did not take yet is joined into one piece, which max_tokens bounds.
 
     Args:
         request: What was asked.
-        index: Order of arrival.
+        number: Its place in the order of arrival.
         cancel: Tells the engine to cancel it.
     """
 
-    def __init__(self, request: Request, index: int, cancel: Callable[[int], None]) -> None:
+    def __init__(self, request: Request, number: int, cancel: Callable[[int], None]) -> None:
         self.request = request
-        self.index = index
+        self.number = number
         self._cancel = cancel
         self._lock = threading.Lock()
         self._text: list[str] = []
@@ -67,7 +67,7 @@ class Ticket:
     def cancel(self) -> None:
         """Ends it, wherever it is; it keeps the tokens it has. Does nothing once it ended."""
         if not self.done:
-            self._cancel(self.index)
+            self._cancel(self.number)
 
     def result(self, timeout: float | None = None) -> Completion:
         """Waits for the end.
@@ -166,22 +166,22 @@ class Ticket:
         return self._completion
 
 
-def wake(tickets: Iterable[Ticket]) -> None:
-    """Wakes the coroutines that wait for these tickets: one call an event loop, however many they are.
+def wake(handles: Iterable[RequestHandle]) -> None:
+    """Wakes the coroutines that wait for these handles: one call an event loop, however many they are.
 
-    A ticket whose event loop has closed is cancelled: nobody will read it.
+    A handle whose event loop has closed is cancelled: nobody will read it.
     """
-    waiting: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, asyncio.Event]]] = {}
-    for ticket in tickets:
-        listener = ticket.listener()
+    waiting: dict[asyncio.AbstractEventLoop, list[tuple[RequestHandle, asyncio.Event]]] = {}
+    for handle in handles:
+        listener = handle.listener()
         if listener is not None:
-            waiting.setdefault(listener[0], []).append((ticket, listener[1]))
+            waiting.setdefault(listener[0], []).append((handle, listener[1]))
     for loop, sleepers in waiting.items():
         try:
             loop.call_soon_threadsafe(_set_all, [event for _, event in sleepers])
         except RuntimeError:  # closed
-            for ticket, _ in sleepers:
-                ticket.cancel()
+            for handle, _ in sleepers:
+                handle.cancel()
 
 
 def _set_all(events: list[asyncio.Event]) -> None:

@@ -1,15 +1,11 @@
 """The calls that programs take: which paddings there are, which one pays, and the fields of the step contract."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from ling3export.runners.engine.block_manager import Lease
-    from ling3export.runners.engine.sequence import Sequence
 
 Fields = dict[str, np.ndarray]
 # What a prefill call costs beside its token slots, in token slots, where the compiler gives no estimate of its time.
@@ -74,75 +70,110 @@ class Shapes:
         return min(self.score, key=lambda padding: ((padding + CALL) / min(work, padding), -padding))
 
 
-class PrefillFields:
-    """The fields of one prefill call, filled chunk by chunk.
+class Span(NamedTuple):
+    """Consecutive tokens of one sequence that a prefill or score call stores.
+
+    Attributes:
+        slot: The sequence's state slot.
+        start: Position of the first token.
+        tokens: Ids.
+        pages: The sequence's pages in the order of its positions, those of this span's tokens included.
+        next_tokens: In a score call, the token to be scored behind each of ``tokens``, or -1 for none.
+    """
+
+    slot: int
+    start: int
+    tokens: Many[int]
+    pages: Many[int]
+    next_tokens: Many[int] = ()
+
+
+class DecodeRow(NamedTuple):
+    """A sequence's row of a decode call.
+
+    Attributes:
+        slot: Its state slot.
+        position: Where the token is stored.
+        pages: Its pages in the order of its positions.
+        token: The token; -1 is the one that ``sample`` left in the slot, which the host need not know.
+    """
+
+    slot: int
+    position: int
+    pages: Many[int]
+    token: int = -1
+
+
+class SampleRow(NamedTuple):
+    """A sequence's row of a sample call; the defaults take the best token.
+
+    Attributes:
+        slot: Its state slot, where the token is left for the next decode.
+        position: The token's position: its randomness comes from this and the seed alone.
+        temperature, top_k, top_p, seed: The fields of ``request.Sampling``.
+    """
+
+    slot: int
+    position: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+def prefill_fields(padding: int, spans: Iterable[Span], chunk: int, max_pages: int, *, score: bool = False) -> Fields:
+    """The fields of a prefill call, or of a score call, of ``padding`` token slots.
+
+    The spans lie one behind the other, each from a chunk of its own on; chunks behind the last are padding.
 
     Args:
         padding: Token slots.
-        shapes: Of the programs.
-
-    Attributes:
-        fields: Of the step contract.
-        free: Chunks that are left.
+        spans: At most one a sequence, with ``padding // chunk`` chunks together at most.
+        chunk: Token slots a chunk.
+        max_pages: Columns of the page table.
+        score: Also give ``next_token``.
     """
-
-    def __init__(self, padding: int, shapes: Shapes) -> None:
-        self._chunk = shapes.chunk
-        self._count = self.free = padding // shapes.chunk
-        names = ("chunk_slot", "chunk_start", "chunk_len", "fresh")
-        self.fields: Fields = {name: np.zeros(self._count, np.int32) for name in names}
-        self.fields["tokens"] = np.zeros(padding, np.int32)
-        self.fields["page_table"] = np.zeros((self._count, shapes.max_pages), np.int32)
-
-    def add(self, sequence: "Sequence", lease: "Lease") -> int:
-        """Takes as many of a sequence's unstored tokens as fit; returns how many."""
-        first = sequence.stored
-        stop = first + min(sequence.unstored, self.free * self._chunk)
-        for start in range(first, stop, self._chunk):
-            self._put(sequence, lease, start, min(start + self._chunk, stop))
-        return stop - first
-
-    @property
-    def last(self) -> int:
-        """The row of the chunk that was filled last."""
-        return self._count - self.free - 1
-
-    def _put(self, sequence: "Sequence", lease: "Lease", start: int, stop: int) -> None:
-        n, fields = self._count - self.free, self.fields
-        fields["tokens"][n * self._chunk : n * self._chunk + stop - start] = sequence.tokens(start, stop)
-        fields["chunk_slot"][n] = lease.slot
-        fields["chunk_start"][n] = start
-        fields["chunk_len"][n] = stop - start
-        fields["fresh"][n] = start == 0
-        fields["page_table"][n, : len(lease.pages)] = lease.pages
-        self.free -= 1
-
-
-def decode_fields(rows: Many[tuple[int, "Sequence", "Lease"]], padding: int, shapes: Shapes) -> Fields:
-    """The fields of a decode call: each sequence in its row, at the position that it stores next."""
-    fields = {name: np.zeros(padding, np.int32) for name in ("slot", "position", "token")}
-    fields["page_table"] = np.zeros((padding, shapes.max_pages), np.int32)
-    for row, sequence, lease in rows:
-        fields["slot"][row] = lease.slot
-        fields["position"][row] = sequence.stored
-        fields["token"][row] = -1  # the one that was sampled last is on the devices
-        fields["page_table"][row, : len(lease.pages)] = lease.pages
+    count, row = padding // chunk, 0
+    fields = {name: np.zeros(count, np.int32) for name in ("chunk_slot", "chunk_start", "chunk_len", "fresh")}
+    fields["tokens"] = np.zeros(padding, np.int32)
+    fields["page_table"] = np.zeros((count, max_pages), np.int32)
+    if score:
+        fields["next_token"] = np.full(padding, -1, np.int32)
+    for span in spans:
+        length, at = len(span.tokens), row * chunk
+        rows = slice(row, row + -(-length // chunk))
+        offsets = np.arange(0, length, chunk)
+        fields["tokens"][at : at + length] = span.tokens
+        fields["chunk_slot"][rows] = span.slot
+        fields["chunk_start"][rows] = span.start + offsets
+        fields["chunk_len"][rows] = np.minimum(chunk, length - offsets)
+        fields["fresh"][row] = span.start == 0
+        fields["page_table"][rows, : len(span.pages)] = span.pages
+        if score:
+            fields["next_token"][at : at + length] = span.next_tokens
+        row = rows.stop
     return fields
 
 
-def sample_fields(rows: Many[tuple[int, "Sequence"]], count: int) -> Fields:
-    """The fields of a sample call of ``count`` rows; the others are padding."""
-    integers = {name: np.zeros(count, np.int32) for name in ("slot", "position", "top_k")}
-    seed = np.zeros(count, np.uint32)
-    temperature, top_p = np.zeros(count, np.float32), np.ones(count, np.float32)
-    for row, sequence in rows:
-        sampling, lease = sequence.request.sampling, sequence.lease
-        assert lease is not None
-        integers["slot"][row] = lease.slot
-        integers["position"][row] = sequence.stored
-        integers["top_k"][row] = sampling.top_k
-        temperature[row], top_p[row], seed[row] = sampling.temperature, sampling.top_p, sampling.seed
-    return {**integers, "temperature": temperature, "top_p": top_p, "seed": seed.view(np.int32)}
+def decode_fields(padding: int, rows: Mapping[int, DecodeRow], max_pages: int) -> Fields:
+    """The fields of a decode call of ``padding`` rows; those without a sequence are padding."""
+    fields = {name: np.zeros(padding, np.int32) for name in ("slot", "position", "token")}
+    fields["page_table"] = np.zeros((padding, max_pages), np.int32)
+    for row, each in rows.items():
+        fields["slot"][row], fields["position"][row], fields["token"][row] = each.slot, each.position, each.token
+        fields["page_table"][row, : len(each.pages)] = each.pages
+    return fields
+
+
+def sample_fields(count: int, rows: Mapping[int, SampleRow]) -> Fields:
+    """The fields of a sample call of ``count`` rows; those without a sequence are padding."""
+    fields = {name: np.zeros(count, np.int32) for name in ("slot", "position", "top_k")}
+    fields["seed"] = np.zeros(count, np.uint32)
+    fields["temperature"], fields["top_p"] = np.zeros(count, np.float32), np.ones(count, np.float32)
+    for row, each in rows.items():
+        for name, value in each._asdict().items():
+            fields[name][row] = value
+    return fields | {"seed": fields["seed"].view(np.int32)}
 
 
 def fitting(work: int, paddings: tuple[int, ...]) -> int:

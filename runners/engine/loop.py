@@ -1,11 +1,11 @@
-"""The thread that owns the device loop: everybody else hands it requests and cancellations, and takes tickets."""
+"""The thread that owns the device loop: everybody else hands it requests and cancellations, and takes handles."""
 
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from ling3export.runners.engine.core import Arrival, Commands, Turn, Turns
-from ling3export.runners.engine.handle import EngineStopped, HostGone, QueueFull, Ticket, wake
+from ling3export.runners.engine.core import Arrival, EngineCore, StepInputs, StepOutputs
+from ling3export.runners.engine.handle import EngineStopped, HostGone, QueueFull, RequestHandle, wake
 from ling3export.runners.engine.request import Request
 from ling3export.runners.engine.sequence import now
 from ling3export.runners.load.loader import Timings
@@ -14,33 +14,33 @@ FIRST_STEP = "first_step"
 
 
 class Loop:
-    """Takes turns while there is work, and sleeps otherwise. Thread-safe.
+    """Takes steps while there is work, and sleeps otherwise. Thread-safe.
 
-    An error in a turn ends the loop: what the devices hold is in doubt then. Every ticket gets it.
+    An error in a step ends the loop: what the devices hold is in doubt then. Every handle gets it.
 
     Args:
-        turns: What to do; belongs to the thread from now on.
+        core: Takes the steps; belongs to the thread from now on.
         timings: Gets the seconds to the first token that was ever read.
         max_requests: At most this many at once, waiting ones too; None for any number.
     """
 
-    def __init__(self, turns: Turns, timings: Timings, max_requests: int | None = None) -> None:
-        self._turns: Turns | None = turns
+    def __init__(self, core: EngineCore, timings: Timings, max_requests: int | None = None) -> None:
+        self._core: EngineCore | None = core
         self._timings = timings
         self._max_requests = max_requests
         self._changed = threading.Condition()
         self._arrivals: list[Arrival] = []
         self._cancelled: list[int] = []
-        self._comparing: list[Future[tuple[bytes, ...]]] = []  # asked for in the next turn
+        self._comparing: list[Future[tuple[bytes, ...]]] = []  # asked for in the next step
         self._compared: list[Future[tuple[bytes, ...]]] = []  # and in this one
-        self._tickets: dict[int, Ticket] = {}
+        self._handles: dict[int, RequestHandle] = {}
         self._count = 0
         self._closing = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="ling3-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, requests: Sequence[Request]) -> list[Ticket]:
+    def submit(self, requests: Sequence[Request]) -> list[RequestHandle]:
         """Hands over requests; they arrive together, in order.
 
         Raises:
@@ -50,27 +50,27 @@ class Loop:
         with self._changed:
             if self._closing or self._failure is not None:
                 raise self._stopped()
-            live, most = len(self._tickets), self._max_requests
+            live, most = len(self._handles), self._max_requests
             if most is not None and live + len(requests) > most:
                 raise QueueFull(
                     f"engine: expected at most {most} requests at once, found {live} + {len(requests)} new ones",
                     "send them later, or allow more with max_requests",
                 )
-            tickets, at = [], now()
+            handles, at = [], now()
             for request in requests:
-                ticket = Ticket(request, self._count, self.cancel)
-                self._tickets[ticket.index] = ticket
-                self._arrivals.append(Arrival(ticket.index, request, at))
+                handle = RequestHandle(request, self._count, self.cancel)
+                self._handles[handle.number] = handle
+                self._arrivals.append(Arrival(handle.number, request, at))
                 self._count += 1
-                tickets.append(ticket)
+                handles.append(handle)
             self._changed.notify()
-        return tickets
+        return handles
 
-    def cancel(self, index: int) -> None:
+    def cancel(self, number: int) -> None:
         """Cancels a request, soon; an unknown or ended one counts for nothing."""
         with self._changed:
-            if index in self._tickets:
-                self._cancelled.append(index)
+            if number in self._handles:
+                self._cancelled.append(number)
                 self._changed.notify()
 
     def compare(self) -> tuple[bytes, ...]:
@@ -95,7 +95,7 @@ class Loop:
     @property
     def live(self) -> int:
         """Requests that have not ended."""
-        return len(self._tickets)
+        return len(self._handles)
 
     @property
     def stopped(self) -> EngineStopped | None:
@@ -117,64 +117,64 @@ class Loop:
             self._thread.join()
 
     def _run(self) -> None:
-        turns = self._turns
-        assert turns is not None
+        core = self._core
+        assert core is not None
         started: float | None = None
         try:
-            while (commands := self._next(turns)) is not None:
+            while (inputs := self._next(core)) is not None:
                 started = now() if started is None else started
-                turn = turns.turn(commands)
-                if turn.emitted:
+                outputs = core.step(inputs)
+                if outputs.emitted:
                     self._timings.seconds.setdefault(FIRST_STEP, now() - started)
-                self._deliver(turn)
-            turns.cancel_all()
+                self._deliver(outputs)
+            core.cancel_all()
         except BaseException as error:
             self._failure = self._failure or error
         finally:
-            self._turns = None  # programs, weights and state go with it
-            del turns
+            self._core = None  # programs, weights and state go with it
+            del core
             self._fail_all()
 
-    def _next(self, turns: Turns) -> Commands | None:
-        """The commands of the next turn, once there are some or there is work; None when the loop is to end."""
+    def _next(self, core: EngineCore) -> StepInputs | None:
+        """The inputs of the next step, once there are some or there is work; None when the loop is to end."""
         with self._changed:
-            while not (self._closing or self._arrivals or self._cancelled or self._comparing or turns.busy):
+            while not (self._closing or self._arrivals or self._cancelled or self._comparing or core.busy):
                 self._changed.wait()
             if self._closing:
                 return None
-            commands = Commands(tuple(self._arrivals), tuple(self._cancelled), bool(self._comparing))
+            inputs = StepInputs(tuple(self._arrivals), tuple(self._cancelled), bool(self._comparing))
             self._arrivals, self._cancelled = [], []
             self._compared, self._comparing = self._comparing, []
-        return commands
+        return inputs
 
-    def _deliver(self, turn: Turn) -> None:
-        """Fills the tickets, and wakes who waits for them."""
-        touched: dict[int, Ticket] = {}
-        for sequence, token, text in turn.emitted:
-            ticket = self._tickets.get(sequence.index)
-            if ticket is not None:
-                ticket.push(token, text)
-                touched[ticket.index] = ticket
-        for sequence in turn.ended:
+    def _deliver(self, outputs: StepOutputs) -> None:
+        """Fills the handles, and wakes who waits for them."""
+        touched: dict[int, RequestHandle] = {}
+        for sequence, token, text in outputs.emitted:
+            handle = self._handles.get(sequence.number)
+            if handle is not None:
+                handle.push(token, text)
+                touched[handle.number] = handle
+        for sequence in outputs.ended:
             with self._changed:
-                ticket = self._tickets.pop(sequence.index, None)
-            if ticket is not None:  # else the loop was abandoned meanwhile
-                ticket.finish(sequence.completion())
-                touched[ticket.index] = ticket
+                handle = self._handles.pop(sequence.number, None)
+            if handle is not None:  # else the loop was abandoned meanwhile
+                handle.finish(sequence.completion())
+                touched[handle.number] = handle
         wake(touched.values())
         for asked in self._compared:
-            asked.set_result(turn.digests)
+            asked.set_result(outputs.digests)
 
     def _fail_all(self) -> None:
         with self._changed:
-            tickets = list(self._tickets.values())
-            self._tickets.clear()
+            handles = list(self._handles.values())
+            self._handles.clear()
             asked = [each for each in (*self._compared, *self._comparing) if not each.done()]
-        for ticket in tickets:
-            ticket.finish(self._stopped())
+        for handle in handles:
+            handle.finish(self._stopped())
         for each in asked:
             each.set_exception(self._stopped())
-        wake(tickets)
+        wake(handles)
 
     def _stopped(self) -> EngineStopped:
         if self._failure is None:

@@ -10,8 +10,8 @@ sequences grow. When none is left, the youngest of those who hold what is wanted
 later from its prompt and the tokens it has: the oldest always goes on, so nothing deadlocks.
 
 Sequences that score are admitted among the others, take their turn with prefill, and are packed into calls of score
-programs: whether the next such call prefills or scores is decided by the oldest sequence that waits for either. Nobody
-decodes them; they end when their last call is read.
+programs: whether the next such call prefills or scores is decided by the oldest sequence that waits for either. They
+are never decoded, and end when their last call is read.
 
 The next call is dispatched before the last one's tokens are read: decode takes its token from the devices. What was
 dispatched for a sequence that turns out to have ended is dropped unread.
@@ -22,15 +22,80 @@ make the same calls. Times are noted, never asked for.
 
 from bisect import insort
 from collections import deque
+from collections.abc import Mapping
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from ling3export.runners.engine.backend import Backend, Call, Handle, Row
-from ling3export.runners.engine.block_manager import Allocator, Lease
+import numpy as np
+
+from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.counters import Counters
-from ling3export.runners.engine.inputs import PrefillFields, Shapes, decode_fields, sample_fields
-from ling3export.runners.engine.score_inputs import ScoreFields, take_scores
+from ling3export.runners.engine.inputs import (
+    DecodeRow,
+    SampleRow,
+    Shapes,
+    Span,
+    decode_fields,
+    fitting,
+    prefill_fields,
+    sample_fields,
+)
 from ling3export.runners.engine.sequence import CallNote, Sequence, now
+
+Pending = Any  # an array that may still be being computed
+BY_ARRIVAL = attrgetter("number")
+
+
+class Backend(Protocol):
+    """What the scheduler needs of a model runner. Calls return at once; only ``read`` and ``wait`` wait."""
+
+    def step(self, phase: str, padding: int, fields: Mapping[str, np.ndarray]) -> Pending:
+        """Runs ``prefill`` or ``decode`` at ``padding``: logits ``[rows, vocab]``."""
+
+    def score(self, padding: int, fields: Mapping[str, np.ndarray]) -> Mapping[str, Pending]:
+        """Runs ``score`` at ``padding``: ``logprob`` and ``best`` of each token slot."""
+
+    def sample(self, logits: Pending, rows: int, fields: Mapping[str, np.ndarray]) -> Pending:
+        """Tokens ``[rows]``, also left in the state for the next decode."""
+
+    def read(self, array: Pending) -> np.ndarray:
+        """Waits for an array, and fetches it."""
+
+    def wait(self, array: Pending) -> None:
+        """Waits until an array is computed."""
+
+
+class Part(NamedTuple):
+    """What a prefill or score call takes of one sequence: ``span``, in the chunks of the call from ``row`` on."""
+
+    sequence: Sequence
+    span: Span
+    row: int
+    note: CallNote
+
+
+class Row(NamedTuple):
+    """A row of a call that samples a token for a sequence."""
+
+    row: int
+    sequence: Sequence
+    note: CallNote
+
+
+class Sampled(NamedTuple):
+    """A call in flight that samples. One in the middle of a prompt samples no row, and has no tokens."""
+
+    rows: list[Row]
+    tokens: Pending
+    logits: Pending
+
+
+class Scored(NamedTuple):
+    """A call in flight that scores: log-probabilities and best tokens of its token slots."""
+
+    parts: list[Part]
+    logprob: Pending
+    best: Pending
 
 
 class Emitted(NamedTuple):
@@ -46,21 +111,21 @@ class Scheduler:
 
     Args:
         backend: Runs the programs.
-        shapes: Of the programs.
-        allocator: Slots and pages.
+        shapes: The paddings of the programs.
+        blocks: Slots and pages.
         ahead: Calls that may be dispatched before an earlier one was waited for; 0 waits for each at once.
     """
 
-    def __init__(self, backend: Backend, shapes: Shapes, allocator: Allocator, *, ahead: int = 1) -> None:
+    def __init__(self, backend: Backend, shapes: Shapes, blocks: BlockManager, *, ahead: int = 1) -> None:
         self.counters = Counters()
         self._backend = backend
         self._shapes = shapes
-        self._allocator = allocator
+        self._blocks = blocks
         self._ahead = ahead
         self._waiting: list[Sequence] = []  # by arrival
         self._prefilling: list[Sequence] = []  # by arrival
         self._running: deque[Sequence] = deque()  # who decoded longest ago comes first
-        self._flight: deque[Call] = deque()
+        self._flight: deque[Sampled | Scored] = deque()
         self._emitted: list[Emitted] = []
         self._scored: list[Sequence] = []
         self._decoded_last = False
@@ -93,8 +158,8 @@ class Scheduler:
             The tokens that were read, in order.
         """
         self._admit()
-        turns = (self._decode, self._prefill) if not self._decoded_last else (self._prefill, self._decode)
-        dispatched = turns[0]() or turns[1]()
+        kinds = (self._decode, self._prefill) if not self._decoded_last else (self._prefill, self._decode)
+        dispatched = kinds[0]() or kinds[1]()
         while len(self._flight) > (self._ahead if dispatched else 0):
             self._collect()
         emitted, self._emitted = self._emitted, []
@@ -106,131 +171,113 @@ class Scheduler:
         return scored
 
     def _queue(self, sequence: Sequence) -> None:
-        insort(self._waiting, sequence, key=attrgetter("index"))
+        insort(self._waiting, sequence, key=BY_ARRIVAL)
 
     def _admit(self) -> None:
         while self._waiting:
             sequence = self._waiting[0]
-            sequence.lease = self._allocator.admit(min(sequence.known + 1, sequence.stored_in_the_end))
-            if sequence.lease is None:
+            sequence.table = self._blocks.admit(min(sequence.known + 1, sequence.stored_in_the_end))
+            if sequence.table is None:
                 return
             self._waiting.pop(0)
-            insort(self._prefilling, sequence, key=attrgetter("index"))
+            insort(self._prefilling, sequence, key=BY_ARRIVAL)
 
     def _prefill(self) -> bool:
-        """Dispatches a prefill call, or one that scores; False if there is nothing for either."""
+        """Dispatches a prefill or a score call, whichever the oldest sequence waits for; False if none waits."""
         if not self._prefilling:
             return False
-        if self._prefilling[0].scoring:
-            self._score([s for s in self._prefilling if s.scoring])
+        chunk, scores = self._shapes.chunk, self._prefilling[0].scoring
+        waiting = [s for s in self._prefilling if s.scoring == scores]
+        work = chunk * sum(-(-s.unstored // chunk) for s in waiting)
+        if scores:
+            phase, padding = "score", self._shapes.scoring(work)
+        else:
+            beside_decode = any(s.sampled < s.limit for s in self._running)
+            phase, padding = "prefill", self._shapes.paying(work, beside_decode=beside_decode)
+        parts = self._pack(phase, padding, waiting)
+        self._prefilling = [s for s in self._prefilling if s.unstored]
+        self._decoded_last = False
+        self.counters.count(phase, padding, sum(part.note.tokens for part in parts))
+        fields = prefill_fields(padding, [part.span for part in parts], chunk, self._shapes.max_pages, score=scores)
+        if scores:
+            for part in parts:
+                part.sequence.calls.append(part.note)
+            out = self._backend.score(padding, fields)
+            self._flight.append(Scored(parts, out["logprob"], out["best"]))
             return True
-        chunk, waiting = self._shapes.chunk, [s for s in self._prefilling if not s.scoring]
-        padding = self._shapes.paying(
-            chunk * sum(-(-s.unstored // chunk) for s in waiting),
-            beside_decode=any(s.sampled < s.limit for s in self._running),
-        )
-        call, at = PrefillFields(padding, self._shapes), now()
-        done: list[Row] = []
-        used = 0
-        for sequence in waiting:
-            if not call.free:
-                break
-            taken, note = self._put(sequence, call, CallNote(at, "prefill", padding, 0))
-            used += taken
+        rows = []
+        for sequence, span, row, note in parts:
             if sequence.unstored:
                 sequence.calls.append(note)
-                continue
-            done.append(Row(call.last, sequence, note))
-            self._prefilling.remove(sequence)
-            self._running.append(sequence)
-        self._decoded_last = False
-        self.counters.count("prefill", padding, used)
-        logits = self._backend.step("prefill", padding, call.fields)
-        if done:
-            self._sample(logits, padding // chunk, done)
+            else:
+                self._running.append(sequence)
+                rows.append(Row(row + (len(span.tokens) - 1) // chunk, sequence, note))
+        logits = self._backend.step(phase, padding, fields)
+        if rows:
+            self._sample(logits, padding // chunk, rows)
         else:
-            self._flight.append(Call([], None, logits))
+            self._flight.append(Sampled([], None, logits))
         return True
 
-    def _score(self, waiting: list[Sequence]) -> None:
-        """Dispatches a call that scores."""
-        chunk = self._shapes.chunk
-        padding = self._shapes.scoring(chunk * sum(-(-s.unstored // chunk) for s in waiting))
-        call, at = ScoreFields(padding, self._shapes), now()
-        used = 0
+    def _pack(self, phase: str, padding: int, waiting: list[Sequence]) -> list[Part]:
+        """Takes chunks of the sequences, one after the other, until a call is full; they then count as stored."""
+        chunk, at = self._shapes.chunk, now()
+        parts, row = [], 0
         for sequence in waiting:
-            if not call.free:
+            start, room = sequence.stored, padding - row * chunk
+            if room < chunk:
                 break
-            taken, note = self._put(sequence, call, CallNote(at, "score", padding, 0))
-            used += taken
-            sequence.calls.append(note)
-            if not sequence.unstored:
-                self._prefilling.remove(sequence)
-        self._decoded_last = False
-        self.counters.count("score", padding, used)
-        out = self._backend.score(padding, call.fields)
-        self._flight.append(Call([], out["logprob"], out["best"], call.parts))
-
-    def _put(self, sequence: Sequence, call: PrefillFields, note: CallNote) -> tuple[int, CallNote]:
-        """Puts as much of a sequence into a call as fits: how many tokens, and the note of it."""
-        assert sequence.lease is not None
-        taken = call.add(sequence, sequence.lease)
-        if sequence.started is None:
-            sequence.started = note.at
-            self.counters.queued(note.at - sequence.arrived)
-        sequence.stored += taken
-        return taken, note._replace(tokens=taken)
+            assert sequence.table is not None
+            stop = start + min(sequence.unstored, room)
+            span = Span(
+                sequence.table.slot, start, sequence.tokens(start, stop), sequence.table.pages,
+                sequence.next_tokens(start, stop) if sequence.scoring else (),
+            )  # fmt: skip
+            parts.append(Part(sequence, span, row, CallNote(at, phase, padding, stop - start)))
+            if sequence.started is None:
+                sequence.started = at
+                self.counters.queued(at - sequence.arrived)
+            sequence.stored = stop
+            row += -(-(stop - start) // chunk)
+        return parts
 
     def _decode(self) -> bool:
         """Dispatches a decode call; False if no sequence waits for one."""
         rows = self._rows_to_decode()
         if not rows:
             return False
-        padding, at = rows[0][0], now()
-        placed = [(place, sequence, lease) for _, place, sequence, lease in rows]
-        fields = decode_fields(placed, padding, self._shapes)
-        chosen = {sequence for _, sequence, _ in placed}
-        for sequence in chosen:
+        padding, at = fitting(len(rows), self._shapes.decode), now()
+        fields = decode_fields(padding, dict(enumerate(rows.values())), self._shapes.max_pages)
+        for sequence in rows:
             sequence.stored += 1
         # Those of this call go behind those that found no room in it, in the order that they had.
-        self._running = deque(
-            [*(s for s in self._running if s not in chosen), *(sequence for _, sequence, _ in placed)]
-        )
+        self._running = deque([*(s for s in self._running if s not in rows), *rows])
         self._decoded_last = True
         self.counters.count("decode", padding, len(rows))
         note = CallNote(at, "decode", padding, 1)
         logits = self._backend.step("decode", padding, fields)
-        self._sample(logits, padding, [Row(place, sequence, note) for place, sequence, _ in placed])
+        self._sample(logits, padding, [Row(row, sequence, note) for row, sequence in enumerate(rows)])
         return True
 
-    def _rows_to_decode(self) -> list[tuple[int, int, Sequence, Lease]]:
-        """The next decode call: its padding, and of each row its place, sequence and lease, already grown."""
-        ready = [(s, s.lease) for s in self._running if s.lease is not None and s.sampled < s.limit]
-        room = self._allocator.rows([lease for _, lease in ready], self._shapes.decode[-1])
-        chosen = [s for (s, _), place in zip(ready, room, strict=True) if place is not None]
-        for sequence in sorted(chosen, key=attrgetter("index")):  # the oldest first: it never has to give way
-            if sequence.lease is not None:
-                self._grow(sequence)
-        left = [(s, s.lease) for s in chosen if s.lease is not None]
-        for padding in self._shapes.decode:
-            places = self._allocator.rows([lease for _, lease in left], padding)
-            if None not in places:
-                break
-        rows = zip(places, left, strict=True)
-        return [(padding, place, s, lease) for place, (s, lease) in rows if place is not None]
+    def _rows_to_decode(self) -> dict[Sequence, DecodeRow]:
+        """The sequences of the next decode call, each with a page for its next position."""
+        ready = [s for s in self._running if s.table is not None and s.sampled < s.limit][: self._shapes.decode[-1]]
+        for sequence in sorted(ready, key=BY_ARRIVAL):  # the oldest first: it never has to give way
+            self._grow(sequence)
+        return {s: DecodeRow(s.table.slot, s.stored, s.table.pages) for s in ready if s.table is not None}
 
     def _grow(self, sequence: Sequence) -> None:
         """Gets the page of the next position; takes it from the youngest sequence if need be, which may be this one."""
-        while sequence.lease is not None and not self._allocator.grow(sequence.lease, sequence.stored + 1):
+        while sequence.table is not None and not self._blocks.grow(sequence.table, sequence.stored + 1):
             if self._flight:  # whoever turns out to have ended frees pages; and only what is known can start again
                 while self._flight:
                     self._collect()
                 continue
             holders = [
                 s for s in (*self._prefilling, *self._running)
-                if s is sequence or (s.lease is not None and self._allocator.blocks(s.lease, sequence.lease))
+                if s is sequence or (s.table is not None and self._blocks.blocks(s.table, sequence.table))
             ]  # fmt: skip
-            self._preempt(max(holders, key=attrgetter("index")))
+            self._preempt(max(holders, key=BY_ARRIVAL))
 
     def _preempt(self, sequence: Sequence) -> None:
         self.counters.preempted += 1
@@ -238,50 +285,64 @@ class Scheduler:
         sequence.stored = 0
         self._queue(sequence)
 
-    def _sample(self, logits: Handle, count: int, rows: list[Row]) -> None:
+    def _sample(self, logits: Pending, count: int, rows: list[Row]) -> None:
         """Dispatches the sampling of the rows that end what is known of their sequences."""
-        fields = sample_fields([(row.place, row.sequence) for row in rows], count)
-        for row in rows:
-            row.sequence.sampled += 1
+        wanted = {}
+        for row, sequence, _ in rows:
+            how = sequence.request.sampling
+            assert sequence.table is not None
+            wanted[row] = SampleRow(
+                sequence.table.slot, sequence.stored, how.temperature, how.top_k, how.top_p, how.seed
+            )
+            sequence.sampled += 1
         self.counters.count("sample", count, len(rows))
-        tokens = self._backend.sample(logits, count, fields)
-        wanted = any(row.sequence.request.logits for row in rows)
-        self._flight.append(Call(rows, tokens, logits if wanted else None))
+        tokens = self._backend.sample(logits, count, sample_fields(count, wanted))
+        kept = any(row.sequence.request.logits for row in rows)
+        self._flight.append(Sampled(rows, tokens, logits if kept else None))
 
     def _collect(self) -> None:
-        """Waits for the oldest call in flight, and reads its tokens."""
+        """Waits for the oldest call in flight, and takes what it brought."""
         call = self._flight.popleft()
-        if call.parts:
-            for sequence in take_scores(call.parts, self._backend.read(call.tokens), self._backend.read(call.logits)):
+        if isinstance(call, Scored):
+            self._take_scores(call)
+        elif call.rows:
+            self._take_tokens(call)
+        else:
+            self._backend.wait(call.logits)
+
+    def _take_scores(self, call: Scored) -> None:
+        logprob, best = self._backend.read(call.logprob), self._backend.read(call.best)
+        for sequence, span, row, _ in call.parts:
+            at = row * self._shapes.chunk
+            taken = slice(at, at + len(span.tokens))
+            if not sequence.over and sequence.accept_scores(span.start, logprob[taken].tolist(), best[taken].tolist()):
                 self._scored.append(sequence)
                 self._leave(sequence)
-            return
-        if not call.rows:
-            self._backend.wait(call.logits)
-            return
+
+    def _take_tokens(self, call: Sampled) -> None:
         tokens, at = self._backend.read(call.tokens), now()
         logits = None
-        for place, sequence, note in call.rows:
+        for row, sequence, note in call.rows:
             if sequence.over:
                 continue
             taken_from = None
             if sequence.request.logits:
                 logits = self._backend.read(call.logits) if logits is None else logits
-                taken_from = logits[place].copy()
-            token = int(tokens[place])
+                taken_from = logits[row].copy()
+            token = int(tokens[row])
             sequence.calls.append(note)
             text = sequence.accept(token, at, taken_from)
             self.counters.tokens_out += 1
             self._emitted.append(Emitted(sequence, token, text))
         for _, sequence, _ in call.rows:
-            if sequence.over and sequence.lease is not None:
+            if sequence.over and sequence.table is not None:
                 self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        """Takes a sequence out of every queue and its lease back."""
+        """Takes a sequence out of every queue, and its slot and pages back."""
         for queue in (self._waiting, self._prefilling, self._running):
             if sequence in queue:
                 queue.remove(sequence)
-        if sequence.lease is not None:
-            self._allocator.release(sequence.lease)
-            sequence.lease = None
+        if sequence.table is not None:
+            self._blocks.release(sequence.table)
+            sequence.table = None

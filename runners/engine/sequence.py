@@ -8,7 +8,7 @@ from ling3export.runners.engine.request import Completion, Request, Step
 if TYPE_CHECKING:
     import numpy as np
 
-    from ling3export.runners.engine.block_manager import Lease
+    from ling3export.runners.engine.block_manager import BlockTable
     from ling3export.runners.text.tokenizer import TextStream
 
 
@@ -33,7 +33,7 @@ class Sequence:
 
     Args:
         request: Already checked.
-        index: Order of arrival.
+        number: Its place in the order of arrival.
         limit: How many tokens may be generated.
         eos: Ids that end it.
         stream: Turns tokens into text and watches for stop strings; None without a tokenizer.
@@ -43,7 +43,7 @@ class Sequence:
         generated: Tokens known on the host.
         sampled: Tokens whose sampling was dispatched: those, and at most a few in flight.
         stored: Positions whose state was dispatched. The last sampled token is not among them.
-        lease: Slot and pages, while it has them.
+        table: Its slot and pages, while it has them.
         stop_reason: ``eos``, ``stop``, ``length``, ``scored`` or ``cancelled`` once it ended.
         started: When its first call was dispatched.
         times: When each token was read.
@@ -51,11 +51,11 @@ class Sequence:
     """
 
     def __init__(
-        self, request: Request, index: int, limit: int, eos: frozenset[int], stream: "TextStream | None" = None,
+        self, request: Request, number: int, limit: int, eos: frozenset[int], stream: "TextStream | None" = None,
         arrived: float | None = None,
     ) -> None:  # fmt: skip
         self.request = request
-        self.index = index
+        self.number = number
         self.limit = limit
         self.eos = frozenset() if request.ignore_eos else eos
         self.stream = stream
@@ -63,7 +63,7 @@ class Sequence:
         self.rows: list[np.ndarray] = []
         self.sampled = 0
         self.stored = 0
-        self.lease: Lease | None = None
+        self.table: BlockTable | None = None
         self.stop_reason: str | None = None
         self.text: str | None = None if stream is None else ""
         self.arrived = now() if arrived is None else arrived
@@ -107,6 +107,13 @@ class Sequence:
         prompt = self.request.prompt_ids[start:stop]
         return [*prompt, *self.generated[max(start - self.length, 0) : max(stop - self.length, 0)]]
 
+    def next_tokens(self, start: int, stop: int) -> list[int]:
+        """For scoring: the token to score behind each of the positions ``start`` to ``stop``, or -1 for none."""
+        first = self.request.score_from
+        assert first is not None
+        prompt = self.request.prompt_ids
+        return [prompt[position + 1] if position + 1 >= first else -1 for position in range(start, stop)]
+
     def accept(self, token: int, at: float, row: "np.ndarray | None" = None) -> str:
         """Takes the next token, read at ``at``; sets ``stop_reason`` if it ends the sequence.
 
@@ -146,7 +153,7 @@ class Sequence:
             ValueError: It has not ended.
         """
         if self.stop_reason is None:
-            raise ValueError(f"sequence {self.index}: expected one that ended, found one that runs")
+            raise ValueError(f"sequence {self.number}: expected one that ended, found one that runs")
         logits = None
         if self.request.logits and self.rows:
             import numpy as np

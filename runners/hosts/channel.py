@@ -1,4 +1,4 @@
-"""The connection between hosts that run together: commands out, parts of arrays in, and a watch over who is there.
+"""The connection between hosts that run together: inputs of steps, parts of arrays, and a watch over who is there.
 
 A host that is gone leaves the others in a collective that never ends, which nothing can interrupt. So a thread watches
 every connection, and ends this process with a message when one is closed or silent: within seconds where the process
@@ -23,7 +23,7 @@ from ling3export.runners.hosts.service import Service, join, leave
 BEAT = 5.0  # seconds between two signs of life
 SILENCE = 30.0  # seconds without one
 SETTLE = 5.0  # seconds that a failed step waits for the watch to say what is behind it
-PART, TURN, END, DONE, RELEASE, ALIVE = b"P", b"T", b"E", b"D", b"R", b"A"
+PART, STEP, END, DONE, RELEASE, ALIVE = b"P", b"T", b"E", b"D", b"R", b"A"
 GONE, DIVERGED = b"G", b"V"  # what is told to all: a host is gone, or it read other tokens
 
 

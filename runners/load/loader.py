@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ling3export.runners.hosts.channel import Channel
     from ling3export.runners.hosts.hosts import Hosts
-    from ling3export.runners.load.model_runner import Device
+    from ling3export.runners.load.model_runner import ModelRunner
     from ling3export.runners.load.pjrt import CompileCounter
     from ling3export.runners.load.programs import ProgramFiles
     from ling3export.runners.load.recompile import Compiled
@@ -67,7 +67,7 @@ class Loaded:
         folder: The artifact.
         manifest: Its manifest.
         target: Name of the target.
-        device: Programs, parameters and state.
+        runner: Programs, parameters and state, ready to run steps.
         verdicts: Of every cell.
         timings: Of every stage.
         compiles: Counts what jax compiles from now on; a prebuilt start leaves it at 0.
@@ -78,7 +78,7 @@ class Loaded:
     folder: Path
     manifest: dict[str, Any]
     target: str
-    device: "Device"
+    runner: "ModelRunner"
     verdicts: "dict[str, Verdict]"
     timings: Timings
     compiles: "CompileCounter"
@@ -181,8 +181,7 @@ def _load(job: _Job) -> Loaded:
         checked = _start_check(job, weights)
         import jax
 
-        from ling3export.runners.load import model_runner as device
-        from ling3export.runners.load import pjrt, programs
+        from ling3export.runners.load import model_runner, pjrt, programs
     with job.timings.stage("backend"):
         if job.channel is not None:
             job.channel.join()
@@ -192,7 +191,7 @@ def _load(job: _Job) -> Loaded:
     with job.timings.stage("programs"):
         verdicts, compiled = _verdicts(job, files, mesh)
         # The state first: writing its zeros is the longest piece of work.
-        zeroed = job.pool.submit(job.timed, "state", lambda: device.fresh_state(job.record, mesh))
+        zeroed = job.pool.submit(job.timed, "state", lambda: model_runner.fresh_state(job.record, mesh))
         loading = programs.load_programs(files, job.record, mesh, verdicts, compiled, job.pool)
     with job.timings.stage("weights"):
         params = weights.arrays(mesh)
@@ -200,7 +199,9 @@ def _load(job: _Job) -> Loaded:
         loaded = {cell: future.result() for cell, future in loading.items()}
     state = zeroed.result()
     checked.result()
-    ready = device.Device(job.record, loaded, params, state, mesh, None if job.channel is None else job.channel.parts)
+    ready = model_runner.ModelRunner(
+        job.record, loaded, params, state, mesh, None if job.channel is None else job.channel.parts
+    )
     return Loaded(
         job.folder, job.manifest, job.name, ready, verdicts, job.timings, compiles, weights.nbytes, job.channel
     )

@@ -18,7 +18,7 @@ Program = Callable[..., list[jax.Array]]
 MISALIGNED = 8
 
 
-class Device:
+class ModelRunner:
     """A target that is ready to run: the ``Backend`` of the scheduler.
 
     State goes through every call and is donated, so the pools exist once.
@@ -75,15 +75,15 @@ class Device:
         token.copy_to_host_async()
         return token
 
-    def read(self, handle: jax.Array) -> np.ndarray:
+    def read(self, array: jax.Array) -> np.ndarray:
         """Waits for an array, and fetches it. What lies on several hosts is whole on host 0, else this host's part."""
-        if handle.is_fully_addressable or handle.is_fully_replicated or self._parts is None:
-            return np.asarray(handle)
-        return _assembled(handle, self._parts)
+        if array.is_fully_addressable or array.is_fully_replicated or self._parts is None:
+            return np.asarray(array)
+        return _assembled(array, self._parts)
 
-    def wait(self, handle: jax.Array) -> None:
+    def wait(self, array: jax.Array) -> None:
         """Waits until an array is computed."""
-        handle.block_until_ready()
+        array.block_until_ready()
 
     def _run(self, name: str, fields: Mapping[str, np.ndarray], batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         cell = self.cells[name]
@@ -130,15 +130,15 @@ class _Cell:
         return packed
 
 
-def _assembled(handle: jax.Array, parts: Callable[[bytes], list[bytes]]) -> np.ndarray:
+def _assembled(array: jax.Array, parts: Callable[[bytes], list[bytes]]) -> np.ndarray:
     """An array that is split over hosts, each of which calls this for the same one."""
-    whole = np.zeros(handle.shape, handle.dtype)
+    whole = np.zeros(array.shape, array.dtype)
     held: dict[int, list[tuple[slice, ...]]] = {}  # by host: what its devices hold, in the mesh's order
     device: Any  # jax names no type for it
-    for device, index in handle.sharding.devices_indices_map(handle.shape).items():
+    for device, index in array.sharding.devices_indices_map(array.shape).items():
         assert index is not None
         held.setdefault(device.process_index, []).append(index)
-    own = {shard.index: np.asarray(shard.data) for shard in handle.addressable_shards}
+    own = {shard.index: np.asarray(shard.data) for shard in array.addressable_shards}
     shards = [own[index] for index in held[jax.process_index()]]
     for index, shard in zip(held[jax.process_index()], shards, strict=True):
         whole[index] = shard
@@ -146,7 +146,7 @@ def _assembled(handle: jax.Array, parts: Callable[[bytes], list[bytes]]) -> np.n
         at = 0
         for index in held[host]:
             target = whole[index]
-            target[...] = np.frombuffer(part, handle.dtype, target.size, at).reshape(target.shape)
+            target[...] = np.frombuffer(part, array.dtype, target.size, at).reshape(target.shape)
             at += target.nbytes
     return whole
 

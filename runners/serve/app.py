@@ -108,20 +108,20 @@ class _Server:
 
     async def _answer(self, request: Request, call: Call) -> Response:
         try:
-            tickets = self._engine.submit(*call.requests)
+            handles = self._engine.submit(*call.requests)
         except QueueFull as error:
             raise ApiError(429, error.message, code="queue_full", headers={"Retry-After": "1"}) from None
         except EngineStopped as error:
             raise logged(error) from None
         shapes = Shapes(call, self._policy.model)
         if call.stream:
-            return Stream(tickets, shapes, self.counters)
+            return Stream(handles, shapes, self.counters)
         try:
-            completions = await whole(tickets, request.receive)
+            completions = await whole(handles, request.receive)
         except EngineStopped as error:
             raise logged(error) from None
         finally:
-            release(tickets, self.counters)
+            release(handles, self.counters)
         for completion in completions:
             self.counters.ended(completion)
         return JSONResponse(shapes.whole(completions))

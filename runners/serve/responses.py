@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ling3export.runners.engine.handle import EngineStopped, HostGone, Piece, Ticket
+from ling3export.runners.engine.handle import EngineStopped, HostGone, Piece, RequestHandle
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve.errors import ApiError
 from ling3export.runners.serve.metrics import Metrics
@@ -35,14 +35,14 @@ def logged(error: EngineStopped) -> ApiError:
     return stopped(error)
 
 
-async def whole(tickets: Sequence[Ticket], receive: Receive) -> list[Completion]:
+async def whole(handles: Sequence[RequestHandle], receive: Receive) -> list[Completion]:
     """Waits for all of them.
 
     Raises:
         ClientDisconnect: Nobody waits for the answer any more.
         EngineStopped: The engine ended first.
     """
-    answers = asyncio.gather(*(ticket.wait() for ticket in tickets))
+    answers = asyncio.gather(*(handle.wait() for handle in handles))
     left = asyncio.create_task(_left(receive))
     both: list[asyncio.Future[Any]] = [answers, left]
     try:
@@ -60,16 +60,16 @@ class Stream(StreamingResponse):
     """The answer as server-sent events, ended by ``[DONE]``.
 
     Args:
-        tickets: Submitted; cancelled when the client leaves.
+        handles: Submitted; cancelled when the client leaves.
         shapes: Of this call.
         metrics: Told of the ends.
     """
 
-    def __init__(self, tickets: Sequence[Ticket], shapes: Shapes, metrics: Metrics) -> None:
-        self._tickets = tickets
+    def __init__(self, handles: Sequence[RequestHandle], shapes: Shapes, metrics: Metrics) -> None:
+        self._handles = handles
         self._metrics = metrics
         super().__init__(
-            events(tickets, shapes, metrics), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+            events(handles, shapes, metrics), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,25 +77,25 @@ class Stream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            release(self._tickets, self._metrics)
+            release(self._handles, self._metrics)
 
 
-def release(tickets: Sequence[Ticket], metrics: Metrics) -> None:
+def release(handles: Sequence[RequestHandle], metrics: Metrics) -> None:
     """Cancels what has not ended: nobody waits for it."""
-    for ticket in tickets:
-        if not ticket.done:
-            ticket.cancel()
+    for handle in handles:
+        if not handle.done:
+            handle.cancel()
             metrics.left()
 
 
-async def events(tickets: Sequence[Ticket], shapes: Shapes, metrics: Metrics) -> AsyncGenerator[str, None]:
+async def events(handles: Sequence[RequestHandle], shapes: Shapes, metrics: Metrics) -> AsyncGenerator[str, None]:
     """The events of a stream."""
     done: dict[int, Completion] = {}
-    for index in range(len(tickets)):
+    for index in range(len(handles)):
         if (first := shapes.first(index)) is not None:
             yield _event(first)
     try:
-        async with aclosing(merged(tickets)) as pieces:
+        async with aclosing(merged(handles)) as pieces:
             async for index, piece in pieces:
                 if piece.completion is not None:
                     done[index] = piece.completion
@@ -110,27 +110,27 @@ async def events(tickets: Sequence[Ticket], shapes: Shapes, metrics: Metrics) ->
     yield "data: [DONE]\n\n"
 
 
-async def merged(tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[int, Piece], None]:
-    """The pieces of all tickets as they come, each with the number of its ticket.
+async def merged(handles: Sequence[RequestHandle]) -> AsyncGenerator[tuple[int, Piece], None]:
+    """The pieces of all handles as they come, each with the number of its handle.
 
     Raises:
         EngineStopped: The engine ended first.
     """
-    # One place: a slow client's pieces are joined in the tickets and pile up nowhere.
+    # One place: a slow client's pieces are joined in the handles and pile up nowhere.
     pieces: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(1)
 
-    async def pump(index: int, ticket: Ticket) -> None:
+    async def pump(index: int, handle: RequestHandle) -> None:
         try:
-            async with aclosing(ticket.pieces()) as source:
+            async with aclosing(handle.pieces()) as source:
                 async for piece in source:
                     await pieces.put((index, piece))
         except EngineStopped as error:
             await pieces.put((index, error))
 
-    pumps = [asyncio.create_task(pump(index, ticket)) for index, ticket in enumerate(tickets)]
+    pumps = [asyncio.create_task(pump(index, handle)) for index, handle in enumerate(handles)]
     try:
         ended = 0
-        while ended < len(tickets):
+        while ended < len(handles):
             index, piece = await pieces.get()
             if isinstance(piece, Exception):
                 raise piece

@@ -16,6 +16,7 @@ from ling3export.model.geometry import AXIS, CHUNK, Geometry
 from ling3export.model.inputs import packed_size
 from ling3export.model.parameters import Argument, arguments, parameters
 from ling3export.model.program import Step, build_step, put, state_tree
+from ling3export.runners.engine.inputs import DecodeRow, Span, decode_fields, prefill_fields
 
 
 def assemble(
@@ -95,34 +96,20 @@ class Direct:
     def prefill(self, padding: int, parts: Sequence[tuple[int, int, Sequence[int]]]) -> dict[int, np.ndarray]:
         """One call. ``parts``: (slot, start position, tokens). Returns the logits of each part's last token by slot."""
         step, call = self.step("prefill", padding)
-        count = padding // CHUNK
-        tokens = np.full(padding, self.config.vocab_size - 1, np.int32)
-        slot, start, length, fresh = (np.zeros(count, np.int32) for _ in range(4))
-        tables = np.zeros((count, self.geometry.max_pages), np.int32)
-        rows: dict[int, int] = {}
-        n = 0
-        for which, position, ids in parts:
-            for cut in range(0, len(ids), CHUNK):
-                piece = ids[cut : cut + CHUNK]
-                tokens[n * CHUNK : n * CHUNK + len(piece)] = piece
-                slot[n], start[n], length[n] = which, position + cut, len(piece)
-                fresh[n] = position + cut == 0
-                tables[n] = self.table(which)
-                rows[which] = n
-                n += 1
-        packed = pack(step.fields, tokens=tokens, chunk_slot=slot, chunk_start=start, chunk_len=length, fresh=fresh,
-                      page_table=tables)  # fmt: skip
-        self.state, out = call(self.params, self.state, {"packed": packed})
+        spans = [Span(slot, position, ids, self.table(slot)) for slot, position, ids in parts]
+        fields = prefill_fields(padding, spans, CHUNK, self.geometry.max_pages)
+        inside = np.arange(CHUNK) < fields["chunk_len"][:, None]
+        fields["tokens"] = np.where(inside.reshape(-1), fields["tokens"], self.config.vocab_size - 1)
+        self.state, out = call(self.params, self.state, {"packed": pack(step.fields, **fields)})
+        ends = np.cumsum([-(-len(ids) // CHUNK) for _, _, ids in parts]) - 1
         logits = np.asarray(out["logits"])
-        return {which: logits[row] for which, row in rows.items()}
+        return {slot: logits[row] for (slot, _, _), row in zip(parts, ends, strict=True)}
 
     def decode(self, padding: int, rows: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
         """One step. ``rows``: (slot, position, token)."""
         step, call = self.step("decode", padding)
-        empty = [(0, 0, 0)] * (padding - len(rows))
-        slot, position, token = np.array([*rows, *empty], np.int32).T
-        tables = np.stack([self.table(s) if s else np.zeros(self.geometry.max_pages, np.int32) for s in slot])
-        packed = pack(step.fields, slot=slot, position=position, page_table=tables, token=token)
+        wanted = {row: DecodeRow(slot, at, self.table(slot), token) for row, (slot, at, token) in enumerate(rows)}
+        packed = pack(step.fields, **decode_fields(padding, wanted, self.geometry.max_pages))
         self.state, out = call(self.params, self.state, {"packed": packed})
         return list(np.asarray(out["logits"])[: len(rows)])
 

@@ -6,7 +6,7 @@ page shared by two sequences, changes what comes out.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -41,8 +41,6 @@ class FakeBackend:
         self.last_token = np.full(slots + 1, -7, np.int64)
         self.calls: list[tuple[str, int]] = []
         self.waited = 0
-        self.devices = 0
-        self.home: Callable[[int], int] | None = None  # of a page: where each row may find its pages
 
     def _store(self, table: np.ndarray, position: int, token: int) -> None:
         page = int(table[position // self.page_size])
@@ -94,10 +92,6 @@ class FakeBackend:
             if slot == 0:
                 rows.append(None)
                 continue
-            if self.home is not None:
-                assert {self.home(int(page)) for page in fields["page_table"][n] if page} == {
-                    n * self.devices // padding
-                }
             token = int(fields["token"][n])
             token = int(self.last_token[slot]) if token < 0 else token
             state, position = self.recurrent[slot], int(fields["position"][n])

@@ -3,8 +3,8 @@
 import threading
 
 from fake_backend import VOCAB, FakeBackend, answer
-from ling3export.runners.engine.block_manager import Allocator
-from ling3export.runners.engine.core import Turns
+from ling3export.runners.engine.block_manager import BlockManager
+from ling3export.runners.engine.core import EngineCore
 from ling3export.runners.engine.inputs import Shapes
 from ling3export.runners.engine.loop import Loop
 from ling3export.runners.engine.request import Limits, Request
@@ -72,13 +72,13 @@ class Rig:
 
     def __init__(self, ahead=1, max_requests=None):
         self.backend = GatedBackend()
-        self.allocator = Allocator(SLOTS, PAGES, PAGE)
+        self.blocks = BlockManager(SLOTS, PAGES, PAGE)
         self.limits = Limits(CONTEXT, VOCAB, PAGES, PAGE)
         self.scheduler = Scheduler(
-            self.backend, Shapes((4, 16), (2, 4), CHUNK, CONTEXT // PAGE), self.allocator, ahead=ahead
+            self.backend, Shapes((4, 16), (2, 4), CHUNK, CONTEXT // PAGE), self.blocks, ahead=ahead
         )
         self.timings = Timings()
-        self.loop = Loop(Turns(self.scheduler, self._sequence), self.timings, max_requests)
+        self.loop = Loop(EngineCore(self.scheduler, self._sequence), self.timings, max_requests)
 
     def _sequence(self, arrival):
         request = arrival.request
@@ -89,7 +89,7 @@ class Rig:
         return self.loop.submit(requests)
 
     def free(self):
-        return self.allocator.free_slots, self.allocator.free_pages
+        return self.blocks.free_slots, self.blocks.free_pages
 
     def __enter__(self):
         return self

@@ -16,6 +16,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from ling3export.runners.engine.inputs import DecodeRow, Span, decode_fields, prefill_fields
+
 ROOT = Path(__file__).resolve().parents[2]
 Part = tuple[int, int, Sequence[int]]  # slot, position of the first token, tokens
 Rows = dict[tuple[int, int], np.ndarray]  # (slot, position of the last token read) → logits [V]
@@ -89,32 +91,20 @@ class Probe:
 
     def prefill(self, padding: int, parts: Sequence[Part]) -> Rows:
         """One call; the logits at the end of every chunk."""
-        count, size = padding // self.chunk, self.chunk
-        tokens = np.full(padding, self.manifest["config"]["vocab_size"] - 1, np.int32)
-        slot, start, length, fresh = (np.zeros(count, np.int32) for _ in range(4))
-        tables = np.zeros((count, self.state["max_pages"]), np.int32)
-        ends: list[tuple[int, int]] = []
-        for which, position, ids in parts:
-            for cut in range(0, len(ids), size):
-                n, piece = len(ends), ids[cut : cut + size]
-                tokens[n * size : n * size + len(piece)] = piece
-                slot[n], start[n], length[n] = which, position + cut, len(piece)
-                fresh[n] = position + cut == 0
-                tables[n] = self.table(which)
-                ends.append((which, position + cut + len(piece) - 1))
-        logits = self.step("prefill", padding, tokens=tokens, chunk_slot=slot, chunk_start=start, chunk_len=length,
-                           fresh=fresh, page_table=tables)  # fmt: skip
-        return dict(zip(ends, logits, strict=False))
+        spans = [Span(slot, position, ids, self.table(slot)) for slot, position, ids in parts]
+        fields = prefill_fields(padding, spans, self.chunk, self.state["max_pages"])
+        inside = np.arange(self.chunk) < fields["chunk_len"][:, None]
+        fields["tokens"] = np.where(inside.reshape(-1), fields["tokens"], self.manifest["config"]["vocab_size"] - 1)
+        ends = [
+            (slot, position + min(cut + self.chunk, len(ids)) - 1)
+            for slot, position, ids in parts for cut in range(0, len(ids), self.chunk)
+        ]  # fmt: skip
+        return dict(zip(ends, self.step("prefill", padding, **fields), strict=False))
 
     def decode(self, padding: int, rows: Sequence[tuple[int, int, int]]) -> np.ndarray:
         """One step of (slot, position, token) each: logits [len(rows), V]."""
-        empty = [(0, 0, 0)] * (padding - len(rows))
-        slot, position, token = np.array([*rows, *empty], np.int32).T
-        tables = np.zeros((padding, self.state["max_pages"]), np.int32)
-        for n, (which, _, _) in enumerate(rows):
-            tables[n] = self.table(which)
-        found = self.step("decode", padding, slot=slot, position=position, token=token, page_table=tables)
-        return found[: len(rows)]
+        wanted = {row: DecodeRow(slot, at, self.table(slot), token) for row, (slot, at, token) in enumerate(rows)}
+        return self.step("decode", padding, **decode_fields(padding, wanted, self.state["max_pages"]))[: len(rows)]
 
     def prompt(
         self, padding: int, ids: Sequence[int], *, slot: int = 1, cuts: Sequence[int] = ()
@@ -135,7 +125,7 @@ def serve(artifact: str) -> None:
     loaded = load(artifact)
     while (fields := receive(sys.stdin.buffer)) is not None:
         phase, padding = str(fields.pop("phase")), int(fields.pop("padding"))
-        logits = loaded.device.read(loaded.device.step(phase, padding, fields))
+        logits = loaded.runner.read(loaded.runner.step(phase, padding, fields))
         send(replies, {"logits": logits, "compiled": np.array(loaded.compiles.count)})
 
 

@@ -1,7 +1,7 @@
 """The scheduler on the fake model, whose answers an oracle knows."""
 
 from fake_backend import VOCAB, FakeBackend, answer
-from ling3export.runners.engine.block_manager import Allocator
+from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.inputs import Shapes
 from ling3export.runners.engine.request import Limits, Request, Sampling
 from ling3export.runners.engine.scheduler import Scheduler
@@ -18,13 +18,10 @@ class Rig:
         placement="replicated", devices=1,
     ):  # fmt: skip
         self.backend = FakeBackend(slots, pages, page_size, CHUNK)
-        self.allocator = Allocator(slots, pages, page_size, placement, devices, decode[-1])
-        if placement == "by_sequence":
-            self.backend.home = lambda page: (page - 1) // (pages // devices)
-            self.backend.devices = devices
-        self.limits = Limits(context, VOCAB, self.allocator.longest, page_size)
+        self.blocks = BlockManager(slots, pages, page_size, placement, devices)
+        self.limits = Limits(context, VOCAB, pages, page_size)
         shapes = Shapes(prefill, decode, CHUNK, -(-context // page_size))
-        self.scheduler = Scheduler(self.backend, shapes, self.allocator, ahead=ahead)
+        self.scheduler = Scheduler(self.backend, shapes, self.blocks, ahead=ahead)
         self.sequences: list[Sequence] = []
         self.size = slots, pages
 
@@ -51,7 +48,7 @@ class Rig:
             if sequence.stop_reason == "cancelled":
                 expected = expected[: len(sequence.generated)]
             assert sequence.generated == expected
-        assert (self.allocator.free_slots, self.allocator.free_pages) == self.size
+        assert (self.blocks.free_slots, self.blocks.free_pages) == self.size
 
 
 def prompt(rng, length):

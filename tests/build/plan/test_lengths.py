@@ -20,7 +20,7 @@ from ling3export.plan.paddings import (
     read_lengths,
     split_by_context,
 )
-from ling3export.runners.engine.block_manager import Allocator
+from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.inputs import CALL, Shapes
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.engine.scheduler import Scheduler
@@ -34,8 +34,8 @@ HISTOGRAM = [Length(1, 1, 2), Length(16, 3, 1), Length(17, 9, 3), Length(129, 2,
 def scheduled(groups):
     """Counters of the runner's scheduler over groups of requests, each group waiting at once."""
     slots = max(map(len, groups))
-    allocator = Allocator(slots, slots * 32, 16)
-    scheduler = Scheduler(FakeBackend(slots, slots * 32, 16, 16), Shapes(PADDINGS, DECODE, 16, 32), allocator)
+    blocks = BlockManager(slots, slots * 32, 16)
+    scheduler = Scheduler(FakeBackend(slots, slots * 32, 16, 16), Shapes(PADDINGS, DECODE, 16, 32), blocks)
     for group in groups:
         for index, (prompt, output) in enumerate(group):
             scheduler.submit(Sequence(Request((1,) * prompt, output, Sampling()), index, output, frozenset()))

@@ -36,9 +36,9 @@ def silent(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def naive(artifact: Artifacts) -> list[list[int]]:
-    """Greedy answers of one request at a time, by the programs alone: no scheduler, no allocator, no engine."""
+    """Greedy answers of one request at a time, by the programs alone: no scheduler, no block manager, no engine."""
     loaded = load(artifact(NAME), report=silent)
-    driver = Driver(loaded.device, loaded.record)
+    driver = Driver(loaded.runner, loaded.record)
     (decode,) = driver.paddings["decode"]
     (padding,) = driver.paddings["prefill"]
     answers = []
@@ -46,9 +46,9 @@ def naive(artifact: Artifacts) -> list[list[int]]:
         for start in range(0, len(prompt), padding):
             handle = driver.prefill(1, prompt[start : start + padding], start)
         used = -(-(len(prompt) - start) // 16)
-        tokens = [int(loaded.device.read(handle)[used - 1])]
+        tokens = [int(loaded.runner.read(handle)[used - 1])]
         while len(tokens) < ANSWER:
-            tokens.append(int(loaded.device.read(driver.decode(decode, {1: len(prompt) + len(tokens) - 1}))[0]))
+            tokens.append(int(loaded.runner.read(driver.decode(decode, {1: len(prompt) + len(tokens) - 1}))[0]))
         answers.append(tokens)
     return answers
 
@@ -62,11 +62,11 @@ def run_in_random_order(engine, seed):
     rng = random.Random(seed)
     order = [place for place in range(len(LENGTHS)) for _ in range(2)]
     rng.shuffle(order)
-    asked, tickets = prompts(), []
+    asked, handles = prompts(), []
     for place in order:
-        tickets += [(place, engine.submit(greedy(asked[place]))[0])]
+        handles += [(place, engine.submit(greedy(asked[place]))[0])]
         time.sleep(rng.choice([0, 0, 0.002, 0.01]))
-    return [(place, ticket.result(60).token_ids) for place, ticket in tickets]
+    return [(place, handle.result(60).token_ids) for place, handle in handles]
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -98,10 +98,10 @@ def test_striped_pages_give_the_same_tokens(
     assert (target["state"]["placement"], latent["spec"]) == ("striped", [None, "tp"])
     with Engine(tmp_path / "striped.ling3", report=silent) as engine:
         tables: list[np.ndarray] = []
-        device = engine._loop._turns.scheduler._backend  # type: ignore[union-attr]
-        step = device.step  # type: ignore[attr-defined]
+        runner = engine._loop._core.scheduler._backend  # type: ignore[union-attr]
+        step = runner.step  # type: ignore[attr-defined]
         monkeypatch.setattr(
-            device, "step", lambda p, n, fields: tables.append(fields["page_table"]) or step(p, n, fields)
+            runner, "step", lambda p, n, fields: tables.append(fields["page_table"]) or step(p, n, fields)
         )
         for place, tokens in run_in_random_order(engine, 2):
             assert tokens == naive[place], place
@@ -166,12 +166,12 @@ def test_a_soak_on_real_programs(artifact: Artifacts):
     async def client(engine, rng, places):
         async with places:
             asked = greedy([rng.randrange(VOCAB) for _ in range(rng.randint(1, 150))], rng.randint(1, 12))
-            (ticket,) = engine.submit(asked)
+            (handle,) = engine.submit(asked)
             if rng.random() < 0.3:
-                async with aclosing(ticket.pieces()) as pieces:
+                async with aclosing(handle.pieces()) as pieces:
                     async for _ in pieces:
                         break
-            done = await ticket.wait()
+            done = await handle.wait()
             assert done.stop_reason == "cancelled" or len(done.token_ids) == asked.max_tokens
 
     async def crowd(engine, rng):

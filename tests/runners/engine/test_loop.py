@@ -1,4 +1,4 @@
-"""The engine's thread on the fake model: tickets, streams, cancellation at any moment, errors, closing, and a soak."""
+"""The engine's thread on the fake model: handles, streams, cancellation at any moment, errors, closing, and a soak."""
 
 import asyncio
 import gc
@@ -11,19 +11,19 @@ from contextlib import aclosing
 import pytest
 
 from fake_backend import VOCAB, answer
-from ling3export.runners.engine.block_manager import Allocator
+from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.handle import EngineStopped, QueueFull
 from ling3export.runners.engine.request import Sampling
 from ling3export.runners.evals.run import transcript_of
 from loop_rig import PAGE, PAGES, SLOTS, WAIT, Rig, expected, request
 
 
-def test_a_ticket_gives_tokens_text_and_times():
+def test_a_handle_gives_tokens_text_and_times():
     asked = request(range(20), 9)
     with Rig() as rig:
-        (ticket,) = rig.submit(asked)
-        done = ticket.result(WAIT)
-        assert ticket.done
+        (handle,) = rig.submit(asked)
+        done = handle.result(WAIT)
+        assert handle.done
     assert done.token_ids == expected(asked)
     assert done.text == "".join(chr(65 + i) for i in done.token_ids)
     assert done.stop_reason == "length"
@@ -43,8 +43,8 @@ def test_a_ticket_gives_tokens_text_and_times():
 
 def test_a_stream_says_what_the_completion_says():
     async def read(rig, asked):
-        (ticket,) = rig.submit(asked)
-        return [piece async for piece in ticket.pieces()]
+        (handle,) = rig.submit(asked)
+        return [piece async for piece in handle.pieces()]
 
     with Rig() as rig:
         asked = request([1, 2, 3], 30, stop=("~~",))
@@ -57,9 +57,9 @@ def test_a_stream_says_what_the_completion_says():
 
 def test_what_a_slow_reader_did_not_take_is_one_piece():
     async def read(rig):
-        (ticket,) = rig.submit(request([1, 2, 3], 30))
-        assert ticket.result(WAIT)  # blocks this event loop until all is there
-        return [piece async for piece in ticket.pieces()]
+        (handle,) = rig.submit(request([1, 2, 3], 30))
+        assert handle.result(WAIT)  # blocks this event loop until all is there
+        return [piece async for piece in handle.pieces()]
 
     with Rig() as rig:
         (piece,) = asyncio.run(read(rig))
@@ -68,15 +68,15 @@ def test_what_a_slow_reader_did_not_take_is_one_piece():
 
 @pytest.mark.parametrize("leave", ["break", "aclose", "task", "wait"])
 def test_leaving_a_stream_cancels_the_request(leave):
-    async def read(ticket, started, go):
+    async def read(handle, started, go):
         if leave == "wait":
             started.set()
-            return await ticket.wait()
+            return await handle.wait()
         if leave == "break":
-            async for _ in ticket.pieces():
+            async for _ in handle.pieces():
                 started.set()
                 return await go.wait()
-        async with aclosing(ticket.pieces()) as pieces:
+        async with aclosing(handle.pieces()) as pieces:
             async for _ in pieces:
                 started.set()
                 await go.wait()
@@ -84,9 +84,9 @@ def test_leaving_a_stream_cancels_the_request(leave):
 
     async def run(rig):
         rig.backend.hold()
-        (ticket,) = rig.submit(request([1, 2, 3], 50))
+        (handle,) = rig.submit(request([1, 2, 3], 50))
         started, go = asyncio.Event(), asyncio.Event()
-        task = asyncio.create_task(read(ticket, started, go))
+        task = asyncio.create_task(read(handle, started, go))
         await asyncio.to_thread(rig.backend.reach)
         await asyncio.to_thread(rig.backend.let_one)  # the first token is out, a decode step in flight
         await started.wait()
@@ -101,7 +101,7 @@ def test_leaving_a_stream_cancels_the_request(leave):
             while not rig.loop._cancelled and time.monotonic() < until:
                 await asyncio.sleep(0.001)  # asyncio closes a generator that was left, soon
         rig.backend.let_go()
-        return await asyncio.to_thread(ticket.result, WAIT)
+        return await asyncio.to_thread(handle.result, WAIT)
 
     with Rig() as rig:
         done = asyncio.run(run(rig))
@@ -117,17 +117,17 @@ def test_cancelling_with_a_step_in_flight(moment, ahead):
         backend.hold()
         others = rig.submit(*(request([n, n, n], 12) for n in range(SLOTS if moment == "queued" else 2)))
         backend.reach()
-        (ticket,) = rig.submit(request(range(40), 20))
+        (handle,) = rig.submit(request(range(40), 20))
         for _ in range({"queued": 3, "prefilling": 3, "decoding": 12}[moment]):
             backend.let_one()
-        sequence = rig.loop._turns._live[ticket.index]
-        found = "queued" if sequence.lease is None else "prefilling" if sequence.sampled == 0 else "decoding"
+        sequence = rig.loop._core._live[handle.number]
+        found = "queued" if sequence.table is None else "prefilling" if sequence.sampled == 0 else "decoding"
         assert found == moment
         had = len(sequence.generated)
-        ticket.cancel()
-        ticket.cancel()
+        handle.cancel()
+        handle.cancel()
         backend.let_go()
-        done = ticket.result(WAIT)
+        done = handle.result(WAIT)
         # The read that the devices were held in may still have been ours.
         assert done.stop_reason == "cancelled" and len(done.token_ids) <= had + 1
         assert done.token_ids == answer(list(range(40)), 20)[: len(done.token_ids)]
@@ -136,34 +136,34 @@ def test_cancelling_with_a_step_in_flight(moment, ahead):
 
 
 def test_an_error_in_a_step_reaches_every_waiter():
-    async def read(tickets):
-        return await asyncio.gather(*(ticket.wait() for ticket in tickets), return_exceptions=True)
+    async def read(handles):
+        return await asyncio.gather(*(handle.wait() for handle in handles), return_exceptions=True)
 
     with Rig() as rig:
         rig.backend.hold()
-        tickets = rig.submit(*(request([n], 20) for n in range(7)))
+        handles = rig.submit(*(request([n], 20) for n in range(7)))
         rig.backend.failure = RuntimeError("RESOURCE_EXHAUSTED: no memory")
         threading.Timer(0.05, rig.backend.let_go).start()
-        errors = asyncio.run(read(tickets))
+        errors = asyncio.run(read(handles))
         said = "engine: expected every step to run, found RuntimeError: RESOURCE_EXHAUSTED: no memory"
         assert [(type(error), error.message) for error in errors] == [(EngineStopped, said)] * 7
         assert all(error.__cause__ is rig.backend.failure for error in errors)
         with pytest.raises(EngineStopped, match="found RuntimeError: RESOURCE_EXHAUSTED"):
             rig.submit(request([1], 1))
         rig.loop.close()
-        rig.allocator = Allocator(SLOTS, PAGES, PAGE)  # what the devices held is lost
+        rig.blocks = BlockManager(SLOTS, PAGES, PAGE)  # what the devices held is lost
 
 
 def test_closing_ends_what_runs_and_may_be_repeated():
     with Rig() as rig:
         rig.backend.hold()
-        tickets = rig.submit(*(request([n], 50) for n in range(7)))
+        handles = rig.submit(*(request([n], 50) for n in range(7)))
         rig.backend.reach()
         threading.Timer(0.05, rig.backend.let_go).start()
         rig.loop.close()
-        for ticket in tickets:
+        for handle in handles:
             with pytest.raises(EngineStopped, match=r"^engine: expected it open, found it closed$"):
-                ticket.result(WAIT)
+                handle.result(WAIT)
         rig.loop.close()
         with pytest.raises(EngineStopped, match="found it closed"):
             rig.submit(request([1], 1))
@@ -184,23 +184,23 @@ def test_a_full_engine_takes_none_of_what_is_too_much():
 def test_a_timeout_leaves_the_request_running():
     with Rig() as rig:
         rig.backend.hold()
-        (ticket,) = rig.submit(request([5], 4, name="mine"))
+        (handle,) = rig.submit(request([5], 4, name="mine"))
         with pytest.raises(TimeoutError, match=r"mine: expected an answer within 0\.01 s, found it still running"):
-            ticket.result(0.01)
+            handle.result(0.01)
         rig.backend.let_go()
-        assert ticket.result(WAIT).token_ids == answer([5], 4)
+        assert handle.result(WAIT).token_ids == answer([5], 4)
 
 
 def test_an_event_loop_that_closed_is_no_reader():
     """A client that vanished with its event loop: its request is cancelled, the engine goes on."""
     with Rig() as rig:
         rig.backend.hold()
-        (ticket,) = rig.submit(request([1], 50))
+        (handle,) = rig.submit(request([1], 50))
         gone = asyncio.new_event_loop()
-        ticket._listener = (gone, asyncio.Event(), True)
+        handle._listener = (gone, asyncio.Event(), True)
         gone.close()
         rig.backend.let_go()
-        assert ticket.result(WAIT).stop_reason == "cancelled"
+        assert handle.result(WAIT).stop_reason == "cancelled"
         (other,) = rig.submit(request([5], 4))
         assert other.result(WAIT).token_ids == answer([5], 4)
 
@@ -209,21 +209,21 @@ async def client(rig, rng):
     """Sends a request, and reads it, waits for it, or leaves somewhere on the way."""
     asked = request([rng.randrange(VOCAB) for _ in range(rng.randint(1, 24))], rng.randint(1, 16),
                     sampling=Sampling(rng.choice([0.0, 1.0]), seed=rng.randrange(100)))  # fmt: skip
-    (ticket,) = rig.submit(asked)
+    (handle,) = rig.submit(asked)
     ways = rng.random()
     if ways < 0.2:  # a disconnect: the task that reads is cancelled
-        task = asyncio.create_task(ticket.wait())
+        task = asyncio.create_task(handle.wait())
         await asyncio.sleep(rng.choice([0, 0.001, 0.003]))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     elif ways < 0.4:
-        async with aclosing(ticket.pieces()) as pieces:
+        async with aclosing(handle.pieces()) as pieces:
             async for _ in pieces:
                 if rng.random() < 0.3:
                     break
     elif ways < 0.5:
-        ticket.cancel()
-    done = await ticket.wait()
+        handle.cancel()
+    done = await handle.wait()
     assert done.token_ids == expected(asked)[: len(done.token_ids)]
     assert done.stop_reason == "cancelled" or len(done.token_ids) == asked.max_tokens
 
@@ -255,6 +255,6 @@ def test_two_thousand_requests_leave_nothing_behind():
             tracemalloc.stop()
         assert rig.loop.live == 0
         assert (rig.free(), set(threading.enumerate())) == (free, threads)
-        assert rig.scheduler.waiting == 0 and not rig.loop._turns._live
-        assert held[1] - held[0] < 200_000, held  # a ticket that stays with each of 1500 would be ten times that
+        assert rig.scheduler.waiting == 0 and not rig.loop._core._live
+        assert held[1] - held[0] < 200_000, held  # a handle that stays with each of 1500 would be ten times that
         assert 1000 < rig.scheduler.counters.started <= 2000  # those cancelled in the queue never started

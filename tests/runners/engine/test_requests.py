@@ -9,7 +9,7 @@ import toy_artifact
 from ling3export.artifacts.manifest import read_manifest, write_manifest
 from ling3export.errors import RequestError
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.engine.handle import Ticket
+from ling3export.runners.engine.handle import RequestHandle
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_an_interrupted_batch_leaves_nothing_behind(built, monkeypatch):
     with Engine(built) as engine:
         before = engine.stats()["free"]
         with monkeypatch.context() as patch:
-            patch.setattr(Ticket, "result", lambda ticket: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(RequestHandle, "result", lambda handle: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 engine.generate([[1, 2, 3]] * 5, max_tokens=60, ignore_eos=True)
         toy_artifact.check_tokens(engine)

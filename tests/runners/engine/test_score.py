@@ -19,7 +19,7 @@ from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.cli import main as cli
 from ling3export.compile import into
 from ling3export.errors import ArtifactError, Ling3Error
-from ling3export.runners.engine.core import Arrival, Commands, decode, encode
+from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.inputs import Shapes
 from ling3export.runners.engine.request import Completion, Request
@@ -60,7 +60,7 @@ class ScoreRig(Rig):
         super().__init__(slots, pages, page_size, ahead=ahead, **options)
         self.backend = ScoringBackend(slots, pages, page_size, CHUNK)
         shapes = Shapes((4, 16), (2, 4), CHUNK, 20, score=score)
-        self.scheduler = Scheduler(self.backend, shapes, self.allocator, ahead=ahead)
+        self.scheduler = Scheduler(self.backend, shapes, self.blocks, ahead=ahead)
         self.done: list[Sequence] = []
 
     def ask(self, ids, context):
@@ -176,8 +176,8 @@ def test_pages_are_counted_without_the_last_token():
 
 
 def test_other_hosts_are_told_what_is_scored():
-    commands = Commands((Arrival(3, score_request([1, 2, 3], 2, "pair")),), (1,))
-    assert decode(encode(commands)) == commands
+    inputs = StepInputs((Arrival(3, score_request([1, 2, 3], 2, "pair")),), (1,))
+    assert decode(encode(inputs)) == inputs
 
 
 @pytest.mark.parametrize(

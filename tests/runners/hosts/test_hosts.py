@@ -18,7 +18,7 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.errors import ArtifactError, Ling3Error, PlanError, RequestError
 from ling3export.model.config import Config
 from ling3export.plan.targets import Target, parse_target
-from ling3export.runners.engine.core import Arrival, Commands, decode, encode
+from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.hosts.hosts import Hosts, find_hosts
@@ -113,14 +113,14 @@ def test_a_damaged_weight_on_one_host_ends_all_with_its_name(artifact, tmp_path)
     assert "error: host 3 ended: tensor `embeddings.lm_head` slab 13: expected sha256" in said[0]
 
 
-def test_commands_travel_whole():
+def test_inputs_travel_whole():
     request = Request((1, 2), 5, Sampling(0.5, 3, 0.9, 7), ("\n", "é"), True, True, "line 3")
-    commands = Commands((Arrival(4, request, 12.5), Arrival(5, Request((3,), 1))), (2, 3), True)
-    found = decode(encode(commands))
-    assert found == Commands((Arrival(4, request), Arrival(5, Request((3,), 1))), (2, 3), True)
-    assert decode(encode(Commands(compare=True))) == Commands(compare=True)
-    assert encode(Commands()) == b""
-    assert decode(b"") == Commands()
+    inputs = StepInputs((Arrival(4, request, 12.5), Arrival(5, Request((3,), 1))), (2, 3), True)
+    found = decode(encode(inputs))
+    assert found == StepInputs((Arrival(4, request), Arrival(5, Request((3,), 1))), (2, 3), True)
+    assert decode(encode(StepInputs(compare=True))) == StepInputs(compare=True)
+    assert encode(StepInputs()) == b""
+    assert decode(b"") == StepInputs()
 
 
 def test_which_host_this_is():

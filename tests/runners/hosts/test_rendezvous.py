@@ -15,8 +15,8 @@ from fake_backend import VOCAB, FakeBackend
 from ling3export.errors import Ling3Error, RankDivergence
 from ling3export.processes import free_port
 from ling3export.runners.cli.hosts import announced
-from ling3export.runners.engine.block_manager import Allocator
-from ling3export.runners.engine.core import Arrival, Commands, SharedTurns
+from ling3export.runners.engine.block_manager import BlockManager
+from ling3export.runners.engine.core import Arrival, SharedCore, StepInputs
 from ling3export.runners.engine.inputs import Shapes
 from ling3export.runners.engine.request import Request
 from ling3export.runners.engine.scheduler import Scheduler
@@ -24,7 +24,7 @@ from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.evals.trials import tokens_digest
 from ling3export.runners.hosts import channel as channels
 from ling3export.runners.hosts import rendezvous
-from ling3export.runners.hosts.channel import END, TURN, Channel
+from ling3export.runners.hosts.channel import END, STEP, Channel
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import HostsError, meet
 
@@ -92,8 +92,8 @@ def test_a_late_host_is_waited_for(no_service):
     begun = time.monotonic()
     one, two = in_threads(lambda: Channel(first, IDENTITY, print), late)
     assert time.monotonic() - begun >= 1.5
-    one.send(TURN, b"hello")
-    assert two.take() == (TURN, b"hello")
+    one.send(STEP, b"hello")
+    assert two.take() == (STEP, b"hello")
     two.parts(b"two")
     assert one.parts(b"one") == [b"one", b"two"]
     one.close()
@@ -223,32 +223,32 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def turns(channel: Channel, ahead: int) -> SharedTurns:
+def core(channel: Channel, ahead: int) -> SharedCore:
     """On the fake model; every host has the same."""
-    scheduler = Scheduler(FakeBackend(2, 16, 4, 4), Shapes((4, 16), (2,), 4, 8), Allocator(2, 16, 4), ahead=ahead)
-    return SharedTurns(scheduler, lambda arrival: Sequence(arrival.request, arrival.number, 20, frozenset()), channel)
+    scheduler = Scheduler(FakeBackend(2, 16, 4, 4), Shapes((4, 16), (2,), 4, 8), BlockManager(2, 16, 4), ahead=ahead)
+    return SharedCore(scheduler, lambda arrival: Sequence(arrival.request, arrival.number, 20, frozenset()), channel)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_who_reads_other_tokens_ends_before_it_makes_other_calls(no_service, ahead, monkeypatch):
-    """With the next turn; the other host hears who it was, and the exit code."""
+    """With the next step; the other host hears who it was, and the exit code."""
     monkeypatch.setattr(channels, "SETTLE", 3600)  # until which its process has to have ended
     lost: list[tuple[str, int]] = []
     with connected(lost) as (one, two):
-        first, second = turns(one, ahead), turns(two, ahead)
+        first, second = core(one, ahead), core(two, ahead)
         backend = second.scheduler._backend
         assert isinstance(backend, FakeBackend)
-        commands = Commands((Arrival(0, Request((1, 2, 3), 20)),))
+        inputs = StepInputs((Arrival(0, Request((1, 2, 3), 20)),))
         for _ in range(3):
-            mine, found = first.turn(commands), second.received(two.take()[1])
+            mine, found = first.step(inputs), second.received(two.take()[1])
             assert [each.token for each in mine.emitted] == [each.token for each in found.emitted]
-            commands = Commands()
+            inputs = StepInputs()
         read = backend.read
         monkeypatch.setattr(backend, "read", lambda handle: (read(handle) + 1) % VOCAB)
-        first.turn(Commands())
+        first.step(StepInputs())
         second.received(two.take()[1])
         made = len(backend.calls)
-        first.turn(Commands())
+        first.step(StepInputs())
         with pytest.raises(RankDivergence) as caught:
             second.received(two.take()[1])
         text = "sampled tokens: expected those of host 0, found others on host 1"
@@ -260,19 +260,19 @@ def test_who_reads_other_tokens_ends_before_it_makes_other_calls(no_service, ahe
 
 def test_hosts_compare_digests_of_the_little_endian_tokens(no_service):
     with connected([]) as (one, two):
-        first, second = turns(one, 0), turns(two, 0)
+        first, second = core(one, 0), core(two, 0)
         tokens: list[int] = []
-        commands = Commands((Arrival(0, Request((1, 2, 3), 20)),))
+        inputs = StepInputs((Arrival(0, Request((1, 2, 3), 20)),))
         for compare in (False, False, True, True):
-            commands = commands._replace(compare=compare)
+            inputs = inputs._replace(compare=compare)
             mine, _ = in_threads(
-                lambda asked=commands: first.turn(asked), lambda: second.received(two.take()[1])
+                lambda asked=inputs: first.step(asked), lambda: second.received(two.take()[1])
             )  # fmt: skip
             if compare:
                 assert mine.digests == (bytes.fromhex(tokens_digest(tokens)),) * 2
                 tokens = []
             tokens += [each.token for each in mine.emitted]
-            commands = Commands()
+            inputs = StepInputs()
 
 
 def test_every_host_gets_what_all_gave(no_service):

@@ -14,7 +14,7 @@ from ling3export.errors import Ling3Error
 from ling3export.runners.cli import serve as serve_cli
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.engine.handle import EngineStopped, Ticket, wake
+from ling3export.runners.engine.handle import EngineStopped, RequestHandle, wake
 from ling3export.runners.engine.request import Request
 from ling3export.runners.serve.app import Policy, application
 from ling3export.runners.serve.metrics import Metrics
@@ -265,15 +265,15 @@ def test_an_engine_that_ended_answers_503(tmp_path_factory, caplog):
 
 def test_a_stream_whose_engine_fails_ends_with_the_error(engine, caplog):
     """And without ``[DONE]``; the cause goes to the log alone."""
-    ticket = Ticket(Request((1, 2), 9), 0, lambda index: None)
-    call = Call([ticket.request], chat=False, stream=True, include_usage=True, token_ids=False)
+    handle = RequestHandle(Request((1, 2), 9), 0, lambda index: None)
+    call = Call([handle.request], chat=False, stream=True, include_usage=True, token_ids=False)
 
     async def read() -> list[str]:
-        source = events([ticket], Shapes(call, "toy"), Metrics(engine))
-        ticket.push(5, "five")
+        source = events([handle], Shapes(call, "toy"), Metrics(engine))
+        handle.push(5, "five")
         found = [await anext(source)]
-        ticket.finish(EngineStopped("engine: the device caught fire"))
-        wake([ticket])
+        handle.finish(EngineStopped("engine: the device caught fire"))
+        wake([handle])
         return [*found, *[event async for event in source]]
 
     first, last = (json.loads(event.removeprefix("data: ")) for event in asyncio.run(read()))
