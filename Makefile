@@ -1,5 +1,5 @@
 # Each target does its own set-up. A second run finds the stamp of the first and does none again.
-.PHONY: setup parity fmt lint types test bench budgets demo smoke runner
+.PHONY: setup parity fmt lint types check test bench budgets demo smoke runner
 .NOTPARALLEL:
 BIN := .venv/bin
 
@@ -32,6 +32,10 @@ lint: setup
 
 types: setup
 	$(BIN)/mypy
+
+# What takes minutes or more than `setup` is marked: pyproject.toml says what the markers mean.
+check: lint types
+	$(BIN)/python -m pytest -m "not (build or jit or tpu or hosts or install or browser)" $(ARGS)
 
 test: setup parity .venv/savedmodel .venv/adapters
 	$(BIN)/python -m pytest $(ARGS)

@@ -3,6 +3,8 @@
 import os
 import tempfile
 
+import pytest
+
 from artifacts_fixture import artifact, tpu_artifact  # noqa: F401  (fixtures)
 from ling3export.runners.load.environment import prepare_cpu
 
@@ -17,3 +19,13 @@ os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"  # a bf16 array that meets an
 import jax  # noqa: E402
 
 jax.devices()  # started here: a test that changes the environment must not be the one that starts it
+
+# A test that takes one of these fixtures gets the marker. Two modules have an `artifact` of their own, a toy.
+MARKED = {"artifact": "build", "tpu_artifact": "tpu"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    for item in items:
+        for fixture in MARKED.keys() & set(item.fixturenames):
+            if not hasattr(item.module, fixture):
+                item.add_marker(MARKED[fixture])

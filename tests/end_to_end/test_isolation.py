@@ -22,6 +22,8 @@ from package_copy import copied
 from tolerances import FLOAT32, MARGIN, SAME
 from transformers_peer import parity_python
 
+pytestmark = pytest.mark.install
+
 BUILD_SIDE = ("flax", "orbax", "tensorflow", "transformers", "torch")
 STEPS = 33
 LENGTHS = (1, 17, 40, 130, 300)  # the last takes turns with decoding: it is prefilled in several calls

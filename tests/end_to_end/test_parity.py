@@ -11,6 +11,8 @@ from ling3export.verify.reference import Reference
 from tiny import tiny_fields, tiny_weights, write_tiny
 from transformers_peer import parity_python, transformers_logits
 
+pytestmark = pytest.mark.install
+
 ROOT = Path(__file__).resolve().parents[2]
 # Both compute in float64; what is left is transformers' fp32 cosine and sine of the rotary angles (measured 3e-8).
 TOLERANCE = 2e-7

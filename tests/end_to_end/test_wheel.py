@@ -13,6 +13,8 @@ import pytest
 
 from package_copy import PARTS, copied
 
+pytestmark = pytest.mark.install
+
 
 def build(kind: str, source: Path, out: Path) -> Path:
     """Builds a ``wheel`` or an ``sdist`` of ``source`` into ``out``, without isolation and so without network."""

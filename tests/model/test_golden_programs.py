@@ -40,6 +40,7 @@ def changed(name: str, factor: float) -> dict[str, dict[str, float]]:
     return {"decode@16": BUDGET["decode@16"] | {name: BUDGET["decode@16"][name] * factor}}
 
 
+@pytest.mark.tpu
 def test_the_programs_cost_what_their_budget_says():
     try:
         expected = budget()

@@ -11,6 +11,8 @@ from mistakes import MISTAKES, recurrence, right_token
 from numerics import Case, Quick
 from tolerances import FLOAT32, MISTAKE
 
+pytestmark = pytest.mark.jit
+
 LENGTHS = (16, 29, 40)  # prefilled in calls of 16 token slots, so that state and history are handed over
 DECODED = range(29, 40)
 

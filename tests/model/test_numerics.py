@@ -12,6 +12,8 @@ from ling3export.model.mla import layer as mla
 from numerics import Case, Quick
 from tolerances import BFLOAT16_MEDIAN, FLOAT32, SAME
 
+pytestmark = pytest.mark.jit
+
 PADDINGS = (16, 48, 128)
 ROWS = 6  # of a decode step: more than the four slots, so that some are always padding
 # Around the borders of conv taps (4), chunks (16), pages (32) and paddings.

@@ -16,6 +16,8 @@ from ling3export.model.program import build_step
 from ling3export.model.sampling.thresholds import keep_mask, ordered
 from tolerances import CHI_SQUARE_5, KERNEL
 
+pytestmark = pytest.mark.jit
+
 CONFIG = Config.from_dict(config_fields("micro", {}))
 VOCAB, SLOTS = CONFIG.vocab_size, 8
 

@@ -15,6 +15,8 @@ from ling3export.verify.reference import Reference
 from numerics import FORMS, Case, Quick
 from tolerances import FLOAT32, MARGIN
 
+pytestmark = pytest.mark.jit
+
 PADDING = 144  # three parts of 48 rows: logits of 144 slots never exist together
 Part = tuple[int, int, Sequence[int], Sequence[int]]  # slot, position of the first token, tokens, next tokens
 Found = dict[tuple[int, int], tuple[float, int]]  # (slot, position) → log-probability of the next token, best token

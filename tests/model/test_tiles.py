@@ -19,6 +19,8 @@ from ling3export.model.layers import l2_norm, rms_norm, rope
 from ling3export.verify import formulas as formulas
 from tolerances import KERNEL, TILES
 
+pytestmark = pytest.mark.jit
+
 CHUNKS, HEADS, KEY, VALUE = 16, 2, 24, 20
 # First chunks of runs: one run over both tiles; several in each, one across the border; one run a chunk.
 RUNS = {"one": [0], "some": [0, 3, 5, 6, 11, 15], "each": list(range(CHUNKS))}

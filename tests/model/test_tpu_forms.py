@@ -11,6 +11,8 @@ from ling3export.model.mla.pages import TILE
 from numerics import FORMS, Case, Quick
 from tolerances import FLOAT32
 
+pytestmark = pytest.mark.jit
+
 ROWS = 6
 
 

@@ -237,10 +237,15 @@ class Artifacts:
             yield
 
 
+def kept_folder() -> Path:
+    """Where tests keep what they build."""
+    return Path(os.environ.get("LING3_TEST_CACHE") or ROOT / ".cache" / "tests").resolve()
+
+
 @pytest.fixture(scope="session")
 def artifact() -> Artifacts:
     """``artifact("small-tp16")`` is a folder; ``.checkpoint``, ``.manifest`` and ``.probe`` take a name as well."""
-    return Artifacts(Path(os.environ.get("LING3_TEST_CACHE") or ROOT / ".cache" / "tests").resolve())
+    return Artifacts(kept_folder())
 
 
 @pytest.fixture(scope="session")

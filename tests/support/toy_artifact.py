@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from artifacts_fixture import Artifacts, digest_of, kept_folder, sources_of, versions
 from ling3export.artifacts.manifest import file_record, sha256_of, write_manifest
 from ling3export.artifacts.store import StoreWriter, TensorSpec
 from ling3export.checkpoint.synth_tokenizer import write_tokenizer
@@ -119,12 +120,10 @@ def build_toy(folder: Path, *, seed: int = 0, tokenizer: bool = True) -> dict[st
     return write_manifest(folder, _body(cells, index, records))
 
 
-def shared(factory: pytest.TempPathFactory) -> Path:
-    """An artifact for every test of a run; nobody may change it."""
-    folder = factory.getbasetemp() / "toy.ling3"
-    if not folder.exists():
-        build_toy(folder)
-    return folder
+def shared() -> Path:
+    """An artifact for every test, kept between runs; nobody may change it."""
+    made_of = [sources_of("ling3export.compile.lower"), digest_of({"toy": Path(__file__)}), versions()]
+    return Artifacts(kept_folder()).kept("toy.ling3", made_of, build_toy)
 
 
 def _body(cells: dict[str, Any], index: dict[str, Any], tokenizer: list[dict[str, Any]]) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.cache.cells import counts
 from tiny import tiny_fields, tiny_weights, write_tiny
 
+pytestmark = pytest.mark.build
+
 ROOT = Path(__file__).parents[3]
 TARGET = "cpu-tp1"
 CELLS = ["decode@1", "prefill@16", "sample@1"]

@@ -21,6 +21,8 @@ from ling3export.processes import ending
 from ling3export.runners.cli import main as runner_cli
 from tiny import tiny_fields, tiny_weights, write_tiny
 
+pytestmark = pytest.mark.build
+
 GOLDEN = Path(__file__).parents[2] / "golden"
 COMPILING = ".x.ling3.partial-*/programs/*/prefill@16.stablehlo"
 

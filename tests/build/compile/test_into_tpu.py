@@ -5,8 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from builds import environment
 from ling3export.artifacts.manifest import read_manifest
+
+pytestmark = pytest.mark.tpu
 
 TARGETS = ["cpu-tp2", "tpu-v6e-2x2-tp4"]
 

@@ -17,6 +17,8 @@ from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.state import StateArray, state_arrays
 
+pytestmark = pytest.mark.jit
+
 ROOT = Path(__file__).resolve().parents[3]
 TP = 4
 CONSTANT_BYTES = 4096  # tables of frequencies and masks of a chunk stay far below; the smallest weight matrix is above

@@ -2,11 +2,14 @@
 
 import json
 
+import pytest
 from click.testing import CliRunner
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.checkpoint.synth import synthesize
 from ling3export.cli import main as cli
+
+pytestmark = pytest.mark.tpu
 
 TARGET = "tpu-v6e-2x2-tp4"
 

@@ -47,6 +47,7 @@ def run(*arguments: object):
     return CliRunner().invoke(cli.main, ["report", *map(str, arguments)])
 
 
+@pytest.mark.browser
 @pytest.mark.parametrize(("width", "medium"), [(1100, "screen"), (400, "screen"), (700, "print")])
 def test_every_figure_is_drawn_and_readable_in_every_medium(both, page, tmp_path, width, medium):
     page.width(width)
@@ -60,6 +61,7 @@ def test_every_figure_is_drawn_and_readable_in_every_medium(both, page, tmp_path
     assert page.requests == [(tmp_path / "page.html").as_uri()]
 
 
+@pytest.mark.browser
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
@@ -86,6 +88,7 @@ def test_the_check_sees_a_broken_page(both, page, tmp_path, damage, sentence):
     assert any(expected in found for found in page.evaluate(CHECKS))
 
 
+@pytest.mark.browser
 def test_the_browser_tells_of_errors_and_of_outside_references(both, page, tmp_path):
     broken = render(both).replace("</main>", '<img src="http://example.invalid/x.png"></main>')
     opened(page, tmp_path, broken).evaluate("console.error('planted'); setTimeout(() => { throw Error('thrown') })")
@@ -95,6 +98,7 @@ def test_the_browser_tells_of_errors_and_of_outside_references(both, page, tmp_p
     assert any("example.invalid" in text and "Content Security Policy" in text for text in page.errors)
 
 
+@pytest.mark.browser
 def test_a_missing_browser_is_named_with_what_brings_it(monkeypatch, tmp_path):
     monkeypatch.setattr(browsers, "PROGRAM", "no-such-browser")
     with pytest.raises(AssertionError) as raised, browser(tmp_path / "profile"):
@@ -104,6 +108,7 @@ def test_a_missing_browser_is_named_with_what_brings_it(monkeypatch, tmp_path):
     )
 
 
+@pytest.mark.browser
 def test_names_from_outside_stay_text(both, page, tmp_path):
     hostile = copy.deepcopy(both)
     hostile["source"]["name"] = hostile["notes"][0] = HOSTILE
@@ -118,6 +123,7 @@ def test_names_from_outside_stay_text(both, page, tmp_path):
     assert (page.errors, len(page.requests)) == ([], 1)
 
 
+@pytest.mark.browser
 def test_the_page_shows_the_manifest_s_numbers(both, page, tmp_path):
     opened(page, tmp_path, render(both))
     rows = page.evaluate(
@@ -165,6 +171,7 @@ def test_figures_add_up_to_the_tables(both):
                 assert work.moved > 0.9 * sum(work.floor_bytes.values())  # the floor is an expectation over routings
 
 
+@pytest.mark.browser
 def test_an_artifact_of_an_earlier_build_says_what_it_lacks(both, page, tmp_path):
     older = copy.deepcopy(both)
     for cell in older["targets"][TARGET]["cells"].values():

@@ -25,6 +25,8 @@ from ling3export.model.program import build_step
 from ling3export.plan.options import Options
 from ling3export.savedmodel import export as savedmodel
 
+pytestmark = pytest.mark.install
+
 CALLS = Path(__file__).parents[2] / "support" / "savedmodel_calls.py"
 SIZES = ("--paddings", "32", "--decode-paddings", "2", "--max-running", "2", "--context", "128", "--page-size", "32")
 TOKENS = np.arange(7, 27, dtype=np.int32)  # a chunk and a quarter

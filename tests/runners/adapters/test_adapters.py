@@ -30,6 +30,8 @@ from ling3export.runners.evals.suites import Suite
 from ling3export.runners.evals.trials import RunConfig
 from serving import RUNNER
 
+pytestmark = pytest.mark.install
+
 COUNT = 6  # problems
 TOKENS = 32
 STOP = "\n\n"

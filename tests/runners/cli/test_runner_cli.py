@@ -90,8 +90,8 @@ Options:
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory):
-    return toy_artifact.shared(tmp_path_factory)
+def artifact():
+    return toy_artifact.shared()
 
 
 def run(*arguments):

@@ -12,6 +12,8 @@ import pytest
 from artifacts_fixture import ROOT, Artifacts, run
 from serving import RUNNER, Server
 
+pytestmark = pytest.mark.install
+
 PROMPT = ["--prompt", "the number of", "--max-tokens", 12, "--json"]
 
 

@@ -13,8 +13,8 @@ from ling3export.runners.engine.handle import RequestHandle
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    return toy_artifact.shared(tmp_path_factory)
+def built():
+    return toy_artifact.shared()
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ import diverging
 from hosting import RUNNER, hosting, wait_until_following
 from ling3export.runners.evals.folder import read_predictions
 
+pytestmark = pytest.mark.hosts
+
 COUNT = 4
 ANY = {"kind": "regex", "pattern": "(?s).*"}
 TASKS = [{"id": f"t{n}", "input": {"prompt_ids": list(range(1, 5 + n))}, "graders": [ANY]} for n in range(8)]

@@ -25,6 +25,8 @@ from ling3export.runners.hosts.hosts import Hosts, find_hosts
 from ling3export.runners.load.targets import check_hosts, choose_target
 from tiny import tiny_fields
 
+pytestmark = pytest.mark.hosts
+
 COUNT = 4
 PROMPTS = [list(range(1, 40)), [7, 8, 9]]
 GONE = "error: host {}: expected its process to run, found that it ended\n"

@@ -15,8 +15,8 @@ from ling3export.runners.load.recompile import cache_folder
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    return toy_artifact.shared(tmp_path_factory)
+def built():
+    return toy_artifact.shared()
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ import pytest
 from hosting import hosting, wait_until_following
 from ling3export.runners.engine.engine import Engine
 
+pytestmark = pytest.mark.hosts
+
 COUNT = 4
 GONE = {
     "message": "engine: expected every host to run, found one gone: the server ends", "type": "server_error",

@@ -33,8 +33,8 @@ STOP = "a text or a list of at most 16 texts of 1 to 1000 characters"
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    with Engine(toy_artifact.shared(tmp_path_factory), max_requests=4, report=lambda text: None) as engine:
+def engine():
+    with Engine(toy_artifact.shared(), max_requests=4, report=lambda text: None) as engine:
         yield engine
 
 
@@ -250,8 +250,8 @@ def test_without_a_tokenizer(wordless):
     )  # fmt: skip
 
 
-def test_an_engine_that_ended_answers_503(tmp_path_factory, caplog):
-    with Engine(toy_artifact.shared(tmp_path_factory), report=lambda text: None) as engine:
+def test_an_engine_that_ended_answers_503(caplog):
+    with Engine(toy_artifact.shared(), report=lambda text: None) as engine:
         assert call(engine, "/health", b"", method="GET").json() == {"status": "ok"}
     for path, method in (("/health", "GET"), (COMPLETIONS, "POST"), (COMPLETIONS, "POST")):
         answer = call(engine, path, IDS, method=method)
