@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
+from ling3export.artifacts.manifest import sha256_of
 from ling3export.artifacts.store import StoreWriter, TensorSpec
 from ling3export.errors import CheckpointError
 from ling3export.model.config import Config
@@ -39,6 +40,22 @@ class Source(Protocol):
 
     def tensor(self, name: str) -> np.ndarray:
         """A tensor by its published name."""
+        ...
+
+
+class Progress(Protocol):
+    """Where work that takes long tells how far it is."""
+
+    def note(self, text: str) -> None:
+        """A line for the user."""
+        ...
+
+    def start(self, stage: str, total: int) -> None:
+        """A stage of ``total`` units begins."""
+        ...
+
+    def advance(self, stage: str, amount: int) -> None:
+        """``amount`` more units are done."""
         ...
 
 
@@ -217,3 +234,18 @@ def convert(
                 job.cancel()
             raise
     return writer.finish()
+
+
+def write_weights(folder: Path, source: Source, dtype: str, report: Progress) -> dict[str, Any]:
+    """Writes the store ``weights/`` below ``folder``; returns what the manifest says of it."""
+    store = folder / "weights"
+    store.mkdir()
+    report.start("weights", store_bytes(source.config, dtype))
+    index = convert(source, store, dtype, lambda amount: report.advance("weights", amount))
+    sizes = {entry["file"]: (store / entry["file"]).stat().st_size for entry in index.values()}
+    return {
+        "files": {name: {"bytes": size} for name, size in sorted(sizes.items())},
+        "index": index,
+        "digest": sha256_of({name: entry["sha256"] for name, entry in index.items()}),
+        "bytes": sum(sizes.values()),
+    }

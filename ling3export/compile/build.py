@@ -18,13 +18,13 @@ from typing import Any, Protocol
 
 import ling3export
 from ling3export.artifacts.files import writing
-from ling3export.artifacts.manifest import file_record, sha256_of, write_manifest
+from ling3export.artifacts.manifest import file_record, write_manifest
 from ling3export.artifacts.staging import staged
 from ling3export.cache.cells import Cells, opened, summary
 from ling3export.cache.keys import fingerprint, state_abi, toolchain
 from ling3export.cache.use import DEFAULT_USE, CacheUse
 from ling3export.checkpoint.checkpoint import Checkpoint
-from ling3export.checkpoint.convert import DTYPES, convert, store_bytes, stored_dtype
+from ling3export.checkpoint.convert import DTYPES, Progress, stored_dtype, write_weights
 from ling3export.compile.matrix import COLUMNS, outcome_rows
 from ling3export.compile.pool import Compilers, Outcome, check, compile_all
 from ling3export.compile.replay import Request, forget_failure, note_failure
@@ -50,20 +50,8 @@ SIZING = ("memory_fraction", "state_memory")
 DEMO = Path(ling3export.__file__).parent / "demo"
 
 
-class Reporter(Protocol):
-    """Where a build tells how far it is."""
-
-    def note(self, text: str) -> None:
-        """A line for the user."""
-        ...
-
-    def start(self, stage: str, total: int) -> None:
-        """A stage of ``total`` units begins."""
-        ...
-
-    def advance(self, stage: str, amount: int) -> None:
-        """``amount`` more units are done."""
-        ...
+class Reporter(Progress, Protocol):
+    """Where a build tells how far it is, and shows its cells."""
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A table for the user."""
@@ -230,22 +218,6 @@ def _check_tokenizer(source: Checkpoint) -> None:
             files.tokenizer("text")
     except ArtifactError as error:
         raise CheckpointError(error.message, "repair the file, or remove it: token ids work without") from error
-
-
-def write_weights(folder: Path, source: Checkpoint, dtype: str, report: Reporter) -> dict[str, Any]:
-    """Writes ``weights/`` below ``folder``; returns what the manifest says of it."""
-    store = folder / "weights"
-    store.mkdir()
-    report.start("weights", store_bytes(source.config, dtype))
-    progress: Callable[[int], None] = lambda amount: report.advance("weights", amount)  # noqa: E731
-    index = convert(source, store, dtype, progress)
-    sizes = {entry["file"]: (store / entry["file"]).stat().st_size for entry in index.values()}
-    return {
-        "files": {name: {"bytes": size} for name, size in sorted(sizes.items())},
-        "index": index,
-        "digest": sha256_of({name: entry["sha256"] for name, entry in index.items()}),
-        "bytes": sum(sizes.values()),
-    }
 
 
 def _copy_tokenizer(folder: Path, source: Checkpoint) -> list[dict[str, Any]]:

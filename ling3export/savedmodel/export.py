@@ -15,7 +15,7 @@ from typing import Any
 
 from ling3export.artifacts.staging import staged
 from ling3export.checkpoint.checkpoint import Checkpoint
-from ling3export.compile.build import Reporter, write_weights
+from ling3export.checkpoint.convert import Progress, write_weights
 from ling3export.errors import ArtifactError, Ling3Error, PlanError
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
@@ -62,7 +62,7 @@ def one_device(options: Options) -> Options:
 
 
 def build_savedmodel(
-    checkpoint: Path, destination: Path, options: Options, report: Reporter, *, force: bool = False,
+    checkpoint: Path, destination: Path, options: Options, report: Progress, *, force: bool = False,
     ignore: Sequence[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Writes ``destination``, a SavedModel with a signature for every cell of the plan.
@@ -115,7 +115,7 @@ def build_savedmodel(
     return record
 
 
-def run_worker(job: dict[str, Any], report: Reporter) -> dict[str, Any]:
+def run_worker(job: dict[str, Any], report: Progress) -> dict[str, Any]:
     """The worker's description of what it wrote.
 
     Raises:
