@@ -1,4 +1,4 @@
-"""Child processes of this package: how they start, the one pipe to each, and how a signal stops their parent."""
+"""Child processes of this package: how they start, and the one pipe to each."""
 
 import contextlib
 import json
@@ -9,12 +9,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import IO, Any
 
 import ling3export
@@ -174,27 +173,3 @@ def ending(code: int) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
-
-
-@contextmanager
-def unwinding() -> Iterator[None]:
-    """Within the block SIGTERM and SIGHUP end this process as an exception does: children end, folders are removed.
-
-    A signal that is ignored (nohup) stays ignored; a second one too, for ``timeout`` sends each twice. Exits with
-    128 + the signal's number.
-    """
-
-    def end(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)
-        sys.exit(128 + number)
-
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) == signal.SIG_DFL:
-                before[number] = signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

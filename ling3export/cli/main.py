@@ -2,8 +2,13 @@
 
 import importlib.util
 import json
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import click
@@ -41,6 +46,30 @@ def _refuse_given(what: str, names: tuple[str, ...]) -> None:
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             hint = "nothing is compiled: TensorFlow does that when it loads"
             raise Ling3Error(f"{what}: expected no {options[name]}, found it", hint)
+
+
+@contextmanager
+def _unwinding() -> Iterator[None]:
+    """Within the block SIGTERM and SIGHUP end this process as an exception does: children end, folders are removed.
+
+    A signal that is ignored (nohup) stays ignored; a second one too, for ``timeout`` sends each twice. Exits with
+    128 + the signal's number.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                before[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @click.group(
@@ -103,11 +132,10 @@ def build(
     """
     _require("build", ("flax", "rich"))
     from ling3export.cli.progress import Console
-    from ling3export.processes import unwinding
 
     if into is not None and (artifact is not None or replay is not None):
         raise click.UsageError(f"--into names the artifact: no {'--replay' if replay else 'ARTIFACT'} beside it")
-    with unwinding(), Console() as console:
+    with _unwinding(), Console() as console:
         if kind == "savedmodel":
             from ling3export.savedmodel.export import build_savedmodel
 
@@ -209,9 +237,8 @@ main.add_command(cache)
 def synth(directory: Path, preset: str, seed: int, layers: int | None, force: bool) -> None:
     """Write a seeded checkpoint in the published layout into DIRECTORY."""
     from ling3export.checkpoint.synth import synthesize
-    from ling3export.processes import unwinding
 
-    with unwinding():
+    with _unwinding():
         synthesize(directory, preset, seed, layers=layers, force=force)
     click.echo(f"wrote {directory}", err=True)
 

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,50 @@ from ling3export.artifacts.staging import staged
 from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.checkpoint.convert import Progress, write_weights
 from ling3export.errors import ArtifactError, Ling3Error, PlanError
+from ling3export.model.geometry import Geometry
 from ling3export.plan.options import Options
-from ling3export.plan.plan import make_plan
+from ling3export.plan.plan import Cell, make_plan
 from ling3export.processes import Child
 
 RECORD = "ling3.json"  # beside saved_model.pb: what the signatures take and give
 WORKER = "ling3export.savedmodel.worker"
 EXTRA = {"orbax.export": "orbax-export", "tensorflow": "tensorflow-cpu"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the exporting process is told.
+
+    Attributes:
+        config: The content of config.json.
+        ignore: Its fields that are ignored on request.
+        geometry: Pools and dtype of the one device.
+        cells: A signature is made of each.
+        weights: The folder of the weight store.
+        index: The store's index.
+        model: The folder to write.
+    """
+
+    config: dict[str, Any]
+    ignore: tuple[str, ...]
+    geometry: Geometry
+    cells: tuple[Cell, ...]
+    weights: Path
+    index: dict[str, Any]
+    model: Path
+
+    def record(self) -> dict[str, Any]:
+        """The job as JSON."""
+        return asdict(self) | {"weights": str(self.weights), "model": str(self.model)}
+
+    @classmethod
+    def read(cls, record: dict[str, Any]) -> "Job":
+        """The job that :meth:`record` wrote."""
+        return cls(
+            record["config"], tuple(record["ignore"]), Geometry(**record["geometry"]),
+            tuple(Cell(**cell) for cell in record["cells"]), Path(record["weights"]), record["index"],
+            Path(record["model"]),
+        )  # fmt: skip
 
 
 def check_packages() -> None:
@@ -88,21 +125,16 @@ def build_savedmodel(
         report.note(note)
     with staged(destination, force=force, mark=RECORD) as folder:
         weights = write_weights(folder, source, options.dtype, report)
-        job = {
-            "config": json.loads((source.path / "config.json").read_bytes()),
-            "ignore": list(ignore),
-            "geometry": asdict(plan.geometry),
-            "cells": [[cell.phase, cell.padding] for cell in plan.cells],
-            "weights": str(folder / "weights"),
-            "index": weights["index"],
-            "model": str(folder / "model"),
-        }
+        job = Job(
+            json.loads((source.path / "config.json").read_bytes()), tuple(ignore), plan.geometry, plan.cells,
+            folder / "weights", weights["index"], folder / "model",
+        )  # fmt: skip
         report.start("signatures", len(plan.cells))
         described = run_worker(job, report)
-        shutil.rmtree(folder / "weights")
-        for path in (folder / "model").iterdir():
+        shutil.rmtree(job.weights)
+        for path in job.model.iterdir():
             path.rename(folder / path.name)
-        (folder / "model").rmdir()
+        job.model.rmdir()
         names = ("ling3export", "jax", "jaxlib", "orbax-export", "tensorflow-cpu")
         record = {
             "producer": {name: metadata.version(name) for name in names},
@@ -115,14 +147,14 @@ def build_savedmodel(
     return record
 
 
-def run_worker(job: dict[str, Any], report: Progress) -> dict[str, Any]:
+def run_worker(job: Job, report: Progress) -> dict[str, Any]:
     """The worker's description of what it wrote.
 
     Raises:
         ArtifactError: It failed; with the end of what it printed.
     """
     with Child(WORKER, {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}) as child:
-        child.send(job)
+        child.send(job.record())
         while (message := child.receive()) is not None:
             if "record" in message:
                 return dict(message["record"])

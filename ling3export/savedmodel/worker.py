@@ -2,9 +2,8 @@
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,11 +19,10 @@ from ling3export.model.inputs import Field
 from ling3export.model.parameters import arguments
 from ling3export.model.program import Step, Tree, build_step, put
 from ling3export.processes import Parent
+from ling3export.savedmodel.export import Job
 
 # TensorFlow itself: oneDNN changes what its kernels round, and its notes would hide an error.
 SETTINGS = {"TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPP_MIN_LOG_LEVEL": "2"}
-
-
 # The StableHLO that TensorFlow 2.21 reads. jax writes for readers of the last four weeks, and has no setting for it.
 READ = "1.13.0"
 
@@ -98,37 +96,35 @@ def described(values: Tree) -> dict[str, dict[str, Any]]:
     return {name: {"shape": list(value.shape), "dtype": str(value.dtype)} for name, value in values.items()}
 
 
-def export(job: dict[str, Any], tell: Any) -> dict[str, Any]:
-    """Writes the SavedModel and says what its signatures take and give."""
+def export(job: Job, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Writes the SavedModel and says what its signatures take and give; ``tell`` gets a message for each."""
     import tensorflow as tf
     from orbax.export import ExportManager, JaxModule, ServingConfig
 
-    config = Config.from_dict(job["config"], ignore=job["ignore"])
-    geometry = Geometry(**job["geometry"])
+    config = Config.from_dict(job.config, ignore=job.ignore)
     methods, configs, signatures = {}, [], {}
-    waiting = {f"{phase}@{padding}" for phase, padding in job["cells"]}
+    waiting = {cell.name for cell in job.cells}
 
     def traced(name: str) -> None:
         if name in waiting:  # a step may be traced more than once
             waiting.remove(name)
             tell({"signature": name})
 
-    for phase, padding in job["cells"]:
-        name = f"{phase}@{padding}"
-        step = build_step(config, geometry, phase, padding, None)
+    for cell in job.cells:
+        step = build_step(config, job.geometry, cell.phase, cell.padding, None)
         inputs = signature_of(step)
         # A function's name becomes a node's, where TensorFlow allows no @.
-        key = f"{phase}_{padding}"
-        methods[key] = method_of(step, functools.partial(traced, name))
+        key = f"{cell.phase}_{cell.padding}"
+        methods[key] = method_of(step, functools.partial(traced, cell.name))
         specs = {at: tf.TensorSpec(value.shape, str(value.dtype), name=at) for at, value in inputs.items()}
-        configs.append(ServingConfig(name, input_signature=[specs], method_key=key))
+        configs.append(ServingConfig(cell.name, input_signature=[specs], method_key=key))
         outputs = jax.eval_shape(method_of(step, lambda: None), step.arguments[0], inputs)
-        signatures[name] = {"inputs": described(inputs), "outputs": described(outputs)}
-    params = parameters(config, geometry, Store(Path(job["weights"]), job["index"]))
+        signatures[cell.name] = {"inputs": described(inputs), "outputs": described(outputs)}
+    params = parameters(config, job.geometry, Store(job.weights, job.index))
     module = JaxModule(params, methods, trainable=False)
     with written_for(READ):
-        ExportManager(module, configs).save(job["model"])
-    state = build_step(config, geometry, "decode", job["cells"][-1][1], None).arguments[1]
+        ExportManager(module, configs).save(str(job.model))
+    state = build_step(config, job.geometry, "decode", job.cells[-1].padding, None).arguments[1]
     return {"signatures": signatures, "state": described(state)}
 
 
@@ -136,7 +132,7 @@ def main() -> None:
     """Serves one job."""
     os.environ.update(SETTINGS)
     parent = Parent()
-    parent.send({"record": export(parent.receive(), parent.send)})
+    parent.send({"record": export(Job.read(parent.receive()), parent.send)})
     os._exit(0)  # TensorFlow's own teardown has nothing left to do, and takes a second
 
 

@@ -17,7 +17,6 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.cli import main as cli
 from ling3export.cli import options
 from ling3export.errors import ArtifactError
-from ling3export.processes import ending
 from ling3export.runners.cli import main as runner_cli
 from tiny import tiny_fields, tiny_weights, write_tiny
 
@@ -214,13 +213,6 @@ def test_a_disk_that_is_full_is_named_and_nothing_is_left(checkpoint, tmp_path, 
     assert "hint: raise the limit (ulimit -f) or write to another volume" in err
     assert "Traceback" not in err
     assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("code", "text"), [(3, "ended with code 3"), (-9, "was killed by SIGKILL"), (-60, "was killed by signal 60")]
-)
-def test_how_a_process_ended(code, text):
-    assert ending(code) == text
 
 
 def test_a_full_disk_behind_stdout_is_named(artifact):

@@ -206,10 +206,11 @@ def test_a_missing_extra_is_named_before_any_work(monkeypatch, tmp_path):
     assert caught.value.hint == 'pip install "ling3export[savedmodel]"'
 
 
-def test_a_process_that_fails_is_quoted(monkeypatch):
+def test_a_process_that_fails_is_quoted(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "command", lambda module: [sys.executable, "-c", "raise SystemExit('no room')"])
+    job = savedmodel.Job({}, (), Geometry(1, "float32", 2, 8, 32, 4, 56), (), tmp_path, {}, tmp_path)
     with pytest.raises(Ling3Error) as caught:
-        savedmodel.run_worker({}, None)  # type: ignore[arg-type]
+        savedmodel.run_worker(job, None)  # type: ignore[arg-type]
     assert caught.value.message == (
         "savedmodel: expected the exporting process to end well, found it ended with code 1: no room"
     )
