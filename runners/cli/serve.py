@@ -10,7 +10,7 @@ from ling3export.errors import Ling3Error
 from ling3export.runners.cli.hosts import announced, host_options, leading
 from ling3export.runners.cli.options import PATH, Command, check_option, programs_option, section, target_option
 
-NEEDS = ("starlette", "uvicorn", "prometheus_client")
+NEEDS = ("starlette", "uvicorn", "prometheus_client", "pydantic")
 
 
 @click.command(cls=Command)
@@ -85,7 +85,7 @@ def _key(file: Path | None) -> str | None:
     missing = [name for name in NEEDS if find_spec(name) is None]
     if missing:
         raise Ling3Error(
-            f"serve: expected starlette, uvicorn and prometheus_client, found no {' and no '.join(missing)}",
+            f"serve: expected {', '.join(NEEDS)}, found no {' and no '.join(missing)}",
             'pip install "ling3export[serve]"',
         )
     from ling3export.runners.serve.run import api_key

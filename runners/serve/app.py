@@ -17,13 +17,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ling3export.runners.engine.handle import EngineStopped, QueueFull
-from ling3export.runners.serve import schema as serve_schema
-from ling3export.runners.serve.errors import ApiError
-from ling3export.runners.serve.fields import parse
+from ling3export.runners.serve import calls
+from ling3export.runners.serve.calls import Call
 from ling3export.runners.serve.metrics import Metrics
-from ling3export.runners.serve.responses import Stream, logged, release, stopped, whole
-from ling3export.runners.serve.schema import Call
-from ling3export.runners.serve.shapes import Shapes
+from ling3export.runners.serve.responses import Answer, Stream, logged, release, stopped, whole
+from ling3export.runners.serve.schema import ApiError, parse
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine
@@ -81,12 +79,12 @@ class _Server:
         body = await self._body(request)
         policy = self._policy
         # Tokenizing takes its time: not on the event loop.
-        call = await asyncio.to_thread(serve_schema.completions, body, self._engine, policy.model, policy.max_requests)
+        call = await asyncio.to_thread(calls.completions, body, self._engine, policy.model, policy.max_requests)
         return await self._answer(request, call)
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request)
-        call = await asyncio.to_thread(serve_schema.chat, body, self._engine, self._policy.model)
+        call = await asyncio.to_thread(calls.chat, body, self._engine, self._policy.model)
         return await self._answer(request, call)
 
     async def models(self, request: Request) -> Response:
@@ -113,9 +111,9 @@ class _Server:
             raise ApiError(429, error.message, code="queue_full", headers={"Retry-After": "1"}) from None
         except EngineStopped as error:
             raise logged(error) from None
-        shapes = Shapes(call, self._policy.model)
+        answer = Answer(call, self._policy.model)
         if call.stream:
-            return Stream(handles, shapes, self.counters)
+            return Stream(handles, answer, self.counters)
         try:
             completions = await whole(handles, request.receive)
         except EngineStopped as error:
@@ -124,7 +122,7 @@ class _Server:
             release(handles, self.counters)
         for completion in completions:
             self.counters.ended(completion)
-        return JSONResponse(shapes.whole(completions))
+        return JSONResponse(answer.whole(completions))
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """The JSON of a request, if it is small enough."""

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import logging
+import secrets
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -13,13 +15,14 @@ from starlette.types import Receive, Scope, Send
 
 from ling3export.runners.engine.handle import EngineStopped, HostGone, Piece, RequestHandle
 from ling3export.runners.engine.request import Completion
-from ling3export.runners.serve.errors import ApiError
+from ling3export.runners.serve.calls import Call
 from ling3export.runners.serve.metrics import Metrics
-from ling3export.runners.serve.shapes import Shapes
+from ling3export.runners.serve.schema import ApiError
 
 STOPPED = "engine: expected it running, found it stopped"
 HOST_GONE = "engine: expected every host to run, found one gone: the server ends"
 LOG = logging.getLogger(__name__)
+REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 def stopped(error: EngineStopped) -> ApiError:
@@ -56,20 +59,80 @@ async def whole(handles: Sequence[RequestHandle], receive: Receive) -> list[Comp
         await asyncio.gather(*both, return_exceptions=True)
 
 
+class Answer:
+    """The answer of one call's answer.
+
+    Args:
+        call: What was asked.
+        model: Name that the model is served under.
+    """
+
+    def __init__(self, call: Call, model: str) -> None:
+        self._call = call
+        kind, name = ("chat.completion", "chatcmpl") if call.chat else ("text_completion", "cmpl")
+        self._kind = kind
+        self._head = {"id": f"{name}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The answer that is no stream."""
+        choices = []
+        for index, done in enumerate(completions):
+            text, reason = done.text or "", REASONS.get(done.stop_reason, done.stop_reason)
+            said = {"message": {"role": "assistant", "content": text}} if self._call.chat else {"text": text}
+            ids = {"token_ids": done.token_ids} if self._call.token_ids else {}
+            choices.append({"index": index, **said, **ids, "finish_reason": reason, "logprobs": None})
+        return {**self._head, "object": self._kind, "choices": choices, "usage": usage(completions)}
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        """What begins a choice of a stream."""
+        return self._chunk([self._choice(index, {"role": "assistant", "content": ""})]) if self._call.chat else None
+
+    def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        """What a piece of a choice adds to a stream: none where it has no text yet."""
+        chunks = []
+        ids = {"token_ids": piece.token_ids} if self._call.token_ids else {}
+        if piece.text or ids.get("token_ids"):
+            chunks.append(self._chunk([self._choice(index, {"content": piece.text}) | ids]))
+        if piece.completion is not None:
+            reason = piece.completion.stop_reason
+            chunks.append(self._chunk([self._choice(index, {}, REASONS.get(reason, reason))]))
+        return chunks
+
+    def counts(self, completions: Sequence[Completion]) -> dict[str, Any] | None:
+        """What ends a stream, if it was asked for."""
+        return self._chunk([]) | {"usage": usage(completions)} if self._call.include_usage else None
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._call.chat else self._kind
+        empty = {"usage": None} if self._call.include_usage else {}
+        return {**self._head, "object": kind, "choices": choices, **empty}
+
+    def _choice(self, index: int, delta: dict[str, str], reason: str | None = None) -> dict[str, Any]:
+        content: dict[str, Any] = {"delta": delta} if self._call.chat else {"text": delta.get("content", "")}
+        return {"index": index, **content, "finish_reason": reason, "logprobs": None}
+
+
+def usage(completions: Sequence[Completion]) -> dict[str, int]:
+    """Tokens in and out."""
+    prompt = sum(len(done.prompt_ids) for done in completions)
+    answer = sum(len(done.token_ids) for done in completions)
+    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+
+
 class Stream(StreamingResponse):
     """The answer as server-sent events, ended by ``[DONE]``.
 
     Args:
         handles: Submitted; cancelled when the client leaves.
-        shapes: Of this call.
+        answer: Of this call.
         metrics: Told of the ends.
     """
 
-    def __init__(self, handles: Sequence[RequestHandle], shapes: Shapes, metrics: Metrics) -> None:
+    def __init__(self, handles: Sequence[RequestHandle], answer: Answer, metrics: Metrics) -> None:
         self._handles = handles
         self._metrics = metrics
         super().__init__(
-            events(handles, shapes, metrics), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+            events(handles, answer, metrics), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,11 +151,11 @@ def release(handles: Sequence[RequestHandle], metrics: Metrics) -> None:
             metrics.left()
 
 
-async def events(handles: Sequence[RequestHandle], shapes: Shapes, metrics: Metrics) -> AsyncGenerator[str, None]:
+async def events(handles: Sequence[RequestHandle], answer: Answer, metrics: Metrics) -> AsyncGenerator[str, None]:
     """The events of a stream."""
     done: dict[int, Completion] = {}
     for index in range(len(handles)):
-        if (first := shapes.first(index)) is not None:
+        if (first := answer.first(index)) is not None:
             yield _event(first)
     try:
         async with aclosing(merged(handles)) as pieces:
@@ -100,12 +163,12 @@ async def events(handles: Sequence[RequestHandle], shapes: Shapes, metrics: Metr
                 if piece.completion is not None:
                     done[index] = piece.completion
                     metrics.ended(piece.completion)
-                for chunk in shapes.piece(index, piece):
+                for chunk in answer.piece(index, piece):
                     yield _event(chunk)
     except EngineStopped as error:
         yield _event(logged(error).body())
         return
-    if (counts := shapes.counts(list(done.values()))) is not None:
+    if (counts := answer.counts(list(done.values()))) is not None:
         yield _event(counts)
     yield "data: [DONE]\n\n"
 

@@ -1,198 +1,313 @@
-"""What a client asks for: a call's body, checked whole, as requests of the engine."""
+"""What a client may ask for: the bodies of the endpoints, each with one model that checks it whole.
 
-import secrets
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+A field's description is what the message about a wrong value says that it expected.
+"""
 
-from ling3export.errors import ArtifactError, RequestError
-from ling3export.runners.engine.request import SEEDS, Request, Sampling
-from ling3export.runners.serve.errors import ApiError, malformed
-from ling3export.runners.serve.fields import Fields, found
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from ling3export.runners.engine.request import BOUNDS
 
 if TYPE_CHECKING:
-    from ling3export.runners.engine.engine import Engine, Prompt
+    from ling3export.runners.engine.engine import Prompt
 
-MAX_TOKENS = 16  # of /v1/completions where none are asked for, as OpenAI's API has it
 STOPS, STOP_LENGTH = 16, 1000
-COMMON = frozenset(
-    "model max_tokens max_completion_tokens temperature top_p top_k seed stop stream stream_options "
-    "return_token_ids ignore_eos".split()
-)
-PROMPT = "a text, a list of texts, a list of token ids or a list of lists of token ids"
-MESSAGES = 'a list of messages, [{"role": TEXT, "content": TEXT}, ...]'
+SHOWN = 60  # characters of a wrong value that a message repeats
+KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+# Fields of OpenAI's API that this server does not implement, and the values under which they ask for nothing.
+NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "logit_bias": ({},),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "store": (False,),
+}
+# Fields that only label a request.
+LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call, checked.
-
-    Attributes:
-        requests: One a prompt.
-        chat: Whether messages were sent.
-        stream: Answer piece by piece.
-        include_usage: End a stream with the counts of tokens.
-        token_ids: Also give the ids of the tokens.
-    """
-
-    requests: list[Request]
-    chat: bool
-    stream: bool
-    include_usage: bool
-    token_ids: bool
-
-
-def completions(body: dict[str, Any], engine: "Engine", model: str, most: int) -> Call:
-    """A call of /v1/completions.
+class ApiError(Exception):
+    """A request that is refused or that failed: the error object of OpenAI's API, with a status of HTTP.
 
     Args:
-        body: As it was sent.
-        engine: Which is to answer.
-        model: Name that it is served under.
-        most: Prompts that one call may have.
-
-    Raises:
-        ApiError: It can never be served.
+        status: The status.
+        message: What was expected and what was found.
+        param: The body's field that is wrong.
+        code: A word that programs can look for.
+        headers: Headers of the response.
     """
-    fields = Fields(body, COMMON | {"prompt"})
-    _check_model(fields, model)
-    prompts = _prompts(fields.get("prompt"), most)
-    if any(isinstance(prompt, str) for prompt in prompts) and not engine.files.there:
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, Any]:
+        """The error object."""
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = KINDS.get(self.status, default)
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def malformed(param: str, wanted: str, found: str) -> ApiError:
+    """The refusal of a field's value."""
+    return ApiError(400, f"`{param}`: expected {wanted}, found {found}", param=param, code="invalid_value")
+
+
+def shown(value: object) -> str:
+    """A wrong value in a message: a short one itself, else what kind it is."""
+    if value and isinstance(value, (list, dict)):
+        return "a list" if isinstance(value, list) else "an object"
+    text = json.dumps(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+class _Object(BaseModel):
+    """A JSON object whose fields are all known. A field that is null counts as one that is not there."""
+
+    model_config = ConfigDict(strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fields(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        given = {name: each for name, each in value.items() if each is not None}
+        for name, each in given.items():
+            if name not in cls.model_fields:
+                cls._refuse_unless_neutral(name, each)
+        return {name: each for name, each in given.items() if name in cls.model_fields}
+
+    @classmethod
+    def _refuse_unless_neutral(cls, name: str, value: Any) -> None:
         raise ApiError(
-            400, "`prompt`: expected token ids, found text: this model has no tokenizer", param="prompt",
-            code="no_tokenizer",
+            400, f"`{name[:SHOWN]}`: expected fields that this server knows, found another",
+            param=name[:SHOWN], code="unsupported_parameter",
         )  # fmt: skip
-    return _call(fields, engine, prompts, chat=False)
 
 
-def chat(body: dict[str, Any], engine: "Engine", model: str) -> Call:
-    """A call of /v1/chat/completions.
-
-    Raises:
-        ApiError: It can never be served.
-    """
-    fields = Fields(body, COMMON | {"messages"})
-    _check_model(fields, model)
-    if not engine.files.there or not engine.files.chats:
-        raise ApiError(
-            400, "`messages`: expected a model with a chat template, found none: use /v1/completions", param="messages",
-            code="no_chat_template",
-        )  # fmt: skip
-    messages = fields.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise malformed("messages", MESSAGES, "none" if messages is None else found(messages))
-    return _call(fields, engine, [[_message(each, place) for place, each in enumerate(messages)]], chat=True)
+def _setting(name: str) -> Any:
+    """The bounds of a sampling setting."""
+    bounds = BOUNDS[name]
+    if bounds.above:
+        return Field(gt=bounds.low, le=bounds.high, description=str(bounds))
+    return Field(ge=bounds.low, le=bounds.high, description=str(bounds))
 
 
-def _call(fields: Fields, engine: "Engine", prompts: "list[Prompt]", *, chat: bool) -> Call:
-    stream = fields.flag("stream")
-    options = fields.get("stream_options")
-    if options is not None and (not stream or not isinstance(options, dict)):
-        raise malformed("stream_options", "it with `stream` only, and an object", found(options))
-    usage = Fields(options or {}, frozenset({"include_usage", "include_obfuscation"})).flag("include_usage")
-    stops = _stops(fields.get("stop"))
-    if stops and not engine.files.there:
-        raise ApiError(400, "`stop`: expected none, found some: this model has no tokenizer", param="stop",
-                       code="no_tokenizer")  # fmt: skip
-    limit, how = _max_tokens(fields), _sampling(fields)
-    endless = fields.flag("ignore_eos")
-    seed = None if fields.get("seed") is None else fields.sampling("seed", 0)
-    requests = []
-    name = "messages" if chat else "prompt"
-    for number, prompt in enumerate(prompts):
-        called = name if len(prompts) == 1 else f"{name} {number}"
-        sampling = Sampling(*how, secrets.randbelow(SEEDS) if seed is None else seed)
-        try:
-            request = engine.request(prompt, limit or MAX_TOKENS, sampling, stops, ignore_eos=endless, name=called)
-            if limit is None and chat:
-                request = replace(request, max_tokens=max(1, _room(engine, len(request.prompt_ids))))
-            engine.check(request)
-        except (RequestError, ArtifactError) as error:  # the latter: the chat template broke on these messages
-            raise ApiError(400, str(error), param=name, code="invalid_value") from None
-        requests.append(request)
-    ids = fields.flag("return_token_ids") or not engine.files.there
-    return Call(requests, chat, stream, usage, ids)
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
-def _room(engine: "Engine", length: int) -> int:
-    """Tokens that an answer to a prompt of ``length`` may have at most."""
-    limits = engine.limits
-    return min(limits.context, limits.pages * limits.page_size + 1) - length  # the last token is never fed back
-
-
-def _check_model(fields: Fields, model: str) -> None:
-    name = fields.text("model")
-    if name != model:
-        raise ApiError(
-            404, f"`model`: expected {found(model)}, found {found(name)}", param="model", code="model_not_found"
-        )
-
-
-def _prompts(value: Any, most: int) -> "list[Prompt]":
+def _prompt_kind(value: Any) -> str:
+    """Which of the forms of a prompt a value has to have, by its first item."""
     if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise malformed("prompt", PROMPT, "none" if value is None else found(value))
-    if not value:
-        raise malformed("prompt", PROMPT, "an empty list")
-    if _ids(value):
-        return [value]
-    for place, each in enumerate(value):
-        if type(each) is not type(value[0]) or not (isinstance(each, str) or (isinstance(each, list) and _ids(each))):
-            raise malformed("prompt", PROMPT, f"{found(each)} at place {place}")
-    if len(value) > most:
-        raise malformed("prompt", f"at most {most} prompts", str(len(value)))
-    return value
+        return "TEXT"
+    first = value[0] if isinstance(value, list) and value else None
+    return "IDS" if type(first) is int else "IDS_LISTS" if isinstance(first, list) else "TEXTS"
 
 
-def _ids(value: list[Any]) -> bool:
-    return all(isinstance(each, int) and not isinstance(each, bool) for each in value)
+def _joined(content: Any) -> Any:
+    """A message's content in one piece: its parts are joined if all of them are text."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = shown(part.get("type") if isinstance(part, dict) else part)
+            found = {"wanted": "content of text alone", "found": f"a part of type {kind}"}
+            raise PydanticCustomError("part", "a part that is no text", found)
+    return "".join(part["text"] for part in content)
 
 
-def _message(message: Any, place: int) -> dict[str, str]:
-    """A message of texts; content in parts is joined, where all of them are text."""
-    if not isinstance(message, dict):
-        raise malformed("messages", MESSAGES, f"{found(message)} at place {place}")
-    taken = {}
-    for name, value in message.items():
-        if name == "content" and isinstance(value, list):
-            taken[name] = "".join(_part(part, place) for part in value)
-        elif name in ("role", "content", "name") and isinstance(value, str):
-            taken[name] = value
-        elif value is not None:
-            raise malformed("messages", MESSAGES, f"`{name[:60]}` {found(value)} at place {place}")
-    for name in ("role", "content"):
-        if name not in taken:
-            raise malformed("messages", MESSAGES, f"no `{name}` at place {place}")
-    return taken
+MOST = (1 << 31) - 1
+Text = Annotated[str, Field(description="a text")]
+Flag = Annotated[bool, Field(description="true or false")]
+Count = Annotated[int | None, Field(ge=1, le=MOST, description=f"a whole number from 1 to {MOST}")]
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=STOP_LENGTH)]],
+    FailFast(),
+    Field(max_length=STOPS, description=f"a text or a list of at most {STOPS} texts of 1 to {STOP_LENGTH} characters"),
+    BeforeValidator(_one_or_many),
+]
+Ids = Annotated[list[int], FailFast()]
+FORMS = {"TEXT", "TEXTS", "IDS", "IDS_LISTS"}
 
 
-def _part(part: Any, place: int) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else part
-    raise malformed("messages", "content of text alone", f"a part of type {found(kind)} at place {place}")
+class Message(_Object):
+    """A message of a conversation, its content joined from its parts."""
+
+    role: str
+    content: Annotated[str, BeforeValidator(_joined)]
+    name: str | None = None
+
+    @classmethod
+    def _refuse_unless_neutral(cls, name: str, value: Any) -> None:
+        # Escaped like a value: a name may hold half a character, which pydantic cannot take into an error.
+        raise PydanticCustomError("unknown", "an unknown field", {"found": f"`{shown(name)[1:-1]}` {shown(value)}"})
 
 
-def _stops(value: Any) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else [] if value is None else value
-    wanted = f"a text or a list of at most {STOPS} texts of 1 to {STOP_LENGTH} characters"
-    if not isinstance(stops, list) or len(stops) > STOPS:
-        raise malformed("stop", wanted, found(value))
-    for stop in stops:
-        if not isinstance(stop, str) or not 1 <= len(stop) <= STOP_LENGTH:
-            raise malformed("stop", wanted, found(stop))
-    return tuple(stops)
+class StreamOptions(_Object):
+    """What a stream has beside the pieces of the answer."""
+
+    include_usage: Flag = False
+    include_obfuscation: Any = None
 
 
-def _max_tokens(fields: Fields) -> int | None:
-    names = ("max_tokens", "max_completion_tokens")
-    given = [limit for limit in (fields.whole(name, 1, (1 << 31) - 1) for name in names) if limit is not None]
-    if len(set(given)) > 1:
-        raise malformed(names[0], f"the same as `{names[1]}`, {given[1]}", str(given[0]))
-    return given[0] if given else None
+class Body(_Object):
+    """The fields that both endpoints take. Temperature, top_k and top_p have the defaults of OpenAI's API."""
+
+    model: Text
+    max_tokens: Count = None
+    max_completion_tokens: Count = None
+    temperature: Annotated[float, _setting("temperature")] = 1.0
+    top_p: Annotated[float, _setting("top_p")] = 1.0
+    top_k: Annotated[int, _setting("top_k")] = 0
+    seed: Annotated[int | None, _setting("seed")] = None
+    stop: Stops = []
+    stream: Flag = False
+    stream_options: Annotated[StreamOptions | None, Field(description="it with `stream` only, and an object")] = None
+    return_token_ids: Flag = False
+    ignore_eos: Flag = False
+
+    @field_validator("model")
+    @classmethod
+    def _served(cls, name: str, info: ValidationInfo) -> str:
+        if name != info.context:
+            message = f"`model`: expected {shown(info.context)}, found {shown(name)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return name
+
+    @classmethod
+    def _refuse_unless_neutral(cls, name: str, value: Any) -> None:
+        if name in LABELS:
+            return
+        if name not in NEUTRAL:
+            super()._refuse_unless_neutral(name, value)
+        if repr(value) not in map(repr, NEUTRAL[name]):  # by repr, since 1 equals True
+            wanted = " or ".join(json.dumps(each) for each in NEUTRAL[name])
+            raise ApiError(
+                400, f"`{name}`: expected it left out or {wanted}, found {shown(value)}: not supported here",
+                param=name, code="unsupported_parameter",
+            )  # fmt: skip
 
 
-def _sampling(fields: Fields) -> tuple[float, int, float]:
-    """Temperature, top_k and top_p; without any, OpenAI's defaults: 1, all and 1."""
-    temperature, top_p = fields.sampling("temperature", 1.0), fields.sampling("top_p", 1.0)
-    return float(temperature), fields.sampling("top_k", 0), float(top_p)
+class CompletionsBody(Body):
+    """The body of /v1/completions."""
+
+    prompt: Annotated[
+        Annotated[str, Tag("TEXT")]
+        | Annotated[list[str], FailFast(), Field(min_length=1), Tag("TEXTS")]
+        | Annotated[Ids, Tag("IDS")]
+        | Annotated[list[Ids], FailFast(), Tag("IDS_LISTS")],
+        Discriminator(_prompt_kind),
+        Field(description="a text, a list of texts, a list of token ids or a list of lists of token ids"),
+    ]
+
+    @property
+    def prompts(self) -> "list[Prompt]":
+        """The prompts, each a text or a list of token ids."""
+        one = _prompt_kind(self.prompt) in ("TEXT", "IDS")
+        return cast("list[Prompt]", [self.prompt] if one else self.prompt)
+
+
+class ChatBody(Body):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[
+        list[Message],
+        FailFast(),
+        Field(min_length=1, description='a list of messages, [{"role": TEXT, "content": TEXT}, ...]'),
+    ]
+
+
+def parse(data: bytes) -> dict[str, Any]:
+    """The JSON object of a body.
+
+    Raises:
+        ApiError: The body is no JSON object.
+    """
+
+    def refuse(word: str) -> float:
+        raise ValueError(f"{word}, which is no JSON")
+
+    try:
+        body = json.loads(data.decode(), parse_constant=refuse)
+    except RecursionError:
+        raise ApiError(400, "body: expected JSON, found it nested too deeply", code="invalid_json") from None
+    except ValueError as error:  # also for bytes that are no UTF-8, and for numbers of thousands of digits
+        raise ApiError(400, f"body: expected JSON, found {error}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, f"body: expected an object, found {shown(body)}", code="invalid_json")
+    return body
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def checked(kind: type[AnyBody], body: dict[str, Any], model: str) -> AnyBody:
+    """A body that has the fields of ``kind``, and whose fields fit together."""
+    try:
+        asked = kind.model_validate(body, context=model)
+    except ValidationError as error:
+        raise _named(error, kind, body) from None
+    if asked.stream_options is not None and not asked.stream:
+        wanted = kind.model_fields["stream_options"].description
+        raise malformed("stream_options", str(wanted), shown(body["stream_options"]))
+    one, other = asked.max_tokens, asked.max_completion_tokens
+    if one is not None and other is not None and one != other:
+        raise malformed("max_tokens", f"the same as `max_completion_tokens`, {other}", str(one))
+    return asked
+
+
+def _named(error: ValidationError, kind: type[Body], body: dict[str, Any]) -> ApiError:
+    """The refusal for a body's first wrong field: what its description expects, what was found, at which place."""
+    first = error.errors(include_url=False)[0]
+    param, *inner = (part for part in first["loc"] if part not in FORMS)
+    info, given = kind.model_fields[str(param)], body.get(str(param))
+    missing = first["type"] == "missing"
+    found, place = "none" if missing else shown(first["input"]), ""
+    if inner and isinstance(given, dict):
+        param, info = inner[0], StreamOptions.model_fields[str(inner[0])]
+    elif inner and isinstance(given, list):
+        number, *field = inner
+        place = f" at place {number}"
+        if field and isinstance(field[0], str):  # a message's
+            found = f"no `{field[0]}`" if missing else f"`{field[0]}` {found}"
+        elif field:
+            found = shown(given[int(number)])
+    context = first.get("ctx", {})
+    return malformed(str(param), str(context.get("wanted", info.description)), f"{context.get('found', found)}{place}")

@@ -1,7 +1,9 @@
 """Every malformed request gets a 4xx with a reason in OpenAI's shape; the application runs in this process."""
 
 import asyncio
+import collections
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,11 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped, RequestHandle, wake
 from ling3export.runners.engine.request import Request
 from ling3export.runners.serve.app import Policy, application
+from ling3export.runners.serve.calls import Call, chat, completions
 from ling3export.runners.serve.metrics import Metrics
-from ling3export.runners.serve.responses import events
+from ling3export.runners.serve.responses import Answer, events
 from ling3export.runners.serve.run import api_key
-from ling3export.runners.serve.schema import Call
-from ling3export.runners.serve.shapes import Shapes
+from ling3export.runners.serve.schema import LABELS, NEUTRAL, ApiError, ChatBody, parse
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 POLICY = Policy("toy", None, max_requests=4, max_body=5000)
@@ -76,15 +78,16 @@ def refused(answer: httpx2.Response, status: int) -> tuple[str, str | None, str 
     [
         ({"prompt": None}, "prompt", f"`prompt`: expected {PROMPT}, found none"),
         ({"prompt": ""}, "prompt", "prompt: expected a prompt of at least one token, found an empty one"),
-        ({"prompt": []}, "prompt", f"`prompt`: expected {PROMPT}, found an empty list"),
+        ({"prompt": []}, "prompt", f"`prompt`: expected {PROMPT}, found []"),
         ({"prompt": [[1], []]}, "prompt", "prompt 1: expected a prompt of at least one token, found an empty one"),
         ({"prompt": ["a", ""]}, "prompt", "prompt 1: expected a prompt of at least one token, found an empty one"),
         ({"prompt": 7}, "prompt", f"`prompt`: expected {PROMPT}, found 7"),
         ({"prompt": {}}, "prompt", f"`prompt`: expected {PROMPT}, found {{}}"),
-        ({"prompt": [1, "a"]}, "prompt", f"`prompt`: expected {PROMPT}, found 1 at place 0"),
+        ({"prompt": [1, "a"]}, "prompt", f'`prompt`: expected {PROMPT}, found "a" at place 1'),
         ({"prompt": ["a", 1]}, "prompt", f"`prompt`: expected {PROMPT}, found 1 at place 1"),
         ({"prompt": ["a", [1]]}, "prompt", f"`prompt`: expected {PROMPT}, found a list at place 1"),
-        ({"prompt": [1, True]}, "prompt", f"`prompt`: expected {PROMPT}, found 1 at place 0"),
+        ({"prompt": [1, True]}, "prompt", f"`prompt`: expected {PROMPT}, found true at place 1"),
+        ({"prompt": [True, 1]}, "prompt", f"`prompt`: expected {PROMPT}, found true at place 0"),
         ({"prompt": [1.5]}, "prompt", f"`prompt`: expected {PROMPT}, found 1.5 at place 0"),
         ({"prompt": [[1, [2]]]}, "prompt", f"`prompt`: expected {PROMPT}, found a list at place 0"),
         ({"prompt": [[1]] * 5}, "prompt", "`prompt`: expected at most 4 prompts, found 5"),
@@ -115,8 +118,9 @@ def refused(answer: httpx2.Response, status: int) -> tuple[str, str | None, str 
         ({"seed": 0.5}, "seed", "`seed`: expected a whole number from 0 to 4294967295, found 0.5"),
         ({"stop": ""}, "stop", f'`stop`: expected {STOP}, found ""'),
         ({"stop": 5}, "stop", f"`stop`: expected {STOP}, found 5"),
-        ({"stop": ["a", 5]}, "stop", f"`stop`: expected {STOP}, found 5"),
+        ({"stop": ["a", 5]}, "stop", f"`stop`: expected {STOP}, found 5 at place 1"),
         ({"stop": ["a"] * 17}, "stop", f"`stop`: expected {STOP}, found a list"),
+        ({"stop": "\ud800"}, "stop", f'`stop`: expected {STOP}, found "\\ud800"'),
         ({"stop": "a" * 1001}, "stop", f'`stop`: expected {STOP}, found "{"a" * 59}…'),
         ({"stream": "yes"}, "stream", '`stream`: expected true or false, found "yes"'),
         ({"stream_options": {}}, "stream_options",
@@ -182,6 +186,7 @@ def test_sixteen_tokens_where_none_are_asked_for_and_a_chat_to_the_end(engine):
         ([{"role": "user", "content": None}], f"{WORDS}, found no `content` at place 0"),
         ([{"role": 1, "content": "a"}], f"{WORDS}, found `role` 1 at place 0"),
         ([{"role": "user", "content": "a", "tool_calls": [1]}], f"{WORDS}, found `tool_calls` a list at place 0"),
+        ([{"role": "user", "content": "a", "\ud800": 1}], f"{WORDS}, found `\\ud800` 1 at place 0"),
         ([{"role": "user", "content": [{"type": "image_url"}]}],
          'content of text alone, found a part of type "image_url" at place 0'),
         ([{"role": "user", "content": ["a"]}], 'content of text alone, found a part of type "a" at place 0'),
@@ -190,6 +195,45 @@ def test_sixteen_tokens_where_none_are_asked_for_and_a_chat_to_the_end(engine):
 def test_wrong_messages_are_named(engine, messages, found):
     answer = call(engine, CHAT, SAID | {"messages": messages})
     assert refused(answer, 400) == (f"`messages`: expected {found}", "messages", "invalid_value")
+
+
+VALUES = [
+    True, False, 0, 1, -1, 2, 3.5, 1.0, -0.5, 2**31, 2**32, 10**30, 1e308, "", "a", "toy", "none", "\ud800", "x" * 1001,
+    [], {}, [1], [1, 2], ["a"], ["a", "b"], [[1], [2]], [[1], []], [None], [True], [1, "a"], ["a", 1], [[1], "a"],
+    [1.5], [[[1]]], {"a": 1}, {"\ud800": 1}, {"include_usage": True}, {"include_usage": 1}, {"type": "text"}, ["text"],
+    None,
+    *([{"role": "user", **fields}] for fields in (
+        {}, {"content": "hi"}, {"content": None}, {"content": ["a"]}, {"content": [{"type": "text", "text": "x"}]},
+        {"content": [{"type": "text"}]}, {"content": "x", "name": 5}, {"content": "x", "\ud800": 1},
+    )),
+]  # fmt: skip
+FIELDS = [*ChatBody.model_fields, "prompt", *NEUTRAL, *LABELS, "unknown", "\ud800"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_body_is_answered_or_refused_by_name(engine, seed):
+    """Wrong values in right places, many thousand: each becomes requests or a refusal that can be sent."""
+    draw, refusals = random.Random(seed), []
+    for _ in range(2000):
+        body = dict(draw.choice((IDS, SAID)))
+        for name in draw.choices(FIELDS, k=draw.choice((1, 1, 2, 3))):
+            body[name] = draw.choice(VALUES)
+        data = json.dumps(body).encode()
+        try:
+            if "messages" in body:
+                made = chat(parse(data), engine, "toy")
+            else:
+                made = completions(parse(data), engine, "toy", 4)
+        except ApiError as error:
+            refusals.append(error)
+        else:
+            assert 1 <= len(made.requests) <= 4
+    for error in refusals:
+        assert error.status in (400, 404) and json.loads(json.dumps(error.body()))["error"]["message"]
+        assert error.param is not None and error.param in error.message
+    ends = collections.Counter(error.code for error in refusals)
+    ends["taken"] = 2000 - len(refusals)
+    assert set(ends) == {"taken", "invalid_value", "unsupported_parameter", "model_not_found"}
 
 
 def test_a_conversation_that_is_too_long(engine):
@@ -269,7 +313,7 @@ def test_a_stream_whose_engine_fails_ends_with_the_error(engine, caplog):
     call = Call([handle.request], chat=False, stream=True, include_usage=True, token_ids=False)
 
     async def read() -> list[str]:
-        source = events([handle], Shapes(call, "toy"), Metrics(engine))
+        source = events([handle], Answer(call, "toy"), Metrics(engine))
         handle.push(5, "five")
         found = [await anext(source)]
         handle.finish(EngineStopped("engine: the device caught fire"))
@@ -310,6 +354,6 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch):
     done = CliRunner().invoke(main, ["serve", "any"])
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr == (
-        "error: serve: expected starlette, uvicorn and prometheus_client, found no uvicorn\n"
+        "error: serve: expected starlette, uvicorn, prometheus_client, pydantic, found no uvicorn\n"
         'hint: pip install "ling3export[serve]"\n'
     )

@@ -1,0 +1,104 @@
+"""What a client asks for: the engine's requests that a body stands for."""
+
+import secrets
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ling3export.errors import ArtifactError, RequestError
+from ling3export.runners.engine.request import SEEDS, Request, Sampling
+from ling3export.runners.serve.schema import ApiError, Body, ChatBody, CompletionsBody, checked, malformed
+
+if TYPE_CHECKING:
+    from ling3export.runners.engine.engine import Engine, Prompt
+
+MAX_TOKENS = 16  # of /v1/completions if a body does not say, like OpenAI's API
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call, checked.
+
+    Attributes:
+        requests: One request for each prompt.
+        chat: Whether messages were sent.
+        stream: Whether the answer goes out piece by piece.
+        include_usage: Whether a stream ends with the numbers of tokens.
+        token_ids: Whether the answer has the tokens' ids, too.
+    """
+
+    requests: list[Request]
+    chat: bool
+    stream: bool
+    include_usage: bool
+    token_ids: bool
+
+
+def completions(body: dict[str, Any], engine: "Engine", model: str, most: int) -> Call:
+    """A call of /v1/completions.
+
+    Args:
+        body: The object that was sent.
+        engine: The engine that is to answer.
+        model: The name that the model is served under.
+        most: Number of prompts that one call may have.
+
+    Raises:
+        ApiError: The call can never be served.
+    """
+    asked = checked(CompletionsBody, body, model)
+    prompts = asked.prompts
+    if len(prompts) > most:
+        raise malformed("prompt", f"at most {most} prompts", str(len(prompts)))
+    if isinstance(prompts[0], str) and not engine.files.there:
+        raise ApiError(
+            400, "`prompt`: expected token ids, found text: this model has no tokenizer", param="prompt",
+            code="no_tokenizer",
+        )  # fmt: skip
+    return _call(asked, engine, prompts, chat=False)
+
+
+def chat(body: dict[str, Any], engine: "Engine", model: str) -> Call:
+    """A call of /v1/chat/completions; the arguments are those of ``completions``.
+
+    Raises:
+        ApiError: The call can never be served.
+    """
+    asked = checked(ChatBody, body, model)
+    if not engine.files.there or not engine.files.chats:
+        raise ApiError(
+            400, "`messages`: expected a model with a chat template, found none: use /v1/completions", param="messages",
+            code="no_chat_template",
+        )  # fmt: skip
+    messages = [message.model_dump(exclude_none=True) for message in asked.messages]
+    return _call(asked, engine, [messages], chat=True)
+
+
+def _call(asked: Body, engine: "Engine", prompts: "list[Prompt]", *, chat: bool) -> Call:
+    if asked.stop and not engine.files.there:
+        raise ApiError(400, "`stop`: expected none, found some: this model has no tokenizer", param="stop",
+                       code="no_tokenizer")  # fmt: skip
+    limit = asked.max_tokens or asked.max_completion_tokens
+    name = "messages" if chat else "prompt"
+    requests = []
+    for number, prompt in enumerate(prompts):
+        called = name if len(prompts) == 1 else f"{name} {number}"
+        seed = secrets.randbelow(SEEDS) if asked.seed is None else asked.seed
+        sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, seed)
+        try:
+            request = engine.request(
+                prompt, limit or MAX_TOKENS, sampling, asked.stop, ignore_eos=asked.ignore_eos, name=called
+            )
+            if limit is None and chat:
+                request = replace(request, max_tokens=max(1, _room(engine, len(request.prompt_ids))))
+            engine.check(request)
+        except (RequestError, ArtifactError) as error:  # the latter if the chat template breaks on these messages
+            raise ApiError(400, str(error), param=name, code="invalid_value") from None
+        requests.append(request)
+    usage = asked.stream_options is not None and asked.stream_options.include_usage
+    return Call(requests, chat, asked.stream, usage, asked.return_token_ids or not engine.files.there)
+
+
+def _room(engine: "Engine", length: int) -> int:
+    """The most tokens that the answer to a prompt of ``length`` tokens may have."""
+    limits = engine.limits
+    return min(limits.context, limits.pages * limits.page_size + 1) - length  # the last token is never fed back
