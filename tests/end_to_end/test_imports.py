@@ -8,37 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "ling3export"
+from rooms import below, modules, room
 
-# From the top down. A room may import what stands in a later line of its tower, nothing beside it in its own line.
-RUNNERS = (
-    ("runners.cli",),
-    ("runners.serve", "runners.evals", "runners.adapters"),
-    ("runners.engine",),
-    ("runners.load",),
-    ("runners.hosts", "runners.text"),
-    ("artifacts",),
-    ("errors",),
-)
-BUILD = (
-    ("cli",),
-    ("compile", "savedmodel", "report"),
-    ("cache", "verify"),
-    ("pricing",),
-    ("cost",),
-    ("plan",),
-    ("checkpoint",),
-    ("model", "artifacts"),
-    ("errors",),
-)
-# Single modules at the bottom, for the whole build side; and what it may import of the runners.
-BOTTOM = {"processes", "tables"}
-FROM_RUNNERS = {"runners.load", "runners.engine.inputs", "runners.hosts", "runners.text"}
-BESIDES = {
-    "cli": {"runners.cli"},
-    "processes": {"errors"},
-    "tables": {"errors"},
-}
 # Packages that a room may import beside the standard library.
 PACKAGES = {
     "artifacts": {"ml_dtypes", "numpy", "safetensors"},
@@ -70,19 +41,6 @@ WITHOUT_JAX = (
 )  # fmt: skip
 
 
-def modules() -> dict[str, Path]:
-    """Dotted name of every module of the package, without ``__init__.py`` and ``__main__.py``, and its file."""
-    files = [*PACKAGE.glob("*.py"), *PACKAGE.glob("*/*.py"), *PACKAGE.glob("*/*/*.py")]
-    names = {".".join(("ling3export", *file.relative_to(PACKAGE).with_suffix("").parts)): file for file in files}
-    return {name: file for name, file in sorted(names.items()) if not name.endswith(("__init__", "__main__"))}
-
-
-def room(module: str) -> str:
-    """``cache``, ``runners.load``, or the name of a module that stands in no room."""
-    _, *parts = module.split(".")
-    return ".".join(parts[: 2 if parts[0] == "runners" else 1])
-
-
 @functools.cache
 def imports(file: Path) -> list[tuple[str, bool]]:
     """Names that a file imports, in functions too, and whether only type checkers read that import."""
@@ -108,17 +66,6 @@ def edges(*, of_types: bool) -> set[tuple[str, str]]:
             if whose in known and (of_types or not checked):
                 found.add((name, whose))
     return found
-
-
-def below(room: str) -> set[str]:
-    """Rooms and modules that a room may import."""
-    allowed = set(BESIDES.get(room, ()))
-    for tower, more in ((RUNNERS, set()), (BUILD, FROM_RUNNERS | BOTTOM)):
-        for line, rooms in enumerate(tower[:-1]):
-            if room in rooms:
-                allowed |= {lower for rest in tower[line + 1 :] for lower in rest}
-                allowed |= more if room not in ("model", "artifacts") else set()
-    return allowed
 
 
 def test_rooms_import_what_stands_below_them():

@@ -1,0 +1,75 @@
+"""What CONTRIBUTING.md says of the code is so: its walks; and that each test asserts something."""
+
+import ast
+import functools
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rooms import below, room
+
+ROOT = Path(__file__).parents[2]
+STEP = re.compile(r"`((?:ling3export|model|artifacts|runners)/[\w/]+\.py):([\w.]+)`")
+WALKS = ("A tensor", "A token", "A cell")
+CHECKING = {"raises", "fail", "refusal"}
+
+
+def steps(walk: str) -> list[tuple[str, str]]:
+    """(file, function) of every step of a walk."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    return STEP.findall(text[text.index(f"**{walk}**") :].split("\n\n")[0])
+
+
+def defined(file: Path) -> set[str]:
+    """Functions, classes and tables of a file; methods as ``Class.method``."""
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_a_walk_names_functions_that_exist_and_goes_down_only(walk: str):
+    found = steps(walk)
+    assert len(found) >= 6
+    assert [f"{file}:{name}" for file, name in found if name not in defined(ROOT / file)] == []
+    rooms = [room(f"ling3export.{file.removeprefix('ling3export/').replace('/', '.')}") for file, _ in found]
+    climbs = [(one, two) for one, two in itertools.pairwise(rooms) if one != two and two not in below(one)]
+    assert climbs == []
+
+
+def functions(file: Path) -> Iterator[ast.FunctionDef]:
+    yield from (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef))
+
+
+@functools.cache
+def called(function: ast.FunctionDef) -> set[str]:
+    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+    return {each.id if isinstance(each, ast.Name) else getattr(each, "attr", "") for each in calls}
+
+
+def test_every_test_asserts_something():
+    """By itself, or in a function of the tests that it calls."""
+    found = [(file, function) for file in (ROOT / "tests").rglob("*.py") for function in functions(file)]
+    checking = set(CHECKING)
+    for _, function in found:
+        asserts = any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(function))
+        if asserts or any(name in CHECKING or name.startswith("assert_") for name in called(function)):
+            checking.add(function.name)
+    growing = True
+    while growing:
+        more = {function.name for _, function in found if called(function) & checking} - checking
+        checking |= more
+        growing = bool(more)
+    idle = [
+        f"{file.name}:{one.name}" for file, one in found if one.name.startswith("test_") and one.name not in checking
+    ]
+    assert idle == []

@@ -1,0 +1,59 @@
+"""The rooms of the package, and which of them stand below a room."""
+
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "ling3export"
+
+# From the top down. A room may import what stands in a later line of its tower, nothing beside it in its own line.
+RUNNERS = (
+    ("runners.cli",),
+    ("runners.serve", "runners.evals", "runners.adapters"),
+    ("runners.engine",),
+    ("runners.load",),
+    ("runners.hosts", "runners.text"),
+    ("artifacts",),
+    ("errors",),
+)
+BUILD = (
+    ("cli",),
+    ("compile", "savedmodel", "report"),
+    ("cache", "verify"),
+    ("pricing",),
+    ("cost",),
+    ("plan",),
+    ("checkpoint",),
+    ("model", "artifacts"),
+    ("errors",),
+)
+# Single modules at the bottom, for the whole build side; and what it may import of the runners.
+BOTTOM = {"processes", "tables"}
+FROM_RUNNERS = {"runners.load", "runners.engine.inputs", "runners.hosts", "runners.text"}
+BESIDES = {
+    "cli": {"runners.cli"},
+    "processes": {"errors"},
+    "tables": {"errors"},
+}
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name of every module of the package, without ``__init__.py`` and ``__main__.py``, and its file."""
+    files = [*PACKAGE.glob("*.py"), *PACKAGE.glob("*/*.py"), *PACKAGE.glob("*/*/*.py")]
+    names = {".".join(("ling3export", *file.relative_to(PACKAGE).with_suffix("").parts)): file for file in files}
+    return {name: file for name, file in sorted(names.items()) if not name.endswith(("__init__", "__main__"))}
+
+
+def room(module: str) -> str:
+    """``cache``, ``runners.load``, or the name of a module that stands in no room."""
+    _, *parts = module.split(".")
+    return ".".join(parts[: 2 if parts[0] == "runners" else 1])
+
+
+def below(room: str) -> set[str]:
+    """Rooms and modules that a room may import."""
+    allowed = set(BESIDES.get(room, ()))
+    for tower, more in ((RUNNERS, set()), (BUILD, FROM_RUNNERS | BOTTOM)):
+        for line, rooms in enumerate(tower[:-1]):
+            if room in rooms:
+                allowed |= {lower for rest in tower[line + 1 :] for lower in rest}
+                allowed |= more if room not in ("model", "artifacts") else set()
+    return allowed
