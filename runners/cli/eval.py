@@ -212,12 +212,13 @@ def diff(a: Path, b: Path) -> None:
 @click.option("--force", is_flag=True, help="Replace FILE if it is there.")
 def export(run_folder: Path, file: Path, kind: str, force: bool) -> None:
     """Write a finished RUN as a log that other tools read."""
-    from ling3export.runners.evals import folder
+    from ling3export.artifacts.files import replace_file
     from ling3export.runners.evals.export import inspect_log
+    from ling3export.runners.evals.folder import json_line
 
     if file.exists() and not force:
         raise Ling3Error(f"file `{file}`: expected no such file, found one", "replace it with --force")
-    folder.replace(file, folder.json_line(inspect_log(run_folder)))
+    replace_file(file, json_line(inspect_log(run_folder)))
 
 
 @evaluate.command()

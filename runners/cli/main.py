@@ -1,4 +1,4 @@
-"""The command line of the runner. stdout carries data only; nothing heavy is imported before it is needed."""
+"""The command line of the runner. stdout carries data only, and nothing heavy is imported before it is needed."""
 
 import json
 import os
@@ -182,14 +182,14 @@ def _write_logits(path: Path, completions: list[Completion], *, numbered: bool) 
     """Writes ``tokens`` and ``logits``, or ``tokens.I`` and ``logits.I``; the file appears whole, by rename."""
     import numpy as np
 
-    from ling3export.artifacts.files import writing
+    from ling3export.artifacts.files import partial_path, writing
 
     arrays = {}
     for number, completion in enumerate(completions):
         suffix = f".{number}" if numbered else ""
         arrays[f"tokens{suffix}"] = np.asarray(completion.token_ids, np.int32)
         arrays[f"logits{suffix}"] = np.asarray(completion.logits, np.float32)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = partial_path(path)
     try:
         with writing(path, sum(array.nbytes for array in arrays.values())):
             with open(temporary, "wb") as file:

@@ -1,4 +1,4 @@
-"""Prompts of the command line: a text, ids, messages, or a file of JSON lines, every mistake named by its line."""
+"""The prompts of the command line: a text, token ids, or a file of JSON lines, whose mistakes are named by line."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ def parse_ids(text: str) -> tuple[int, ...]:
     """``1,2,3`` as token ids.
 
     Raises:
-        ValueError: Not whole numbers with commas between.
+        ValueError: The text is not whole numbers with commas between them.
     """
     return tuple(int(part) for part in text.split(","))
 

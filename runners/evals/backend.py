@@ -1,4 +1,4 @@
-"""What answers prompts in an evaluation: a small protocol, and the engine behind it."""
+"""What answers an evaluation's prompts: a small protocol, and the engine that implements it."""
 
 import os
 import subprocess
@@ -19,15 +19,15 @@ OVERLAP = False  # the setting of the reference evaluation
 
 @dataclass(frozen=True)
 class Ask:
-    """One prompt of an evaluation.
+    """One prompt of an evaluation, with how it is to be answered.
 
     Attributes:
         name: What messages call it.
         prompt: A text, token ids, or messages.
-        max_tokens: At most this many are generated.
-        sampling: How tokens are taken.
+        max_tokens: Most tokens that are generated.
+        sampling: How tokens are taken from logits.
         stop: Strings that end the text.
-        logits: Also return the logits of each token.
+        logits: Whether the completion has the logits of each token, too.
     """
 
     name: str
@@ -42,16 +42,13 @@ class Backend(Protocol):
     """What answers prompts."""
 
     def generate(self, asks: Sequence[Ask]) -> list[Completion]:
-        """Completes a batch, in order. What it raises is an infrastructure error of the whole batch."""
+        """Completes a batch, in order. An exception is an infrastructure error of the whole batch."""
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start."""
+        """The engine's counters since its start."""
 
     def digests(self) -> Sequence[bytes]:
-        """Of each process that takes the same steps, by number, the digest of what it read since the last call.
-
-        Nothing where there is one process.
-        """
+        """The digest of the tokens that each host read since the last call, by host; nothing on one host alone."""
 
     def environment(self) -> dict[str, Any]:
         """What decides the tokens beside the prompts: artifact, versions, devices, paddings, as JSON."""
@@ -61,11 +58,11 @@ class EngineBackend:
     """An artifact, loaded by the engine.
 
     Args:
-        artifact: Its folder.
-        target: Which target; None takes the only one that fits this machine.
+        artifact: The artifact's folder.
+        target: Name of a target; None takes the only one that fits this machine.
         programs: ``prebuilt-only``, or ``allow-compile``.
         check: ``all``, or ``programs``.
-        hosts: Where several run together: this process's place, which is the first.
+        hosts: This process's place among several hosts, which is the first; None if it runs alone.
 
     Raises:
         ArtifactError: The artifact is missing, damaged, or not for this machine under this policy.
@@ -84,7 +81,7 @@ class EngineBackend:
         """Completes a batch, in order.
 
         Raises:
-            RequestError: A prompt that can never be served; then none is started.
+            RequestError: One of the prompts can never be served; then none is started.
         """
         return self._engine.complete(
             [
@@ -96,15 +93,15 @@ class EngineBackend:
         )  # fmt: skip
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start."""
+        """The engine's counters since its start."""
         return self._engine.stats()
 
     def digests(self) -> Sequence[bytes]:
-        """Of each host, by number, the digest of the tokens that it read since the last call."""
+        """The digest of the tokens that each host read since the last call, by host; nothing on one host alone."""
         return self._engine.digests()
 
     def environment(self) -> dict[str, Any]:
-        """Artifact, versions, devices and settings, as JSON."""
+        """The artifact, versions, devices and settings, as JSON."""
         manifest, plan = self._engine.manifest, self._engine.manifest["plan"]
         target = manifest["targets"][self._engine.target]
         jax = sys.modules["jax"]
@@ -134,7 +131,7 @@ class EngineBackend:
 
 
 def machine_environment() -> dict[str, Any]:
-    """Versions, flags and limits of this process, as JSON."""
+    """The versions, flags and limits of this process, as JSON."""
     return {
         "python": ".".join(map(str, sys.version_info[:3])),
         "versions": {name: _version(name) for name in ("ling3export", "jax", "jaxlib", "numpy", "tokenizers")},
@@ -154,7 +151,7 @@ def _version(name: str) -> str | None:
 
 
 def _memory_limit(path: Path = Path("/sys/fs/cgroup/memory.max")) -> int | None:
-    """Bytes that the control group may use; None where there is no limit."""
+    """Number of bytes that the control group may use; None if there is no limit."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -163,7 +160,7 @@ def _memory_limit(path: Path = Path("/sys/fs/cgroup/memory.max")) -> int | None:
 
 
 def _git_commit(folder: Path) -> str | None:
-    """The commit that the code stands at; None outside a checkout."""
+    """The commit that is checked out in the code's folder; None outside a checkout."""
     try:
         done = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=10, check=False

@@ -37,20 +37,20 @@ Steps = list[tuple[int, str, int]]  # left number, sign, right number
 
 
 class Problem(NamedTuple):
-    """A question, and its answer: a line a step, and last ``#### N``."""
+    """A question and its answer, which has one line for each step and ends in ``#### N``."""
 
     question: str
     answer: str
 
 
 def is_kept_pair(a: int, b: int) -> bool:
-    """Whether no step of training has these two numbers, in either order."""
+    """Whether the two numbers, in either order, are kept from every step of the training."""
     low, high = sorted((a, b))
     return hashlib.sha256(f"{SEED} {low} {high}".encode()).digest()[0] % KEPT_PAIRS == 0
 
 
 def names(kept: bool) -> list[str]:
-    """The names that are kept from training, or the others."""
+    """The names that are kept from training, or those that are not."""
     return [name for place, name in enumerate(NAMES) if (place % KEPT_NAMES == KEPT_NAMES - 1) == kept]
 
 
@@ -58,8 +58,8 @@ class Problems:
     """An endless row of problems.
 
     Args:
-        seed: Of the row.
-        kept: Only with names and pairs that are kept from training, or only with others.
+        seed: The row's seed.
+        kept: Whether names and pairs are those that are kept from training, or those that are not.
     """
 
     def __init__(self, seed: str, kept: bool) -> None:
@@ -68,7 +68,7 @@ class Problems:
         self._names = names(kept)
 
     def next(self) -> Problem:
-        """One more; every kind is as likely as the others."""
+        """The next problem; every kind is as likely as the others."""
         kind = self.kind()
         name, things, gains, loses = (self._pick(row) for row in (self._names, THINGS, GAINS, LOSSES))
         other = self._pick([each for each in self._names if each != name])
@@ -86,15 +86,15 @@ class Problems:
         return Problem(question, "\n".join([*lines, f"#### {value(*steps[-1])}"]))
 
     def kind(self) -> str:
-        """One of KINDS."""
+        """The kind of the next problem: one of KINDS."""
         return self._pick(KINDS)
 
     def shots(self, count: int = SHOTS) -> str:
-        """Worked problems, an empty line behind each."""
+        """The text of ``count`` worked problems, with an empty line behind each."""
         return "".join(text(self.next()) + "\n\n" for _ in range(count))
 
     def steps(self, kind: str) -> Steps:
-        """Of a problem: without a result below 1, all of kept pairs, or all of others."""
+        """The steps of a problem, without a result below 1; their pairs are all kept from training, or all not."""
         signs = {"gain": "+", "loss": "-", "together": "+", "more": "-"}.get(kind)
         if signs is None:
             signs = "+-" if kind == "gain and loss" else "-+"
@@ -115,12 +115,12 @@ class Problems:
 
 
 def value(left: int, sign: str, right: int) -> int:
-    """Of one step."""
+    """The result of one step."""
     return left + right if sign == "+" else left - right
 
 
 def text(problem: Problem) -> str:
-    """As it stands in a prompt."""
+    """A worked problem in the form that it has in a prompt."""
     return f"Question: {problem.question}\nAnswer: {problem.answer}"
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ling3export.artifacts.files import replace_file
 from ling3export.artifacts.manifest import sha256_of
 from ling3export.errors import listed
 from ling3export.runners.evals.tasks import Task
@@ -105,14 +106,14 @@ class RunFolder:
 
     def add(self, record: Prediction) -> None:
         """Writes the record of a trial; a kill of this process no longer loses it when this returns."""
-        self._file.write(json_line(vars(record)).encode())
+        self._file.write(json_line(vars(record)))
         self._file.flush()
         self.done[record.pair] = record
 
     def finish(self, run: dict[str, Any], report: str) -> None:
         """Writes the totals and the report, then gives the predictions their final name."""
-        replace(self.path / REPORT, report)
-        replace(self.path / RUN, _pretty({**run, "status": "complete"}))
+        replace_file(self.path / REPORT, report.encode())
+        replace_file(self.path / RUN, _pretty({**run, "status": "complete"}))
         os.fsync(self._file.fileno())
         os.replace(self.path / PARTIAL, self.path / PREDICTIONS)
 
@@ -143,8 +144,8 @@ def open_folder(path: Path, run: dict[str, Any], tasks: Sequence[Task], *, force
         _lock(descriptor, path)
         _prepare(path, run, force)
         if not (path / RUN).exists():
-            replace(path / TASKS, "".join(json_line(task.record()) for task in tasks))
-            replace(path / RUN, _pretty({**run, "status": "running", "totals": None}))
+            replace_file(path / TASKS, b"".join(json_line(task.record()) for task in tasks))
+            replace_file(path / RUN, _pretty({**run, "status": "running", "totals": None}))
         with open(path / PARTIAL, "a+b") as file:
             yield RunFolder(path, file, _whole_lines(file, path, {task.id: task.prompt_sha256 for task in tasks}))
     finally:
@@ -202,19 +203,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return _objects(data, path)
 
 
-def json_line(value: object) -> str:
+def json_line(value: object) -> bytes:
     """The line of JSON that a value is written as."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def replace(path: Path, text: str) -> None:
-    """Writes a file so that it appears whole, in place of any file of its name."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    return (json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def _lock(descriptor: int, path: Path) -> None:
@@ -298,5 +289,5 @@ def _objects(data: bytes, path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _pretty(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
+def _pretty(value: object) -> bytes:
+    return (json.dumps(value, ensure_ascii=False, allow_nan=False, indent=1) + "\n").encode()

@@ -1,4 +1,4 @@
-"""The server's application: OpenAI's endpoints over an engine."""
+"""The server's application: the endpoints of OpenAI's API over an engine."""
 
 import asyncio
 import hmac
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine
 
 HEALTH = "/health"
-LEFT = 499  # nobody reads it; the metrics show it
+LEFT = 499  # the status for a client that left: only the metrics show it
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Policy:
     """What a server takes.
 
     Attributes:
-        model: Name that the artifact is served under.
-        api_key: Bearer token that every call but /health needs; None for none.
-        max_requests: Prompts at once, waiting ones too; the engine was made with the same number.
-        max_body: Bytes of a request's body.
+        model: The name that the artifact is served under.
+        api_key: Bearer token that every call but /health needs; None if calls need none.
+        max_requests: Most prompts at once, those that wait included. The engine must be made with the same number.
+        max_body: Most bytes of a request's body.
     """
 
     model: str
@@ -48,7 +48,7 @@ class Policy:
 
 
 def application(engine: "Engine", policy: Policy) -> ASGIApp:
-    """The endpoints."""
+    """The endpoints, with the counting of responses and the check of keys in front of them."""
     server = _Server(engine, policy)
     routes = [
         Route("/v1/completions", server.completions, methods=["POST"]),
@@ -78,7 +78,7 @@ class _Server:
     async def completions(self, request: Request) -> Response:
         body = await self._body(request)
         policy = self._policy
-        # Tokenizing takes its time: not on the event loop.
+        # In a thread: the event loop must not wait while long texts are tokenized.
         call = await asyncio.to_thread(calls.completions, body, self._engine, policy.model, policy.max_requests)
         return await self._answer(request, call)
 
@@ -125,7 +125,7 @@ class _Server:
         return JSONResponse(answer.whole(completions))
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        """The JSON of a request, if it is small enough."""
+        """The JSON object that a request carries, if it is small enough."""
         kind = request.headers.get("content-type", "none").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(
@@ -133,7 +133,7 @@ class _Server:
             )
         most = self._policy.max_body
         data = bytearray()
-        # The header is looked at first, so that what is too large is not even received.
+        # The header is looked at first, so that a body that is too large is not even received.
         claimed = request.headers.get("content-length", "0")
         size = int(claimed) if claimed.isdecimal() else 0
         if size <= most:
@@ -176,7 +176,7 @@ class _Keyed:
 
 
 class _Counted:
-    """Counts responses by route and status; what is no route is ``other``, since clients choose it."""
+    """Counts responses by route and status. Other paths count as ``other``: clients choose them, without a bound."""
 
     def __init__(self, app: ASGIApp, counters: Metrics, paths: frozenset[str]) -> None:
         self._app = app
@@ -194,7 +194,7 @@ class _Counted:
 
 
 def _response(error: ApiError) -> Response:
-    # Not JSONResponse: what is repeated of a client's text may be half a character, which has no UTF-8 form.
+    # JSONResponse would fail here: a message may repeat half a character of the client's, which has no UTF-8 form.
     return Response(json.dumps(error.body()), error.status, error.headers, "application/json")
 
 

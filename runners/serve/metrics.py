@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus: its own responses and times, and the engine's counters as they stand."""
+"""The counters of a server for Prometheus: its own responses and times, and the engine's counters."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -16,10 +16,10 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 
 class Metrics:
-    """Counters of one server.
+    """The counters of one server.
 
     Args:
-        engine: Whose counters are shown too.
+        engine: The engine whose counters are shown, too.
     """
 
     def __init__(self, engine: "Engine") -> None:
@@ -40,11 +40,11 @@ class Metrics:
         )
 
     def responded(self, path: str, status: int) -> None:
-        """A response was begun."""
+        """Counts a response that was begun."""
         self._responses.labels(path, str(status)).inc()
 
     def ended(self, completion: Completion) -> None:
-        """A prompt was answered."""
+        """Counts a prompt that was answered."""
         self._ends.labels(completion.stop_reason).inc()
         self._queue.observe(completion.queue_ms / 1e3)
         self._first.observe(completion.ttft_ms / 1e3)
@@ -53,11 +53,11 @@ class Metrics:
             self._gap.observe(sum(completion.gaps_ms) / len(completion.gaps_ms) / 1e3)
 
     def left(self) -> None:
-        """A prompt's client left before its end."""
+        """Counts a prompt whose client left before its end."""
         self._ends.labels("left").inc()
 
     def text(self) -> bytes:
-        """All of it, in Prometheus' text format."""
+        """All counters in Prometheus' text format."""
         return generate_latest(self._registry)
 
 

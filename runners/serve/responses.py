@@ -1,4 +1,4 @@
-"""A call's answer: whole or as server-sent events. Whoever leaves is cancelled in the engine at once."""
+"""A call's answer, whole or as server-sent events. When a client leaves, its requests are cancelled at once."""
 
 import asyncio
 import json
@@ -26,23 +26,27 @@ REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 def stopped(error: EngineStopped) -> ApiError:
-    """What clients are told when the engine ended; the details are for the log, and not their business."""
+    """What clients are told when the engine ended. The details go to the log only."""
     if isinstance(error, HostGone):
         return ApiError(503, HOST_GONE, code="host_gone")
     return ApiError(503, STOPPED, code="engine_stopped")
 
 
 def logged(error: EngineStopped) -> ApiError:
-    """`stopped`, and a line in the log."""
+    """What clients are told when the engine ended, with the details written to the log."""
     LOG.error("%s", error)
     return stopped(error)
 
 
 async def whole(handles: Sequence[RequestHandle], receive: Receive) -> list[Completion]:
-    """Waits for all of them.
+    """Waits until all requests of a call have ended.
+
+    Args:
+        handles: The requests.
+        receive: Tells when the client leaves.
 
     Raises:
-        ClientDisconnect: Nobody waits for the answer any more.
+        ClientDisconnect: The client left first.
         EngineStopped: The engine ended first.
     """
     answers = asyncio.gather(*(handle.wait() for handle in handles))
@@ -60,11 +64,11 @@ async def whole(handles: Sequence[RequestHandle], receive: Receive) -> list[Comp
 
 
 class Answer:
-    """The answer of one call's answer.
+    """The answer to one call as the JSON of OpenAI's API, whole or in the chunks of a stream.
 
     Args:
-        call: What was asked.
-        model: Name that the model is served under.
+        call: The call.
+        model: The name that the model is served under.
     """
 
     def __init__(self, call: Call, model: str) -> None:
@@ -74,7 +78,7 @@ class Answer:
         self._head = {"id": f"{name}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The answer that is no stream."""
+        """The whole answer, which has one choice for each prompt."""
         choices = []
         for index, done in enumerate(completions):
             text, reason = done.text or "", REASONS.get(done.stop_reason, done.stop_reason)
@@ -84,11 +88,11 @@ class Answer:
         return {**self._head, "object": self._kind, "choices": choices, "usage": usage(completions)}
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """What begins a choice of a stream."""
+        """The chunk that begins a choice of a stream; None for completions, which have no such chunk."""
         return self._chunk([self._choice(index, {"role": "assistant", "content": ""})]) if self._call.chat else None
 
     def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
-        """What a piece of a choice adds to a stream: none where it has no text yet."""
+        """The chunks that a piece of a choice adds to a stream; none if the piece has no text yet."""
         chunks = []
         ids = {"token_ids": piece.token_ids} if self._call.token_ids else {}
         if piece.text or ids.get("token_ids"):
@@ -99,7 +103,7 @@ class Answer:
         return chunks
 
     def counts(self, completions: Sequence[Completion]) -> dict[str, Any] | None:
-        """What ends a stream, if it was asked for."""
+        """The chunk with the numbers of tokens that ends a stream; None if the call did not ask for it."""
         return self._chunk([]) | {"usage": usage(completions)} if self._call.include_usage else None
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -113,7 +117,7 @@ class Answer:
 
 
 def usage(completions: Sequence[Completion]) -> dict[str, int]:
-    """Tokens in and out."""
+    """The numbers of tokens in and out."""
     prompt = sum(len(done.prompt_ids) for done in completions)
     answer = sum(len(done.token_ids) for done in completions)
     return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
@@ -123,9 +127,9 @@ class Stream(StreamingResponse):
     """The answer as server-sent events, ended by ``[DONE]``.
 
     Args:
-        handles: Submitted; cancelled when the client leaves.
-        answer: Of this call.
-        metrics: Told of the ends.
+        handles: The call's requests, which are cancelled when the client leaves.
+        answer: Makes the chunks.
+        metrics: Counts how the requests end.
     """
 
     def __init__(self, handles: Sequence[RequestHandle], answer: Answer, metrics: Metrics) -> None:
@@ -136,7 +140,7 @@ class Stream(StreamingResponse):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends it."""
+        """Sends the events, then cancels what has not ended."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -144,7 +148,7 @@ class Stream(StreamingResponse):
 
 
 def release(handles: Sequence[RequestHandle], metrics: Metrics) -> None:
-    """Cancels what has not ended: nobody waits for it."""
+    """Cancels the requests that have not ended, since nobody waits for them."""
     for handle in handles:
         if not handle.done:
             handle.cancel()
@@ -174,12 +178,12 @@ async def events(handles: Sequence[RequestHandle], answer: Answer, metrics: Metr
 
 
 async def merged(handles: Sequence[RequestHandle]) -> AsyncGenerator[tuple[int, Piece], None]:
-    """The pieces of all handles as they come, each with the number of its handle.
+    """The pieces of all requests as they come, each with the place of its request.
 
     Raises:
         EngineStopped: The engine ended first.
     """
-    # One place: a slow client's pieces are joined in the handles and pile up nowhere.
+    # A queue of one: what a slow client does not take yet is joined in the handles, and piles up nowhere.
     pieces: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(1)
 
     async def pump(index: int, handle: RequestHandle) -> None:

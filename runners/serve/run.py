@@ -1,4 +1,4 @@
-"""A server's life: its port first, then the artifact, then clients, until a signal ends it."""
+"""The life of a server: it binds its port, loads the artifact, then serves clients until a signal ends it."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.load.loader import say
 from ling3export.runners.serve.app import Policy, application
 
-LINGER = 5.0  # seconds: clients and whoever asks for the health hear why
+LINGER = 5.0  # seconds that the server still answers when another host is gone, so that clients hear why
 LOOPBACK = ("127.0.0.1", "::1")
 
 
@@ -41,7 +41,7 @@ def serve(
         ) as engine,
     ):  # fmt: skip
         if engine.files.there:
-            # What is broken fails here, not at the first client.
+            # A broken tokenizer fails here, not at the first client.
             engine.files.tokenizer("text in")
             say(f"serve: {'a' if engine.files.chats else 'no'} chat template")
         host = listener.getsockname()[0]
@@ -52,8 +52,8 @@ def serve(
             timeout_graceful_shutdown=grace, ws="none",
         )  # fmt: skip
         server = uvicorn.Server(config)
-        # For a signal that comes before uvicorn has its own handlers, and for the one that it raises again after its
-        # end, when the engine's is still to come.
+        # These handlers take a signal that comes before uvicorn sets its own handlers, and the one that uvicorn raises
+        # again after its end, when the engine has still to end.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(server, "should_exit", True))
         listener.listen(config.backlog)
@@ -63,10 +63,10 @@ def serve(
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket with the address, that does not listen yet.
+    """A socket that is bound to the address and does not listen yet.
 
     Raises:
-        Ling3Error: There is no such address, or it is taken.
+        Ling3Error: This machine has no such address, or it is taken.
     """
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -86,16 +86,16 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def address(listener: socket.socket) -> str:
-    """Its address for clients, as a URL."""
+    """The URL under which clients reach a socket."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def api_key(file: Path | None) -> str | None:
-    """The key of ``file``, else of LING3_API_KEY, else None.
+    """The key in ``file``, else the one in LING3_API_KEY, else None.
 
     Raises:
-        Ling3Error: It is empty, or more than printable ASCII without blanks.
+        Ling3Error: The key is empty, or has other characters than printable ASCII without blanks.
     """
     if file is not None:
         try:
