@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ling3export.runners.engine.block_manager import BlockTable
-    from ling3export.runners.text.tokenizer import TextStream
+    from ling3export.runners.text.detokenize import TextStream
 
 
 class CallNote(NamedTuple):

@@ -1,90 +1,17 @@
-"""Text in and out: the checkpoint's fast tokenizer, and text that grows by whole characters."""
+"""Text in and out: the checkpoint's fast tokenizer and its chat template."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.manifest import read_checked
 from ling3export.errors import ArtifactError, RequestError
 from ling3export.runners.text import chat
+from ling3export.runners.text.detokenize import TextStream
 
 FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
-WINDOW = 16  # tokens decoded again for each new one, at most, where each has text
-KEPT = 8  # of them, when the window moves: two characters of four bytes each at least
-HALF = "�"  # what a decoder makes of bytes that are no character, or not yet
-LONGEST = 3  # bytes of an unfinished character: a decoder writes one HALF for all of them, or one for each
-
-
-class TextStream:
-    """Text of a growing list of tokens: never half a character, never the begin of a stop string.
-
-    Args:
-        decode: Text of a list of ids, without special tokens.
-        stop: Strings that end the text; they are not part of it.
-
-    Attributes:
-        stopped: Whether a stop string was met.
-    """
-
-    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()) -> None:
-        self.stopped = False
-        self._decode = decode
-        self._stop = tuple(stop)
-        self._window: list[int] = []
-        self._done = 0  # characters of the window's text that were taken
-        self._held = ""  # taken, not yet given away: it may be the begin of a stop string
-
-    def push(self, token: int) -> str:
-        """Adds a token; returns the text that is certain now: nothing behind a stop string."""
-        if self.stopped:
-            return ""
-        self._window.append(token)
-        text = self._decode(self._window)
-        whole = _whole(text)
-        new, self._done = whole[self._done :], max(self._done, len(whole))
-        if len(self._window) > WINDOW:
-            done = len(self._decode(self._window[-KEPT:])) - (len(text) - len(whole))
-            if done >= 0:  # else those tokens hardly have text: the window moves later
-                del self._window[:-KEPT]
-                self._done = done
-        return self._release(new)
-
-    def finish(self) -> str:
-        """The text that was held back; the stream ends here."""
-        if self.stopped:
-            return ""
-        rest = self._release(self._decode(self._window)[self._done :]) if self._window else ""
-        if not self.stopped:
-            rest, self._held = rest + self._held, ""
-        self._window = []
-        self._done = 0
-        return rest
-
-    def _release(self, new: str) -> str:
-        text = self._held + new
-        found = [place for place in (text.find(stop) for stop in self._stop) if place >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-
-def _whole(text: str) -> str:
-    """``text`` without the HALFs at its end that may belong to an unfinished character; what is left never changes."""
-    kept = text.rstrip(HALF)
-    return text[: max(len(kept), len(text) - LONGEST)]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop``."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if stop.startswith(text[-size:]):
-            return size
-    return 0
 
 
 class Tokenizer:
@@ -118,7 +45,7 @@ class Tokenizer:
 
     def stream(self, stop: Sequence[str] = ()) -> TextStream:
         """A stream of text for one answer."""
-        return TextStream(self.decode, stop)
+        return TextStream(self._tokenizer, stop)
 
     def id_of(self, token: str) -> int | None:
         """Id of a token by its name."""

@@ -2,6 +2,8 @@
 
 import threading
 
+import tokenizers
+
 from fake_backend import VOCAB, FakeBackend, answer
 from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.core import EngineCore
@@ -11,9 +13,11 @@ from ling3export.runners.engine.request import Limits, Request
 from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.load.loader import Timings
-from ling3export.runners.text.tokenizer import TextStream
+from ling3export.runners.text.detokenize import TextStream
 
 SLOTS, PAGES, PAGE, CHUNK, CONTEXT = 4, 24, 4, 4, 64
+LETTERS = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(65 + i): i for i in range(VOCAB)}, "A"))
+LETTERS.decoder = tokenizers.decoders.Fuse()
 WAIT = 30  # seconds, for what takes milliseconds
 
 
@@ -82,7 +86,7 @@ class Rig:
 
     def _sequence(self, arrival):
         request = arrival.request
-        stream = TextStream(lambda ids: "".join(chr(65 + i) for i in ids), request.stop)
+        stream = TextStream(LETTERS, request.stop)
         return Sequence(request, arrival.number, self.limits.answer(request), frozenset(), stream, arrival.at)
 
     def submit(self, *requests):

@@ -4,11 +4,15 @@ import json
 import random
 
 import pytest
+import tokenizers
+from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence, Strip
+from tokenizers.models import WordLevel
 
 from ling3export.artifacts.manifest import file_record
 from ling3export.checkpoint.synth_tokenizer import write_tokenizer
 from ling3export.errors import ArtifactError, RequestError
-from ling3export.runners.text.tokenizer import TextStream, Tokenizer, TokenizerFiles
+from ling3export.runners.text.detokenize import TextStream
+from ling3export.runners.text.tokenizer import Tokenizer, TokenizerFiles
 
 EOS = 2044
 
@@ -40,27 +44,40 @@ def test_no_piece_holds_half_a_character(tokenizer):
     assert pieces(tokenizer.stream(), ids) == ["", "", "日", "", "", "本", "", "", "語", "", "", "", "🎉", "", "é", ""]
 
 
+def letters(decoder, words):
+    """A tokenizer whose ids are the places of ``words``."""
+    made = tokenizers.Tokenizer(WordLevel({word: place for place, word in enumerate(words)}, words[0]))
+    made.decoder = decoder
+    return made
+
+
 @pytest.mark.parametrize("text", ["日本語🎉é.", "a日b", "🎉🎉", "x"])
 def test_no_half_where_a_decoder_writes_one_mark_a_byte(text):
     """A decoder that falls back to bytes writes as many marks as an unfinished character has bytes."""
-
-    def decode(ids):
-        shown, rest = "", bytes(ids)
-        while rest:
-            for size in range(1, 5):
-                try:
-                    shown += rest[:size].decode()
-                except UnicodeDecodeError:
-                    continue
-                rest = rest[size:]
-                break
-            else:
-                shown, rest = shown + "�", rest[1:]
-        return shown
-
-    parts = pieces(TextStream(decode), text.encode() * 3)
+    decoder = Sequence([ByteFallback(), Fuse()])
+    parts = pieces(TextStream(letters(decoder, [f"<0x{byte:02X}>" for byte in range(256)])), text.encode() * 3)
     assert "".join(parts) == text * 3
     assert all("�" not in part for part in parts)
+
+
+def test_words_keep_the_spaces_between_them_where_the_first_one_is_dropped():
+    """As SentencePiece's decoders do. A stream that decoded a window of tokens again lost one space a window."""
+    decoder = Sequence([Replace("▁", " "), ByteFallback(), Fuse(), Strip(" ", 1, 0)])
+    made = letters(decoder, ["▁one", "▁word", "s", "▁", "<0xE6>", "<0x97>", "<0xA5>"])
+    rng = random.Random(0)
+    for _ in range(100):
+        ids = [token for _ in range(60) for token in rng.choice([[0], [1], [2], [3], [4, 5, 6]])]
+        assert "".join(pieces(TextStream(made), ids)) == made.decode(ids)
+
+
+def test_bytes_that_are_no_text_change_nothing_else():
+    """The library's stream fails where a byte changes what those before it look like; ours goes on behind it."""
+    made = letters(Sequence([ByteFallback(), Fuse()]), ["A", *(f"<0x{byte:02X}>" for byte in range(256))])
+    rng = random.Random(0)
+    for _ in range(200):
+        ids = [rng.choice([0, 0, 1 + 195, 1 + 169, 1 + 230, 1 + 151, 1 + 255]) for _ in range(rng.randrange(40))]
+        found = "".join(pieces(TextStream(made), ids))
+        assert found.count("A") == ids.count(0)
 
 
 def test_half_a_character_at_the_end_is_shown_as_such(tokenizer):
@@ -84,7 +101,7 @@ def test_a_stop_string_is_found_across_tokens_and_never_shown(tokenizer, stop, s
 
 
 def test_the_begin_of_a_stop_string_is_held_back_until_it_is_none():
-    stream = TextStream(lambda ids: "".join(map(chr, ids)), ["abcd"])
+    stream = TextStream(letters(Fuse(), [chr(place) for place in range(128)]), ["abcd"])
     assert pieces(stream, b"xabcabcx") == ["x", "", "", "", "abc", "", "", "abcx", ""]
 
 

@@ -1,0 +1,84 @@
+"""Text that grows by whole characters as tokens come, and ends before a stop string."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+class TextStream:
+    """Text of a growing list of tokens: never half a character, never the begin of a stop string.
+
+    Special tokens have no text.
+
+    Args:
+        tokenizer: Decodes the tokens.
+        stop: Strings that end the text; they are not part of it.
+
+    Attributes:
+        stopped: Whether a stop string was met.
+    """
+
+    def __init__(self, tokenizer: "tokenizers.Tokenizer", stop: Sequence[str] = ()) -> None:
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._held = ""  # decoded, not yet given away: it may be the begin of a stop string
+        self._restart()
+
+    def push(self, token: int) -> str:
+        """Adds a token; returns the text that is certain now: nothing behind a stop string."""
+        if self.stopped:
+            return ""
+        try:
+            new = self._decoder.step(self._tokenizer, token) or ""
+        except Exception:  # the library raises a plain Exception where bytes that are no text change with what follows
+            rest = self._rest()
+            self._restart()
+            return self._release(rest + self._taken(token, self._decoder.step(self._tokenizer, token) or ""))
+        return self._release(self._taken(token, new))
+
+    def finish(self) -> str:
+        """The text that was held back, an unfinished character as U+FFFD; the stream ends here."""
+        if self.stopped:
+            return ""
+        rest = self._release(self._rest())
+        if not self.stopped:
+            rest, self._held = rest + self._held, ""
+        self._restart()
+        return rest
+
+    def _restart(self) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._ids: list[int] = []  # since then
+        self._decoded = 0  # characters of their text that the decoder gave
+
+    def _taken(self, token: int, new: str) -> str:
+        self._ids.append(token)
+        self._decoded += len(new)
+        return new
+
+    def _rest(self) -> str:
+        """The text that the decoder holds back: of an unfinished character, or of bytes that are none."""
+        return str(self._tokenizer.decode(self._ids, skip_special_tokens=True))[self._decoded :]
+
+    def _release(self, new: str) -> str:
+        text = self._held + new
+        found = [place for place in (text.find(stop) for stop in self._stop) if place >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that begins ``stop``."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[-size:]):
+            return size
+    return 0
