@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,12 @@ def test_every_target_sets_up_what_it_needs_once(target, checkout):
     later = (checkout / ".venv/installed").stat().st_mtime + 10
     os.utime(checkout / "constraints.txt", (later, later))
     assert ".ci/venv" in planned(target, checkout)
+
+
+def test_check_leaves_out_what_is_marked(checkout):
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    markers = [marker.partition(":")[0] for marker in settings["markers"]]
+    assert f'python -m pytest -m "not ({" or ".join(markers)})"' in planned("check", checkout)
 
 
 @pytest.mark.parametrize(("stamp", "extras"), [("savedmodel", "savedmodel"), ("adapters", "inspect,lm-eval")])
