@@ -108,7 +108,7 @@ def _check_target(name: str, target: Target, plan: Plan, weights: Weights) -> No
     with _at("state"):
         _check_state(target, plan)
     geometry = {"tp": target.tp, "dtype": plan.dtype}
-    geometry |= {key: getattr(target.state, key) for key in ("slots", "pages", "page_size", "max_pages", "placement")}
+    geometry |= {key: getattr(target.state, key) for key in ("slots", "pages", "page_size", "max_pages")}
     for key, value in geometry.items():
         _same("as the target's mesh, state and plan say", value, target.geometry.get(key), "geometry", key)
     for at, parameter in enumerate(target.parameters):

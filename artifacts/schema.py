@@ -306,7 +306,7 @@ class StateArray(Array):
 class State:
     """The pools of a target. Slot 0 and page 0 are dummies that padding writes to."""
 
-    placement: Literal["replicated", "striped", "by_sequence"]
+    placement: Literal["replicated", "striped"]
     slots: Annotated[int, within(1, 2**16)]
     pages: Annotated[int, within(1, 2**22)]
     page_size: Padding

@@ -1,65 +1,123 @@
 """config.json, read strictly: every field that changes the numbers is stated, typed and checked; none has a default.
 
 A missing, unknown or ill-typed field is refused by name, because a reader that fills gaps in silence is known to build
-a wrong model. ``config_rules`` holds the tables; here are the fields that are read and what follows from them.
+a wrong model. :class:`Config` is the table of the fields that are read. The tables behind it name the fields that may
+hold one modelled value alone, those that repeat others, and those without effect.
 """
 
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from ling3export.errors import ConfigError
-from ling3export.model.config_rules import check_fields, only, refused, shown
+from ling3export.errors import ConfigError, listed
 
 AttentionKind = Literal["kda", "mla"]
 MlpKind = Literal["dense", "moe"]
 
 
+class Rule(NamedTuple):
+    """What a field may hold: in words, for the message, and as a test."""
+
+    expected: str
+    accepts: Callable[[Any], bool]
+
+
+def shown(value: Any, limit: int = 60) -> str:
+    """A value as JSON, cut to ``limit`` characters for a message."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def refused(name: str, expected: str, found: str, where: str, hint: str | None = None) -> ConfigError:
+    """The error for a field that does not hold what is expected."""
+    return ConfigError(f"config field `{name}`: expected {expected}, found {found}, in {where}", hint)
+
+
+def is_int(value: Any) -> bool:
+    """Whether a JSON value is an integer that 64 bits hold; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def is_number(value: Any) -> bool:
+    """Whether a JSON value is a finite number."""
+    return is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def only(wanted: Any) -> Rule:
+    """Exactly ``wanted``, its type included: true is not 1."""
+    return Rule(shown(wanted), lambda value: type(value) is type(wanted) and value == wanted)
+
+
+def _rule(expected: str, accepts: Callable[[Any], bool]) -> Any:
+    return field(metadata={"rule": Rule(expected, accepts)})
+
+
+def _at_least(least: int) -> Any:
+    return _rule(f"an integer of at least {least}", lambda value: is_int(value) and value >= least)
+
+
+def _only(wanted: Any) -> Any:
+    return _rule(*only(wanted))
+
+
+def _positive() -> Any:
+    return _rule("a number above 0", lambda value: is_number(value) and value > 0)
+
+
+def _is_token_ids(value: Any) -> bool:
+    return is_int(value) or (isinstance(value, list) and bool(value) and all(is_int(item) for item in value))
+
+
 @dataclass(frozen=True)
 class Config:
-    """The fields of config.json that decide what the model computes, under their own names.
+    """The fields of config.json that decide what the model computes, under their own names, and what each may hold.
 
     ``head_dim`` is KDA's key and value width; an MLA head's query and key are ``qk_head_dim`` wide. Made by
     ``from_dict`` or ``from_file``, which check every field; the constructor itself checks nothing.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    layer_group_size: int
-    first_k_dense_replace: int
-    num_experts: int
-    num_experts_per_tok: int
-    num_shared_experts: int
-    n_group: int
-    topk_group: int
-    moe_intermediate_size: int
-    moe_shared_expert_intermediate_size: int
-    routed_scaling_factor: float
-    router_dtype: str
-    score_function: str
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    head_dim: int
-    short_conv_kernel_size: int
-    kda_safe_gate: bool
-    kda_lower_bound: float
-    no_kda_lora: bool
-    rms_norm_eps: float
-    rope_theta: float
-    rope_interleave: bool
-    max_position_embeddings: int
-    gated_attention_proj_granularity_type: str
-    eos_token_id: int | tuple[int, ...]
-    num_nextn_predict_layers: int
+    vocab_size: int = _at_least(1)
+    hidden_size: int = _at_least(1)
+    intermediate_size: int = _at_least(1)
+    num_hidden_layers: int = _at_least(1)
+    num_attention_heads: int = _at_least(1)
+    layer_group_size: int = _at_least(1)
+    first_k_dense_replace: int = _at_least(0)
+    num_experts: int = _at_least(1)
+    num_experts_per_tok: int = _at_least(1)
+    num_shared_experts: int = _at_least(1)
+    n_group: int = _at_least(1)
+    topk_group: int = _at_least(1)
+    moe_intermediate_size: int = _at_least(1)
+    moe_shared_expert_intermediate_size: int = _at_least(1)
+    routed_scaling_factor: float = _positive()
+    router_dtype: str = _only("fp32")
+    score_function: str = _only("sigmoid")
+    q_lora_rank: int | None = _rule(
+        "an integer of at least 1, or null", lambda value: value is None or (is_int(value) and value >= 1)
+    )
+    kv_lora_rank: int = _at_least(1)
+    qk_nope_head_dim: int = _at_least(1)
+    qk_rope_head_dim: int = _rule(
+        "an even integer of at least 2", lambda value: is_int(value) and value >= 2 and value % 2 == 0
+    )
+    v_head_dim: int = _at_least(1)
+    head_dim: int = _at_least(1)
+    short_conv_kernel_size: int = _at_least(2)
+    kda_safe_gate: bool = _rule("true or false", lambda value: isinstance(value, bool))
+    # Sixteen tokens of decay at -5 stay within e^-80, which fp32 still holds: the chunked form of KDA rests on it.
+    kda_lower_bound: float = _rule("a number from -5 to below 0", lambda value: is_number(value) and -5 <= value < 0)
+    no_kda_lora: bool = _only(True)
+    rms_norm_eps: float = _positive()
+    rope_theta: float = _positive()
+    rope_interleave: bool = _only(True)
+    max_position_embeddings: int = _at_least(1)
+    gated_attention_proj_granularity_type: str = _only("head_wise")
+    eos_token_id: int | tuple[int, ...] = _rule("a token id, or a list of them", _is_token_ids)
+    num_nextn_predict_layers: int = _at_least(0)
 
     @classmethod
     def from_dict(cls, d: dict[str, Any], *, ignore: Iterable[str] = (), where: str = "config.json") -> "Config":
@@ -73,8 +131,9 @@ class Config:
         Raises:
             ConfigError: a field is missing, unknown, ill-typed, not modelled, or at odds with another one.
         """
-        read = check_fields(d, frozenset(ignore), where)
-        config = cls(**{f.name: _normal(read[f.name], f.type) for f in fields(cls)})
+        found = _with_score_function(d, where)
+        _check_fields(found, frozenset(ignore), where)
+        config = cls(**{f.name: _normal(found[f.name], f.type) for f in fields(cls)})
         _check_structure(config, where)
         _check_repeated(config, d, where)
         return config
@@ -130,8 +189,11 @@ class Config:
         return self.num_shared_experts * self.moe_shared_expert_intermediate_size
 
     @property
-    def slabs(self) -> int:
-        """Into how many equal parts every split dimension divides; a TP must divide it."""
+    def tp_shards(self) -> int:
+        """TP shards of every split weight: how many equal parts every split dimension divides into.
+
+        A TP must divide it, and each device has as many neighbouring TP shards as any other.
+        """
         dense = [self.intermediate_size] if self.dense_layers else []
         moe = [self.num_experts, self.shared_intermediate_size] if self.moe_layers else []
         return math.gcd(self.num_attention_heads, self.vocab_size, *dense, *moe)
@@ -143,6 +205,93 @@ class Config:
     def semantic(self) -> dict[str, Any]:
         """Every field that is compiled into a program (all but the end-of-text ids), ready for JSON."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "eos_token_id"}
+
+
+READ: dict[str, Rule] = {f.name: f.metadata["rule"] for f in fields(Config)}
+
+# Not read, because nothing but this value is modelled. Where that is null or false, absent is as good.
+FIXED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "norm_topk_prob": True,
+    "moe_router_enable_expert_bias": True,
+    "topk_method": "noaux_tc",
+    "use_mla_nope": False,
+    "use_bias": False,
+    "use_qkv_bias": False,
+    "tie_word_embeddings": False,
+    "rope_scaling": None,
+    "expert_swiglu_limit_list": None,
+    "share_expert_swiglu_limit_list": None,
+}
+
+# Carried along by the public releases, some from sibling architectures: without effect at these values, else unknown.
+PUBLISHED: dict[str, Any] = {
+    "architectures": ["BailingMoeV3ForCausalLM"],
+    "model_type": "bailing_hybrid",
+    "group_norm_size": 1,
+    "linear_silu": True,
+    "max_window_layers": 20,
+    "num_kv_heads_for_linear_attn": 0,
+    "seq_aux": True,
+}
+
+# These repeat other fields: they may be absent, and must agree where present (checked against the finished Config).
+REPEATED = frozenset({"num_key_value_heads", "qk_head_dim", "rotary_dim", "rope_parameters"})
+
+IGNORED = frozenset(
+    "use_qk_norm partial_rotary_factor initializer_range use_cache pad_token_id bos_token_id torch_dtype dtype "
+    "transformers_version auto_map".split()
+)
+
+
+def is_ignored(name: str) -> bool:
+    """Whether a field has no effect on what the model computes, whatever it holds."""
+    return name in IGNORED or name.endswith("_dropout") or name.startswith("mtp_")
+
+
+def _check_fields(found: dict[str, Any], ignore: frozenset[str], where: str) -> None:
+    """Checks each field by itself: it is missing, ill-typed, unknown, or holds what is not modelled."""
+    _check_presence(found, where)
+    for name in sorted(ignore & (READ.keys() | FIXED.keys() | PUBLISHED.keys() | REPEATED)):
+        raise refused(name, "an unknown field to ignore", "one with a meaning", where)
+    for name, rule in READ.items():
+        if not rule.accepts(found[name]):
+            raise refused(name, rule.expected, shown(found[name]), where)
+    for name, value in found.items():
+        if name in READ or name in REPEATED or name in ignore or is_ignored(name):
+            continue
+        if (value is None or value is False) and not FIXED.get(name):
+            continue
+        allowed = FIXED | PUBLISHED
+        if name not in allowed:
+            hint = f"if it does not change what the model computes, --ignore-config-field {name}"
+            raise refused(name, "no such field", shown(value), where, hint)
+        if not only(allowed[name]).accepts(value):
+            raise refused(name, shown(allowed[name]), shown(value), where, "no other value is modelled")
+
+
+def _with_score_function(d: dict[str, Any], where: str) -> dict[str, Any]:
+    """Folds ``scoring_func``, the other name of ``score_function``, into it."""
+    found = dict(d)
+    if "scoring_func" in found:
+        alias = found.pop("scoring_func")
+        if found.setdefault("score_function", alias) != alias:
+            expected = f"the same as `score_function`, {shown(found['score_function'])}"
+            raise refused("scoring_func", expected, shown(alias), where)
+    return found
+
+
+def _check_presence(found: dict[str, Any], where: str) -> None:
+    missing = [name for name in READ if name not in found]
+    missing += [name for name, value in FIXED.items() if value and name not in found]
+    if found.get("architectures") is None and found.get("model_type") is None:
+        missing.append("model_type")
+    if len(missing) == 1:
+        expected = READ[missing[0]].expected if missing[0] in READ else shown((FIXED | PUBLISHED)[missing[0]])
+        raise refused(missing[0], expected, "none", where)
+    if missing:
+        names = listed([f"`{name}`" for name in missing])
+        raise ConfigError(f"config fields {names}: expected each of them, found none, in {where}")
 
 
 def _normal(value: Any, annotation: Any) -> Any:

@@ -12,35 +12,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from ling3export.model.chunks import Chunks
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
+from ling3export.model.inputs import Chunks, DecodeRows
 from ling3export.model.kda.layer import KimiDeltaAttention
 from ling3export.model.layers import fill_rows, rms_norm, take
 from ling3export.model.mla.layer import GatedMLA
-from ling3export.model.mla.pages import OwnRows, PageList
 from ling3export.model.moe import MixtureOfExperts
 from ling3export.model.parameters import arguments
 from ling3export.model.products import dot_table, gated_mlp
 
 State = dict[str, jax.Array]
 Index = int | jax.Array
-
-
-class Decode(NamedTuple):
-    """The rows of a decode step.
-
-    slot, position ``[B]``, page_table ``[B, M]``, valid ``[B]`` bool; used, one past the last row that is valid; pages,
-    what the attention form ``pages`` walks, alike in every layer; own, the rows of this device where rows have one.
-    """
-
-    slot: jax.Array
-    position: jax.Array
-    page_table: jax.Array
-    valid: jax.Array
-    used: jax.Array
-    pages: PageList | None
-    own: OwnRows | None
+Batch = DecodeRows | Chunks
 
 
 class Layer(NamedTuple):
@@ -68,10 +52,10 @@ class Ling3(nnx.Module):
         self.config, self.geometry = config, geometry
         weights: dict[str, dict[str, Any]] = {}
         for argument in arguments(config, geometry):
-            shape, parameter = argument.shape, argument.parameter
-            if argument.split is not None:
+            shape = argument.shape
+            if argument.spec:
                 shape = (shape[0] // geometry.tp, *shape[1:])
-            value = nnx.Param(jnp.zeros(shape, geometry.dtype if parameter.dtype == "model" else parameter.dtype))
+            value = nnx.Param(jnp.zeros(shape, argument.parameter.stored_dtype(geometry.dtype)))
             stack, attribute, *layer = argument.path
             if layer:
                 weights.setdefault(stack, {}).setdefault(attribute, nnx.Dict({}))[layer[0]] = value
@@ -98,22 +82,16 @@ class Ling3(nnx.Module):
         filled = fill_rows(x, self.geometry.fewest_rows)
         return dot_table(filled, self.embeddings["lm_head"][...], self.geometry)[: x.shape[0]]
 
-    def _attention(self, x: jax.Array, layer: Layer, state: State, batch: Decode | Chunks) -> tuple[jax.Array, State]:
+    def _attention(self, x: jax.Array, layer: Layer, state: State, batch: Batch) -> tuple[jax.Array, State]:
         if layer.attention == "kda":
             assert self.kda is not None
-            if isinstance(batch, Decode):
-                return self.kda.decode(x, layer.attention_index, state, batch.slot, batch.used)
+            if isinstance(batch, DecodeRows):
+                return self.kda.decode(x, layer.attention_index, state, batch)
             return self.kda.prefill(x, layer.attention_index, state, batch)
-        pool = state["mla_latent"]
-        if isinstance(batch, Decode):
-            if batch.own is not None and batch.pages is not None:
-                held = (batch.position, batch.page_table, batch.valid, batch.own, batch.pages)
-                out, pool = self.mla.decode_own(x, layer.attention_index, pool, *held)
-                return out, state | {"mla_latent": pool}
-            rows = (batch.position, batch.page_table, batch.valid, batch.used, batch.pages)
-            out, pool = self.mla.decode(x, layer.attention_index, pool, *rows)
+        if isinstance(batch, DecodeRows):
+            out, pool = self.mla.decode(x, layer.attention_index, state["mla_latent"], batch)
         else:
-            out, pool = self.mla.prefill(x, layer.attention_index, pool, batch)
+            out, pool = self.mla.prefill(x, layer.attention_index, state["mla_latent"], batch)
         return out, state | {"mla_latent": pool}
 
     def _mlp(self, x: jax.Array, layer: Layer, valid: jax.Array) -> jax.Array:
@@ -140,7 +118,7 @@ class Ling3(nnx.Module):
         x = x.astype(self.geometry.dtype)
         return gated_mlp(x, self.dense["gate_up_proj"], self.dense["down_proj"], index, self.geometry)
 
-    def run_layer(self, layer: Layer, x: jax.Array, state: State, batch: Decode | Chunks) -> tuple[jax.Array, State]:
+    def run_layer(self, layer: Layer, x: jax.Array, state: State, batch: Batch) -> tuple[jax.Array, State]:
         """One pre-norm layer: ``x [T, D]`` fp32 in and out, replicated."""
         eps, dtype = self.config.rms_norm_eps, jnp.dtype(self.geometry.dtype)
         weight = take(self.layers["input_layernorm"][...], layer.number, split=False)
@@ -149,14 +127,14 @@ class Ling3(nnx.Module):
         weight = take(self.layers["post_attention_layernorm"][...], layer.number, split=False)
         return x + lax.psum(self._mlp(rms_norm(x, weight, eps), layer, batch.valid), AXIS), state
 
-    def run_layers(self, x: jax.Array, state: State, batch: Decode | Chunks) -> tuple[jax.Array, State]:
+    def run_layers(self, x: jax.Array, state: State, batch: Batch) -> tuple[jax.Array, State]:
         """All layers: one by one, or in a loop over whole groups and then an incomplete last one.
 
         The loop compiles each kind of layer once, whatever the depth.
         """
         config = self.config
         size = config.layer_group_size
-        groups = config.num_hidden_layers // size if self.geometry.layer_loop == "scan" else 0
+        groups = config.num_hidden_layers // size if not self.geometry.tiled else 0
         carry = (x, state)
         if groups:
             carry = lax.fori_loop(0, groups, self._group(batch), carry)
@@ -164,7 +142,7 @@ class Ling3(nnx.Module):
             carry = self.run_layer(static_layer(config, index), *carry, batch)
         return carry
 
-    def _group(self, batch: Decode | Chunks) -> Callable[[jax.Array, tuple[jax.Array, State]], tuple[jax.Array, State]]:
+    def _group(self, batch: Batch) -> Callable[[jax.Array, tuple[jax.Array, State]], tuple[jax.Array, State]]:
         """The body of the loop over groups: a loop over its KDA layers, then its MLA layer."""
         config = self.config
         size = config.layer_group_size

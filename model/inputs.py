@@ -1,12 +1,20 @@
-"""The packed batch: every field of a step travels in one int32 vector (one transfer a step instead of six)."""
+"""What a step takes besides weights and state: the packed fields of each phase, and what they say of its rows.
+
+Every field of a step travels in one int32 vector (one transfer a step instead of six); ``batch_fields`` is the step
+contract. ``DecodeRows`` and ``Chunks`` are derived from the fields once a step, for all layers alike.
+"""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ling3export.model.geometry import CHUNK
+from ling3export.model.geometry import CHUNK, Geometry
+from ling3export.model.kda.tiled import Tiles, tiles_of
+from ling3export.model.layers import fill_rows
+from ling3export.model.mla.paged import PageList, list_pages
 
 
 @dataclass(frozen=True)
@@ -89,3 +97,109 @@ def unpack(packed: jax.Array, fields: tuple[Field, ...]) -> dict[str, jax.Array]
         piece = packed[field.offset : field.offset + field.size].reshape(field.shape)
         out[field.name] = lax.bitcast_convert_type(piece, jnp.float32) if field.dtype == "float32" else piece
     return out
+
+
+class DecodeRows(NamedTuple):
+    """The rows of a decode step, B of them: a token of each sequence.
+
+    Attributes:
+        slot: ``[B]`` int32 state slot, 0 for a padding row.
+        token: ``[B]`` int32.
+        position: ``[B]`` int32.
+        page_table: ``[B, M]`` int32.
+        valid: ``[B]`` bool, False for a padding row.
+        used: int32 scalar, one past the last row that is valid.
+        pages: What the form ``tiles`` attends, alike in every layer.
+    """
+
+    slot: jax.Array
+    token: jax.Array
+    position: jax.Array
+    page_table: jax.Array
+    valid: jax.Array
+    used: jax.Array
+    pages: PageList | None
+
+
+def decode_rows(fields: dict[str, jax.Array], last_token: jax.Array, geometry: Geometry) -> DecodeRows:
+    """Derives :class:`DecodeRows` from the unpacked decode fields; a token of -1 is taken from ``last_token``."""
+    fields = {name: fill_rows(value, geometry.fewest_rows) for name, value in fields.items()}
+    slot = fields["slot"]
+    valid = slot > 0
+    token = jnp.where(fields["token"] < 0, last_token[slot], fields["token"])
+    pages = None
+    if geometry.tiled:
+        pages = list_pages(fields["position"], fields["page_table"], valid, geometry)
+    used = jnp.max(jnp.where(valid, jnp.arange(1, slot.shape[0] + 1, dtype=jnp.int32), 0))
+    token = jnp.where(valid, token, 0)
+    return DecodeRows(slot, token, fields["position"], fields["page_table"], valid, used, pages)
+
+
+class Chunks(NamedTuple):
+    """The call's chunks, N of them, and its T = 16 N padded tokens.
+
+    Attributes:
+        slot: ``[N]`` int32, 0 for a chunk that is padding.
+        length: ``[N]`` int32, tokens in the chunk, 0 … C.
+        fresh: ``[N]`` bool, the chunk starts from zero state.
+        first: ``[N]`` bool, the chunk is the first of its sequence in this call.
+        last: ``[N]`` bool, the last one.
+        from_zero: ``[N]`` bool, its run of chunks starts from zero state.
+        run_start: ``[N]`` int32, position at which its sequence starts in this call: tokens already in the pools.
+        page_table: ``[N, M]`` int32.
+        used: int32 scalar, one past the last chunk that is not padding.
+        token_slot: ``[T]`` int32, the state slot of each padded token.
+        position: ``[T]`` int32.
+        valid: ``[T]`` bool, False for a padded token that is no token.
+        tiles: What KDA's form ``tiles`` needs besides, alike in every layer.
+    """
+
+    slot: jax.Array
+    length: jax.Array
+    fresh: jax.Array
+    first: jax.Array
+    last: jax.Array
+    from_zero: jax.Array
+    run_start: jax.Array
+    page_table: jax.Array
+    used: jax.Array
+    token_slot: jax.Array
+    position: jax.Array
+    valid: jax.Array
+    tiles: Tiles | None
+
+
+def chunks_of(fields: dict[str, jax.Array], conv_history: int | None = None) -> Chunks:
+    """Derives :class:`Chunks` from the unpacked prefill fields. Chunks of one slot stand together.
+
+    Args:
+        fields: ``chunk_slot, chunk_start, chunk_len, fresh``, each ``[N]``, and ``page_table [N, M]``.
+        conv_history: Tokens before each one that KDA's convolution sees, where KDA has the form ``tiles``; else None.
+    """
+    slot, start, length = fields["chunk_slot"], fields["chunk_start"], fields["chunk_len"]
+    fresh = (fields["fresh"] != 0) & (slot > 0)
+    index = jnp.arange(slot.shape[0], dtype=jnp.int32)
+    changed = slot[1:] != slot[:-1]
+    edge = jnp.ones((1,), bool)
+    first = jnp.concatenate([edge, changed]) | fresh
+    last = jnp.concatenate([first[1:], edge]) & (slot > 0)
+    head = lax.cummax(jnp.where(first, index, 0))
+    within = jnp.arange(CHUNK, dtype=jnp.int32)
+    chunks = Chunks(
+        slot=slot,
+        length=length,
+        fresh=fresh,
+        first=first,
+        last=last,
+        from_zero=fresh[head],
+        run_start=start[head],
+        page_table=fields["page_table"],
+        used=jnp.max(jnp.where(slot > 0, index + 1, 0)),
+        token_slot=jnp.repeat(slot, CHUNK),
+        position=(start[:, None] + within).reshape(-1),
+        valid=((within < length[:, None]) & (slot > 0)[:, None]).reshape(-1),
+        tiles=None,
+    )
+    if conv_history is not None:
+        chunks = chunks._replace(tiles=tiles_of(chunks.first, fresh, length, conv_history))
+    return chunks

@@ -143,22 +143,28 @@ class MixtureOfExperts(nnx.Module):
         Returns:
             fp32 ``[T, D]``, to be summed over devices.
         """
+        if self.geometry.tiled and x.shape[0] <= LOCAL_ROWS:
+            weights = self.all_weights(x, layer)
+            return self.all_local(x.astype(dtype), layer, weights) + self.shared(x.astype(dtype), layer)
         gate = take(self.gate[...], layer, split=False)
         bias = take(self.expert_bias[...], layer, split=False)
-        if self.geometry.experts == "local" and x.shape[0] <= LOCAL_ROWS:
-            scores = jax.nn.sigmoid(jnp.matmul(gate, x.T, precision=lax.Precision.HIGHEST))
-            weights = route_weights(scores, bias, self.config)
-            return self._all_local(x.astype(dtype), layer, weights) + self._shared(x.astype(dtype), layer)
         logits = jnp.matmul(x, gate.T, precision=lax.Precision.HIGHEST)  # a rounded score flips experts
         scores = jax.nn.sigmoid(logits)
         x = x.astype(dtype)
         chosen, weights = route(scores, bias, self.config)
-        return self._routed(x, layer, chosen, weights, valid) + self._shared(x, layer)
+        return self._routed(x, layer, chosen, weights, valid) + self.shared(x, layer)
 
-    def _shared(self, x: jax.Array, layer: int | jax.Array) -> jax.Array:
+    def all_weights(self, x: jax.Array, layer: int | jax.Array) -> jax.Array:
+        """The router of :meth:`all_local`: weights of all experts, fp32 ``[E, T]``, from ``x [T, D]`` fp32."""
+        gate = take(self.gate[...], layer, split=False)
+        bias = take(self.expert_bias[...], layer, split=False)
+        scores = jax.nn.sigmoid(jnp.matmul(gate, x.T, precision=lax.Precision.HIGHEST))
+        return route_weights(scores, bias, self.config)
+
+    def shared(self, x: jax.Array, layer: int | jax.Array) -> jax.Array:
         return gated_mlp(x, self.shared_gate_up_proj, self.shared_down_proj, layer, self.geometry)
 
-    def _all_local(self, x: jax.Array, layer: int | jax.Array, weights: jax.Array) -> jax.Array:
+    def all_local(self, x: jax.Array, layer: int | jax.Array, weights: jax.Array) -> jax.Array:
         """Every expert of this device for every row, weighted ``[E, T]``; best where reading weights takes longer."""
         gate_up = of_layer(self.experts_gate_up_proj, layer, split=True)
         down = of_layer(self.experts_down_proj, layer, split=True)
@@ -175,7 +181,7 @@ class MixtureOfExperts(nnx.Module):
     def _routed(
         self, x: jax.Array, layer: int | jax.Array, chosen: jax.Array, weights: jax.Array, valid: jax.Array
     ) -> jax.Array:
-        layered = self.geometry.layered_weights
+        layered = self.geometry.tiled
         gate_up = of_layer(self.experts_gate_up_proj, layer, split=True) if layered else self.experts_gate_up_proj[...]
         down = of_layer(self.experts_down_proj, layer, split=True) if layered else self.experts_down_proj[...]
         slabs, each = gate_up.shape[0], gate_up.shape[1 if layered else 2]

@@ -1,116 +1,277 @@
-"""The table of parameters: every weight the programs take, its shape, dtype and split.
+"""The table of parameters: which checkpoint tensors each weight is made from, how it is stored, and what programs take.
+
+A row goes the whole way. Its :class:`Source` names the tensors of the published checkpoint, their shapes and dtypes;
+the checkpoint's reader, the writer of synthetic checkpoints and the conversion go by it. The row itself is a tensor of
+the store. Its :class:`Argument` is what a program takes: abstract values, shardings and the manifest follow from it.
 
 Layers of one kind are stacked, so a program has some forty weight arguments whatever its depth, and a loop over layers
-slices what it needs. A split parameter has a leading axis of slabs (``Config.slabs``): a device at tensor parallelism
-TP owns ``slabs / TP`` neighbouring slabs, one contiguous range of the store.
+slices what it needs. A split parameter has a leading axis of TP shards (``Config.tp_shards``): a device at tensor
+parallelism TP owns ``tp_shards / TP`` neighbouring ones, one contiguous range of the store.
 
 Matrices are kept ``[..., out, in]`` where the output is split and ``[..., in, out]`` where the input is split, so that
-merging slabs is a reshape at every TP. On CPU the first form is also the faster one (docs/log.md, 2026-11-21).
+merging TP shards is a reshape at every TP. On CPU the first form is also the faster one (docs/log.md, 2026-11-21).
 
-Axis letters: s slabs, n stacked layers, h heads of one slab.
+Axis letters: s TP shards, n stacked layers, h heads of one TP shard.
 """
 
+import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ling3export.model.config import Config
-from ling3export.model.geometry import Geometry
+from ling3export.model.geometry import AXIS, Geometry
+
+Shape = tuple[int, ...]
+
+MODEL = "model"  # in place of a dtype: the artifact's
+
+BF16, F32 = ("BF16",), ("F32",)
+ROUTER = ("F32", "BF16")  # the public release stores the router's weight in bf16
+EXPERT = "{expert}"  # stands in a tensor's name for the number of an expert
+
+
+@dataclass(frozen=True)
+class Source:
+    """The checkpoint tensors of one layer of a parameter, and how a layer of the store is cut from them.
+
+    Every tensor is cut into ``groups`` equal parts along its output axis. The parts lie group after group, within a
+    group in the order of ``names``, and every TP shard takes as many neighbouring groups as any other.
+
+    Attributes:
+        names: Published names, below ``model.layers.N.`` for a stacked parameter; torch's order, ``[out, in]``.
+        shape: The shape of each of them.
+        groups: Heads, experts or TP shards. With experts each group is a tensor of its own, whose name has its number.
+        columns: The input axis is cut instead, and every part transposed to ``[in, out]``.
+        rows: Which rows of each part are taken, ``(start, stop)``; None for all.
+        dtypes: What safetensors may call the stored dtype; the first one is what a synthetic checkpoint gets.
+    """
+
+    names: tuple[str, ...]
+    shape: Shape
+    groups: int = 1
+    columns: bool = False
+    rows: tuple[int, int] | None = None
+    dtypes: tuple[str, ...] = BF16
+
+    @property
+    def by_expert(self) -> bool:
+        """Whether each group is a checkpoint tensor of its own."""
+        return EXPERT in self.names[0]
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One stacked weight.
+    """One stacked weight, as the store holds it.
 
     Attributes:
         name: ``stack.name``, the checkpoint's module name where one exists.
-        shape: The whole shape, ``[slabs, ...]`` when split.
-        dtype: ``"model"`` (the artifact's dtype) or ``"float32"`` (an fp32 island of MODEL.md).
+        shape: The whole shape, ``[tp_shards, ...]`` when split.
         split: The logical axis that is cut over devices, or None for a replicated parameter.
         layers: For each row of the stack axis, the layer it belongs to; empty when the parameter is not stacked.
+        source: Where it comes from.
+        dtype: ``"model"`` (the artifact's dtype) or ``"float32"`` (an fp32 island of docs/model.md).
     """
 
     name: str
-    shape: tuple[int, ...]
-    dtype: str
+    shape: Shape
     split: str | None
     layers: tuple[int, ...]
+    source: Source
+    dtype: str = MODEL
 
     @property
     def stack(self) -> str:
         """The part of the name before the first dot: embeddings, kda, mla, dense, moe or layers."""
         return self.name.split(".", 1)[0]
 
+    @property
+    def stack_axis(self) -> int:
+        """Where the layers are stacked."""
+        return 0 if self.split is None else 1
 
-def _attention(config: Config) -> list[Parameter]:
-    s, dim, heads = config.slabs, config.hidden_size, config.num_attention_heads
-    h = heads // s
-    kda, mla = config.kda_layers, config.mla_layers
-    key = config.head_dim
-    nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-    rank, q_rank = config.kv_lora_rank, config.q_lora_rank
-    n, m = len(kda), len(mla)
-    rows = [
+    def stored_dtype(self, dtype: str) -> str:
+        """``bfloat16`` or ``float32``: what the store of an artifact of ``dtype`` holds."""
+        return dtype if self.dtype == MODEL else self.dtype
+
+
+def _kda(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
+    s, heads, key, dim, taps = c.tp_shards, c.num_attention_heads, c.head_dim, c.hidden_size, c.short_conv_kernel_size
+    n, h, width = len(layers), heads // s, heads * key
+    wide, conv = Source(_of_attention("qkvfg", "_proj"), (width, dim), heads), _of_attention("qkv", "_conv1d")
+    a_log, dt_bias = (Source((f"attention.{name}",), shape, s, dtypes=F32)
+                      for name, shape in (("A_log", (heads,)), ("dt_bias", (width,))))  # fmt: skip
+    return [
         # q, k, v, decay and output gate of one head side by side: one matmul a layer.
-        Parameter("kda.qkvfg_proj", (s, n, h, 5, key, dim), "model", "heads", kda),
-        Parameter("kda.b_proj", (s, n, h, dim), "model", "heads", kda),
-        Parameter("kda.conv1d", (s, n, h, 3, key, config.short_conv_kernel_size), "model", "heads", kda),
-        Parameter("kda.A_log", (s, n, h), "float32", "heads", kda),
-        Parameter("kda.dt_bias", (s, n, h, key), "float32", "heads", kda),
-        Parameter("kda.o_norm", (n, key), "model", None, kda),
-        Parameter("kda.o_proj", (s, n, h * key, dim), "model", "heads", kda),
-        Parameter("mla.kv_a_proj_with_mqa", (m, rank + rope, dim), "model", None, mla),
-        Parameter("mla.kv_a_layernorm", (m, rank), "model", None, mla),
-        Parameter("mla.w_uk", (s, m, h, nope, rank), "model", "heads", mla),
-        Parameter("mla.w_uv", (s, m, h, value, rank), "model", "heads", mla),
-        Parameter("mla.g_proj", (s, m, h, dim), "model", "heads", mla),
-        Parameter("mla.dense", (s, m, h * value, dim), "model", "heads", mla),
-    ]
+        Parameter("kda.qkvfg_proj", (s, n, h, 5, key, dim), "heads", layers, wide),
+        Parameter("kda.conv1d", (s, n, h, 3, key, taps), "heads", layers, Source(conv, (width, 1, taps), heads)),
+        Parameter("kda.b_proj", (s, n, h, dim), "heads", layers, _attention("b_proj", (heads, dim), s)),
+        Parameter("kda.A_log", (s, n, h), "heads", layers, a_log, "float32"),
+        Parameter("kda.dt_bias", (s, n, h, key), "heads", layers, dt_bias, "float32"),
+        Parameter("kda.o_norm", (n, key), None, layers, _attention("o_norm", (key,))),
+        Parameter("kda.o_proj", (s, n, h * key, dim), "heads", layers,
+                  _attention("o_proj", (dim, width), s, columns=True)),
+    ]  # fmt: skip
+
+
+def _mla(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
+    s, heads, dim, rank, q_rank = c.tp_shards, c.num_attention_heads, c.hidden_size, c.kv_lora_rank, c.q_lora_rank
+    n, h, nope, value, query = len(layers), heads // s, c.qk_nope_head_dim, c.v_head_dim, c.qk_head_dim
+    # Rows of a head in one tensor: first what makes its keys, then what makes its values.
+    up, whole = _attention("kv_b_proj", (heads * (nope + value), rank), heads).names, (heads * (nope + value), rank)
     if q_rank is None:
-        rows.append(Parameter("mla.q_proj", (s, m, h, nope + rope, dim), "model", "heads", mla))
+        rows = [Parameter("mla.q_proj", (s, n, h, query, dim), "heads", layers,
+                          _attention("q_proj", (heads * query, dim), s))]  # fmt: skip
     else:
-        rows += [
-            Parameter("mla.q_a_proj", (m, q_rank, dim), "model", None, mla),
-            Parameter("mla.q_a_layernorm", (m, q_rank), "model", None, mla),
-            Parameter("mla.q_b_proj", (s, m, h, nope + rope, q_rank), "model", "heads", mla),
-        ]
-    return rows if kda else [row for row in rows if row.stack != "kda"]
+        rows = [
+            Parameter("mla.q_a_proj", (n, q_rank, dim), None, layers, _attention("q_a_proj", (q_rank, dim))),
+            Parameter("mla.q_a_layernorm", (n, q_rank), None, layers, _attention("q_a_layernorm", (q_rank,))),
+            Parameter("mla.q_b_proj", (s, n, h, query, q_rank), "heads", layers,
+                      _attention("q_b_proj", (heads * query, q_rank), s)),
+        ]  # fmt: skip
+    return [
+        *rows,
+        Parameter("mla.kv_a_proj_with_mqa", (n, c.latent_dim, dim), None, layers,
+                  _attention("kv_a_proj_with_mqa", (c.latent_dim, dim))),
+        Parameter("mla.kv_a_layernorm", (n, rank), None, layers, _attention("kv_a_layernorm", (rank,))),
+        Parameter("mla.w_uk", (s, n, h, nope, rank), "heads", layers, Source(up, whole, heads, rows=(0, nope))),
+        Parameter("mla.w_uv", (s, n, h, value, rank), "heads", layers,
+                  Source(up, whole, heads, rows=(nope, nope + value))),
+        Parameter("mla.g_proj", (s, n, h, dim), "heads", layers, _attention("g_proj", (heads, dim), s)),
+        Parameter("mla.dense", (s, n, h * value, dim), "heads", layers,
+                  _attention("dense", (dim, heads * value), s, columns=True)),
+    ]  # fmt: skip
 
 
-def _mlp(config: Config) -> list[Parameter]:
-    s, dim = config.slabs, config.hidden_size
-    dense, moe = config.dense_layers, config.moe_layers
-    width, expert, shared = config.intermediate_size, config.moe_intermediate_size, config.shared_intermediate_size
-    n, m, experts = len(dense), len(moe), config.num_experts
-    rows = []
-    if dense:
-        rows += [
-            Parameter("dense.gate_up_proj", (s, n, 2, width // s, dim), "model", "width", dense),
-            Parameter("dense.down_proj", (s, n, width // s, dim), "model", "width", dense),
-        ]
-    if moe:
-        rows += [
-            Parameter("moe.gate", (m, experts, dim), "float32", None, moe),
-            Parameter("moe.expert_bias", (m, experts), "float32", None, moe),
-            Parameter("moe.experts_gate_up_proj", (s, m, experts // s, 2, expert, dim), "model", "experts", moe),
-            Parameter("moe.experts_down_proj", (s, m, experts // s, dim, expert), "model", "experts", moe),
-            Parameter("moe.shared_gate_up_proj", (s, m, 2, shared // s, dim), "model", "width", moe),
-            Parameter("moe.shared_down_proj", (s, m, shared // s, dim), "model", "width", moe),
-        ]
-    return rows
+def _dense(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
+    s, dim, n, width = c.tp_shards, c.hidden_size, len(layers), c.intermediate_size
+    gate_up, down = _gated("mlp", dim, width, s)
+    return [
+        Parameter("dense.gate_up_proj", (s, n, 2, width // s, dim), "width", layers, gate_up),
+        Parameter("dense.down_proj", (s, n, width // s, dim), "width", layers, down),
+    ]
+
+
+def _moe(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
+    s, dim, n, experts = c.tp_shards, c.hidden_size, len(layers), c.num_experts
+    width, shared = c.moe_intermediate_size, c.shared_intermediate_size
+    each = f"mlp.experts.{EXPERT}."
+    routed_up = Source((f"{each}gate_proj.weight", f"{each}up_proj.weight"), (width, dim), experts)
+    routed_down = Source((f"{each}down_proj.weight",), (dim, width), experts)
+    shared_up, shared_down = _gated("mlp.shared_experts", dim, shared, s)
+    router = Source(("mlp.gate.weight",), (experts, dim), dtypes=ROUTER)
+    bias = Source(("mlp.gate.expert_bias",), (experts,), dtypes=F32)
+    return [
+        Parameter("moe.gate", (n, experts, dim), None, layers, router, "float32"),
+        Parameter("moe.expert_bias", (n, experts), None, layers, bias, "float32"),
+        Parameter("moe.experts_gate_up_proj", (s, n, experts // s, 2, width, dim), "experts", layers, routed_up),
+        Parameter("moe.experts_down_proj", (s, n, experts // s, dim, width), "experts", layers, routed_down),
+        Parameter("moe.shared_gate_up_proj", (s, n, 2, shared // s, dim), "width", layers, shared_up),
+        Parameter("moe.shared_down_proj", (s, n, shared // s, dim), "width", layers, shared_down),
+    ]
+
+
+def _norms(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
+    return [
+        Parameter(f"layers.{name}", (len(layers), c.hidden_size), None, layers,
+                  Source((f"{name}.weight",), (c.hidden_size,)))
+        for name in ("input_layernorm", "post_attention_layernorm")
+    ]  # fmt: skip
+
+
+def _attention(name: str, shape: Shape, groups: int = 1, *, columns: bool = False) -> Source:
+    return Source((f"attention.{name}.weight",), shape, groups, columns)
+
+
+def _of_attention(letters: str, suffix: str) -> tuple[str, ...]:
+    return tuple(f"attention.{letter}{suffix}.weight" for letter in letters)
+
+
+def _gated(module: str, dim: int, width: int, shards: int) -> tuple[Source, Source]:
+    """Gate and up side by side in every TP shard; down, whose input is cut alike."""
+    gate_up = Source((f"{module}.gate_proj.weight", f"{module}.up_proj.weight"), (width, dim), shards)
+    return gate_up, Source((f"{module}.down_proj.weight",), (dim, width), shards, columns=True)
+
+
+def _forward(config: Config) -> list[Parameter]:
+    """Every parameter, in the order in which a forward pass meets the kinds of them."""
+    c, dim = config, config.hidden_size
+    table = (c.tp_shards, c.vocab_size // c.tp_shards, dim)
+    rows = Source(("model.word_embeddings.weight",), (c.vocab_size, dim), c.tp_shards)
+    head = Source(("lm_head.weight",), (c.vocab_size, dim), c.tp_shards)
+    stacked = [
+        *_norms(c, tuple(range(c.num_hidden_layers))), *_kda(c, c.kda_layers), *_mla(c, c.mla_layers),
+        *_dense(c, c.dense_layers), *_moe(c, c.moe_layers),
+    ]  # fmt: skip
+    return [
+        Parameter("embeddings.word_embeddings", table, "vocab", (), rows),
+        *(row for row in stacked if row.layers),
+        Parameter("embeddings.norm", (dim,), None, (), Source(("model.norm.weight",), (dim,))),
+        Parameter("embeddings.lm_head", table, "vocab", (), head),
+    ]
 
 
 def parameters(config: Config) -> list[Parameter]:
     """Every parameter of the model, in a fixed order (sorted by name)."""
-    s, dim, every = config.slabs, config.hidden_size, tuple(range(config.num_hidden_layers))
-    rows = [
-        Parameter("embeddings.word_embeddings", (s, config.vocab_size // s, dim), "model", "vocab", ()),
-        Parameter("embeddings.lm_head", (s, config.vocab_size // s, dim), "model", "vocab", ()),
-        Parameter("embeddings.norm", (dim,), "model", None, ()),
-        Parameter("layers.input_layernorm", (len(every), dim), "model", None, every),
-        Parameter("layers.post_attention_layernorm", (len(every), dim), "model", None, every),
-        *_attention(config),
-        *_mlp(config),
-    ]
-    return sorted(rows, key=lambda row: row.name)
+    return sorted(_forward(config), key=lambda row: row.name)
+
+
+class TensorInfo(NamedTuple):
+    """A checkpoint tensor: its shape, and the safetensors dtypes it may have (the first is what we write)."""
+
+    shape: Shape
+    dtypes: tuple[str, ...] = BF16
+
+
+def expected_tensors(config: Config) -> dict[str, TensorInfo]:
+    """Every checkpoint tensor that the model needs, by its published name, in the order of a forward pass."""
+    rows = _forward(config)
+    first, *last = (_tensors([row], "") for row in rows if not row.layers)
+    tensors = first
+    for layer in range(config.num_hidden_layers):
+        tensors |= _tensors([row for row in rows if layer in row.layers], f"model.layers.{layer}.")
+    for rest in last:
+        tensors |= rest
+    return tensors
+
+
+def mtp_tensors(config: Config) -> dict[str, TensorInfo]:
+    """The multi-token-prediction layers behind the last layer, as published: MLA, MoE, and the merge of two inputs."""
+    tensors: dict[str, TensorInfo] = {}
+    for layer in range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers):
+        at, width = f"model.layers.{layer}.", config.hidden_size
+        tensors[f"{at}eh_proj.weight"] = TensorInfo((width, 2 * width))
+        for name in ("enorm", "hnorm", "final_layernorm"):
+            tensors[f"{at}{name}.weight"] = TensorInfo((width,))
+        own = (layer,)
+        tensors |= _tensors([*_norms(config, own), *_mla(config, own), *_moe(config, own)], at)
+    return tensors
+
+
+_MTP_NAME = re.compile(
+    r"model\.layers\.(0|[1-9][0-9]*)\."
+    r"(attention|input_layernorm|post_attention_layernorm|mlp|eh_proj|enorm|hnorm|final_layernorm)\..+"
+)
+
+
+def is_mtp(name: str, config: Config) -> bool:
+    """Whether a tensor belongs to a multi-token-prediction layer, which we skip."""
+    match = _MTP_NAME.fullmatch(name)
+    return match is not None and 0 <= int(match[1]) - config.num_hidden_layers < config.num_nextn_predict_layers
+
+
+def _tensors(rows: list[Parameter], at: str) -> dict[str, TensorInfo]:
+    """The tensors of one layer's parameters, by name; all of an expert's together."""
+    found: dict[str, TensorInfo] = {}
+    routed = [row.source for row in rows if row.source.by_expert]
+    for source in (row.source for row in rows):
+        if not source.by_expert:
+            found |= {at + name: TensorInfo(source.shape, source.dtypes) for name in source.names}
+        elif source is routed[0]:
+            found |= {
+                at + name.replace(EXPERT, str(expert)): TensorInfo(each.shape, each.dtypes)
+                for expert in range(source.groups) for each in routed for name in each.names
+            }  # fmt: skip
+    return found
 
 
 # What XLA:TPU would copy out of its stack in each step where layers are unrolled (docs/log.md).
@@ -124,17 +285,10 @@ class Argument:
     Attributes:
         parameter: The row of the table.
         layer: Index along the stack axis; None for the whole stack.
-        whole: Every device takes all slabs of a parameter that has some.
     """
 
     parameter: Parameter
     layer: int | None = None
-    whole: bool = False
-
-    @property
-    def split(self) -> str | None:
-        """The logical axis that is cut over the devices of this target, or None."""
-        return None if self.whole else self.parameter.split
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -143,23 +297,23 @@ class Argument:
         return (stack, attribute) if self.layer is None else (stack, attribute, f"{self.layer:03}")
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The parameter's, without the stack axis where it is one layer's."""
-        shape, axis = self.parameter.shape, self.stack_axis
+    def shape(self) -> Shape:
+        """The parameter's shape, without the stack axis where the argument is one layer."""
+        shape, axis = self.parameter.shape, self.parameter.stack_axis
         return shape if self.layer is None else (*shape[:axis], *shape[axis + 1 :])
 
     @property
-    def stack_axis(self) -> int:
-        """Where the parameter's layers are stacked."""
-        return 0 if self.parameter.split is None else 1
+    def spec(self) -> tuple[str | None, ...]:
+        """The mesh axis of each leading axis: split parameters are cut along their TP shards, others not at all."""
+        return () if self.parameter.split is None else (AXIS,)
 
 
 def arguments(config: Config, geometry: Geometry) -> list[Argument]:
     """The weight arguments of a target's programs, in flattening order."""
     rows = []
     for row in parameters(config):
-        if geometry.layered_weights and row.name in LAYERED:
+        if geometry.tiled and row.name in LAYERED:
             rows += [Argument(row, index) for index in range(len(row.layers))]
         else:
-            rows.append(Argument(row, whole=row.stack == "mla" and geometry.placement == "by_sequence"))
+            rows.append(Argument(row))
     return rows

@@ -26,7 +26,7 @@ PIECE = 1024  # rows of a table at a time: 2 to 4 MB, as fast as the slabs of th
 def dot_split(x: jax.Array, weights: nnx.Param | nnx.Dict, layer: Index, geometry: Geometry) -> jax.Array:
     """``x [T, D]`` times one layer of ``[s, n, ..., D]``, or of arguments by layer: fp32 ``[T, s, ...]``."""
     if isinstance(weights, nnx.Dict) or not _one_by_one(weights[...], geometry):
-        return dot(x, of_layer(weights, layer, split=True), geometry.matrix_units)
+        return dot(x, of_layer(weights, layer, split=True), geometry.tiled)
     stacked = weights[...]
     shape, rows = stacked.shape, x.shape[0]
 
@@ -47,7 +47,7 @@ def dot_table(x: jax.Array, table: jax.Array, geometry: Geometry) -> jax.Array:
     One row goes through pieces of the table: for the whole, XLA:CPU would widen all of it to fp32 first.
     """
     rows, dim = math.prod(table.shape[:-1]), table.shape[-1]
-    if x.shape[0] > 1 or geometry.layer_loop != "scan" or table.nbytes <= CACHED:
+    if x.shape[0] > 1 or geometry.tiled or table.nbytes <= CACHED:
         return dot(x, table).reshape(x.shape[0], rows)
     size = max(size for size in range(1, PIECE + 1) if rows % size == 0)
     pieces = table.reshape(-1, size, dim)
@@ -82,7 +82,7 @@ def dot_heads_split(x: jax.Array, weights: nnx.Param, layer: Index, axis: int, g
     """
     stacked = weights[...]
     slabs, _, heads = stacked.shape[:3]
-    if geometry.layer_loop != "scan":
+    if geometry.tiled:
         weight = take(stacked, layer, split=True)
         equation = ("thx,hxy->thy", "thx,hyx->thy")[axis]
         return dot_heads(equation, x, weight.reshape(-1, *weight.shape[2:]))
@@ -120,7 +120,7 @@ def gated_mlp(x: jax.Array, gate_up: nnx.Param, down: nnx.Param, layer: Index, g
 
 def _one_by_one(stacked: jax.Array, geometry: Geometry) -> bool:
     layer = stacked.nbytes // stacked.shape[1]
-    return geometry.layer_loop == "scan" and stacked.shape[0] > 1 and layer > CACHED
+    return not geometry.tiled and stacked.shape[0] > 1 and layer > CACHED
 
 
 def _slab(stacked: jax.Array, s: jax.Array, layer: Index) -> jax.Array:

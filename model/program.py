@@ -13,18 +13,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ling3export.model.chunks import chunks_of, with_tiles
 from ling3export.model.config import Config
-from ling3export.model.decoder import Decode, Ling3
+from ling3export.model.decoder import Ling3
 from ling3export.model.geometry import AXIS, CHUNK, Geometry
-from ling3export.model.inputs import Field, batch_fields, packed_size, unpack
-from ling3export.model.kda.layer import is_factored
-from ling3export.model.layers import fill_rows
-from ling3export.model.mla.pages import list_pages, own_rows
+from ling3export.model.inputs import Field, batch_fields, chunks_of, decode_rows, packed_size, unpack
+from ling3export.model.kda.recurrence import is_factored
 from ling3export.model.parameters import arguments
 from ling3export.model.sampling import scoring
 from ling3export.model.sampling.sample import sample
-from ling3export.model.state import StateArray, state_arrays
+from ling3export.model.state import state_arrays
 
 P = PartitionSpec
 Tree = dict[str, Any]
@@ -49,28 +46,14 @@ class Step:
     fields: tuple[Field, ...]
 
 
-def parameter_spec(split: str | None) -> PartitionSpec:
-    """Split parameters are cut along their slab axis, the others are on every device."""
-    return P() if split is None else P(AXIS)
-
-
-def state_spec(array: StateArray) -> PartitionSpec:
-    """State is cut along its heads or pages; no trailing None is spelled (jax would compile again for it)."""
-    if array.split is None:
-        return P()
-    at = array.axes.index(array.split)
-    return P(*(None,) * at, AXIS)
-
-
 def parameter_tree(config: Config, geometry: Geometry) -> tuple[Tree, Tree]:
     """(abstract values, partition specs) of the parameters, ``{stack: {name: ...}}``."""
     values: Tree = {}
     specs: Tree = {}
     for argument in arguments(config, geometry):
-        row = argument.parameter
-        dtype = geometry.dtype if row.dtype == "model" else row.dtype
+        dtype = argument.parameter.stored_dtype(geometry.dtype)
         put(values, argument.path, jax.ShapeDtypeStruct(argument.shape, jnp.dtype(dtype)))
-        put(specs, argument.path, parameter_spec(argument.split))
+        put(specs, argument.path, P(*argument.spec))
     return values, specs
 
 
@@ -85,7 +68,7 @@ def state_tree(config: Config, geometry: Geometry) -> tuple[Tree, Tree]:
     """(abstract values, partition specs) of the state."""
     rows = state_arrays(config, geometry)
     values = {row.name: jax.ShapeDtypeStruct(row.shape, jnp.dtype(row.dtype)) for row in rows}
-    return values, {row.name: state_spec(row) for row in rows}
+    return values, {row.name: P(*row.spec) for row in rows}
 
 
 def bind(config: Config, geometry: Geometry) -> Callable[[Tree], Ling3]:
@@ -115,9 +98,9 @@ def score(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree
 
 def _run_chunks(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[jax.Array, Tree, Tree]:
     """(``x [T, D]`` behind the last layer, state, ``logits`` of each chunk's last token)."""
-    chunks = chunks_of(fields)
-    if model.kda is not None and model.geometry.recurrence == "together" and is_factored(model.config):
-        chunks = with_tiles(chunks, model.config.short_conv_kernel_size - 1)
+    config = model.config
+    tiled = model.kda is not None and model.geometry.tiled and is_factored(config)
+    chunks = chunks_of(fields, config.short_conv_kernel_size - 1 if tiled else None)
     tokens = jnp.where(chunks.valid, fields["tokens"], 0)
     x, state = model.run_layers(model.embed(tokens), state, chunks)
     last = jnp.arange(chunks.slot.shape[0]) * CHUNK + jnp.maximum(chunks.length - 1, 0)
@@ -126,23 +109,9 @@ def _run_chunks(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tupl
 
 def decode(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
     """``logits [B, V/TP]``; a token of -1 is taken from ``last_token``."""
-    rows, fewest = fields["slot"].shape[0], model.geometry.fewest_rows
-    fields = {name: fill_rows(value, fewest) for name, value in fields.items()}
-    slot = fields["slot"]
-    valid = slot > 0
-    token = jnp.where(fields["token"] < 0, state["last_token"][slot], fields["token"])
-    pages = own = None
-    if model.geometry.placement == "by_sequence":
-        own = own_rows(rows, model.geometry.tp, fewest)
-        own = own._replace(place=fill_rows(own.place, fewest, -1))
-        held = (fields["position"][own.row], fields["page_table"][own.row], valid[own.row] & own.mine)
-        pages = list_pages(*held, model.geometry)
-    elif model.geometry.attention == "pages":
-        pages = list_pages(fields["position"], fields["page_table"], valid, model.geometry)
-    used = jnp.max(jnp.where(valid, jnp.arange(1, slot.shape[0] + 1, dtype=jnp.int32), 0))
-    batch = Decode(slot, fields["position"], fields["page_table"], valid, used, pages, own)
-    x, state = model.run_layers(model.embed(jnp.where(valid, token, 0)), state, batch)
-    return state, {"logits": model.logits(x[:rows])}
+    rows = decode_rows(fields, state["last_token"], model.geometry)
+    x, state = model.run_layers(model.embed(rows.token), state, rows)
+    return state, {"logits": model.logits(x[: fields["slot"].shape[0]])}
 
 
 def _sharded(

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from ling3export.model.config import Config
-from ling3export.model.geometry import Geometry
+from ling3export.model.geometry import AXIS, Geometry
 
 
 @dataclass(frozen=True)
@@ -25,28 +25,29 @@ class StateArray:
     axes: tuple[str, ...]
     split: str | None
 
+    @property
+    def spec(self) -> tuple[str | None, ...]:
+        """The mesh axis of each leading axis. No trailing None is spelled: jax would compile again for it."""
+        return () if self.split is None else (*(None,) * self.axes.index(self.split), AXIS)
+
 
 def state_arrays(config: Config, geometry: Geometry) -> list[StateArray]:
-    """Every state array, in a fixed order. Slot 0 and page 0 are dummies that padding writes to."""
+    """Every state array, sorted by name. Slot 0 and page 0 are dummies that padding writes to."""
     slots, heads, key = geometry.slots + 1, config.num_attention_heads, config.head_dim
     kda, taps = len(config.kda_layers), config.short_conv_kernel_size - 1
-    rows = []
-    if kda:
-        # A head's last inputs of q, k and v in one row: one gather and one scatter a layer, of whole lanes.
-        rows = [
-            StateArray("kda_conv", (kda, slots, heads, taps * 3 * key), geometry.dtype,
-                       ("layers", "slots", "heads", "taps"), "heads")
-        ]  # fmt: skip
-        rows.append(
-            StateArray("kda_recurrent", (kda, slots, heads, key, key), "float32",
-                       ("layers", "slots", "heads", "key", "value"), "heads")
-        )  # fmt: skip
-    rows.append(StateArray("last_token", (slots,), "int32", ("slots",), None))
-    pages = geometry.pages + (geometry.tp if geometry.cut_pages else 1)  # a dummy page on every device
+    pages = geometry.pages + (geometry.tp if geometry.striped else 1)  # a dummy page on every device that has its own
     latent = (len(config.mla_layers), pages, geometry.page_size, geometry.latent_row)
-    axes = ("layers", "pages", "page", "row")
-    rows.append(StateArray("mla_latent", latent, geometry.dtype, axes, "pages" if geometry.cut_pages else None))
-    return sorted(rows, key=lambda row: row.name)
+    # A head's last inputs of q, k and v in one row: one gather and one scatter a layer, of whole lanes.
+    conv = (kda, slots, heads, taps * 3 * key)
+    rows = [
+        StateArray("kda_conv", conv, geometry.dtype, ("layers", "slots", "heads", "taps"), "heads"),
+        StateArray("kda_recurrent", (kda, slots, heads, key, key), "float32",
+                   ("layers", "slots", "heads", "key", "value"), "heads"),
+        StateArray("last_token", (slots,), "int32", ("slots",), None),
+        StateArray("mla_latent", latent, geometry.dtype, ("layers", "pages", "page", "row"),
+                   "pages" if geometry.striped else None),
+    ]  # fmt: skip
+    return [row for row in rows if kda or not row.name.startswith("kda")]
 
 
 def state_bytes(config: Config, geometry: Geometry) -> int:

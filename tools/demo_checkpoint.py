@@ -14,10 +14,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from ling3export.checkpoint.convert import pieces
-from ling3export.checkpoint.layout import TensorInfo, expected_tensors
 from ling3export.checkpoint.synth import config_fields
 from ling3export.model.config import Config
-from ling3export.model.parameters import parameters
+from ling3export.model.parameters import TensorInfo, expected_tensors, parameters
 from ling3export.runners.evals.demo import SEED, Problems, text
 
 VOCABULARY = 384
@@ -76,7 +75,7 @@ def element_numbers(config: Config) -> tuple[dict[str, TensorInfo], dict[str, in
             for slab, piece in pieces(row, layer, config, lambda name: _numbers(first[name], tensors[name].shape)):
                 flat.setdefault(slab, []).append(piece.reshape(-1))
         stack, _, name = row.name.partition(".")
-        keys = [None] if row.split is None else list(range(config.slabs))
+        keys = [None] if row.split is None else list(range(config.tp_shards))
         value = np.concatenate([part for key in keys for part in flat[key]]).reshape(row.shape)
         tree.setdefault(stack, {})[name] = value
     return tensors, first, tree

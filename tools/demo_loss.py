@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ling3export.model.chunks import Chunks, chunks_of
 from ling3export.model.config import Config
 from ling3export.model.decoder import Layer, Ling3, static_layer
 from ling3export.model.geometry import CHUNK, Geometry
+from ling3export.model.inputs import Chunks, chunks_of
 from ling3export.model.kda import layer as kda
 from ling3export.model.kda.recurrence import Inputs, recurrent_step
 from ling3export.model.layers import rms_norm, take
-from ling3export.model.moe import route_weights
 from ling3export.model.program import bind
 
 Tree = dict[str, Any]
@@ -35,10 +34,9 @@ class Sums(NamedTuple):
 
 
 def geometry(config: Config, dtype: str = "float32") -> Geometry:
-    """One device, all experts at once."""
+    """One device, and pools that are never used."""
     return Geometry(
-        tp=1, dtype=dtype, slots=1, pages=1, page_size=CHUNK, max_pages=1, latent_row=config.latent_dim,
-        experts="local",
+        tp=1, dtype=dtype, slots=1, pages=1, page_size=CHUNK, max_pages=1, latent_row=config.latent_dim
     )  # fmt: skip
 
 
@@ -77,14 +75,17 @@ def attend_mla(model: Ling3, x: jax.Array, layer: int, chunks: Chunks) -> jax.Ar
     return model.mla._output(part.values / part.total[..., None], p, layer)
 
 
-def loads(model: Ling3, x: jax.Array, index: int) -> jax.Array:
-    """How many tokens of ``x [B, T, D]`` choose each expert: ``[E]``."""
+def all_experts(model: Ling3, x: jax.Array, index: int) -> tuple[jax.Array, jax.Array]:
+    """A MoE layer of ``x [B, T, D]`` fp32, normed, in which every expert runs on every token.
+
+    Returns:
+        Its output, of x's shape, and how many tokens choose each expert: ``[E]``, without a gradient.
+    """
     assert model.moe is not None
-    rows = x.reshape(-1, x.shape[-1])
-    logits = jnp.matmul(rows, take(model.moe.gate[...], index, split=False).T, precision=lax.Precision.HIGHEST)
-    bias = take(model.moe.expert_bias[...], index, split=False)
-    chosen = route_weights(jax.nn.sigmoid(logits).T, bias, model.config) > 0
-    return jnp.sum(chosen, axis=1, dtype=jnp.float32)
+    rows, dtype = x.reshape(-1, x.shape[-1]), jnp.dtype(model.geometry.dtype)
+    weights = model.moe.all_weights(rows, index)
+    out = model.moe.all_local(rows.astype(dtype), index, weights) + model.moe.shared(rows.astype(dtype), index)
+    return out.reshape(x.shape), jnp.sum(lax.stop_gradient(weights) > 0, axis=1, dtype=jnp.float32)
 
 
 def run_layer(model: Ling3, x: jax.Array, layer: Layer, chunks: Chunks) -> tuple[jax.Array, jax.Array | None]:
@@ -99,8 +100,10 @@ def run_layer(model: Ling3, x: jax.Array, layer: Layer, chunks: Chunks) -> tuple
         index = layer.attention_index
         x = x + jax.vmap(lambda rows: attend_mla(model, rows, index, chunks))(normed)
     normed = rms_norm(x, take(model.layers["post_attention_layernorm"][...], layer.number, split=False), eps)
-    x = x + jax.vmap(lambda rows: model._mlp(rows, layer, chunks.valid))(normed)
-    return x, loads(model, lax.stop_gradient(normed), layer.mlp_index) if layer.mlp == "moe" else None
+    if layer.mlp == "moe":
+        out, load = all_experts(model, normed, layer.mlp_index)
+        return x + out, load
+    return x + jax.vmap(lambda rows: model._mlp(rows, layer, chunks.valid))(normed), None
 
 
 def logits(model: Ling3, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:

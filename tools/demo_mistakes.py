@@ -21,7 +21,7 @@ import pytest  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
 from direct import Direct  # noqa: E402
-from ling3export.checkpoint.checkpoint import Checkpoint  # noqa: E402
+from ling3export.checkpoint.reader import Checkpoint  # noqa: E402
 from ling3export.compile.build import DEMO  # noqa: E402
 from ling3export.model.geometry import CHUNK  # noqa: E402
 from ling3export.runners.evals.graders import extract_answer, gold_answer, same_number  # noqa: E402

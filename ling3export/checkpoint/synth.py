@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from ling3export.artifacts.files import write_error
 from ling3export.artifacts.staging import staged
-from ling3export.checkpoint.layout import TensorInfo, expected_tensors, mtp_tensors
 from ling3export.checkpoint.synth_tokenizer import SPECIALS, write_json, write_tokenizer
 from ling3export.checkpoint.synth_weights import DTYPES, blocks
 from ling3export.errors import CheckpointError, ConfigError
 from ling3export.model.config import Config
+from ling3export.model.parameters import TensorInfo, expected_tensors, mtp_tensors
 
 LARGEST_SHARD = 4 << 30
 FEWEST_SHARDS = 3

@@ -18,8 +18,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ling3export.checkpoint.layout import TensorInfo
 from ling3export.model.config import Config
+from ling3export.model.parameters import TensorInfo
 
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32)}
 _LEVELS = 1 << 16  # a value is one of so many quantiles, picked by 16 random bits

@@ -23,8 +23,8 @@ from ling3export.artifacts.staging import staged
 from ling3export.cache.cells import Cells, opened, summary
 from ling3export.cache.keys import fingerprint, state_abi, toolchain
 from ling3export.cache.use import DEFAULT_USE, CacheUse
-from ling3export.checkpoint.checkpoint import Checkpoint
-from ling3export.checkpoint.convert import DTYPES, Progress, stored_dtype, write_weights
+from ling3export.checkpoint.convert import Progress, write_weights
+from ling3export.checkpoint.reader import Checkpoint
 from ling3export.compile.matrix import COLUMNS, outcome_rows
 from ling3export.compile.pool import Compilers, Outcome, check, compile_all
 from ling3export.compile.replay import Request, forget_failure, note_failure
@@ -235,10 +235,6 @@ def target_record(
     folder: Path, config: Config, plan: Plan, cells: dict[str, dict[str, Any]], programs: str
 ) -> dict[str, Any]:
     """What the manifest says of one target, whose programs lie in ``programs`` of the artifact's folder."""
-    # Imported here: the specs are jax's, and nothing else of a build needs jax in this process.
-    from ling3export.compile.lower import spec_list
-    from ling3export.model.program import parameter_spec, state_spec
-
     geometry, target = plan.geometry, plan.target
     named = {}
     for cell in sorted(plan.cells, key=lambda cell: (cell.phase, cell.padding)):
@@ -264,7 +260,7 @@ def target_record(
         "requires": requires,
         "parameters": [
             {"argument": ".".join(argument.path), "tensor": row.name, "shape": list(row.shape), **layer_of(argument),
-             "dtype": DTYPES[stored_dtype(row, geometry.dtype)][1].name, "spec": spec_list(parameter_spec(row.split))}
+             "dtype": row.stored_dtype(geometry.dtype), "spec": list(argument.spec)}
             for argument in arguments(config, geometry) for row in (argument.parameter,)
         ],
         "state": {
@@ -274,7 +270,7 @@ def target_record(
             "page_size": geometry.page_size,
             "max_pages": geometry.max_pages,
             "chunk": CHUNK,
-            "arrays": [asdict(row) | {"spec": spec_list(state_spec(row))} for row in state_arrays(config, geometry)],
+            "arrays": [asdict(row) | {"spec": list(row.spec)} for row in state_arrays(config, geometry)],
         },
         "cells": named,
     }  # fmt: skip
@@ -282,7 +278,7 @@ def target_record(
 
 def layer_of(argument: Argument) -> dict[str, Any]:
     """Which index of which axis of the tensor an argument is; nothing for a whole tensor."""
-    return {} if argument.layer is None else {"index": argument.layer, "axis": argument.stack_axis}
+    return {} if argument.layer is None else {"index": argument.layer, "axis": argument.parameter.stack_axis}
 
 
 def _slice(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:

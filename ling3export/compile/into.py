@@ -23,9 +23,8 @@ from ling3export.artifacts.staging import adding
 from ling3export.cache.cells import opened, summary
 from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.cache.use import DEFAULT_USE, CacheUse
-from ling3export.checkpoint.checkpoint import Checkpoint
-from ling3export.checkpoint.convert import store_bytes
-from ling3export.checkpoint.same_weights import differing_tensors
+from ling3export.checkpoint.convert import differing_tensors, store_bytes
+from ling3export.checkpoint.reader import Checkpoint
 from ling3export.compile.build import SIZING, Reporter, announced, compiling, complete
 from ling3export.compile.pool import Outcome
 from ling3export.compile.replay import Request, forget_failure

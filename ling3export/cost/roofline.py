@@ -6,7 +6,7 @@ from typing import Any
 
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
-from ling3export.model.mla.pages import TILE
+from ling3export.model.mla.paged import TILE
 from ling3export.model.moe import LOCAL_ROWS, tile_rows
 from ling3export.model.parameters import parameters
 from ling3export.plan.chips import Chip
@@ -33,8 +33,7 @@ class Workload:
         if phase in ("prefill", "score"):
             return {"chunks": padding // CHUNK, "tiles": tiles, "cached": 0}
         pages = min(geometry.max_pages, math.ceil(self.tokens / geometry.page_size))
-        rows = math.ceil(padding / geometry.tp) if geometry.placement == "by_sequence" else padding
-        held = math.ceil(rows * pages / (geometry.tp if geometry.placement == "striped" else 1))
+        held = math.ceil(padding * pages / (geometry.tp if geometry.striped else 1))
         return {"sequences": padding, "pages": pages, "page_tiles": math.ceil(held / TILE), "tiles": tiles}
 
 
@@ -114,7 +113,7 @@ def expert_times(config: Config, geometry: Geometry, padding: int, chip: Chip) -
         products of a device in one step, ``weight_seconds`` to read its expert weights once.
     """
     weights = sum(math.prod(row.shape) for row in parameters(config) if row.split == "experts") / geometry.tp
-    all_local = geometry.experts == "local" and padding <= LOCAL_ROWS
+    all_local = geometry.tiled and padding <= LOCAL_ROWS
     rows = padding * (1.0 if all_local else config.num_experts_per_tok / config.num_experts)
     width = 4 if geometry.dtype == "float32" else 2
     return {

@@ -97,18 +97,14 @@ def derive_decode_paddings(paddings: Sequence[int], max_running: int) -> tuple[t
 
 
 def forms(config: Config, target: Target) -> dict[str, Any]:
-    """The forms of loops and pools that are best on a target (docs/log.md has the measurements)."""
+    """The form of programs that is best on a target, and its latent rows (docs/log.md has the measurements)."""
     if target.chip is None:
         return {"latent_row": config.latent_dim}
     # A latent row of whole lanes: else the compiler copies the donated pool every step.
     lanes = target.chip.lanes
     return {
         "latent_row": -(-config.latent_dim // lanes) * lanes,
-        "layer_loop": "unroll",
-        "placement": "striped" if target.tp > 1 else "replicated",
-        "attention": "pages",
-        "experts": "local",
-        "recurrence": "together",
+        "form": "tiles",
     }
 
 

@@ -17,8 +17,8 @@ def weight_bytes(config: Config, geometry: Geometry) -> int:
     """Bytes of parameters on one device."""
     total = 0
     for argument in arguments(config, geometry):
-        width = 4 if "float32" in (argument.parameter.dtype, geometry.dtype) else 2
-        total += width * math.prod(argument.shape) // (geometry.tp if argument.split else 1)
+        width = 4 if argument.parameter.stored_dtype(geometry.dtype) == "float32" else 2
+        total += width * math.prod(argument.shape) // (geometry.tp if argument.spec else 1)
     return total
 
 
@@ -93,7 +93,7 @@ def _room(config: Config, geometry: Geometry, options: Options, target: Target) 
 
 def stride(geometry: Geometry) -> int:
     """Pages come in multiples of this: every device of a pool that is cut over devices has as many."""
-    return geometry.tp if geometry.cut_pages else 1
+    return geometry.tp if geometry.striped else 1
 
 
 def size_pages(config: Config, geometry: Geometry, options: Options, target: Target) -> tuple[Geometry, str]:

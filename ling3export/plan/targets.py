@@ -72,7 +72,7 @@ def parse_target(text: str, tp: int | None, config: Config) -> Target:
     Args:
         text: The target.
         tp: ``--tp``, which speaks of cpu; elsewhere only ``@TP`` counts, and all devices of a topology are taken.
-        config: The model; TP must divide its slabs.
+        config: The model; TP must divide its TP shards.
 
     Raises:
         PlanError: A platform, kind or topology that is not known, with those that are; a TP that does not fit.
@@ -127,14 +127,15 @@ def _cpu_tp(wanted: int | None, config: Config) -> int:
 
 
 def _divisors(config: Config) -> list[int]:
-    return [d for d in range(1, config.slabs + 1) if config.slabs % d == 0]
+    return [d for d in range(1, config.tp_shards + 1) if config.tp_shards % d == 0]
 
 
 def _check_tp(what: str, tp: int, config: Config) -> None:
     if tp not in _divisors(config):
         raise PlanError(
-            f"{what}: expected a divisor of {config.slabs} (the common divisor of heads {config.num_attention_heads}, "
-            f"experts {config.num_experts}, vocabulary {config.vocab_size} and widths), found {tp}",
+            f"{what}: expected a divisor of {config.tp_shards} (the common divisor of heads "
+            f"{config.num_attention_heads}, experts {config.num_experts}, vocabulary {config.vocab_size} and widths), "
+            f"found {tp}",
             f"this model splits over {listed([str(d) for d in _divisors(config)], 12)}",
         )
 

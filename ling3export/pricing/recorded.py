@@ -4,8 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ling3export.errors import ArtifactError, listed
-from ling3export.model.config import Config
-from ling3export.model.config_rules import FIXED
+from ling3export.model.config import FIXED, Config
 from ling3export.model.geometry import Geometry
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.staging import staged
-from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.checkpoint.convert import Progress, write_weights
+from ling3export.checkpoint.reader import Checkpoint
 from ling3export.errors import ArtifactError, Ling3Error, PlanError
 from ling3export.model.geometry import Geometry
 from ling3export.plan.options import Options

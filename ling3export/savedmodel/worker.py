@@ -86,7 +86,7 @@ def parameters(config: Config, geometry: Geometry, store: Store) -> Tree:
     for argument in arguments(config, geometry):
         value = store.view(argument.parameter.name)
         if argument.layer is not None:
-            value = np.take(value, argument.layer, argument.stack_axis)
+            value = np.take(value, argument.layer, argument.parameter.stack_axis)
         put(tree, argument.path, jnp.asarray(value))
     return tree
 

@@ -12,25 +12,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from ling3export.model.chunks import Chunks
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
+from ling3export.model.inputs import Chunks, DecodeRows
 from ling3export.model.kda.conv import convolve
-from ling3export.model.kda.recurrence import ChunkTerms, Inputs, chunk_step, chunk_terms, recurrent_step
+from ling3export.model.kda.recurrence import ChunkTerms, Inputs, chunk_step, chunk_terms, is_factored, recurrent_step
 from ling3export.model.kda.tiled import Rows, island_precision, tile_scan
 from ling3export.model.layers import l2_norm, rms_norm, take
 from ling3export.model.products import dot_rows_split, dot_split
 
-FACTORED_BOUND = -80.0 / CHUNK  # per-token decay above which exp(-G) over a chunk stays finite in fp32
-
 IN_BOUNDS = "promise_in_bounds"  # slots come from the allocator; a bounds check costs XLA:CPU the in-place update
 
 State = dict[str, jax.Array]
-
-
-def is_factored(config: Config) -> bool:
-    """Whether the gate's bound keeps the factored exponents of a chunk finite."""
-    return config.kda_safe_gate and config.kda_lower_bound >= FACTORED_BOUND
 
 
 def log_decay(f: jax.Array, a_log: jax.Array, dt_bias: jax.Array, config: Config) -> jax.Array:
@@ -115,38 +108,36 @@ class KimiDeltaAttention(nnx.Module):
     def _inputs(self, conv: jax.Array, g: jax.Array, beta: jax.Array) -> Inputs:
         """Normalizes and scales what the convolution gave, ``[..., H, 3K]``."""
         q, k, v = jnp.split(conv, 3, axis=-1)
-        units = self.geometry.matrix_units
+        units = self.geometry.tiled
         return Inputs(l2_norm(q, units) * self.config.head_dim**-0.5, l2_norm(k, units), v, g, beta)
 
     def _output(self, o: jax.Array, gate: jax.Array, layer: int | jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Norm, elementwise sigmoid gate and o_proj: o, gate ``[T, H, V]`` to this device's partial ``[T, D]``."""
         weight = take(self.o_norm[...], layer, split=False)
-        y = rms_norm(o, weight, self.config.rms_norm_eps, self.geometry.matrix_units) * jax.nn.sigmoid(gate)
+        y = rms_norm(o, weight, self.config.rms_norm_eps, self.geometry.tiled) * jax.nn.sigmoid(gate)
         return dot_rows_split(y.reshape(o.shape[0], -1).astype(dtype), self.o_proj, layer, self.geometry)
 
-    def decode(
-        self, x: jax.Array, layer: int | jax.Array, state: State, slot: jax.Array, used: jax.Array
-    ) -> tuple[jax.Array, State]:
+    def decode(self, x: jax.Array, layer: int | jax.Array, state: State, rows: DecodeRows) -> tuple[jax.Array, State]:
         """One token of each sequence.
 
         Args:
             x: ``[B, D]``, normed, model dtype.
             layer: Index into the stack.
             state: The state dict; the KDA arrays are replaced.
-            slot: ``[B]`` int32, 0 for padding rows.
-            used: int32 scalar, one past the last row that is not padding.
+            rows: The step's rows.
 
         Returns:
             This device's partial sum ``[B, D]`` in fp32, and the state.
         """
+        slot = rows.slot
         raw, g, gate, beta = self._project(x, layer)
         # Held apart, or XLA:CPU reads the pool in whatever needs the convolution, and must copy it before an update.
-        hold: Callable[[Any], Any] = (lambda x: x) if self.geometry.matrix_units else lax.optimization_barrier
+        hold: Callable[[Any], Any] = (lambda x: x) if self.geometry.tiled else lax.optimization_barrier
         window = hold(state["kda_conv"].at[layer, slot].get(mode=IN_BOUNDS))
         conv, window = hold(step_conv(window, raw, self._taps(layer)))
         state = state | {"kda_conv": state["kda_conv"].at[layer, slot].set(window, mode=IN_BOUNDS)}
         inputs = self._inputs(conv, g, beta)
-        if self.geometry.recurrence == "together":
+        if self.geometry.tiled:
             pool = state["kda_recurrent"]
             new, out = recurrent_step(pool.at[layer, slot].get(mode=IN_BOUNDS), inputs, hold)
             state = state | {"kda_recurrent": pool.at[layer, slot].set(new, mode=IN_BOUNDS)}
@@ -160,7 +151,7 @@ class KimiDeltaAttention(nnx.Module):
 
         # A row at a time: gathering and scattering whole states takes XLA:CPU ten times longer (docs/log.md).
         with jax.named_scope("sequences"):
-            pool, out = lax.fori_loop(0, used, step, (state["kda_recurrent"], jnp.zeros_like(inputs.v)))
+            pool, out = lax.fori_loop(0, rows.used, step, (state["kda_recurrent"], jnp.zeros_like(inputs.v)))
         return self._output(out, gate, layer, x.dtype), state | {"kda_recurrent": pool}
 
     def prefill(self, x: jax.Array, layer: int | jax.Array, state: State, chunks: Chunks) -> tuple[jax.Array, State]:

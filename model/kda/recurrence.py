@@ -24,9 +24,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
 
 HIGHEST = lax.Precision.HIGHEST  # the recurrence is an fp32 island
+
+FACTORED_BOUND = -80.0 / CHUNK  # per-token decay above which exp(-G) over a chunk stays finite in fp32
+
+
+def is_factored(config: Config) -> bool:
+    """Whether the gate's bound keeps the factored exponents of a chunk finite."""
+    return config.kda_safe_gate and config.kda_lower_bound >= FACTORED_BOUND
 
 
 class Inputs(NamedTuple):

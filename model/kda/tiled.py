@@ -21,6 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ling3export.model.geometry import CHUNK
+from ling3export.model.kda.conv import picks_of
+
 TILE = 8  # chunks: 128 rows are what a matrix unit takes
 UNROLLED = 8  # links of the chain that are written out; more of them are a loop
 
@@ -77,6 +80,38 @@ def runs_of(first: jax.Array, chunk: int) -> Runs:
     opened = [always(size * chunk), open_pair, always(size), open_leave, always(2 * size)]
     closed = jnp.where(jnp.concatenate(opened, axis=1), 0.0, -jnp.inf)[..., None]
     return Runs(number > 0, sums, closed)
+
+
+class Tiles(NamedTuple):
+    """The chunks of a call side by side in tiles, alike in every layer.
+
+    Attributes:
+        runs: Which chunks belong together.
+        picks: Where the convolution finds the rows before each row, see :func:`conv.picks_of`.
+    """
+
+    runs: Runs
+    picks: jax.Array
+
+
+def tiles_of(first: jax.Array, fresh: jax.Array, length: jax.Array, conv_history: int) -> Tiles:
+    """:class:`Tiles` of N chunks; the last tile is filled up.
+
+    Args:
+        first: ``[N]`` bool, a run of chunks starts here.
+        fresh: ``[N]`` bool, it starts from zero state.
+        length: ``[N]`` int32, tokens of the chunk.
+        conv_history: Tokens before each one that the convolution sees.
+    """
+    count = first.shape[0]
+    size = min(TILE, count)
+
+    def fill(y: jax.Array, value: int) -> jax.Array:
+        return jnp.pad(y, (0, -count % size), constant_values=value)
+
+    first = fill(first, 1)
+    picks = picks_of(first, fill(fresh, 1), fill(length, 0), size, CHUNK, conv_history)
+    return Tiles(runs_of(first, CHUNK), picks)
 
 
 def unit_lower_inverse_blocks(strict: jax.Array, exact: lax.Precision = HIGHEST) -> jax.Array:

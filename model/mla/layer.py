@@ -14,21 +14,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from ling3export.model.chunks import Chunks
 from ling3export.model.config import Config
-from ling3export.model.geometry import AXIS, CHUNK, Geometry
+from ling3export.model.geometry import CHUNK, Geometry
+from ling3export.model.inputs import Chunks, DecodeRows
 from ling3export.model.layers import dot, dot_heads, rms_norm, rope, take
 from ling3export.model.mla.paged import (
     MASKED,
+    PageList,
     Partial,
     attend_list,
     attend_pages,
     gather_heads,
+    local_pages,
     merge,
     merge_devices,
     softmax_part,
 )
-from ling3export.model.mla.pages import OwnRows, PageList, local_pages
 from ling3export.model.products import dot_heads_split, dot_rows_split, dot_split
 
 LATENT_NORM_EPS = 1e-6  # of the query's and the key-value latent's norm, whatever rms_norm_eps says
@@ -79,7 +80,7 @@ class GatedMLA(nnx.Module):
         query = self._query(x, layer) * config.qk_head_dim**-0.5
         compressed = dot(x, take(self.kv_a_proj_with_mqa[...], layer, split=False))
         weight = take(self.kv_a_layernorm[...], layer, split=False)
-        nope, rank, units = config.qk_nope_head_dim, config.kv_lora_rank, self.geometry.matrix_units
+        nope, rank, units = config.qk_nope_head_dim, config.kv_lora_rank, self.geometry.tiled
         gate = jax.nn.sigmoid(dot_split(x, self.g_proj, layer, self.geometry).reshape(x.shape[0], -1))
         return Projected(
             q_nope=query[..., :nope].astype(x.dtype),
@@ -105,67 +106,44 @@ class GatedMLA(nnx.Module):
         return dot_rows_split(gated, self.dense, layer, self.geometry)
 
     def decode(
-        self, x: jax.Array, layer: int | jax.Array, pool: jax.Array, position: jax.Array, table: jax.Array,
-        valid: jax.Array, used: jax.Array, pages: PageList | None,
-    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        self, x: jax.Array, layer: int | jax.Array, pool: jax.Array, rows: DecodeRows
+    ) -> tuple[jax.Array, jax.Array]:
         """One token of each sequence.
 
         Args:
             x: ``[B, D]``, normed, model dtype.
             layer: Index into the stack and the pool.
             pool: ``[layers, pages, page, row]``.
-            position: ``[B]`` int32.
-            table: ``[B, M]`` int32.
-            valid: ``[B]`` bool, False for padding rows.
-            used: int32 scalar, one past the last valid row.
-            pages: The list to walk; None attends one sequence after the other.
+            rows: The step's rows; their list of pages is walked, or without one a sequence after the other.
 
         Returns:
             This device's partial sum ``[B, D]`` in fp32, and the pool with the new latents.
         """
-        p = self._project(x, layer, position)
-        pool = store_latents(pool, layer, p, position, table, valid, self.geometry)
+        p = self._project(x, layer, rows.position)
+        pool = store_latents(pool, layer, p, rows.position, rows.page_table, rows.valid, self.geometry)
         query = self._absorb(p, layer, pool.shape[3])
-        if pages is None:
-            latent = self._one_by_one(query, pool, layer, table, jnp.where(valid, position + 1, 0), used)
+        if rows.pages is None:
+            latent = self._one_by_one(query, pool, layer, rows)
         else:
-            latent = self._all_pages(query, pool, layer, pages)
+            latent = self._all_pages(query, pool, layer, rows.pages)
         return self._output(self._release(latent, layer, x.dtype), p, layer), pool
 
-    def decode_own(
-        self, x: jax.Array, layer: int | jax.Array, pool: jax.Array, position: jax.Array, table: jax.Array,
-        valid: jax.Array, own: OwnRows, pages: PageList,
-    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-        """:meth:`decode` where each device attends its own rows for all heads: the sum over devices gathers the rows.
-
-        Its arguments, but ``own``, the rows of this device, and ``pages``, what they hold, rows counted as in ``own``.
-        """
-        x, position, table = x[own.row], position[own.row], table[own.row]
-        p = self._project(x, layer, position)
-        pool = store_latents(pool, layer, p, position, table, valid[own.row] & own.mine, self.geometry)
-        part = attend_list(self._absorb(p, layer, pool.shape[3]), pool, layer, pages, self.config.kv_lora_rank)
-        latent = part.values / jnp.maximum(part.total, 1e-30)[..., None]
-        out = self._output(self._release(latent, layer, x.dtype), p, layer)
-        return jnp.where(own.place[:, None] >= 0, out[jnp.maximum(own.place, 0)], 0.0), pool
-
-    def _one_by_one(
-        self, query: jax.Array, pool: jax.Array, layer: int | jax.Array, table: jax.Array, length: jax.Array,
-        used: jax.Array,
-    ) -> jax.Array:  # fmt: skip
+    def _one_by_one(self, query: jax.Array, pool: jax.Array, layer: int | jax.Array, rows: DecodeRows) -> jax.Array:
         """Attended latents ``[B, H, R]``, one sequence after the other."""
         rank = self.config.kv_lora_rank
+        length = jnp.where(rows.valid, rows.position + 1, 0)
 
         def sequence(b: jax.Array, out: jax.Array) -> jax.Array:
-            part = attend_pages(query[b], pool, layer, table[b], length[b], rank, self.geometry)
+            part = attend_pages(query[b], pool, layer, rows.page_table[b], length[b], rank, self.geometry)
             return out.at[b].set(part.values / jnp.maximum(part.total, 1e-30)[:, None])
 
         with jax.named_scope("sequences"):
-            return lax.fori_loop(0, used, sequence, jnp.zeros((*query.shape[:2], rank), jnp.float32))
+            return lax.fori_loop(0, rows.used, sequence, jnp.zeros((*query.shape[:2], rank), jnp.float32))
 
     def _all_pages(self, query: jax.Array, pool: jax.Array, layer: int | jax.Array, pages: PageList) -> jax.Array:
         """Attended latents ``[B, H, R]`` over the listed pages of all sequences."""
         rank = self.config.kv_lora_rank
-        if self.geometry.placement == "striped":
+        if self.geometry.striped:
             part = merge_devices(attend_list(gather_heads(query), pool, layer, pages, rank))
         else:
             part = attend_list(query, pool, layer, pages, rank)
@@ -174,25 +152,7 @@ class GatedMLA(nnx.Module):
     def prefill(
         self, x: jax.Array, layer: int | jax.Array, pool: jax.Array, chunks: Chunks
     ) -> tuple[jax.Array, jax.Array]:
-        """All token slots of a prefill call; arguments and results as :meth:`decode`, rows being token slots."""
-        if self.geometry.placement == "by_sequence":
-            return self._of_own_heads().prefill_heads(x, layer, pool, chunks)
-        return self.prefill_heads(x, layer, pool, chunks)
-
-    def _of_own_heads(self) -> "GatedMLA":
-        """Itself with this device's slabs alone of weights that are whole on every device."""
-        weights = {name: value for name, value in vars(self).items() if isinstance(value, nnx.Param)}
-        for name in {"w_uk", "w_uv", "g_proj", "dense", "q_proj", "q_b_proj"} & weights.keys():
-            value = weights[name][...]
-            each = value.shape[0] // self.geometry.tp
-            mine = lax.dynamic_slice_in_dim(value, lax.axis_index(AXIS) * each, each)
-            weights[name] = nnx.Param(mine)
-        return GatedMLA(self.config, self.geometry, weights)
-
-    def prefill_heads(
-        self, x: jax.Array, layer: int | jax.Array, pool: jax.Array, chunks: Chunks
-    ) -> tuple[jax.Array, jax.Array]:
-        """:meth:`prefill` for the heads whose weights are here."""
+        """All padded tokens of a prefill call; arguments and results as :meth:`decode`, rows being padded tokens."""
         p = self._project(x, layer, chunks.position)
         # Written before anything is read: a write after a read that nothing orders would make XLA copy the pool.
         table = jnp.repeat(chunks.page_table, CHUNK, axis=0)

@@ -1,7 +1,15 @@
-"""Attention over cached latents in parts: a softmax over some of the keys, and how parts are merged.
+"""Attention over the pages of the latent pool: where a page lies, which pages a step attends, and the attention.
 
-Absorbed: the query is in latent space, and a page's row is key and value at once. One sequence page after page, or all
-sequences over a list of pages in tiles.
+Absorbed attention: the query is in latent space, and a page's row is key and value at once. It goes one sequence page
+after page, or over all sequences' pages in tiles, as an online softmax whose parts are merged.
+
+Striped: page number n lies on device (n - 1) % TP, as its local page (n - 1) // TP + 1; local page 0 is each device's
+dummy. Any page may be anywhere, so whoever hands out pages needs no rule, and numbers that are handed out in order
+spread a sequence over all devices.
+
+In the form ``tiles`` a decode step lists the (row, page) pairs that this device holds, and walks the list in tiles. So
+its time follows what the sequences hold, whatever their number and lengths, and a device reads each cached byte once
+for all heads.
 """
 
 from typing import NamedTuple
@@ -12,9 +20,61 @@ from jax import lax
 
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.layers import precision
-from ling3export.model.mla.pages import TILE, PageList, local_pages
 
 MASKED = -1e30  # finite, so that a row which sees nothing yet gives weights of zero and not NaN
+TILE = 16  # pages attended at once: 8 cost 12 small operations as often again (docs/log.md)
+
+
+class PageList(NamedTuple):
+    """The pages that this device attends in a decode step, those of live rows first.
+
+    Attributes:
+        row: ``[X]`` int32, which sequence of the batch.
+        page: ``[X]`` int32, local page number, 0 past the end.
+        length: ``[X]`` int32, tokens of the page that count, 0 past the end.
+        tiles: int32 scalar, how many tiles of :data:`TILE` hold pages.
+    """
+
+    row: jax.Array
+    page: jax.Array
+    length: jax.Array
+    tiles: jax.Array
+
+
+def local_pages(number: jax.Array, geometry: Geometry) -> tuple[jax.Array, jax.Array]:
+    """(whether this device holds each page, its local number, 0 where it does not); page 0 is nobody's."""
+    if not geometry.striped:
+        return number > 0, number
+    device, place = (number - 1) % geometry.tp, (number - 1) // geometry.tp
+    here = (number > 0) & (device == lax.axis_index(AXIS))
+    return here, jnp.where(here, place + 1, 0)
+
+
+def list_pages(position: jax.Array, table: jax.Array, valid: jax.Array, geometry: Geometry) -> PageList:
+    """Lists what a decode step attends: every page up to each row's position.
+
+    Args:
+        position: ``[B]`` int32, of the token that decodes.
+        table: ``[B, M]`` int32 page numbers.
+        valid: ``[B]`` bool.
+        geometry: Placement and page size.
+    """
+    rows, columns = table.shape
+    page = geometry.page_size
+    seen = jnp.where(valid, position + 1, 0)[:, None] - jnp.arange(columns, dtype=jnp.int32) * page
+    here, local = local_pages(table, geometry)
+    mine = (here & (seen > 0)).reshape(-1)
+    count = rows * columns
+    order = jnp.sort(jnp.where(mine, jnp.arange(count, dtype=jnp.int32), count))
+    order = jnp.pad(order, (0, -count % TILE), constant_values=count)
+    live = order < count
+    at = jnp.where(live, order, 0)
+    return PageList(
+        row=at // columns,
+        page=jnp.where(live, local.reshape(-1)[at], 0),
+        length=jnp.where(live, jnp.minimum(seen, page).reshape(-1)[at], 0),
+        tiles=(jnp.sum(mine, dtype=jnp.int32) + TILE - 1) // TILE,
+    )
 
 
 class Partial(NamedTuple):
@@ -68,7 +128,7 @@ def attend_pages(
         here, number = local_pages(table[j], geometry)
         # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
         cached = jnp.where(mask[:, None], pool[layer, number], jnp.zeros((), pool.dtype))
-        if geometry.cut_pages:
+        if geometry.striped:
             cached = lax.psum(jnp.where(here, cached, jnp.zeros((), pool.dtype)), AXIS)
         exact = precision(pool.dtype)
         scores = jnp.matmul(query, cached.T, precision=exact, preferred_element_type=jnp.float32)

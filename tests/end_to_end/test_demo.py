@@ -15,9 +15,9 @@ from artifacts_fixture import run
 from demo_steps import pairs
 from direct import assemble, relative
 from ling3export.artifacts.manifest import canonical
-from ling3export.checkpoint.checkpoint import Checkpoint
-from ling3export.checkpoint.layout import expected_tensors
+from ling3export.checkpoint.reader import Checkpoint
 from ling3export.compile.build import DEMO
+from ling3export.model.parameters import expected_tensors
 from ling3export.model.program import bind
 from ling3export.runners.evals.demo import NAMES, Problems, demo_records, is_kept_pair, names, text
 from ling3export.runners.evals.suites import load_suite
@@ -70,7 +70,12 @@ def test_the_packaged_checkpoint_is_small_and_of_the_true_structure():
     assert sum(int(np.prod(info.shape)) for info in expected_tensors(config).values()) == 1_473_968
     assert sum(path.stat().st_size for path in DEMO.iterdir()) < 5e6
     assert config.attention_kinds == ("kda", "kda", "mla") * 2
-    assert (config.slabs, config.n_group, config.num_shared_experts, config.num_nextn_predict_layers) == (16, 4, 1, 0)
+    assert (config.tp_shards, config.n_group, config.num_shared_experts, config.num_nextn_predict_layers) == (
+        16,
+        4,
+        1,
+        0,
+    )
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     assert tokenizer.encode("Tom has 149 pears").tokens[-6:] == ["Ġhas", "Ġ", "1", "4", "9", "Ġpears"]
     assert tokenizer.decode(tokenizer.encode("Łódź 17+8=25 🎉").ids) == "Łódź 17+8=25 🎉"

@@ -16,7 +16,7 @@ import pytest
 
 from artifacts_fixture import Artifacts, run
 from direct import agreed, relative
-from ling3export.checkpoint.checkpoint import Checkpoint
+from ling3export.checkpoint.reader import Checkpoint
 from ling3export.verify.reference import Reference
 from package_copy import copied
 from tolerances import FLOAT32, MARGIN, SAME

@@ -8,8 +8,7 @@ import pytest
 
 from ling3export.checkpoint.synth import config_fields
 from ling3export.errors import ConfigError
-from ling3export.model.config import Config
-from ling3export.model.config_rules import FIXED, READ
+from ling3export.model.config import FIXED, READ, Config
 
 TINY = config_fields("full", {})
 
@@ -70,7 +69,7 @@ def test_ling3_tiny():
     assert config.dense_layers == (0,)
     assert config.moe_layers == tuple(range(1, 24))
     assert (config.qk_head_dim, config.latent_dim, config.head_dim) == (192, 576, 128)
-    assert config.slabs == 16
+    assert config.tp_shards == 16
     assert config.eos_token_ids == (156892,)
     assert config.rope_theta == 10000.0
 
@@ -86,7 +85,7 @@ def test_flash_structure():
     config = Config.from_dict(FLASH)
     assert config.mla_layers == (5, 11, 17, 23, 29, 35, 41)
     assert config.dense_layers == (0, 1)
-    assert config.slabs == 32
+    assert config.tp_shards == 32
     assert config.q_lora_rank is None
 
 
@@ -95,9 +94,9 @@ def test_layers_of_an_incomplete_last_group_are_mla():
     assert config.attention_kinds == ("kda", "kda", "kda", "mla", "mla", "mla")
 
 
-def test_slabs_count_only_the_widths_that_exist():
-    assert Config.from_dict(TINY | {"intermediate_size": 4600}).slabs == 8
-    assert Config.from_dict(TINY | {"intermediate_size": 4600, "first_k_dense_replace": 0}).slabs == 16
+def test_tp_shards_count_only_the_widths_that_exist():
+    assert Config.from_dict(TINY | {"intermediate_size": 4600}).tp_shards == 8
+    assert Config.from_dict(TINY | {"intermediate_size": 4600, "first_k_dense_replace": 0}).tp_shards == 16
 
 
 def test_several_end_of_text_ids():

@@ -12,10 +12,9 @@ from direct import pack
 from kda_oracle import BOUNDED, GATES, close, delta_rule
 from ling3export.checkpoint.synth import config_fields
 from ling3export.model import moe
-from ling3export.model.chunks import chunks_of
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
-from ling3export.model.inputs import batch_fields, packed_size, unpack
+from ling3export.model.inputs import batch_fields, chunks_of, packed_size, unpack
 from ling3export.model.kda import layer as kda
 from ling3export.model.kda import recurrence as delta
 from ling3export.model.layers import rope

@@ -8,6 +8,7 @@ import pytest
 
 from direct import Direct, relative
 from ling3export.model import products as slabs
+from ling3export.model.geometry import Form
 from ling3export.model.mla import layer as mla
 from numerics import Case, Quick
 from tolerances import BFLOAT16_MEDIAN, FLOAT32, SAME
@@ -135,10 +136,10 @@ def test_decode_rows_are_independent_of_their_place(case: Case, direct: Direct):
     assert max(relative(found[0][n], found[1][n]) for n in range(4)) < SAME
 
 
-@pytest.mark.parametrize(("tp", "loop"), [(2, "unroll"), (4, "scan")])
-def test_tensor_parallelism_changes_nothing(case: Case, direct: Direct, tp: int, loop: str):
-    """Also pins the loop over layers against the unrolled form."""
-    split = case.direct(tp=tp, layer_loop=loop)
+@pytest.mark.parametrize(("tp", "form"), [(2, "tiles"), (4, "loops")])
+def test_tensor_parallelism_changes_nothing(case: Case, direct: Direct, tp: int, form: Form):
+    """Also pins the form for accelerators, with unrolled layers, against the one for cpu."""
+    split = case.direct(tp=tp, form=form)
     found: list[np.ndarray] = []
     one: list[np.ndarray] = []
     for model, out in ((direct, one), (split, found)):

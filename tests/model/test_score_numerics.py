@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from direct import pack, relative
-from ling3export.checkpoint.checkpoint import Checkpoint
+from ling3export.checkpoint.reader import Checkpoint
 from ling3export.checkpoint.synth import synthesize
-from ling3export.model.geometry import CHUNK
+from ling3export.model.geometry import CHUNK, Form
 from ling3export.model.sampling.scoring import ROWS
 from ling3export.verify.reference import Reference
-from numerics import FORMS, Case, Quick
+from numerics import Case, Quick
 from tolerances import FLOAT32, MARGIN
 
 pytestmark = pytest.mark.jit
@@ -118,10 +118,10 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(tmp_path_factory.mktemp("score") / "micro", (120, 90, 60), num_hidden_layers=4).expect()
 
 
-@pytest.mark.parametrize(("tp", "loop", "forms"), [(1, "scan", {}), (2, "unroll", FORMS), (4, "scan", {})])
-def test_packed_cut_and_continued(case: Case, tp: int, loop: str, forms: dict[str, str]):
-    """Also the forms that accelerators get: a striped pool, unrolled layers."""
-    scorer = Scorer(case.config, case.read, tp=tp, layer_loop=loop, page_size=16, max_pages=8, **forms)
+@pytest.mark.parametrize(("tp", "form"), [(1, "loops"), (2, "tiles"), (4, "loops")])
+def test_packed_cut_and_continued(case: Case, tp: int, form: Form):
+    """Also the form that accelerators get: a striped pool, unrolled layers."""
+    scorer = Scorer(case.config, case.read, tp=tp, form=form, page_size=16, max_pages=8)
     found = schedule(scorer, case.prompts, seed=tp)
     assert len(found) == sum(len(ids) - 1 for ids in case.prompts)
     assert_right(found, case.prompts, case.expected)

@@ -23,7 +23,7 @@ def geometry(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """The form of the products: by the size of a layer, and by the loop over layers."""
     monkeypatch.setattr(slabs, "CACHED", 0 if request.param == "slab by slab" else 2**30)
     monkeypatch.setattr(slabs, "PIECE", 7)
-    return replace(GEOMETRY, layer_loop="unroll") if request.param == "merged" else GEOMETRY
+    return replace(GEOMETRY, form="tiles") if request.param == "merged" else GEOMETRY
 
 
 def draw(*shape: int, seed: int, dtype: str) -> tuple[Any, np.ndarray]:

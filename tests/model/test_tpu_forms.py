@@ -1,4 +1,4 @@
-"""The forms of the steps that accelerators get, on CPU in fp32: other loops and placements, the same numbers."""
+"""The form of the steps that accelerators get, on CPU in fp32: unrolled layers, tiles, striped pages."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,8 @@ import pytest
 
 from direct import relative
 from ling3export.model import moe
-from ling3export.model.mla.pages import TILE
-from numerics import FORMS, Case, Quick
+from ling3export.model.mla.paged import TILE
+from numerics import Case, Quick
 from tolerances import FLOAT32
 
 pytestmark = pytest.mark.jit
@@ -21,13 +21,11 @@ def case(tmp_path_factory) -> Case:
     return Case(tmp_path_factory.mktemp("forms") / "micro", (70, 37, 21)).expect()
 
 
-@pytest.mark.parametrize(
-    ("tp", "loop", "forms"),
-    [(4, "unroll", FORMS), (2, "scan", FORMS), (1, "unroll", FORMS | {"placement": "replicated"})],
-)
-def test_the_forms_agree_with_the_reference(case: Case, tp: int, loop: str, forms: dict[str, str]):
+@pytest.mark.parametrize("tp", [4, 2, 1])
+def test_the_form_agrees_with_the_reference(case: Case, tp: int):
     """Three sequences of several pages, cut prefills, then decode side by side with padding rows between them."""
-    direct = Quick(case.config, case.read, tp=tp, layer_loop=loop, page_size=16, max_pages=8, **forms)
+    direct = Quick(case.config, case.read, tp=tp, form="tiles", page_size=16, max_pages=8)
+    assert direct.geometry.placement == ("striped" if tp > 1 else "replicated")
     errors = []
     starts = [len(prompt) - 6 for prompt in case.prompts]
     for slot, (prompt, expected, start) in enumerate(zip(case.prompts, case.expected, starts, strict=True), 1):
@@ -45,12 +43,11 @@ def long(tmp_path_factory) -> Case:
     return Case(tmp_path_factory.mktemp("long") / "micro", (330, 190)).expect()
 
 
-@pytest.mark.parametrize(("tp", "placement"), [(2, "striped"), (1, "replicated")])
-def test_steps_of_several_tiles_agree_with_the_reference(long: Case, tp: int, placement: str):
+@pytest.mark.parametrize("tp", [2, 1])
+def test_steps_of_several_tiles_agree_with_the_reference(long: Case, tp: int):
     """Calls of 17 chunks, which are three tiles; runs that cross tiles and go on from the call before; decode over more
     pages than a tile has, on every device."""
-    forms = FORMS | {"placement": placement}
-    direct = Quick(long.config, long.read, tp=tp, layer_loop="unroll", page_size=8, max_pages=48, **forms)
+    direct = Quick(long.config, long.read, tp=tp, form="tiles", page_size=8, max_pages=48)
     (one, two), (first, second) = long.prompts, long.expected
     found = direct.prefill(272, [(1, 0, one[:144]), (2, 0, two[:120])])
     errors = [relative(found[1], first[143]), relative(found[2], second[119])]
@@ -60,34 +57,6 @@ def test_steps_of_several_tiles_agree_with_the_reference(long: Case, tp: int, pl
     for step in range(2):
         logits = direct.decode(ROWS, [(2, 188 + step, two[188 + step]), (1, 328 + step, one[328 + step])])
         errors += [relative(logits[0], second[188 + step]), relative(logits[1], first[328 + step])]
-    assert max(errors) <= FLOAT32
-
-
-@pytest.mark.parametrize(
-    ("tp", "loop", "rows"), [(4, "unroll", {0: 1, 3: 2, 5: 3}), (2, "scan", {0: 2, 2: 1, 4: 3}), (4, "scan", {1: 2})]
-)
-def test_rows_attended_where_their_pages_are(case: Case, tp: int, loop: str, rows: dict[int, int]):
-    """Placement by sequence: row r of B is on device r·TP//B, and there are the pages of the slot that it decodes.
-
-    Six rows on 4 devices: rows 0 and 1, 2, 3 and 4, 5. Two rows on four: devices 0 and 2.
-    """
-    forms = FORMS | {"placement": "by_sequence"}
-    direct = Quick(case.config, case.read, tp=tp, layer_loop=loop, page_size=16, max_pages=8, **forms)
-    padding = 2 if len(rows) == 1 else ROWS
-    each = direct.geometry.pages // tp
-    for row, slot in rows.items():
-        direct.placed[slot] = row * tp // padding * each + (slot % 2 if tp == 2 else 0) * direct.geometry.max_pages
-    errors = []
-    for slot in rows.values():
-        prompt, expected = case.prompts[slot - 1], case.expected[slot - 1]
-        errors.append(relative(direct.sequence(32, prompt[:-4], slot=slot), expected[len(prompt) - 5]))
-    for step in range(-4, 0):
-        batch = [(0, 0, 0)] * padding
-        for row, slot in rows.items():
-            prompt = case.prompts[slot - 1]
-            batch[row] = (slot, len(prompt) + step, prompt[step])
-        found = direct.decode(padding, batch)
-        errors += [relative(found[row], case.expected[slot - 1][step]) for row, slot in rows.items()]
     assert max(errors) <= FLOAT32
 
 

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from ling3export.checkpoint.convert import DTYPES, pieces, stored_dtype
+from ling3export.checkpoint.convert import DTYPES, pieces
 from ling3export.model.config import Config
-from ling3export.model.geometry import AXIS, CHUNK, Geometry
+from ling3export.model.geometry import AXIS, CHUNK, Form, Geometry
 from ling3export.model.inputs import packed_size
 from ling3export.model.parameters import Argument, arguments, parameters
 from ling3export.model.program import Step, build_step, put, state_tree
@@ -25,12 +25,12 @@ def assemble(
     """All parameters in memory, by the same pieces that the store is written from."""
     whole: dict[str, np.ndarray] = {}
     for row in parameters(config):
-        kind = DTYPES[stored_dtype(row, dtype)][1]
+        kind = DTYPES[row.stored_dtype(dtype)][1]
         flat: dict[int | None, list[np.ndarray]] = {}
         for layer in row.layers or (None,):
             for slab, piece in pieces(row, layer, config, read):
                 flat.setdefault(slab, []).append(np.ascontiguousarray(piece).astype(kind).reshape(-1))
-        keys = [None] if row.split is None else list(range(config.slabs))
+        keys = [None] if row.split is None else list(range(config.tp_shards))
         value = np.concatenate([part for key in keys for part in flat[key]]).reshape(row.shape)
         whole[row.name] = value
     tree: dict[str, dict[str, np.ndarray]] = {}
@@ -40,7 +40,7 @@ def assemble(
         put(
             tree,
             argument.path,
-            value if argument.layer is None else np.take(value, argument.layer, argument.stack_axis),
+            value if argument.layer is None else np.take(value, argument.layer, argument.parameter.stack_axis),
         )
     return tree
 
@@ -60,15 +60,14 @@ class Direct:
 
     def __init__(
         self, config: Config, read: Callable[[str], np.ndarray], *, tp: int = 1, dtype: str = "float32",
-        slots: int = 4, page_size: int = 32, max_pages: int = 32, layer_loop: str = "scan", **forms: str,
+        slots: int = 4, page_size: int = 32, max_pages: int = 32, form: Form = "loops",
     ) -> None:  # fmt: skip
         self.config = config
         self.geometry = Geometry(
             tp=tp, dtype=dtype, slots=slots, pages=slots * max_pages, page_size=page_size, max_pages=max_pages,
-            latent_row=config.latent_dim, layer_loop=layer_loop, **forms,
+            latent_row=config.latent_dim, form=form,
         )  # fmt: skip
         self.mesh = Mesh(np.array(jax.devices()[:tp]), (AXIS,), axis_types=(AxisType.Auto,))
-        self.placed: dict[int, int] = {}  # slot → pages before its own, where that is not the natural number
         self.steps: dict[tuple[str, int], tuple[Step, Any]] = {}
         specs = self.step("decode", 1)[0].specs[0]
         self.params = self._put(assemble(config, read, dtype, self.geometry), specs)
@@ -90,7 +89,7 @@ class Direct:
 
     def table(self, slot: int) -> np.ndarray:
         """The pages of a slot, in an order that is not the natural one."""
-        first = self.placed.get(slot, (slot - 1) * self.geometry.max_pages)
+        first = (slot - 1) * self.geometry.max_pages
         return np.arange(first, first + self.geometry.max_pages, dtype=np.int32)[::-1] + 1
 
     def prefill(self, padding: int, parts: Sequence[tuple[int, int, Sequence[int]]]) -> dict[int, np.ndarray]:

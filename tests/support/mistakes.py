@@ -136,7 +136,7 @@ def scaled_weights(factor: float) -> Plant:
 
 
 def scaled_shared(factor: float) -> Plant:
-    return replace(moe.MixtureOfExperts, "_shared", lambda original, *args: factor * original(*args))
+    return replace(moe.MixtureOfExperts, "shared", lambda original, *args: factor * original(*args))
 
 
 def softplus_gate(_: Any, f: jax.Array, a_log: jax.Array, dt_bias: jax.Array, config: Any) -> jax.Array:

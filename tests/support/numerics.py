@@ -8,13 +8,10 @@ import jax
 import numpy as np
 
 from direct import Direct, relative
-from ling3export.checkpoint.checkpoint import Checkpoint
+from ling3export.checkpoint.reader import Checkpoint
 from ling3export.checkpoint.synth import synthesize
 from ling3export.verify.reference import Reference
 from tolerances import MARGIN
-
-# The forms of the steps that TPU targets get.
-FORMS = {"placement": "striped", "attention": "pages", "experts": "local", "recurrence": "together"}
 
 
 class Case:

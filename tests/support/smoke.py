@@ -21,7 +21,7 @@ from typing import Any
 from ling3export.artifacts.manifest import read_manifest, sha256_of
 from ling3export.cache.cells import counts
 from ling3export.cache.keys import cell_fields
-from ling3export.checkpoint.checkpoint import Checkpoint
+from ling3export.checkpoint.reader import Checkpoint
 from ling3export.compile.build import DEMO
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from ling3export.checkpoint.checkpoint import INDEX, Checkpoint, expected_tensors, is_mtp
+from ling3export.checkpoint.reader import INDEX, Checkpoint, expected_tensors, is_mtp
 from ling3export.checkpoint.synth import config_fields, synthesize
 from ling3export.errors import CheckpointError, ConfigError
 from ling3export.model.config import Config

@@ -14,11 +14,11 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from ling3export.checkpoint import synth
-from ling3export.checkpoint.checkpoint import INDEX, Checkpoint
-from ling3export.checkpoint.layout import expected_tensors, mtp_tensors
+from ling3export.checkpoint.reader import INDEX, Checkpoint
 from ling3export.checkpoint.synth import PRESETS, config_fields, synthesize
 from ling3export.errors import ArtifactError, CheckpointError, ConfigError
 from ling3export.model.config import Config
+from ling3export.model.parameters import expected_tensors, mtp_tensors
 from ling3export.verify.reference import Reference
 
 EXPERT = "model.layers.7.mlp.experts.3.up_proj.weight"
@@ -55,7 +55,7 @@ def test_files_of_the_published_layout(micro: Path):
 @pytest.mark.parametrize(("preset", "slabs"), [("micro", 4), ("small", 16), ("aligned", 16), ("full", 16)])
 def test_presets_are_models(preset: str, slabs: int):
     config = Config.from_dict(config_fields(preset, {}))
-    assert config.slabs == slabs
+    assert config.tp_shards == slabs
     assert config.num_experts_per_tok > config.topk_group
     assert PRESETS[preset].items() <= config.semantic().items() | {("eos_token_id", config.eos_token_id)}
 

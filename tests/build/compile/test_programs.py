@@ -30,9 +30,9 @@ def config(**overrides: Any) -> Config:
     return Config.from_dict(config_fields("micro", {"layer_group_size": 3, "num_hidden_layers": 10} | overrides))
 
 
-def geometry(loop: str, **changes: Any) -> Geometry:
+def geometry(form: str, **changes: Any) -> Geometry:
     fields: dict[str, Any] = {"slots": 4, "pages": 8, "page_size": 16, "max_pages": 4, "latent_row": 56}
-    fields |= {"tp": TP, "dtype": "bfloat16", "layer_loop": loop} | changes
+    fields |= {"tp": TP, "dtype": "bfloat16", "form": form} | changes
     return Geometry(**fields)
 
 
@@ -53,20 +53,27 @@ def largest_constant(module: str) -> int:
 
 @pytest.mark.parametrize(("phase", "padding"), CELLS)
 def test_two_collectives_a_layer_and_one_for_the_embedding(phase: str, padding: int):
-    lowered = lower_cell(config(), geometry("unroll"), phase, padding, "cpu")
-    assert collectives(text(lowered)) == {"all_reduce": 2 * 10 + 1}
-    assert lowered.record["collectives"] == {"all_reduce": 2 * 10 + 1}
+    """Unrolled. In a striped pool each of four MLA layers also reads cached pages (prefill), or exchanges queries
+    and parts of the attention (decode)."""
+    lowered = lower_cell(config(), geometry("tiles"), phase, padding, "cpu")
+    two_a_layer = 2 * 10 + 1
+    wanted = {
+        "prefill": {"all_reduce": two_a_layer + 4},
+        "decode": {"all_reduce": two_a_layer, "all_gather": 4, "all_to_all": 4},
+    }[phase]
+    assert collectives(text(lowered)) == wanted
+    assert lowered.record["collectives"] == wanted
 
 
 @pytest.mark.parametrize(("phase", "padding"), CELLS)
 def test_a_loop_over_layers_holds_each_kind_once(phase: str, padding: int):
     """Two all-reduces of a KDA layer, two of an MLA layer, two of the layer past the last group, the embedding's."""
-    lowered = lower_cell(config(), geometry("scan"), phase, padding, "cpu")
+    lowered = lower_cell(config(), geometry("loops"), phase, padding, "cpu")
     assert collectives(text(lowered)) == {"all_reduce": 2 + 2 + 2 + 1}
 
 
 def test_sampling_gathers_candidates_and_only_for_draws_exchanges_the_vocabulary():
-    module = text(lower_cell(config(), geometry("scan"), "sample", 3, "cpu"))
+    module = text(lower_cell(config(), geometry("loops"), "sample", 3, "cpu"))
     assert collectives(module) == {"all_gather": 2, "all_to_all": 1}
     gathered = re.findall(r"stablehlo\.all_gather.*?-> tensor<([0-9x]+)x", module)
     rows = -(-3 // TP) * TP
@@ -80,7 +87,7 @@ def test_scoring_adds_one_gather_and_never_holds_the_logits_of_all_slots():
     """
     slots, vocabulary = 2048, 32768
     wide = config(vocab_size=vocabulary, eos_token_id=1, pad_token_id=1)
-    lowered = lower_cell(wide, geometry("scan", dtype="float32"), "score", slots, "cpu")
+    lowered = lower_cell(wide, geometry("loops", dtype="float32"), "score", slots, "cpu")
     module = text(lowered)
     assert collectives(module) == {"all_reduce": 2 + 2 + 2 + 1, "all_gather": 1}
     assert re.findall(r"stablehlo\.all_gather.*?-> tensor<([0-9x]+)x", module) == [f"{TP}x16x4x128"]
@@ -92,7 +99,7 @@ def test_scoring_adds_one_gather_and_never_holds_the_logits_of_all_slots():
 
 @pytest.mark.parametrize(("phase", "padding"), [*CELLS, ("sample", 3)])
 def test_no_program_holds_weights(phase: str, padding: int):
-    assert largest_constant(text(lower_cell(config(), geometry("scan"), phase, padding, "cpu"))) < CONSTANT_BYTES
+    assert largest_constant(text(lower_cell(config(), geometry("loops"), phase, padding, "cpu"))) < CONSTANT_BYTES
 
 
 def test_a_closed_over_weight_would_be_found():
@@ -104,7 +111,7 @@ def test_a_closed_over_weight_would_be_found():
 @pytest.mark.parametrize(("phase", "padding"), CELLS)
 def test_size_does_not_follow_experts_or_depth(phase: str, padding: int):
     small, wide, deep = (
-        len(lower_cell(config(**changes), geometry("scan"), phase, padding, "cpu").blob)
+        len(lower_cell(config(**changes), geometry("loops"), phase, padding, "cpu").blob)
         for changes in (
             {"num_experts": 64},  # from here on tiles are of one form
             {"num_experts": 128, "vocab_size": 4096, "intermediate_size": 640},
@@ -116,13 +123,13 @@ def test_size_does_not_follow_experts_or_depth(phase: str, padding: int):
 
 
 def test_lowering_gives_the_same_bytes_again():
-    first, second = (lower_cell(config(), geometry("scan"), "decode", 3, "cpu").blob for _ in range(2))
+    first, second = (lower_cell(config(), geometry("loops"), "decode", 3, "cpu").blob for _ in range(2))
     assert first == second
 
 
 @pytest.mark.parametrize(("phase", "padding"), [*CELLS, ("sample", 3)])
 def test_no_path_of_this_checkout(phase: str, padding: int):
-    blob = lower_cell(config(), geometry("scan"), phase, padding, "cpu").blob
+    blob = lower_cell(config(), geometry("loops"), phase, padding, "cpu").blob
     assert str(ROOT).encode() not in blob
     assert b".py" not in blob
 
@@ -130,7 +137,7 @@ def test_no_path_of_this_checkout(phase: str, padding: int):
 def test_a_path_would_be_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(lower, "LOCATION_OPTIONS", {"jax_traceback_in_locations_limit": 10})
     try:
-        assert b".py" in lower_cell(config(), geometry("scan"), "sample", 3, "cpu").blob
+        assert b".py" in lower_cell(config(), geometry("loops"), "sample", 3, "cpu").blob
     finally:
         jax.config.update("jax_traceback_in_locations_limit", 0)
 
@@ -149,7 +156,7 @@ def test_state_is_donated_and_never_copied(phase: str, padding: int):
     """
     # jax 0.10.2 widens a bf16 pool to fp32 and back for each write: it has no bf16 scatter on CPU.
     dtype = "bfloat16" if jax.__version_info__ >= (0, 11) else "float32"
-    model, large = config(), geometry("scan", slots=2000, pages=20000, dtype=dtype)
+    model, large = config(), geometry("loops", slots=2000, pages=20000, dtype=dtype)
     lowered = lower_cell(model, large, phase, padding, "cpu")
     assert [lowered.record["inputs"][i]["name"] for i in lowered.record["donated"]] == sorted(
         array.name for array in state_arrays(model, large)

@@ -81,7 +81,7 @@ def test_tp_defaults_to_at_most_16():
     fields = {"num_attention_heads": 24, "num_key_value_heads": 24, "num_experts": 24, "num_experts_per_tok": 4}
     widths = {"intermediate_size": 48, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24}
     config = Config.from_dict(tiny_fields(**fields, **widths))
-    assert config.slabs == 24
+    assert config.tp_shards == 24
     assert make_plan(config, replace(SMALL, tp=None), "cpu").target.tp == 12
 
 

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from artifacts_fixture import run, sources_of, versions
 from direct import Direct, pack, relative
 from ling3export import processes
-from ling3export.checkpoint.checkpoint import Checkpoint
 from ling3export.checkpoint.convert import store_bytes
+from ling3export.checkpoint.reader import Checkpoint
 from ling3export.cli import main as cli
 from ling3export.compile.lower import collective_counts, device_mesh
 from ling3export.errors import Ling3Error, PlanError

@@ -9,7 +9,7 @@ import pytest
 
 from artifacts_fixture import RECIPES, Artifacts
 from direct import agreed, relative
-from ling3export.checkpoint.checkpoint import Checkpoint
+from ling3export.checkpoint.reader import Checkpoint
 from ling3export.verify.reference import Reference
 from probe import Part, Probe, Rows
 from tolerances import BFLOAT16_MEDIAN, FLOAT32, MARGIN, SAME

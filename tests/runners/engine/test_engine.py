@@ -86,7 +86,7 @@ def test_striped_pages_give_the_same_tokens(
     artifact: Artifacts, naive: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A whole artifact whose latent pages lie on their devices alone, as TPU targets have them; here built for cpu."""
-    forms = {"placement": "striped", "attention": "pages"}
+    forms = {"form": "tiles"}
     given = plan.forms
     monkeypatch.setattr(plan, "forms", lambda config, target: given(config, target) | forms)
     recipe = RECIPES[NAME]

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from artifacts_fixture import Artifacts, run
 from fake_backend import VOCAB, FakeBackend, next_token
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.checkpoint.checkpoint import Checkpoint
+from ling3export.checkpoint.reader import Checkpoint
 from ling3export.cli import main as cli
 from ling3export.compile import into
 from ling3export.errors import ArtifactError, Ling3Error

@@ -11,10 +11,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ling3export.checkpoint.layout import TensorInfo, expected_tensors, is_mtp
 from ling3export.checkpoint.shard import Shard
 from ling3export.errors import CheckpointError, listed
 from ling3export.model.config import Config
+from ling3export.model.parameters import TensorInfo, expected_tensors, is_mtp
 
 __all__ = ["Checkpoint", "TensorInfo", "expected_tensors", "is_mtp"]
 
