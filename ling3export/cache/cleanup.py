@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ling3export.artifacts.files import writing
 from ling3export.cache.store import DIGEST, KINDS, entries, read_entry
@@ -18,10 +17,11 @@ class Found:
     """An entry's file, as a clean-up sees it.
 
     Attributes:
-        path: Of its JSON.
-        used: Time of its last use; for a whole group of entries that share an executable, of any of them.
-        bytes: Of the JSON alone.
-        blobs: Digests of its bytes; none if it is broken.
+        path: The entry's JSON file.
+        used: When the entry was last used, in seconds since 1970; entries that share an executable count as used when
+            any of them was.
+        bytes: The size of the JSON file alone.
+        blobs: The digests of the entry's blobs; none if it is broken.
     """
 
     path: Path
@@ -31,13 +31,13 @@ class Found:
 
 
 def found_entries(folder: Path) -> list[Found]:
-    """Every entry, the least recently used first; entries of one executable count as used together."""
+    """Every entry, whole or broken, the least recently used first."""
     rows = []
     for path in (path for kind in KINDS for path in (folder / kind).glob("*.json")):
         with contextlib.suppress(FileNotFoundError):
             stat = path.stat()
             try:
-                blobs = {name: blob["sha256"] for name, blob in read_entry(path).blobs.items()}
+                blobs = read_entry(path).blobs
             except (OSError, ValueError):
                 blobs = {}
             rows.append((path, stat, blobs))
@@ -53,7 +53,7 @@ def found_entries(folder: Path) -> list[Found]:
 
 
 def blob_sizes(folder: Path) -> dict[str, int]:
-    """Bytes of every blob, by digest."""
+    """The size of every blob in bytes, by digest."""
     sizes = {}
     for path in (folder / "blobs").glob("*"):
         if DIGEST.fullmatch(path.name):
@@ -63,59 +63,94 @@ def blob_sizes(folder: Path) -> dict[str, int]:
 
 
 def total_bytes(found: Iterable[Found], sizes: dict[str, int]) -> int:
-    """Of entries, and of the blobs that they name, each once."""
+    """Bytes of entries and of the blobs that they name; a blob that several name counts once."""
     found = list(found)
     return sum(entry.bytes for entry in found) + sum(sizes.get(b, 0) for b in {b for e in found for b in e.blobs})
 
 
-def status(folder: Path) -> dict[str, Any]:
-    """Entries and bytes, in all and by target.
+@dataclass(frozen=True)
+class Share:
+    """What the cache holds for one target.
 
-    Returns:
-        ``folder``, ``cells``, ``programs`` (entries), ``bytes`` (of everything), ``broken`` (entries that will be made
-        again), and ``targets``: by name ``cells`` and ``bytes`` (of their files; cells may share some).
+    Attributes:
+        cells: How many.
+        bytes: The size of their blobs; targets may share some.
     """
+
+    cells: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Status:
+    """What the cache holds.
+
+    Attributes:
+        folder: The cache's folder.
+        cells: How many whole entries of cells there are.
+        programs: How many whole entries of programs there are.
+        bytes: The size of everything.
+        broken: Entries that cannot be used and will be made again.
+        targets: The share of each target, by name.
+    """
+
+    folder: str
+    cells: int
+    programs: int
+    bytes: int
+    broken: int
+    targets: dict[str, Share]
+
+
+def status(folder: Path) -> Status:
+    """What the cache in ``folder`` holds."""
     sizes, found = blob_sizes(folder), found_entries(folder)
     cells, programs = list(entries(folder, "cells")), list(entries(folder, "programs"))
-    targets: dict[str, dict[str, Any]] = {}
-    blobs: dict[str, set[str]] = {}
-    for entry in cells:
-        name = entry.target
-        row = targets.setdefault(name, {"cells": 0, "bytes": 0})
-        row["cells"] += 1
-        blobs.setdefault(name, set()).update(blob["sha256"] for blob in entry.blobs.values())
-    for name, row in targets.items():
-        row["bytes"] = sum(sizes.get(blob, 0) for blob in blobs[name])
-    return {
-        "folder": str(folder),
-        "cells": len(cells),
-        "programs": len(programs),
-        "bytes": sum(entry.bytes for entry in found) + sum(sizes.values()),
-        "broken": len(found) - len(cells) - len(programs),
-        "targets": dict(sorted(targets.items())),
-    }
+    targets: dict[str, Share] = {}
+    for name in sorted({entry.target for entry in cells}):
+        own = [entry for entry in cells if entry.target == name]
+        blobs = {digest for entry in own for digest in entry.blobs.values()}
+        targets[name] = Share(len(own), sum(sizes.get(digest, 0) for digest in blobs))
+    whole = sum(entry.bytes for entry in found) + sum(sizes.values())
+    broken = len(found) - len(cells) - len(programs)
+    return Status(str(folder), len(cells), len(programs), whole, broken, targets)
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """What a clean-up did.
+
+    Attributes:
+        removed: Entries that were removed.
+        kept: Entries that are left.
+        in_use: Entries that were to be removed, but a running build has used them.
+        freed: Bytes that were removed.
+        bytes: Bytes that are left.
+    """
+
+    removed: int = 0
+    kept: int = 0
+    in_use: int = 0
+    freed: int = 0
+    bytes: int = 0
 
 
 def clean_up(
     folder: Path, *, older_than: float | None = None, max_bytes: int | None = None, everything: bool = False
-) -> dict[str, int]:
+) -> Cleaned:
     """Removes entries, the blobs that nothing names any more, and what killed processes left.
 
     Args:
-        folder: The cache's.
-        older_than: Seconds since the last use: older entries go.
-        max_bytes: Entries go, the least recently used first, until the rest takes no more than this.
-        everything: All entries go.
-
-    Returns:
-        ``removed`` and ``kept`` (entries), ``in_use`` (entries that were to go, but a running build has used them),
-        ``freed`` and ``bytes`` (freed, and left).
+        folder: The cache's folder.
+        older_than: Entries that were not used for more seconds than this are removed.
+        max_bytes: Entries are removed, the least recently used first, until the rest takes no more than this.
+        everything: All entries are removed.
 
     Raises:
         ArtifactError: The folder cannot be written.
     """
     if not (folder / LOCK).is_file():  # no build has used it
-        return {"removed": 0, "kept": 0, "in_use": 0, "freed": 0, "bytes": 0}
+        return Cleaned()
     with writing(folder / LOCK), locked(folder, EXCLUSIVE):
         protected = oldest_build(folder)
         found, sizes = found_entries(folder), blob_sizes(folder)
@@ -129,20 +164,14 @@ def clean_up(
         freed_blobs = _drop_blobs(folder, {blob for entry in left for blob in entry.blobs}, protected)
         _drop_partial(folder, protected)
         after = sum(entry.bytes for entry in left) + sum(s for name, s in sizes.items() if name not in freed_blobs)
-    return {
-        "removed": len(going),
-        "kept": len(left),
-        "in_use": wanted - len(going),
-        "freed": before - after,
-        "bytes": after,
-    }
+    return Cleaned(len(going), len(left), wanted - len(going), before - after, after)
 
 
 def _chosen(
     found: list[Found], free: list[Found], sizes: dict[str, int], older_than: float | None, max_bytes: int | None,
     everything: bool,
 ) -> list[Found]:  # fmt: skip
-    """Which of ``free`` go."""
+    """The entries that are to be removed among ``free``, which no running build has used."""
     if everything:
         return free
     going = [] if older_than is None else [entry for entry in free if time.time() - entry.used > older_than]

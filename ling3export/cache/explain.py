@@ -1,12 +1,14 @@
 """Whether cells are in the cache; and why one is not: the fields in which it differs from the nearest entry."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.manifest import MANIFEST, read_manifest
 from ling3export.cache.store import DIGEST, Cache, Entry, entries
 from ling3export.errors import ArtifactError, listed
+from ling3export.plan.plan import Cell
 
 # Printed without the group that they stand in.
 PLAIN = ("toolchain", "flags", "options")
@@ -72,39 +74,64 @@ def _shown(value: Any, other: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
-def lookup(folder: Path, what: str) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Looked:
+    """Whether one cell, and the program that it was compiled to, are in the cache.
+
+    Attributes:
+        target: The target's name; None for a key that is not there.
+        cell: The cell's name; None for a key that is not a cell's.
+        key: The cell's key.
+        found: Whether the cell is there, whole.
+        program: The program's key. A change of the model's sources that lowers to the same does not change it.
+        program_found: Whether the program is there, whole.
+    """
+
+    target: str | None
+    cell: str | None
+    key: str | None
+    found: bool
+    program: str | None
+    program_found: bool
+
+    @property
+    def there(self) -> bool:
+        """Whether what was asked for is there: a cell, or a program by its own key."""
+        return self.found or (self.key is None and self.program_found)
+
+
+def lookup(folder: Path, what: str) -> list[Looked]:
     """Whether cells are in the cache, whole.
 
     Args:
-        folder: The cache's.
+        folder: The cache's folder.
         what: An artifact's folder, or a key or its begin, at least 8 digits long.
 
     Returns:
-        By cell ``target``, ``cell``, ``key``, ``found``, and ``program`` (key, ``program_found``), which a change of
-        the model's sources alone does not change. For a key, every entry of it; one that is not found if there is none.
+        A line for each cell of the artifact, or for each entry of the key; one that is not found if there is none.
 
     Raises:
-        ArtifactError: It is neither, or an artifact that names no keys.
+        ArtifactError: ``what`` is neither, or an artifact that names no keys.
     """
     reader = Cache(folder, lambda text: None, writes=False)
     if (Path(what) / MANIFEST).exists():
-        return [_row(reader, *cell) for cell in _keys_of(Path(what))]
+        return [_looked(reader, *cell) for cell in _keys_of(Path(what))]
     if not DIGEST.fullmatch(what.ljust(64, "0")) or len(what) < 8:
         raise ArtifactError(
             f"cache lookup `{what}`: expected an artifact or a key, found neither",
             "a key is 64 hexadecimal digits, of which the first 8 will do",
         )
-    rows = []
+    found = []
     for entry in (entry for entry in entries(folder, "cells") if entry.key.startswith(what)):
-        cell = entry.fields["cell"]
-        name = f"{cell['phase']}@{cell['padding']}"
-        rows.append(_row(reader, entry.target, name, entry.key, entry.record["origin"]["program"]))
+        name = Cell(**entry.fields["cell"]).name
+        found.append(_looked(reader, entry.target, name, entry.key, entry.record["origin"]["program"]))
     for entry in (entry for entry in entries(folder, "programs") if entry.key.startswith(what)):
-        rows.append(_row(reader, entry.target, None, None, entry.key))
-    return rows or [_row(reader, None, None, what, None)]
+        found.append(_looked(reader, entry.target, None, None, entry.key))
+    return found or [_looked(reader, None, None, what, None)]
 
 
 def _keys_of(artifact: Path) -> list[tuple[str, str, str, str]]:
+    """Target, cell, key and the program's key of every cell of an artifact."""
     keys = []
     for name, target in read_manifest(artifact)["targets"].items():
         for cell, record in target["cells"].items():
@@ -117,12 +144,7 @@ def _keys_of(artifact: Path) -> list[tuple[str, str, str, str]]:
     return keys
 
 
-def _row(reader: Cache, target: str | None, cell: str | None, key: str | None, program: str | None) -> dict[str, Any]:
-    return {
-        "target": target,
-        "cell": cell,
-        "key": key,
-        "found": key is not None and len(key) == 64 and reader.read("cells", key) is not None,
-        "program": program,
-        "program_found": program is not None and reader.read("programs", program) is not None,
-    }
+def _looked(reader: Cache, target: str | None, cell: str | None, key: str | None, program: str | None) -> Looked:
+    found = key is not None and len(key) == 64 and reader.read("cells", key) is not None
+    there = program is not None and reader.read("programs", program) is not None
+    return Looked(target, cell, key, found, program, there)

@@ -1,14 +1,14 @@
 """The cache's files: entries that name their fields, and the bytes that they point at. Knows no jax.
 
-    cells/KEY.json      one cell: what it was lowered and compiled from, its manifest record
-    programs/KEY.json   one compiled program, under the digest of what the compiler was given
-    blobs/SHA256        their bytes: portable programs and executables
-    builds/…            of running builds (ling3export/cache/use.py)
+    cells/KEY.json      one cell: what it was lowered and compiled from, and its manifest record
+    programs/KEY.json   one compiled program: what the compiler was given, and the record of what it made
+    blobs/SHA256        the bytes of both: portable programs and executables
+    builds/…            a mark of each running build (ling3export/cache/use.py)
 
-KEY is the sha256 of the entry's own ``fields``, a blob's name that of its content, and an entry carries a digest of
-itself. Blobs are written before the entry that names them, each to a temporary sibling, made durable and renamed: a
-kill leaves no entry that lacks something, and two builds that write the same entry both write a whole one (executables
-are not reproducible on CPU, so a blob named by its key could belong to the other build's entry).
+KEY is the sha256 of the entry's own ``fields``, a blob is named by the sha256 of its content, and an entry carries a
+digest of itself. Blobs are written before the entry that names them, each to a temporary sibling, made durable and
+renamed. So a kill leaves no entry that lacks something, and two builds that write the same entry both write a whole
+one: executables are not reproducible on CPU, and a blob named by its key could belong to the other build's entry.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from ling3export.cache.use import LEASES, LOCK, SHARED, CacheUse, locked
 from ling3export.errors import ArtifactError
 from ling3export.plan.targets import Target
 
-VERSION = 1  # of the entries; another one is not read
+VERSION = 2  # the form of entries; those of another version are not read
 KINDS = ("cells", "programs")
 DIGEST = re.compile(r"[0-9a-f]{64}")
 Say = Callable[[str], None]
@@ -35,22 +35,22 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Entry:
-    """A whole entry.
+    """One cell or one compiled program.
 
     Attributes:
         kind: ``cells`` or ``programs``.
-        key: sha256 of the fields.
-        fields: What decided it.
+        key: The sha256 of the fields.
+        fields: Everything that decided what was compiled.
         record: What a manifest says of it.
-        blobs: Size and digest of its bytes, by name.
-        data: Those bytes, once they were read and found right.
+        blobs: The sha256 of each blob, by name: ``exec``, and ``stablehlo`` for a cell.
+        data: The blobs' bytes, once they were read and found right.
     """
 
     kind: str
     key: str
     fields: dict[str, Any]
     record: dict[str, Any]
-    blobs: dict[str, dict[str, Any]]
+    blobs: dict[str, str]
     data: dict[str, bytes] = field(default_factory=dict, repr=False)
 
     @property
@@ -83,7 +83,7 @@ class Cache:
         return self.folder / kind / f"{key}.json"
 
     def read(self, kind: str, key: str) -> Entry | None:
-        """A whole entry with its bytes, or None. A broken one is named and removed, to be made again."""
+        """An entry with its bytes; None if there is none. A broken one is named and removed, to be made again."""
         path = self.path(kind, key)
         if not self._reads or not path.exists():
             return None
@@ -91,9 +91,9 @@ class Cache:
             with locked(self.folder, SHARED, create=False):
                 self._touch(path)
                 entry = read_entry(path)
-                for name, blob in entry.blobs.items():
-                    self._touch(self._blob(blob["sha256"]))
-                    entry.data[name] = self._checked(blob)
+                for name, digest in entry.blobs.items():
+                    self._touch(self._blob(digest))
+                    entry.data[name] = self._checked(digest)
         except (OSError, ValueError) as error:
             if path.exists():  # else a clean-up was faster
                 self._discard(path, error)
@@ -104,7 +104,7 @@ class Cache:
         """Adds or replaces an entry; a disk that does not take it is named, and the build goes on without."""
         if not self._writes:
             return
-        blobs = {name: {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()} for name, raw in data.items()}
+        blobs = {name: hashlib.sha256(raw).hexdigest() for name, raw in data.items()}
         entry = {"version": VERSION, "fields": fields, "blobs": blobs, "record": record}
         text = json.dumps(entry | {"sha256": sha256_of(entry)}, indent=1, ensure_ascii=False)
         path = self.path(kind, sha256_of(fields))
@@ -120,17 +120,18 @@ class Cache:
     def _blob(self, digest: str) -> Path:
         return self.folder / "blobs" / digest
 
-    def _checked(self, blob: dict[str, Any]) -> bytes:
-        data = self._blob(blob["sha256"]).read_bytes()
-        if hashlib.sha256(data).hexdigest() != blob["sha256"]:
+    def _checked(self, digest: str) -> bytes:
+        path = self._blob(digest)
+        data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != digest:
             if self._writes:
-                self._blob(blob["sha256"]).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
             raise ValueError(f"{len(data):,} bytes of another digest")
         return data
 
-    def _write_blob(self, blob: dict[str, Any], raw: bytes) -> None:
-        """Checking the bytes that another entry brought is faster than making them durable again."""
-        path = self._blob(blob["sha256"])
+    def _write_blob(self, digest: str, raw: bytes) -> None:
+        """Writes a blob that is not there: comparing one that is there is faster than making it durable again."""
+        path = self._blob(digest)
         try:
             if path.read_bytes() == raw:
                 self._touch(path)
@@ -141,7 +142,7 @@ class Cache:
         replace_file(path, raw)
 
     def _touch(self, path: Path) -> None:
-        """Notes the use, for clean-ups. Another user's file, which only its owner may touch, is used all the same."""
+        """Notes the time of use, by which clean-ups choose. Another user's file keeps its time, and is used anyway."""
         if self._writes:
             with contextlib.suppress(OSError):
                 os.utime(path)
@@ -160,11 +161,11 @@ class Cache:
 
 
 def read_entry(path: Path) -> Entry:
-    """An entry without its bytes, its own digest and key checked.
+    """Reads an entry without its bytes, and checks its own digest and its key.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is no whole entry of this version, in words that follow "found".
+        OSError: The file cannot be read.
+        ValueError: The file is no whole entry of this version; says so in words that follow "found".
     """
     try:
         raw = json.loads(path.read_bytes())
@@ -175,20 +176,20 @@ def read_entry(path: Path) -> Entry:
             raise ValueError("another digest")
         if sha256_of(raw["fields"]) != path.stem:
             raise ValueError("the fields of another key")
-        if not all(DIGEST.fullmatch(blob["sha256"]) for blob in raw["blobs"].values()):
+        if not all(DIGEST.fullmatch(digest) for digest in raw["blobs"].values()):
             raise ValueError("bytes that no digest names")
         return Entry(path.parent.name, path.stem, raw["fields"], raw["record"], raw["blobs"])
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"no entry ({type(error).__name__}: {error})") from error
 
 
 def known_folder(use: CacheUse) -> Path:
-    """The folder of a cache, to be read or cleaned up: one that builds wrote to, or an empty one.
+    """The folder of a cache that is to be read or cleaned up: builds wrote to it, or it is empty.
 
-    The default folder may be absent, too: nothing was built yet.
+    The default folder may be absent: nothing was built yet.
 
     Raises:
-        ArtifactError: It is something else, such as a checkpoint, in which nothing may be removed.
+        ArtifactError: The folder is something else, such as a checkpoint, in which nothing may be removed.
     """
     folder = use.where
     try:

@@ -3,8 +3,9 @@
 import json
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +13,9 @@ from ling3export.cache.use import CacheUse
 from ling3export.cli.options import JSON, PATH, Bytes
 from ling3export.errors import PlanError
 from ling3export.runners.cli.options import Group
+
+if TYPE_CHECKING:
+    from ling3export.cache.explain import Looked
 
 UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 cache_dir = click.option(
@@ -53,15 +57,15 @@ def status(cache_dir: Path | None, as_json: bool) -> None:
 
     found = read(known_folder(CacheUse(folder=cache_dir)))
     if as_json:
-        click.echo(json.dumps(found))
+        click.echo(json.dumps(asdict(found)))
         return
-    click.echo(f"folder    {found['folder']}")
-    click.echo(f"entries   {found['cells']} cells, {found['programs']} programs")
-    click.echo(f"size      {_megabytes(found['bytes'])}")
-    if found["broken"]:
-        click.echo(f"broken    {found['broken']} entries, which are made again when they are needed")
-    for name, row in found["targets"].items():
-        click.echo(f"target    {name}: {row['cells']} cells, {_megabytes(row['bytes'])}")
+    click.echo(f"folder    {found.folder}")
+    click.echo(f"entries   {found.cells} cells, {found.programs} programs")
+    click.echo(f"size      {_megabytes(found.bytes)}")
+    if found.broken:
+        click.echo(f"broken    {found.broken} entries, which are made again when they are needed")
+    for name, share in found.targets.items():
+        click.echo(f"target    {name}: {share.cells} cells, {_megabytes(share.bytes)}")
 
 
 @cache.command()
@@ -75,22 +79,21 @@ def lookup(what: str, cache_dir: Path | None, as_json: bool) -> None:
     """
     from ling3export.cache.explain import lookup as find
 
-    rows = find(CacheUse(folder=cache_dir).where, what)
+    found = find(CacheUse(folder=cache_dir).where, what)
     if as_json:
-        click.echo(json.dumps(rows))
+        click.echo(json.dumps([asdict(each) for each in found]))
     else:
-        for row in rows:
-            click.echo(_line(row))
-    if not all(row["found"] or (row["key"] is None and row["program_found"]) for row in rows):
+        for each in found:
+            click.echo(_line(each))
+    if not all(each.there for each in found):
         sys.exit(1)
 
 
-def _line(row: dict[str, Any]) -> str:
-    name = " ".join(part for part in (row["target"], row["cell"]) if part)
-    if row["key"] is None:
-        return f"{name}: program {row['program'][:12]} {_there(row['program_found'])}"
-    program = f", program {row['program'][:12]} {_there(row['program_found'])}" if row["program"] else ""
-    return f"{f'{name}: ' if name else ''}{row['key'][:12]} {_there(row['found'])}{program}"
+def _line(looked: "Looked") -> str:
+    name = " ".join(part for part in (looked.target, looked.cell) if part)
+    parts = [f"{looked.key[:12]} {_there(looked.found)}"] if looked.key else []
+    parts += [f"program {looked.program[:12]} {_there(looked.program_found)}"] if looked.program else []
+    return f"{f'{name}: ' if name else ''}{', '.join(parts)}"
 
 
 def _there(found: bool) -> str:
@@ -115,10 +118,10 @@ def cleanup(
     folder = known_folder(CacheUse(folder=cache_dir))
     found = clean_up(folder, older_than=older_than, max_bytes=max_size, everything=everything)
     if as_json:
-        click.echo(json.dumps(found))
+        click.echo(json.dumps(asdict(found)))
         return
-    used = f", {found['in_use']} more are used by a running build" if found["in_use"] else ""
+    used = f", {found.in_use} more are used by a running build" if found.in_use else ""
     click.echo(
-        f"removed {found['removed']} entries ({_megabytes(found['freed'])}); "
-        f"{found['kept']} entries ({_megabytes(found['bytes'])}) are left{used}"
+        f"removed {found.removed} entries ({_megabytes(found.freed)}); "
+        f"{found.kept} entries ({_megabytes(found.bytes)}) are left{used}"
     )

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,9 @@ from click.testing import CliRunner, Result
 
 from builds import environment
 from ling3export.artifacts.manifest import sha256_of
-from ling3export.cache.cleanup import clean_up, status, total_bytes
+from ling3export.cache.cleanup import Cleaned, clean_up, status, total_bytes
 from ling3export.cache.cleanup import found_entries as found
-from ling3export.cache.explain import lookup
+from ling3export.cache.explain import Looked, lookup
 from ling3export.cache.store import Cache
 from ling3export.cache.use import lease
 from ling3export.cli import main as cli
@@ -77,29 +78,28 @@ def blobs(folder: Path) -> list[int]:
 
 
 def test_age_removes_what_was_not_used_for_longer(folder):
-    assert clean_up(folder, older_than=3.5 * 86400)["removed"] == 0
+    assert clean_up(folder, older_than=3.5 * 86400).removed == 0
     done = clean_up(folder, older_than=1.5 * 86400)
-    assert (done["removed"], done["kept"], done["in_use"]) == (4, 2, 0)
+    assert (done.removed, done.kept, done.in_use) == (4, 2, 0)
     assert left(folder) == [3]
     assert blobs(folder) == [4, 3000]
 
 
 def test_size_removes_the_least_recently_used_and_no_more(folder):
     whole = total_bytes(found(folder), {p.name: p.stat().st_size for p in (folder / "blobs").iterdir()})
-    assert status(folder)["bytes"] == whole
+    assert status(folder).bytes == whole
     set_age(Cache(folder, pytest.fail), 1, 0)
-    assert clean_up(folder, max_bytes=whole)["removed"] == 0
+    assert clean_up(folder, max_bytes=whole).removed == 0
     done = clean_up(folder, max_bytes=whole - 2000)
     assert left(folder) == [1, 3]
-    assert status(folder)["bytes"] == done["bytes"] <= whole - 2000
+    assert status(folder).bytes == done.bytes <= whole - 2000
     assert blobs(folder) == [4, 1000, 3000]
 
 
 def test_all_leaves_nothing_and_a_missing_folder_is_empty(folder, tmp_path):
-    assert clean_up(folder, everything=True)["kept"] == 0
+    assert clean_up(folder, everything=True).kept == 0
     assert [path for path in folder.rglob("*") if path.is_file()] == [folder / "lock"]
-    empty = {"removed": 0, "kept": 0, "in_use": 0, "freed": 0, "bytes": 0}
-    assert clean_up(tmp_path / "none", everything=True) == empty
+    assert clean_up(tmp_path / "none", everything=True) == Cleaned()
     assert not (tmp_path / "none").exists()
 
 
@@ -111,11 +111,11 @@ def test_what_a_running_build_has_used_or_written_stays(folder):
         partial = folder / "blobs" / f".{'e' * 64}.partial-1-00000000"
         partial.write_bytes(b"being written")
         done = clean_up(folder, everything=True)
-        assert (done["removed"], done["kept"], done["in_use"]) == (4, 2, 2)
+        assert (done.removed, done.kept, done.in_use) == (4, 2, 2)
         assert left(folder) == [1]
         assert blobs(folder) == [4, 13, 22, 1000]
     done = clean_up(folder, everything=True)
-    assert (done["removed"], done["in_use"]) == (2, 0)
+    assert (done.removed, done.in_use) == (2, 0)
     assert list((folder / "blobs").iterdir()) == []
 
 
@@ -125,22 +125,22 @@ def test_a_killed_build_protects_nothing(folder):
         assert process.stdout is not None
         process.stdout.readline()
         assert Cache(folder, pytest.fail).read("cells", sha256_of(fields(2))) is not None
-        assert clean_up(folder, everything=True)["in_use"] == 2
+        assert clean_up(folder, everything=True).in_use == 2
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert len(list((folder / "builds").iterdir())) == 1
-    assert clean_up(folder, everything=True)["in_use"] == 0
+    assert clean_up(folder, everything=True).in_use == 0
     assert list((folder / "builds").iterdir()) == []
     assert left(folder) == []
 
 
 def test_lookup_by_key_says_what_is_whole(folder):
     key, made = sha256_of(fields(2)), sha256_of(program(2))
-    row = {"target": "cpu-tp2", "cell": "decode@2", "key": key, "found": True, "program": made, "program_found": True}
-    assert lookup(folder, key) == lookup(folder, key[:8]) == [row]
-    assert lookup(folder, made) == [row | {"cell": None, "key": None, "found": False}]
+    looked = Looked("cpu-tp2", "decode@2", key, True, made, True)
+    assert lookup(folder, key) == lookup(folder, key[:8]) == [looked]
+    assert lookup(folder, made) == [replace(looked, cell=None, key=None, found=False)]
     next(path for path in (folder / "blobs").iterdir() if path.stat().st_size == 2000).write_bytes(b"broken")
-    assert lookup(folder, key) == [row | {"found": False, "program_found": False}]
+    assert lookup(folder, key) == [replace(looked, found=False, program_found=False)]
     assert cache_command("lookup", "0123456789", "--cache-dir", str(folder)).stdout == "0123456789 not found\n"
 
 
