@@ -6,7 +6,7 @@ import re
 import resource
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
@@ -34,6 +34,25 @@ def inside(folder: Path, relative: object, where: str) -> Path:
         f"file path {relative!r}: expected a path below the artifact's folder, found one that leaves it, in {where}",
         "do not load this artifact: no build writes such a path",
     )
+
+
+def refuse_links(folder: Path, relatives: Iterable[str]) -> None:
+    """Passes where no symbolic link stands on the way from ``folder`` to its files; missing files are passed over.
+
+    Raises:
+        ArtifactError: There is a link: whatever is written or removed there could lie outside of the folder.
+    """
+    seen = {PurePosixPath(".")}
+    for relative in relatives:
+        path = PurePosixPath(relative)
+        for part in (*reversed(path.parents), path):
+            if part not in seen and (folder / part).is_symlink():
+                raise ArtifactError(
+                    f"file `{relative}`: expected no symbolic link on the way to it, found one at `{part}`, "
+                    f"in {folder}",
+                    "put what the link names in its place: an artifact holds its files itself",
+                )
+            seen.add(part)
 
 
 def write_error(error: OSError, path: Path, needed: int | None = None) -> ArtifactError:

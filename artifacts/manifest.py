@@ -29,6 +29,7 @@ __all__ = ["canonical", "sha256_of"]
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 FIELDS = ("producer", "source", "config", "plan", "targets", "weights", "vectors", "tokenizer", "notes")
+WEIGHTS = "weights"  # the field, and the folder that its paths start from
 FOREIGN = ("source", "notes")  # fields whose paths are not of this artifact
 REBUILD = "copy the artifact again, or build it again"
 
@@ -209,6 +210,15 @@ def _check_fields(manifest: dict[str, Any], folder: Path) -> None:
         if field not in FOREIGN:
             for path in _paths(manifest[field]):
                 inside(folder, path, MANIFEST)
+
+
+def recorded_files(manifest: dict[str, Any]) -> list[str]:
+    """Every file that a manifest names, as a path below the artifact's folder."""
+    fields = [field for field in FIELDS if field not in FOREIGN]
+    found = [
+        f"{WEIGHTS}/{path}" if field == WEIGHTS else str(path) for field in fields for path in _paths(manifest[field])
+    ]
+    return list(dict.fromkeys(found))
 
 
 def _paths(value: object) -> Iterator[object]:

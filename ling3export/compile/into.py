@@ -11,14 +11,17 @@ by the same sources and compilers, or it is refused.
 """
 
 import copy
+import os
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.files import sync_folder, sync_tree, try_writing, writing
-from ling3export.artifacts.manifest import MANIFEST, read_checked, read_manifest
+from ling3export.artifacts.files import refuse_links, sync_folder, sync_tree, try_writing, writing
+from ling3export.artifacts.manifest import MANIFEST, read_checked, read_manifest, recorded_files
 from ling3export.artifacts.staging import adding
 from ling3export.cache.cells import opened, summary
 from ling3export.cache.keys import fingerprint, toolchain
@@ -37,6 +40,8 @@ from ling3export.verify.verify import check_digests
 
 SCORE = "--score-paddings"
 MANIFEST_FIELDS = ("status", "stablehlo", "exec")  # of a cell, which no compiler's record has
+TARGET_FOLDER = re.compile(r"(cpu|cuda|tpu)[\w.-]*-tp\d+(\.\d+)?")  # a target's name, or what `_free_name` makes of it
+PROGRAM_FILE = re.compile(r"[a-z]+@\d+\.(stablehlo|exec)")
 
 
 def add_targets(
@@ -63,6 +68,7 @@ def add_targets(
     """
     with adding(artifact) as staging, opened(cache, report.note) as cells:
         manifest = read_manifest(artifact)
+        refuse_links(artifact, [*recorded_files(manifest), "programs"])
         _check_writable(artifact)
         if checkpoint is not None:
             _check_source(Checkpoint.open(checkpoint, ignore=ignore), manifest, artifact, report)
@@ -225,13 +231,32 @@ def _take_in(
 def _free_name(artifact: Path, target: str) -> str:
     """A folder of ``programs/`` that does not exist: the old manifest names the files of a target that is replaced."""
     names = [target, *(f"{target}.{number}" for number in range(2, 10**6))]
-    return next(name for name in names if not (artifact / "programs" / name).exists())
+    return next(name for name in names if not os.path.lexists(artifact / "programs" / name))
 
 
 def _remove_unnamed(artifact: Path, manifest: dict[str, Any]) -> None:
-    """Removes folders of programs that the manifest does not name: what a killed addition or a replacement left."""
-    cells = [cell for target in manifest["targets"].values() for cell in target["cells"].values()]
-    named = {Path(cell[tier]["path"]).parts[1] for cell in cells for tier in ("stablehlo", "exec") if tier in cell}
-    for folder in (artifact / "programs").iterdir():
-        if folder.name not in named:
-            shutil.rmtree(folder, ignore_errors=True)
+    """Removes folders of programs that the manifest does not name: what a killed addition or a replacement left.
+
+    A folder goes only if it and all that is in it have names that a build gives; links are never followed. What cannot
+    be removed stays: readers tolerate it.
+    """
+    named = {Path(path).parts[1] for path in recorded_files(manifest) if path.startswith("programs/")}
+    with suppress(OSError), _opened(artifact / "programs") as programs:
+        for name in os.listdir(programs):
+            if name not in named and TARGET_FOLDER.fullmatch(name):
+                with suppress(OSError), _opened(name, programs) as folder:
+                    files = os.listdir(folder)
+                    if all(PROGRAM_FILE.fullmatch(file) for file in files):
+                        for file in files:
+                            os.unlink(file, dir_fd=folder)
+                        os.rmdir(name, dir_fd=programs)
+
+
+@contextmanager
+def _opened(folder: Path | str, within: int | None = None) -> Iterator[int]:
+    """A descriptor of a folder that is no link, perhaps by its name in the folder of another descriptor."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.manifest import read_checked, read_manifest
+from ling3export.artifacts.files import refuse_links
+from ling3export.artifacts.manifest import read_checked, read_manifest, recorded_files
 from ling3export.artifacts.store import Store
 from ling3export.errors import ArtifactError, listed
 from ling3export.runners.load.targets import platforms_here
@@ -47,8 +48,9 @@ def check_digests(artifact: Path, manifest: dict[str, Any]) -> tuple[int, int]:
     """Compares every file and every weight slab with the manifest; returns how many there are of each.
 
     Raises:
-        ArtifactError: One is missing or damaged.
+        ArtifactError: One is missing, damaged, or reached through a symbolic link.
     """
+    refuse_links(artifact, recorded_files(manifest))
     cells = [cell for target in manifest["targets"].values() for cell in target["cells"].values()]
     files = [cell[tier] for cell in cells for tier in ("stablehlo", "exec") if tier in cell]
     files += [*manifest["tokenizer"], manifest["vectors"]["expected"]]

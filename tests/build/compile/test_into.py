@@ -238,3 +238,54 @@ def test_files_that_no_manifest_names_are_tolerated(whole):
     check_digests(whole, read_manifest(whole))
     write_manifest(whole, read_manifest(whole))
     assert ".manifest.json.partial" not in names(whole)
+
+
+LINKED = {
+    "programs": "programs/cpu-tp1/decode@8.stablehlo",
+    "programs/cpu-tp1": "programs/cpu-tp1/decode@8.stablehlo",
+    "programs/cpu-tp1/prefill@128.exec": "programs/cpu-tp1/prefill@128.exec",
+    "weights": "weights/dense.safetensors",
+    "vectors/expected.safetensors": "vectors/expected.safetensors",
+}
+
+
+@pytest.mark.parametrize("part", LINKED)
+def test_an_artifact_with_a_link_on_the_way_to_its_files_is_refused(whole, tmp_path, part):
+    """``programs`` was once a link to another folder, whose other folders were then removed."""
+    outside = tmp_path / "outside" / "part"
+    outside.parent.mkdir()
+    (whole / part).rename(outside)
+    (whole / part).symlink_to(outside)
+    for folder in (outside, outside.parent):
+        if folder.is_dir():
+            (folder / "cpu-tp2").mkdir()
+            (folder / "cpu-tp2" / "decode@8.exec").write_text("years")
+            (folder / "thesis").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    message = (
+        f"error: file `{LINKED[part]}`: expected no symbolic link on the way to it, found one at `{part}`, in {whole}\n"
+        "hint: put what the link names in its place: an artifact holds its files itself\n"
+    )
+    assert refusal(cli.main, "build", "--into", whole, "--target", "cpu@2", "--force") == message
+    assert refusal(cli.main, "verify", whole) == message
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_addition_removes_only_what_a_build_makes(whole, compiled, tmp_path):
+    """It once removed every folder of ``programs`` that the manifest does not name."""
+    programs, outside = whole / "programs", tmp_path / "outside"
+    for folder in ("left", "cpu-tp2.2", "cpu-tp4", "cpu-tp8", "tpu-v6e-4x4-tp16"):
+        (programs / folder).mkdir()
+    for file in ("left/decode@8.exec", "cpu-tp4/decode@8.exec", "cpu-tp4/notes.txt", "cpu-tp2.2/score@16.stablehlo"):
+        (programs / file).write_text("years")
+    outside.mkdir()
+    (outside / "decode@8.exec").write_text("years")
+    (programs / "cpu-tp1.7").symlink_to(outside)
+    (programs / "cpu-tp2").symlink_to(tmp_path / "nothing")
+    (programs / "cpu-tp8" / "decode@8.exec").symlink_to(outside / "decode@8.exec")
+    add(whole, "--target", "cpu@2")
+    assert names(programs) == ["cpu-tp1", "cpu-tp1.7", "cpu-tp2", "cpu-tp2.2", "cpu-tp4", "left"]
+    assert names(programs / "cpu-tp4") == ["decode@8.exec", "notes.txt"]
+    assert (outside / "decode@8.exec").read_text() == "years"
+    assert (programs / "left" / "decode@8.exec").read_text() == "years"
+    check_digests(whole, read_manifest(whole))
