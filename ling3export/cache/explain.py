@@ -1,4 +1,4 @@
-"""Whether cells are in the cache; and why one is not: the fields in which it differs from the nearest entry."""
+"""Whether cells are in the cache, and why one is not: the fields in which it differs from the nearest entry."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,52 +10,49 @@ from ling3export.cache.store import DIGEST, Cache, Entry, entries
 from ling3export.errors import ArtifactError, listed
 from ling3export.plan.plan import Cell
 
-# Printed without the group that they stand in.
-PLAIN = ("toolchain", "flags", "options")
+PLAIN = ("toolchain", "flags", "options")  # groups of fields whose name goes without saying
 GROUPS = {"model": "sources of model/", "lowering": "sources of the lowering"}
 SHOWN = 60  # characters of a value
 
 
 def explain(fields: dict[str, Any], known: list[Entry]) -> str:
-    """One line: what differs from the nearest of ``known``, or that there is none to compare with.
+    """One line that says in which fields a cell differs from the nearest entry.
 
-    An entry of the same cell for the same target is nearest, then the one with the fewest differences.
+    An entry of the same cell for the same platform is nearest, then the one with the fewest differences.
+
+    Args:
+        fields: What decides the cell.
+        known: The entries to compare with.
     """
     if not known:
         return "the cache holds no cells"
-    chosen = min(known, key=lambda entry: _distance(fields, entry.fields))
-    found = list(differences(chosen.fields, fields))
+    found = differences(min(known, key=lambda entry: _distance(fields, entry.fields)).fields, fields)
     return "; ".join(found) if found else "its entry was lost or broken"
 
 
-def differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """``plan.pages: 512 → 256`` for every field that differs; sources by group, with the files' names."""
-    for group in ("model", "lowering"):
-        old, new = (fields.get("sources", {}).get(group, {}) for fields in (before, now))
-        if old != new:
-            names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-            yield f"{GROUPS[group]}: {listed([name.removeprefix('model/') for name in names])}"
-    for name, (old, new) in sorted(_changed(_without_sources(before), _without_sources(now)).items()):
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """``plan.pages: 512 → 256`` for every field that differs; one text for the files of a group of sources."""
+    old, new = dict(_flat(before)), dict(_flat(now))
+    changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+    texts = []
+    for group, words in GROUPS.items():
+        prefix = f"sources.{group}."
+        if files := [name.removeprefix(prefix) for name in changed if name.startswith(prefix)]:
+            texts.append(f"{words}: {listed([file.removeprefix('model/') for file in files])}")
+    for name in changed:
         group, _, rest = name.partition(".")
-        yield f"{rest if group in PLAIN else name}: {_shown(old, new)} → {_shown(new, old)}"
+        if group != "sources":
+            values = old.get(name), new.get(name)
+            texts.append(f"{rest if group in PLAIN else name}: {_shown(*values)} → {_shown(*reversed(values))}")
+    return texts
 
 
 def _distance(fields: dict[str, Any], other: dict[str, Any]) -> tuple[bool, bool, int]:
-    groups = [fields.get("sources", {}).get(group) != other.get("sources", {}).get(group) for group in GROUPS]
     return (
         other.get("cell") != fields["cell"],
         other.get("target", {}).get("platform") != fields["target"]["platform"],
-        len(_changed(_without_sources(other), _without_sources(fields))) + sum(groups),
+        len(differences(other, fields)),
     )
-
-
-def _without_sources(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if name != "sources"}
-
-
-def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    old, new = dict(_flat(before)), dict(_flat(now))
-    return {name: (old.get(name), new.get(name)) for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -67,7 +64,7 @@ def _flat(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _shown(value: Any, other: Any) -> str:
-    """A value; of two long lists only what the other lacks."""
+    """A value as text; of a list only the items that the ``other`` list lacks."""
     if isinstance(value, list) and isinstance(other, list):
         return f"[{listed([str(item) for item in value if item not in other])}]"
     text = "none" if value is None else str(value)

@@ -23,48 +23,43 @@ from ling3export.plan.targets import Target
 from ling3export.plan.toolchain import CUDA_PACKAGES
 from ling3export.runners.load import environment
 
-# Read by the compilers from the environment, which a build hands down.
+# Environment variables that compilers read; a build hands its environment down to its workers.
 FLAGS = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
-# Packages that take part in tracing. jax and jaxlib stand in every key.
+# Packages that take part in tracing, besides jax and jaxlib, which stand in every key.
 TRACING = ("flax", "ml_dtypes", "numpy")
 ROOT = Path(ling3export.__file__).parent
-# What traces, lowers and compiles a cell. `compile/worker.py`, which calls them, decides nothing.
+# The files that trace, lower and compile a cell. `compile/worker.py`, which calls them, decides nothing.
 STARTS = ("compile/lower.py", "compile/accelerators.py")
 
 
 def toolchain(target: Target) -> dict[str, str]:
-    """Versions that decide a program for ``target``."""
+    """The version of each package that decides a program for ``target``."""
     compilers = {"tpu": ("libtpu",), "cuda": CUDA_PACKAGES}
     names = ["jax", "jaxlib", *compilers.get(target.platform, ())]
     return {name: metadata.version(name) for name in names}
 
 
 def flags() -> dict[str, str]:
-    """What the environment tells the compilers."""
+    """The environment variables that tell the compilers something."""
     return {name: os.environ[name] for name in FLAGS if name in os.environ}
 
 
-def fingerprint_fields(config: Config, plan: Plan) -> dict[str, Any]:
-    """Everything whose change means other programs, by name (so that a miss can be explained)."""
-    return {
+def fingerprint(config: Config, plan: Plan) -> str:
+    """The sha256 of everything that decides a target's programs: targets that agree in it have the same ones."""
+    return sha256_of({
         "config": config.semantic(),
         "plan": plan.record(),
         "target": asdict(plan.target),
         "sources": sha256_of(source_digests()),
         "toolchain": toolchain(plan.target),
         "flags": flags(),
-    }
-
-
-def fingerprint(config: Config, plan: Plan) -> str:
-    """sha256 of the canonical JSON of :func:`fingerprint_fields`."""
-    return sha256_of(fingerprint_fields(config, plan))
+    })  # fmt: skip
 
 
 def cell_fields(config: Config, plan: Plan, cell: Cell) -> dict[str, Any]:
-    """Everything that decides one cell, known before anything is traced.
+    """Everything that decides one cell and is known before anything is traced.
 
-    Of the plan only what a program is compiled for: another padding beside it changes nothing.
+    The plan counts only as far as a program is compiled for it: another padding beside this one changes nothing.
     """
     return {
         "cell": asdict(cell),
@@ -82,8 +77,8 @@ def program_fields(target: Target, modules: dict[str, str], devices: dict[str, A
 
     Args:
         target: The machine.
-        modules: Digests of what is compiled.
-        devices: Kind, ids in order and processes of the devices.
+        modules: The sha256 of each module that is compiled, by name.
+        devices: The devices' kind, their ids in order, and how many processes have them.
         priced: What the estimates of an accelerator's cell are made from besides the program; None for cpu.
     """
     return {
@@ -91,21 +86,24 @@ def program_fields(target: Target, modules: dict[str, str], devices: dict[str, A
         "target": asdict(target) | _host(target) | {"devices": devices},
         "options": {"donate": [1]},
         "priced": priced,
-        "sources": source_digests()["lowering"],  # of model/ only what reached the program counts
+        "sources": source_digests()["lowering"],  # model/ counts through the modules alone
         "toolchain": toolchain(target),
         "flags": flags(),
     }
 
 
 def _host(target: Target) -> dict[str, Any]:
-    """For cpu the compiler takes this machine's processor; other targets' programs do not depend on it."""
+    """This machine's processor, for which XLA compiles a cpu target; empty for targets that do not depend on it."""
     if target.platform != "cpu":
         return {}
     return {"machine": environment.machine(), "cpu_features": environment.cpu_features()}
 
 
 def state_abi(config: Config, plan: Plan) -> str:
-    """Which runners may hand a sequence's state over: without pool sizes, row padding, sharding and TP."""
+    """The sha256 of what a sequence's state looks like: runners that agree in it may hand sequences over.
+
+    Pool sizes, the padding of rows, sharding and TP do not count.
+    """
     sizes = {"slots", "pages"}
     rows = []
     for row in state_arrays(config, plan.geometry):
@@ -118,10 +116,11 @@ def state_abi(config: Config, plan: Plan) -> str:
 
 @functools.cache
 def source_digests() -> dict[str, dict[str, str]]:
-    """sha256 of every source that decides a program, by its path below the package.
+    """The sha256 of every source that decides a program, by its path below the package.
 
     Returns:
-        ``model``: all of ``model/``. ``lowering``: what STARTS import of ours, and what that imports, besides.
+        ``model``: all files of ``model/``. ``lowering``: STARTS and all that they import from this package, directly or
+        not, apart from ``model/``.
     """
     model = {_name(file): _digest(file) for file in sorted((ROOT / "model").rglob("*.py"))}
     found = {_name(file): _digest(file) for file in _followed([ROOT / name for name in STARTS])}
@@ -138,7 +137,7 @@ def _digest(file: Path) -> str:
 
 
 def _followed(files: list[Path]) -> set[Path]:
-    """``files``, and every file of this package that they import, at any depth and inside of functions too."""
+    """``files`` and every file of this package that they import, directly or not, and inside of functions too."""
     found: set[Path] = set()
     while files:
         file = files.pop()
@@ -149,7 +148,10 @@ def _followed(files: list[Path]) -> set[Path]:
 
 
 def _imports(node: ast.AST) -> Iterator[str]:
-    """Dotted names; ``from a import b`` may mean the module ``a.b``. What only a type checker reads is left out."""
+    """The dotted names that a module imports, without those that only a type checker reads.
+
+    ``from a import b`` gives both ``a`` and ``a.b``, which may be a module.
+    """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
             continue
@@ -162,7 +164,7 @@ def _imports(node: ast.AST) -> Iterator[str]:
 
 
 def _file(name: str) -> Path | None:
-    """The source of a module of ours."""
+    """The source of a module of this package; None for any other name."""
     package, *parts = name.split(".")
     path = ROOT.joinpath(*parts).with_suffix(".py")
     return path if package == ROOT.name and parts and path.is_file() else None

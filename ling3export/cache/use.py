@@ -1,4 +1,4 @@
-"""Who uses the cache, how, and for how long: the policies, the lock, and the leases of running builds."""
+"""How a build uses the cache: the policies, the lock on its folder, and the leases of running builds."""
 
 import contextlib
 import fcntl
@@ -19,9 +19,9 @@ class CacheUse:
     """How a build uses the cache; the one place where these defaults live.
 
     Attributes:
-        policy: ``on``; ``off``: neither read nor written; ``redo``: everything is made again and replaces what is
-            there; ``readonly``: what is there is used, nothing in the folder is changed.
-        folder: Where it is; None is ``default_folder()``.
+        policy: ``on``: entries are read and written. ``off``: neither. ``redo``: everything is made again and replaces
+            what is there. ``readonly``: what is there is used, and nothing in the folder is changed.
+        folder: The cache's folder; None is ``default_folder()``.
         explain: Whether the build says why each cell was not in the cache.
     """
 
@@ -58,8 +58,10 @@ DEFAULT_USE = CacheUse()
 
 
 def default_folder() -> Path:
-    """LING3_CACHE, else ``ling3export`` in the user's cache folder (XDG_CACHE_HOME, which must be absolute, or
-    ``~/.cache``)."""
+    """The folder that LING3_CACHE names, else ``ling3export`` in XDG_CACHE_HOME or in ``~/.cache``.
+
+    An XDG_CACHE_HOME that is not absolute does not count, as its specification says.
+    """
     if given := os.environ.get(VARIABLE):
         return Path(given)
     home = os.environ.get("XDG_CACHE_HOME", "")
@@ -68,12 +70,12 @@ def default_folder() -> Path:
 
 @contextlib.contextmanager
 def locked(folder: Path, how: int, *, create: bool = True) -> Iterator[None]:
-    """Holds the folder's lock: shared by those that use entries, exclusive for those that remove what is unused.
+    """Holds the folder's lock within the block.
 
     Args:
-        folder: The cache's.
-        how: SHARED or EXCLUSIVE.
-        create: Make folder and lock where there is none; otherwise such a folder is used without.
+        folder: The cache's folder.
+        how: SHARED for using entries, EXCLUSIVE for removing unused ones.
+        create: Whether folder and lock are made where there are none; otherwise the block runs without a lock.
 
     Raises:
         OSError: The lock cannot be made or opened.
@@ -96,9 +98,10 @@ def locked(folder: Path, how: int, *, create: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lease(folder: Path) -> Iterator[None]:
-    """Marks a running build: what it uses from here on is not removed. The system drops the mark with the process.
+    """Marks a running build within the block: no clean-up removes what it uses from here on.
 
-    A folder that cannot be written is left without: nobody can remove anything from it.
+    The mark is a locked file, so the system drops it with the process. A folder that cannot be written gets none:
+    nobody can remove anything from it.
     """
     path = folder / LEASES / f"{os.getpid()}-{secrets.token_hex(4)}"
     try:
@@ -117,9 +120,9 @@ def lease(folder: Path) -> Iterator[None]:
 
 
 def oldest_build(folder: Path) -> float | None:
-    """When the oldest build that runs now began, in the clock of the folder's file times; None if none runs.
+    """When the oldest build that runs now began, as a time of the folder's files; None if no build runs.
 
-    Marks that nobody holds any more are removed. Call it while the folder's lock is held.
+    Marks of builds that have ended are removed. The caller holds the folder's lock.
     """
     began = []
     for path in (folder / LEASES).glob("*-*"):
