@@ -186,6 +186,14 @@ class Engine:
             self.check(request)
         return self._loop.submit(requests)
 
+    def check_room(self, count: int) -> None:
+        """Refuses ``count`` more requests that would be too many now, before anything is made of them.
+
+        Raises:
+            QueueFull: There would be more than max_requests. ``submit`` may say so later all the same.
+        """
+        self._loop.check_room(count)
+
     def complete(self, requests: Many[Request]) -> list[Completion]:
         """Completes requests, each with settings of its own, all together; cancels them all if it is interrupted.
 
@@ -272,19 +280,25 @@ class Engine:
 
     def _prompt_ids(self, prompt: Prompt, name: str) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return tuple(self.files.tokenizer(f"{name}: text in").encode(text(prompt, name)))
+            return self._text_ids(prompt, name, special=True)
         if len(prompt) and isinstance(prompt[0], dict):
             rendered = self.files.render_chat(prompt, name=name)  # type: ignore[arg-type]
-            return tuple(self.files.tokenizer(f"{name}: text in").encode(text(rendered, name), special=False))
+            return self._text_ids(rendered, name, special=False)
         return token_ids(prompt, name)
 
+    def _text_ids(self, text: str, name: str, *, special: bool) -> tuple[int, ...]:
+        tokenizer = self.files.tokenizer(f"{name}: text in")
+        self.limits.check_text(utf8_bytes(text, name), tokenizer.longest, name)
+        return tuple(tokenizer.encode(text, special=special))
 
-def text(prompt: str, name: str) -> str:
-    """``prompt``, if it is text that has a UTF-8 form.
+
+def utf8_bytes(text: str, name: str) -> int:
+    """How many bytes ``text`` has in UTF-8.
 
     Raises:
         RequestError: It holds half a character.
     """
-    if not prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in prompt):
-        raise RequestError(f"{name}: expected text in Unicode, found half a character (a lone surrogate)")
-    return prompt
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        raise RequestError(f"{name}: expected text in Unicode, found half a character (a lone surrogate)") from None

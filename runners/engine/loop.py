@@ -50,12 +50,7 @@ class Loop:
         with self._changed:
             if self._closing or self._failure is not None:
                 raise self._stopped()
-            live, most = len(self._handles), self._max_requests
-            if most is not None and live + len(requests) > most:
-                raise QueueFull(
-                    f"engine: expected at most {most} requests at once, found {live} + {len(requests)} new ones",
-                    "send them later, or allow more with max_requests",
-                )
+            self.check_room(len(requests))
             handles, at = [], now()
             for request in requests:
                 handle = RequestHandle(request, self._count, self.cancel)
@@ -65,6 +60,19 @@ class Loop:
                 handles.append(handle)
             self._changed.notify()
         return handles
+
+    def check_room(self, count: int) -> None:
+        """Passes if ``count`` requests could be handed over now; nothing is reserved for them.
+
+        Raises:
+            QueueFull: They would be more than max_requests.
+        """
+        live, most = len(self._handles), self._max_requests
+        if most is not None and live + count > most:
+            raise QueueFull(
+                f"engine: expected at most {most} requests at once, found {live} + {count} new ones",
+                "send them later, or allow more with max_requests",
+            )
 
     def cancel(self, number: int) -> None:
         """Cancels a request, soon; an unknown or ended one counts for nothing."""

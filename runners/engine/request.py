@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 SEEDS = 1 << 32
+SHORTEN = "shorten the prompt, or build the artifact with a larger --context"
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,24 @@ class Limits:
         """How many tokens may be generated: ``max_tokens``, cut by the context."""
         return min(request.max_tokens, self.context - len(request.prompt_ids))
 
+    def check_text(self, size: int, longest: int | None, name: str) -> None:
+        """Refuses a text that can never fit, before anybody looks for its tokens.
+
+        Args:
+            size: Bytes of the text in UTF-8.
+            longest: Bytes that one token can stand for; None where they have no bound: then any size passes.
+            name: What messages call it.
+
+        Raises:
+            RequestError: It has more tokens than the context.
+        """
+        if longest is not None and size > self.context * longest:
+            raise RequestError(
+                f"{name}: expected text within the context of {self.context} tokens, found {size:,} bytes, which are "
+                f"{-(-size // longest):,} tokens or more: none has over {longest} bytes",
+                SHORTEN,
+            )
+
     def check(self, request: Request) -> None:
         """Refuses a request that can never be served.
 
@@ -207,7 +226,7 @@ class Limits:
             raise RequestError(
                 f"{name}: expected prompt and answer within the context of {self.context} tokens, found a prompt of "
                 f"{length} tokens + 1 = {length + 1}",
-                "shorten the prompt, or build the artifact with a larger --context",
+                SHORTEN,
             )
         stored = length + self.answer(request) - 1  # the last token is never fed back
         needed = -(-stored // self.page_size)

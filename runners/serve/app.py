@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
@@ -78,14 +79,12 @@ class _Server:
     async def completions(self, request: Request) -> Response:
         body = await self._body(request)
         policy = self._policy
-        # In a thread: the event loop must not wait while long texts are tokenized.
-        call = await asyncio.to_thread(calls.completions, body, self._engine, policy.model, policy.max_requests)
-        return await self._answer(request, call)
+        read = partial(calls.completions, body, self._engine, policy.model, policy.max_requests)
+        return await self._answer(request, read)
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request)
-        call = await asyncio.to_thread(calls.chat, body, self._engine, self._policy.model)
-        return await self._answer(request, call)
+        return await self._answer(request, partial(calls.chat, body, self._engine, self._policy.model))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -104,8 +103,10 @@ class _Server:
     async def metrics(self, request: Request) -> Response:
         return Response(self.counters.text(), media_type="text/plain; version=0.0.4")
 
-    async def _answer(self, request: Request, call: Call) -> Response:
+    async def _answer(self, request: Request, read: Callable[[], Call]) -> Response:
         try:
+            # In a thread: the event loop must not wait while long texts are tokenized.
+            call = await asyncio.to_thread(read)
             handles = self._engine.submit(*call.requests)
         except QueueFull as error:
             raise ApiError(429, error.message, code="queue_full", headers={"Retry-After": "1"}) from None

@@ -44,6 +44,7 @@ def completions(body: dict[str, Any], engine: "Engine", model: str, most: int) -
 
     Raises:
         ApiError: The call can never be served.
+        QueueFull: The engine has no room for the call now.
     """
     asked = checked(CompletionsBody, body, model)
     prompts = asked.prompts
@@ -62,6 +63,7 @@ def chat(body: dict[str, Any], engine: "Engine", model: str) -> Call:
 
     Raises:
         ApiError: The call can never be served.
+        QueueFull: The engine has no room for the call now.
     """
     asked = checked(ChatBody, body, model)
     if not engine.files.there or not engine.files.chats:
@@ -77,6 +79,7 @@ def _call(asked: Body, engine: "Engine", prompts: "list[Prompt]", *, chat: bool)
     if asked.stop and not engine.files.there:
         raise ApiError(400, "`stop`: expected none, found some: this model has no tokenizer", param="stop",
                        code="no_tokenizer")  # fmt: skip
+    engine.check_room(len(prompts))  # before the work of rendering and tokenizing them
     limit = asked.max_tokens or asked.max_completion_tokens
     name = "messages" if chat else "prompt"
     requests = []

@@ -4,6 +4,7 @@ import asyncio
 import collections
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ling3export.runners.serve.metrics import Metrics
 from ling3export.runners.serve.responses import Answer, events
 from ling3export.runners.serve.run import api_key
 from ling3export.runners.serve.schema import LABELS, NEUTRAL, ApiError, ChatBody, parse
+from ling3export.runners.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 POLICY = Policy("toy", None, max_requests=4, max_body=5000)
@@ -49,13 +51,15 @@ def wordless(tmp_path_factory):
         yield engine
 
 
-def call(engine: Engine, path: str, body: Any, *, method: str = "POST", **headers: str) -> httpx2.Response:
+def call(
+    engine: Engine, path: str, body: Any, *, method: str = "POST", policy: Policy = POLICY, **headers: str
+) -> httpx2.Response:
     """One request; ``body`` is sent as JSON unless it is bytes."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", **{name.replace("_", "-"): v for name, v in headers.items()}}
 
     async def ask() -> httpx2.Response:
-        transport = httpx2.ASGITransport(application(engine, POLICY))
+        transport = httpx2.ASGITransport(application(engine, policy))
         async with httpx2.AsyncClient(transport=transport, base_url="http://toy") as client:
             return await client.request(method, path, content=content, headers=headers)
 
@@ -357,3 +361,49 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch):
         "error: serve: expected starlette, uvicorn, prometheus_client, pydantic, found no uvicorn\n"
         'hint: pip install "ling3export[serve]"\n'
     )
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_text_that_can_never_fit_is_refused_before_it_is_tokenized(engine, monkeypatch, path):
+    """4 MB of text against a small context once took 15 s, and nobody else was served meanwhile."""
+    tokenized: list[int] = []
+    encode = Tokenizer.encode
+
+    def noted(self, text, *, special=True):
+        tokenized.append(len(text))
+        return encode(self, text, special=special)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    most = engine.limits.context * engine.files.tokenizer("test").longest
+    assert most == 64 * len("<|startoftext|>")
+
+    def asked(size: int) -> dict[str, Any]:
+        if path == COMPLETIONS:
+            return {"model": "toy", "prompt": "a" * size}
+        return {"model": "toy", "messages": [{"role": "user", "content": "a" * size}]}
+
+    around = 0 if path == COMPLETIONS else len(engine.files.render_chat([{"role": "user", "content": ""}]))
+    name = "prompt" if path == COMPLETIONS else "messages"
+    for size in (4_000_000, most - around + 1):
+        whole = size + around
+        found = f"{whole:,} bytes, which are {-(-whole // 15):,} tokens or more: none has over 15 bytes"
+        message, param, _ = refused(call(engine, path, asked(size), policy=replace(POLICY, max_body=5_000_000)), 400)
+        assert (param, message) == (
+            name, f"{name}: expected text within the context of 64 tokens, found {found}\n"
+            "hint: shorten the prompt, or build the artifact with a larger --context",
+        )  # fmt: skip
+    assert tokenized == []
+    message, _, _ = refused(call(engine, path, asked(most - around)), 400)
+    assert f"{name}: expected prompt and answer within the context of 64 tokens, found a prompt of " in message
+    assert tokenized == [most]
+
+
+@pytest.mark.parametrize("body", [IDS | {"prompt": ["a", "b"]}, SAID])
+def test_a_full_queue_refuses_before_a_prompt_is_tokenized(monkeypatch, body):
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("tokenized"))
+    with Engine(toy_artifact.shared(), max_requests=0, report=lambda text: None) as engine:
+        answer = call(engine, COMPLETIONS if "prompt" in body else CHAT, body)
+    count = 2 if "prompt" in body else 1
+    message = f"engine: expected at most 0 requests at once, found 0 + {count} new ones"
+    assert refused(answer, 429) == (message, None, "queue_full")
+    assert answer.headers["retry-after"] == "1"
