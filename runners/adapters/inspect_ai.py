@@ -1,7 +1,7 @@
 """An artifact as a model of inspect-ai (extra ``inspect``): ``--model ling3/PATH``.
 
-inspect finds this file through the entry point of its group, and imports it with any of its commands: nothing heavy is
-imported before a model is made. Prompts of concurrent samples meet in the engine, which batches them.
+inspect finds this file through an entry point and imports it with any of its commands, so nothing heavy is imported
+before a model is made. The engine batches the prompts of samples that run at the same time.
 """
 
 import secrets
@@ -25,9 +25,9 @@ from ling3export.runners.engine.engine import Engine, Prompt
 from ling3export.runners.engine.request import Completion, Sampling
 
 NAME = "ling3"
-MAX_TOKENS = 2000  # of an answer where nothing is said: the reference evaluation's
+MAX_TOKENS = 2000  # of an answer if the task does not say, like in the reference evaluation
 ROLES = ("system", "user", "assistant")
-# What would change the answer, and is not modelled.
+# Settings that would change the answer, and that this model does not have.
 REFUSED = (
     "best_of", "extra_body", "frequency_penalty", "logit_bias", "logprobs", "presence_penalty", "prompt_logprobs",
     "response_schema", "top_logprobs",
@@ -38,15 +38,14 @@ REFUSED = (
 class Ling3API(ModelAPI):
     """Greedy unless a temperature is set; an answer is at most 2,000 tokens unless ``max_tokens`` is set.
 
-    Messages go through the checkpoint's chat template. Where it has none, a single user message is taken as the text to
-    complete.
+    Messages go through the checkpoint's chat template. If there is none, a single user message is the text to complete.
 
     Args:
         model_name: The artifact's folder.
-        base_url, api_key: inspect's; without meaning here.
-        config: inspect's.
-        artifact: The artifact's folder, where the model's name is to be another (``-M artifact=PATH``).
-        target: Which of its targets; None takes the only one that fits this machine.
+        base_url, api_key: Settings of inspect's that mean nothing here.
+        config: Inspect's settings of generation.
+        artifact: The artifact's folder, if the model's name is another (``-M artifact=PATH``).
+        target: Name of a target; None takes the only one that fits this machine.
         programs: ``prebuilt-only``, or ``allow-compile``.
         check: ``all``, or ``programs``.
 
@@ -66,27 +65,27 @@ class Ling3API(ModelAPI):
         self._rows = min(max(rows), target_record["state"]["slots"])
 
     def max_connections(self) -> int:
-        """Sequences that one decode call takes."""
+        """Number of sequences that one decode call takes."""
         return self._rows
 
     def connection_key(self) -> str:
-        """Each artifact has its own engine."""
+        """The name by which inspect shares connections: each artifact has an engine of its own."""
         return self.model_name
 
     def max_tokens(self) -> int:
-        """Of an answer where nothing is said."""
+        """Most tokens of an answer if the task does not say."""
         return MAX_TOKENS
 
     async def count_text_tokens(self, text: str) -> int:
-        """By the artifact's tokenizer."""
+        """Number of tokens of a text."""
         return len(await self.tokenize(text))
 
     async def tokenize(self, text: str) -> list[int]:
-        """Token ids, without special tokens."""
+        """The token ids of a text, without special tokens."""
         return self.engine.files.tokenizer("inspect: text in").encode(text, special=False)
 
     def close(self) -> None:
-        """Ends the engine."""
+        """Closes the engine."""
         self.engine.close()
 
     async def generate(
@@ -95,7 +94,7 @@ class Ling3API(ModelAPI):
         """Answers a conversation.
 
         Raises:
-            RequestError: It cannot be served, or asks for what is not modelled.
+            RequestError: It cannot be served, or has a setting that this model does not have.
         """
         if tools:
             raise RequestError(f"tools: expected none, found {tools[0].name}", "this model calls no tools")

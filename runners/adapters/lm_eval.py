@@ -30,16 +30,16 @@ assert lm_eval.models.MODEL_MAPPING
 class Ling3Model(TemplateLM):
     """``--model ling3 --model_args artifact=PATH``; scoring needs an artifact that was built with score programs.
 
-    What is longer than the artifact's context loses its begin, as with lm-eval's own models, with a warning.
+    A text that is longer than the artifact's context loses its beginning, with a warning, like in lm-eval's own models.
 
     Args:
-        artifact: Its folder.
-        target: Which of its targets; None takes the only one that fits this machine.
+        artifact: The artifact's folder.
+        target: Name of a target; None takes the only one that fits this machine.
         programs: ``prebuilt-only``, or ``allow-compile``.
         check: ``all``, or ``programs``.
-        max_gen_toks: Tokens of an answer where a task says nothing.
-        seed: Of sampling, where a task samples; each request of a call then has a seed of its own.
-        batch_size, max_batch_size, device: lm-eval's, which always passes some; without meaning here.
+        max_gen_toks: Most tokens of an answer if a task does not say.
+        seed: Seed of tasks that sample; each request of a call has a seed of its own, which follows from it.
+        batch_size, max_batch_size, device: Settings that lm-eval always passes; they mean nothing here.
 
     Raises:
         ArtifactError: The artifact is missing, damaged, or not for this machine.
@@ -59,24 +59,24 @@ class Ling3Model(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The first end-of-text id of the checkpoint's configuration; also what rolling scores begin with."""
+        """The first end-of-text id of the checkpoint's configuration. Rolling scores begin behind it."""
         return int(self.engine.manifest["config"]["eos_token_id"][0])
 
     @property
     def tokenizer_name(self) -> str:
-        """What lm-eval's caches tell tokenizers apart by."""
+        """The name by which lm-eval's caches tell tokenizers apart."""
         return f"{NAME}-{self.engine.manifest['sha256'][:16]}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
-        """Token ids; with the tokenizer's own special tokens unless they are declined."""
+        """The token ids of a text, with the tokenizer's own special tokens unless they are declined."""
         return self._encode(string, special=add_special_tokens is not False)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Tells lm-eval that there is one, for its records; ``apply_chat_template`` renders it."""
+        """A name of the chat template for lm-eval's records, if there is one; ``apply_chat_template`` renders it."""
         return self.tokenizer_name if chat_template and self.engine.files.chats else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as the checkpoint's chat template writes it."""
+        """The text that the checkpoint's chat template makes of a conversation."""
         return self.engine.files.render_chat(
             chat_history, add_generation_prompt=add_generation_prompt, name="lm-eval: chat"
         )
@@ -85,7 +85,7 @@ class Ling3Model(TemplateLM):
         """The text of each answer, without the string that ended it.
 
         Raises:
-            RequestError: A task asks for a setting that is none of SETTINGS.
+            RequestError: A task has a setting that is none of SETTINGS.
         """
         texts = []
         for request, done in zip(requests, self.engine.complete(self._requests(requests)), strict=True):
@@ -94,7 +94,7 @@ class Ling3Model(TemplateLM):
         return texts
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, each behind an end-of-text token; long ones in windows of the whole context."""
+        """The log-probability of whole texts, each behind an end-of-text token; long ones in windows of the context."""
         pairs, owners = [], []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0], add_special_tokens=False)

@@ -44,19 +44,11 @@ def _suite_options(*more: Decorator) -> Decorator:
 
 
 max_tokens_option = click.option(
-    "--max-tokens",
-    type=click.IntRange(1),
-    default=DEFAULTS.max_tokens,
-    show_default=True,
-    help="Most tokens of a trial.",
+    "--max-tokens", type=click.IntRange(1), default=DEFAULTS.max_tokens, help="Most tokens of a trial."
 )
 stop_option = click.option("--stop", multiple=True, metavar="TEXT", help="Ends an answer; may be repeated.")
 batch_option = click.option(
-    "--batch",
-    type=click.IntRange(1),
-    default=DEFAULTS.batch,
-    show_default=True,
-    help="Trials given to the engine together.",
+    "--batch", type=click.IntRange(1), default=DEFAULTS.batch, help="Trials given to the engine together."
 )
 _loading_options = section("Artifact", target_option, programs_option)
 
@@ -78,9 +70,7 @@ def evaluate() -> None:
 @click.argument("artifact", type=PATH)
 @click.argument("run_folder", metavar="RUN", type=PATH)
 @_suite_options(
-    click.option(
-        "--trials", type=click.IntRange(1), default=DEFAULTS.trials, show_default=True, help="Tries at each task."
-    ),
+    click.option("--trials", type=click.IntRange(1), default=DEFAULTS.trials, help="Tries at each task."),
     click.option(
         "--threshold", type=click.FloatRange(0, 1, min_open=True), help="Share of a task's trials that must pass."
     ),
@@ -89,7 +79,7 @@ def evaluate() -> None:
     "Answers",
     max_tokens_option,
     temperature_option,
-    click.option("--seed", type=int, default=DEFAULTS.seed, show_default=True, help="Seed of the run."),
+    click.option("--seed", type=int, default=DEFAULTS.seed, help="Seed of the run."),
     stop_option,
     batch_option,
 )
@@ -99,7 +89,6 @@ def evaluate() -> None:
         "--max-infra",
         type=click.FloatRange(0, 1),
         default=DEFAULTS.max_infra,
-        show_default=True,
         help="Share of trials that may end in infrastructure errors.",
     ),
     click.option("--transcripts", is_flag=True, help="Also write every transcript with its grades."),
@@ -138,7 +127,7 @@ def run(
 @evaluate.command()
 @click.argument("artifact", type=PATH)
 @_suite_options(
-    click.option("--runs", type=click.IntRange(2), default=2, show_default=True, help="How often."),
+    click.option("--runs", type=click.IntRange(2), default=2, help="How often."),
     click.option(
         "--alone", type=click.IntRange(0), default=0, help="Also run so many prompts each alone, which is not judged."
     ),
@@ -206,9 +195,7 @@ def diff(a: Path, b: Path) -> None:
 @evaluate.command()
 @click.argument("run_folder", metavar="RUN", type=PATH)
 @click.argument("file", type=PATH)
-@click.option(
-    "--format", "kind", type=click.Choice(["inspect"]), default="inspect", show_default=True, help="FILE's format."
-)
+@click.option("--format", "kind", type=click.Choice(["inspect"]), default="inspect", help="FILE's format.")
 @click.option("--force", is_flag=True, help="Replace FILE if it is there.")
 def export(run_folder: Path, file: Path, kind: str, force: bool) -> None:
     """Write a finished RUN as a log that other tools read."""

@@ -31,7 +31,6 @@ host_options = section(
         "--start-timeout",
         type=click.FloatRange(0, min_open=True),
         default=Hosts.start_timeout,
-        show_default=True,
         metavar="SECONDS",
         help="How long to wait for the other hosts.",
     ),

@@ -47,7 +47,11 @@ class _Ids(click.ParamType):
             self.fail(f"expected whole numbers with commas between, found {value!r}.", param, ctx)
 
 
-@click.group(cls=Group, sections={"Run": ("generate", "serve"), "Evaluate": ("eval", "lm-eval")})
+@click.group(
+    cls=Group,
+    sections={"Run": ("generate", "serve"), "Evaluate": ("eval", "lm-eval")},
+    context_settings={"show_default": True},
+)
 @click.version_option(package_name="ling3export")
 def main() -> None:
     """Run a prebuilt Ling3-Tiny artifact."""

@@ -133,9 +133,7 @@ def sampling_option(name: str, text: str) -> Decorator:
         text: The help.
     """
     default = getattr(SAMPLING, name)
-    return click.option(
-        f"--{name.replace('_', '-')}", type=Setting(name), default=default, show_default=True, help=text
-    )
+    return click.option(f"--{name.replace('_', '-')}", type=Setting(name), default=default, help=text)
 
 
 temperature_option = sampling_option("temperature", "0 takes the most likely token; at most 2.")
@@ -146,13 +144,8 @@ programs_option = click.option(
     "--programs",
     type=click.Choice(POLICIES),
     default="prebuilt-only",
-    show_default=True,
     help="Whether programs that do not fit this machine may be compiled here.",
 )
 check_option = click.option(
-    "--check",
-    type=click.Choice(CHECKS),
-    default="all",
-    show_default=True,
-    help="Which digests to check: programs leaves out the weights.",
+    "--check", type=click.Choice(CHECKS), default="all", help="Which digests to check: programs leaves out the weights."
 )

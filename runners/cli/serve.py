@@ -17,10 +17,8 @@ NEEDS = ("starlette", "uvicorn", "prometheus_client", "pydantic")
 @click.argument("artifact", type=PATH)
 @section(
     "Clients",
-    click.option(
-        "--host", default="127.0.0.1", show_default=True, help="Address to listen at; by default only this machine's."
-    ),
-    click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one."),
+    click.option("--host", default="127.0.0.1", help="Address to listen at; by default only this machine's."),
+    click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0 takes a free one."),
     click.option("--model", help="Name that clients ask for.  [default: the artifact's, without .ling3]"),
     click.option(
         "--api-key-file",
@@ -31,26 +29,10 @@ NEEDS = ("starlette", "uvicorn", "prometheus_client", "pydantic")
 @section(
     "Limits",
     click.option(
-        "--max-requests",
-        type=click.IntRange(1),
-        default=256,
-        show_default=True,
-        help="Prompts at once, waiting ones too; more get 429.",
+        "--max-requests", type=click.IntRange(1), default=256, help="Prompts at once, waiting ones too; more get 429."
     ),
-    click.option(
-        "--max-body",
-        type=click.IntRange(1),
-        default=4 << 20,
-        show_default=True,
-        help="Bytes of a request; more get 413.",
-    ),
-    click.option(
-        "--grace",
-        type=click.IntRange(0),
-        default=30,
-        show_default=True,
-        help="Seconds that calls have to end after SIGTERM.",
-    ),
+    click.option("--max-body", type=click.IntRange(1), default=4 << 20, help="Bytes of a request; more get 413."),
+    click.option("--grace", type=click.IntRange(0), default=30, help="Seconds that calls have to end after SIGTERM."),
 )
 @section("Artifact", target_option, programs_option, check_option)
 @host_options

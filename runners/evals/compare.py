@@ -155,7 +155,7 @@ def diff(a: Path, b: Path) -> Difference:
         EvalError: A run is not finished, or they have no task in common.
     """
     runs = [read_predictions(path) for path in (a, b)]
-    everywhere = read_run(a)["config"]["threshold"]
+    everywhere = read_run(a).config["threshold"]
     thresholds = {task["id"]: task["threshold"] if everywhere is None else everywhere for task in read_lines(a / TASKS)}
     prompts = [{record.task_id: record.prompt_sha256 for record in run} for run in runs]
     counts = [_scored(run) for run in runs]

@@ -26,8 +26,8 @@ def inspect_log(folder: Path) -> dict[str, Any]:
     records, run = read_predictions(folder), read_run(folder)
     tasks = {task["id"]: task for task in read_lines(folder / TASKS)}
     when = datetime.fromtimestamp((folder / PREDICTIONS).stat().st_mtime, UTC).isoformat()
-    model = f"ling3/{run['environment'].get('target', 'model')}"
-    config = run["config"]
+    model = f"ling3/{run.environment.get('target', 'model')}"
+    config = run.config
     generate = {name: config[name] for name in ("max_tokens", "temperature", "top_p", "seed")}
     generate |= {"stop_seqs": config["stop"]} if config["stop"] else {}
     samples = [_sample(record, tasks[record.task_id], model) for record in records]
@@ -35,13 +35,13 @@ def inspect_log(folder: Path) -> dict[str, Any]:
         "version": 2,
         "status": "success",
         "eval": {
-            "eval_id": run["sha256"][:22], "run_id": run["sha256"][22:44], "created": when,
-            "task": run["suite"]["name"], "task_id": run["sha256"][44:],
+            "eval_id": run.sha256[:22], "run_id": run.sha256[22:44], "created": when,
+            "task": run.suite["name"], "task_id": run.sha256[44:],
             "dataset": {
-                "name": run["suite"]["name"], "samples": len(tasks), "sample_ids": list(tasks), "shuffled": False,
+                "name": run.suite["name"], "samples": len(tasks), "sample_ids": list(tasks), "shuffled": False,
             },
             "model": model, "model_generate_config": generate, "config": {"epochs": config["trials"]},
-            "metadata": {"environment": run["environment"], "config": config, "suite": run["suite"]},
+            "metadata": {"environment": run.environment, "config": config, "suite": run.suite},
         },
         "plan": {"name": "plan", "steps": [{"solver": "generate", "params": {}}], "config": generate},
         "results": _results(records),

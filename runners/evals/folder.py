@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,7 +17,7 @@ from ling3export.artifacts.files import replace_file
 from ling3export.artifacts.manifest import sha256_of
 from ling3export.errors import listed
 from ling3export.runners.evals.tasks import Task
-from ling3export.runners.evals.trials import EvalError, Trial
+from ling3export.runners.evals.trials import EvalError, RunConfig, Trial
 
 PREDICTIONS, RUN, TASKS, REPORT = "predictions.jsonl", "run.json", "tasks.jsonl", "report.md"
 PARTIAL = "predictions.jsonl.partial"
@@ -91,6 +91,36 @@ class Prediction:
 KEYS = tuple(field.name for field in fields(Prediction))
 
 
+@dataclass(frozen=True)
+class RunRecord:
+    """The record of a run, which run.json holds.
+
+    Attributes:
+        format: FORMAT.
+        suite: Name, notes, reference score and digests of the suite.
+        config: The settings (RunConfig).
+        environment: What decides the tokens beside the prompts (``Backend.environment``).
+        sha256: Digest of suite, settings and environment: of all that decides the predictions.
+        totals: The totals (Summary), and whether the run is ``invalid``; None while it runs.
+        status: ``running`` or ``complete``.
+    """
+
+    format: int
+    suite: dict[str, Any]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    sha256: str
+    totals: dict[str, Any] | None = None
+    status: str = "running"
+
+    @classmethod
+    def of(cls, suite: dict[str, Any], config: RunConfig, environment: dict[str, Any]) -> "RunRecord":
+        """The record of a run that begins."""
+        settings = json.loads(json.dumps(asdict(config)))
+        decided = {"suite": suite, "config": settings, "environment": environment}
+        return cls(FORMAT, suite, settings, environment, sha256_of(decided))
+
+
 class RunFolder:
     """The folder of a run that is being written.
 
@@ -110,16 +140,16 @@ class RunFolder:
         self._file.flush()
         self.done[record.pair] = record
 
-    def finish(self, run: dict[str, Any], report: str) -> None:
-        """Writes the totals and the report, then gives the predictions their final name."""
+    def finish(self, run: RunRecord, report: str) -> None:
+        """Writes the run's record with its totals, and the report; then gives the predictions their final name."""
         replace_file(self.path / REPORT, report.encode())
-        replace_file(self.path / RUN, _pretty({**run, "status": "complete"}))
+        replace_file(self.path / RUN, _pretty(vars(run)))
         os.fsync(self._file.fileno())
         os.replace(self.path / PARTIAL, self.path / PREDICTIONS)
 
 
 @contextmanager
-def open_folder(path: Path, run: dict[str, Any], tasks: Sequence[Task], *, force: bool = False) -> Iterator[RunFolder]:
+def open_folder(path: Path, run: RunRecord, tasks: Sequence[Task], *, force: bool = False) -> Iterator[RunFolder]:
     """Begins a run, or resumes one.
 
     Args:
@@ -145,20 +175,14 @@ def open_folder(path: Path, run: dict[str, Any], tasks: Sequence[Task], *, force
         _prepare(path, run, force)
         if not (path / RUN).exists():
             replace_file(path / TASKS, b"".join(json_line(task.record()) for task in tasks))
-            replace_file(path / RUN, _pretty({**run, "status": "running", "totals": None}))
+            replace_file(path / RUN, _pretty(vars(run)))
         with open(path / PARTIAL, "a+b") as file:
             yield RunFolder(path, file, _whole_lines(file, path, {task.id: task.prompt_sha256 for task in tasks}))
     finally:
         os.close(descriptor)
 
 
-def run_record(suite: dict[str, Any], config: dict[str, Any], environment: dict[str, Any]) -> dict[str, Any]:
-    """The record of a run. ``sha256`` is the digest of all that decides its predictions."""
-    decided = {"suite": suite, "config": config, "environment": environment}
-    return {"format": FORMAT, **decided, "sha256": sha256_of(decided)}
-
-
-def read_run(path: Path) -> dict[str, Any]:
+def read_run(path: Path) -> RunRecord:
     """The record of a run, from its run.json.
 
     Raises:
@@ -172,7 +196,9 @@ def read_run(path: Path) -> dict[str, Any]:
     if not isinstance(run, dict) or run.get("format") != FORMAT:
         found = run.get("format") if isinstance(run, dict) else type(run).__name__
         raise EvalError(f"run `{path.name}`: expected format {FORMAT}, found {found}, in {path / RUN}")
-    return run
+    if run.keys() != {field.name for field in fields(RunRecord)}:
+        raise EvalError(f"run `{path.name}`: expected the record of a run, found {listed(list(run))}, in {path / RUN}")
+    return RunRecord(**run)
 
 
 def read_predictions(path: Path) -> list[Prediction]:
@@ -218,7 +244,7 @@ def _lock(descriptor: int, path: Path) -> None:
         ) from error
 
 
-def _prepare(path: Path, run: dict[str, Any], force: bool) -> None:
+def _prepare(path: Path, run: RunRecord, force: bool) -> None:
     """Refuses a folder that must not be overwritten; with ``force``, removes the run in it."""
     there = (path / RUN).exists()
     if not there and any(not item.name.startswith(".") for item in path.iterdir()):
@@ -235,12 +261,12 @@ def _prepare(path: Path, run: dict[str, Any], force: bool) -> None:
         _compare(read_run(path), run, path)
 
 
-def _compare(old: dict[str, Any], new: dict[str, Any], path: Path) -> None:
-    if old.get("sha256") == new["sha256"]:
+def _compare(old: RunRecord, new: RunRecord, path: Path) -> None:
+    if old.sha256 == new.sha256:
         return
     differing = []
     for part in ("suite", "config", "environment"):
-        before, now = old.get(part) or {}, new[part]
+        before, now = getattr(old, part), getattr(new, part)
         differing += [f"{part}.{name}" for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     raise EvalError(
         f"run `{path.name}`: expected the same run to resume, found another {listed(differing)}, in {path.parent}",

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from ling3export.errors import listed
-from ling3export.runners.evals.folder import Prediction
+from ling3export.runners.evals.folder import Prediction, RunRecord
 from ling3export.runners.evals.statistics import Summary, completion_line, wilson
 from ling3export.runners.evals.suites import REFERENCE_SETTINGS
 from ling3export.runners.evals.tasks import Task
@@ -28,7 +28,7 @@ EARLY = 16  # tokens
 STOP_CANDIDATES = ("\nQuestion:", "</s>", "<|im_end|>")
 
 
-def report(run: dict[str, Any], records: Sequence[Prediction], summary: Summary, tasks: Sequence[Task]) -> str:
+def report(run: RunRecord, records: Sequence[Prediction], summary: Summary, tasks: Sequence[Task]) -> str:
     """The report of a run as Markdown. It depends on its arguments only: no clock, no path.
 
     Args:
@@ -38,15 +38,15 @@ def report(run: dict[str, Any], records: Sequence[Prediction], summary: Summary,
         tasks: The suite's tasks.
     """
     parts = [
-        f"# {run['suite']['name']}", *_score(run, summary), *_rates(run, summary), *_categories(records, tasks),
+        f"# {run.suite['name']}", *_score(run, summary), *_rates(run, summary), *_categories(records, tasks),
         *_solved(summary), *_failures(records), *_tokens(records), *_settings(run),
     ]  # fmt: skip
     return "\n".join(parts) + "\n"
 
 
-def reference_differences(run: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+def reference_differences(run: RunRecord) -> list[tuple[str, Any, Any]]:
     """Settings that differ from the reference evaluation: (name, reference, here)."""
-    here = {**run["environment"], **run["config"]}
+    here = {**run.environment, **run.config}
     return [(name, wanted, here.get(name)) for name, wanted in REFERENCE_SETTINGS.items() if here.get(name) != wanted]
 
 
@@ -55,11 +55,11 @@ def invalid_line(summary: Summary, max_infra: float) -> str:
     return f"INVALID: infra rate {summary.infra_rate:.4f} > {max_infra:.4f}"
 
 
-def _score(run: dict[str, Any], summary: Summary) -> list[str]:
+def _score(run: RunRecord, summary: Summary) -> list[str]:
     lines = ["", completion_line(summary.passed, summary.total), ""]
-    if run["totals"]["invalid"]:
-        lines[1:1] = [f"**{invalid_line(summary, run['config']['max_infra'])}**", ""]
-    reference = run["suite"]["reference"]
+    if summary.invalid(run.config["max_infra"]):
+        lines[1:1] = [f"**{invalid_line(summary, run.config['max_infra'])}**", ""]
+    reference = run.suite["reference"]
     rows = [
         ("success rate (C / N)", f"{_number(summary.success_rate)} {_interval(summary.passed, summary.total)}"),
         (
@@ -73,10 +73,10 @@ def _score(run: dict[str, Any], summary: Summary) -> list[str]:
     return [*lines, *_table(("rate", "value, Wilson 95 %"), rows)]
 
 
-def _rates(run: dict[str, Any], summary: Summary) -> list[str]:
+def _rates(run: RunRecord, summary: Summary) -> list[str]:
     rows = [
         (rate.k, rate.tasks, *map(_number, (rate.at_k, rate.hat_k, rate.plug_at_k, rate.plug_hat_k)))
-        for rate in summary.rates(run["config"]["trials"])
+        for rate in summary.rates(run.config["trials"])
     ]
     return ["", "## pass@k and pass^k", "", *_table(("k", "tasks", "pass@k", "pass^k", "1-(1-p)^k", "p^k"), rows)]
 
@@ -125,15 +125,15 @@ def _tokens(records: Sequence[Prediction]) -> list[str]:
     return ["", "## Tokens", "", *_table(("what", "value"), rows)]
 
 
-def _settings(run: dict[str, Any]) -> list[str]:
+def _settings(run: RunRecord) -> list[str]:
     lines = ["", "## Against the reference evaluation", ""]
     differing = reference_differences(run)
     rows = [(name, _json(wanted), _json(here)) for name, wanted, here in differing]
     lines += _table(("setting", "reference", "here"), rows) if rows else ["All its settings are the same."]
-    suite = {name: run["suite"][name] for name in ("tasks", "files", "tasks_sha256", "notes")}
-    for title, part in (("Suite", suite), ("Settings", run["config"]), ("Environment", run["environment"])):
+    suite = {name: run.suite[name] for name in ("tasks", "files", "tasks_sha256", "notes")}
+    for title, part in (("Suite", suite), ("Settings", run.config), ("Environment", run.environment)):
         lines += ["", f"## {title}", "", *_table(("name", "value"), ((n, _json(v)) for n, v in part.items()))]
-    return [*lines, "", f"Record of the run: {run['sha256']}"]
+    return [*lines, "", f"Record of the run: {run.sha256}"]
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from ling3export.runners.engine.follower import check_digests
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.evals.backend import Ask, Backend
-from ling3export.runners.evals.folder import Prediction, RunFolder, open_folder, run_record
+from ling3export.runners.evals.folder import Prediction, RunFolder, RunRecord, open_folder
 from ling3export.runners.evals.graders import choice_letter, extract_answer
 from ling3export.runners.evals.harness import graded
 from ling3export.runners.evals.report import report
@@ -66,7 +66,7 @@ def run_suite(
         raise EvalError(f"suite `{suite.name}`: expected at least one task, found none")
     config = replace(config, **suite.settings)
     items = [Item(p, task, trial) for p, task in enumerate(suite.tasks) for trial in range(config.trials)]
-    run = run_record(_suite_record(suite), json.loads(json.dumps(asdict(config))), backend.environment())
+    run = RunRecord.of(_suite_record(suite), config, backend.environment())
     with open_folder(folder, run, suite.tasks, force=force) as opened:
         runner = _Runner(suite, backend, config, opened)
         try:
@@ -80,7 +80,8 @@ def run_suite(
         records = [opened.done[item.task.id, item.trial] for item in items]
         thresholds = {task.id: task.threshold if config.threshold is None else config.threshold for task in suite.tasks}
         summary = Summary([(record.task_id, record.passed) for record in records], thresholds)
-        run["totals"] = {**summary.record(), "invalid": summary.invalid(config.max_infra)}
+        totals = {**summary.record(), "invalid": summary.invalid(config.max_infra)}
+        run = replace(run, totals=totals, status="complete")
         opened.finish(run, report(run, records, summary, suite.tasks))
     return summary
 

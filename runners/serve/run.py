@@ -24,8 +24,8 @@ def serve(
 ) -> None:  # fmt: skip
     """Serves at the address of ``listener`` (``bound``) until SIGTERM or SIGINT; prints it once clients may connect.
 
-    Of several hosts this is the first; the others follow. When one of them is gone, calls get 503 for LINGER seconds,
-    then the process ends.
+    On several hosts, this is the first and the others follow it. When one of them is gone, calls get 503 for LINGER
+    seconds, then the process ends.
 
     At the signal it takes no new connections; calls that run have ``grace`` seconds to end, then they are cancelled.
 

@@ -249,6 +249,13 @@ def test_folders_that_are_no_run(evaluate, tmp_path):
     with pytest.raises(EvalError) as caught:
         read_predictions(tmp_path / "nope")
     assert str(caught.value) == f"run `nope`: expected run.json, found No such file or directory, in {tmp_path}"
+    for text, found in (
+        ("[]", "expected format 1, found list"),
+        ('{"format": 1}', "the record of a run, found format"),
+    ):
+        (tmp_path / "run/run.json").write_text(text)
+        with pytest.raises(EvalError, match=found):
+            read_predictions(tmp_path / "run")
 
 
 def test_two_processes_cannot_write_one_run(tmp_path):
