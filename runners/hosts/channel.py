@@ -1,8 +1,8 @@
 """The connection between hosts that run together: inputs of steps, parts of arrays, and a watch over who is there.
 
 A host that is gone leaves the others in a collective that never ends, which nothing can interrupt. So a thread watches
-every connection, and ends this process with a message when one is closed or silent: within seconds where the process
-died, within SILENCE seconds where its machine or the network did.
+every connection, and ends this process with a message when one is closed or silent: within seconds if the other process
+died, within SILENCE seconds if its machine or the network did.
 """
 
 import contextlib
@@ -13,35 +13,32 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from typing import Any
 
 from ling3export.errors import Ling3Error, RankDivergence
 from ling3export.runners.hosts.hosts import Hosts
-from ling3export.runners.hosts.rendezvous import FAILED, meet, receive, refuse, send, welcome
+from ling3export.runners.hosts.rendezvous import FAILED, Identity, meet, receive, refuse, send, welcome
 from ling3export.runners.hosts.service import Service, join, leave
 
 BEAT = 5.0  # seconds between two signs of life
 SILENCE = 30.0  # seconds without one
-SETTLE = 5.0  # seconds that a failed step waits for the watch to say what is behind it
+SETTLE = 5.0  # seconds that a failed step waits for the watch to find its cause on another host
 PART, STEP, END, DONE, RELEASE, ALIVE = b"P", b"T", b"E", b"D", b"R", b"A"
 GONE, DIVERGED = b"G", b"V"  # what is told to all: a host is gone, or it read other tokens
 
 
 class Channel:
-    """Connections of this host to host 0, or of host 0 to all others.
+    """The connection of this host to host 0, or those of host 0 to all others. Making one waits for all hosts.
 
     Args:
         hosts: This process's place.
-        identity: What must be the same on all hosts.
-        lost: Told why another host is gone, and the exit code for that; ends the process by default.
+        identity: What must be the same on all hosts, by name.
+        lost: Called with the reason and the exit code when another host is gone; by default it ends the process.
 
     Raises:
-        HostsError: Not all are there in time, or they do not fit together.
+        HostsError: Not all hosts are there in time, or they do not fit together.
     """
 
-    def __init__(
-        self, hosts: Hosts, identity: dict[str, Any], lost: "Callable[[str, int], None] | None" = None
-    ) -> None:
+    def __init__(self, hosts: Hosts, identity: Identity, lost: "Callable[[str, int], None] | None" = None) -> None:
         self.hosts = hosts
         self._peers, self._port = meet(hosts, identity)
         self._service: Service | None = None
@@ -72,7 +69,7 @@ class Channel:
         return self.hosts.number == 0
 
     def join(self) -> None:
-        """Joins jax with that of the other hosts: ``jax.devices()`` are those of all from then on."""
+        """Joins jax with that of the other hosts: from then on ``jax.devices()`` are the devices of all hosts."""
         hosts = self.hosts
         join(hosts.address[0], self._port, hosts.count, hosts.number, hosts.start_timeout)
 
@@ -84,18 +81,18 @@ class Channel:
                 send(peer, kind, payload)
 
     def take(self, number: int = 0) -> tuple[bytes, bytes]:
-        """The next message of a host; waits for it. A host that is gone ends this process instead."""
+        """Waits for a host's next message; returns its kind and payload. If the host is gone, this process ends."""
         return self._inbox[number].get()
 
     def parts(self, payload: bytes) -> list[bytes]:
-        """On host 0: what every host passed to its call, by host; nothing on the others."""
+        """Collects all hosts' payloads on host 0, by host; returns nothing on the others. Every host calls this."""
         if not self.leads:
             self.send(PART, payload)
             return []
         return [payload, *(self.take(number)[1] for number in sorted(self._peers))]
 
     def gather(self, payload: bytes) -> tuple[bytes, ...]:
-        """On every host: what each passed to its call, by host. All payloads are of one length."""
+        """Collects all hosts' payloads, of one length, on every host, by host. Every host calls this."""
         parts = self.parts(payload)
         if self.leads:
             self.send(PART, b"".join(parts))
@@ -104,9 +101,9 @@ class Channel:
         return tuple(whole[at : at + len(payload)] for at in range(0, len(whole), len(payload)))
 
     def finish(self) -> None:
-        """Parts from the other hosts, once all have come here; nothing may be running on the devices.
+        """Leaves the other hosts once all have called this; nothing may be running on the devices.
 
-        Nobody goes before all are done: a collective of another host might still read from this one.
+        No host leaves before all are done: a collective of another host might still read from this one.
         """
         if self.leads:
             for number in self._peers:
@@ -125,7 +122,7 @@ class Channel:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """What fails inside ends every host."""
+        """An error inside ends every host."""
         try:
             yield
         except BaseException as error:
@@ -134,10 +131,10 @@ class Channel:
             raise
 
     def fail(self, text: str, kind: bytes = FAILED) -> None:
-        """Tells the other hosts that this one ends, and sees to it that it does; once only.
+        """Tells the other hosts that this one ends, and ends it within SETTLE seconds; only the first call counts.
 
         Args:
-            text: Why.
+            text: The reason.
             kind: ``FAILED``, or ``DIVERGED``.
         """
         if self._closing:
@@ -149,7 +146,7 @@ class Channel:
         stuck.start()
 
     def outlive(self, told: Callable[[str], None], seconds: float) -> None:
-        """Has ``told`` called with the reason when another host is gone; this process ends so many seconds later."""
+        """When another host is gone, calls ``told`` with the reason, and ends this process ``seconds`` later."""
         end = self._lost
 
         def lost(text: str, code: int) -> None:
@@ -160,7 +157,7 @@ class Channel:
         self._lost = lost
 
     def settle(self) -> None:
-        """After a step failed: waits for the watch to find out that another host is why, and end the process."""
+        """After a failed step: gives the watch time to find that another host is the cause, and to end the process."""
         if not self._closing:
             time.sleep(SETTLE)
 

@@ -19,8 +19,8 @@ class Hosts:
 
     Attributes:
         coordinator: ``HOST:PORT`` where host 0 listens for the others.
-        count: How many hosts.
-        number: Which one this is; 0 leads.
+        count: How many hosts there are.
+        number: Which one this is; host 0 leads.
         start_timeout: Seconds to wait until all are there.
     """
 
@@ -49,12 +49,19 @@ def find_hosts(
     coordinator: str | None, num_hosts: int | None, host_id: int | None, start_timeout: float = Hosts.start_timeout,
     environment: Mapping[str, str] = os.environ,
 ) -> Hosts | None:  # fmt: skip
-    """This process's place; None where it runs alone.
+    """This process's place among several hosts; None where it runs alone.
 
-    What is not given is taken from DIST_INIT_ADDR, NNODES and NODE_RANK. NODE_RANK alone says nothing.
+    What is None is taken from DIST_INIT_ADDR, NNODES and NODE_RANK. NODE_RANK alone says nothing.
+
+    Args:
+        coordinator: ``HOST:PORT`` of host 0, or ``auto``: a cluster's launcher knows all three.
+        num_hosts: How many hosts there are.
+        host_id: Which one this is.
+        start_timeout: Seconds to wait until all are there.
+        environment: Where the variables are looked up.
 
     Raises:
-        Ling3Error: Only a part of it is known, it contradicts itself, or the launcher is not known.
+        Ling3Error: Only a part of the three is known, they contradict each other, or the launcher is not known.
     """
     coordinator = coordinator or environment.get("DIST_INIT_ADDR") or None
     if coordinator == DETECT:

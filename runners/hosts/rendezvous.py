@@ -11,34 +11,46 @@ import socket
 import struct
 import sys
 import time
-from typing import Any
+from typing import NamedTuple
 
 from ling3export.errors import Ling3Error
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.service import is_loopback
 
 HEAD = struct.Struct("!cI")
-LARGEST = 1 << 30
+LARGEST = 1 << 30  # bytes of a message
+PROTOCOL = 1
 HELLO, WELCOME, FAILED = b"L", b"W", b"F"
 ANSWERING = 10.0  # seconds that host 0 stays to say why it ends before it has met the others
-GREETING = 5.0  # seconds for a caller to say who it is
+GREETING = 5.0  # seconds that a caller has to say who it is
 PAUSE = 0.1  # seconds between two calls
 
 
+Identity = dict[str, object]  # what must be the same on all hosts, by name
+
+
 class HostsError(Ling3Error):
-    """Hosts that do not find each other, do not fit together, or are gone."""
+    """Hosts do not find each other, or do not fit together."""
+
+
+class Greeting(NamedTuple):
+    """What a host says of itself when it calls host 0."""
+
+    host: int
+    hosts: int
+    identity: Identity
 
 
 def send(peer: socket.socket, kind: bytes, payload: bytes) -> None:
-    """Sends one message."""
+    """Sends a message of ``kind``."""
     peer.sendall(HEAD.pack(kind, len(payload)) + payload)
 
 
 def receive(peer: socket.socket) -> tuple[bytes, bytes]:
-    """The next message.
+    """Waits for the next message; returns its kind and payload.
 
     Raises:
-        ConnectionError: The other end is gone, or does not speak this.
+        ConnectionError: The other end is gone, or does not speak this protocol.
         TimeoutError: It has been silent for the socket's timeout.
     """
     kind, length = HEAD.unpack(_exactly(peer, HEAD.size))
@@ -57,24 +69,24 @@ def _exactly(peer: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
-def meet(hosts: Hosts, identity: dict[str, Any]) -> tuple[dict[int, socket.socket], int]:
-    """Connects host 0 with every other one.
+def meet(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket], int]:
+    """Connects host 0 with every other host. Every host calls this.
 
     Args:
         hosts: This process's place.
-        identity: What must be the same on all: the artifact's digest, the target.
+        identity: What must be the same on all hosts, such as the artifact's digest and the target.
 
     Returns:
-        Of host 0: a connection to each of the others by number; of the others: to host 0 alone. And a port that was
-        free on host 0's machine, for jax's own service.
+        Connections by the number of the host at their other end: on host 0 one to each of the others, on the others one
+        to host 0. And a port for jax's own service, which was free on host 0's machine.
 
     Raises:
-        HostsError: Not all are there in time, or they do not fit together; every host that is there gets it.
+        HostsError: Not all hosts are there in time, or they do not fit together; every host that is there gets it.
     """
     return _gather(hosts, identity) if hosts.number == 0 else _call(hosts, identity)
 
 
-def _gather(hosts: Hosts, identity: dict[str, Any]) -> tuple[dict[int, socket.socket], int]:
+def _gather(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket], int]:
     peers: dict[int, socket.socket] = {}
     until = time.monotonic() + hosts.start_timeout
     with contextlib.ExitStack() as stack:
@@ -106,19 +118,17 @@ def _gather(hosts: Hosts, identity: dict[str, Any]) -> tuple[dict[int, socket.so
 
 
 def welcome(peers: dict[int, socket.socket], port: int) -> None:
-    """Tells the others that all are there, and where jax's own service listens."""
+    """Tells the other hosts that all are there, and where jax's own service listens."""
     for peer in peers.values():
         send(peer, WELCOME, json.dumps({"port": port}).encode())
 
 
-def _admitted(
-    caller: socket.socket, hosts: Hosts, identity: dict[str, Any], peers: dict[int, socket.socket]
-) -> int | None:
-    """The caller's number; None if it is none of ours."""
-    said = _said(caller)
-    if said is None:
+def _admitted(caller: socket.socket, hosts: Hosts, identity: Identity, peers: dict[int, socket.socket]) -> int | None:
+    """The number of the host that called; None if the caller is no host."""
+    greeting = _greeting(caller)
+    if greeting is None:
         return None
-    number, count = said["host"], said["hosts"]
+    number, count, theirs = greeting
     what = None
     if count != hosts.count:
         what = f"hosts: expected {hosts.count} as on host 0, found {count} on host {number}"
@@ -126,8 +136,8 @@ def _admitted(
         what = f"hosts: expected each id from 1 to {hosts.count - 1} once, found another {number}"
     else:
         for name, expected in identity.items():
-            if said["identity"].get(name) != expected:
-                what = f"host {number}: expected {name} {expected} as on host 0, found {said['identity'].get(name)}"
+            if theirs.get(name) != expected:
+                what = f"host {number}: expected {name} {expected} as on host 0, found {theirs.get(name)}"
                 break
     if what is not None:
         refuse({number: caller}, what)
@@ -135,21 +145,21 @@ def _admitted(
     return number
 
 
-def _said(caller: socket.socket) -> dict[str, Any] | None:
-    """What a host says of itself; None, and the connection closed, if the caller is none."""
+def _greeting(caller: socket.socket) -> Greeting | None:
+    """What the host that called says of itself; None, and the connection closed, if the caller is no host."""
     try:
         kind, payload = receive(caller)
         said = json.loads(payload)
-        if kind != HELLO or said["protocol"] != 1:
+        if kind != HELLO or said["protocol"] != PROTOCOL:
             raise ValueError
-        return {"host": int(said["host"]), "hosts": int(said["hosts"]), "identity": dict(said["identity"])}
+        return Greeting(int(said["host"]), int(said["hosts"]), dict(said["identity"]))
     except (OSError, ValueError, KeyError, TypeError):
         caller.close()
         return None
 
 
 def refuse(peers: dict[int, socket.socket], text: str) -> None:
-    """Tells others why they end, and closes their connections."""
+    """Tells hosts why they end, and closes their connections."""
     for peer in peers.values():
         with contextlib.suppress(OSError), peer:
             send(peer, FAILED, text.encode())
@@ -171,22 +181,22 @@ def turn_away(hosts: Hosts, text: str) -> None:
             listener.settimeout(max(0.001, until - time.monotonic()))
             caller, _ = listener.accept()
             caller.settimeout(GREETING)
-            said = _said(caller)
-            if said is not None:
-                refuse({said["host"]: caller}, text)
-                told.add(said["host"])
+            greeting = _greeting(caller)
+            if greeting is not None:
+                refuse({greeting.host: caller}, text)
+                told.add(greeting.host)
 
 
 def _listening(hosts: Hosts) -> socket.socket:
-    """Where host 0 waits for the others."""
+    """The socket at which host 0 waits for the others; on loopback it is open to this machine alone."""
     host, port = hosts.address
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host if is_loopback(host) else "", port), family=family, backlog=hosts.count)
 
 
-def _call(hosts: Hosts, identity: dict[str, Any]) -> tuple[dict[int, socket.socket], int]:
+def _call(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket], int]:
     until = time.monotonic() + hosts.start_timeout
-    hello = {"protocol": 1, "host": hosts.number, "hosts": hosts.count, "identity": identity}
+    hello = {"protocol": PROTOCOL, **Greeting(hosts.number, hosts.count, identity)._asdict()}
     while True:
         left = until - time.monotonic()
         try:
@@ -215,7 +225,7 @@ def _call(hosts: Hosts, identity: dict[str, Any]) -> tuple[dict[int, socket.sock
 
 
 def _system(error: OSError) -> str:
-    """What the system says, without what Python adds to it."""
+    """The system's own words for an error, without what Python adds to them."""
     return os.strerror(error.errno) if error.errno else str(error)
 
 

@@ -1,9 +1,9 @@
 """Joins this process's jax with that of the other hosts.
 
-Beside ``pjrt.py`` the only file that uses jax's internals. ``jax.distributed.initialize`` has every process end itself
-with a stack trace of C++ the moment that process 0 is gone, since the service that they find each other by dies with
-it. Here that service is a process of its own, which outlives host 0 for long enough that the others see host 0 missing
-(``channel.py``), say so, and end.
+Beside ``pjrt.py`` this is the only file that uses jax's internals. After ``jax.distributed.initialize`` every process
+would end itself with a stack trace of C++ the moment that process 0 is gone, since the service by which they find each
+other dies with it. Here that service is a process of its own. It outlives host 0 for long enough that the others see
+host 0 missing (``channel.py``), say so, and end.
 """
 
 import contextlib
@@ -16,19 +16,22 @@ from typing import Any
 
 from ling3export.errors import Ling3Error
 
-HEARTBEAT = 120  # seconds of silence after which jax gives a host up: the channel does sooner
+HEARTBEAT = 120  # seconds of silence after which jax gives a host up; the channel gives it up sooner
 GRACE = 15  # seconds: long enough for every host to see that host 0 is gone
 READY = "ready\n"
 
 
 class Service:
-    """The process that hosts find each other by, beside host 0.
+    """jax's coordination service in a process of its own, on host 0's machine.
 
     Args:
-        host: Of host 0, as the others reach it.
-        port: Free on this machine.
-        count: How many hosts.
-        grace: Seconds that it goes on without host 0.
+        host: Host 0's address, as the others reach it.
+        port: A free port of this machine.
+        count: How many hosts there are.
+        grace: Seconds that the service goes on without host 0.
+
+    Raises:
+        Ling3Error: It did not start.
     """
 
     def __init__(self, host: str, port: int, count: int, grace: int = GRACE) -> None:
@@ -76,9 +79,9 @@ def join(host: str, port: int, count: int, number: int, timeout: float) -> None:
     Call it before jax's backend starts. On CPU the hosts exchange arrays over gloo.
 
     Args:
-        host: Of host 0.
-        port: Of the service.
-        count: How many hosts.
+        host: Host 0's address.
+        port: The service's.
+        count: How many hosts there are.
         number: Which one this is.
         timeout: Seconds to wait for the others.
     """

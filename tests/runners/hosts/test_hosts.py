@@ -18,8 +18,10 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.errors import ArtifactError, Ling3Error, PlanError, RequestError
 from ling3export.model.config import Config
 from ling3export.plan.targets import Target, parse_target
+from ling3export.runners.engine import assembly
 from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.follower import follow
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.hosts.hosts import Hosts, find_hosts
 from ling3export.runners.load.targets import check_hosts, choose_target
@@ -113,6 +115,19 @@ def test_a_damaged_weight_on_one_host_ends_all_with_its_name(artifact, tmp_path)
         assert [process.returncode for process in processes] == [1] * COUNT
     assert "error: tensor `embeddings.lm_head` slab 13: expected sha256" in said[3]
     assert "error: host 3 ended: tensor `embeddings.lm_head` slab 13: expected sha256" in said[0]
+
+
+def test_hosts_agree_on_overlap_before_anything_is_loaded(monkeypatch):
+    """It decides which calls come in which order."""
+
+    def load(*_, agreed, **others):
+        raise Ling3Error(f"{agreed} {others['hosts'].number}")
+
+    monkeypatch.setattr(assembly, "load", load)
+    with pytest.raises(Ling3Error, match=r"^\{'overlap': False\} 0$"):
+        Engine("none", hosts=Hosts("127.0.0.1:1", 2, 0), overlap=False)
+    with pytest.raises(Ling3Error, match=r"^\{'overlap': True\} 1$"):
+        follow("none", Hosts("127.0.0.1:1", 2, 1))
 
 
 def test_inputs_travel_whole():

@@ -1,0 +1,84 @@
+"""The calls of programs: which padding pays, beside who waits too, and the fields of the step contract."""
+
+import numpy as np
+import pytest
+
+from ling3export.runners.engine.inputs import (
+    DecodeRow,
+    SampleRow,
+    Shapes,
+    Span,
+    decode_fields,
+    fitting,
+    prefill_fields,
+    sample_fields,
+)
+
+
+@pytest.mark.parametrize(
+    ("work", "padding"), [(1, 16), (17, 16), (48, 16), (64, 128), (128, 128), (130, 128), (432, 128), (448, 512),
+                          (512, 512), (4000, 512)],
+)  # fmt: skip
+def test_the_padding_that_pays(work, padding):
+    assert Shapes((16, 128, 512), (16,), 16, 4).paying(work) == padding
+
+
+@pytest.mark.parametrize(("work", "padding"), [(17, 16), (64, 128), (130, 128), (4000, 128)])
+def test_no_longer_call_than_pays_beside_running_sequences(work, padding):
+    """A slot costs 3, 1.25 and 1.0625: 128 loses less than a quarter."""
+    assert Shapes((16, 128, 512), (16,), 16, 4).paying(work, beside_decode=True) == padding
+    assert Shapes((16, 512), (16,), 16, 4).paying(4000, beside_decode=True) == 512
+
+
+def test_the_padding_that_pays_by_the_compilers_estimates():
+    """Where a call costs the same at any padding, the largest always pays; a manifest says so."""
+    cells = {
+        f"{phase}@{padding}": {"phase": phase, "padding": padding, "estimated_seconds": cost}
+        for phase, padding, cost in (("prefill", 16, 2e-3), ("prefill", 512, 2e-3), ("decode", 8, 1e-3))
+    }
+    shapes = Shapes.of({"cells": cells, "state": {"chunk": 16, "max_pages": 4}})
+    assert [shapes.paying(work) for work in (16, 17, 600)] == [512, 512, 512]
+
+
+def test_fitting():
+    assert [fitting(work, (16, 128, 512)) for work in (1, 16, 17, 512, 513)] == [16, 16, 128, 512, 512]
+
+
+def lists(fields):
+    return {name: value.tolist() for name, value in fields.items()}
+
+
+PREFILL = {
+    "tokens": [1, 2, 3, 4, 5, 6, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0], "chunk_slot": [2, 2, 1, 0], "chunk_start": [0, 4, 9, 0],
+    "chunk_len": [4, 2, 1, 0], "fresh": [1, 0, 0, 0], "page_table": [[3, 4, 0], [3, 4, 0], [5, 6, 7], [0, 0, 0]],
+}  # fmt: skip
+
+
+def test_each_sequence_of_a_prefill_call_begins_with_a_chunk():
+    spans = [Span(2, 0, range(1, 7), [3, 4]), Span(1, 9, [7], [5, 6, 7])]
+    fields = prefill_fields(16, spans, 4, 3)
+    assert lists(fields) == PREFILL
+    assert {value.dtype for value in fields.values()} == {np.dtype(np.int32)}
+
+
+def test_a_score_call_also_has_the_tokens_to_score():
+    spans = [Span(2, 0, range(1, 7), [3, 4], [-1, -1, 4, 5, 6, 8]), Span(1, 9, [7], [5, 6, 7], [-1])]
+    scored = [-1, -1, 4, 5, 6, 8, *[-1] * 10]
+    assert lists(prefill_fields(16, spans, 4, 3, score=True)) == {**PREFILL, "next_token": scored}
+
+
+def test_rows_of_decode_and_sample_calls():
+    rows = {0: DecodeRow(3, 8, [1, 2]), 2: DecodeRow(1, 0, [4], 17)}
+    assert lists(decode_fields(4, rows, 2)) == {
+        "slot": [3, 0, 1, 0], "position": [8, 0, 0, 0], "token": [-1, 0, 17, 0],
+        "page_table": [[1, 2], [0, 0], [4, 0], [0, 0]],
+    }  # fmt: skip
+    fields = sample_fields(2, {1: SampleRow(3, 9, 0.5, 40, 0.25, (1 << 32) - 1)})
+    assert lists(fields) == {
+        "slot": [0, 3], "position": [0, 9], "temperature": [0, 0.5], "top_k": [0, 40], "top_p": [1, 0.25],
+        "seed": [0, -1],
+    }  # fmt: skip
+    floats = {name for name, value in fields.items() if value.dtype == np.float32}
+    assert floats == {"temperature", "top_p"} and {value.dtype for value in fields.values()} <= {
+        np.dtype(np.int32), np.dtype(np.float32)
+    }  # fmt: skip
