@@ -113,6 +113,20 @@ def test_an_artifact_that_cannot_be_written_is_refused_before_any_work(whole, mo
     assert sorted(whole.parent.rglob("*")) == before
 
 
+@pytest.mark.parametrize("pattern", ["weights/*", "programs/*/decode@8.exec", "vectors/*", "tokenizer/*"])
+def test_a_damaged_artifact_gets_no_target(whole, monkeypatch, pattern):
+    """A new manifest once vouched for weights that nobody had looked at."""
+    file, before = next(whole.glob(pattern)), read_manifest(whole)
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    monkeypatch.setattr(into, "compiling", lambda *_: pytest.fail("compiled"))
+    said = refusal(cli.main, "build", "--into", whole, "--target", "cpu@2")
+    assert file.name in said or "tensor" in said
+    assert ": expected sha256 " in said
+    assert read_manifest(whole) == before
+    assert names(whole / "programs") == ["cpu-tp1"]
+
+
 KILLED = """
 import os, sys
 from pathlib import Path
