@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an engine that every host has.
+    """The parts of an engine, on every host alike.
 
     Attributes:
         loaded: The artifact: programs, weights and state on the devices.
         files: The tokenizer and the chat template.
         limits: What one request may ask for.
         blocks: Slots and pages.
-        counters: The scheduler's.
+        counters: What the scheduler counts.
         core: Takes the steps; host 0 of several tells the others.
     """
 

@@ -27,7 +27,7 @@ class Arrival(NamedTuple):
     Attributes:
         number: Its place in the order of arrival.
         request: What was asked.
-        at: When, on the clock of ``sequence.now``; it is noted and decides nothing.
+        at: When it arrived, on the clock of ``sequence.now``; this is noted and decides nothing.
     """
 
     number: int
@@ -41,7 +41,7 @@ class StepInputs(NamedTuple):
     Attributes:
         arrivals: In order.
         cancelled: Numbers of arrivals; unknown and ended ones count for nothing.
-        compare: Whether hosts are to compare the tokens that they read.
+        compare: Whether the hosts are to compare the tokens that they read.
     """
 
     arrivals: tuple[Arrival, ...] = ()
@@ -53,9 +53,9 @@ class StepOutputs(NamedTuple):
     """What a step brought.
 
     Attributes:
-        emitted: Tokens that were read.
+        emitted: The tokens that were read.
         ended: Sequences that ended, cancelled ones too.
-        digests: Where hosts compared their tokens: by host, what it read since they last did.
+        digests: If the hosts compared their tokens: the digest of each host's, by host.
     """
 
     emitted: list[Emitted]
@@ -64,11 +64,11 @@ class StepOutputs(NamedTuple):
 
 
 class EngineCore:
-    """The scheduler behind a list of inputs.
+    """The scheduler, driven by the inputs of each step alone.
 
     Args:
         scheduler: Runs the sequences.
-        sequence: Makes one of an arrival.
+        sequence: Makes a sequence of an arrival.
     """
 
     def __init__(self, scheduler: Scheduler, sequence: Callable[[Arrival], Sequence]) -> None:
@@ -114,7 +114,7 @@ class SharedCore(EngineCore):
 
     Args:
         scheduler: Runs the sequences.
-        sequence: Makes one of an arrival.
+        sequence: Makes a sequence of an arrival.
         channel: Between the hosts.
     """
 
@@ -127,7 +127,7 @@ class SharedCore(EngineCore):
         """Takes the inputs that host 0 sent.
 
         Raises:
-            RankDivergence: It read other tokens than this host, which would now make other calls.
+            RankDivergence: Host 0 read other tokens than this host, which would now make other calls.
         """
         inputs = decode(payload[SHORT:])
         if not inputs.compare and payload[:SHORT] != self._read.digest()[:SHORT]:
@@ -155,7 +155,7 @@ class SharedCore(EngineCore):
         self._channel.finish()
 
     def _compared(self) -> tuple[bytes, ...]:
-        """By host, the digest of what it read since the last time."""
+        """The digests of what the hosts read since the last time, by host."""
         mine, self._read = self._read.digest(), hashlib.sha256()
         return self._channel.gather(mine)
 

@@ -18,13 +18,13 @@ class Counters:
     """What the scheduler did. One thread counts; ``record`` may be called from any.
 
     Attributes:
-        cells: By name.
-        tokens_in: Of the prompts that were submitted.
-        tokens_out: That were read.
+        cells: A counter for each cell, by its name.
+        tokens_in: Tokens of the prompts that were submitted.
+        tokens_out: Generated tokens that were read.
         preempted: How often a sequence gave its pages back to start again.
         started: Requests whose first call was dispatched.
-        queue_seconds: That they waited for it, together.
-        queue_longest: Seconds that one of them waited at most.
+        queue_seconds: How long they waited for that call, all together.
+        queue_longest: How many seconds one of them waited at most.
     """
 
     cells: dict[str, CellCounter] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Counters:
         cell.slots += padding
 
     def record(self) -> dict[str, Any]:
-        """As JSON; ``padding_waste`` is the share of slots that held nothing."""
+        """The counters as JSON; ``padding_waste`` is the share of token slots or rows that held nothing."""
         cells = {
             name: {"calls": cell.calls, "padding_waste": round(1 - cell.used / cell.slots, 4)}
             for name, cell in sorted(self.cells.copy().items())

@@ -37,11 +37,11 @@ class Engine:
         report: Told what was chosen and why; stderr by default.
 
     Attributes:
-        manifest: The artifact's.
+        manifest: The manifest of the artifact.
         target: Name of the target that runs.
         limits: What one request may ask for.
-        verdicts: Of every program.
-        timings: Seconds of each stage of the start.
+        verdicts: Whether each program fits this machine, by cell.
+        timings: Seconds that each stage of the start took.
         files: The tokenizer and the chat template.
 
     Raises:
@@ -93,7 +93,7 @@ class Engine:
             temperature: 0 takes the best token.
             top_k: Keep only the best k tokens; 0 keeps all.
             top_p: Then keep the fewest tokens that hold this probability; 1 keeps all.
-            seed: Of the sampling; the same for every prompt, so equal prompts get equal answers.
+            seed: Where the randomness comes from; the same for every prompt, so equal prompts get equal answers.
             stop: Strings that end the text.
             ignore_eos: Go on behind an end-of-text token.
             logits: Also return the logits that each token was taken from.
@@ -154,7 +154,7 @@ class Engine:
         it did not take is joined into one piece. Leaving the iteration early cancels the request.
 
         Raises:
-            RequestError: It can never be served.
+            RequestError: The request can never be served.
         """
         how = Sampling(temperature, top_k, top_p, seed)
         request = self.request(prompt, max_tokens, how, stop, ignore_eos=ignore_eos)
@@ -198,7 +198,7 @@ class Engine:
         """Completes requests, each with settings of its own, all together; cancels them all if it is interrupted.
 
         Raises:
-            RequestError, QueueFull, EngineStopped: As ``submit``.
+            RequestError, QueueFull, EngineStopped: For the reasons that ``submit`` gives.
         """
         handles = self.submit(*requests)
         try:
@@ -208,7 +208,7 @@ class Engine:
                 handle.cancel()
 
     def digests(self) -> tuple[bytes, ...]:
-        """Of each host, by number, sha256 of the tokens that it read since the last call; nothing on one host alone.
+        """sha256 of the tokens that each host read since the last call, by host; nothing where one host runs alone.
 
         Raises:
             EngineStopped: The engine was closed, or a step failed.
@@ -296,7 +296,7 @@ def utf8_bytes(text: str, name: str) -> int:
     """How many bytes ``text`` has in UTF-8.
 
     Raises:
-        RequestError: It holds half a character.
+        RequestError: The text holds half a character.
     """
     try:
         return len(text.encode())

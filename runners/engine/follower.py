@@ -31,21 +31,21 @@ def follow(
     artifact: str | Path, hosts: Hosts, *, target: str | None = None, programs: str = "prebuilt-only",
     check: str = "all", overlap: bool = True, report: Callable[[str], None] = say,
 ) -> None:  # fmt: skip
-    """What every host but the first does: takes the same steps until host 0 ends.
+    """Loads the artifact on a host other than 0, and takes the steps that host 0 takes until host 0 ends.
 
     Args:
         artifact: Its folder, with the same content on every host.
         hosts: This process's place.
-        target: As on host 0, like all that follows.
+        target: The same as on host 0, like all that follows.
         programs: ``prebuilt-only``, or ``allow-compile``.
         check: ``all``, or ``programs``.
         overlap: Dispatch the next step before the tokens of the last one are read.
         report: Told what was chosen and why.
 
     Raises:
-        ArtifactError, HostsError: As ``load``.
-        RankDivergence: This host read other tokens than host 0; or all compared theirs, and some had read others: that
-            is raised once host 0 has ended, too.
+        ArtifactError, HostsError: The artifact cannot be loaded here, or not with the other hosts (``load``).
+        RankDivergence: This host read other tokens than host 0. Or all compared theirs and some differed: then it is
+            raised once host 0 has ended.
     """
     parts = load_parts(
         artifact, target=target, programs=programs, check=check, overlap=overlap, hosts=hosts, report=report

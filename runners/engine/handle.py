@@ -26,9 +26,9 @@ class Piece:
     """What came since the piece before.
 
     Attributes:
-        text: Whole characters, nothing of a stop string; may be empty.
-        token_ids: Generated.
-        completion: The whole, with the last piece.
+        text: Whole characters without any part of a stop string; may be empty.
+        token_ids: The tokens that were generated.
+        completion: The whole answer; with the last piece only.
     """
 
     text: str
@@ -79,7 +79,7 @@ class RequestHandle:
             The completion; of a cancelled request, what there was of it.
 
         Raises:
-            TimeoutError: It has not ended; it goes on.
+            TimeoutError: The request has not ended; it goes on.
             EngineStopped: The engine ended first.
         """
         if not self._over.wait(timeout):
@@ -123,13 +123,13 @@ class RequestHandle:
     # What the engine's thread calls; ``wake`` afterwards.
 
     def push(self, token: int, text: str) -> None:
-        """A token was read."""
+        """A token of the answer was read."""
         with self._lock:
             self._tokens.append(token)
             self._text.append(text)
 
     def finish(self, outcome: Completion | Exception) -> None:
-        """It ended, or failed."""
+        """The request ended, or failed."""
         with self._lock:
             if isinstance(outcome, Completion):
                 self._completion = outcome
@@ -138,7 +138,7 @@ class RequestHandle:
         self._over.set()
 
     def listener(self) -> tuple[asyncio.AbstractEventLoop, asyncio.Event] | None:
-        """Who is to be woken now."""
+        """The event loop and the event of the coroutine that is to be woken now, if one is."""
         listener = self._listener
         return listener[:2] if listener is not None and (self.done or listener[2]) else None
 

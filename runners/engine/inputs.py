@@ -17,14 +17,14 @@ PATIENCE = 1.25
 
 @dataclass(frozen=True)
 class Shapes:
-    """What the artifact's programs take.
+    """The paddings and dimensions of an artifact's programs.
 
     Attributes:
         prefill: Paddings in token slots, ascending.
         decode: Paddings in sequences, ascending.
         chunk: Token slots a chunk.
         max_pages: Columns of a page table.
-        costs: Of a call at each prefill padding, in any unit; empty for padding + CALL.
+        costs: What a call at each prefill padding costs, in any unit; empty means padding + CALL.
         score: Paddings of score programs in token slots, ascending; empty where there are none.
     """
 
@@ -37,7 +37,7 @@ class Shapes:
 
     @classmethod
     def of(cls, target: Mapping[str, Any]) -> "Shapes":
-        """Those of a manifest's target; costs are the compiler's estimates where every prefill has one."""
+        """The shapes of a manifest's target; costs are the compiler's estimates if every prefill program has one."""
         paddings: dict[str, dict[int, float | None]] = {"prefill": {}, "decode": {}, "score": {}}
         for cell in target["cells"].values():
             paddings.setdefault(cell["phase"], {})[cell["padding"]] = cell.get("estimated_seconds")
@@ -48,7 +48,7 @@ class Shapes:
         return cls(prefill, decode, target["state"]["chunk"], target["state"]["max_pages"], costs, score)
 
     def paying(self, work: int, *, beside_decode: bool = False) -> int:
-        """The prefill padding at which a token of ``work`` token slots costs least; of equals the largest.
+        """The prefill padding at which a token of ``work`` token slots costs least; among equals the largest.
 
         Args:
             work: Token slots that are to be prefilled.
@@ -66,7 +66,7 @@ class Shapes:
         )
 
     def scoring(self, work: int) -> int:
-        """The score padding at which a token of ``work`` token slots costs least; of equals the largest."""
+        """The score padding at which a token of ``work`` token slots costs least; among equals the largest."""
         return min(self.score, key=lambda padding: ((padding + CALL) / min(work, padding), -padding))
 
 
@@ -92,10 +92,10 @@ class DecodeRow(NamedTuple):
     """A sequence's row of a decode call.
 
     Attributes:
-        slot: Its state slot.
+        slot: The sequence's state slot.
         position: Where the token is stored.
-        pages: Its pages in the order of its positions.
-        token: The token; -1 is the one that ``sample`` left in the slot, which the host need not know.
+        pages: The sequence's pages in the order of its positions.
+        token: The token's id; -1 is the one that ``sample`` left in the slot, which the host need not know.
     """
 
     slot: int
@@ -108,7 +108,7 @@ class SampleRow(NamedTuple):
     """A sequence's row of a sample call; the defaults take the best token.
 
     Attributes:
-        slot: Its state slot, where the token is left for the next decode.
+        slot: The sequence's state slot, where the token is left for the next decode.
         position: The token's position: its randomness comes from this and the seed alone.
         temperature, top_k, top_p, seed: The fields of ``request.Sampling``.
     """

@@ -1,4 +1,4 @@
-"""What is asked for, and what comes back. Refuses at once what can never be served."""
+"""What a user asks for, and what comes back. A request that can never be served is refused at once."""
 
 import itertools
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Bounds:
     whole: bool = False
 
     def hold(self, value: object) -> bool:
-        """Whether ``value`` is such a number."""
+        """Whether ``value`` is a number within the bounds."""
         if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
             return False
         number: Any = value
@@ -57,7 +57,7 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is taken from logits. Its randomness comes from the seed and the token's position, nothing else.
+    """How a token is taken from logits. The randomness comes from the seed and the token's position, nothing else.
 
     Attributes:
         temperature: 0 takes the best token; ties go to the lowest id. At most 2.
@@ -107,13 +107,13 @@ class Request:
 
 
 class Step(NamedTuple):
-    """A call that a request took part in.
+    """An engine step whose call a request took part in.
 
     Attributes:
-        t_ms: Milliseconds from submission to its dispatch.
+        t_ms: Milliseconds from the request's submission to the call's dispatch.
         kind: ``prefill``, ``score`` or ``decode``.
-        padding: Of the program that ran.
-        tokens: Of this request that it stored; each of ``decode`` and the last of ``prefill`` gave a token.
+        padding: The program's.
+        tokens: How many tokens of the request it stored. Each decode call and the last prefill call gave a token.
     """
 
     t_ms: float
@@ -127,7 +127,7 @@ class Completion:
     """What a request came to.
 
     Attributes:
-        prompt_ids: The prompt as it was run.
+        prompt_ids: Token ids of the prompt.
         token_ids: Generated ids, with the end-of-text token where that ended them.
         text: Their text without special tokens and without the stop string; None where the artifact has no tokenizer.
         stop_reason: ``eos``, ``stop``, ``length``, ``scored`` or ``cancelled``.
@@ -135,10 +135,10 @@ class Completion:
         e2e_ms: Milliseconds from submission to the last one.
         logits: fp32 ``[len(token_ids), vocab]`` if asked for: row i is what token i was taken from.
         queue_ms: Milliseconds from submission until its first call was dispatched.
-        token_ms: Of each token, milliseconds from submission until it was read.
-        steps: The calls that it took part in, those again that it needed after giving its pages back.
-        logprobs: Of a request that scores, of each token from ``score_from`` on.
-        best_ids: And the best token in each one's place.
+        token_ms: Milliseconds from submission until each token was read.
+        steps: The calls that it took part in. A request that gave its pages back was prefilled again.
+        logprobs: For a request that scores: the log-probability of each token from ``score_from`` on.
+        best_ids: For a request that scores: the best token in the place of each.
     """
 
     prompt_ids: list[int]
@@ -166,7 +166,7 @@ class Limits:
 
     Attributes:
         context: Tokens of prompt and answer together.
-        vocab_size: Ids are below it.
+        vocab_size: Token ids are below it.
         pages: Pages that one sequence can have.
         page_size: Tokens a page.
     """
@@ -189,7 +189,7 @@ class Limits:
             name: What messages call it.
 
         Raises:
-            RequestError: It has more tokens than the context.
+            RequestError: The text has more tokens than the context.
         """
         if longest is not None and size > self.context * longest:
             raise RequestError(

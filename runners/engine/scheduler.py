@@ -40,7 +40,8 @@ from ling3export.runners.engine.inputs import (
     prefill_fields,
     sample_fields,
 )
-from ling3export.runners.engine.sequence import CallNote, Sequence, now
+from ling3export.runners.engine.request import Step
+from ling3export.runners.engine.sequence import Sequence, now
 
 Pending = Any  # an array that may still be being computed
 BY_ARRIVAL = attrgetter("number")
@@ -71,7 +72,7 @@ class Part(NamedTuple):
     sequence: Sequence
     span: Span
     row: int
-    note: CallNote
+    step: Step
 
 
 class Row(NamedTuple):
@@ -79,7 +80,7 @@ class Row(NamedTuple):
 
     row: int
     sequence: Sequence
-    note: CallNote
+    step: Step
 
 
 class Sampled(NamedTuple):
@@ -124,7 +125,7 @@ class Scheduler:
         self._ahead = ahead
         self._waiting: list[Sequence] = []  # by arrival
         self._prefilling: list[Sequence] = []  # by arrival
-        self._running: deque[Sequence] = deque()  # who decoded longest ago comes first
+        self._running: deque[Sequence] = deque()  # the one that decoded longest ago comes first
         self._flight: deque[Sampled | Scored] = deque()
         self._emitted: list[Emitted] = []
         self._scored: list[Sequence] = []
@@ -197,21 +198,21 @@ class Scheduler:
         parts = self._pack(phase, padding, waiting)
         self._prefilling = [s for s in self._prefilling if s.unstored]
         self._decoded_last = False
-        self.counters.count(phase, padding, sum(part.note.tokens for part in parts))
+        self.counters.count(phase, padding, sum(part.step.tokens for part in parts))
         fields = prefill_fields(padding, [part.span for part in parts], chunk, self._shapes.max_pages, score=scores)
         if scores:
             for part in parts:
-                part.sequence.calls.append(part.note)
+                part.sequence.steps.append(part.step)
             out = self._backend.score(padding, fields)
             self._flight.append(Scored(parts, out["logprob"], out["best"]))
             return True
         rows = []
-        for sequence, span, row, note in parts:
+        for sequence, span, row, step in parts:
             if sequence.unstored:
-                sequence.calls.append(note)
+                sequence.steps.append(step)
             else:
                 self._running.append(sequence)
-                rows.append(Row(row + (len(span.tokens) - 1) // chunk, sequence, note))
+                rows.append(Row(row + (len(span.tokens) - 1) // chunk, sequence, step))
         logits = self._backend.step(phase, padding, fields)
         if rows:
             self._sample(logits, padding // chunk, rows)
@@ -233,11 +234,9 @@ class Scheduler:
                 sequence.table.slot, start, sequence.tokens(start, stop), sequence.table.pages,
                 sequence.next_tokens(start, stop) if sequence.scoring else (),
             )  # fmt: skip
-            parts.append(Part(sequence, span, row, CallNote(at, phase, padding, stop - start)))
             if sequence.started is None:
-                sequence.started = at
                 self.counters.queued(at - sequence.arrived)
-            sequence.stored = stop
+            parts.append(Part(sequence, span, row, sequence.dispatched(at, phase, padding, stop - start)))
             row += -(-(stop - start) // chunk)
         return parts
 
@@ -248,15 +247,15 @@ class Scheduler:
             return False
         padding, at = fitting(len(rows), self._shapes.decode), now()
         fields = decode_fields(padding, dict(enumerate(rows.values())), self._shapes.max_pages)
-        for sequence in rows:
-            sequence.stored += 1
-        # Those of this call go behind those that found no room in it, in the order that they had.
+        sampling = [
+            Row(row, sequence, sequence.dispatched(at, "decode", padding, 1)) for row, sequence in enumerate(rows)
+        ]
+        # The sequences of this call go behind those that found no room in it; both keep their order.
         self._running = deque([*(s for s in self._running if s not in rows), *rows])
         self._decoded_last = True
         self.counters.count("decode", padding, len(rows))
-        note = CallNote(at, "decode", padding, 1)
         logits = self._backend.step("decode", padding, fields)
-        self._sample(logits, padding, [Row(row, sequence, note) for row, sequence in enumerate(rows)])
+        self._sample(logits, padding, sampling)
         return True
 
     def _rows_to_decode(self) -> dict[Sequence, DecodeRow]:
@@ -269,7 +268,8 @@ class Scheduler:
     def _grow(self, sequence: Sequence) -> None:
         """Gets the page of the next position; takes it from the youngest sequence if need be, which may be this one."""
         while sequence.table is not None and not self._blocks.grow(sequence.table, sequence.stored + 1):
-            if self._flight:  # whoever turns out to have ended frees pages; and only what is known can start again
+            if self._flight:
+                # A sequence that turns out to have ended frees its pages. And only known tokens can be prefilled again.
                 while self._flight:
                     self._collect()
                 continue
@@ -322,7 +322,7 @@ class Scheduler:
     def _take_tokens(self, call: Sampled) -> None:
         tokens, at = self._backend.read(call.tokens), now()
         logits = None
-        for row, sequence, note in call.rows:
+        for row, sequence, step in call.rows:
             if sequence.over:
                 continue
             taken_from = None
@@ -330,7 +330,7 @@ class Scheduler:
                 logits = self._backend.read(call.logits) if logits is None else logits
                 taken_from = logits[row].copy()
             token = int(tokens[row])
-            sequence.calls.append(note)
+            sequence.steps.append(step)
             text = sequence.accept(token, at, taken_from)
             self.counters.tokens_out += 1
             self._emitted.append(Emitted(sequence, token, text))

@@ -14,13 +14,13 @@ Text = str | Many[int]
 
 @dataclass(frozen=True)
 class Score:
-    """What a continuation scored behind its context.
+    """How likely a continuation is behind its context.
 
     Attributes:
         context_ids: The context as it was run.
         token_ids: The continuation.
-        logprobs: Of each of its tokens behind all that stands before it, in natural logarithms.
-        best_ids: Of each, the token with the largest logit there; of equals the lowest id.
+        logprobs: Natural logarithm of the probability of each of its tokens behind all tokens before it.
+        best_ids: The token with the largest logit in the place of each; among equals the lowest id.
     """
 
     context_ids: list[int]
@@ -30,7 +30,7 @@ class Score:
 
     @property
     def logprob(self) -> float:
-        """Of the whole continuation: the sum."""
+        """Log-probability of the whole continuation: the sum."""
         return math.fsum(self.logprobs)
 
     @property
@@ -81,7 +81,7 @@ def scored(completion: Completion, request: Request) -> Score:
     """The score of a request that ended.
 
     Raises:
-        Ling3Error: It was cancelled, or the model gives no finite number.
+        Ling3Error: The request was cancelled, or the model gives a number that is not finite.
     """
     first = request.score_from
     if first is None or completion.logprobs is None or completion.best_ids is None:
@@ -98,7 +98,7 @@ def check_cells(target: Mapping[str, Any], name: str, artifact: object) -> None:
     """Refuses to score where the target has no program for it.
 
     Raises:
-        ArtifactError: With the command that adds one.
+        ArtifactError: There is none; the hint is the command that adds one.
     """
     phases: dict[str, list[int]] = {}
     for cell in target["cells"].values():

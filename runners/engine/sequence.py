@@ -1,7 +1,7 @@
 """A request on its way through the scheduler."""
 
 from time import perf_counter as now
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ling3export.runners.engine.request import Completion, Request, Step
 
@@ -10,22 +10,6 @@ if TYPE_CHECKING:
 
     from ling3export.runners.engine.block_manager import BlockTable
     from ling3export.runners.text.detokenize import TextStream
-
-
-class CallNote(NamedTuple):
-    """A call that a sequence took part in.
-
-    Attributes:
-        at: When it was dispatched, on the clock of ``now()``.
-        kind: ``prefill``, ``score`` or ``decode``.
-        padding: Of the program.
-        tokens: Of this sequence that it stored.
-    """
-
-    at: float
-    kind: str
-    padding: int
-    tokens: int
 
 
 class Sequence:
@@ -47,7 +31,7 @@ class Sequence:
         stop_reason: ``eos``, ``stop``, ``length``, ``scored`` or ``cancelled`` once it ended.
         started: When its first call was dispatched.
         times: When each token was read.
-        calls: That it took part in, in order.
+        steps: Those whose calls it took part in, in order.
     """
 
     def __init__(
@@ -69,7 +53,7 @@ class Sequence:
         self.arrived = now() if arrived is None else arrived
         self.started: float | None = None
         self.times: list[float] = []
-        self.calls: list[CallNote] = []
+        self.steps: list[Step] = []
         self._scores: dict[int, tuple[float, int]] = {}  # by position: of the next token, and the best one there
 
     @property
@@ -106,6 +90,13 @@ class Sequence:
         """Known tokens at positions ``start`` to ``stop``."""
         prompt = self.request.prompt_ids[start:stop]
         return [*prompt, *self.generated[max(start - self.length, 0) : max(stop - self.length, 0)]]
+
+    def dispatched(self, at: float, kind: str, padding: int, tokens: int) -> Step:
+        """Notes that ``tokens`` more positions are stored by a call that is dispatched at ``at``; returns its step."""
+        if self.started is None:
+            self.started = at
+        self.stored += tokens
+        return Step(self._ms(at), kind, padding, tokens)
 
     def next_tokens(self, start: int, stop: int) -> list[int]:
         """For scoring: the token to score behind each of the positions ``start`` to ``stop``, or -1 for none."""
@@ -160,14 +151,13 @@ class Sequence:
 
             logits = np.stack(self.rows)
         token_ms = [self._ms(at) for at in self.times]
-        steps = [Step(self._ms(call.at), call.kind, call.padding, call.tokens) for call in self.calls]
         first, logprobs, best = self.request.score_from, None, None
         if first is not None and self.stop_reason == "scored":
             logprobs, best = map(list, zip(*(self._scores[at - 1] for at in range(first, self.length)), strict=True))
         return Completion(
             list(self.request.prompt_ids), list(self.generated), self.text, self.stop_reason,
             token_ms[0] if token_ms else 0.0, token_ms[-1] if token_ms else 0.0, logits,
-            0.0 if self.started is None else self._ms(self.started), token_ms, steps, logprobs, best,
+            0.0 if self.started is None else self._ms(self.started), token_ms, list(self.steps), logprobs, best,
         )  # fmt: skip
 
     def _ms(self, at: float) -> float:

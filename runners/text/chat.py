@@ -21,10 +21,10 @@ class ChatTemplate:
     Args:
         source: The template.
         tokens: Special tokens by name.
-        where: The file, for messages.
+        where: The file's name, for messages.
 
     Raises:
-        ArtifactError: It is no template.
+        ArtifactError: jinja2 cannot compile it.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], where: str) -> None:
@@ -76,10 +76,10 @@ class ChatTemplate:
 
 
 def check_messages(messages: object, name: str) -> None:
-    """Refuses what is no list of messages.
+    """Refuses ``messages`` that are no list of messages.
 
     Raises:
-        RequestError: It is empty, or a message lacks a role or content.
+        RequestError: The list is empty, or a message lacks a role or content.
     """
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError(f"{name}: {WANTED}, found {type(messages).__name__}")
@@ -95,7 +95,7 @@ def check_messages(messages: object, name: str) -> None:
 
 
 class _Refusal(Exception):
-    """What a template raises by ``raise_exception``."""
+    """Raised by a template through ``raise_exception``."""
 
 
 def _refuse(message: object) -> NoReturn:

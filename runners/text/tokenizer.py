@@ -112,7 +112,7 @@ class TokenizerFiles:
 
         Raises:
             RequestError: The artifact has none.
-            ArtifactError: Its file is damaged.
+            ArtifactError: The tokenizer's file is damaged.
         """
         if not self.there:
             raise RequestError(
@@ -157,7 +157,10 @@ class TokenizerFiles:
         return self._template is not None or self._template_source()[1] is not None
 
     def _template_source(self) -> tuple[str, object]:
-        """Of chat_template.jinja, else of tokenizer_config.json, where it is a text or a list of named ones."""
+        """File and content of the chat template: chat_template.jinja, else a field of tokenizer_config.json.
+
+        That field is a text, or a list of named ones of which ``default`` counts.
+        """
         if chat.FILE in self._records:
             return chat.FILE, read_checked(self._folder, self._records[chat.FILE]).decode(errors="replace")
         source = self._json(CONFIG).get("chat_template")
