@@ -10,12 +10,15 @@ from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from ling3export.compile.matrix import COLUMNS, manifest_rows
+from ling3export.cache.cells import CELL, PROGRAM
+from ling3export.compile.pool import Outcome
+from ling3export.cost.estimates import peak_bytes
 from ling3export.errors import listed
 from ling3export.tables import aligned
+from ling3export.verify.receipts import ERROR_COLUMNS, error_columns, explained
 
+COLUMNS = ("cell", "status", "seconds", "peak MB")
 LABELS = {
     "programs": "compile programs",
     "weights": "write weights",
@@ -72,24 +75,56 @@ class Console:
         elif ended:
             self.note(f"{LABELS.get(stage, stage)}: done after {time.perf_counter() - self._started:.1f} s")
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A table: drawn on a terminal, aligned text elsewhere."""
-        if not self._console.is_terminal:
-            for line in aligned([tuple(columns), *map(tuple, rows)]):
-                self.note(line)
-            return
-        drawn = Table(box=None, pad_edge=False)
-        for index, column in enumerate(columns):
-            drawn.add_column(column, justify="right" if index > 1 else "left", no_wrap=index < 2)
-        for row in rows:
-            drawn.add_row(*row, style="red" if row[1] == "failed" else None)
-        self._console.print(drawn)
+    def failed(self, outcomes: Sequence[Outcome]) -> None:
+        """Every cell of a build that failed, in the order in which they started."""
+        for outcome in outcomes:
+            rows = []
+            for cell in outcome.plan.cells:
+                if cell.name in outcome.failures:
+                    rows.append((cell.name, "failed", "-", "-"))
+                elif cell.name in outcome.records:
+                    rows.append((cell.name, *_built(outcome.records[cell.name])))
+                else:
+                    rows.append((cell.name, "not started", "-", "-"))
+            self._table(outcome.plan.target.name, [COLUMNS, *rows])
 
     def summary(self, artifact: Path, manifest: dict[str, Any], names: Sequence[str] | None = None) -> None:
-        """The cells as a table, and where the artifact is; those of the targets ``names`` if only they are new."""
+        """The cells as tables, and where the artifact is; those of the targets ``names`` if only they are new."""
         if self._bars is not None:
             self._bars.stop()
-        self.table(COLUMNS, manifest_rows(manifest, names))
+        for name in manifest["targets"] if names is None else names:
+            self._target(name, manifest["targets"][name], manifest["vectors"]["receipts"].get(name, {}))
         seconds = time.perf_counter() - self._started
         what = f"built {artifact}" if names is None else f"added {listed(list(names))} to {artifact}"
         self.note(f"{what} in {seconds:.1f} s ({manifest['weights']['bytes'] / 1e6:.1f} MB of weights)")
+
+    def _target(self, name: str, target: dict[str, Any], receipts: dict[str, Any]) -> None:
+        rows: list[tuple[str, ...]] = [(*COLUMNS, *ERROR_COLUMNS)]
+        tolerance = receipts.get("tolerance")
+        for cell, record in target["cells"].items():
+            errors = error_columns(record["phase"], receipts.get("cells", {}).get(cell), tolerance)
+            rows.append((cell, *_built(record), *errors))
+        self._table(name, rows)
+        said = "no machine here runs these programs: ling3export verify does where one does"
+        self.note(f"  {said if tolerance is None else explained(tolerance)}")
+
+    def _table(self, target: str, rows: Sequence[tuple[str, ...]]) -> None:
+        self.note(f"{target}:")
+        for row, line in zip(rows, aligned(rows), strict=True):
+            self._console.print(line, markup=False, style="red" if row[1] == "failed" else None)
+
+
+def _built(record: dict[str, Any]) -> tuple[str, str, str]:
+    """Status, seconds and peak of a cell that was built.
+
+    Its record has the seconds of the build that made it: a cell of the cache cost this one none, a program of the
+    cache no compiling.
+    """
+    origin = record.get("origin", {}).get("from")
+    cached = origin in (CELL, PROGRAM)
+    spent = record["lower_seconds"] + (0 if cached else record["compile_seconds"])
+    return (
+        "cached" if cached else "compiled",
+        "-" if origin == CELL else f"{spent:.1f}",
+        f"{peak_bytes(record['memory']) / 1e6:,.1f}",
+    )

@@ -25,7 +25,6 @@ from ling3export.cache.keys import fingerprint, state_abi, toolchain
 from ling3export.cache.use import DEFAULT_USE, CacheUse
 from ling3export.checkpoint.convert import Progress, write_weights
 from ling3export.checkpoint.reader import Checkpoint
-from ling3export.compile.matrix import COLUMNS, outcome_rows
 from ling3export.compile.pool import Compilers, Outcome, check, compile_all
 from ling3export.compile.replay import Request, forget_failure, note_failure
 from ling3export.errors import ArtifactError, CheckpointError
@@ -53,8 +52,8 @@ DEMO = Path(ling3export.__file__).parent / "demo"
 class Reporter(Progress, Protocol):
     """Where a build tells how far it is, and shows its cells."""
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A table for the user."""
+    def failed(self, outcomes: Sequence[Outcome]) -> None:
+        """Cells did not build: what became of each."""
         ...
 
 
@@ -157,7 +156,7 @@ def compiling(
         def finished() -> list[Outcome]:
             outcomes, config = future.result(), Config.from_dict(request.config, ignore=request.ignore)
             if any(outcome.failures for outcome in outcomes):
-                report.table(COLUMNS, outcome_rows(folder, outcomes))
+                report.failed(outcomes)
             check(config, outcomes, cells.use.writes, lambda: note_failure(artifact, request, outcomes))
             return outcomes
 

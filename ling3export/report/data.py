@@ -1,4 +1,4 @@
-"""What a report shows, taken from a manifest: cells with their sizes, costs and floors, and the machine's limits."""
+"""What a report shows, taken from a manifest: cells with sizes, costs and roofline bounds, and the machine's limits."""
 
 import math
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ import numpy as np
 
 from ling3export.cost.estimates import peak_bytes
 from ling3export.plan.chips import CHIPS, Chip
+from ling3export.verify.receipts import error_columns
 
 MEMORY = ("weights", "state", "temporaries", "outputs", "other arguments", "code")
 PREFIXES = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "µ": 1e-6, "n": 1e-9}
@@ -24,12 +25,6 @@ def si(value: float, unit: str) -> str:
     scaled = value / PREFIXES[prefix]
     exponent = int(f"{scaled:.2e}".partition("e")[2])  # of the rounded number
     return f"{scaled:.{max(0, 2 - exponent)}f} {prefix}{unit}"
-
-
-def tick(value: float, unit: str) -> str:
-    """As :func:`si`, without the zeros at the end of a round number."""
-    number, _, rest = si(value, unit).partition(" ")
-    return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {rest}"
 
 
 def times(ratio: float) -> str:
@@ -53,23 +48,23 @@ class Work:
     Attributes:
         seconds: Estimated, without collectives.
         by_kind: Of them, by kind of operation; empty if the build did not record it.
-        bounded: Seconds that stand for instructions without an estimate: their bytes over the bandwidth.
+        unestimated: Seconds that stand for instructions without an estimate: their bytes over the bandwidth.
         moved: Bytes through the large memory by the program's instructions; None if not recorded.
-        floor_seconds: The larger of the floor's two times.
-        floor_bytes: That must move, by kind.
-        floor_flops: That must be computed.
-        tokens: A sequence, that dynamic loops are counted for.
-        clock: Hertz.
+        bound_seconds: The roofline bound.
+        bound_bytes: Bytes that must move, by what they are.
+        bound_flops: Operations that must be computed.
+        tokens: Cached tokens of a sequence that dynamic loops are counted for.
+        clock: Cycles a second.
         guessed: Loops whose trips nobody states: counted once.
     """
 
     seconds: float
     by_kind: dict[str, float]
-    bounded: float
+    unestimated: float
     moved: int | None
-    floor_seconds: float
-    floor_bytes: dict[str, int]
-    floor_flops: int
+    bound_seconds: float
+    bound_bytes: dict[str, int]
+    bound_flops: int
     tokens: int
     clock: float
     guessed: tuple[str, ...]
@@ -89,7 +84,7 @@ class Cell:
         collectives: By kind.
         flops: As the compiler counts them, a loop's body once; None if it does not.
         accessed: Bytes, counted in the same way, in every memory.
-        error: Relative, of its receipt; None if it was not run.
+        errors: Of its receipt, for the columns of a table.
         work: None for a compiler that estimates nothing.
     """
 
@@ -102,21 +97,36 @@ class Cell:
     collectives: tuple[Collective, ...]
     flops: float | None
     accessed: float | None
-    error: float | None
+    errors: tuple[str, str]
     work: Work | None
 
 
 @dataclass(frozen=True)
 class Target:
-    """One target of an artifact; ``chip`` is None where nothing is known of the machine."""
+    """One target of an artifact.
+
+    Attributes:
+        name: Its name.
+        text: The target as a user writes it.
+        tp: Its devices.
+        processes: Its hosts.
+        chip: Facts about its machine; None where no table has them.
+        tolerance: What its receipts are judged by; None if it was never executed.
+        cells: Prefill, score, decode, then the rest.
+    """
 
     name: str
     text: str
     tp: int
     processes: int
     chip: Chip | None
-    executed: bool
+    tolerance: Mapping[str, Any] | None
     cells: tuple[Cell, ...]
+
+    @property
+    def executed(self) -> bool:
+        """Whether its cells were run where they were built."""
+        return self.tolerance is not None
 
     @property
     def estimated(self) -> list[tuple[Cell, Work]]:
@@ -136,8 +146,8 @@ def targets(manifest: Mapping[str, Any]) -> list[Target]:
     return [
         Target(
             name, record["target"], record["tp"], record["processes"],
-            CHIPS.get((record["platform"], record["kind"] or "")), name in receipts,
-            tuple(_cell(cell, row, record["tp"], receipts.get(name, {}).get("cells", {}))
+            CHIPS.get((record["platform"], record["kind"] or "")), receipts.get(name, {}).get("tolerance"),
+            tuple(_cell(cell, row, record["tp"], receipts.get(name, {}))
                   for cell, row in sorted(record["cells"].items(), key=_order)),
         )
         for name, record in manifest["targets"].items()
@@ -151,10 +161,11 @@ def _order(item: tuple[str, Any]) -> tuple[int, int]:
 
 
 def _cell(name: str, row: Mapping[str, Any], tp: int, receipts: Mapping[str, Any]) -> Cell:
+    errors = error_columns(row["phase"], receipts.get("cells", {}).get(name), receipts.get("tolerance"))
     return Cell(
         name, row["status"], row["compile_seconds"], row["stablehlo"]["bytes"] + row["exec"]["bytes"],
         _memory(row, tp), peak_bytes(row["memory"]), _collectives(row["collectives"]), row["flops"],
-        row["bytes_accessed"], receipts.get(name, {}).get("relative"), _work(row),
+        row["bytes_accessed"], errors, _work(row),
     )  # fmt: skip
 
 
@@ -187,15 +198,15 @@ def _collectives(table: Mapping[str, Any]) -> tuple[Collective, ...]:
 def _work(row: Mapping[str, Any]) -> Work | None:
     if not row.get("estimate"):
         return None
-    found, floor = row["estimate"], row["floor"]
+    found, bound = row["estimate"], row["floor"]
     return Work(
         seconds=found["seconds"],
         by_kind=found.get("by_kind", {}),
-        bounded=sum(found["bounded"].values()),
+        unestimated=sum(found["bounded"].values()),
         moved=found.get("memory_bytes"),
-        floor_seconds=floor["seconds"],
-        floor_bytes=floor["bytes"],
-        floor_flops=floor["flops"],
+        bound_seconds=bound["seconds"],
+        bound_bytes=bound["bytes"],
+        bound_flops=bound["flops"],
         tokens=found["tokens_a_sequence"],
         clock=found["clock_hz"],
         guessed=tuple(loop["loop"] for loop in found["loops"] if loop["from"].startswith("unknown")),

@@ -1,82 +1,90 @@
 """``ling3export inspect``: an artifact's manifest as a page of text."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from ling3export.cost.estimates import peak_bytes
 from ling3export.tables import aligned
+from ling3export.verify.receipts import ERROR_COLUMNS, error_columns, explained
 
 
 def _megabytes(count: float) -> str:
-    return f"{count / 1e6:,.2f} MB"
+    return f"{count / 1e6:,.2f}"
 
 
-def _cells(target: dict[str, Any], receipts: dict[str, Any]) -> list[str]:
-    rows: list[tuple[str, ...]] = [
-        ("cell", "status", "stablehlo", "executable", "temporaries", "Gflop", "compile s", "worst error")
-    ]
+def _chosen(columns: list[tuple[str, bool]], rows: Sequence[tuple[str, ...]], wide: bool) -> list[str]:
+    """A table of those columns that are for every terminal, or of all if it may be wide.
+
+    Args:
+        columns: Names, and whether a column is left out where the table may not be wide.
+        rows: A text for each column.
+        wide: Whether the table may be wide.
+    """
+    kept = [index for index, (_, more) in enumerate(columns) if wide or not more]
+    table = [tuple(name for name, _ in columns), *rows]
+    return aligned([tuple(row[index] for index in kept) for row in table])
+
+
+def _cells(target: dict[str, Any], receipts: dict[str, Any], wide: bool) -> list[str]:
+    columns = [("cell", False), ("status", True), ("stablehlo MB", True), ("executable MB", True), ("size MB", False),
+               ("peak MB", False), ("temporaries MB", True), ("Gflop", True), ("compile s", False),
+               *((name, False) for name in ERROR_COLUMNS)]  # fmt: skip
+    rows = []
     for name, cell in target["cells"].items():
-        error = receipts.get(name, {}).get("relative")
+        sizes = cell["stablehlo"]["bytes"], cell["exec"]["bytes"]
+        receipt = receipts.get("cells", {}).get(name)
         rows.append(
             (
                 name,
                 cell["status"],
-                _megabytes(cell["stablehlo"]["bytes"]),
-                _megabytes(cell["exec"]["bytes"]),
+                *(_megabytes(size) for size in (*sizes, sum(sizes))),
+                _megabytes(peak_bytes(cell["memory"])),
                 _megabytes(cell["memory"]["temporaries"]),
                 "-" if cell["flops"] is None else f"{cell['flops'] / 1e9:.3f}",
                 f"{cell['compile_seconds']:.1f}",
-                "not run" if error is None else f"{error:.1e}",
+                *error_columns(cell["phase"], receipt, receipts.get("tolerance")),
             )
         )
-    return aligned(rows)
+    shown = _chosen(columns, rows, wide)
+    return [*shown, f"  {explained(receipts['tolerance'])}"] if receipts else shown
 
 
-def _estimates(target: dict[str, Any]) -> list[str]:
+def _estimates(target: dict[str, Any], wide: bool) -> list[str]:
     """What the compiler estimates for a machine that is not here; nothing for a target without estimates."""
     cells = {name: cell for name, cell in target["cells"].items() if cell.get("estimate")}
     if not cells:
         return []
-    rows: list[tuple[str, ...]] = [
-        (
-            "estimates",
-            "ms",
-            "floor ms",
-            "MB moved",
-            "floor MB",
-            "without estimate ms",
-            "peak a device",
-            "copies > 1 MB",
-            "experts ms: FLOPs, reading",
-            "collectives",
-        )
-    ]
+    columns = [("estimates", False), ("ms", False), ("bound ms", False), ("MB moved", False), ("bound MB", False),
+               ("without estimate ms", True), ("copies > 1 MB", True), ("experts ms: FLOPs, reading", True),
+               ("collectives", False), ("of them", True)]  # fmt: skip
+    rows = []
     for name, cell in cells.items():
-        estimate = cell["estimate"]
-        kinds = [f"{row['count']} {kind}" for kind, row in cell["collectives"].items()]
+        estimate, bound = cell["estimate"], cell["floor"]
+        counts = {kind: row["count"] for kind, row in cell["collectives"].items()}
         rows.append(
             (
                 name,
                 f"{estimate['seconds'] * 1e3:.3f}",
-                f"{cell['floor']['seconds'] * 1e3:.3f}",
+                f"{bound['seconds'] * 1e3:.3f}",
                 f"{estimate['memory_bytes'] / 1e6:,.0f}",
-                f"{sum(cell['floor']['bytes'].values()) / 1e6:,.0f}",
+                f"{sum(bound['bytes'].values()) / 1e6:,.0f}",
                 f"{sum(estimate['bounded'].values()) * 1e3:.3f}",
-                _megabytes(peak_bytes(cell["memory"])),
                 str(len(estimate["copies"])),
                 _experts(cell),
-                ", ".join(kinds) or "none",
+                str(sum(counts.values())),
+                ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none",
             )
         )
     first = next(iter(cells.values()))["estimate"]
-    note = (
+    lines = [
+        *_chosen(columns, rows, wide),
         f"  estimates are the compiler's cycles at {first['clock_hz'] / 1e9:g} GHz, {first['tokens_a_sequence']} "
-        "tokens a sequence, without collectives: nothing was executed"
-    )
-    layers = max(cell["floor"]["collectives"] for cell in cells.values())
-    if layers:
+        "tokens a sequence, without collectives: nothing was executed; bound is the roofline bound",
+    ]
+    if layers := max(cell["floor"]["collectives"] for cell in cells.values()):
         apart = max(cell["floor"]["collective_seconds"] for cell in cells.values()) * 1e3
-        note += f"\n  besides the floor: {layers} collectives, about {apart:.2f} ms at their latency alone (assumed)"
-    return [*aligned(rows), note]
+        lines.append(f"  besides: {layers} collectives, about {apart:.2f} ms at their latency alone (assumed)")
+    return lines
 
 
 def _experts(cell: dict[str, Any]) -> str:
@@ -97,7 +105,12 @@ def _state(state: dict[str, Any]) -> list[str]:
 
 
 def describe(manifest: dict[str, Any], *, wide: bool = False) -> str:
-    """The plan, cells, sizes, costs and state schema of every target, for a person."""
+    """The plan, cells, sizes, costs and state schema of every target, for a person.
+
+    Args:
+        manifest: An artifact's.
+        wide: Whether tables may be wider than 80 characters; they then have all columns.
+    """
     producer, plan, weights = manifest["producer"], manifest["plan"], manifest["weights"]
     versions = ", ".join(f"{name} {version}" for name, version in producer.items())
     scored = f"score {plan['score_paddings']}, " if plan.get("score_paddings") else ""
@@ -106,21 +119,27 @@ def describe(manifest: dict[str, Any], *, wide: bool = False) -> str:
         f"made by     {versions}",
         f"plan        prefill {plan['paddings']}, decode {plan['decode_paddings']}, {scored}{plan['dtype']}, "
         f"context {plan['context']}, {plan['max_running']} running",
-        f"weights     {_megabytes(weights['bytes'])} in {len(weights['files'])} files, {len(weights['index'])} tensors",
+        f"weights     {_megabytes(weights['bytes'])} MB in {len(weights['files'])} files, "
+        f"{len(weights['index'])} tensors",
         f"vectors     {manifest['vectors']['source']}",
         f"tokenizer   {'yes' if manifest['tokenizer'] else 'none: token ids only'}",
     ]
     for name, target in manifest["targets"].items():
-        receipts = manifest["vectors"].get("receipts", {}).get(name, {}).get("cells", {})
+        receipts = manifest["vectors"].get("receipts", {}).get(name, {})
         state = target["state"]
         lines += [
             "",
-            f"target {name}: {target['tp']} devices, {state['pages']} pages of {state['page_size']} tokens "
-            f"({state['placement']}), state abi {target['state_abi'][:12]}",
-            *_cells(target, receipts),
-            *_estimates(target),
+            f"target {name}: {target['tp']} device{'s' * (target['tp'] > 1)}, {' and '.join(_statuses(target))}, state abi "
+            f"{target['state_abi'][:12]}",
+            f"  {state['pages']} pages of {state['page_size']} tokens ({state['placement']})",
+            *_cells(target, receipts, wide),
+            *_estimates(target, wide),
             *_state(state),
         ]
     if manifest["notes"]:
         lines += ["", *manifest["notes"]]
     return "\n".join(lines)
+
+
+def _statuses(target: dict[str, Any]) -> list[str]:
+    return sorted({cell["status"] for cell in target["cells"].values()})

@@ -126,3 +126,42 @@ def agreement(found: Mapping[str, Logits]) -> dict[str, float]:
         if errors:
             distances[f"{phase}_padding_against_padding"] = max(errors)
     return distances
+
+
+ERROR_COLUMNS = ("median error", "worst error")
+
+
+def error_columns(
+    phase: str, receipt: Mapping[str, Any] | None, tolerance: Mapping[str, Any] | None
+) -> tuple[str, str]:
+    """A receipt for the ERROR_COLUMNS of a table; the error that is judged stands beside its tolerance.
+
+    Args:
+        phase: The cell's phase; sampled tokens are right or wrong.
+        receipt: The manifest's record of the cell; None where the cell was not run.
+        tolerance: The record's ``measure`` and ``bound``; None where no cell was run.
+    """
+    if receipt is None or tolerance is None:
+        return "not run", "-"
+    if phase == "sample":
+        wrong = f"{receipt['absolute']:.0f} of {receipt['positions']} wrong"
+        return ("exact" if receipt["status"] == "passed" else wrong), "-"
+    median, worst = f"{receipt['median']:.1e}", f"{receipt['relative']:.1e}"
+    if tolerance["measure"] == "median":
+        return _beside(median, receipt["median"], tolerance["bound"]), worst
+    return median, _beside(worst, receipt["relative"], tolerance["bound"])
+
+
+def _beside(text: str, error: float, bound: float) -> str:
+    return f"{text} {'≤' if error <= bound else '>'} {bound:.1e}"
+
+
+def explained(tolerance: Mapping[str, Any]) -> str:
+    """A line that says what the errors of receipts are, and which of them is judged."""
+    errors = "errors are relative L2 distances of a position's logits from the plain model's"
+    if tolerance["measure"] == "median":
+        return (
+            f"{errors}; the median of all positions may be up to {tolerance['bound']:.1e} (bfloat16). The worst is not "
+            "judged: rounding that sends one token to another expert alone makes it up to 0.3"
+        )
+    return f"{errors}; the worst may be up to {tolerance['bound']:.1e} (float32)"

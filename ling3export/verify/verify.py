@@ -9,7 +9,9 @@ from ling3export.artifacts.manifest import read_checked, read_manifest, recorded
 from ling3export.artifacts.store import Store
 from ling3export.errors import ArtifactError, listed
 from ling3export.runners.load.targets import platforms_here
+from ling3export.tables import aligned
 from ling3export.verify.measure import measure_apart
+from ling3export.verify.receipts import ERROR_COLUMNS, error_columns, explained
 
 
 @dataclass(frozen=True)
@@ -25,20 +27,17 @@ class Result:
     passed: bool
 
     def table(self) -> str:
-        """A line a cell, the worst error first."""
+        """Each target's cells, the worst error first, and what the errors mean."""
         lines = [f"digests: {self.record['files']} files and {self.record['slabs']} weight slabs agree"]
         for name, target in self.record["targets"].items():
             if "reason" in target:
                 lines.append(f"{name}: not run here: {target['reason']}")
                 continue
-            lines.append(
-                f"{name}: {target['tolerance']['measure']} relative error at most {target['tolerance']['bound']:g}"
-            )
+            rows: list[tuple[str, ...]] = [("cell", "status", *ERROR_COLUMNS, "absolute", "positions")]
             for cell, row in sorted(target["cells"].items(), key=lambda item: -item[1]["relative"]):
-                lines.append(
-                    f"  {cell:14} {row['status']:7} largest relative {row['relative']:.2e}, "
-                    f"median {row['median']:.2e}, largest absolute {row['absolute']:.2e}, {row['positions']} positions"
-                )
+                errors = error_columns(cell.partition("@")[0], row, target["tolerance"])
+                rows.append((cell, row["status"], *errors, f"{row['absolute']:.1e}", str(row["positions"])))
+            lines += [f"{name}:", *aligned(rows), f"  {explained(target['tolerance'])}"]
             for what, value in target["agreement"].items():
                 lines.append(f"  {what.replace('_', ' ')}: {value:.2e}")
         return "\n".join(lines)

@@ -58,7 +58,7 @@ def test_inspect_shows_estimates_and_that_nothing_was_executed(tpu_artifact):
     shown = CliRunner().invoke(cli.main, ["inspect", str(tpu_artifact)]).output
     assert "compiled, not executed" in shown
     assert "tokens a sequence, without collectives: nothing was executed" in shown
-    assert "floor ms" in shown
+    assert "bound ms" in shown
 
 
 def test_verify_checks_digests_and_says_why_it_ran_nothing(tpu_artifact):

@@ -27,26 +27,23 @@
     one.left < two.right - 1 && two.left < one.right - 1 && one.top < two.bottom - 3 && two.top < one.bottom - 3;
 
   for (const figure of document.querySelectorAll("figure")) {
-    const svg = figure.querySelector("svg[data-marks]");
-    if (!svg) { wrong.push(`${figure.id}: no drawing`); continue; }
-    const frame = svg.getBoundingClientRect();
-    if (frame.width < 100 || frame.height < 30) wrong.push(`${figure.id}: ${frame.width} by ${frame.height}`);
-    for (const name of ["title", "desc"]) {
-      const named = document.getElementById(`${figure.id}-${name}`);
-      if (!named || !named.textContent.trim()) wrong.push(`${figure.id}: no ${name}`);
-    }
-    const marks = [...svg.querySelectorAll(".mark")];
+    const drawing = figure.querySelector("[data-marks]");
+    if (!drawing) { wrong.push(`${figure.id}: no drawing`); continue; }
+    const frame = drawing.getBoundingClientRect();
+    if (frame.width < 100 || frame.height < 20) wrong.push(`${figure.id}: ${frame.width} by ${frame.height}`);
+    if (!(drawing.getAttribute("aria-label") || "").trim()) wrong.push(`${figure.id}: no label`);
+    const marks = [...drawing.querySelectorAll(".mark")];
     const drawn = marks.filter((mark) => {
       const box = mark.getBoundingClientRect();
-      const style = getComputedStyle(mark);
-      const seen = [style.fill, style.stroke].filter((colour) => colour.startsWith("rgb"));
-      const visible = seen.some((colour) => rgb(colour).a > 0 && contrast(rgb(colour), behind(svg)) >= 3);
+      const colour = rgb(getComputedStyle(mark).backgroundColor);
+      const visible = colour.a > 0 && contrast(colour, behind(drawing)) >= 3;
       return box.width > 0.3 && box.height > 0.3 && visible && inside(box, frame);
     });
-    if (marks.length === 0 || drawn.length !== Number(svg.dataset.marks)) {
-      wrong.push(`${figure.id}: ${drawn.length} of ${svg.dataset.marks} marks are drawn`);
+    if (marks.length === 0 || drawn.length !== Number(drawing.dataset.marks)) {
+      wrong.push(`${figure.id}: ${drawn.length} of ${drawing.dataset.marks} marks are drawn`);
     }
-    const texts = [...svg.querySelectorAll("text")].map((text) => [text.textContent, text.getBoundingClientRect()]);
+    const named = [...drawing.querySelectorAll("th, td:not(.track)")];
+    const texts = named.map((text) => [text.textContent, text.getBoundingClientRect()]);
     texts.forEach(([text, box], i) => {
       if (!inside(box, frame)) wrong.push(`${figure.id}: "${text}" is cut off`);
       for (const [other, there] of texts.slice(i + 1)) {
@@ -54,10 +51,10 @@
       }
     });
   }
-  for (const element of document.querySelectorAll("h1, h2, h3, p, li, a, th, td, caption, figcaption, .label, svg text")) {
+  for (const element of document.querySelectorAll("h1, h2, h3, p, li, a, th, td, caption, figcaption, .label")) {
     if (!element.getClientRects().length) continue;
     const style = getComputedStyle(element);
-    const ratio = contrast(rgb(element instanceof SVGElement ? style.fill : style.color), behind(element));
+    const ratio = contrast(rgb(style.color), behind(element));
     if (ratio < 4.5) wrong.push(`"${element.textContent.trim().slice(0, 30)}": contrast ${ratio.toFixed(2)}`);
   }
   if (document.documentElement.scrollWidth > innerWidth) wrong.push("the page is wider than its window");

@@ -54,13 +54,23 @@ def test_a_whole_artifact_passes_and_every_cell_is_listed_the_worst_first(whole)
     files = 2 * len(cells) + 3 + 1  # tiers, tokenizer files, vectors
     slabs = sum(len(entry["sha256"]) for entry in read_manifest(whole)["weights"]["index"].values())
     assert lines[0] == f"digests: {files} files and {slabs} weight slabs agree"
-    assert lines[1] == "cpu-tp2: largest relative error at most 1e-05"
-    rows = [line.split() for line in lines[2 : 2 + len(cells)]]
+    assert lines[1] == "cpu-tp2:"
+    assert lines[2].split() == "cell status median error worst error absolute positions".split()
+    rows = [line.split() for line in lines[3 : 3 + len(cells)]]
     assert {row[0] for row in rows} == set(cells)
     assert {row[1] for row in rows} == {"passed"}
-    errors = [float(row[4].strip(",")) for row in rows]
+    assert [row[2:4] for row in rows if row[0].startswith("sample")] == [["exact", "-"]] * sum(
+        name.startswith("sample") for name in cells
+    )
+    errors = [float(row[3]) for row in rows if not row[0].startswith("sample")]
     assert errors == sorted(errors, reverse=True)
     assert errors[0] <= 1e-5
+    assert all(row[4:6] == ["≤", "1.0e-05"] for row in rows if not row[0].startswith("sample"))
+    assert lines[3 + len(cells)] == (
+        "  errors are relative L2 distances of a position's logits from the plain model's; the worst may be up to "
+        "1.0e-05 (float32)"
+    )
+    assert max(map(len, lines[: 3 + len(cells)])) <= 80
 
 
 def test_as_json_it_agrees_with_the_receipts_of_the_build(whole):
@@ -86,9 +96,9 @@ def test_a_wrong_expectation_fails_and_comes_first(copy):
     with_vectors(copy)
     done = run(copy)
     assert done.exit_code == 1
-    cell, status, _, _, error = done.stdout.splitlines()[2].split()[:5]
-    assert (cell, status) == ("decode@8", "failed")
-    assert float(error.strip(",")) == pytest.approx(1e-3, rel=0.01)
+    cell, status, _, error, sign, bound = done.stdout.splitlines()[3].split()[:6]
+    assert (cell, status, sign, bound) == ("decode@8", "failed", ">", "1.0e-05")
+    assert float(error) == pytest.approx(1e-3, rel=0.01)
     assert done.stdout.count("failed") == 1
 
 

@@ -1,4 +1,4 @@
-"""The table of cells, what of a build is refused together, and what is noted of it."""
+"""The tables of cells, what of a build is refused together, and what is noted of it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ling3export.cli.progress import Console
-from ling3export.compile import matrix, pool, replay
+from ling3export.compile import pool, replay
 from ling3export.compile.pool import Outcome
 from ling3export.errors import ArtifactError, PlanError
 from ling3export.model.config import Config
@@ -25,7 +25,6 @@ RECORD = {
     "lower_seconds": 0.5, "compile_seconds": 1.25, "estimated_seconds": None, "collectives": {"all_reduce": 3},
     "memory": {"arguments": 10**6, "outputs": 10, "alias": 10, "temporaries": 5 * 10**5, "code": 0},
 }  # fmt: skip
-PRICED = RECORD | {"estimated_seconds": 0.0025, "collectives": {"all-reduce": {"count": 49, "bytes": 8}}}
 FAILED = Failure("too large", "lower it", "PlanError")
 
 
@@ -34,39 +33,68 @@ def outcome(failures=("prefill@16",), plan=PLAN, why=FAILED):
     return Outcome(plan, dict.fromkeys(built, RECORD), dict.fromkeys(failures, why))
 
 
-def staging(folder: Path) -> Path:
-    programs = folder / "staging" / "programs" / "cpu-tp1"
-    programs.mkdir(parents=True)
-    for cell in ("decode@1", "sample@1"):
-        for tier in ("stablehlo", "exec"):
-            (programs / f"{cell}.{tier}").write_bytes(f"{cell}.{tier}".encode())
-    return folder / "staging"
-
-
-def test_rows():
-    assert matrix.row("a", "compiled", RECORD, 1_234_567, 2e-6) == (
-        "a", "compiled", "1.8", "1.23 MB", "1.5 MB", "3", "-", "2.0e-06",
-    )  # fmt: skip
-    assert matrix.row("b", "compiled, not executed", PRICED, 10**6)[5:] == ("49", "2.500 ms", "-")
-    taken, traced = RECORD | {"origin": {"from": "cache"}}, RECORD | {"origin": {"from": "program cache"}}
-    assert matrix.row("d", "compiled", taken)[1:3] == ("cached", "-")
-    assert matrix.row("e", "compiled, not executed", taken)[1:3] == ("cached, not executed", "-")
-    assert matrix.row("f", "compiled, not executed", traced)[1:3] == ("cached, not executed", "0.5")
-    assert matrix.row("g", "compiled", RECORD | {"origin": {"from": "compiler"}})[1:3] == ("compiled", "1.8")
-    assert matrix.row("c", "failed") == ("c", "failed", "-", "-", "-", "-", "-", "-")
-
-
-def test_the_table_of_a_failed_build_is_plain_text_without_a_terminal(tmp_path, capsys):
-    rows = matrix.outcome_rows(staging(tmp_path), [outcome()])
-    Console().table(matrix.COLUMNS, rows)
+def printed(capsys) -> list[str]:
+    """What stands on stderr; stdout stays free for data."""
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.splitlines() == [
-        "  cell                  status  seconds  program  peak a device  collectives  estimate  worst error",
-        "  cpu-tp1 prefill@16    failed        -        -              -            -         -            -",
-        "  cpu-tp1 decode@1    compiled      1.8  0.00 MB         1.5 MB            3         -            -",
-        "  cpu-tp1 sample@1    compiled      1.8  0.00 MB         1.5 MB            3         -            -",
+    return err.splitlines()
+
+
+def test_a_failed_build_says_what_became_of_every_cell(capsys):
+    began = Outcome(PLAN, {"decode@1": RECORD}, {"prefill@16": FAILED})
+    Console().failed([began])
+    assert printed(capsys) == [
+        "cpu-tp1:",
+        "  cell             status  seconds  peak MB",
+        "  prefill@16       failed        -        -",
+        "  decode@1       compiled      1.8      1.5",
+        "  sample@1    not started        -        -",
     ]
+
+
+ORIGINS = {"prefill@16": "cache", "decode@1": "program cache", "sample@1": "compiler"}
+ERRORS = {"status": "passed", "median": 0.0312, "relative": 0.25, "absolute": 1.5, "positions": 17}
+RECEIPTS = {
+    "tolerance": {"measure": "median", "bound": 0.15},
+    "cells": {
+        "prefill@16": ERRORS, "decode@1": ERRORS | {"status": "failed", "median": 0.2},
+        "sample@1": {"status": "passed", "median": 0.0, "relative": 0.0, "absolute": 0.0, "positions": 1},
+    },
+}  # fmt: skip
+
+
+def manifest(receipts):
+    cells = {name: RECORD | {"phase": name.split("@")[0], "origin": {"from": ORIGINS[name]}} for name in ORIGINS}
+    vectors, weights = {"receipts": {"cpu-tp1": receipts} if receipts else {}}, {"bytes": 10**6}
+    return {"targets": {"cpu-tp1": {"cells": cells}}, "vectors": vectors, "weights": weights}
+
+
+def test_the_summary_has_bf16_s_errors_beside_their_tolerance_and_kind_in_80_columns(capsys):
+    """A worst error of 2.5e-01 alone once looked like a failure, and headers were cut to `progr…` and `colle…`."""
+    Console().summary(Path("x.ling3"), manifest(RECEIPTS))
+    *table, said, built = printed(capsys)
+    assert table == [
+        "cpu-tp1:",
+        "  cell          status  seconds  peak MB       median error  worst error",
+        "  prefill@16    cached        -      1.5  3.1e-02 ≤ 1.5e-01      2.5e-01",
+        "  decode@1      cached      0.5      1.5  2.0e-01 > 1.5e-01      2.5e-01",
+        "  sample@1    compiled      1.8      1.5              exact            -",
+    ]
+    assert max(map(len, table)) <= 80
+    assert said == (
+        "  errors are relative L2 distances of a position's logits from the plain model's; the median of all positions "
+        "may be up to 1.5e-01 (bfloat16). The worst is not judged: rounding that sends one token to another expert "
+        "alone makes it up to 0.3"
+    )
+    assert built.startswith("built x.ling3 in ") and built.endswith(" s (1.0 MB of weights)")
+
+
+def test_the_summary_of_a_target_that_no_machine_here_runs(capsys):
+    Console().summary(Path("x.ling3"), manifest({}), ["cpu-tp1"])
+    lines = printed(capsys)
+    assert lines[2].split() == ["prefill@16", "cached", "-", "1.5", "not", "run", "-"]
+    assert lines[-2] == "  no machine here runs these programs: ling3export verify does where one does"
+    assert lines[-1].startswith("added cpu-tp1 to x.ling3 in ")
 
 
 def test_every_failed_cell_is_named_with_its_target():
