@@ -49,7 +49,7 @@ class Counters:
         cell.slots += padding
 
     def record(self) -> dict[str, Any]:
-        """The counters as JSON; ``padding_waste`` is the share of token slots or rows that held nothing."""
+        """The counters as JSON; ``padding_waste`` is the share of padded tokens or rows that held nothing."""
         cells = {
             name: {"calls": cell.calls, "padding_waste": round(1 - cell.used / cell.slots, 4)}
             for name, cell in sorted(self.cells.copy().items())

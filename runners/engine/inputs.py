@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Fields = dict[str, np.ndarray]
-# What a prefill call costs beside its token slots, in token slots, where the compiler gives no estimate of its time.
+# What a prefill call costs beside its padded tokens, counted in them, where the compiler gives no estimate of its time.
 # Measured on cpu: docs/log.md, 2026-11-21, "what a prefill call costs".
 CALL = 32
-# How much more a token's slot may cost in a call that sequences wait for, so that they wait for a shorter one.
+# How much more a token may cost in a call that sequences wait for, so that they wait for a shorter one.
 PATIENCE = 1.25
 
 
@@ -20,12 +20,12 @@ class Shapes:
     """The paddings and dimensions of an artifact's programs.
 
     Attributes:
-        prefill: Paddings in token slots, ascending.
-        decode: Paddings in sequences, ascending.
-        chunk: Token slots a chunk.
+        prefill: Paddings of prefill programs in tokens, ascending.
+        decode: Paddings of decode programs in sequences, ascending.
+        chunk: Padded tokens a chunk.
         max_pages: Columns of a page table.
         costs: What a call at each prefill padding costs, in any unit; empty means padding + CALL.
-        score: Paddings of score programs in token slots, ascending; empty where there are none.
+        score: Paddings of score programs in tokens, ascending; empty where there are none.
     """
 
     prefill: tuple[int, ...]
@@ -48,25 +48,25 @@ class Shapes:
         return cls(prefill, decode, target["state"]["chunk"], target["state"]["max_pages"], costs, score)
 
     def paying(self, work: int, *, beside_decode: bool = False) -> int:
-        """The prefill padding at which a token of ``work`` token slots costs least; among equals the largest.
+        """The prefill padding at which a token costs least; among equals the largest.
 
         Args:
-            work: Token slots that are to be prefilled.
-            beside_decode: Sequences wait for the call. Then paddings are left out beyond the first of whose full calls
-                a slot costs at most PATIENCE times what it costs at best: a shorter call, and little is lost.
+            work: How many padded tokens are to be prefilled.
+            beside_decode: Sequences wait for the call. Then no padding is taken beyond the first at which a token of a
+                full call costs at most PATIENCE times what it costs at best: the call is shorter, and little is lost.
         """
         costs = dict(zip(self.prefill, self.costs or [padding + CALL for padding in self.prefill], strict=True))
         most = self.prefill[-1]
         if beside_decode:
-            slot = {padding: cost / padding for padding, cost in costs.items()}
-            most = next(padding for padding in self.prefill if slot[padding] <= PATIENCE * min(slot.values()))
+            each = {padding: cost / padding for padding, cost in costs.items()}
+            most = next(padding for padding in self.prefill if each[padding] <= PATIENCE * min(each.values()))
         return min(
             (padding for padding in self.prefill if padding <= most),
             key=lambda padding: (costs[padding] / min(work, padding), -padding),
         )
 
     def scoring(self, work: int) -> int:
-        """The score padding at which a token of ``work`` token slots costs least; among equals the largest."""
+        """The score padding at which one of ``work`` padded tokens costs least; among equals the largest."""
         return min(self.score, key=lambda padding: ((padding + CALL) / min(work, padding), -padding))
 
 
@@ -122,14 +122,14 @@ class SampleRow(NamedTuple):
 
 
 def prefill_fields(padding: int, spans: Iterable[Span], chunk: int, max_pages: int, *, score: bool = False) -> Fields:
-    """The fields of a prefill call, or of a score call, of ``padding`` token slots.
+    """The fields of a prefill call, or of a score call, of ``padding`` padded tokens.
 
     The spans lie one behind the other, each from a chunk of its own on; chunks behind the last are padding.
 
     Args:
-        padding: Token slots.
+        padding: Padded tokens of the call.
         spans: At most one a sequence, with ``padding // chunk`` chunks together at most.
-        chunk: Token slots a chunk.
+        chunk: Padded tokens a chunk.
         max_pages: Columns of the page table.
         score: Also give ``next_token``.
     """

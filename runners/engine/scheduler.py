@@ -54,7 +54,7 @@ class Backend(Protocol):
         """Runs ``prefill`` or ``decode`` at ``padding``: logits ``[rows, vocab]``."""
 
     def score(self, padding: int, fields: Mapping[str, np.ndarray]) -> Mapping[str, Pending]:
-        """Runs ``score`` at ``padding``: ``logprob`` and ``best`` of each token slot."""
+        """Runs ``score`` at ``padding``: ``logprob`` and ``best`` of each padded token."""
 
     def sample(self, logits: Pending, rows: int, fields: Mapping[str, np.ndarray]) -> Pending:
         """Tokens ``[rows]``, also left in the state for the next decode."""
@@ -92,7 +92,7 @@ class Sampled(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """A call in flight that scores: log-probabilities and best tokens of its token slots."""
+    """A call in flight that scores: log-probabilities and best tokens, of each padded token."""
 
     parts: list[Part]
     logprob: Pending
