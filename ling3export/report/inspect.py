@@ -129,8 +129,8 @@ def describe(manifest: dict[str, Any], *, wide: bool = False) -> str:
         state = target["state"]
         lines += [
             "",
-            f"target {name}: {target['tp']} device{'s' * (target['tp'] > 1)}, {' and '.join(_statuses(target))}, state abi "
-            f"{target['state_abi'][:12]}",
+            f"target {name}: {target['tp']} device{'s' * (target['tp'] > 1)}, {' and '.join(_statuses(target))}, "
+            f"state abi {target['state_abi'][:12]}",
             f"  {state['pages']} pages of {state['page_size']} tokens ({state['placement']})",
             *_cells(target, receipts, wide),
             *_estimates(target, wide),
