@@ -1,6 +1,5 @@
 """The command line of the build side. Nothing heavy is imported before it is needed."""
 
-import importlib.util
 import json
 import signal
 import sys
@@ -16,22 +15,10 @@ import click
 from ling3export.cache.use import POLICIES, CacheUse
 from ling3export.cli.cache import cache, cache_dir
 from ling3export.cli.options import IGNORE, JSON, PATH, WIDE, build_options, given
-from ling3export.errors import Ling3Error, listed
+from ling3export.errors import Ling3Error
 from ling3export.plan.options import Options
+from ling3export.runners.cli.errors import require
 from ling3export.runners.cli.options import Group, section
-
-
-def _require(command: str, packages: tuple[str, ...]) -> None:
-    """Refuses a command whose packages are not installed: those who only run artifacts do without.
-
-    Raises:
-        Ling3Error: Names them, and the extra that brings them.
-    """
-    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
-        raise Ling3Error(
-            f"{command}: expected the packages of the extra `build`, found no {listed(missing)}",
-            'pip install "ling3export[build]", or in a checkout: pip install ".[build]"',
-        )
 
 
 def _refuse_given(what: str, names: tuple[str, ...]) -> None:
@@ -130,7 +117,7 @@ def build(
     ./<checkpoint folder name>.ling3, or .savedmodel. An artifact of --into has what targets share, so CHECKPOINT is
     then only compared.
     """
-    _require("build", ("flax", "rich"))
+    require("build", "build", "flax", "rich")
     from ling3export.cli.progress import Console
 
     if into is not None and (artifact is not None or replay is not None):
@@ -213,7 +200,7 @@ def plan(
     A line of --lengths is {"prompt_tokens": 317, "output_tokens": 50, "count": 3}, count 1 if left out. Shown is what
     these requests pad at each padding, and as many paddings that pad less.
     """
-    _require("plan", ("flax",))
+    require("plan", "build", "flax")
     from ling3export.compile.build import DEMO
     from ling3export.plan.paddings import read_lengths
     from ling3export.pricing.pricing import config_of, priced

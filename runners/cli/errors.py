@@ -4,11 +4,12 @@ import errno
 import sys
 from collections.abc import Callable
 from functools import wraps
+from importlib.util import find_spec
 from typing import Any
 
 import click
 
-from ling3export.errors import Ling3Error
+from ling3export.errors import Ling3Error, listed
 
 NOT_DETERMINISTIC = 3
 INVALID = 4  # too many infrastructure errors for the score to count
@@ -16,9 +17,9 @@ REGRESSION = 6
 
 
 def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Prints a Ling3Error as message and hint on stderr and exits with its code, without a traceback.
+    """Makes a command print a Ling3Error as message and hint on stderr, without a traceback, and exit with its code.
 
-    So too for what the system refuses (a full disk behind stdout, a name that is too long).
+    What the system refuses (a full disk behind stdout, a name that is too long) is printed, too, and exits with 1.
     """
 
     @wraps(command)
@@ -40,3 +41,16 @@ def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
         sys.exit(1)
 
     return run
+
+
+def require(command: str, extra: str, *packages: str) -> None:
+    """Refuses a command whose packages are not installed: whoever does not use it does without them.
+
+    Raises:
+        Ling3Error: Packages are missing; it names them, and the extra that brings them.
+    """
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise Ling3Error(
+            f"{command}: expected the packages of the extra `{extra}`, found no {listed(missing)}",
+            f'pip install "ling3export[{extra}]", or in a checkout: pip install ".[{extra}]"',
+        )

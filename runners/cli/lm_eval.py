@@ -4,7 +4,7 @@ import sys
 
 import click
 
-from ling3export.errors import Ling3Error
+from ling3export.runners.cli.errors import require
 
 # Everything behind lm-eval's first word is lm-eval's, its --help included.
 VERBATIM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -18,11 +18,8 @@ def lm_eval(arguments: tuple[str, ...]) -> None:
     ARGUMENTS are lm-eval's own: run --model ling3 --model_args artifact=ARTIFACT --tasks NAME; run --help shows them
     all.
     """
-    try:
-        from ling3export.runners.adapters import lm_eval as adapter
-    except ImportError as error:
-        raise Ling3Error(
-            f"lm-eval: expected the extra `lm-eval`, found no {error.name}", 'pip install "ling3export[lm-eval]"'
-        ) from error
+    require("lm-eval", "lm-eval", "lm_eval")
+    from ling3export.runners.adapters import lm_eval as adapter
+
     sys.argv = ["ling3-runner lm-eval", *arguments]
     adapter.main()

@@ -1,16 +1,13 @@
 """``ling3-runner serve``. Imports neither jax nor the server before it is to run."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ling3export.errors import Ling3Error
+from ling3export.runners.cli.errors import require
 from ling3export.runners.cli.hosts import announced, host_options, leading
 from ling3export.runners.cli.options import PATH, Command, check_option, programs_option, section, target_option
-
-NEEDS = ("starlette", "uvicorn", "prometheus_client", "pydantic")
 
 
 @click.command(cls=Command)
@@ -47,29 +44,13 @@ def serve(
     """
     hosts = leading(artifact, place, target=target, programs=programs, check=check)
     with announced(hosts):
-        key = _key(api_key_file)
+        require("serve", "serve", "starlette", "uvicorn", "prometheus_client", "pydantic")
         from ling3export.runners.serve.app import Policy
-        from ling3export.runners.serve.run import bound
+        from ling3export.runners.serve.run import api_key, bound
         from ling3export.runners.serve.run import serve as run
 
+        key = api_key(api_key_file)
         listener = bound(host, port)
     name = model or artifact.resolve().name.removesuffix(".ling3")
     policy = Policy(name, key, max_requests, max_body)
     run(artifact, policy, listener, grace=grace, target=target, programs=programs, check=check, hosts=hosts)
-
-
-def _key(file: Path | None) -> str | None:
-    """The key that clients need.
-
-    Raises:
-        Ling3Error: It is none, or the server's packages are missing.
-    """
-    missing = [name for name in NEEDS if find_spec(name) is None]
-    if missing:
-        raise Ling3Error(
-            f"serve: expected {', '.join(NEEDS)}, found no {' and no '.join(missing)}",
-            'pip install "ling3export[serve]"',
-        )
-    from ling3export.runners.serve.run import api_key
-
-    return api_key(file)

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 import toy_artifact
 from ling3export.errors import Ling3Error
-from ling3export.runners.cli import serve as serve_cli
+from ling3export.runners.cli import errors
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped, RequestHandle, wake
@@ -354,13 +354,15 @@ def test_the_file_goes_before_the_variable(tmp_path: Path, monkeypatch):
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(serve_cli, "find_spec", lambda name: None if name == "uvicorn" else name)
-    done = CliRunner().invoke(main, ["serve", "any"])
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr == (
-        "error: serve: expected starlette, uvicorn, prometheus_client, pydantic, found no uvicorn\n"
-        'hint: pip install "ling3export[serve]"\n'
-    )
+    """So does every command that needs an extra."""
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name in ("uvicorn", "pydantic", "lm_eval") else name)
+    for command, packages in (("serve", "uvicorn, pydantic"), ("lm-eval", "lm_eval")):
+        done = CliRunner().invoke(main, [command, "any"])
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert done.stderr == (
+            f"error: {command}: expected the packages of the extra `{command}`, found no {packages}\n"
+            f'hint: pip install "ling3export[{command}]", or in a checkout: pip install ".[{command}]"\n'
+        )
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
