@@ -40,18 +40,18 @@ PROGRAMS = section(
         "--paddings",
         type=Paddings(),
         default=DEFAULTS.paddings,
-        help="Token slots of the prefill programs.  [default: 16,128,512]",
+        help="Padded tokens of a prefill call.  [default: 16,128,512]",
     ),
     click.option(
         "--decode-paddings",
         type=Paddings(),
-        help="Sequences of the decode programs.  [default: 1, then --paddings up to --max-running]",
+        help="Padded sequences of a decode step.  [default: 1, then --paddings up to --max-running]",
     ),
     click.option(
         "--score-paddings",
         type=Paddings(),
         default=DEFAULTS.score_paddings,
-        help="Token slots of programs that score given tokens.",
+        help="Padded tokens of a call that scores given tokens.",
     ),
     click.option(
         "--dtype",

@@ -28,7 +28,7 @@ class Costs:
     """Sums over a program, every instruction as often as it runs.
 
     Attributes:
-        seconds: Of the compiler's estimates, by opcode.
+        seconds: The compiler's estimates, by opcode.
         bounded: Seconds by bytes of instructions without an estimate, by opcode.
         kinds: Seconds of both, by kind of operation (``operations.py``).
         memory_bytes: Through the large memory, without collectives and custom calls.

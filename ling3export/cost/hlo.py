@@ -40,7 +40,7 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Of its result; all parts of a tuple."""
+        """Bytes of its result; all parts of a tuple."""
         return shape_bytes(self.shape)
 
     @cached_property
@@ -62,7 +62,7 @@ class Instruction:
 
     @property
     def index(self) -> int:
-        """Of a get-tuple-element."""
+        """The element that a get-tuple-element takes."""
         match = re.search(r"\bindex=(\d+)", self.attributes)
         assert match is not None
         return int(match[1])

@@ -29,14 +29,14 @@ class Chip:
 
     Attributes:
         platform: ``tpu`` or ``cuda``.
-        kind: As a target writes it.
+        kind: Its name in a target.
         memory: Bytes a program may have.
         bandwidth: Bytes a second to and from that memory.
         flops: bf16 operations a second, dense.
         devices: jax devices of a chip (two where a chip has two cores that are not fused).
-        chips_per_host: Of a slice with several hosts.
+        chips_per_host: How many chips each host of a slice has.
         topologies: Names that the compiler knows, of up to 16 devices.
-        lanes: The minor dimension that the memory layout pads to; 1: none.
+        lanes: The multiple that the memory layout pads the minor dimension to.
         clock: Cycles a second that the compiler's cycle estimates are divided by (assumed, not published).
         sources: Where the numbers come from.
     """

@@ -17,15 +17,15 @@ class Options:
     """The options of ``ling3export build``; the one place where their defaults live.
 
     Attributes:
-        paddings: Token slots of the prefill programs: ascending multiples of 16.
-        decode_paddings: Sequences of the decode programs; None derives them from ``paddings``.
-        score_paddings: Token slots of the score programs; none without.
+        paddings: Padded tokens of the prefill programs: ascending multiples of 16.
+        decode_paddings: Sequences of the decode programs; None derives them from ``paddings`` and ``max_running``.
+        score_paddings: Padded tokens of the score programs; none without.
         tp: Devices that share the model on cpu; None is 16, or all slabs of a model that has fewer.
         targets: ``PLATFORM[:KIND][:TOPOLOGY][@TP]``.
         max_running: Sequences that hold state at once.
         page_size: Tokens a latent page.
         context: Longest sequence; None is 8192 or the model's limit, whichever is less.
-        memory_fraction: Of an accelerator's memory, what weights and pools may take.
+        memory_fraction: The share of an accelerator's memory that weights and pools may take.
         state_memory: Bytes for the state of all virtual devices of a cpu target together.
         pages: Latent pages; None takes what fits, at most what ``max_running`` full sequences need.
         dtype: ``bfloat16`` or ``float32`` (highest matmul precision throughout).

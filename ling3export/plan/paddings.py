@@ -1,11 +1,15 @@
-"""A histogram of request lengths, and what the runner's packing wastes on it at given paddings.
+"""A histogram of request lengths, what the runner pads on it at given paddings, and paddings that pad less.
 
 A file of JSON lines: ``{"prompt_tokens": 317, "output_tokens": 50, "count": 3}``, ``count`` 1 if it is left out.
 
-The runner fills prefill calls with chunks of 16 slots, a sequence's chunks one after the other, and takes for each call
-the padding at which a token of the waiting work costs least (``Shapes.paying``: a call counts as its slots and some
-more). So the waste has two ends: every request *alone* (an idle server: each pays for its own padding), and all of them
-*packed* (all waiting at once: calls are full, only last chunks are not).
+The runner fills prefill calls with chunks of 16 padded tokens, a sequence's chunks one after the other, and takes for
+each call the padding at which a token of the waiting work costs least (``Shapes.paying``: a call counts as its padded
+tokens and CALL more). So the waste has two ends: every request *alone* (an idle server: each pays for its own padding),
+and all of them *packed* (all waiting at once: calls are full, only last chunks are not).
+
+The search for better paddings counts alike: a prompt of w chunks costs cost[w] = (p + CALL) + cost[w - p] with the p
+that the runner takes for w: a table over w, for each set of paddings. All sets of a grid are tried; if the grid had to
+be coarser than 16, the best is then moved in steps of 16, a padding at a time, while that helps.
 """
 
 import itertools
@@ -21,9 +25,9 @@ from ling3export.errors import PlanError
 from ling3export.model.geometry import CHUNK
 from ling3export.runners.engine.inputs import CALL, Shapes
 
-LARGEST_COUNT = 2**40  # of a count: sums stay far inside exact integers
-SETS = 20_000  # tried at most: seconds
-SEARCHED = 8192  # slots: no larger padding is searched for
+LARGEST_COUNT = 2**40  # requests of one length: sums stay far inside exact integers
+SETS = 20_000  # the most sets of paddings that are tried: it takes seconds
+SEARCHED = 8192  # the largest padding that is searched for
 FIELDS = {"prompt_tokens": None, "output_tokens": None, "count": 1}  # with their defaults; None: required
 
 
@@ -84,44 +88,44 @@ def _read_line(line: str, where: str) -> Length:
 
 
 def split_by_context(lengths: Sequence[Length], context: int) -> tuple[list[Length], int]:
-    """Those that a context holds, and how many requests it does not: the runner refuses them."""
+    """The lengths that a context holds, and the count of requests that it does not hold and the runner refuses."""
     fits = [length for length in lengths if length.prompt + length.output <= context]
     return fits, sum(length.count for length in lengths) - sum(length.count for length in fits)
 
 
-def calls(slots: int, paddings: Sequence[int]) -> list[tuple[int, int]]:
-    """Prefill calls for ``slots`` token slots of work, in the runner's order: a padding, and how often in a row.
+def calls(work: int, paddings: Sequence[int]) -> list[tuple[int, int]]:
+    """Prefill calls for ``work`` padded tokens, in the runner's order: a padding, and how often in a row.
 
     All but the last call are full.
     """
     shapes = Shapes(tuple(paddings), (), CHUNK, 0)
     found = []
-    while slots > 0:
-        padding = shapes.paying(slots)
+    while work > 0:
+        padding = shapes.paying(work)
         # The choice is the same for all work that no padding holds.
-        count = max(1, (slots - paddings[-1]) // padding)
+        count = max(1, (work - paddings[-1]) // padding)
         found.append((padding, count))
-        slots -= count * padding
+        work -= count * padding
     return found
 
 
 def chunked(tokens: int) -> int:
-    """Slots that a prompt takes in whole chunks."""
+    """Padded tokens that a prompt takes in whole chunks."""
     return -(-tokens // CHUNK) * CHUNK
 
 
 @dataclass(frozen=True)
 class Padded:
-    """Calls of a phase, their slots, and how many slots hold no token."""
+    """Calls of a phase, their padded tokens (in decode: rows), and how many of those hold none."""
 
     calls: int
-    slots: int
+    padded: int
     wasted: int
 
 
 @dataclass(frozen=True)
 class PrefillWaste:
-    """Padded slots of prefill.
+    """What prefill pads.
 
     Attributes:
         tokens: Tokens of all prompts.
@@ -138,7 +142,7 @@ class PrefillWaste:
 
 @dataclass(frozen=True)
 class DecodeWaste:
-    """Padded rows of decode; a request's first token comes from its prefill.
+    """What decode pads; a request's first token comes from its prefill.
 
     Attributes:
         rows: Rows that are decoded.
@@ -169,7 +173,7 @@ def prefill_waste(lengths: Sequence[Length], paddings: Sequence[int]) -> Prefill
             left -= used
             by_padding[padding] = Padded(
                 row.calls + each * count,
-                row.slots + each * count * padding,
+                row.padded + each * count * padding,
                 row.wasted + each * (count * padding - used),
             )
     work = sum(chunked(length.prompt) * length.count for length in lengths)
@@ -178,8 +182,8 @@ def prefill_waste(lengths: Sequence[Length], paddings: Sequence[int]) -> Prefill
 
 
 def _sums(found: Sequence[tuple[int, int]], used: int) -> Padded:
-    slots = sum(padding * count for padding, count in found)
-    return Padded(sum(count for _, count in found), slots, slots - used)
+    padded = sum(padding * count for padding, count in found)
+    return Padded(sum(count for _, count in found), padded, padded - used)
 
 
 def decode_waste(lengths: Sequence[Length], paddings: Sequence[int], running: int) -> DecodeWaste:
@@ -187,9 +191,9 @@ def decode_waste(lengths: Sequence[Length], paddings: Sequence[int], running: in
     rows = sum((length.output - 1) * length.count for length in lengths)
     together = min(running, paddings[-1])  # more take turns, in full calls
     padding = next(padding for padding in paddings if padding >= together)
-    steps, slots = -(-rows // together), -(-rows * padding // together)
+    steps, padded = -(-rows // together), -(-rows * padding // together)
     alone = _sums([(paddings[0], rows)], rows)
-    return DecodeWaste(rows, paddings[0], alone, together, padding, Padded(steps, slots, slots - rows))
+    return DecodeWaste(rows, paddings[0], alone, together, padding, Padded(steps, padded, padded - rows))
 
 
 class Histogram:
@@ -206,7 +210,7 @@ class Histogram:
         self._work = np.arange(1, largest // CHUNK + 1) * CHUNK
 
     def cost(self, paddings: tuple[int, ...]) -> float:
-        """Of all prompts, each by itself, in token slots."""
+        """What all prompts cost, each by itself, in padded tokens."""
         size = paddings[-1] // CHUNK
         sizes = np.array(paddings[::-1])  # of equal paddings the runner takes the largest
         each = (sizes + CALL) / np.minimum(self._work[:size, None], sizes)

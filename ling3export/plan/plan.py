@@ -16,7 +16,7 @@ DEFAULT_CONTEXT = 8192
 
 @dataclass(frozen=True)
 class Cell:
-    """One program: a phase at a padding (token slots, sequences or rows)."""
+    """One program: a phase at a padding (padded tokens, sequences or rows)."""
 
     phase: str
     padding: int

@@ -17,11 +17,11 @@ class Target:
 
     Attributes:
         platform: ``cpu``, ``tpu`` or ``cuda``.
-        kind: Of accelerator; None for cpu.
-        topology: Of the slice, ``4x4``; of cpu, hosts and devices of each; of cuda ``here``, if the card of this
+        kind: The kind of accelerator; None for cpu.
+        topology: The slice, ``4x4``; on cpu the hosts and the devices of each; on cuda ``here``, if the card of this
             machine compiles; else None.
         tp: Devices that share the model.
-        processes: Of a running model: one a host.
+        processes: How many a running model has: one a host.
     """
 
     platform: str
@@ -32,7 +32,7 @@ class Target:
 
     @property
     def text(self) -> str:
-        """As a user writes it, without TP."""
+        """The target the way a user writes it, without TP."""
         return ":".join(part for part in (self.platform, self.kind, self.topology) if part)
 
     @property
@@ -42,7 +42,7 @@ class Target:
 
     @property
     def autotuned(self) -> bool:
-        """Whether the card itself compiles it, and so tries kernels."""
+        """Whether the card itself compiles the programs, and so tries kernels."""
         return self.platform == "cuda" and self.topology == HERE
 
     @cached_property

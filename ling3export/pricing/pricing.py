@@ -109,9 +109,9 @@ class Traffic:
     Attributes:
         requests: How many the context holds.
         refused: How many it does not.
-        prefill: None where no request is held; so the others.
-        decode: Rows that are padded.
-        better: As many paddings and no larger that cost less; None where none were found.
+        prefill: What prefill pads; None where the context holds no request, like the next two.
+        decode: What decode pads.
+        better: Paddings that cost less, as many and no larger; None where none were found.
     """
 
     requests: int

@@ -60,7 +60,7 @@ def plan_of(manifest: dict[str, Any], name: str) -> Plan:
 
 
 def score_paddings(target: dict[str, Any]) -> tuple[int, ...]:
-    """Of a target's record, ascending: each target has its own."""
+    """The score paddings of a target's record, ascending: each target has its own."""
     return tuple(sorted(cell["padding"] for cell in target["cells"].values() if cell["phase"] == "score"))
 
 

@@ -7,7 +7,7 @@ from ling3export.pricing.pricing import Priced, PricedCell, PricedTarget, Traffi
 from ling3export.runners.engine.inputs import CALL
 from ling3export.tables import aligned, readable
 
-COST = f"a call counted as its slots and {CALL} more"
+COST = f"a call counted as its padded tokens and {CALL} more"
 BOUND_COLUMNS = ("bound ms", "bound by", "by memory", "by compute", "MB moved", "Gflop")
 COMPILED_COLUMNS = ("temporaries MB", "estimate ms")
 
@@ -79,9 +79,9 @@ def _traffic(found: Traffic, context: int) -> list[str]:
     prefill, decode, better = found.prefill, found.decode, found.better
     if prefill is None or decode is None:
         return lines
-    rows: list[tuple[str, ...]] = [("padding", "calls", "slots", "padded", "of its slots")]
+    rows: list[tuple[str, ...]] = [("padding", "calls", "padded tokens", "wasted", "share")]
     for padding, row in prefill.paddings.items():
-        columns = (f"{number:,}" for number in (row.calls, row.slots, row.wasted))
+        columns = (f"{number:,}" for number in (row.calls, row.padded, row.wasted))
         rows.append((f"prefill@{padding}", *columns, _share(row)))
     lines += [
         f"  prefill, {prefill.tokens:,} tokens: each request alone pads {_in_calls(prefill.alone)}; "
@@ -102,12 +102,12 @@ def _traffic(found: Traffic, context: int) -> list[str]:
 
 
 def _in_calls(row: Padded) -> str:
-    return f"{row.wasted:,} of {row.slots:,} in {row.calls:,} calls ({_share(row)})"
+    return f"{row.wasted:,} of {row.padded:,} in {row.calls:,} calls ({_share(row)})"
 
 
 def _of(row: Padded) -> str:
-    return f"{row.wasted:,} of {row.slots:,} ({_share(row)})"
+    return f"{row.wasted:,} of {row.padded:,} ({_share(row)})"
 
 
 def _share(row: Padded) -> str:
-    return f"{row.wasted / row.slots:.1%}" if row.slots else "-"
+    return f"{row.wasted / row.padded:.1%}" if row.padded else "-"

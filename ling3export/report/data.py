@@ -47,7 +47,7 @@ class Work:
 
     Attributes:
         seconds: Estimated, without collectives.
-        by_kind: Of them, by kind of operation; empty if the build did not record it.
+        by_kind: The same by kind of operation; empty if the build did not record it.
         unestimated: Seconds that stand for instructions without an estimate: their bytes over the bandwidth.
         moved: Bytes through the large memory by the program's instructions; None if not recorded.
         bound_seconds: The roofline bound.
@@ -76,15 +76,15 @@ class Cell:
 
     Attributes:
         name: ``decode@16``.
-        status: As the manifest has it.
-        seconds: Of compiling.
+        status: The manifest's word.
+        seconds: Seconds of compiling.
         size: Bytes of both files.
         memory: Bytes on one device by MEMORY; they add up to ``peak``.
         peak: Bytes on one device.
         collectives: By kind.
-        flops: As the compiler counts them, a loop's body once; None if it does not.
+        flops: The compiler's count, a loop's body once; None if it has none.
         accessed: Bytes, counted in the same way, in every memory.
-        errors: Of its receipt, for the columns of a table.
+        errors: The median and the worst error of its receipt as text.
         work: None for a compiler that estimates nothing.
     """
 

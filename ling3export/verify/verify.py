@@ -19,7 +19,7 @@ class Result:
     """What ``ling3export verify`` found.
 
     Attributes:
-        record: As JSON: by target either its receipts or why it could not run here.
+        record: JSON values: by target either its receipts or why it could not run here.
         passed: Every digest agreed and every cell that runs here is within its tolerance.
     """
 

@@ -26,7 +26,7 @@ from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.sequence import Sequence
 
-FIELDS = ("calls", "slots", "wasted")
+FIELDS = ("calls", "padded", "wasted")
 PADDINGS, DECODE = (16, 48, 128), (4, 8)
 HISTOGRAM = [Length(1, 1, 2), Length(16, 3, 1), Length(17, 9, 3), Length(129, 2, 1), Length(300, 5, 2)]
 

@@ -65,13 +65,13 @@ def test_the_plan_of_the_full_model_on_a_slice(config, tmp_path):
         "lengths: 4 requests; 1 more do not fit the context of 8192 and would be refused",
         "  prefill, 991 tokens: each request alone pads 593 of 1,584 in 6 calls (37.4%); all waiting at once 33 of "
         "1,024 in 2 calls (3.2%)",
-        "  padding      calls  slots  padded  of its slots",
-        "  prefill@16       3     48       8         16.7%",
-        "  prefill@512      3  1,536     585         38.1%",
+        "  padding      calls  padded tokens  wasted  share",
+        "  prefill@16       3             48       8  16.7%",
+        "  prefill@512      3          1,536     585  38.1%",
         "  decode, 157 rows: one sequence at a time, in decode@1, pads 0 of 157 (0.0%); 64 at a time, in decode@64, "
         "0 of 157 (0.0%)",
         "  better paddings, as many and no larger: 48,320: each request alone pads 17 of 1,008 in 4 calls (1.7%)",
-        "  (all sets were tried; a call counted as its slots and 32 more)",
+        "  (all sets were tried; a call counted as its padded tokens and 32 more)",
         "  ling3export build CHECKPOINT --paddings 48,320 --decode-paddings 1,16,64 --target tpu:v6e:4x4",
     ]
     low = roofline_bound(
