@@ -110,7 +110,8 @@ def _check_target(name: str, target: Target, plan: Plan, weights: Weights) -> No
     geometry = {"tp": target.tp, "dtype": plan.dtype}
     geometry |= {key: getattr(target.state, key) for key in ("slots", "pages", "page_size", "max_pages")}
     for key, value in geometry.items():
-        _same("as the target's mesh, state and plan say", value, target.geometry.get(key), "geometry", key)
+        if key in target.geometry:
+            _same("as the target's mesh, state and plan say", value, target.geometry[key], "geometry", key)
     for at, parameter in enumerate(target.parameters):
         with _at("parameters", at):
             stored = weights.index.get(parameter.tensor)

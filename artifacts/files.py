@@ -6,8 +6,10 @@ import re
 import resource
 import secrets
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
 
 from ling3export.errors import ArtifactError
@@ -53,6 +55,36 @@ def refuse_links(folder: Path, relatives: Iterable[str]) -> None:
                     "put what the link names in its place: an artifact holds its files itself",
                 )
             seen.add(part)
+
+
+@contextmanager
+def open_regular(folder: Path, relative: str) -> Iterator[BufferedReader]:
+    """A regular file below ``folder``, open for reading. No link below ``folder`` is followed, nothing is waited for.
+
+    Raises:
+        OSError: There is none, or something else: a link, a folder, a pipe, a device.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    *parents, name = PurePosixPath(relative).parts
+    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for parent in parents:
+            deeper = os.open(parent, flags | os.O_DIRECTORY, dir_fd=place)
+            os.close(place)
+            place = deeper
+        descriptor = os.open(name, flags, dir_fd=place)
+    except OSError as error:
+        found = "a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise OSError(error.errno, found, relative) from error
+    finally:
+        os.close(place)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        kind = "a folder" if stat.S_ISDIR(mode) else "something that is no regular file"
+        raise OSError(errno.EINVAL, kind, relative)
+    with open(descriptor, "rb") as file:
+        yield file
 
 
 def write_error(error: OSError, path: Path, needed: int | None = None) -> ArtifactError:

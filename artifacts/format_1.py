@@ -85,7 +85,7 @@ def _cell(raw: Mapping[str, Any]) -> dict[str, Any]:
     if "estimate" in cell:
         estimate = _given(raw["estimate"], without=("collectives",))
         estimate["loops"] = [_renamed(loop) for loop in estimate["loops"]]
-        cell["estimate"] = {"by_kind": {}, "memory_bytes": 0, **estimate}
+        cell["estimate"] = {"by_kind": {}, **estimate}
     if "origin" in cell:
         cell["origin"] = _renamed(raw["origin"])
     return cell

@@ -1,6 +1,6 @@
 """Records as JSON: strict reading of text, one canonical spelling, and frozen dataclasses checked type by type.
 
-A dataclass is its own schema. Field types are ``str``, ``int``, ``float``, ``bool``, ``None``, ``Literal``, unions,
+A dataclass is its own schema. Field types are ``str``, ``int``, ``float``, ``bool``, ``None``, unions,
 ``tuple[X, ...]``, ``dict[str, X]`` and other dataclasses; ``Annotated[X, Rule(...)]`` narrows one. Whole numbers lie in
 0 … 2**53, floats are finite, texts are printable (so that no terminal escape passes) unless a rule says otherwise. A
 field with the default None is left out of the JSON where it is None, and never null there.
@@ -15,7 +15,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from ling3export.errors import listed
 
@@ -56,6 +56,11 @@ def within(low: float, high: float) -> Rule:
 def at_most(count: int) -> Rule:
     """No more than ``count`` entries."""
     return Rule(f"at most {count:,} entries", lambda value: len(value) <= count)
+
+
+def one_of(*words: str) -> Rule:
+    """One of a few texts."""
+    return Rule(" or ".join(map(repr, words)), lambda value: value in words)
 
 
 UNBOUNDED = Rule("a number", lambda value: True)  # a float that may be infinite
@@ -214,9 +219,6 @@ def _decoder(kind: Any) -> Decoder:
         return SCALARS[kind]
     if origin is Annotated:
         return _ruled(parameters[0], parameters[1:])
-    if origin is Literal:
-        words = " or ".join(map(repr, parameters))
-        return _checked(lambda value: type(value) is type(parameters[0]) and value in parameters, words)
     if origin in (typing.Union, types.UnionType):
         return _union([_decoder(each) for each in parameters])
     if origin is tuple and len(parameters) == 2 and parameters[1] is Ellipsis:
@@ -311,7 +313,8 @@ def _mapping(name: Decoder, element: Decoder) -> Decoder:
         found = {}
         for key, item in value.items():
             try:
-                found[name(key)] = element(item)
+                decoded = name(key)
+                found[decoded] = element(item)
             except WrongRecordError as error:
                 error.path.append(key)
                 raise

@@ -8,9 +8,9 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated
 
-from ling3export.artifacts.records import UNBOUNDED, Digest, Rule, at_most, within
+from ling3export.artifacts.records import UNBOUNDED, Digest, Rule, at_most, one_of, within
 
 
 def _stays_inside(relative: str) -> bool:
@@ -36,8 +36,9 @@ Spec = Annotated[
     at_most(8),
     Rule("mesh axes without trailing nulls", lambda each: not each or bool(each[-1])),
 ]
-Dtype = Literal["bfloat16", "float32", "int32"]
-Phase = Literal["prefill", "score", "decode", "sample"]
+Dtype = Annotated[str, one_of("bfloat16", "float32", "int32")]
+StoredDtype = Annotated[str, one_of("BF16", "F32", "I32")]
+Phase = Annotated[str, one_of("prefill", "score", "decode", "sample")]
 CellName = re.compile(r"(prefill|score|decode|sample)@[1-9][0-9]*")
 Error = Annotated[float, UNBOUNDED]  # infinite where something is not finite
 Versions = dict[str, str]
@@ -79,7 +80,7 @@ class Plan:
     max_running: Annotated[int, within(1, 2**16)]
     page_size: Padding
     context: Annotated[int, within(1, 2**40)]
-    dtype: Literal["bfloat16", "float32"]
+    dtype: Annotated[str, one_of("bfloat16", "float32")]
     memory_fraction: Annotated[float, within(0, 1)]
     state_memory: int
 
@@ -111,7 +112,7 @@ class CallInput(Array):
 class Leaf(Array):
     """An input or output of a cell, in flattening order."""
 
-    group: Literal["params", "state", "batch", "out"]
+    group: Annotated[str, one_of("params", "state", "batch", "out")]
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Field:
     name: str
     offset: int
     shape: Shape
-    dtype: Literal["int32", "float32"]
+    dtype: Annotated[str, one_of("int32", "float32")]
 
     @property
     def size(self) -> int:
@@ -147,6 +148,16 @@ class Memory:
     temporaries: int
     alias: int
     code: int
+
+    @property
+    def passing(self) -> int:
+        """Bytes that a step needs beside its arguments: temporaries, and outputs that reuse no donated buffer."""
+        return self.temporaries + self.outputs - self.alias
+
+    @property
+    def peak(self) -> int:
+        """The most that a device holds while the program runs: its arguments, its code, and what passes."""
+        return self.arguments + self.code + self.passing
 
 
 @dataclass(frozen=True)
@@ -176,7 +187,6 @@ class Estimate:
     by_opcode: dict[str, float]
     bounded: dict[str, float]
     by_kind: dict[str, float]
-    memory_bytes: int
     overlapped: float
     custom_calls: dict[str, Collective]
     copies: dict[str, int]
@@ -184,6 +194,7 @@ class Estimate:
     instructions: dict[str, int]
     tokens_a_sequence: int
     clock_hz: float
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -218,7 +229,7 @@ class Lowering:
 class Origin:
     """Where a build took a cell from, its keys in the cache, and what jax did for it."""
 
-    source: Literal["compiler", "program cache", "cache"]
+    source: Annotated[str, one_of("compiler", "program cache", "cache")]
     program: Digest
     traces: int
     compiles: int
@@ -272,7 +283,7 @@ class Program:
 class Cell(Program):
     """A program in the artifact: its two files, and whether it was executed where it was built."""
 
-    status: Literal["compiled", "compiled, not executed"]
+    status: Annotated[str, one_of("compiled", "compiled, not executed")]
     stablehlo: FileRecord
     exec: FileRecord | None = None
 
@@ -306,7 +317,7 @@ class StateArray(Array):
 class State:
     """The pools of a target. Slot 0 and page 0 are dummies that padding writes to."""
 
-    placement: Literal["replicated", "striped"]
+    placement: Annotated[str, one_of("replicated", "striped")]
     slots: Annotated[int, within(1, 2**16)]
     pages: Annotated[int, within(1, 2**22)]
     page_size: Padding
@@ -354,7 +365,7 @@ class Executable:
 class Target:
     """One machine's programs, state and parameters."""
 
-    platform: Literal["cpu", "tpu", "cuda"]
+    platform: Annotated[str, one_of("cpu", "tpu", "cuda")]
     kind: str | None = None
     topology: str | None = None
     mesh: Mesh
@@ -392,7 +403,7 @@ class StoredTensor:
     """A tensor of the weight store: where it lies, and a digest of each slab (of the whole where it is not split)."""
 
     file: Relative
-    dtype: Literal["BF16", "F32", "I32"]
+    dtype: StoredDtype
     shape: Shape
     slabs: int
     offset: int
@@ -435,7 +446,7 @@ class Sequence:
 class Tolerance:
     """What a cell's relative error may be: its largest, or its median over positions."""
 
-    measure: Literal["largest", "median"]
+    measure: Annotated[str, one_of("largest", "median")]
     bound: float
 
 
@@ -443,7 +454,7 @@ class Tolerance:
 class Receipt:
     """How far one cell is from the stored expectations: L2 of the logits at a position, relative and absolute."""
 
-    status: Literal["passed", "failed"]
+    status: Annotated[str, one_of("passed", "failed")]
     relative: Error
     median: Error
     absolute: Error
@@ -494,6 +505,11 @@ class Manifest:
     programs_digest: Digest | None = None
     weights_digest: Digest | None = None
     sha256: Digest | None = None
+
+    def receipt(self, target: str, cell: str) -> Receipt | None:
+        """The receipt of a cell; None where it was not executed."""
+        receipts = self.vectors.receipts.get(target)
+        return None if receipts is None else receipts.cells.get(cell)
 
     @property
     def vocab_size(self) -> int:

@@ -10,18 +10,17 @@ import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from ling3export.artifacts.files import inside
+from ling3export.artifacts.files import inside, open_regular
+from ling3export.artifacts.schema import StoredTensor
 from ling3export.artifacts.store_layout import DTYPES, TensorSpec, header
 from ling3export.artifacts.store_writer import StoreWriter
 from ling3export.errors import ArtifactError
 
 __all__ = ["Store", "StoreWriter", "TensorSpec"]
 
-FIELDS = {"file": str, "dtype": str, "shape": list, "slabs": int, "offset": int, "slab_bytes": int, "sha256": list}
 REBUILD = "copy the artifact again, or build it again"
 
 
@@ -32,14 +31,14 @@ class Store:
     a process pays for the slabs that it touches.
 
     Args:
-        folder: The artifact's folder.
+        folder: What the index's paths are relative to: the artifact.
         index: What `StoreWriter.finish` returned.
 
     Raises:
         ArtifactError: An index entry that no writer makes.
     """
 
-    def __init__(self, folder: Path, index: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, folder: Path, index: Mapping[str, StoredTensor]) -> None:
         self.folder = Path(folder)
         self.index = index
         self._maps: dict[str, mmap.mmap] = {}
@@ -47,7 +46,7 @@ class Store:
         self._specs = {name: _spec(name, entry) for name, entry in index.items()}
         self._paths = {
             file: inside(self.folder, file, "the weight index")
-            for file in dict.fromkeys(entry["file"] for entry in index.values())
+            for file in dict.fromkeys(tensor.file for tensor in index.values())
         }
 
     @property
@@ -57,8 +56,8 @@ class Store:
 
     def view(self, name: str) -> np.ndarray:
         """The whole tensor, as a read-only view on the mapped file; 64-byte aligned if its slabs' size allows."""
-        spec, offset = self._spec(name), self.index[name]["offset"]
-        data = np.frombuffer(self._map(self.index[name]["file"]), np.uint8, spec.nbytes, offset)
+        spec, stored = self._spec(name), self.index[name]
+        data = np.frombuffer(self._map(stored.file), np.uint8, spec.nbytes, stored.offset)
         return data.view(DTYPES[spec.dtype]).reshape(spec.shape)
 
     def slabs(self, name: str, start: int, stop: int) -> np.ndarray:
@@ -84,7 +83,7 @@ class Store:
         """
         slabs = [(name, slab) for name, start, stop in ranges for slab in self._range(name, start, stop)]
         slabs.sort(key=lambda item: -self._specs[item[0]].slab_bytes)  # the long ones first: threads end together
-        for file in dict.fromkeys(self.index[name]["file"] for name, _ in slabs):
+        for file in dict.fromkeys(self.index[name].file for name, _ in slabs):
             self._map(file)
         with ThreadPoolExecutor(threads or os.cpu_count() or 1) as pool:
             checks = [pool.submit(self._check_slab, name, slab) for name, slab in slabs]
@@ -117,14 +116,14 @@ class Store:
         return range(start, stop)
 
     def _check_slab(self, name: str, slab: int) -> None:
-        entry, size = self.index[name], self._specs[name].slab_bytes
-        start = entry["offset"] + slab * size
-        with memoryview(self._map(entry["file"])) as data:
+        stored, size = self.index[name], self._specs[name].slab_bytes
+        start = stored.offset + slab * size
+        with memoryview(self._map(stored.file)) as data:
             found = hashlib.sha256(data[start : start + size]).hexdigest()
-        if found != entry["sha256"][slab]:
+        if found != stored.sha256[slab]:
             raise ArtifactError(
-                f"tensor `{name}` slab {slab}: expected sha256 {entry['sha256'][slab]}, "
-                f"found {found}, in {self._paths[entry['file']]}",
+                f"tensor `{name}` slab {slab}: expected sha256 {stored.sha256[slab]}, "
+                f"found {found}, in {self._paths[stored.file]}",
                 REBUILD,
             )
 
@@ -141,20 +140,21 @@ class Store:
     def _opened(self, file: str) -> tuple[int, int]:
         """A descriptor of ``file`` and its size, once its size and header agree with the index."""
         names = sorted(
-            (n for n, entry in self.index.items() if entry["file"] == file), key=lambda n: self.index[n]["offset"]
+            (n for n, stored in self.index.items() if stored.file == file), key=lambda n: self.index[n].offset
         )
         expected = header([self._specs[name] for name in names])
         end = len(expected)
         for name in names:
-            if self.index[name]["offset"] != end:
+            if self.index[name].offset != end:
                 raise ArtifactError(
-                    f"tensor `{name}`: expected byte offset {end}, found {self.index[name]['offset']}, "
+                    f"tensor `{name}`: expected byte offset {end}, found {self.index[name].offset}, "
                     f"in the index of {file}",
                     REBUILD,
                 )
             end += self._specs[name].nbytes
         try:
-            descriptor = os.open(self._paths[file], os.O_RDONLY | os.O_CLOEXEC)
+            with open_regular(self.folder, file) as opened:
+                descriptor = os.dup(opened.fileno())
         except OSError as error:
             raise ArtifactError(
                 f"weight file `{file}`: expected a readable file, found {error.strerror}, in {self.folder}", REBUILD
@@ -177,21 +177,14 @@ class Store:
         return descriptor, size
 
 
-def _spec(name: str, entry: Mapping[str, Any]) -> TensorSpec:
+def _spec(name: str, stored: StoredTensor) -> TensorSpec:
     """The TensorSpec of an index entry, once the entry is one that a writer makes."""
     try:
-        if not isinstance(entry, Mapping):
-            raise ValueError(f"tensor `{name}`: expected an object, found {entry!r}")
-        for field, kind in FIELDS.items():
-            if type(entry.get(field)) is not kind:
-                raise ValueError(f"tensor `{name}`: expected {field} of type {kind.__name__}, found {entry.get(field)}")
-        if any(type(size) is not int for size in entry["shape"]):
-            raise ValueError(f"tensor `{name}`: expected a shape of whole numbers, found {entry['shape']}")
-        spec = TensorSpec(name, tuple(entry["shape"]), entry["dtype"], entry["slabs"])
-        if entry["slab_bytes"] != spec.slab_bytes or len(entry["sha256"]) != spec.parts:
+        spec = TensorSpec(name, stored.shape, stored.dtype, stored.slabs)
+        if stored.slab_bytes != spec.slab_bytes or len(stored.sha256) != spec.parts:
             raise ValueError(
                 f"tensor `{name}`: expected {spec.parts} digests of {spec.slab_bytes} bytes each, "
-                f"found {len(entry['sha256'])} of {entry['slab_bytes']}"
+                f"found {len(stored.sha256)} of {stored.slab_bytes}"
             )
     except ValueError as error:
         raise ArtifactError(f"{error}, in the weight index", REBUILD) from error

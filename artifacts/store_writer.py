@@ -11,6 +11,7 @@ from types import TracebackType
 import numpy as np
 
 from ling3export.artifacts.files import inside, sync_folder, write_error, writing
+from ling3export.artifacts.schema import StoredTensor
 from ling3export.artifacts.store_layout import DTYPES, TensorSpec, arranged, header
 from ling3export.errors import ArtifactError, listed
 
@@ -149,12 +150,11 @@ class StoreWriter:
                 stream.digest.update(block)
                 stream.position += len(block)
 
-    def finish(self) -> dict[str, dict]:
+    def finish(self) -> dict[str, StoredTensor]:
         """Completes and closes the files; returns the index that `Store` reads.
 
         Returns:
-            For each tensor, in file order: ``file``, ``dtype``, ``shape``, ``slabs``, ``offset`` (absolute, bytes),
-            ``slab_bytes``, ``sha256`` (one hex digest a slab, one in all for an unsplit tensor).
+            For each tensor, in file order, where it is and its digests.
 
         Raises:
             ArtifactError: A tensor is not wholly written, or the disk fails. The files are removed.
@@ -176,15 +176,15 @@ class StoreWriter:
             opened.close()
         self._open = False
         return {
-            spec.name: {
-                "file": file,
-                "dtype": spec.dtype,
-                "shape": list(spec.shape),
-                "slabs": spec.slabs,
-                "offset": opened.offsets[spec.name],
-                "slab_bytes": spec.slab_bytes,
-                "sha256": [slab.digest.hexdigest() for slab in self._tensors[spec.name][2]],
-            }
+            spec.name: StoredTensor(
+                file,
+                spec.dtype,
+                spec.shape,
+                spec.slabs,
+                opened.offsets[spec.name],
+                spec.slab_bytes,
+                tuple(slab.digest.hexdigest() for slab in self._tensors[spec.name][2]),
+            )
             for file, opened in self._files.items()
             for spec in opened.specs
         }

@@ -12,7 +12,6 @@ from typing import Any
 from bench.report import machine, say, show, table
 from ling3export.checkpoint.synth import config_fields
 from ling3export.compile.pool import Compilers
-from ling3export.cost.estimates import peak_bytes
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
@@ -69,16 +68,16 @@ def main(target: str, jobs: int | None) -> dict[str, Any]:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, watched() as peak:
         outcome = Compilers(plan, fields, (), Path(folder), jobs).run(
-            plan.cells, lambda cell, record: say(f"{cell.name}: {record['compile_seconds']} s")
+            plan.cells, lambda cell, built: say(f"{cell.name}: {built.program.compile_seconds} s")
         )
         if failed := outcome.failures:
             raise PlanError(f"bench: expected every cell to build, {len(failed)} did not: {failed}")
         files = sum(file.stat().st_size for file in Path(folder).iterdir())
     seconds = time.perf_counter() - started
     rows = [
-        [name, row["lower_seconds"], row["compile_seconds"], peak_bytes(row["memory"]) / 1e6,
-         None if row["estimated_seconds"] is None else 1e3 * row["estimated_seconds"]]
-        for name, row in outcome.records.items()
+        [name, row.lower_seconds, row.compile_seconds, row.memory.peak / 1e6,
+         None if row.estimated_seconds is None else 1e3 * row.estimated_seconds]
+        for name, row in ((name, built.program) for name, built in outcome.built.items())
     ]  # fmt: skip
     result = {
         "target": target, "seconds": seconds, "peak_bytes": peak, "file_bytes": files, "machine": machine(),

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from ling3export.artifacts.schema import Target
 from ling3export.runners.engine.inputs import (
     DecodeRow,
     SampleRow,
@@ -19,27 +20,24 @@ class Driver:
 
     Args:
         runner: Ready to run.
-        record: The manifest's record of its target.
+        target: The manifest's.
 
     Attributes:
         paddings: Of each phase, ascending.
         logits: What the last call returned.
     """
 
-    def __init__(self, runner: ModelRunner, record: dict[str, Any]) -> None:
+    def __init__(self, runner: ModelRunner, target: Target) -> None:
         self.runner = runner
         self.logits: Any = None
-        self._state = record["state"]
-        self.paddings = {
-            phase: sorted(cell["padding"] for cell in record["cells"].values() if cell["phase"] == phase)
-            for phase in ("prefill", "decode", "sample")
-        }
+        self._state = target.state
+        self.paddings = {phase: list(target.paddings(phase)) for phase in ("prefill", "decode", "sample")}
 
     @property
     def longest(self) -> int:
         """Tokens for which each of the slots has pages."""
         state = self._state
-        return min(state["max_pages"], state["pages"] // state["slots"]) * state["page_size"]
+        return min(state.max_pages, state.pages // state.slots) * state.page_size
 
     def smallest(self, phase: str, count: int) -> int:
         """The smallest padding of ``phase`` that holds ``count``."""
@@ -47,15 +45,15 @@ class Driver:
 
     def _pages(self, slot: int, tokens: int) -> range:
         """The pages of a slot whose first ``tokens`` tokens are stored."""
-        first = (slot - 1) * (self.longest // self._state["page_size"]) + 1
-        return range(first, first - (-tokens // self._state["page_size"]))
+        first = (slot - 1) * (self.longest // self._state.page_size) + 1
+        return range(first, first - (-tokens // self._state.page_size))
 
     def prefill(self, slot: int, tokens: Sequence[int], start: int = 0, padding: int | None = None) -> Any:
         """Puts ``tokens`` behind ``start`` earlier ones of ``slot`` in one call, and takes the next one, unread."""
-        chunk, end = self._state["chunk"], start + len(tokens)
+        chunk, end = self._state.chunk, start + len(tokens)
         padding = padding or self.smallest("prefill", len(tokens))
         span = Span(slot, start, tokens, self._pages(slot, end))
-        fields = prefill_fields(padding, [span], chunk, self._state["max_pages"])
+        fields = prefill_fields(padding, [span], chunk, self._state.max_pages)
         self.logits = self.runner.step("prefill", padding, fields)
         return self.sample(self.logits, padding // chunk, {(len(tokens) - 1) // chunk: (slot, end)})
 
@@ -65,7 +63,7 @@ class Driver:
             row: DecodeRow(slot, position, self._pages(slot, position + 1))
             for row, (slot, position) in enumerate(positions.items())
         }
-        self.logits = self.runner.step("decode", padding, decode_fields(padding, rows, self._state["max_pages"]))
+        self.logits = self.runner.step("decode", padding, decode_fields(padding, rows, self._state.max_pages))
         taken = {row: (slot, at + 1) for row, (slot, at) in enumerate(positions.items())}
         return self.sample(self.logits, padding, taken)
 

@@ -22,7 +22,7 @@ RUNNING, LONG, OUT, HEAD = 8, 4000, 400, 40
 def gaps(engine: Engine) -> dict[str, float]:
     """Milliseconds between tokens, before the prompt and beside it, and the prompt's time to its first token."""
     rng = np.random.default_rng(0)
-    vocabulary = engine.manifest["config"]["vocab_size"]
+    vocabulary = engine.manifest.vocab_size
 
     def asked(length: int, tokens: int) -> Request:
         return Request(tuple(rng.integers(0, vocabulary, length).tolist()), tokens, ignore_eos=True)

@@ -44,13 +44,13 @@ def main() -> None:
                 for position in range(len(ids), len(ids) + tokens - 1):
                     driver.runner.read(driver.decode(driver.smallest("decode", 1), {1: position}))
 
-        vocabulary = loaded.manifest["config"]["vocab_size"]
+        vocabulary = loaded.manifest.vocab_size
         found = {c: speed(one_by_one, c, prompt, tokens, vocabulary) for c in counts}
     else:
         from ling3export.runners.engine.engine import Engine
 
         with Engine(folder, overlap=arm == "engine", report=lambda text: None) as engine:
-            vocabulary = engine.manifest["config"]["vocab_size"]
+            vocabulary = engine.manifest.vocab_size
 
             def all_of_them(prompts: list[list[int]]) -> None:
                 engine.generate(prompts, max_tokens=tokens, ignore_eos=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import say
-from ling3export.artifacts.manifest import sha256_of
+from ling3export.artifacts.records import sha256_of
 from ling3export.cache.keys import source_digests
 
 ROOT = Path(__file__).parents[1]

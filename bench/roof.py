@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ling3export.artifacts.schema import Manifest, Target
+
 MIB = 1 << 20
 
 
@@ -37,18 +39,18 @@ def _seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def bytes_touched(manifest: dict[str, Any], target: dict[str, Any], tokens: int) -> float:
+def bytes_touched(manifest: Manifest, target: Target, tokens: int) -> float:
     """Bytes of weights that a step over ``tokens`` tokens reads once.
 
     All but: of the word embeddings a row a token; of the experts those that some token chose, where the expectation
     for choices that are independent and even is taken.
     """
-    config = manifest["config"]
+    config: Any = manifest.config
     chosen = 1 - (1 - config["num_experts_per_tok"] / config["num_experts"]) ** tokens
     rows = min(1.0, tokens / config["vocab_size"])
     total = 0.0
-    for parameter in target["parameters"]:
-        size = float(np.prod(parameter["shape"])) * (2 if parameter["dtype"] == "bfloat16" else 4)
-        name = parameter["argument"]
+    for parameter in target.parameters:
+        size = float(np.prod(parameter.shape)) * (2 if parameter.dtype == "bfloat16" else 4)
+        name = parameter.argument
         total += size * (chosen if ".experts_" in name else rows if name == "embeddings.word_embeddings" else 1.0)
     return total

@@ -102,7 +102,7 @@ def measure(folder: Path, clients: int, seconds: float, max_requests: int) -> di
     try:
         assert server.stdout is not None
         url = server.stdout.readline().strip()
-        vocabulary = read_manifest(folder)["config"]["vocab_size"]
+        vocabulary = read_manifest(folder).vocab_size
         say(f"{clients} clients for {seconds:g} s at {url}")
         started = time.perf_counter()
         load = Load(f"{url}/v1/completions", "m", vocabulary, started + seconds)

@@ -28,7 +28,7 @@ def anonymous() -> float:
 async def client(engine: Engine, rng: random.Random, places: asyncio.Semaphore, ends: dict[str, int]) -> None:
     """Sends a request; reads it to the end, leaves, is cut off, or cancels."""
     async with places:
-        vocabulary = engine.manifest["config"]["vocab_size"]
+        vocabulary = engine.manifest.vocab_size
         prompt = [rng.randrange(vocabulary) for _ in range(int(rng.lognormvariate(3.5, 1.0)) + 1)]
         (handle,) = engine.submit(engine.request(prompt[:1500], rng.randint(1, 48)))
         way = rng.random()

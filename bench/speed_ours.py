@@ -79,8 +79,8 @@ def main() -> None:
     from bench.roof import bytes_touched, read_bandwidth
 
     driver = Driver(loaded.runner, loaded.record)
-    ids = np.random.default_rng(0).integers(0, loaded.manifest["config"]["vocab_size"], 4096)
-    slots = loaded.record["state"]["slots"]
+    ids = np.random.default_rng(0).integers(0, loaded.manifest.vocab_size, 4096)
+    slots = loaded.record.state.slots
     result: dict[str, Any] = {
         "prefill": {padding: prefill(driver, padding, ids) for padding in driver.paddings["prefill"]},
         "dispatch": dispatch(driver),

@@ -15,7 +15,10 @@ import sys  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from concurrent.futures import ThreadPoolExecutor  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
+from typing import TYPE_CHECKING, Any, cast  # noqa: E402
+
+if TYPE_CHECKING:
+    from ling3export.artifacts.schema import Cell, Target
 
 PROMPT = [2, *range(40, 56)]  # 17 tokens
 PREPARATION = "program preparation"
@@ -27,13 +30,13 @@ def processor() -> float:
     return time.process_time()
 
 
-def finish(seconds: dict[str, float], device: Any, record: dict[str, Any]) -> dict[str, Any]:
+def finish(seconds: dict[str, float], device: Any, record: "Target") -> dict[str, Any]:
     """The first token, and the report."""
     from bench.drive import Driver
 
     started = time.perf_counter()
     handle = Driver(device, record).prefill(1, PROMPT)
-    row = -(-len(PROMPT) // record["state"]["chunk"]) - 1
+    row = -(-len(PROMPT) // record.state.chunk) - 1
     token = int(device.read(handle)[row])
     seconds["first step"] = time.perf_counter() - started
     seconds["whole"] = time.monotonic() - float(os.environ["BENCH_SPAWNED"])
@@ -55,7 +58,7 @@ def programs(artifact: Path) -> dict[str, Any]:
     from ling3export.artifacts.manifest import read_manifest
     from ling3export.runners.load.targets import prepare
 
-    prepare(next(iter(read_manifest(artifact)["targets"].values())))
+    prepare(next(iter(read_manifest(artifact).targets.values())))
     import jax
 
     from ling3export.runners.load import programs as work
@@ -64,7 +67,7 @@ def programs(artifact: Path) -> dict[str, Any]:
     jax.devices()
     clock, before = Clock(), processor()
     manifest = read_manifest(artifact)
-    name, record = next(iter(manifest["targets"].items()))
+    name, record = next(iter(manifest.targets.items()))
     clock.lap("manifest")
     with ThreadPoolExecutor(THREADS) as pool:
         files = work.ProgramFiles(artifact, record, pool)
@@ -86,7 +89,7 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
     from ling3export.runners.load.targets import prepare
 
     manifest = read_manifest(artifact)
-    record = next(iter(manifest["targets"].values()))
+    record = next(iter(manifest.targets.values()))
     prepare(record)
     clock.lap("manifest")
     import jax
@@ -109,18 +112,18 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
     state = fresh_state(record, mesh)
     clock.lap("state")
     config = Config.from_file(checkpoint / "config.json")
-    geometry = Geometry(**manifest["plan"]["geometry"])
+    geometry = Geometry(**cast(dict[str, Any], record.geometry))
     events, before = CompileCounter(), processor()
 
-    def prepared(cell: dict[str, Any]) -> Callable[..., list[jax.Array]]:
-        step = build_step(config, geometry, cell["phase"], cell["padding"], mesh)
+    def prepared(cell: "Cell") -> Callable[..., list[jax.Array]]:
+        step = build_step(config, geometry, cell.phase, cell.padding, mesh)
         arguments = with_shardings(step.arguments, step.specs, mesh)
         compiled = jax.jit(step.call, donate_argnums=(1,)).lower(*arguments).compile()
         tree = jax.tree.structure(step.arguments)
         return lambda *leaves: jax.tree.leaves(compiled(*jax.tree.unflatten(tree, leaves)))
 
     with ThreadPoolExecutor(THREADS) as pool:
-        found = dict(zip(record["cells"], pool.map(prepared, record["cells"].values()), strict=True))
+        found = dict(zip(record.cells, pool.map(prepared, record.cells.values()), strict=True))
     clock.lap(PREPARATION)
     spent = {PREPARATION: processor() - before}
     result = finish(clock.seconds, ModelRunner(record, found, params, state, mesh), record)

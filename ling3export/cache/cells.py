@@ -5,13 +5,26 @@ did not, the second level answers: the lowered program was compiled before and i
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.files import try_writing, writing
-from ling3export.artifacts.manifest import sha256_of
+from ling3export.artifacts.records import from_json, sha256_of, to_json
+from ling3export.artifacts.schema import (
+    Collective,
+    Estimate,
+    Executable,
+    Experts,
+    Floor,
+    Lowering,
+    Memory,
+    Mesh,
+    Origin,
+    Program,
+    Requirements,
+)
 from ling3export.cache.explain import explain
 from ling3export.cache.keys import cell_fields
 from ling3export.cache.store import KINDS, Cache, Entry, Say, entries
@@ -23,31 +36,67 @@ SUFFIXES = ("stablehlo", "exec")
 COMPILED, PROGRAM, CELL = "compiler", "program cache", "cache"  # where a program came from
 
 
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What a compiler made of one program, without its bytes; the fields are those of a manifest's cell.
+
+    ``collectives`` is None where only the lowered program was counted.
+    """
+
+    executable: Executable
+    compile_seconds: float
+    memory: Memory
+    collectives: dict[str, Collective] | None = None
+    flops: float | None = None
+    bytes_accessed: float | None = None
+    estimate: Estimate | None = None
+    floor: Floor | None = None
+    experts: Experts | None = None
+    lowering: Lowering | None = None
+
+
 @dataclass(frozen=True)
-class Program:
+class Compilation:
     """What a compiling process made of a lowered program, or found in the cache.
 
     Attributes:
         data: The serialized executable.
-        record: The manifest fields that describe it.
-        origin: ``from`` (COMPILED or PROGRAM), and the program's key, ``program``.
+        compiled: What describes it.
+        source: COMPILED or PROGRAM.
+        key: The program's.
     """
 
     data: bytes
-    record: dict[str, Any]
-    origin: dict[str, str]
+    compiled: Compiled
+    source: str
+    key: str
 
 
 def compiled_program(
-    cache: Cache, fields: dict[str, Any], compile_it: Callable[[], tuple[bytes, dict[str, Any]]]
-) -> Program:
+    cache: Cache, fields: dict[str, Any], compile_it: Callable[[], tuple[bytes, Compiled]]
+) -> Compilation:
     """The program of ``fields``: its original bytes from the cache, or compiled now and then kept."""
     key = sha256_of(fields)
     if entry := cache.read("programs", key):
-        return Program(entry.data["exec"], entry.record, {"from": PROGRAM, "program": key})
-    data, record = compile_it()
-    cache.write("programs", fields, record, {"exec": data})
-    return Program(data, record, {"from": COMPILED, "program": key})
+        return Compilation(entry.data["exec"], from_json(Compiled, entry.record), PROGRAM, key)
+    data, compiled = compile_it()
+    cache.write("programs", fields, to_json(compiled), {"exec": data})
+    return Compilation(data, compiled, COMPILED, key)
+
+
+@dataclass(frozen=True)
+class Built:
+    """A cell that was built or taken from the cache, and what its executable needs.
+
+    Attributes:
+        program: What the manifest says of it.
+        requires: Of a machine.
+        mesh: The devices.
+    """
+
+    program: Program
+    requires: Requirements
+    mesh: Mesh
 
 
 class Cells:
@@ -67,8 +116,8 @@ class Cells:
         # Before this build adds its own: those would explain nothing.
         self._known: list[Entry] = list(entries(use.where, "cells")) if use.explain else []
 
-    def fetch(self, config: Config, plan: Plan, cell: Cell, folder: Path) -> dict[str, Any] | None:
-        """Puts a cell's files into ``folder`` and returns its record; None if they have to be made.
+    def fetch(self, config: Config, plan: Plan, cell: Cell, folder: Path) -> Built | None:
+        """Puts a cell's files into ``folder`` and returns what was built; None if they have to be made.
 
         Raises:
             ArtifactError: ``folder`` cannot be written.
@@ -84,16 +133,18 @@ class Cells:
             path = folder / f"{cell.name}.{suffix}"
             with writing(path, len(entry.data[suffix])):
                 path.write_bytes(entry.data[suffix])
-        origin = {"from": CELL, "key": key, "program": entry.record["origin"]["program"], "traces": 0, "compiles": 0}
-        return entry.record | {"origin": origin}
+        built = from_json(Built, entry.record)
+        assert built.program.origin is not None
+        return _from(built, Origin(CELL, built.program.origin.program, 0, 0, key))
 
-    def keep(self, config: Config, plan: Plan, cell: Cell, folder: Path, record: dict[str, Any]) -> dict[str, Any]:
-        """Keeps what a compiling process has just put into ``folder``; returns the record with its key."""
+    def keep(self, config: Config, plan: Plan, cell: Cell, folder: Path, built: Built) -> Built:
+        """Keeps what a compiling process has just put into ``folder``; returns it with its key."""
         fields = cell_fields(config, plan, cell)
-        whole = record | {"origin": {**record["origin"], "key": sha256_of(fields)}}
+        assert built.program.origin is not None
+        whole = _from(built, replace(built.program.origin, key=sha256_of(fields)))
         if self.use.writes:
             data = {suffix: (folder / f"{cell.name}.{suffix}").read_bytes() for suffix in SUFFIXES}
-            self._cache.write("cells", fields, whole, data)
+            self._cache.write("cells", fields, to_json(whole), data)
         return whole
 
     def say(self, messages: list[str]) -> None:
@@ -139,22 +190,26 @@ def _writable(use: CacheUse, say: Say) -> CacheUse:
     return use
 
 
-def counts(targets: dict[str, Any]) -> dict[str, int]:
-    """Where the cells of a manifest's targets came from, and what jax traced and compiled for them."""
-    origins = [cell["origin"] for target in targets.values() for cell in target["cells"].values() if "origin" in cell]
+def _from(built: Built, origin: Origin) -> Built:
+    return replace(built, program=replace(built.program, origin=origin))
+
+
+def counts(programs: Iterable[Program]) -> dict[str, int]:
+    """Where programs came from, and what jax traced and compiled for them."""
+    origins = [program.origin for program in programs if program.origin is not None]
     return {
         "cells": len(origins),
-        "compiled": sum(origin["from"] == COMPILED for origin in origins),
-        "from_program_cache": sum(origin["from"] == PROGRAM for origin in origins),
-        "from_cache": sum(origin["from"] == CELL for origin in origins),
-        "traces": sum(origin["traces"] for origin in origins),
-        "compiles": sum(origin["compiles"] for origin in origins),
+        "compiled": sum(origin.source == COMPILED for origin in origins),
+        "from_program_cache": sum(origin.source == PROGRAM for origin in origins),
+        "from_cache": sum(origin.source == CELL for origin in origins),
+        "traces": sum(origin.traces for origin in origins),
+        "compiles": sum(origin.compiles for origin in origins),
     }
 
 
-def summary(targets: dict[str, Any], use: CacheUse) -> str:
+def summary(programs: Iterable[Program], use: CacheUse) -> str:
     """A line for the user: ``cells: 0 compiled, 10 from the cache (on, /home/…); jax traced 0 and compiled 0``."""
-    found = counts(targets)
+    found = counts(programs)
     again = found["from_program_cache"]
     traced = f", {again} traced again to a program from the cache" if again else ""
     where = f"{use.policy}" if use.policy == "off" else f"{use.policy}, {use.where}"

@@ -121,7 +121,7 @@ def lookup(folder: Path, what: str) -> list[Looked]:
     found = []
     for entry in (entry for entry in entries(folder, "cells") if entry.key.startswith(what)):
         name = Cell(**entry.fields["cell"]).name
-        found.append(_looked(reader, entry.target, name, entry.key, entry.record["origin"]["program"]))
+        found.append(_looked(reader, entry.target, name, entry.key, entry.record["program"]["origin"]["program"]))
     for entry in (entry for entry in entries(folder, "programs") if entry.key.startswith(what)):
         found.append(_looked(reader, entry.target, None, None, entry.key))
     return found or [_looked(reader, None, None, what, None)]
@@ -130,14 +130,14 @@ def lookup(folder: Path, what: str) -> list[Looked]:
 def _keys_of(artifact: Path) -> list[tuple[str, str, str, str]]:
     """Target, cell, key and the program's key of every cell of an artifact."""
     keys = []
-    for name, target in read_manifest(artifact)["targets"].items():
-        for cell, record in target["cells"].items():
-            if "origin" not in record:
+    for name, target in read_manifest(artifact).targets.items():
+        for cell, record in target.cells.items():
+            if record.origin is None or record.origin.key is None:
                 raise ArtifactError(
                     f"artifact `{artifact.name}`: expected each cell's cache key, found none for {cell} of {name}",
                     "it was built by a version without a cache: build it again",
                 )
-            keys.append((name, cell, record["origin"]["key"], record["origin"]["program"]))
+            keys.append((name, cell, record.origin.key, record.origin.program))
     return keys
 
 

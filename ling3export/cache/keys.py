@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ling3export
-from ling3export.artifacts.manifest import sha256_of
+from ling3export.artifacts.records import sha256_of
 from ling3export.model.config import Config
 from ling3export.model.state import state_arrays
 from ling3export.plan.plan import Cell, Plan

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.files import replace_file, writing
-from ling3export.artifacts.manifest import sha256_of
+from ling3export.artifacts.records import sha256_of
 from ling3export.cache.use import LEASES, LOCK, SHARED, CacheUse, locked
 from ling3export.errors import ArtifactError
 from ling3export.plan.targets import Target

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from ling3export.artifacts.manifest import sha256_of
+from ling3export.artifacts import schema
+from ling3export.artifacts.schema import StoredTensor
 from ling3export.artifacts.store import StoreWriter, TensorSpec
 from ling3export.errors import CheckpointError
 from ling3export.model.config import Config
@@ -102,7 +103,7 @@ def store_files(config: Config, dtype: str) -> dict[str, list[TensorSpec]]:
     files: dict[str, list[TensorSpec]] = {}
     for row in parameters(config):
         spec = TensorSpec(row.name, row.shape, DTYPES[row.stored_dtype(dtype)][0], config.tp_shards if row.split else 0)
-        files.setdefault(f"{row.stack}.safetensors", []).append(spec)
+        files.setdefault(f"weights/{row.stack}.safetensors", []).append(spec)
     return files
 
 
@@ -128,12 +129,12 @@ def convert_parameter(
 
 def convert(
     source: Weights, folder: Path, dtype: str, progress: Callable[[int], None] = lambda _: None
-) -> dict[str, Any]:
-    """Writes the whole store into ``folder`` and returns its index.
+) -> dict[str, StoredTensor]:
+    """Writes the whole store into ``weights/`` of ``folder`` and returns its index.
 
     Args:
         source: An opened checkpoint.
-        folder: An existing folder, inside an artifact that is not whole yet.
+        folder: An artifact that is not whole yet; the index's paths are relative to it.
         dtype: ``bfloat16`` or ``float32``, for every weight that is not an fp32 island.
         progress: Called with the bytes of each piece written.
 
@@ -159,19 +160,12 @@ def convert(
     return writer.finish()
 
 
-def write_weights(folder: Path, source: Weights, dtype: str, report: Progress) -> dict[str, Any]:
+def write_weights(folder: Path, source: Weights, dtype: str, report: Progress) -> schema.Weights:
     """Writes the store ``weights/`` below ``folder``; returns what the manifest says of it."""
-    store = folder / "weights"
-    store.mkdir()
     report.start("weights", store_bytes(source.config, dtype))
-    index = convert(source, store, dtype, lambda amount: report.advance("weights", amount))
-    sizes = {entry["file"]: (store / entry["file"]).stat().st_size for entry in index.values()}
-    return {
-        "files": {name: {"bytes": size} for name, size in sorted(sizes.items())},
-        "index": index,
-        "digest": sha256_of({name: entry["sha256"] for name, entry in index.items()}),
-        "bytes": sum(sizes.values()),
-    }
+    index = convert(source, folder, dtype, lambda amount: report.advance("weights", amount))
+    files = sorted({tensor.file for tensor in index.values()})
+    return schema.Weights({file: (folder / file).stat().st_size for file in files}, index)
 
 
 class _Digests:
@@ -186,7 +180,7 @@ class _Digests:
 
 
 def differing_tensors(
-    source: Weights, index: Mapping[str, Any], dtype: str, progress: Callable[[int], None] = lambda _: None
+    source: Weights, index: Mapping[str, StoredTensor], dtype: str, progress: Callable[[int], None] = lambda _: None
 ) -> list[str]:
     """Compares a checkpoint with the weights of an artifact: each TP shard's digest, as the store would write it.
 
@@ -205,6 +199,6 @@ def differing_tensors(
     for row in parameters(source.config):
         digests = _Digests()
         convert_parameter(row, source, digests, dtype, progress)
-        if [digests.shards[shard].hexdigest() for shard in sorted(digests.shards)] != index[row.name]["sha256"]:
+        if tuple(digests.shards[shard].hexdigest() for shard in sorted(digests.shards)) != index[row.name].sha256:
             found.append(row.name)
     return found

@@ -11,6 +11,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from ling3export.artifacts.schema import SourceFile
 from ling3export.checkpoint.shard import Shard
 from ling3export.errors import CheckpointError, listed
 from ling3export.model.config import Config
@@ -91,14 +92,14 @@ class Checkpoint:
         """The tokenizer's and generation's files that exist."""
         return [self.path / name for name in TOKENIZER_FILES if (self.path / name).is_file()]
 
-    def digests(self) -> dict[str, dict[str, Any]]:
+    def digests(self) -> dict[str, SourceFile]:
         """What identifies the source, by file name: sha256 of config and index, size and header's sha256 of shards."""
         whole = [name for name in ("config.json", INDEX) if (self.path / name).is_file()]
-        digests: dict[str, dict[str, Any]] = {
-            name: {"sha256": hashlib.sha256((self.path / name).read_bytes()).hexdigest()} for name in whole
+        digests = {
+            name: SourceFile(sha256=hashlib.sha256((self.path / name).read_bytes()).hexdigest()) for name in whole
         }
         for name, shard in self._shards.items():
-            digests[name] = {"bytes": shard.nbytes, "header_sha256": shard.header_sha256}
+            digests[name] = SourceFile(shard.nbytes, header_sha256=shard.header_sha256)
         return digests
 
 

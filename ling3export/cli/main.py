@@ -237,10 +237,13 @@ def synth(directory: Path, preset: str, seed: int, layers: int | None, force: bo
 def inspect(artifact: Path, wide: bool, as_json: bool) -> None:
     """Show what ARTIFACT holds: plan, cells, sizes, costs, state."""
     from ling3export.artifacts.manifest import read_manifest
+    from ling3export.artifacts.records import to_json
     from ling3export.report.inspect import describe
 
     manifest = read_manifest(artifact)
-    click.echo(json.dumps(manifest, indent=2, ensure_ascii=False) if as_json else describe(manifest, wide=wide))
+    click.echo(
+        json.dumps(to_json(manifest), indent=2, ensure_ascii=False) if as_json else describe(manifest, wide=wide)
+    )
 
 
 @main.command()

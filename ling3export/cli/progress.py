@@ -6,14 +6,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from ling3export.artifacts.schema import Manifest, Program, Receipts, Target
 from ling3export.cache.cells import CELL, PROGRAM
 from ling3export.compile.pool import Outcome
-from ling3export.cost.estimates import peak_bytes
 from ling3export.errors import listed
 from ling3export.tables import aligned
 from ling3export.verify.receipts import ERROR_COLUMNS, error_columns, explained
@@ -82,28 +81,28 @@ class Console:
             for cell in outcome.plan.cells:
                 if cell.name in outcome.failures:
                     rows.append((cell.name, "failed", "-", "-"))
-                elif cell.name in outcome.records:
-                    rows.append((cell.name, *_built(outcome.records[cell.name])))
+                elif cell.name in outcome.built:
+                    rows.append((cell.name, *_built(outcome.built[cell.name].program)))
                 else:
                     rows.append((cell.name, "not started", "-", "-"))
             self._table(outcome.plan.target.name, [COLUMNS, *rows])
 
-    def summary(self, artifact: Path, manifest: dict[str, Any], names: Sequence[str] | None = None) -> None:
+    def summary(self, artifact: Path, manifest: Manifest, names: Sequence[str] | None = None) -> None:
         """The cells as tables, and where the artifact is; those of the targets ``names`` if only they are new."""
         if self._bars is not None:
             self._bars.stop()
-        for name in manifest["targets"] if names is None else names:
-            self._target(name, manifest["targets"][name], manifest["vectors"]["receipts"].get(name, {}))
+        for name in manifest.targets if names is None else names:
+            self._target(name, manifest.targets[name], manifest.vectors.receipts.get(name))
         seconds = time.perf_counter() - self._started
         what = f"built {artifact}" if names is None else f"added {listed(list(names))} to {artifact}"
-        self.note(f"{what} in {seconds:.1f} s ({manifest['weights']['bytes'] / 1e6:.1f} MB of weights)")
+        self.note(f"{what} in {seconds:.1f} s ({manifest.weights.nbytes / 1e6:.1f} MB of weights)")
 
-    def _target(self, name: str, target: dict[str, Any], receipts: dict[str, Any]) -> None:
+    def _target(self, name: str, target: Target, receipts: Receipts | None) -> None:
         rows: list[tuple[str, ...]] = [(*COLUMNS, *ERROR_COLUMNS)]
-        tolerance = receipts.get("tolerance")
-        for cell, record in target["cells"].items():
-            errors = error_columns(record["phase"], receipts.get("cells", {}).get(cell), tolerance)
-            rows.append((cell, *_built(record), *errors))
+        tolerance = None if receipts is None else receipts.tolerance
+        for cell in target.cells.values():
+            receipt = None if receipts is None else receipts.cells.get(cell.name)
+            rows.append((cell.name, *_built(cell), *error_columns(cell.phase, receipt, tolerance)))
         self._table(name, rows)
         said = "no machine here runs these programs: ling3export verify does where one does"
         self.note(f"  {said if tolerance is None else explained(tolerance)}")
@@ -114,17 +113,17 @@ class Console:
             self._console.print(line, markup=False, style="red" if row[1] == "failed" else None)
 
 
-def _built(record: dict[str, Any]) -> tuple[str, str, str]:
+def _built(program: Program) -> tuple[str, str, str]:
     """Status, seconds and peak of a cell that was built.
 
     Its record has the seconds of the build that made it: a cell of the cache cost this one none, a program of the
     cache no compiling.
     """
-    origin = record.get("origin", {}).get("from")
+    origin = None if program.origin is None else program.origin.source
     cached = origin in (CELL, PROGRAM)
-    spent = record["lower_seconds"] + (0 if cached else record["compile_seconds"])
+    spent = program.lower_seconds + (0 if cached else program.compile_seconds)
     return (
         "cached" if cached else "compiled",
         "-" if origin == CELL else f"{spent:.1f}",
-        f"{peak_bytes(record['memory']) / 1e6:,.1f}",
+        f"{program.memory.peak / 1e6:,.1f}",
     )

@@ -7,7 +7,8 @@ versions (``forward_compatible``), which makes kernels slower.
 import hashlib
 import re
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,7 +16,9 @@ import numpy as np
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
-from ling3export.compile.lower import LOCATION_OPTIONS, costs, with_shardings
+from ling3export.artifacts.schema import Collective, Estimate, Experts, Floor, Loop, Lowering
+from ling3export.cache.cells import Compiled
+from ling3export.compile.lower import LOCATION_OPTIONS, described, with_shardings
 from ling3export.cost.estimates import estimate
 from ling3export.cost.roofline import Workload, expert_times, roofline_bound
 from ling3export.errors import PlanError
@@ -63,14 +66,6 @@ def topology_mesh(target: Target) -> Mesh:
     return Mesh(devices, (AXIS,), axis_types=(AxisType.Auto,))
 
 
-def hosts(mesh: Mesh) -> list[list[int]]:
-    """Device ids of each process, by process number."""
-    by_process: dict[int, list[int]] = {}
-    for device in mesh.devices.flat:
-        by_process.setdefault(device.process_index, []).append(device.id)
-    return [sorted(by_process[process]) for process in sorted(by_process)]
-
-
 @dataclass(frozen=True)
 class Direct:
     """A cell that is lowered for one slice, not yet compiled.
@@ -105,11 +100,8 @@ def lower_for(config: Config, geometry: Geometry, phase: str, padding: int, targ
 
 def compile_for(
     direct: Direct, config: Config, geometry: Geometry, phase: str, padding: int, target: Target
-) -> tuple[bytes, dict[str, Any]]:
-    """Compiles one cell for ``target``.
-
-    Returns:
-        The serialized executable, and the manifest fields that describe it.
+) -> tuple[bytes, Compiled]:
+    """Compiles one cell for ``target``: the serialized executable, and what describes it.
 
     Raises:
         PlanError: It needs more memory than a device has; with the compiler's sum.
@@ -124,26 +116,25 @@ def compile_for(
         raw = pjrt.executable_bytes(compiled)
     seconds = round(direct.seconds + time.perf_counter() - started, 3)
     workload = Workload(min(Workload.tokens, geometry.max_pages * geometry.page_size))
-    record = {
-        "call": pjrt.call_record(compiled),
-        "hosts": hosts(direct.mesh),
-        "lowering": {"direct": True, "forward_compatible": False},
-        "compile_seconds": seconds,
-        **costs(compiled),
-        "collectives": {},
-        "floor": asdict(roofline_bound(config, geometry, phase, padding, target.chip, workload)),
-    }
+    bound = roofline_bound(config, geometry, phase, padding, target.chip, workload)
+    record = replace(
+        described(compiled, seconds), lowering=Lowering(direct=True, forward_compatible=False), collectives={},
+        floor=Floor(bound.bytes, bound.flops, bound.seconds, bound.collectives, bound.collective_seconds),
+    )  # fmt: skip
     if target.platform == "cuda":  # whose compiler estimates no cycles; with one card there are no collectives
         return raw, record
     found = estimate(compiled.as_text() or "", target.chip, workload.trips(phase, padding, config, geometry))
-    record |= {
-        "collectives": found["collectives"],
-        "estimated_seconds": found["seconds"],
-        "estimate": found | {"tokens_a_sequence": workload.tokens, "clock_hz": target.chip.clock},
-    }
+    collectives = _counted(found.pop("collectives"))
+    found |= {"custom_calls": _counted(found["custom_calls"]), "loops": tuple(Loop(**loop) for loop in found["loops"])}
+    estimated = Estimate(**found, tokens_a_sequence=workload.tokens, clock_hz=target.chip.clock)
+    record = replace(record, collectives=collectives, estimate=estimated)
     if phase != "sample" and config.moe_layers:
-        record["experts"] = expert_times(config, geometry, padding, target.chip)
+        record = replace(record, experts=Experts(**expert_times(config, geometry, padding, target.chip)))
     return raw, record
+
+
+def _counted(table: Mapping[str, Mapping[str, int]]) -> dict[str, Collective]:
+    return {kind: Collective(row["count"], row["bytes"]) for kind, row in table.items()}
 
 
 def _too_large(error: Exception, target: Target, cell: str) -> Exception:

@@ -10,36 +10,36 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 import ling3export
+from ling3export.artifacts import schema
 from ling3export.artifacts.files import writing
 from ling3export.artifacts.manifest import file_record, write_manifest
+from ling3export.artifacts.records import to_json
+from ling3export.artifacts.schema import Cell, FileRecord, Manifest, Mesh, Receipts, Requirements
 from ling3export.artifacts.staging import staged
-from ling3export.cache.cells import Cells, opened, summary
+from ling3export.cache.cells import Built, Cells, opened, summary
 from ling3export.cache.keys import fingerprint, state_abi, toolchain
 from ling3export.cache.use import DEFAULT_USE, CacheUse
 from ling3export.checkpoint.convert import Progress, write_weights
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.compile.pool import Compilers, Outcome, check, compile_all
 from ling3export.compile.replay import Request, forget_failure, note_failure
-from ling3export.errors import ArtifactError, CheckpointError
+from ling3export.errors import ArtifactError, CheckpointError, PlanError
 from ling3export.model.config import Config
-from ling3export.model.geometry import AXIS, CHUNK
-from ling3export.model.parameters import Argument, arguments
+from ling3export.model.geometry import CHUNK
+from ling3export.model.parameters import arguments
 from ling3export.model.state import state_arrays
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, make_plans
-from ling3export.plan.targets import Target
 from ling3export.plan.toolchain import check_toolchain
-from ling3export.pricing.recorded import score_paddings
 from ling3export.runners.text.tokenizer import TokenizerFiles
 from ling3export.verify.measure import measure_apart
-from ling3export.verify.vectors import PATH as VECTORS_PATH
 from ling3export.verify.vectors import write_vectors
 
 # Of a cell: its receipts are in the manifest, or there is no machine here that could run it.
@@ -60,7 +60,7 @@ class Reporter(Progress, Protocol):
 def build(
     checkpoint: Path, artifact: Path, options: Options, report: Reporter, *, force: bool = False,
     ignore: Sequence[str] = (), cache: CacheUse = DEFAULT_USE,
-) -> dict[str, Any]:  # fmt: skip
+) -> Manifest:  # fmt: skip
     """Builds ``artifact`` from ``checkpoint``.
 
     Args:
@@ -79,11 +79,11 @@ def build(
         Ling3Error: The checkpoint, the plan or the disk do not allow it; nothing is left behind.
     """
     source = Checkpoint.open(checkpoint, ignore=ignore)
-    _check_tokenizer(source)
     plans = announced(make_plans(source.config, options), report)
     request = Request(json.loads((source.path / "config.json").read_bytes()), tuple(ignore), options)
     with staged(artifact, force=force) as folder, opened(cache, report.note) as cells:
         tokenizer = _copy_tokenizer(folder, source)
+        _check_tokenizer(folder, tokenizer)
         with compiling(artifact, request, plans, folder, cells, report) as compiled:
             weights = write_weights(folder, source, options.dtype, report)
             context = min(min(plan.context, plan.geometry.pages * plan.geometry.page_size) for plan in plans)
@@ -91,20 +91,23 @@ def build(
             vectors = write_vectors(source.config, source.tensor, folder, context, options.dtype)
             report.advance("vectors", 1)
             outcomes = compiled()
-        knobs = {name: getattr(options, name) for name in SIZING}
-        body: dict[str, Any] = {
-            "producer": {"ling3export": metadata.version("ling3export"), "python": platform.python_version()},
-            "source": {"name": source.path.resolve().name, "digests": source.digests()},
-            "config": source.config.semantic() | {"eos_token_id": list(source.config.eos_token_ids)},
-            "plan": plans[0].record() | knobs,
-            "targets": {},
-            "weights": weights,
-            "vectors": vectors | {"expected": file_record(folder, VECTORS_PATH), "receipts": {}},
-            "tokenizer": tokenizer,
-            "notes": [],
-        }
+        first, name = plans[0], source.path.resolve().name
+        body = Manifest(
+            producer={"ling3export": metadata.version("ling3export"), "python": platform.python_version()},
+            source=schema.Source("".join(each if each.isprintable() else "?" for each in name), source.digests()),
+            config=source.config.semantic() | {"eos_token_id": source.config.eos_token_ids},
+            plan=schema.Plan(
+                first.paddings, first.decode_paddings, first.geometry.slots, first.geometry.page_size, first.context,
+                first.geometry.dtype, options.memory_fraction, options.state_memory,
+            ),
+            targets={},
+            weights=weights,
+            vectors=vectors,
+            tokenizer=tokenizer,
+            notes=(),
+        )  # fmt: skip
         manifest = complete(folder, body, source.config, outcomes, report)
-        report.note(summary(manifest["targets"], cache))
+        report.note(summary((cell for target in manifest.targets.values() for cell in target.cells.values()), cache))
         forget_failure(artifact)
         return manifest
 
@@ -125,7 +128,7 @@ def announced(plans: list[Plan], report: Reporter) -> list[Plan]:
 @contextmanager
 def compiling(
     artifact: Path, request: Request, plans: Sequence[Plan], folder: Path, cells: Cells, report: Reporter,
-    taken: Mapping[str, Mapping[str, dict[str, Any]]] = MappingProxyType({}),
+    taken: Mapping[str, Mapping[str, Built]] = MappingProxyType({}),
 ) -> Iterator[Callable[[], list[Outcome]]]:  # fmt: skip
     """Compiles the cells of every plan while the block does other work; an exception in the block ends the compilers.
 
@@ -136,7 +139,7 @@ def compiling(
         folder: Gets ``programs/TARGET/`` for every target that has no such folder yet.
         cells: The cache.
         report: Told of every cell; shown the table of a build in which one failed.
-        taken: By target the records of cells whose files are in the folder already.
+        taken: By target the cells whose files are in the folder already.
 
     Yields:
         A function that waits for the outcomes. It raises a PlanError where a cell failed or does not fit a device, and
@@ -170,14 +173,14 @@ def compiling(
 
 
 def complete(
-    folder: Path, body: dict[str, Any], config: Config, outcomes: Sequence[Outcome], report: Reporter,
+    folder: Path, manifest: Manifest, config: Config, outcomes: Sequence[Outcome], report: Reporter,
     programs: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, Any]:  # fmt: skip
+) -> Manifest:  # fmt: skip
     """Adds compiled targets to a manifest, runs the vectors through what runs here, and writes it.
 
     Args:
         folder: The artifact's folder, every other file in place.
-        body: The manifest's fields; a target of the same name is replaced.
+        manifest: What is to be written; a target of the same name is replaced.
         config: The model.
         outcomes: The targets.
         report: Told of the receipts.
@@ -193,24 +196,26 @@ def complete(
     for outcome in outcomes:
         name, plan = outcome.plan.target.name, outcome.plan
         path = f"programs/{programs.get(name, name)}"
-        body["targets"][name] = target_record(folder, config, plan, outcome.records, path)
-        body["vectors"]["receipts"].pop(name, None)
-        body["producer"] = {**toolchain(plan.target), **body["producer"]}
-        body["notes"] = [*(note for note in body["notes"] if not note.startswith(f"{name}: ")), *plan.named_notes]
-    body["plan"]["targets"] = list(body["targets"])
-    body["plan"]["score_paddings"] = list(score_paddings(next(iter(body["targets"].values()))))
-    body["vectors"]["receipts"] |= receipts(folder, body, [outcome.plan for outcome in outcomes], report)
-    return write_manifest(folder, body)
+        kept = {each: found for each, found in manifest.vectors.receipts.items() if each != name}
+        manifest = replace(
+            manifest,
+            targets=manifest.targets | {name: target_record(folder, config, plan, outcome.built, path)},
+            vectors=replace(manifest.vectors, receipts=kept),
+            producer={**toolchain(plan.target), **manifest.producer},
+            notes=(*(note for note in manifest.notes if not note.startswith(f"{name}: ")), *plan.named_notes),
+        )
+    found = receipts(folder, manifest, [outcome.plan for outcome in outcomes], report)
+    vectors = replace(manifest.vectors, receipts=manifest.vectors.receipts | found)
+    return write_manifest(folder, replace(manifest, vectors=vectors))
 
 
-def _check_tokenizer(source: Checkpoint) -> None:
+def _check_tokenizer(folder: Path, records: Sequence[FileRecord]) -> None:
     """Reads the tokenizer's files as the runner will.
 
     Raises:
         CheckpointError: One is no JSON, or no tokenizer.
     """
-    records = [file_record(source.path, file.name) for file in source.tokenizer_files]
-    files = TokenizerFiles(source.path, {"tokenizer": records, "config": source.config.semantic()})
+    files = TokenizerFiles(folder, records)
     try:
         files.eos_token_ids()
         if files.there:
@@ -219,7 +224,7 @@ def _check_tokenizer(source: Checkpoint) -> None:
         raise CheckpointError(error.message, "repair the file, or remove it: token ids work without") from error
 
 
-def _copy_tokenizer(folder: Path, source: Checkpoint) -> list[dict[str, Any]]:
+def _copy_tokenizer(folder: Path, source: Checkpoint) -> tuple[FileRecord, ...]:
     (folder / "tokenizer").mkdir()
     records = []
     for file in source.tokenizer_files:
@@ -227,73 +232,62 @@ def _copy_tokenizer(folder: Path, source: Checkpoint) -> list[dict[str, Any]]:
         with writing(copy, file.stat().st_size):
             shutil.copyfile(file, copy)
         records.append(file_record(folder, f"tokenizer/{file.name}"))
-    return records
+    return tuple(records)
 
 
-def target_record(
-    folder: Path, config: Config, plan: Plan, cells: dict[str, dict[str, Any]], programs: str
-) -> dict[str, Any]:
+def target_record(folder: Path, config: Config, plan: Plan, built: Mapping[str, Built], programs: str) -> schema.Target:
     """What the manifest says of one target, whose programs lie in ``programs`` of the artifact's folder."""
     geometry, target = plan.geometry, plan.target
     named = {}
     for cell in sorted(plan.cells, key=lambda cell: (cell.phase, cell.padding)):
-        files = {
-            "stablehlo": file_record(folder, f"{programs}/{cell.name}.stablehlo"),
-            "exec": file_record(folder, f"{programs}/{cell.name}.exec"),
-        }
-        named[cell.name] = {"status": COMPILED if target.runs_here else NOT_EXECUTED, **files, **cells[cell.name]}
-    requires = next(iter(named.values()))["call"]["requires"]
-    return {
-        "target": target.text,
-        "platform": target.platform,
-        "kind": target.kind,
-        "topology": target.topology,
-        "tp": target.tp,
-        "processes": target.processes,
-        **(_slice(named) or _blocks(requires["devices"], target)),
-        "fingerprint": fingerprint(config, plan),
-        "state_abi": state_abi(config, plan),
-        "toolchain": toolchain(target),
-        "geometry": asdict(geometry),
-        "mesh": {"axis": AXIS, "devices": requires["devices"]},
-        "requires": requires,
-        "parameters": [
-            {"argument": ".".join(argument.path), "tensor": row.name, "shape": list(row.shape), **layer_of(argument),
-             "dtype": row.stored_dtype(geometry.dtype), "spec": list(argument.spec)}
-            for argument in arguments(config, geometry) for row in (argument.parameter,)
-        ],
-        "state": {
-            "placement": geometry.placement,
-            "slots": geometry.slots,
-            "pages": geometry.pages,
-            "page_size": geometry.page_size,
-            "max_pages": geometry.max_pages,
-            "chunk": CHUNK,
-            "arrays": [asdict(row) | {"spec": list(row.spec)} for row in state_arrays(config, geometry)],
-        },
-        "cells": named,
-    }  # fmt: skip
+        named[cell.name] = Cell(
+            **vars(built[cell.name].program),
+            status=COMPILED if target.runs_here else NOT_EXECUTED,
+            stablehlo=file_record(folder, f"{programs}/{cell.name}.stablehlo"),
+            exec=file_record(folder, f"{programs}/{cell.name}.exec"),
+        )
+    parameters = tuple(
+        schema.Parameter(
+            ".".join(argument.path), row.name, row.shape, row.stored_dtype(geometry.dtype),
+            tuple(argument.spec), argument.layer,
+            None if argument.layer is None else argument.parameter.stack_axis,
+        )
+        for argument in arguments(config, geometry) for row in (argument.parameter,)
+    )  # fmt: skip
+    arrays = tuple(
+        schema.StateArray(row.name, row.shape, row.dtype, tuple(row.spec), row.axes)
+        for row in state_arrays(config, geometry)
+    )
+    requires, mesh = _needs([built[name] for name in named])
+    return schema.Target(
+        platform=target.platform, kind=target.kind, topology=target.topology, mesh=mesh, requires=requires,
+        toolchain=toolchain(target), fingerprint=fingerprint(config, plan), state_abi=state_abi(config, plan),
+        geometry=asdict(geometry), parameters=parameters,
+        state=schema.State(
+            geometry.placement, geometry.slots, geometry.pages, geometry.page_size, geometry.max_pages, CHUNK, arrays
+        ),
+        cells=named,
+    )  # fmt: skip
 
 
-def layer_of(argument: Argument) -> dict[str, Any]:
-    """Which index of which axis of the tensor an argument is; nothing for a whole tensor."""
-    return {} if argument.layer is None else {"index": argument.layer, "axis": argument.parameter.stack_axis}
+def _needs(built: Sequence[Built]) -> tuple[Requirements, Mesh]:
+    """What all of a target's executables need: one kind of machine and the same devices, every feature that one uses.
+
+    Raises:
+        PlanError: They were compiled for different machines.
+    """
+    features = {feature for each in built for feature in each.requires.cpu_features or ()}
+    needs = {(str(replace(each.requires, cpu_features=None)), each.mesh): each.requires for each in built}
+    if len(needs) != 1:
+        raise PlanError(
+            f"programs: expected all compiled for the same machine and devices, found {len(needs)} kinds",
+            "build again without what the cache has: --cache redo",
+        )
+    ((_, mesh), requires), *_ = needs.items()
+    return replace(requires, cpu_features=tuple(sorted(features)) or None), mesh
 
 
-def _slice(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Device ids of each host, which every cell of an accelerator's target was compiled for alike."""
-    found = [cell.pop("hosts") for cell in cells.values() if "hosts" in cell]
-    assert all(hosts == found[0] for hosts in found)
-    return {"hosts": found[0]} if found else {}
-
-
-def _blocks(devices: list[int], target: Target) -> dict[str, Any]:
-    """Device ids of each host of a cpu target: they lie in order."""
-    each = target.tp // target.processes
-    return {"hosts": [devices[at : at + each] for at in range(0, target.tp, each)]} if target.processes > 1 else {}
-
-
-def receipts(folder: Path, body: dict[str, Any], plans: list[Plan], report: Reporter) -> dict[str, Any]:
+def receipts(folder: Path, manifest: Manifest, plans: list[Plan], report: Reporter) -> dict[str, Receipts]:
     """Runs the vectors through every cell in a fresh process, and refuses a build whose programs are wrong.
 
     A fresh process, because an executable can work in the one that compiled it and fail in any other.
@@ -305,12 +299,12 @@ def receipts(folder: Path, body: dict[str, Any], plans: list[Plan], report: Repo
     runnable = [plan for plan in plans if plan.target.runs_here]
     report.start("receipts", len(runnable))
     for plan in runnable:
-        found[plan.target.name] = measured = measure_apart(folder, plan.target.name, body)
-        if not measured["passed"]:
-            worst = max(measured["cells"].items(), key=lambda item: item[1]["relative"])
+        found[plan.target.name] = measured = measure_apart(folder, plan.target.name, manifest)
+        if not measured.passed:
+            cell, worst = max(measured.cells.items(), key=lambda item: item[1].relative)
             raise ArtifactError(
-                f"receipts of `{plan.target.name}`: expected a {measured['tolerance']['measure']} relative error "
-                f"of at most {measured['tolerance']['bound']:g}, found {worst[1]}, in {worst[0]}",
+                f"receipts of `{plan.target.name}`: expected a {measured.tolerance.measure} relative error "
+                f"of at most {measured.tolerance.bound:g}, found {to_json(worst)}, in {cell}",
                 "the programs do not compute what the model computes: do not use them, and report this",
             )
         report.advance("receipts", 1)

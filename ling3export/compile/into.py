@@ -10,20 +10,19 @@ programs and more. What it had is copied byte by byte, and only what is missing 
 by the same sources and compilers, or it is refused.
 """
 
-import copy
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 from ling3export.artifacts.files import refuse_links, sync_folder, sync_tree, try_writing, writing
 from ling3export.artifacts.manifest import MANIFEST, read_checked, read_manifest, recorded_files
+from ling3export.artifacts.schema import Manifest, Program, Target
 from ling3export.artifacts.staging import adding
-from ling3export.cache.cells import opened, summary
+from ling3export.cache.cells import SUFFIXES, Built, opened, summary
 from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.cache.use import DEFAULT_USE, CacheUse
 from ling3export.checkpoint.convert import differing_tensors, store_bytes
@@ -39,7 +38,6 @@ from ling3export.pricing.recorded import config_fields, config_of, options_of, p
 from ling3export.verify.verify import check_digests
 
 SCORE = "--score-paddings"
-MANIFEST_FIELDS = ("status", "stablehlo", "exec")  # of a cell, which no compiler's record has
 TARGET_FOLDER = re.compile(r"(cpu|cuda|tpu)[\w.-]*-tp\d+(\.\d+)?")  # a target's name, or what `_free_name` makes of it
 PROGRAM_FILE = re.compile(r"[a-z]+@\d+\.(stablehlo|exec)")
 
@@ -47,7 +45,7 @@ PROGRAM_FILE = re.compile(r"[a-z]+@\d+\.(stablehlo|exec)")
 def add_targets(
     artifact: Path, options: Options, given: set[str], report: Reporter, *, checkpoint: Path | None = None,
     force: bool = False, ignore: Sequence[str] = (), cache: CacheUse = DEFAULT_USE,
-) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+) -> tuple[Manifest, list[str]]:  # fmt: skip
     """Adds the targets of ``options`` to ``artifact``.
 
     Args:
@@ -73,22 +71,19 @@ def add_targets(
         if checkpoint is not None:
             _check_source(Checkpoint.open(checkpoint, ignore=ignore), manifest, artifact, report)
         _check_shared(options, given, manifest, artifact)
-        recorded = {name: manifest["plan"][name] for name in SIZING if name not in given}
+        recorded = {name: getattr(manifest.plan, name) for name in SIZING if name not in given}
         options = replace(options_of(manifest, options), **recorded)
         plans = announced(_plans(artifact, manifest, options, given, force), report)
         check_digests(artifact, manifest)
         _remove_unnamed(artifact, manifest)
-        there = {} if force else {name: target["cells"] for name, target in manifest["targets"].items()}
-        taken = {plan.target.name: _copied(artifact, staging, plan, there.get(plan.target.name, {})) for plan in plans}
+        there = {} if force else manifest.targets
+        taken = {name: _copied(artifact, staging, name, there.get(name)) for name in (p.target.name for p in plans)}
         request = Request(config_fields(manifest), (), options)
         with compiling(artifact, request, plans, staging, cells, report, taken) as compiled:
             outcomes = compiled()
         written = _take_in(staging, artifact, manifest, outcomes, report)
-        made = {
-            name: {"cells": {c: row for c, row in written["targets"][name]["cells"].items() if c not in records}}
-            for name, records in taken.items()
-        }
-        report.note(summary(made, cache))
+        cells_of = [(name, cell) for name in taken for cell in written.targets[name].cells.values()]
+        report.note(summary((cell for name, cell in cells_of if cell.name not in taken[name]), cache))
         return written, list(taken)
 
 
@@ -104,9 +99,9 @@ def _check_writable(artifact: Path) -> None:
         try_writing(artifact / "programs")
 
 
-def _plans(artifact: Path, manifest: dict[str, Any], options: Options, given: set[str], force: bool) -> list[Plan]:
+def _plans(artifact: Path, manifest: Manifest, options: Options, given: set[str], force: bool) -> list[Plan]:
     """Of new targets; and of those that are there, where score programs are added to them."""
-    scored, there = options.score_paddings, manifest["targets"]
+    scored, there = options.score_paddings, manifest.targets
     if scored and not {"targets", "tp"} & given:
         return [extended(manifest, name, scored) for name in there]
     plans = make_plans(config_of(manifest), options)
@@ -121,7 +116,7 @@ def _plans(artifact: Path, manifest: dict[str, Any], options: Options, given: se
     return plans
 
 
-def _check_source(source: Checkpoint, manifest: dict[str, Any], artifact: Path, report: Reporter) -> None:
+def _check_source(source: Checkpoint, manifest: Manifest, artifact: Path, report: Reporter) -> None:
     wanted = config_of(manifest).semantic()
     other = [field for field, value in source.config.semantic().items() if wanted[field] != value]
     if other:
@@ -129,12 +124,12 @@ def _check_source(source: Checkpoint, manifest: dict[str, Any], artifact: Path, 
             f"checkpoint `{source.path.name}`: expected the config that `{artifact.name}` was built from, "
             f"found another {listed(other)}, in {source.path}"
         )
-    recorded, found = manifest["source"]["digests"], source.digests()
+    recorded, found = manifest.source.digests, source.digests()
     differing = [f"`{name}`" for name in sorted({*recorded, *found}) if recorded.get(name) != found.get(name)]
     if not differing:  # of the shards these are the headers' digests: two fine-tunings have the same
-        dtype = manifest["plan"]["dtype"]
+        dtype = manifest.plan.dtype
         report.start("compare", store_bytes(source.config, dtype))
-        index = manifest["weights"]["index"]
+        index = manifest.weights.index
         differing = differing_tensors(source, index, dtype, lambda amount: report.advance("compare", amount))
     if differing:
         raise CheckpointError(
@@ -144,10 +139,9 @@ def _check_source(source: Checkpoint, manifest: dict[str, Any], artifact: Path, 
         )
 
 
-def _check_shared(options: Options, given: set[str], manifest: dict[str, Any], artifact: Path) -> None:
+def _check_shared(options: Options, given: set[str], manifest: Manifest, artifact: Path) -> None:
     for name in SHARED:
-        value, recorded = getattr(options, name), manifest["plan"][name]
-        wanted = tuple(recorded) if isinstance(recorded, list) else recorded
+        value, wanted = getattr(options, name), getattr(manifest.plan, name)
         if name in given and value != wanted:
             shown = [",".join(map(str, each)) if isinstance(each, tuple) else each for each in (wanted, value)]
             raise PlanError(
@@ -157,7 +151,7 @@ def _check_shared(options: Options, given: set[str], manifest: dict[str, Any], a
             )
 
 
-def extended(manifest: dict[str, Any], name: str, paddings: Sequence[int]) -> Plan:
+def extended(manifest: Manifest, name: str, paddings: Sequence[int]) -> Plan:
     """The plan of a target that is there, with more score programs.
 
     Args:
@@ -168,47 +162,48 @@ def extended(manifest: dict[str, Any], name: str, paddings: Sequence[int]) -> Pl
     Raises:
         PlanError: It has them already, or was built by other sources or compilers than these.
     """
-    plan, record = plan_of(manifest, name), manifest["targets"][name]
+    plan, record = plan_of(manifest, name), manifest.targets[name]
     check_paddings(paddings, SCORE, CHUNK)
     if doubled := [str(padding) for padding in paddings if padding in plan.score_paddings]:
         raise PlanError(f"{SCORE}: expected paddings that `{name}` does not have, found {listed(doubled)} in it")
-    wanted, here = record["toolchain"], toolchain(plan.target)
+    wanted, here = record.toolchain, toolchain(plan.target)
     changed = [f"{package} {wanted[package]}, here {here.get(package)}" for package in wanted
                if wanted[package] != here.get(package)]  # fmt: skip
-    if not changed and fingerprint(config_of(manifest), plan) != record["fingerprint"]:
+    if not changed and fingerprint(config_of(manifest), plan) != record.fingerprint:
         changed = ["other sources of the model or of the lowering, or other flags"]
     if changed:
         raise PlanError(
             f"{SCORE}: expected `{name}` built with what builds here, found {listed(changed)}",
-            f"build all its programs again: --target {record['target']}@{record['tp']} --force",
+            f"build all its programs again: --target {record.text}@{record.tp} --force",
         )
     return replace(plan, score_paddings=tuple(sorted({*plan.score_paddings, *paddings})))
 
 
-def _copied(
-    artifact: Path, staging: Path, plan: Plan, cells: Mapping[str, dict[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """Copies the programs that a target has; returns their records as a compiler gives them.
+def _copied(artifact: Path, staging: Path, name: str, target: Target | None) -> dict[str, Built]:
+    """Copies the programs that a target has; returns them as a compiler gives them.
 
     Raises:
         ArtifactError: A program that is there is damaged, or the disk is full.
     """
-    folder = staging / "programs" / plan.target.name
+    folder = staging / "programs" / name
     folder.mkdir(parents=True)
-    for name, record in cells.items():
-        for tier in ("stablehlo", "exec"):
-            data, path = read_checked(artifact, record[tier]), folder / f"{name}.{tier}"
+    if target is None:
+        return {}
+    for cell in target.cells.values():
+        for tier, record in zip(SUFFIXES, cell.files, strict=True):
+            data, path = read_checked(artifact, record), folder / f"{cell.name}.{tier}"
             with writing(path, len(data)):
                 path.write_bytes(data)
-    return {
-        name: {key: value for key, value in record.items() if key not in MANIFEST_FIELDS}
-        for name, record in cells.items()
+    programs = {
+        each: Program(**{field.name: getattr(cell, field.name) for field in fields(Program)})
+        for each, cell in target.cells.items()
     }
+    return {each: Built(program, target.requires, target.mesh) for each, program in programs.items()}
 
 
 def _take_in(
-    staging: Path, artifact: Path, manifest: dict[str, Any], outcomes: Sequence[Outcome], report: Reporter
-) -> dict[str, Any]:
+    staging: Path, artifact: Path, manifest: Manifest, outcomes: Sequence[Outcome], report: Reporter
+) -> Manifest:
     """Moves the programs in, runs what runs here, and replaces the manifest."""
     sync_tree(staging)
     moved: dict[str, str] = {}
@@ -217,9 +212,9 @@ def _take_in(
             moved[name] = _free_name(artifact, name)
             (staging / "programs" / name).rename(artifact / "programs" / moved[name])
         sync_folder(artifact / "programs")
-        written = complete(artifact, copy.deepcopy(manifest), config_of(manifest), outcomes, report, moved)
+        written = complete(artifact, manifest, config_of(manifest), outcomes, report, moved)
     except BaseException:
-        if read_manifest(artifact)["sha256"] == manifest["sha256"]:
+        if read_manifest(artifact).sha256 == manifest.sha256:
             for programs in moved.values():
                 shutil.rmtree(artifact / "programs" / programs, ignore_errors=True)
         raise
@@ -234,7 +229,7 @@ def _free_name(artifact: Path, target: str) -> str:
     return next(name for name in names if not os.path.lexists(artifact / "programs" / name))
 
 
-def _remove_unnamed(artifact: Path, manifest: dict[str, Any]) -> None:
+def _remove_unnamed(artifact: Path, manifest: Manifest) -> None:
     """Removes folders of programs that the manifest does not name: what a killed addition or a replacement left.
 
     A folder goes only if it and all that is in it have names that a build gives; links are never followed. What cannot

@@ -6,7 +6,7 @@ Runs in a process of its own (``compile/worker.py``): the number of virtual devi
 import re
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,6 +14,8 @@ import numpy as np
 from jax import export
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ling3export.artifacts.schema import Collective, Field, Leaf, Memory, Origin, Program
+from ling3export.cache.cells import Compiled
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
@@ -31,22 +33,39 @@ class Lowered:
 
     Attributes:
         blob: Serialized ``jax.export.Exported``, one platform.
-        record: The cell's manifest fields that do not depend on a compiler.
+        seconds: Of tracing and lowering. The other fields are those of a manifest's cell.
     """
 
     blob: bytes
-    record: dict[str, Any]
+    phase: str
+    padding: int
+    fields: tuple[Field, ...]
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[Leaf, ...]
+    collectives: dict[str, Collective]
+    seconds: float
+
+    def program(self, compiled: Compiled, origin: Origin | None = None) -> Program:
+        """What the manifest says of the cell, once it is compiled."""
+        return Program(
+            phase=self.phase, padding=self.padding, fields=self.fields, inputs=self.inputs, outputs=self.outputs,
+            collectives=self.collectives if compiled.collectives is None else compiled.collectives,
+            lower_seconds=self.seconds, compile_seconds=compiled.compile_seconds, memory=compiled.memory,
+            call=compiled.executable.call, flops=compiled.flops, bytes_accessed=compiled.bytes_accessed,
+            estimate=compiled.estimate, floor=compiled.floor, experts=compiled.experts, lowering=compiled.lowering,
+            origin=origin,
+        )  # fmt: skip
 
 
-def spec_list(spec: PartitionSpec) -> list[str | None]:
+def spec_list(spec: PartitionSpec) -> tuple[str | None, ...]:
     """A partition spec as the manifest writes it: one entry an axis, no trailing nulls."""
     entries = [str(entry) if entry is not None else None for entry in spec]
     while entries and entries[-1] is None:
         entries.pop()
-    return entries
+    return tuple(entries)
 
 
-def _leaves(groups: list[tuple[str, Any, Any]]) -> list[dict[str, Any]]:
+def _leaves(groups: list[tuple[str, Any, Any]]) -> tuple[Leaf, ...]:
     """Names every leaf of nested dicts in flattening order."""
     rows = []
     for group, values, specs in groups:
@@ -54,20 +73,19 @@ def _leaves(groups: list[tuple[str, Any, Any]]) -> list[dict[str, Any]]:
         flat_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
         for (path, value), spec in zip(flat, flat_specs, strict=True):
             name = ".".join(str(key.key) for key in path)
-            rows.append({"group": group, "name": name, "shape": list(value.shape), "dtype": str(value.dtype),
-                         "spec": spec_list(spec)})  # fmt: skip
-    return rows
+            rows.append(Leaf(name, tuple(value.shape), str(value.dtype), spec_list(spec), group))
+    return tuple(rows)
 
 
-def _outputs(exported: export.Exported, step: Step) -> list[dict[str, Any]]:
+def _outputs(exported: export.Exported, step: Step) -> tuple[Leaf, ...]:
     values = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     return _leaves([("state", values[0], step.out_specs[0]), ("out", values[1], step.out_specs[1])])
 
 
-def collective_counts(text: str) -> dict[str, int]:
+def collective_counts(text: str) -> dict[str, Collective]:
     """Collectives in a StableHLO module's text; those in a loop's body count once."""
     found = Counter(re.findall(r"stablehlo\.(" + "|".join(COLLECTIVES) + r")\b", text))
-    return dict(sorted(found.items()))
+    return {kind: Collective(count) for kind, count in sorted(found.items())}
 
 
 def with_shardings(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
@@ -96,21 +114,10 @@ def lower_cell(config: Config, geometry: Geometry, phase: str, padding: int, pla
     arguments = with_shardings(step.arguments, step.specs, mesh)
     exported = export.export(jax.jit(step.call, donate_argnums=(1,)), platforms=(platform,))(*arguments)
     inputs = _leaves(list(zip(("params", "state", "batch"), step.arguments, step.specs, strict=True)))
-    blob = bytes(exported.serialize())
-    rows = next(row["shape"][0] for row in inputs + _outputs(exported, step) if row["name"] in ("logits", "token"))
-    record = {
-        "phase": phase,
-        "padding": padding,
-        "rows": rows,
-        "fields": [asdict(field) | {"shape": list(field.shape)} for field in step.fields],
-        "packed": next(row["shape"][0] for row in inputs if row["name"] == "packed"),
-        "inputs": inputs,
-        "outputs": _outputs(exported, step),
-        "donated": [index for index, row in enumerate(inputs) if row["group"] == "state"],
-        "collectives": collective_counts(exported.mlir_module()),
-        "lower_seconds": round(time.perf_counter() - started, 3),
-    }
-    return Lowered(blob, record)
+    blob, counted = bytes(exported.serialize()), collective_counts(exported.mlir_module())
+    fields = tuple(Field(**vars(field)) for field in step.fields)
+    seconds = round(time.perf_counter() - started, 3)
+    return Lowered(blob, phase, padding, fields, inputs, _outputs(exported, step), counted, seconds)
 
 
 def device_mesh(tp: int) -> Mesh:
@@ -125,12 +132,8 @@ def device_mesh(tp: int) -> Mesh:
     return Mesh(np.array(devices[:tp]), (AXIS,), axis_types=(AxisType.Auto,))
 
 
-def compile_cell(lowered: Lowered, mesh: Mesh) -> tuple[bytes, dict[str, Any]]:
-    """Compiles the portable tier for ``mesh``.
-
-    Returns:
-        The serialized executable, and the manifest fields that describe it: ``call``, seconds, flops, bytes, memory.
-    """
+def compile_cell(lowered: Lowered, mesh: Mesh) -> tuple[bytes, Compiled]:
+    """Compiles the portable tier for ``mesh``: the serialized executable, and what describes it."""
     started = time.perf_counter()
     exported = export.deserialize(bytearray(lowered.blob))
     shardings = exported.in_shardings_jax(mesh)
@@ -142,27 +145,19 @@ def compile_cell(lowered: Lowered, mesh: Mesh) -> tuple[bytes, dict[str, Any]]:
     with pjrt.no_compilation_cache():
         compiled = jax.jit(exported.call, donate_argnums=(1,)).lower(*arguments).compile()
         raw = pjrt.executable_bytes(compiled)
-    record = {
-        "call": pjrt.call_record(compiled),
-        "compile_seconds": round(time.perf_counter() - started, 3),
-        **costs(compiled),
-    }
-    return raw, record
+    return raw, described(compiled, round(time.perf_counter() - started, 3))
 
 
-def costs(compiled: Any) -> dict[str, Any]:
-    """Flops, bytes and memory as the compiler counts them (a loop's body once)."""
-    analysis = compiled.cost_analysis() or {}
-    memory = compiled.memory_analysis()
-    return {
-        "flops": analysis.get("flops"),
-        "bytes_accessed": analysis.get("bytes accessed"),
-        "memory": {
-            "arguments": memory.argument_size_in_bytes,
-            "outputs": memory.output_size_in_bytes,
-            "temporaries": memory.temp_size_in_bytes,
-            "alias": memory.alias_size_in_bytes,
-            "code": memory.generated_code_size_in_bytes,
-        },
-        "estimated_seconds": None,
-    }
+def described(compiled: Any, seconds: float) -> Compiled:
+    """How a program is called; flops, bytes and memory as the compiler counts them (a loop's body once)."""
+    analysis, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
+    return Compiled(
+        executable=pjrt.call_record(compiled),
+        compile_seconds=seconds,
+        memory=Memory(
+            memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes,
+            memory.alias_size_in_bytes, memory.generated_code_size_in_bytes,
+        ),
+        flops=analysis.get("flops"),
+        bytes_accessed=analysis.get("bytes accessed"),
+    )  # fmt: skip

@@ -10,7 +10,8 @@ from queue import Empty, SimpleQueue
 from types import MappingProxyType
 from typing import Any
 
-from ling3export.cache.cells import Cells
+from ling3export.artifacts.records import from_json
+from ling3export.cache.cells import Built, Cells
 from ling3export.cache.use import CacheUse
 from ling3export.compile.worker import MODULE, Job
 from ling3export.errors import ArtifactError, Ling3Error, PlanError
@@ -19,7 +20,7 @@ from ling3export.plan.plan import Cell, Plan
 from ling3export.pricing.memory import check_memory
 from ling3export.processes import Child, Failure
 
-Done = Callable[[Cell, dict[str, Any]], None]
+Done = Callable[[Cell, Built], None]
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,12 @@ class Outcome:
 
     Attributes:
         plan: The target's plan.
-        records: The manifest record of each cell that was built, by name.
+        built: Each cell that was built, by name.
         failures: Why each of the others was not, by name.
     """
 
     plan: Plan
-    records: dict[str, dict[str, Any]]
+    built: dict[str, Built]
     failures: dict[str, Failure]
 
 
@@ -52,13 +53,13 @@ class Compilers:
         folder: Where the programs are written.
         jobs: Processes; None is one a core.
         cells: The cache; what it has is not compiled. None uses none.
-        taken: Records of cells whose files are in ``folder`` already.
+        taken: Cells whose files are in ``folder`` already.
         shown: The workers' stderr is ours; else its end is kept, for the message of one that dies.
     """
 
     def __init__(
         self, plan: Plan, config: dict[str, Any], ignore: Sequence[str], folder: Path, jobs: int | None,
-        cells: Cells | None = None, *, taken: Mapping[str, dict[str, Any]] = MappingProxyType({}), shown: bool = False,
+        cells: Cells | None = None, *, taken: Mapping[str, Built] = MappingProxyType({}), shown: bool = False,
     ) -> None:  # fmt: skip
         self.plan = plan
         self._cells = Cells(CacheUse("off"), lambda text: None) if cells is None else cells
@@ -80,7 +81,7 @@ class Compilers:
         outcome = Outcome(self.plan, {}, {})
         for cell in cells:
             if cell.name in self._taken:
-                outcome.records[cell.name] = self._taken[cell.name]
+                outcome.built[cell.name] = self._taken[cell.name]
                 done(cell, self._taken[cell.name])
             else:
                 waiting.put(cell)
@@ -92,7 +93,7 @@ class Compilers:
             thread.start()
         for thread in threads:
             thread.join()
-        return Outcome(self.plan, outcome.records, {}) if self._stopped else outcome
+        return Outcome(self.plan, outcome.built, {}) if self._stopped else outcome
 
     def stop(self) -> None:
         """Ends the workers at once."""
@@ -107,25 +108,25 @@ class Compilers:
         with contextlib.ExitStack() as stack, contextlib.suppress(Empty):
             while not self._stopped:
                 cell = waiting.get_nowait()
-                record: dict[str, Any] | Failure | None
+                built: Built | Failure | None
                 try:
-                    record = self._cells.fetch(self._config, self.plan, cell, self._job.folder)
-                    if record is None:
+                    built = self._cells.fetch(self._config, self.plan, cell, self._job.folder)
+                    if built is None:
                         worker = self._alive(worker, stack)
                         if worker is None:
                             break
-                        record = self._made(worker, cell)
+                        built = self._made(worker, cell)
                 except Ling3Error as error:
                     outcome.failures[cell.name] = Failure.of(error)
                     continue
-                if isinstance(record, Failure):
-                    outcome.failures[cell.name] = record
+                if isinstance(built, Failure):
+                    outcome.failures[cell.name] = built
                 else:
-                    outcome.records[cell.name] = record
-                    done(cell, record)
+                    outcome.built[cell.name] = built
+                    done(cell, built)
 
-    def _made(self, worker: Child, cell: Cell) -> dict[str, Any] | Failure:
-        """The record of a cell that a worker makes now, kept in the cache; or why it failed."""
+    def _made(self, worker: Child, cell: Cell) -> Built | Failure:
+        """A cell that a worker makes now, kept in the cache; or why it failed."""
         worker.send(asdict(cell))
         reply = worker.receive()
         if reply is None:
@@ -135,7 +136,7 @@ class Compilers:
         if "failure" in reply:
             return Failure(**reply["failure"])
         self._cells.say(reply["messages"])
-        return self._cells.keep(self._config, self.plan, cell, self._job.folder, reply["record"])
+        return self._cells.keep(self._config, self.plan, cell, self._job.folder, from_json(Built, reply["built"]))
 
     def _alive(self, worker: Child | None, stack: contextlib.ExitStack) -> Child | None:
         """``worker``, or a new one if it has died; None once the workers are stopped."""
@@ -154,7 +155,7 @@ class Compilers:
 
 def compile_all(compilers: Sequence[Compilers], advance: Callable[[], None]) -> list[Outcome]:
     """Builds every cell of every target, one target after the other; ``advance`` is called as each cell ends well."""
-    return [each.run(each.plan.cells, lambda cell, record: advance()) for each in compilers]
+    return [each.run(each.plan.cells, lambda cell, built: advance()) for each in compilers]
 
 
 def check(config: Config, outcomes: Sequence[Outcome], kept: bool, failed: Callable[[], None]) -> None:
@@ -173,7 +174,7 @@ def check(config: Config, outcomes: Sequence[Outcome], kept: bool, failed: Calla
     failures = [(each.plan.target.name, *item) for each in outcomes for item in each.failures.items()]
     if not failures:
         for outcome in outcomes:
-            check_memory(config, outcome.plan, outcome.records)
+            check_memory(config, outcome.plan, {name: built.program for name, built in outcome.built.items()})
         return
     several = len(outcomes) > 1
     text = "; ".join(f"{f'{target} ' * several}{cell}: {failure.error}" for target, cell, failure in failures[:3])

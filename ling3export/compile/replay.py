@@ -8,14 +8,16 @@ artifact that did not come to be says what was asked for.
 
 import json
 import os
+import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.files import replace_file
+from ling3export.artifacts.files import replace_file, writing
 from ling3export.artifacts.manifest import MANIFEST, file_record, read_checked, read_manifest
+from ling3export.artifacts.schema import Cell, FileRecord, Manifest, Program, Receipt
 from ling3export.cache.cells import Cells, opened
 from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.cache.use import CacheUse
@@ -26,7 +28,7 @@ from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, make_plans
 from ling3export.plan.toolchain import check_toolchain
 from ling3export.pricing.recorded import config_fields, config_of, plan_of
-from ling3export.runners.load.targets import choose_target
+from ling3export.runners.load.targets import named_target
 from ling3export.tables import readable
 from ling3export.verify.measure import measure_apart
 
@@ -115,19 +117,14 @@ def replay(artifact: Path, text: str, cache: CacheUse) -> Replayed:
         if name := _failed(failed, target or None, cell):
             return _again(request, name, cell, cache)
         if not (artifact / MANIFEST).is_file():
-            return _again(request, _target(_platforms(failed), target or None), cell, cache)
+            return _again(request, _target(failed, target or None), cell, cache)
     manifest = read_manifest(artifact)
-    return _recorded(artifact, manifest, _target(manifest["targets"], target or None), cell)
-
-
-def _platforms(names: Iterable[str]) -> dict[str, Any]:
-    """Targets as one can be chosen from them."""
-    return {name: {"platform": name.partition("-")[0]} for name in names}
+    return _recorded(artifact, manifest, _target(manifest.targets, target or None), cell)
 
 
 def _failed(failed: dict[str, list[str]], target: str | None, cell: str) -> str | None:
     """The target whose cell ``cell`` failed, if there is one that ``target`` may mean."""
-    found = _platforms(name for name, cells in failed.items() if cell in cells)
+    found = [name for name, cells in failed.items() if cell in cells]
     try:
         return _target(found, target) if found else None
     except ArtifactError:
@@ -136,18 +133,18 @@ def _failed(failed: dict[str, list[str]], target: str | None, cell: str) -> str 
         return None
 
 
-def _target(targets: dict[str, Any], wanted: str | None) -> str:
+def _target(targets: Collection[str], wanted: str | None) -> str:
     if wanted is None and len(targets) > 1:
         raise ArtifactError(
             f"--replay: expected TARGET/CELL, for there are {len(targets)} targets, found no target",
             f"one of {listed(sorted(targets))}",
         )
-    return choose_target(targets, wanted or next(iter(targets)), [])
+    return named_target(targets, wanted or next(iter(targets)))
 
 
 def _build(
     plan: Plan, config: dict[str, Any], ignore: Sequence[str], cell: str, folder: Path, cells: Cells | None = None
-) -> dict[str, Any]:
+) -> Program:
     """Builds one cell into ``folder``; its compiler's stderr is ours.
 
     Raises:
@@ -158,15 +155,15 @@ def _build(
         names = listed([each.name for each in plan.cells], 12)
         raise PlanError(f"--replay: expected a cell of {plan.target.name}: {names}; found `{cell}`")
     check_toolchain(plan.target)
-    outcome = Compilers(plan, config, ignore, folder, 1, cells, shown=True).run(found, lambda cell, record: None)
+    outcome = Compilers(plan, config, ignore, folder, 1, cells, shown=True).run(found, lambda cell, built: None)
     if failure := outcome.failures.get(cell):
         message = f"programs: expected {plan.target.name} {cell} to build, found: {failure.error}"
         raise PlanError(message, failure.hint)
-    return outcome.records[cell]
+    return outcome.built[cell].program
 
 
-def _seconds(name: str, cell: str, record: dict[str, Any]) -> str:
-    lowered, compiled = record["lower_seconds"], record["compile_seconds"]
+def _seconds(name: str, cell: str, program: Program) -> str:
+    lowered, compiled = program.lower_seconds, program.compile_seconds
     return f"{name} {cell}: built in {lowered + compiled:.1f} s (lowered in {lowered:.1f}, compiled in {compiled:.1f})"
 
 
@@ -181,76 +178,83 @@ def _again(request: Request, name: str, cell: str, cache: CacheUse) -> Replayed:
     return Replayed([_seconds(name, cell, record), kept], True)
 
 
-def _recorded(artifact: Path, manifest: dict[str, Any], name: str, cell: str) -> Replayed:
+def _recorded(artifact: Path, manifest: Manifest, name: str, cell: str) -> Replayed:
     """A cell of an artifact."""
-    plan, target = plan_of(manifest, name), manifest["targets"][name]
+    plan, target = plan_of(manifest, name), manifest.targets[name]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "programs" / "replayed"
         folder.mkdir(parents=True)
         record = _build(plan, config_fields(manifest), [], cell, folder)
-        old = target["cells"][cell]
-        files = {
-            tier: file_record(Path(temporary), f"programs/replayed/{cell}.{tier}") for tier in ("stablehlo", "exec")
-        }
-        same = files["stablehlo"]["sha256"] == old["stablehlo"]["sha256"]
-        lines = [_seconds(name, cell, record), f"  stablehlo    {_compared(files['stablehlo'], old['stablehlo'])}"]
+        old = target.cells[cell]
+        portable, executable = (
+            file_record(Path(temporary), f"programs/replayed/{cell}.{tier}") for tier in ("stablehlo", "exec")
+        )
+        same = portable.sha256 == old.stablehlo.sha256
+        lines = [_seconds(name, cell, record), f"  stablehlo    {_compared(portable, old.stablehlo)}"]
         if not same:
             lines.append(f"               {_why(manifest, plan)}")
-        lines.append(f"  executable   {_compared(files['exec'], old['exec'])}")
-        both = [readable(each["memory"]["temporaries"]) for each in (record, old)]
+        lines.append(f"  executable   {_compared(executable, old.exec)}")
+        both = [readable(each.memory.temporaries) for each in (record, old)]
         lines.append(f"  temporaries  {both[0]}, recorded {both[1]}")
         if not plan.target.runs_here:
-            return Replayed([*lines, f"  receipts     not run here: {old['status']}"], same)
-        read_checked(artifact, manifest["vectors"]["expected"])
-        found = _receipt(artifact, Path(temporary), manifest, name, {**old, **record, **files}, cell)
-    recorded = manifest["vectors"]["receipts"][name]["cells"][cell]
-    lines.append(
-        f"  receipts     {found['status']}: largest relative error {found['relative']:.2e}, recorded "
-        f"{recorded['relative']:.2e}"
-    )
-    return Replayed(lines, same and found["status"] == "passed")
+            return Replayed([*lines, f"  receipts     not run here: {old.status}"], same)
+        read_checked(artifact, manifest.vectors.expected)
+        replayed = Cell(**vars(record), status=old.status, stablehlo=portable, exec=executable)
+        found = _receipt(artifact, Path(temporary), manifest, name, replayed)
+    recorded = manifest.receipt(name, cell)
+    known = "none recorded" if recorded is None else f"recorded {recorded.relative:.2e}"
+    lines.append(f"  receipts     {found.status}: largest relative error {found.relative:.2e}, {known}")
+    return Replayed(lines, same and found.status == "passed")
 
 
-def _compared(new: dict[str, Any], old: dict[str, Any]) -> str:
-    if new["sha256"] == old["sha256"]:
-        return f"the recorded {old['bytes']:,} bytes"
-    return f"other bytes than recorded: {new['bytes']:,}, recorded {old['bytes']:,}"
+def _compared(new: FileRecord, old: FileRecord | None) -> str:
+    if old is None:
+        return f"{new.bytes:,} bytes, none recorded"
+    if new.sha256 == old.sha256:
+        return f"the recorded {old.bytes:,} bytes"
+    return f"other bytes than recorded: {new.bytes:,}, recorded {old.bytes:,}"
 
 
-def _why(manifest: dict[str, Any], plan: Plan) -> str:
+def _why(manifest: Manifest, plan: Plan) -> str:
     """Why a portable program is another than the recorded one."""
-    recorded, here = manifest["targets"][plan.target.name].get("toolchain", {}), toolchain(plan.target)
+    recorded, here = manifest.targets[plan.target.name].toolchain, toolchain(plan.target)
     changed = [f"{name} {recorded.get(name)}, here {here[name]}" for name in here if recorded.get(name) != here[name]]
     if changed:
         return f"it was built with {listed(changed)}"
-    if fingerprint(config_of(manifest), plan) != manifest["targets"][plan.target.name]["fingerprint"]:
+    if fingerprint(config_of(manifest), plan) != manifest.targets[plan.target.name].fingerprint:
         return "the sources of the model or of the lowering changed since"
     return "neither sources nor toolchain changed since: report this"
 
 
-def _receipt(
-    artifact: Path, view: Path, manifest: dict[str, Any], name: str, record: dict[str, Any], cell: str
-) -> dict[str, Any]:
-    """Runs the vectors through one cell, and those that it needs, in an artifact made of links."""
-    for part in ("weights", "vectors"):
-        os.symlink(artifact.resolve() / part, view / part)
-    for programs in (artifact.resolve() / "programs").iterdir():
-        os.symlink(programs, view / "programs" / programs.name)
-    target = manifest["targets"][name]
-    cells = {each: target["cells"][each] for each in _needed(target["cells"], cell)} | {cell: record}
-    reduced = manifest | {"targets": {name: target | {"cells": cells}}}
-    return dict(measure_apart(view, name, reduced)["cells"][cell])
+def _receipt(artifact: Path, view: Path, manifest: Manifest, name: str, cell: Cell) -> Receipt:
+    """Runs the vectors through one cell, and those that it needs, in a copy of as much of the artifact."""
+    target = manifest.targets[name]
+    needed = [target.cells[each] for each in _needed(target.cells, cell)]
+    cells = {each.name: each for each in (*needed, cell)}
+    files = [file.path for each in needed for file in each.files] + [manifest.vectors.expected.path]
+    for path in (*files, *manifest.weights.files):
+        copy = view / path
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with writing(copy):
+            _link_or_copy(artifact / path, copy)
+    reduced = replace(manifest, targets={name: replace(target, cells=cells)})
+    return measure_apart(view, name, reduced).cells[cell.name]
 
 
-def _needed(cells: dict[str, Any], cell: str) -> list[str]:
+def _link_or_copy(source: Path, copy: Path) -> None:
+    """A second name of the file where both lie on one volume: weights may be large."""
+    try:
+        os.link(source, copy)
+    except OSError:
+        shutil.copyfile(source, copy)
+
+
+def _needed(cells: Mapping[str, Cell], cell: Cell) -> list[str]:
     """Cells that the receipts of ``cell`` run through: a decode starts from a prefill, a sample from logits."""
-    smallest = min(
-        (name for name in cells if cells[name]["phase"] == "prefill"), key=lambda name: cells[name]["padding"]
-    )
-    if cells[cell]["phase"] in ("prefill", "score"):
+    smallest = min((each for each in cells.values() if each.phase == "prefill"), key=lambda each: each.padding).name
+    if cell.phase in ("prefill", "score"):
         return []
-    if cells[cell]["phase"] == "decode":
+    if cell.phase == "decode":
         return [smallest]
-    rows = cells[cell]["padding"]
-    giver = next(name for name, each in cells.items() if each["phase"] != "sample" and each["rows"] == rows)
-    return [smallest, giver] if cells[giver]["phase"] == "decode" else [giver]
+    giver = next(each for each in cells.values() if each.phase != "sample" and each.rows == cell.padding)
+    return [smallest, giver.name] if giver.phase == "decode" else [giver.name]

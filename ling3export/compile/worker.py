@@ -1,4 +1,4 @@
-"""The compiling process: a job first, then a cell a message, each answered with its manifest record or its failure.
+"""The compiling process: a job first, then a cell a message, each answered with what was built or its failure.
 
 A process of its own because the number of virtual devices is fixed when jax starts, and because a compiler that dies
 must not take the build with it. A cpu target of several hosts has more such processes: an executable holds the ids of
@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.files import writing
-from ling3export.cache.cells import Program, compiled_program
+from ling3export.artifacts.records import to_json
+from ling3export.artifacts.schema import Origin
+from ling3export.cache.cells import Built, Compilation, compiled_program
 from ling3export.cache.store import Cache
 from ling3export.cache.use import CacheUse
 from ling3export.errors import Ling3Error
@@ -119,8 +121,8 @@ def run_cell(job: Job, cell: Cell) -> dict[str, Any]:
     """Lowers and compiles one cell into the job's folder.
 
     Returns:
-        ``record`` for the manifest, files undigested, with its ``origin``: whether the program was compiled or came
-        from the cache, and what jax traced and compiled. ``messages`` for the user.
+        ``built``, with its ``origin``: whether the program was compiled or came from the cache, and what jax traced
+        and compiled. ``messages`` for the user.
     """
     from ling3export.compile.lower import lower_cell
     from ling3export.model.config import Config
@@ -130,10 +132,11 @@ def run_cell(job: Job, cell: Cell) -> dict[str, Any]:
     config = Config.from_dict(job.config, ignore=job.ignore)
     lowered = lower_cell(config, job.geometry, cell.phase, cell.padding, job.target.platform)
     _write(job.folder / f"{cell.name}.stablehlo", lowered.blob)
-    program = _compiled(lowered, config, job, cell, Cache.of(job.cache, messages.append))
-    _write(job.folder / f"{cell.name}.exec", program.data)
-    origin = {**program.origin, "traces": events.traces, "compiles": events.count}
-    return {"record": lowered.record | program.record | {"origin": origin}, "messages": messages}
+    found = _compiled(lowered, config, job, cell, Cache.of(job.cache, messages.append))
+    _write(job.folder / f"{cell.name}.exec", found.data)
+    needs, origin = found.compiled.executable, Origin(found.source, found.key, events.traces, events.count)
+    built = Built(lowered.program(found.compiled, origin), needs.requires, needs.mesh)
+    return {"built": to_json(built), "messages": messages}
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -141,8 +144,8 @@ def _write(path: Path, data: bytes) -> None:
         path.write_bytes(data)
 
 
-def _compiled(lowered: "Lowered", config: "Config", job: Job, cell: Cell, cache: Cache) -> Program:
-    """The executable of a lowered cell and its record, from the cache or compiled now."""
+def _compiled(lowered: "Lowered", config: "Config", job: Job, cell: Cell, cache: Cache) -> Compilation:
+    """The executable of a lowered cell and what describes it, from the cache or compiled now."""
     from ling3export.cache.keys import program_fields
     from ling3export.compile.lower import compile_cell, device_mesh
 

@@ -149,7 +149,7 @@ class Estimator:
         trips, source = (float(known), "the program") if known is not None else (1.0, "unknown: counted once")
         if known is None and scope in self._trips:
             trips, source = self._trips[scope], f"the workload's `{scope}`"
-        self.costs.loops.append({"loop": loop.label or loop.name, "trips": trips, "from": source, "times": times})
+        self.costs.loops.append({"loop": loop.label or loop.name, "trips": trips, "source": source, "times": times})
         for role, count in (("condition", trips + 1), ("body", trips)):
             computation = self._module.computations[loop.called[role][0]]
             self._run(Frame(computation, frame, loop), times * count)
@@ -234,13 +234,3 @@ def estimate(text: str, chip: Chip, trips: Mapping[str, float]) -> dict[str, Any
 
 def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
     return {name: float(f"{value:.4g}") for name, value in sorted(seconds.items(), key=lambda row: -row[1]) if value}
-
-
-def passing(memory: Mapping[str, int]) -> int:
-    """Bytes that a step needs beside its arguments: temporaries, and outputs that reuse no donated buffer."""
-    return memory["temporaries"] + memory["outputs"] - memory["alias"]
-
-
-def peak_bytes(memory: Mapping[str, int]) -> int:
-    """The most that a device holds while a program runs: its arguments, its code, and what passes."""
-    return memory["arguments"] + memory["code"] + passing(memory)

@@ -5,9 +5,8 @@ All cells are loaded at once, and one runs at a time: programs add up, of tempor
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from ling3export.cost.estimates import passing
+from ling3export.artifacts.schema import Program
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.plan.plan import Plan
@@ -39,24 +38,24 @@ class Held:
     memory: int | None
 
 
-def held(config: Config, plan: Plan, cells: Mapping[str, Mapping[str, Any]] | None) -> Held:
+def held(config: Config, plan: Plan, cells: Mapping[str, Program] | None) -> Held:
     """What a device of ``plan``'s target holds.
 
     Args:
         config: The model.
         plan: The target's plan.
-        cells: The compiler's record of every cell; None while nothing is compiled.
+        cells: What the compiler said of every cell; None while nothing is compiled.
     """
     chip = plan.target.chip
-    dearest = max(cells, key=lambda name: passing(cells[name]["memory"])) if cells else None
+    dearest = max(cells, key=lambda name: cells[name].memory.passing) if cells else None
     weights, state = weight_bytes(config, plan.geometry), state_of_device(config, plan.geometry)
-    temporaries = passing(cells[dearest]["memory"]) if cells and dearest else None
-    programs = sum(cell["memory"]["code"] for cell in cells.values()) if cells else None
+    temporaries = cells[dearest].memory.passing if cells and dearest else None
+    programs = sum(cell.memory.code for cell in cells.values()) if cells else None
     total = weights + state + (temporaries or 0) + (programs or 0)
     return Held(weights, state, temporaries, programs, dearest, total, None if chip is None else chip.memory)
 
 
-def check_memory(config: Config, plan: Plan, cells: Mapping[str, Mapping[str, Any]]) -> None:
+def check_memory(config: Config, plan: Plan, cells: Mapping[str, Program]) -> None:
     """Refuses a compiled target that a device cannot hold. Pools are checked before anything is compiled.
 
     Raises:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.cost.estimates import passing
+from ling3export.artifacts.schema import Cell, Manifest
 from ling3export.cost.roofline import Bound, Workload, roofline_bound
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
@@ -174,7 +174,7 @@ def priced(
     )  # fmt: skip
 
 
-def _target(config: Config, plan: Plan, manifest: dict[str, Any] | None) -> PricedTarget:
+def _target(config: Config, plan: Plan, manifest: Manifest | None) -> PricedTarget:
     compiled, unknown = _compiled(config, plan, manifest)
     target, geometry = plan.target, plan.geometry
     workload = Workload(min(Workload.tokens, plan.context))
@@ -188,8 +188,8 @@ def _target(config: Config, plan: Plan, manifest: dict[str, Any] | None) -> Pric
         record = None if compiled is None else compiled[cell.name]
         cells[cell.name] = PricedCell(
             bound,
-            None if record is None else passing(record["memory"]),
-            None if record is None else record.get("estimated_seconds"),
+            None if record is None else record.memory.passing,
+            None if record is None else record.estimated_seconds,
         )
     tokens = geometry.pages * geometry.page_size
     pool = Pool(geometry.slots, geometry.pages, geometry.page_size, geometry.placement, tokens)
@@ -199,15 +199,13 @@ def _target(config: Config, plan: Plan, manifest: dict[str, Any] | None) -> Pric
     )
 
 
-def _compiled(
-    config: Config, plan: Plan, manifest: dict[str, Any] | None
-) -> tuple[dict[str, dict[str, Any]] | None, str | None]:
-    """The records of every cell of an artifact that was built alike; None, and why."""
+def _compiled(config: Config, plan: Plan, manifest: Manifest | None) -> tuple[dict[str, Cell] | None, str | None]:
+    """Every cell of an artifact that was built alike; None, and why."""
     if manifest is None:
         return None, "unknown until compiled (--from ARTIFACT takes them from one that was built alike)"
     if difference := layout_difference(config, plan, manifest):
         return None, f"unknown: the artifact of --from has {difference}"
-    cells = manifest["targets"][plan.target.name]["cells"]
+    cells = manifest.targets[plan.target.name].cells
     return {cell.name: cells[cell.name] for cell in plan.cells}, None
 
 

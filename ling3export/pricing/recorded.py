@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+from ling3export.artifacts.records import to_json
+from ling3export.artifacts.schema import Manifest
 from ling3export.errors import ArtifactError, listed
 from ling3export.model.config import FIXED, Config
 from ling3export.model.geometry import Geometry
@@ -11,12 +13,12 @@ from ling3export.plan.plan import Plan
 from ling3export.plan.targets import Target
 
 
-def config_fields(manifest: dict[str, Any]) -> dict[str, Any]:
+def config_fields(manifest: Manifest) -> dict[str, Any]:
     """A config.json with the same meaning as the one that an artifact was built from."""
-    return {"model_type": "bailing_hybrid", **FIXED, **manifest["config"]}
+    return {"model_type": "bailing_hybrid", **FIXED, **to_json(manifest.config)}
 
 
-def config_of(manifest: dict[str, Any]) -> Config:
+def config_of(manifest: Manifest) -> Config:
     """The configuration of an artifact.
 
     Raises:
@@ -25,50 +27,42 @@ def config_of(manifest: dict[str, Any]) -> Config:
     return Config.from_dict(config_fields(manifest), where="the manifest")
 
 
-def options_of(manifest: dict[str, Any], options: Options) -> Options:
+def options_of(manifest: Manifest, options: Options) -> Options:
     """``options`` with what all targets of an artifact share taken from its plan."""
-    plan = manifest["plan"]
+    plan = manifest.plan
     return replace(
-        options,
-        paddings=tuple(plan["paddings"]),
-        decode_paddings=tuple(plan["decode_paddings"]),
-        max_running=plan["max_running"],
-        page_size=plan["page_size"],
-        context=plan["context"],
-        dtype=plan["dtype"],
-    )
+        options, paddings=plan.paddings, decode_paddings=plan.decode_paddings, max_running=plan.max_running,
+        page_size=plan.page_size, context=plan.context, dtype=plan.dtype,
+    )  # fmt: skip
 
 
-def plan_of(manifest: dict[str, Any], name: str) -> Plan:
+def plan_of(manifest: Manifest, name: str) -> Plan:
     """The plan of a target as it was built.
 
     Raises:
         ArtifactError: Another version of ling3export built it, whose geometry is not this one's.
     """
-    record, plan = manifest["targets"][name], manifest["plan"]
+    record, plan = manifest.targets[name], manifest.plan
     try:
-        geometry = Geometry(**record["geometry"])
-    except (KeyError, TypeError) as error:
+        forms: dict[str, Any] = dict(record.geometry)
+        geometry = Geometry(**forms)
+    except TypeError as error:
         raise ArtifactError(
             f"target `{name}`: expected the geometry of this version of ling3export, found another ({error}), "
             "in the manifest",
             "build the artifact again",
         ) from error
-    target = Target(record["platform"], record["kind"], record["topology"], record["tp"], record["processes"])
-    paddings, decode = tuple(plan["paddings"]), tuple(plan["decode_paddings"])
-    return Plan(target, geometry, paddings, decode, plan["context"], score_paddings=score_paddings(record))
+    target = Target(record.platform, record.kind, record.topology, record.tp, record.processes)
+    return Plan(
+        target, geometry, plan.paddings, plan.decode_paddings, plan.context, score_paddings=record.paddings("score")
+    )
 
 
-def score_paddings(target: dict[str, Any]) -> tuple[int, ...]:
-    """The score paddings of a target's record, ascending: each target has its own."""
-    return tuple(sorted(cell["padding"] for cell in target["cells"].values() if cell["phase"] == "score"))
-
-
-def layout_difference(config: Config, plan: Plan, manifest: dict[str, Any]) -> str | None:
+def layout_difference(config: Config, plan: Plan, manifest: Manifest) -> str | None:
     """In what an artifact's target is unlike a plan, in words; None if its programs are those of the plan."""
     name = plan.target.name
-    if name not in manifest["targets"]:
-        return f"no target {name}, but {listed(sorted(manifest['targets']))}"
+    if name not in manifest.targets:
+        return f"no target {name}, but {listed(sorted(manifest.targets))}"
     wanted = config_of(manifest).semantic()
     differing = [field for field, value in config.semantic().items() if wanted[field] != value]
     if differing:
@@ -77,7 +71,7 @@ def layout_difference(config: Config, plan: Plan, manifest: dict[str, Any]) -> s
     if other := [field for field in vars(geometry) if getattr(geometry, field) != getattr(found, field)]:
         values = [f"{field} {getattr(found, field)}, not {getattr(geometry, field)}" for field in other]
         return listed(values)
-    cells = manifest["targets"][name]["cells"]
+    cells = manifest.targets[name].cells
     if missing := [cell.name for cell in plan.cells if cell.name not in cells]:
         return f"no {listed(missing)}"
     return None

@@ -1,14 +1,10 @@
 """What a report shows, taken from a manifest: cells with sizes, costs and roofline bounds, and the machine's limits."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import ml_dtypes  # noqa: F401  (makes numpy know bfloat16)
-import numpy as np
-
-from ling3export.cost.estimates import peak_bytes
+from ling3export.artifacts import schema
+from ling3export.artifacts.schema import Manifest
 from ling3export.plan.chips import CHIPS, Chip
 from ling3export.verify.receipts import error_columns
 
@@ -120,7 +116,7 @@ class Target:
     tp: int
     processes: int
     chip: Chip | None
-    tolerance: Mapping[str, Any] | None
+    tolerance: schema.Tolerance | None
     cells: tuple[Cell, ...]
 
     @property
@@ -140,74 +136,66 @@ class Target:
         return sum(held) + sum(cell.memory["code"] for cell in self.cells)
 
 
-def targets(manifest: Mapping[str, Any]) -> list[Target]:
+def targets(manifest: Manifest) -> list[Target]:
     """Every target of a manifest."""
-    receipts = manifest["vectors"].get("receipts", {})
     return [
         Target(
-            name, record["target"], record["tp"], record["processes"],
-            CHIPS.get((record["platform"], record["kind"] or "")), receipts.get(name, {}).get("tolerance"),
-            tuple(_cell(cell, row, record["tp"], receipts.get(name, {}))
-                  for cell, row in sorted(record["cells"].items(), key=_order)),
+            name, record.text, record.tp, record.processes, CHIPS.get((record.platform, record.kind or "")),
+            None if (found := manifest.vectors.receipts.get(name)) is None else found.tolerance,
+            tuple(_cell(cell, record.tp, found) for cell in sorted(record.cells.values(), key=_order)),
         )
-        for name, record in manifest["targets"].items()
+        for name, record in manifest.targets.items()
     ]  # fmt: skip
 
 
-def _order(item: tuple[str, Any]) -> tuple[int, int]:
+def _order(cell: schema.Cell) -> tuple[int, int]:
     """Prefill, score, decode, then the rest; ascending paddings."""
-    phase, padding = item[1]["phase"], item[1]["padding"]
-    return {"prefill": 0, "score": 1, "decode": 2}.get(phase, 3), padding
+    return {"prefill": 0, "score": 1, "decode": 2}.get(cell.phase, 3), cell.padding
 
 
-def _cell(name: str, row: Mapping[str, Any], tp: int, receipts: Mapping[str, Any]) -> Cell:
-    errors = error_columns(row["phase"], receipts.get("cells", {}).get(name), receipts.get("tolerance"))
+def _cell(cell: schema.Cell, tp: int, receipts: schema.Receipts | None) -> Cell:
+    receipt, tolerance = (None, None) if receipts is None else (receipts.cells.get(cell.name), receipts.tolerance)
     return Cell(
-        name, row["status"], row["compile_seconds"], row["stablehlo"]["bytes"] + row["exec"]["bytes"],
-        _memory(row, tp), peak_bytes(row["memory"]), _collectives(row["collectives"]), row["flops"],
-        row["bytes_accessed"], errors, _work(row),
+        cell.name, cell.status, cell.compile_seconds, sum(file.bytes for file in cell.files), _memory(cell, tp),
+        cell.memory.peak, _collectives(cell.collectives), cell.flops, cell.bytes_accessed,
+        error_columns(cell.phase, receipt, tolerance), _work(cell),
     )  # fmt: skip
 
 
-def _memory(row: Mapping[str, Any], tp: int) -> dict[str, int]:
+def _memory(cell: schema.Cell, tp: int) -> dict[str, int]:
     """What one device holds, by MEMORY: weights and state by their shapes, the rest as the compiler says."""
     sizes = {"params": 0, "state": 0, "batch": 0}
-    for leaf in row["inputs"]:
-        cuts = tp ** sum(axis is not None for axis in leaf["spec"])
-        sizes[leaf["group"]] += math.prod(leaf["shape"]) * np.dtype(leaf["dtype"]).itemsize // cuts
-    memory = row["memory"]
+    for leaf in cell.inputs:
+        sizes[leaf.group] += leaf.nbytes // tp ** sum(axis is not None for axis in leaf.spec)
+    memory = cell.memory
     return {
         "weights": sizes["params"],
         "state": sizes["state"],
-        "temporaries": memory["temporaries"],
-        "outputs": memory["outputs"] - memory["alias"],
-        "other arguments": memory["arguments"] - sizes["params"] - sizes["state"],  # the batch, and padding of layouts
-        "code": memory["code"],
+        "temporaries": memory.temporaries,
+        "outputs": memory.outputs - memory.alias,
+        "other arguments": memory.arguments - sizes["params"] - sizes["state"],  # the batch, and padding of layouts
+        "code": memory.code,
     }
 
 
-def _collectives(table: Mapping[str, Any]) -> tuple[Collective, ...]:
+def _collectives(table: Mapping[str, schema.Collective]) -> tuple[Collective, ...]:
     """Counted in the compiled program with bytes, or in the lowered one without."""
-    return tuple(
-        Collective(kind.replace("_", "-"), row["count"], row["bytes"]) if isinstance(row, dict)
-        else Collective(kind.replace("_", "-"), row, None)
-        for kind, row in table.items()
-    )  # fmt: skip
+    return tuple(Collective(kind.replace("_", "-"), each.count, each.bytes) for kind, each in table.items())
 
 
-def _work(row: Mapping[str, Any]) -> Work | None:
-    if not row.get("estimate"):
+def _work(cell: schema.Cell) -> Work | None:
+    found, floor = cell.estimate, cell.floor
+    if found is None or floor is None:
         return None
-    found, bound = row["estimate"], row["floor"]
     return Work(
-        seconds=found["seconds"],
-        by_kind=found.get("by_kind", {}),
-        unestimated=sum(found["bounded"].values()),
-        moved=found.get("memory_bytes"),
-        bound_seconds=bound["seconds"],
-        bound_bytes=bound["bytes"],
-        bound_flops=bound["flops"],
-        tokens=found["tokens_a_sequence"],
-        clock=found["clock_hz"],
-        guessed=tuple(loop["loop"] for loop in found["loops"] if loop["from"].startswith("unknown")),
+        seconds=found.seconds,
+        by_kind=found.by_kind,
+        unestimated=sum(found.bounded.values()),
+        moved=found.memory_bytes,
+        bound_seconds=floor.seconds,
+        bound_bytes=floor.bytes,
+        bound_flops=floor.flops,
+        tokens=found.tokens_a_sequence,
+        clock=found.clock_hz,
+        guessed=tuple(loop.loop for loop in found.loops if loop.source.startswith("unknown")),
     )

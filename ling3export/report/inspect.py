@@ -1,9 +1,8 @@
 """``ling3export inspect``: an artifact's manifest as a page of text."""
 
 from collections.abc import Sequence
-from typing import Any
 
-from ling3export.cost.estimates import peak_bytes
+from ling3export.artifacts.schema import Cell, Manifest, Receipts, State, Target
 from ling3export.tables import aligned
 from ling3export.verify.receipts import ERROR_COLUMNS, error_columns, explained
 
@@ -25,121 +24,123 @@ def _chosen(columns: list[tuple[str, bool]], rows: Sequence[tuple[str, ...]], wi
     return aligned([tuple(row[index] for index in kept) for row in table])
 
 
-def _cells(target: dict[str, Any], receipts: dict[str, Any], wide: bool) -> list[str]:
+def _cells(target: Target, receipts: Receipts | None, wide: bool) -> list[str]:
     columns = [("cell", False), ("status", True), ("stablehlo MB", True), ("executable MB", True), ("size MB", False),
                ("peak MB", False), ("temporaries MB", True), ("Gflop", True), ("compile s", False),
                *((name, False) for name in ERROR_COLUMNS)]  # fmt: skip
     rows = []
-    for name, cell in target["cells"].items():
-        sizes = cell["stablehlo"]["bytes"], cell["exec"]["bytes"]
-        receipt = receipts.get("cells", {}).get(name)
+    for name, cell in target.cells.items():
+        sizes = cell.stablehlo.bytes, 0 if cell.exec is None else cell.exec.bytes
+        receipt = None if receipts is None else receipts.cells.get(name)
         rows.append(
             (
                 name,
-                cell["status"],
+                cell.status,
                 *(_megabytes(size) for size in (*sizes, sum(sizes))),
-                _megabytes(peak_bytes(cell["memory"])),
-                _megabytes(cell["memory"]["temporaries"]),
-                "-" if cell["flops"] is None else f"{cell['flops'] / 1e9:.3f}",
-                f"{cell['compile_seconds']:.1f}",
-                *error_columns(cell["phase"], receipt, receipts.get("tolerance")),
+                _megabytes(cell.memory.peak),
+                _megabytes(cell.memory.temporaries),
+                "-" if cell.flops is None else f"{cell.flops / 1e9:.3f}",
+                f"{cell.compile_seconds:.1f}",
+                *error_columns(cell.phase, receipt, None if receipts is None else receipts.tolerance),
             )
         )
     shown = _chosen(columns, rows, wide)
-    return [*shown, f"  {explained(receipts['tolerance'])}"] if receipts else shown
+    return shown if receipts is None else [*shown, f"  {explained(receipts.tolerance)}"]
 
 
-def _estimates(target: dict[str, Any], wide: bool) -> list[str]:
+def _estimates(target: Target, wide: bool) -> list[str]:
     """What the compiler estimates for a machine that is not here; nothing for a target without estimates."""
-    cells = {name: cell for name, cell in target["cells"].items() if cell.get("estimate")}
+    cells = [
+        (cell, cell.estimate, cell.floor)
+        for cell in target.cells.values()
+        if cell.estimate is not None and cell.floor is not None
+    ]
     if not cells:
         return []
     columns = [("estimates", False), ("ms", False), ("bound ms", False), ("MB moved", False), ("bound MB", False),
                ("without estimate ms", True), ("copies > 1 MB", True), ("experts ms: FLOPs, reading", True),
                ("collectives", False), ("of them", True)]  # fmt: skip
     rows = []
-    for name, cell in cells.items():
-        estimate, bound = cell["estimate"], cell["floor"]
-        counts = {kind: row["count"] for kind, row in cell["collectives"].items()}
+    for cell, estimate, bound in cells:
+        counts = {kind: row.count for kind, row in cell.collectives.items()}
         rows.append(
             (
-                name,
-                f"{estimate['seconds'] * 1e3:.3f}",
-                f"{bound['seconds'] * 1e3:.3f}",
-                f"{estimate['memory_bytes'] / 1e6:,.0f}",
-                f"{sum(bound['bytes'].values()) / 1e6:,.0f}",
-                f"{sum(estimate['bounded'].values()) * 1e3:.3f}",
-                str(len(estimate["copies"])),
+                cell.name,
+                f"{estimate.seconds * 1e3:.3f}",
+                f"{bound.seconds * 1e3:.3f}",
+                "-" if estimate.memory_bytes is None else f"{estimate.memory_bytes / 1e6:,.0f}",
+                f"{sum(bound.bytes.values()) / 1e6:,.0f}",
+                f"{sum(estimate.bounded.values()) * 1e3:.3f}",
+                str(len(estimate.copies)),
                 _experts(cell),
                 str(sum(counts.values())),
                 ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none",
             )
         )
-    first = next(iter(cells.values()))["estimate"]
+    _, first, _ = cells[0]
     lines = [
         *_chosen(columns, rows, wide),
-        f"  estimates are the compiler's cycles at {first['clock_hz'] / 1e9:g} GHz, {first['tokens_a_sequence']} "
+        f"  estimates are the compiler's cycles at {first.clock_hz / 1e9:g} GHz, {first.tokens_a_sequence} "
         "tokens a sequence, without collectives: nothing was executed; bound is the roofline bound",
     ]
-    if layers := max(cell["floor"]["collectives"] for cell in cells.values()):
-        apart = max(cell["floor"]["collective_seconds"] for cell in cells.values()) * 1e3
+    if layers := max(bound.collectives for _, _, bound in cells):
+        apart = max(bound.collective_seconds for _, _, bound in cells) * 1e3
         lines.append(f"  besides: {layers} collectives, about {apart:.2f} ms at their latency alone (assumed)")
     return lines
 
 
-def _experts(cell: dict[str, Any]) -> str:
+def _experts(cell: Cell) -> str:
     """Time to compute what is computed of a device's experts, and to read them; ``all`` where none is left out."""
-    times = cell.get("experts")
+    times = cell.experts
     if times is None:
         return "-"
-    shown = f"{times['flop_seconds'] * 1e3:.2f}, {times['weight_seconds'] * 1e3:.2f}"
-    return f"all: {shown}" if times["all_local"] else shown
+    shown = f"{times.flop_seconds * 1e3:.2f}, {times.weight_seconds * 1e3:.2f}"
+    return f"all: {shown}" if times.all_local else shown
 
 
-def _state(state: dict[str, Any]) -> list[str]:
+def _state(state: State) -> list[str]:
     rows: list[tuple[str, ...]] = [("state", "shape", "dtype", "split")]
-    for array in state["arrays"]:
-        split = [axis for axis, spec in zip(array["axes"], array["spec"], strict=False) if spec]
-        rows.append((array["name"], "x".join(map(str, array["shape"])), array["dtype"], ",".join(split) or "whole"))
+    for array in state.arrays:
+        split = [axis for axis, spec in zip(array.axes, array.spec, strict=False) if spec]
+        rows.append((array.name, "x".join(map(str, array.shape)), array.dtype, ",".join(split) or "whole"))
     return aligned(rows)
 
 
-def describe(manifest: dict[str, Any], *, wide: bool = False) -> str:
+def describe(manifest: Manifest, *, wide: bool = False) -> str:
     """The plan, cells, sizes, costs and state schema of every target, for a person.
 
     Args:
         manifest: An artifact's.
         wide: Whether tables may be wider than 80 characters; they then have all columns.
     """
-    producer, plan, weights = manifest["producer"], manifest["plan"], manifest["weights"]
-    versions = ", ".join(f"{name} {version}" for name, version in producer.items())
-    scored = f"score {plan['score_paddings']}, " if plan.get("score_paddings") else ""
+    plan, weights = manifest.plan, manifest.weights
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.producer.items())
+    score = next((target.paddings("score") for target in manifest.targets.values()), ())
+    scored = f"score {list(score)}, " if score else ""
     lines = [
-        f"checkpoint  {manifest['source']['name']}",
+        f"checkpoint  {manifest.source.name}",
         f"made by     {versions}",
-        f"plan        prefill {plan['paddings']}, decode {plan['decode_paddings']}, {scored}{plan['dtype']}, "
-        f"context {plan['context']}, {plan['max_running']} running",
-        f"weights     {_megabytes(weights['bytes'])} MB in {len(weights['files'])} files, "
-        f"{len(weights['index'])} tensors",
-        f"vectors     {manifest['vectors']['source']}",
-        f"tokenizer   {'yes' if manifest['tokenizer'] else 'none: token ids only'}",
+        f"plan        prefill {list(plan.paddings)}, decode {list(plan.decode_paddings)}, {scored}{plan.dtype}, "
+        f"context {plan.context}, {plan.max_running} running",
+        f"weights     {_megabytes(weights.nbytes)} MB in {len(weights.files)} files, {len(weights.index)} tensors",
+        f"vectors     {manifest.vectors.source}",
+        f"tokenizer   {'yes' if manifest.tokenizer else 'none: token ids only'}",
     ]
-    for name, target in manifest["targets"].items():
-        receipts = manifest["vectors"].get("receipts", {}).get(name, {})
-        state = target["state"]
+    for name, target in manifest.targets.items():
+        receipts, state = manifest.vectors.receipts.get(name), target.state
         lines += [
             "",
-            f"target {name}: {target['tp']} device{'s' * (target['tp'] > 1)}, {' and '.join(_statuses(target))}, "
-            f"state abi {target['state_abi'][:12]}",
-            f"  {state['pages']} pages of {state['page_size']} tokens ({state['placement']})",
+            f"target {name}: {target.tp} device{'s' * (target.tp > 1)}, {' and '.join(_statuses(target))}, "
+            f"state abi {target.state_abi[:12]}",
+            f"  {state.pages} pages of {state.page_size} tokens ({state.placement})",
             *_cells(target, receipts, wide),
             *_estimates(target, wide),
             *_state(state),
         ]
-    if manifest["notes"]:
-        lines += ["", *manifest["notes"]]
+    if manifest.notes:
+        lines += ["", *manifest.notes]
     return "\n".join(lines)
 
 
-def _statuses(target: dict[str, Any]) -> list[str]:
-    return sorted({cell["status"] for cell in target["cells"].values()})
+def _statuses(target: Target) -> list[str]:
+    return sorted({cell.status for cell in target.cells.values()})

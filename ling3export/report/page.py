@@ -1,13 +1,12 @@
 """``ling3export report``: an artifact's manifest as one HTML page that refers to nothing outside itself."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jinja2
 
 from ling3export.artifacts.files import replace_file
 from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.schema import Manifest
 from ling3export.cost.operations import KINDS
 from ling3export.errors import ArtifactError
 from ling3export.report.data import MEMORY, si, targets, times
@@ -48,7 +47,7 @@ def write_report(artifact: Path, destination: Path | None = None, *, force: bool
     return page
 
 
-def render(manifest: Mapping[str, Any]) -> str:
+def render(manifest: Manifest) -> str:
     """The page. It depends on the manifest only: no clock, no path.
 
     Everything from the manifest is escaped: the checkpoint's name comes from whoever made it.

@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ling3export.artifacts.records import from_json, to_json
+from ling3export.artifacts.schema import Weights
 from ling3export.artifacts.staging import staged
 from ling3export.checkpoint.convert import Progress, write_weights
 from ling3export.checkpoint.reader import Checkpoint
@@ -36,8 +38,8 @@ class Job:
         ignore: Its fields that are ignored on request.
         geometry: Pools and dtype of the one device.
         cells: A signature is made of each.
-        weights: The folder of the weight store.
-        index: The store's index.
+        folder: The folder that the weight store's paths start from.
+        weights: The weight store.
         model: The folder to write.
     """
 
@@ -45,21 +47,22 @@ class Job:
     ignore: tuple[str, ...]
     geometry: Geometry
     cells: tuple[Cell, ...]
-    weights: Path
-    index: dict[str, Any]
+    folder: Path
+    weights: Weights
     model: Path
 
     def record(self) -> dict[str, Any]:
         """The job as JSON."""
-        return asdict(self) | {"weights": str(self.weights), "model": str(self.model)}
+        paths = {"folder": str(self.folder), "model": str(self.model)}
+        return asdict(self) | {"weights": to_json(self.weights), **paths}
 
     @classmethod
     def read(cls, record: dict[str, Any]) -> "Job":
         """The job that :meth:`record` wrote."""
         return cls(
             record["config"], tuple(record["ignore"]), Geometry(**record["geometry"]),
-            tuple(Cell(**cell) for cell in record["cells"]), Path(record["weights"]), record["index"],
-            Path(record["model"]),
+            tuple(Cell(**cell) for cell in record["cells"]), Path(record["folder"]),
+            from_json(Weights, record["weights"]), Path(record["model"]),
         )  # fmt: skip
 
 
@@ -127,18 +130,18 @@ def build_savedmodel(
         weights = write_weights(folder, source, options.dtype, report)
         job = Job(
             json.loads((source.path / "config.json").read_bytes()), tuple(ignore), plan.geometry, plan.cells,
-            folder / "weights", weights["index"], folder / "model",
+            folder, weights, folder / "model",
         )  # fmt: skip
         report.start("signatures", len(plan.cells))
         described = run_worker(job, report)
-        shutil.rmtree(job.weights)
+        shutil.rmtree(folder / "weights")
         for path in job.model.iterdir():
             path.rename(folder / path.name)
         job.model.rmdir()
         names = ("ling3export", "jax", "jaxlib", "orbax-export", "tensorflow-cpu")
         record = {
             "producer": {name: metadata.version(name) for name in names},
-            "source": {"name": source.path.resolve().name, "digests": source.digests()},
+            "source": {"name": source.path.resolve().name, "digests": to_json(source.digests())},
             "config": source.config.semantic() | {"eos_token_id": list(source.config.eos_token_ids)},
             "plan": plan.record(),
             **described,

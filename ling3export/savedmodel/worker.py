@@ -120,7 +120,7 @@ def export(job: Job, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         configs.append(ServingConfig(cell.name, input_signature=[specs], method_key=key))
         outputs = jax.eval_shape(method_of(step, lambda: None), step.arguments[0], inputs)
         signatures[cell.name] = {"inputs": described(inputs), "outputs": described(outputs)}
-    params = parameters(config, job.geometry, Store(job.weights, job.index))
+    params = parameters(config, job.geometry, Store(job.folder, job.weights.index))
     module = JaxModule(params, methods, trainable=False)
     with written_for(READ):
         ExportManager(module, configs).save(str(job.model))

@@ -1,10 +1,11 @@
 """Feeds test vectors to a loaded target, with slots and pages handed out by hand."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ling3export.artifacts.schema import Sequence, Target
 from ling3export.errors import ArtifactError
 from ling3export.runners.engine.inputs import DecodeRow, Fields, Span, decode_fields, prefill_fields, sample_fields
 from ling3export.verify.receipts import Logits, Scored
@@ -12,37 +13,39 @@ from ling3export.verify.receipts import Logits, Scored
 if TYPE_CHECKING:
     from ling3export.runners.load.model_runner import ModelRunner
 
+Ids = tuple[int, ...]
+
 
 class Prober:
     """Feeds the vectors to one loaded target, with slots and pages handed out by hand.
 
     Args:
         runner: The loaded programs.
-        target: The manifest's record of the target.
+        target: The manifest's.
         sequences: The manifest's vectors.
     """
 
-    def __init__(self, runner: "ModelRunner", target: dict[str, Any], sequences: list[dict[str, Any]]) -> None:
-        self._runner, self._state, self._sequences = runner, target["state"], sequences
-        self._chunk = target["state"]["chunk"]
+    def __init__(self, runner: "ModelRunner", target: Target, sequences: tuple[Sequence, ...]) -> None:
+        self._runner, self._state, self._sequences = runner, target.state, sequences
+        self._chunk = target.state.chunk
 
     @property
     def _pages(self) -> int:
         """Pages of a sequence; they are few, and every sequence gets the same number."""
-        longest = max(len(sequence["ids"]) for sequence in self._sequences)
-        return int(-(-longest // self._state["page_size"]))
+        longest = max(len(sequence.ids) for sequence in self._sequences)
+        return int(-(-longest // self._state.page_size))
 
     def _pages_of(self, slot: int) -> range:
         """Page numbers of a slot's sequence."""
         pages = self._pages
-        if slot * pages > self._state["pages"]:
-            raise ArtifactError(f"vectors: expected {slot * pages} latent pages, found {self._state['pages']}")
+        if slot * pages > self._state.pages:
+            raise ArtifactError(f"vectors: expected {slot * pages} latent pages, found {self._state.pages}")
         return range((slot - 1) * pages + 1, slot * pages + 1)
 
     def prefill(self, padding: int, sequence: int, slot: int) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
         """Prefills one prompt in calls of ``padding``; yields the logits at every chunk's end."""
         entry = self._sequences[sequence]
-        prompt = entry["ids"][: entry["prompt"]]
+        prompt = entry.ids[: entry.prompt]
         for at in range(0, len(prompt), padding):
             fields, ends = self._prefill_fields(padding, prompt[at : at + padding], at, slot)
             logits = self._runner.read(self._runner.step("prefill", padding, fields))
@@ -51,7 +54,7 @@ class Prober:
 
     def score(self, padding: int, sequence: int) -> Scored:
         """Scores each token of one sequence behind those before it, in calls of ``padding``."""
-        ids = self._sequences[sequence]["ids"]
+        ids = self._sequences[sequence].ids
         logits: dict[int, np.ndarray] = {}
         logprob, best = [np.zeros(0, np.float32)], [np.zeros(0, np.int32)]
         for at in range(0, len(ids) - 1, padding):
@@ -64,11 +67,11 @@ class Prober:
         return Scored(logits, np.concatenate(logprob), np.concatenate(best))
 
     def _prefill_fields(
-        self, padding: int, tokens: list[int], start: int, slot: int, following: list[int] | None = None
+        self, padding: int, tokens: Ids, start: int, slot: int, following: Ids | None = None
     ) -> tuple[Fields, list[int]]:
         """The fields of one call, and the position that each of its filled chunks ends at."""
         span = Span(slot, start, tokens, self._pages_of(slot), following or ())
-        max_pages = self._state["max_pages"]
+        max_pages = self._state.max_pages
         fields = prefill_fields(padding, [span], self._chunk, max_pages, score=following is not None)
         stops = range(self._chunk, len(tokens) + self._chunk, self._chunk)
         return fields, [start + min(stop, len(tokens)) - 1 for stop in stops]
@@ -76,7 +79,7 @@ class Prober:
     def decode(self, padding: int, prefill: int) -> Logits:
         """Prefills every prompt at ``prefill``, then decodes the given tokens, as many sequences a step as fit."""
         found: Logits = {}
-        together = min(padding, self._state["slots"], self._state["pages"] // self._pages, len(self._sequences))
+        together = min(padding, self._state.slots, self._state.pages // self._pages, len(self._sequences))
         for first in range(0, len(self._sequences), together):
             group = list(range(first, min(first + together, len(self._sequences))))
             for slot, sequence in enumerate(group, 1):
@@ -87,16 +90,16 @@ class Prober:
 
     def _decode_group(self, padding: int, group: list[int]) -> Logits:
         found: Logits = {}
-        steps = max(len(self._sequences[s]["ids"]) - self._sequences[s]["prompt"] for s in group)
+        steps = max(len(self._sequences[s].ids) - self._sequences[s].prompt for s in group)
         for step in range(steps):
             rows, live = {}, []
             for row, sequence in enumerate(group):
                 entry = self._sequences[sequence]
-                position = entry["prompt"] + step
-                if position < len(entry["ids"]):
-                    rows[row] = DecodeRow(row + 1, position, self._pages_of(row + 1), entry["ids"][position])
+                position = entry.prompt + step
+                if position < len(entry.ids):
+                    rows[row] = DecodeRow(row + 1, position, self._pages_of(row + 1), entry.ids[position])
                     live.append((row, (sequence, position)))
-            fields = decode_fields(padding, rows, self._state["max_pages"])
+            fields = decode_fields(padding, rows, self._state.max_pages)
             logits = self._runner.read(self._runner.step("decode", padding, fields))
             found |= {key: logits[row] for row, key in live}
         return found
@@ -104,10 +107,10 @@ class Prober:
     def sample(self, phase: str, padding: int, rows: int) -> tuple[int, int]:
         """Greedy tokens of one call through ``sample``: (how many were compared, how many were wrong)."""
         if phase == "decode":
-            fields = decode_fields(padding, {}, self._state["max_pages"])
+            fields = decode_fields(padding, {}, self._state.max_pages)
         else:
-            ids = self._sequences[0]["ids"][:padding]
-            fields, _ = self._prefill_fields(padding, ids, 0, 1, [-1] * len(ids) if phase == "score" else None)
+            ids = self._sequences[0].ids[:padding]
+            fields, _ = self._prefill_fields(padding, ids, 0, 1, (-1,) * len(ids) if phase == "score" else None)
         handle = self._runner.step(phase, padding, fields)
         logits = self._runner.read(handle)
         tokens = self._runner.read(self._runner.sample(handle, rows, sample_fields(rows, {})))

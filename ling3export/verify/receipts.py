@@ -4,10 +4,12 @@ The error of a position is the relative L2 distance of its logits. A greedy toke
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
+
+from ling3export.artifacts import schema
+from ling3export.artifacts.schema import Receipt, Tolerance
 
 Logits = dict[tuple[int, int], np.ndarray]  # (sequence, position) → logits [V]
 
@@ -39,32 +41,27 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(found.astype(np.float64) - expected) / np.linalg.norm(expected))
 
 
-def logits_receipt(found: Logits, expected: Logits, dtype: str) -> dict[str, Any]:
+def logits_receipt(found: Logits, expected: Logits, dtype: str) -> Receipt:
     """The receipt of a cell's logits at every position that has an expectation."""
     errors = [relative_error(value, expected[key]) for key, value in found.items() if key in expected]
     absolute = max(float(np.max(np.abs(value - expected[key]))) for key, value in found.items() if key in expected)
     measure, bound = TOLERANCES[dtype]
     judged = max(errors) if measure == "largest" else float(np.median(errors))
-    return {
-        "status": "passed" if judged <= bound else "failed",
-        "relative": max(errors),
-        "median": float(np.median(errors)),
-        "absolute": absolute,
-        "positions": len(errors),
-    }
+    status = "passed" if judged <= bound else "failed"
+    return Receipt(status, max(errors), float(np.median(errors)), absolute, len(errors))
 
 
-def tokens_receipt(count: int, wrong: int) -> dict[str, Any]:
+def tokens_receipt(count: int, wrong: int) -> Receipt:
     """The receipt of greedy sampling, which is exact: a token that is not the first of the largest logits is wrong."""
     share = wrong / count
     status = "passed" if wrong == 0 else "failed"
-    return {"status": status, "relative": share, "median": share, "absolute": float(wrong), "positions": count}
+    return Receipt(status, share, share, float(wrong), count)
 
 
 def score_receipt(
-    receipt: dict[str, Any], scored: Sequence[Scored], sequences: Sequence[Mapping[str, Any]], expected: Logits,
+    receipt: Receipt, scored: Sequence[Scored], sequences: Sequence[schema.Sequence], expected: Logits,
     measure: str, bound: float,
-) -> dict[str, Any]:  # fmt: skip
+) -> Receipt:  # fmt: skip
     """The receipt of a score program: its logits, log-probabilities and most likely tokens.
 
     Args:
@@ -82,7 +79,7 @@ def score_receipt(
     """
     errors, wrong = [], 0
     for number, (said, sequence) in enumerate(zip(scored, sequences, strict=True)):
-        ids = sequence["ids"]
+        ids = sequence.ids
         places = [at for at in range(len(ids) - 1) if (number, at) in expected]
         wanted = np.array([log_softmax(expected[number, at])[ids[at + 1]] for at in places])
         distance = np.linalg.norm(said.logprob[places] - wanted) / np.linalg.norm(wanted)
@@ -92,13 +89,11 @@ def score_receipt(
             best |= {at: int(np.argmax(expected[number, at])) for at in places if decided(expected[number, at], bound)}
         wrong += sum(int(said.best[at]) != token for at, token in best.items())
     judged = max(errors) if measure == "largest" else float(np.median(errors))
-    passed = receipt["status"] == "passed" and judged <= bound and not wrong
-    return receipt | {
-        "status": "passed" if passed else "failed",
-        "relative": max(receipt["relative"], *errors),
-        "log_probabilities": max(errors),
-        "wrong_best": wrong,
-    }
+    passed = receipt.status == "passed" and judged <= bound and not wrong
+    return replace(
+        receipt, status="passed" if passed else "failed", relative=max(receipt.relative, *errors),
+        log_probabilities=max(errors), wrong_best=wrong,
+    )  # fmt: skip
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -131,37 +126,35 @@ def agreement(found: Mapping[str, Logits]) -> dict[str, float]:
 ERROR_COLUMNS = ("median error", "worst error")
 
 
-def error_columns(
-    phase: str, receipt: Mapping[str, Any] | None, tolerance: Mapping[str, Any] | None
-) -> tuple[str, str]:
+def error_columns(phase: str, receipt: Receipt | None, tolerance: Tolerance | None) -> tuple[str, str]:
     """A receipt for the ERROR_COLUMNS of a table; the error that is judged stands beside its tolerance.
 
     Args:
         phase: The cell's phase; sampled tokens are right or wrong.
-        receipt: The manifest's record of the cell; None where the cell was not run.
-        tolerance: The record's ``measure`` and ``bound``; None where no cell was run.
+        receipt: The cell's; None where the cell was not run.
+        tolerance: What the target's receipts are judged by; None where no cell was run.
     """
     if receipt is None or tolerance is None:
         return "not run", "-"
     if phase == "sample":
-        wrong = f"{receipt['absolute']:.0f} of {receipt['positions']} wrong"
-        return ("exact" if receipt["status"] == "passed" else wrong), "-"
-    median, worst = f"{receipt['median']:.1e}", f"{receipt['relative']:.1e}"
-    if tolerance["measure"] == "median":
-        return _beside(median, receipt["median"], tolerance["bound"]), worst
-    return median, _beside(worst, receipt["relative"], tolerance["bound"])
+        wrong = f"{receipt.absolute:.0f} of {receipt.positions} wrong"
+        return ("exact" if receipt.status == "passed" else wrong), "-"
+    median, worst = f"{receipt.median:.1e}", f"{receipt.relative:.1e}"
+    if tolerance.measure == "median":
+        return _beside(median, receipt.median, tolerance.bound), worst
+    return median, _beside(worst, receipt.relative, tolerance.bound)
 
 
 def _beside(text: str, error: float, bound: float) -> str:
     return f"{text} {'≤' if error <= bound else '>'} {bound:.1e}"
 
 
-def explained(tolerance: Mapping[str, Any]) -> str:
+def explained(tolerance: Tolerance) -> str:
     """A line that says what the errors of receipts are, and which of them is judged."""
     errors = "errors are relative L2 distances of a position's logits from the plain model's"
-    if tolerance["measure"] == "median":
+    if tolerance.measure == "median":
         return (
-            f"{errors}; the median of all positions may be up to {tolerance['bound']:.1e} (bfloat16). The worst is not "
+            f"{errors}; the median of all positions may be up to {tolerance.bound:.1e} (bfloat16). The worst is not "
             "judged: rounding that sends one token to another expert alone makes it up to 0.3"
         )
-    return f"{errors}; the worst may be up to {tolerance['bound']:.1e} (float32)"
+    return f"{errors}; the worst may be up to {tolerance.bound:.1e} (float32)"

@@ -7,12 +7,14 @@ programs that they judge.
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import save
 
+from ling3export.artifacts import schema
 from ling3export.artifacts.files import writing
+from ling3export.artifacts.manifest import file_record
+from ling3export.artifacts.schema import Margins, Vectors
 from ling3export.errors import CheckpointError
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
@@ -55,9 +57,7 @@ def sequences(config: Config, context: int, seed: int) -> list[Sequence]:
     return chosen
 
 
-def write_vectors(
-    config: Config, read: Callable[[str], np.ndarray], folder: Path, context: int, dtype: str
-) -> dict[str, Any]:
+def write_vectors(config: Config, read: Callable[[str], np.ndarray], folder: Path, context: int, dtype: str) -> Vectors:
     """Computes and writes the vectors; returns what the manifest says of them.
 
     An fp32 artifact is compared to 1e-5, so its sequences are chosen by seed until no routing decision is closer than
@@ -91,15 +91,13 @@ def write_vectors(
     data = save({f"logits.{i}": np.ascontiguousarray(v, np.float32) for i, v in enumerate(logits)})
     with writing(path, len(data)):
         path.write_bytes(data)
-    return {
-        "source": f"plain numpy model, {reference.dtype.name}, token by token, unpaged, one device",
-        "seed": seed,
-        "margins": {"expert": _finite(margins.expert), "group": _finite(margins.group)},
-        "sequences": [
-            {"ids": list(s.ids), "prompt": s.prompt, "positions": list(s.positions), "logits": f"logits.{i}"}
-            for i, s in enumerate(chosen)
-        ],
-    }
+    return Vectors(
+        source=f"plain numpy model, {reference.dtype.name}, token by token, unpaged, one device",
+        seed=seed,
+        margins=Margins(_finite(margins.expert), _finite(margins.group)),
+        sequences=tuple(schema.Sequence(s.ids, s.prompt, s.positions, f"logits.{i}") for i, s in enumerate(chosen)),
+        expected=file_record(folder, PATH),
+    )
 
 
 def _finite(value: float) -> float | None:

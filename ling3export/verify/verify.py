@@ -6,6 +6,8 @@ from typing import Any
 
 from ling3export.artifacts.files import refuse_links
 from ling3export.artifacts.manifest import read_checked, read_manifest, recorded_files
+from ling3export.artifacts.records import to_json
+from ling3export.artifacts.schema import Manifest, Receipts, Target
 from ling3export.artifacts.store import Store
 from ling3export.errors import ArtifactError, listed
 from ling3export.runners.load.targets import platforms_here
@@ -19,56 +21,71 @@ class Result:
     """What ``ling3export verify`` found.
 
     Attributes:
-        record: JSON values: by target either its receipts or why it could not run here.
-        passed: Every digest agreed and every cell that runs here is within its tolerance.
+        files: How many digests of files agreed.
+        slabs: How many of weight slabs.
+        targets: By name its receipts, or why it could not run here.
     """
 
-    record: dict[str, Any]
-    passed: bool
+    files: int
+    slabs: int
+    targets: dict[str, Receipts | str]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every cell that runs here is within its tolerance."""
+        return all(found.passed for found in self.targets.values() if isinstance(found, Receipts))
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The result as JSON."""
+        targets = {
+            name: {"reason": found} if isinstance(found, str) else to_json(found) | {"passed": found.passed}
+            for name, found in self.targets.items()
+        }
+        return {"files": self.files, "slabs": self.slabs, "targets": targets, "passed": self.passed}
 
     def table(self) -> str:
         """Each target's cells, the worst error first, and what the errors mean."""
-        lines = [f"digests: {self.record['files']} files and {self.record['slabs']} weight slabs agree"]
-        for name, target in self.record["targets"].items():
-            if "reason" in target:
-                lines.append(f"{name}: not run here: {target['reason']}")
+        lines = [f"digests: {self.files} files and {self.slabs} weight slabs agree"]
+        for name, found in self.targets.items():
+            if isinstance(found, str):
+                lines.append(f"{name}: not run here: {found}")
                 continue
             rows: list[tuple[str, ...]] = [("cell", "status", *ERROR_COLUMNS, "absolute", "positions")]
-            for cell, row in sorted(target["cells"].items(), key=lambda item: -item[1]["relative"]):
-                errors = error_columns(cell.partition("@")[0], row, target["tolerance"])
-                rows.append((cell, row["status"], *errors, f"{row['absolute']:.1e}", str(row["positions"])))
-            lines += [f"{name}:", *aligned(rows), f"  {explained(target['tolerance'])}"]
-            for what, value in target["agreement"].items():
+            for cell, row in sorted(found.cells.items(), key=lambda item: -item[1].relative):
+                errors = error_columns(cell.partition("@")[0], row, found.tolerance)
+                rows.append((cell, row.status, *errors, f"{row.absolute:.1e}", str(row.positions)))
+            lines += [f"{name}:", *aligned(rows), f"  {explained(found.tolerance)}"]
+            for what, value in found.agreement.items():
                 lines.append(f"  {what.replace('_', ' ')}: {value:.2e}")
         return "\n".join(lines)
 
 
-def check_digests(artifact: Path, manifest: dict[str, Any]) -> tuple[int, int]:
+def check_digests(artifact: Path, manifest: Manifest) -> tuple[int, int]:
     """Compares every file and every weight slab with the manifest; returns how many there are of each.
 
     Raises:
         ArtifactError: One is missing, damaged, or reached through a symbolic link.
     """
     refuse_links(artifact, recorded_files(manifest))
-    cells = [cell for target in manifest["targets"].values() for cell in target["cells"].values()]
-    files = [cell[tier] for cell in cells for tier in ("stablehlo", "exec") if tier in cell]
-    files += [*manifest["tokenizer"], manifest["vectors"]["expected"]]
+    files = [file for target in manifest.targets.values() for cell in target.cells.values() for file in cell.files]
+    files += [*manifest.tokenizer, manifest.vectors.expected]
     for record in files:
         read_checked(artifact, record)
-    index = manifest["weights"]["index"]
-    store = Store(artifact / "weights", index)
+    index = manifest.weights.index
+    store = Store(artifact, index)
     store.check_layout()
     store.check_many((name, 0, None) for name in index)
-    return len(files), sum(len(entry["sha256"]) for entry in index.values())
+    return len(files), sum(len(tensor.sha256) for tensor in index.values())
 
 
-def _not_here(target: dict[str, Any]) -> str | None:
+def _not_here(target: Target) -> str | None:
     """Why a target cannot be measured on this machine; None if it can."""
-    hosts, here = target["processes"], platforms_here()
-    if target["platform"] in here and (hosts == 1 or target["platform"] == "cpu"):
+    hosts, here = target.processes, platforms_here()
+    if target.platform in here and (hosts == 1 or target.platform == "cpu"):
         return None
-    statuses = sorted({cell["status"] for cell in target["cells"].values()})
-    wanted = f"{target['tp']} devices of {target['target']} on {hosts} host{'s' * (hosts > 1)}"
+    statuses = sorted({cell.status for cell in target.cells.values()})
+    wanted = f"{target.tp} devices of {target.text} on {hosts} host{'s' * (hosts > 1)}"
     return f"{' and '.join(statuses)}; it needs {wanted}, found {' and '.join(here)} in one process"
 
 
@@ -83,14 +100,10 @@ def verify_artifact(artifact: Path, target: str | None) -> Result:
         ArtifactError: A file is damaged, or there is no such target.
     """
     manifest = read_manifest(artifact)
-    names = list(manifest["targets"]) if target is None else [target]
-    if unknown := [name for name in names if name not in manifest["targets"]]:
-        there = listed(list(manifest["targets"]))
+    names = list(manifest.targets) if target is None else [target]
+    if unknown := [name for name in names if name not in manifest.targets]:
+        there = listed(list(manifest.targets))
         raise ArtifactError(f"target `{unknown[0]}`: expected one of {there}, found none of that name, in {artifact}")
     files, slabs = check_digests(artifact, manifest)
-    targets: dict[str, Any] = {}
-    for name in names:
-        reason = _not_here(manifest["targets"][name])
-        targets[name] = measure_apart(artifact, name, manifest) if reason is None else {"reason": reason}
-    passed = all(row.get("passed", True) for row in targets.values())
-    return Result({"files": files, "slabs": slabs, "targets": targets, "passed": passed}, passed)
+    targets = {name: _not_here(manifest.targets[name]) or measure_apart(artifact, name, manifest) for name in names}
+    return Result(files, slabs, targets)

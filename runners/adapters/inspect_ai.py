@@ -60,9 +60,8 @@ class Ling3API(ModelAPI):
     ) -> None:  # fmt: skip
         super().__init__(model_name, base_url, api_key, [], config or GenerateConfig())
         self.engine = Engine(artifact or model_name, target=target, programs=programs, check=check)
-        target_record = self.engine.manifest["targets"][self.engine.target]
-        rows = [cell["padding"] for cell in target_record["cells"].values() if cell["phase"] == "decode"]
-        self._rows = min(max(rows), target_record["state"]["slots"])
+        running = self.engine.manifest.targets[self.engine.target]
+        self._rows = min(max(running.paddings("decode")), running.state.slots)
 
     def max_connections(self) -> int:
         """Number of sequences that one decode call takes."""

@@ -60,12 +60,12 @@ class Ling3Model(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The first end-of-text id of the checkpoint's configuration. Rolling scores begin behind it."""
-        return int(self.engine.manifest["config"]["eos_token_id"][0])
+        return self.engine.manifest.eos_token_ids[0]
 
     @property
     def tokenizer_name(self) -> str:
         """The name by which lm-eval's caches tell tokenizers apart."""
-        return f"{NAME}-{self.engine.manifest['sha256'][:16]}"
+        return f"{NAME}-{(self.engine.manifest.sha256 or '')[:16]}"
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         """The token ids of a text, with the tokenizer's own special tokens unless they are declined."""

@@ -66,13 +66,10 @@ def load_parts(
     from ling3export.runners.engine.inputs import Shapes
     from ling3export.runners.engine.scheduler import Scheduler
 
-    files = TokenizerFiles(loaded.folder, loaded.manifest)
-    record, plan = loaded.record, loaded.manifest["plan"]
-    state, blocks = record["state"], BlockManager.of(record)
-    limits = Limits(
-        min(plan["context"], state["max_pages"] * state["page_size"]), loaded.manifest["config"]["vocab_size"],
-        state["pages"], state["page_size"],
-    )  # fmt: skip
+    files = TokenizerFiles(loaded.folder, loaded.manifest.tokenizer, loaded.manifest.eos_token_ids)
+    manifest, record = loaded.manifest, loaded.record
+    state, blocks = record.state, BlockManager.of(record)
+    limits = Limits(manifest.plan.context, manifest.vocab_size, state.pages, state.page_size)
     scheduler = Scheduler(loaded.runner, Shapes.of(record), blocks, ahead=1 if overlap else 0)
     sequence, channel = _sequences(limits, files), loaded.channel
     core = SharedCore(scheduler, sequence, channel) if channel else EngineCore(scheduler, sequence)

@@ -1,10 +1,9 @@
 """Slots and pages of the state pools: who holds which. Slot 0 and page 0 are dummies and are never handed out."""
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from ling3export.artifacts.schema import Target
 from ling3export.errors import ArtifactError
 
 PLACEMENTS = ("replicated", "striped")
@@ -66,10 +65,10 @@ class BlockManager:
         self._pools = [list(range(pages - stripes + 1 + d, 0, -stripes)) for d in range(stripes)]  # free pages
 
     @classmethod
-    def of(cls, target: Mapping[str, Any]) -> "BlockManager":
+    def of(cls, target: Target) -> "BlockManager":
         """The block manager of a manifest's target."""
-        state = target["state"]
-        return cls(state["slots"], state["pages"], state["page_size"], state["placement"], target["tp"])
+        state = target.state
+        return cls(state.slots, state.pages, state.page_size, state.placement, target.tp)
 
     @property
     def free_slots(self) -> int:

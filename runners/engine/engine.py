@@ -69,8 +69,8 @@ class Engine:
         self.files: TokenizerFiles = parts.files
         self.limits: Limits = parts.limits
         self._record, self._artifact = loaded.record, artifact
-        state = loaded.record["state"]
-        self._pools = {"slots": state["slots"], "pages": state["pages"]}
+        state = loaded.record.state
+        self._pools = {"slots": state.slots, "pages": state.pages}
         self._blocks, self._counters = parts.blocks, parts.counters
         self._compiles, self._weight_bytes = loaded.compiles, loaded.weight_bytes
         self._several = hosts is not None

@@ -3,9 +3,11 @@
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+
+from ling3export.artifacts.schema import Target
 
 Fields = dict[str, np.ndarray]
 # What a prefill call costs beside its padded tokens, counted in them, where the compiler gives no estimate of its time.
@@ -36,16 +38,14 @@ class Shapes:
     score: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, target: Mapping[str, Any]) -> "Shapes":
+    def of(cls, target: Target) -> "Shapes":
         """The shapes of a manifest's target; costs are the compiler's estimates if every prefill program has one."""
-        paddings: dict[str, dict[int, float | None]] = {"prefill": {}, "decode": {}, "score": {}}
-        for cell in target["cells"].values():
-            paddings.setdefault(cell["phase"], {})[cell["padding"]] = cell.get("estimated_seconds")
-        prefill, decode, score = (tuple(sorted(paddings[phase])) for phase in ("prefill", "decode", "score"))
-        costs = tuple(seconds for padding in prefill if (seconds := paddings["prefill"][padding]))
+        prefill, decode, score = (target.paddings(phase) for phase in ("prefill", "decode", "score"))
+        estimates = [target.cells[f"prefill@{padding}"].estimated_seconds for padding in prefill]
+        costs = tuple(seconds for seconds in estimates if seconds)
         if len(costs) < len(prefill):
             costs = ()
-        return cls(prefill, decode, target["state"]["chunk"], target["state"]["max_pages"], costs, score)
+        return cls(prefill, decode, target.state.chunk, target.state.max_pages, costs, score)
 
     def paying(self, work: int, *, beside_decode: bool = False) -> int:
         """The prefill padding at which a token costs least; among equals the largest.

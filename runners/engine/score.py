@@ -1,11 +1,11 @@
 """Scoring: how likely given tokens are behind a context, and whether greedy decoding would have taken them."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Any
 
+from ling3export.artifacts.schema import Target
 from ling3export.errors import ArtifactError, Ling3Error, RequestError
 from ling3export.runners.engine.request import Completion, Request, token_ids
 
@@ -94,19 +94,17 @@ def scored(completion: Completion, request: Request) -> Score:
     return Score(ids[:first], ids[first:], completion.logprobs, completion.best_ids)
 
 
-def check_cells(target: Mapping[str, Any], name: str, artifact: object) -> None:
+def check_cells(target: Target, name: str, artifact: object) -> None:
     """Refuses to score where the target has no program for it.
 
     Raises:
         ArtifactError: There is none; the hint is the command that adds one.
     """
-    phases: dict[str, list[int]] = {}
-    for cell in target["cells"].values():
-        phases.setdefault(cell["phase"], []).append(cell["padding"])
-    if "score" in phases:
+    if target.paddings("score"):
         return
-    text = target["target"] if target["topology"] else f"{target['target']}@{target['tp']}"
+    text = target.text if target.topology else f"{target.text}@{target.tp}"
+    padding = target.paddings("prefill")[-1]
     raise ArtifactError(
         f"scoring: expected score programs in target `{name}`, found none, in the manifest",
-        f"add them: ling3export build --into {artifact} --target {text} --score-paddings {max(phases['prefill'])}",
+        f"add them: ling3export build --into {artifact} --target {text} --score-paddings {padding}",
     )

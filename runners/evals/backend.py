@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from ling3export.artifacts.records import to_json
 from ling3export.runners.engine.request import Completion, Sampling
 from ling3export.runners.evals.tasks import Prompt
 from ling3export.runners.hosts.hosts import Hosts
@@ -102,19 +103,19 @@ class EngineBackend:
 
     def environment(self) -> dict[str, Any]:
         """The artifact, versions, devices and settings, as JSON."""
-        manifest, plan = self._engine.manifest, self._engine.manifest["plan"]
-        target = manifest["targets"][self._engine.target]
+        manifest, plan = self._engine.manifest, to_json(self._engine.manifest.plan)
+        target = manifest.targets[self._engine.target]
         jax = sys.modules["jax"]
         devices = jax.devices()
         return {
-            "artifact": manifest["sha256"],
-            "weights": manifest["weights"]["digest"],
-            "producer": manifest["producer"],
+            "artifact": manifest.sha256,
+            "weights": manifest.weights_digest,
+            "producer": manifest.producer,
             "target": self._engine.target,
-            "tp": target["tp"],
-            "programs": sorted(target["cells"]),
+            "tp": target.tp,
+            "programs": sorted(target.cells),
             "verdicts": sorted({v.status.name for v in self._engine.verdicts.values()}),
-            **{name: plan.get(name) for name in ("dtype", "paddings", "decode_paddings", "max_running", "page_size")},
+            **{name: plan[name] for name in ("dtype", "paddings", "decode_paddings", "max_running", "page_size")},
             "context": self._engine.limits.context,
             "overlap": OVERLAP,
             "devices": f"{len(devices)} × {devices[0].device_kind}",

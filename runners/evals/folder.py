@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ling3export.artifacts.files import replace_file
-from ling3export.artifacts.manifest import sha256_of
+from ling3export.artifacts.records import sha256_of
 from ling3export.errors import listed
 from ling3export.runners.evals.tasks import Task
 from ling3export.runners.evals.trials import EvalError, RunConfig, Trial

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.manifest import sha256_of
+from ling3export.artifacts.records import sha256_of
 from ling3export.errors import Ling3Error, RankDivergence
 from ling3export.runners.engine.follower import check_digests
 from ling3export.runners.engine.handle import EngineStopped

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import Any, cast
 
-from ling3export.artifacts.manifest import canonical
+from ling3export.artifacts.records import canonical
 from ling3export.errors import listed
 from ling3export.runners.evals.graders import KINDS, Grader, GraderSpec, Verdict, parse_path
 from ling3export.runners.evals.trials import EvalError

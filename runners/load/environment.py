@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ling3export.artifacts.schema import Requirements
 from ling3export.errors import Ling3Error
 
 if TYPE_CHECKING:
@@ -137,22 +138,15 @@ def plugins(*platforms: str) -> dict[str, str]:
     return found
 
 
-def requirements(devices: "Sequence[jax.Device]", raw: Callable[[], bytes]) -> dict[str, Any]:
-    """What an executable for ``devices`` needs, as JSON; ``raw`` gives its bytes, which are asked for on CPU only."""
+def requirements(devices: "Sequence[jax.Device]", raw: Callable[[], bytes]) -> Requirements:
+    """What an executable for ``devices`` needs; ``raw`` gives its bytes, which are asked for on CPU only."""
     import jaxlib
 
     kind = platform_of(devices[0])
-    requires = {
-        "jaxlib": jaxlib.__version__,
-        "platform": kind,
-        "device_kind": devices[0].device_kind,
-        "devices": [device.id for device in devices],
-        "processes": len({device.process_index for device in devices}),
-    }
+    common = (jaxlib.__version__, kind, devices[0].device_kind)
     if kind == "cpu":
-        allowed = _features_in(raw())
-        return {**requires, "machine": machine(), "cpu_features": allowed}
-    return {**requires, "plugins": plugins(kind)}
+        return Requirements(*common, machine=machine(), cpu_features=tuple(_features_in(raw())))
+    return Requirements(*common, plugins=plugins(kind))
 
 
 def platform_of(device: "jax.Device") -> str:

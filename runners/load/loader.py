@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.schema import Manifest, Target
 from ling3export.errors import ArtifactError
 from ling3export.runners.load.targets import check_hosts, choose_target, platforms_here, prepare
 from ling3export.runners.load.verdict import CHECKS, judge_here
@@ -76,7 +77,7 @@ class Loaded:
     """
 
     folder: Path
-    manifest: dict[str, Any]
+    manifest: Manifest
     target: str
     runner: "ModelRunner"
     verdicts: "dict[str, Verdict]"
@@ -86,14 +87,14 @@ class Loaded:
     channel: "Channel | None" = None
 
     @property
-    def record(self) -> dict[str, Any]:
-        """The manifest's record of the target."""
-        return dict(self.manifest["targets"][self.target])
+    def record(self) -> Target:
+        """What the manifest says of the target."""
+        return self.manifest.targets[self.target]
 
 
 def load(
     artifact: str | Path, *, target: str | None = None, programs: str = "prebuilt-only", check: str = "all",
-    report: Callable[[str], None] = say, manifest: dict[str, Any] | None = None,
+    report: Callable[[str], None] = say, manifest: Manifest | None = None,
     hosts: "Hosts | None" = None, agreed: dict[str, Any] | None = None,
 ) -> Loaded:  # fmt: skip
     """Loads an artifact.
@@ -120,8 +121,8 @@ def load(
     folder = Path(artifact)
     with timings.stage("manifest"):
         manifest = read_manifest(folder) if manifest is None else manifest
-        name = choose_target(manifest["targets"], target, platforms_here(), 1 if hosts is None else hosts.count)
-        record = manifest["targets"][name]
+        name = choose_target(manifest.targets, target, platforms_here(), 1 if hosts is None else hosts.count)
+        record = manifest.targets[name]
         check_hosts(name, record, platforms_here(), 1 if hosts is None else hosts.count)
         prepare(record)
     channel = None if hosts is None else _meet(hosts, {"target": name, **(agreed or {})}, manifest, timings, report)
@@ -138,14 +139,14 @@ def load(
 
 
 def _meet(
-    hosts: "Hosts", agreed: dict[str, Any], manifest: dict[str, Any], timings: Timings, report: Callable[[str], None]
+    hosts: "Hosts", agreed: dict[str, Any], manifest: Manifest, timings: Timings, report: Callable[[str], None]
 ) -> "Channel":
     """Waits for the other hosts."""
     from ling3export.runners.hosts.channel import Channel
 
     report(f"host {hosts.number} of {hosts.count}: waiting for the others for at most {hosts.start_timeout:g} s")
     with timings.stage("hosts"):
-        identity = {"ling3export": version("ling3export"), "artifact": manifest.get("sha256"), **agreed}
+        identity = {"ling3export": version("ling3export"), "artifact": manifest.sha256, **agreed}
         return Channel(hosts, identity)
 
 
@@ -154,9 +155,9 @@ class _Job:
     """What `load` was asked for, once the target is known."""
 
     folder: Path
-    manifest: dict[str, Any]
+    manifest: Manifest
     name: str
-    record: dict[str, Any]
+    record: Target
     policy: str
     check: str
     report: Callable[[str], None]

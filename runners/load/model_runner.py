@@ -12,6 +12,8 @@ import jaxlib
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from ling3export.artifacts.schema import Cell, Target
+
 Program = Callable[..., list[jax.Array]]
 
 # XLA:CPU uses host memory in place if it is aligned to 64 bytes. 8 is aligned for every dtype and never for XLA.
@@ -24,7 +26,7 @@ class ModelRunner:
     State goes through every call and is donated, so the pools exist once.
 
     Args:
-        target: The manifest's record.
+        target: The manifest's.
         programs: By cell.
         params: By name of the argument.
         state: By name.
@@ -33,13 +35,13 @@ class ModelRunner:
     """
 
     def __init__(
-        self, target: dict[str, Any], programs: Mapping[str, Program], params: Mapping[str, jax.Array],
+        self, target: Target, programs: Mapping[str, Program], params: Mapping[str, jax.Array],
         state: dict[str, jax.Array], mesh: Mesh, parts: Callable[[bytes], list[bytes]] | None = None,
     ) -> None:  # fmt: skip
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self.state = state
         self._parts = parts
-        self.cells = {name: _Cell(cell, programs[name], params) for name, cell in target["cells"].items()}
+        self.cells = {name: _Cell(cell, programs[name], params) for name, cell in target.cells.items()}
 
     def step(self, phase: str, padding: int, fields: Mapping[str, np.ndarray]) -> jax.Array:
         """Runs ``prefill`` or ``decode``.
@@ -98,16 +100,16 @@ class ModelRunner:
 class _Cell:
     """A program and what its flat inputs and outputs are."""
 
-    def __init__(self, record: dict[str, Any], program: Program, params: Mapping[str, jax.Array]) -> None:
+    def __init__(self, cell: Cell, program: Program, params: Mapping[str, jax.Array]) -> None:
         self.program = program
-        self.record = record
+        self._fields, self._packed = cell.fields, cell.packed
         groups: dict[str, list[str]] = {"params": [], "state": [], "batch": []}
-        for row in record["inputs"]:
-            groups[row["group"]].append(row["name"])
+        for leaf in cell.inputs:
+            groups[leaf.group].append(leaf.name)
         self.params = [params[name] for name in groups["params"]]
         self.state_in, self.batch_in = groups["state"], groups["batch"]
-        self.state_out = [row["name"] for row in record["outputs"] if row["group"] == "state"]
-        self.out = [row["name"] for row in record["outputs"] if row["group"] == "out"]
+        self.state_out = [leaf.name for leaf in cell.outputs if leaf.group == "state"]
+        self.out = [leaf.name for leaf in cell.outputs if leaf.group == "out"]
 
     def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
         """All fields in one int32 vector, floats bit-cast.
@@ -115,18 +117,17 @@ class _Cell:
         Raises:
             ValueError: A field is missing, unknown, or of another shape or dtype.
         """
-        rows = self.record["fields"]
-        if len(fields) != len(rows):
-            raise ValueError(f"fields: expected {sorted(row['name'] for row in rows)}, found {sorted(fields)}")
-        packed = np.zeros(self.record["packed"], np.int32)
-        for row in rows:
-            value = fields[row["name"]]
-            if list(value.shape) != row["shape"] or value.dtype.name != row["dtype"]:
+        if len(fields) != len(self._fields):
+            raise ValueError(f"fields: expected {sorted(row.name for row in self._fields)}, found {sorted(fields)}")
+        packed = np.zeros(self._packed, np.int32)
+        for row in self._fields:
+            value = fields[row.name]
+            if value.shape != row.shape or value.dtype.name != row.dtype:
                 raise ValueError(
-                    f"field `{row['name']}`: expected {row['dtype']} {row['shape']}, "
+                    f"field `{row.name}`: expected {row.dtype} {list(row.shape)}, "
                     f"found {value.dtype} {list(value.shape)}"
                 )
-            packed[row["offset"] : row["offset"] + value.size] = value.reshape(-1).view(np.int32)
+            packed[row.offset : row.offset + value.size] = value.reshape(-1).view(np.int32)
         return packed
 
 
@@ -151,11 +152,11 @@ def _assembled(array: jax.Array, parts: Callable[[bytes], list[bytes]]) -> np.nd
     return whole
 
 
-def fresh_state(target: dict[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
+def fresh_state(target: Target, mesh: Mesh) -> dict[str, jax.Array]:
     """Every state array, zero."""
     return {
-        row["name"]: fresh_zeros(row["shape"], row["dtype"], NamedSharding(mesh, PartitionSpec(*row["spec"])))
-        for row in target["state"]["arrays"]
+        row.name: fresh_zeros(row.shape, row.dtype, NamedSharding(mesh, PartitionSpec(*row.spec)))
+        for row in target.state.arrays
     }
 
 

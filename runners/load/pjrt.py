@@ -1,19 +1,12 @@
-"""Compiled programs as files: PJRT's own bytes, and a JSON record of how to call them. Never pickle.
+"""Compiled programs as files: PJRT's own bytes, and a record of how to call them. Never pickle.
 
 The only file that uses jax's internals (tried with jax 0.10.2, 0.11.2 and 0.12.0). jax keeps, beside the executable,
 the inputs' and outputs' shapes, dtypes and shardings, and which inputs the program dropped. ``call_record`` writes
 those down, and ``load_executable`` gives them back to the classes that ``jit(f).lower(…).compile()`` ends in. So a
 loaded program is called as a compiled one is: same checks, same fast path, same donation; nothing is traced.
 
-The record, all lists in jax's flattening order of ``(args, kwargs)`` and of the result:
-
-- ``requires``: where the executable may run; see ``verdict.executable_fits``.
-- ``mesh``: ``axes`` (names) and ``shape``; its devices in order are ``requires.devices``.
-- ``inputs``: ``name``, ``shape``, ``dtype``, ``spec``, ``donated``, ``kept`` (false: the program does not use it).
-- ``outputs``: ``name``, ``shape``, ``dtype``, ``spec``.
-- ``custom_calls``: targets that the program calls by name: LAPACK routines, kernels.
-
-A spec has, per axis, null, a mesh axis or a list of them, without trailing nulls: ``[]`` is replicated.
+The record is an ``Executable`` of `artifacts.schema`; its inputs and outputs are in jax's flattening order of
+``(args, kwargs)`` and of the result.
 """
 
 import re
@@ -32,6 +25,8 @@ from jax._src.lib import xla_client
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from ling3export.artifacts.schema import Array, Call, CallInput, Executable
+from ling3export.artifacts.schema import Mesh as MeshRecord
 from ling3export.errors import ArtifactError, listed
 from ling3export.runners.load.environment import requirements
 from ling3export.runners.load.verdict import executable_fits
@@ -63,8 +58,8 @@ def executable_bytes(compiled: stages.Compiled) -> bytes:
     return _serialize(compiled)
 
 
-def call_record(compiled: stages.Compiled) -> dict[str, Any]:
-    """What ``load_executable`` needs to know of ``compiled``, as JSON; the module's docstring lists the fields.
+def call_record(compiled: stages.Compiled) -> Executable:
+    """What ``load_executable`` needs to know of ``compiled``.
 
     Raises:
         ValueError: the program holds what a file cannot: constants in device memory, callbacks, effects, refs, layouts
@@ -75,20 +70,24 @@ def call_record(compiled: stages.Compiled) -> dict[str, Any]:
     inputs, _ = jax.tree.flatten_with_path(compiled.args_info)
     outputs, _ = jax.tree.flatten_with_path(compiled.out_info)
     mesh = _mesh([*shardings, *(info.sharding for _, info in outputs)], compiled)
-    return {
-        "requires": requirements(list(mesh.devices.flat), lambda: _serialize(compiled)),
-        "mesh": {"axes": list(mesh.axis_names), "shape": list(mesh.devices.shape)},
-        "inputs": [
-            {
-                **_array(path, info.shape, info.dtype, sharding),
-                "donated": bool(info.donated),
-                "kept": sharding is not None,
-            }
+    call = Call(
+        tuple(
+            CallInput(*_array(path, info.shape, info.dtype, sharding), bool(info.donated), sharding is not None)
             for (path, info), sharding in zip(inputs, shardings, strict=True)
-        ],
-        "outputs": [_array(path, info.shape, info.dtype, info.sharding) for path, info in outputs],
-        "custom_calls": sorted(set(re.findall(r'custom_call_target="([^"]+)"', compiled.as_text() or ""))),
-    }
+        ),
+        tuple(Array(*_array(path, info.shape, info.dtype, info.sharding)) for path, info in outputs),
+        tuple(sorted(set(re.findall(r'custom_call_target="([^"]+)"', compiled.as_text() or "")))),
+    )
+    requires = requirements(list(mesh.devices.flat), lambda: _serialize(compiled))
+    return Executable(requires, _mesh_record(mesh), call)
+
+
+def _mesh_record(mesh: Mesh) -> MeshRecord:
+    if len(mesh.axis_names) != 1:
+        raise ValueError(f"mesh: expected one axis, found {mesh.axis_names}")
+    devices = list(mesh.devices.flat)
+    ids, hosts = [device.id for device in devices], [device.process_index for device in devices]
+    return MeshRecord(str(mesh.axis_names[0]), tuple(ids), tuple(hosts))
 
 
 def _serialize(compiled: stages.Compiled) -> bytes:
@@ -125,27 +124,28 @@ def _mesh(shardings: Sequence[Sharding | None], compiled: stages.Compiled) -> Me
     return mesh
 
 
-def _array(path: Any, shape: Sequence[int], dtype: Any, sharding: Sharding | None) -> dict[str, Any]:
+def _array(
+    path: Any, shape: Sequence[int], dtype: Any, sharding: Sharding | None
+) -> tuple[str, tuple[int, ...], str, tuple[Any, ...]]:
+    """Name, shape, dtype and spec."""
     name = jax.tree_util.keystr(path)
     spec: list[Any] = []
     if isinstance(sharding, NamedSharding):
-        spec = [list(entry) if isinstance(entry, tuple) else entry for entry in sharding.spec]
+        spec = list(sharding.spec)
         while spec and not spec[-1]:
             spec.pop()
     elif sharding is not None and not sharding.is_fully_replicated:
         raise ValueError(f"sharding of `{name}`: expected a NamedSharding, found {sharding}; give jit out_shardings")
-    return {"name": name, "shape": list(shape), "dtype": np.dtype(dtype).name, "spec": spec}
+    return name, tuple(shape), np.dtype(dtype).name, tuple(spec)
 
 
-def recorded_mesh(record: dict[str, Any]) -> Mesh:
+def recorded_mesh(record: MeshRecord) -> Mesh:
     """The mesh of ``record`` over this process's devices, in the recorded order."""
     devices = {device.id: device for device in jax.devices()}
-    chosen = np.array([devices[number] for number in record["requires"]["devices"]])
-    axes = tuple(record["mesh"]["axes"])
-    return Mesh(chosen.reshape(record["mesh"]["shape"]), axes, axis_types=(AxisType.Auto,) * len(axes))
+    return Mesh(np.array([devices[number] for number in record.devices]), (record.axis,), axis_types=(AxisType.Auto,))
 
 
-def load_executable(raw: bytes, record: dict[str, Any], mesh: Mesh) -> Program:
+def load_executable(raw: bytes, record: Executable, mesh: Mesh) -> Program:
     """The program of ``executable_bytes`` and ``call_record``: ``f(*flat inputs) -> [flat outputs]``.
 
     Nothing is traced, compiled or unpickled. Inputs are jax.Arrays with the recorded shardings on ``mesh`` (others are
@@ -155,32 +155,31 @@ def load_executable(raw: bytes, record: dict[str, Any], mesh: Mesh) -> Program:
     Raises:
         ArtifactError: the executable does not fit here, or ``mesh`` is not the recorded one.
     """
-    if reason := executable_fits(record):
+    if reason := executable_fits(record.requires, record.mesh):
         raise ArtifactError(f"executable: {reason}", hint="compile the portable program on this machine instead")
-    expected = recorded_mesh(record)
+    expected = recorded_mesh(record.mesh)
     if mesh.axis_names != expected.axis_names or not np.array_equal(mesh.devices, expected.devices):
         raise ArtifactError(f"mesh: expected {expected} over {expected.devices}, found {mesh} over {mesh.devices}")
-    if any(target.startswith("lapack_") for target in record["custom_calls"]):
+    if any(target.startswith("lapack_") for target in record.call.custom_calls):
         linalg.initialize_lapack()  # tracing a LAPACK routine does this; without it the first call is a segfault
     devices = tuple(mesh.devices.flat)
     device_list = xla_client.DeviceList(devices)
     client = devices[0].client
     executable = client.deserialize_executable(raw, executable_devices=device_list)
-    return _program(executable, device_list, client, record, mesh)
+    return _program(executable, device_list, client, record.call, mesh)
 
 
-def _program(executable: Any, device_list: Any, client: Any, record: dict[str, Any], mesh: Mesh) -> Program:
-    def avals(arrays: list[dict[str, Any]]) -> list[core.ShapedArray]:
-        return [core.ShapedArray(tuple(array["shape"]), jax.numpy.dtype(array["dtype"])) for array in arrays]
+def _program(executable: Any, device_list: Any, client: Any, call: Call, mesh: Mesh) -> Program:
+    def avals(arrays: Sequence[Array]) -> list[core.ShapedArray]:
+        return [core.ShapedArray(array.shape, jax.numpy.dtype(array.dtype)) for array in arrays]
 
-    def shardings(arrays: list[dict[str, Any]]) -> list[NamedSharding]:
-        entries = ([tuple(entry) if isinstance(entry, list) else entry for entry in a["spec"]] for a in arrays)
-        return [NamedSharding(mesh, PartitionSpec(*spec)) for spec in entries]
+    def shardings(arrays: Sequence[Array]) -> list[NamedSharding]:
+        return [NamedSharding(mesh, PartitionSpec(*array.spec)) for array in arrays]
 
-    inputs, outputs = record["inputs"], record["outputs"]
-    kept = [array for array in inputs if array["kept"]]
-    names = tuple(array["name"] for array in inputs)
-    debug_info = core.DebugInfo("load_executable", "program", names, tuple(array["name"] for array in outputs))
+    inputs, outputs = call.inputs, call.outputs
+    kept = [array for array in inputs if array.kept]
+    names = tuple(array.name for array in inputs)
+    debug_info = core.DebugInfo("load_executable", "program", names, tuple(array.name for array in outputs))
     loaded = pxla.UnloadedMeshExecutable(
         xla_executable=executable,
         device_list=device_list,
@@ -195,7 +194,7 @@ def _program(executable: Any, device_list: Any, client: Any, record: dict[str, A
         ordered_effects=[],
         keepalive=[],
         host_callbacks=[],
-        kept_var_idx={index for index, array in enumerate(inputs) if array["kept"]},
+        kept_var_idx={index for index, array in enumerate(inputs) if array.kept},
         mut=None,
         xla_in_layouts=[None] * len(kept),
         dispatch_in_layouts=[None] * len(kept),
@@ -203,7 +202,7 @@ def _program(executable: Any, device_list: Any, client: Any, record: dict[str, A
         all_args_info=pxla.AllArgsInfo(avals(inputs), debug_info),
         pgle_profiler=None,
     ).load()
-    arguments = tuple(stages.ArgInfo(aval, a["donated"]) for aval, a in zip(avals(inputs), inputs, strict=True))
+    arguments = tuple(stages.ArgInfo(aval, a.donated) for aval, a in zip(avals(inputs), inputs, strict=True))
     result = jax.tree.structure([0] * len(outputs))
     compiled = stages.Compiled(loaded, [], (arguments, {}), result, no_kwargs=True)
     program = loaded.create_cpp_call(compiled._params)

@@ -3,15 +3,18 @@
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ling3export.artifacts.manifest import read_checked
+from ling3export.artifacts.schema import Call, Cell, Executable, Target
 from ling3export.errors import ArtifactError
 from ling3export.runners.load.verdict import Status, Verdict
 
 if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh
+
+    from ling3export.runners.load.recompile import Compiled
 
     Program = Callable[..., list[jax.Array]]  # flat inputs → flat outputs
 
@@ -21,17 +24,17 @@ class ProgramFiles:
 
     Args:
         folder: The artifact.
-        target: The manifest's record.
+        target: The manifest's.
         pool: Where to read.
     """
 
-    def __init__(self, folder: Path, target: dict[str, Any], pool: ThreadPoolExecutor) -> None:
+    def __init__(self, folder: Path, target: Target, pool: ThreadPoolExecutor) -> None:
         self._folder = folder
         self._target = target
         self._raw: dict[str, Future[bytes]] = {
-            name: pool.submit(read_checked, folder, cell["exec"])
-            for name, cell in target["cells"].items()
-            if "exec" in cell
+            name: pool.submit(read_checked, folder, cell.exec)
+            for name, cell in target.cells.items()
+            if cell.exec is not None
         }
 
     def executable(self, name: str) -> bytes:
@@ -48,7 +51,7 @@ class ProgramFiles:
         Raises:
             ArtifactError: The file is missing or damaged.
         """
-        return read_checked(self._folder, self._target["cells"][name]["stablehlo"])
+        return read_checked(self._folder, self._target.cells[name].stablehlo)
 
     def check(self) -> None:
         """Waits for every executable, also for those that will not be used.
@@ -60,49 +63,49 @@ class ProgramFiles:
             future.result()
 
 
-def mesh_of(target: dict[str, Any]) -> "Mesh":
+def mesh_of(target: Target) -> "Mesh":
     """The mesh of a target over the devices with the recorded ids where they all exist, else over the first ones."""
     import jax
     import numpy as np
     from jax.sharding import AxisType, Mesh
 
-    wanted = target["mesh"]["devices"]
+    wanted = target.mesh.devices
     by_id = {device.id: device for device in jax.devices()}
     chosen = [by_id[number] for number in wanted] if set(wanted) <= by_id.keys() else jax.devices()[: len(wanted)]
-    return Mesh(np.array(chosen), (target["mesh"]["axis"],), axis_types=(AxisType.Auto,))
+    return Mesh(np.array(chosen), (target.mesh.axis,), axis_types=(AxisType.Auto,))
 
 
 def load_programs(
-    files: ProgramFiles, target: dict[str, Any], mesh: "Mesh", verdicts: dict[str, Verdict],
-    compiled: dict[str, tuple[bytes, dict[str, Any]]], pool: ThreadPoolExecutor,
+    files: ProgramFiles, target: Target, mesh: "Mesh", verdicts: dict[str, Verdict],
+    compiled: "dict[str, Compiled]", pool: ThreadPoolExecutor,
 ) -> "dict[str, Future[Program]]":  # fmt: skip
     """Starts loading every cell, once every digest and every signature was found right.
 
     Args:
         files: Of the target.
-        target: The manifest's record.
+        target: The manifest's.
         mesh: Where to load.
         verdicts: Of every cell: OPTIMAL ones come from the artifact.
-        compiled: Executable and call record of the others, compiled here.
+        compiled: The others, compiled here.
         pool: Where to load.
 
     Raises:
-        ArtifactError: A file is missing or damaged, or a call record contradicts its cell; nothing was deserialized.
+        ArtifactError: A file is missing or damaged, or a call contradicts its cell; nothing was deserialized.
     """
     from ling3export.runners.load.pjrt import load_executable
 
     files.check()
-    parts = {
-        name: (files.executable(name), cell["call"]) if verdicts[name].status is Status.OPTIMAL else compiled[name]
-        for name, cell in target["cells"].items()
-    }
-    for name, (_, record) in parts.items():
-        same_signature(name, target["cells"][name], record)
+    for name, (_, executable) in compiled.items():
+        same_signature(name, target.cells[name], executable.call)
+    parts = dict(compiled)
+    for name, cell in target.cells.items():
+        if verdicts[name].status is Status.OPTIMAL and cell.call is not None:
+            parts[name] = files.executable(name), Executable(target.requires, target.mesh, cell.call)
 
     def load(name: str) -> "Program":
-        raw, record = parts[name]
+        raw, executable = parts[name]
         try:
-            return load_executable(raw, record, mesh)
+            return load_executable(raw, executable, mesh)
         except (RuntimeError, ValueError) as error:
             raise ArtifactError(
                 f"program `{name}`: expected an executable that loads, found {error}",
@@ -113,17 +116,15 @@ def load_programs(
     return {name: pool.submit(load, name) for name in largest_first}
 
 
-def same_signature(name: str, cell: dict[str, Any], record: dict[str, Any]) -> None:
-    """Compares a call record with what the manifest says of the cell's inputs and outputs; jax compares shardings.
+def same_signature(name: str, cell: Cell, call: Call) -> None:
+    """Compares the call of a program that was compiled here with its cell; jax compares shardings.
 
     Raises:
         ArtifactError: They differ: calling the program would mix up arrays.
     """
-    for side in ("inputs", "outputs"):
-        wanted = [(row["shape"], row["dtype"]) for row in cell[side]]
-        if wanted != [(row["shape"], row["dtype"]) for row in record[side]]:
+    for side, rows, called in (("inputs", cell.inputs, call.inputs), ("outputs", cell.outputs, call.outputs)):
+        if [(row.shape, row.dtype) for row in rows] != [(row.shape, row.dtype) for row in called]:
             raise ArtifactError(
-                f"program `{name}`: expected {len(wanted)} {side} as its cell lists them, found others in its call "
-                "record, in the manifest",
+                f"program `{name}`: expected {len(rows)} {side} as its cell lists them, found others in the program",
                 "build the artifact again",
             )

@@ -6,15 +6,16 @@ digest and carries its own; an entry that does not match is compiled again. File
 parallel runners and kills leave nothing half-written that counts.
 """
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ling3export.artifacts.files import replace_file, writing
-from ling3export.artifacts.manifest import canonical, file_record, read_checked, sha256_of
+from ling3export.artifacts.manifest import file_record, read_checked
+from ling3export.artifacts.records import canonical, from_json, parse_json, sha256_of, to_json
+from ling3export.artifacts.schema import Executable, FileRecord, Target
 from ling3export.errors import ArtifactError
 from ling3export.runners.load.environment import toolchain
 from ling3export.runners.load.verdict import Verdict, executable_fits
@@ -22,7 +23,7 @@ from ling3export.runners.load.verdict import Verdict, executable_fits
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-Compiled = tuple[bytes, dict[str, Any]]  # executable, call record
+Compiled = tuple[bytes, Executable]  # its bytes, and how to load them
 
 
 def cache_folder(artifact: Path) -> Path:
@@ -32,14 +33,14 @@ def cache_folder(artifact: Path) -> Path:
 
 
 def compile_here(
-    artifact: Path, target: dict[str, Any], cells: Sequence[Verdict], portable: Callable[[str], bytes], mesh: "Mesh",
+    artifact: Path, target: Target, cells: Sequence[Verdict], portable: Callable[[str], bytes], mesh: "Mesh",
     say: Callable[[str], None],
 ) -> dict[str, Compiled]:  # fmt: skip
     """Executables of ``cells`` for this machine, from the cache or compiled now.
 
     Args:
         artifact: Its folder; the cache lies beside it.
-        target: The manifest's record.
+        target: The manifest's.
         cells: What to compile, and why.
         portable: Reads the portable program of a cell by its digest.
         mesh: What to compile for.
@@ -51,7 +52,7 @@ def compile_here(
     folder = cache_folder(artifact)
     out, missing = {}, []
     for verdict in cells:
-        key = cache_key(target["cells"][verdict.cell]["stablehlo"]["sha256"], mesh)
+        key = cache_key(target.cells[verdict.cell].stablehlo.sha256, mesh)
         hit = _lookup(folder, key, say)
         if hit is None:
             missing.append((verdict, key))
@@ -127,27 +128,28 @@ def _lookup(folder: Path, key: str, say: Callable[[str], None]) -> Compiled | No
     if not path.exists():
         return None
     try:
-        entry = json.loads(path.read_bytes())
+        entry = parse_json(path.read_bytes())
         if entry.pop("sha256") != sha256_of(entry):
             raise ValueError("another digest")
-        if entry["exec"]["path"] != f"{key}.exec":
+        file, executable = from_json(FileRecord, entry["exec"]), from_json(Executable, entry["executable"])
+        if file.path != f"{key}.exec":
             raise ValueError("another program's name")
-        raw = read_checked(folder, entry["exec"])
-        if misfit := executable_fits(entry["call"]):
+        raw = read_checked(folder, file)
+        if misfit := executable_fits(executable.requires, executable.mesh):
             raise ValueError(misfit)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ArtifactError) as error:
         say(f"cache entry {key[:12]}: expected a whole one, found {error}; compiling it again")
         return None
-    return raw, entry["call"]
+    return raw, executable
 
 
 def _store(folder: Path, key: str, result: Compiled, say: Callable[[str], None]) -> None:
-    raw, record = result
+    raw, executable = result
     try:
         with writing(folder):
             folder.mkdir(exist_ok=True)
         replace_file(folder / f"{key}.exec", raw)
-        entry = {"exec": file_record(folder, f"{key}.exec"), "call": record}
+        entry = {"exec": to_json(file_record(folder, f"{key}.exec")), "executable": to_json(executable)}
         replace_file(folder / f"{key}.json", canonical({**entry, "sha256": sha256_of(entry)}))
     except ArtifactError as error:
         say(f"not cached: {error.message}")

@@ -3,13 +3,12 @@
 import importlib.util
 import os
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
+from ling3export.artifacts.schema import Target
 from ling3export.errors import ArtifactError, Ling3Error, listed
 from ling3export.runners.load.environment import prepare_cpu
-
-Target = dict[str, Any]  # a manifest's record of one target
 
 # What shows that a platform is there: a device file, and a package that drives it.
 SIGNS = {
@@ -31,7 +30,7 @@ def platforms_here() -> list[str]:
     return [platform for platform in (*there, "cpu") if not chosen or platform in chosen]
 
 
-def choose_target(targets: dict[str, Target], wanted: str | None, here: list[str], hosts: int = 1) -> str:
+def choose_target(targets: Mapping[str, Target], wanted: str | None, here: list[str], hosts: int = 1) -> str:
     """The target to run: ``wanted``, or the only one that fits this machine.
 
     A target fits if its platform is here and it was built for as many hosts. Those of an accelerator that is here go
@@ -48,14 +47,9 @@ def choose_target(targets: dict[str, Target], wanted: str | None, here: list[str
     """
     names = sorted(targets)
     if wanted is not None:
-        text = wanted.replace("@tp", "@").replace("@", "-tp").replace(":", "-")
-        found = [text] if text in targets else [name for name in names if name.rpartition("-tp")[0] == text]
-        if len(found) != 1:
-            what = "none of that name" if not found else f"{len(found)}: {listed(found)}"
-            raise ArtifactError(f"target `{wanted}`: expected one of {listed(names)}, found {what}, in the manifest")
-        return found[0]
+        return named_target(names, wanted)
     for platform in here:
-        fits = [name for name in names if targets[name]["platform"] == platform and targets[name]["processes"] == hosts]
+        fits = [name for name in names if targets[name].platform == platform and targets[name].processes == hosts]
         if len(fits) > 1:
             raise ArtifactError(
                 f"target: expected one that fits this machine ({platform}), found {len(fits)}: {listed(fits)}",
@@ -63,8 +57,8 @@ def choose_target(targets: dict[str, Target], wanted: str | None, here: list[str
             )
         if fits:
             return fits[0]
-    started = {targets[name]["processes"] for name in names if targets[name]["platform"] in here}
-    counts = {name: targets[name]["processes"] for name in names}
+    started = {targets[name].processes for name in names if targets[name].platform in here}
+    counts = {name: targets[name].processes for name in names}
     there = listed([f"{name} ({counts[name]} hosts)" if counts[name] > 1 else name for name in names])
     raise ArtifactError(
         f"target: expected one for {' or '.join(here) or 'a platform of JAX_PLATFORMS'} on {_hosts(hosts)}, "
@@ -75,6 +69,20 @@ def choose_target(targets: dict[str, Target], wanted: str | None, here: list[str
         if hosts == 1
         else "start it on as many hosts as a target was built for",
     )
+
+
+def named_target(names: Iterable[str], wanted: str) -> str:
+    """The one of ``names`` that a user means by ``cpu-tp16``, ``cpu@16`` or ``cpu``.
+
+    Raises:
+        ArtifactError: None, or several.
+    """
+    text, there = wanted.replace("@tp", "@").replace("@", "-tp").replace(":", "-"), sorted(names)
+    found = [text] if text in there else [name for name in there if name.rpartition("-tp")[0] == text]
+    if len(found) != 1:
+        what = "none of that name" if not found else f"{len(found)}: {listed(found)}"
+        raise ArtifactError(f"target `{wanted}`: expected one of {listed(there)}, found {what}, in the manifest")
+    return found[0]
 
 
 def on_all(hosts: int) -> str:
@@ -90,8 +98,8 @@ def check_hosts(name: str, target: Target, here: list[str], hosts: int) -> None:
     Raises:
         ArtifactError: It was; names both.
     """
-    built = target["processes"]
-    if built != hosts and target["platform"] in here:
+    built = target.processes
+    if built != hosts and target.platform in here:
         raise ArtifactError(
             f"target `{name}`: expected the {_hosts(built)} that it was built for, found {_hosts(hosts)}",
             on_all(built),
@@ -112,12 +120,12 @@ def prepare(target: Target) -> None:
     Raises:
         Ling3Error: jax runs already, with too few devices.
     """
-    if target["platform"] == "tpu" and not any(map(_may_be, TPU_DEVICES)):
+    if target.platform == "tpu" and not any(map(_may_be, TPU_DEVICES)):
         # There is none, and the verdict will say so: libtpu would look for one, with a page of its own messages.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    if target["platform"] != "cpu":
+    if target.platform != "cpu":
         return
-    devices = max(target["mesh"]["devices"]) + 1 if target["processes"] == 1 else len(target["hosts"][0])
+    devices = max(target.mesh.devices) + 1 if target.processes == 1 else target.mesh.hosts.count(0)
     try:
         prepare_cpu(devices)
     except Ling3Error:

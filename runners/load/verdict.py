@@ -10,6 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from ling3export.artifacts.schema import Mesh, Requirements, Target
 from ling3export.errors import ArtifactError, listed
 from ling3export.runners.load import environment
 from ling3export.runners.load.targets import NAMES, on_all
@@ -58,41 +59,37 @@ class Verdict:
     hint: str | None = None
 
 
-def judge(target: dict[str, Any], here: Machine, misfit: Callable[[dict[str, Any]], str | None]) -> dict[str, Verdict]:
+def judge(target: Target, here: Machine, misfit: Callable[[Requirements, Mesh], str | None]) -> dict[str, Verdict]:
     """A verdict for every cell of a target.
 
     Args:
-        target: The manifest's record.
+        target: The manifest's.
         here: This machine.
-        misfit: Why the executable of a call record must not be loaded here, or None (``executable_fits``).
+        misfit: Why executables with these requirements, for these devices, must not be loaded here, or None
+            (``executable_fits``).
     """
     impossible, hint = _impossible(target, here)
     verdicts = {}
-    for name, cell in target["cells"].items():
+    unfit = None if impossible else misfit(target.requires, target.mesh)
+    for name, cell in target.cells.items():
         if impossible:
             verdicts[name] = Verdict(name, Status.UNSUPPORTED, impossible, hint)
             continue
-        if "exec" not in cell or "call" not in cell:
-            reason: str | None = f"executable: built for {target['target']}, found none in the artifact"
-        else:
-            reason = misfit(cell["call"])
-        if reason is None:
-            verdicts[name] = Verdict(name, Status.OPTIMAL)
-        else:
-            verdicts[name] = Verdict(name, Status.RECOMPILE if "stablehlo" in cell else Status.UNSUPPORTED, reason)
+        missing = f"executable: built for {target.text}, found none in the artifact" if cell.exec is None else None
+        reason = missing or unfit
+        verdicts[name] = Verdict(name, Status.RECOMPILE, reason) if reason else Verdict(name, Status.OPTIMAL)
     return verdicts
 
 
-def _impossible(target: dict[str, Any], here: Machine) -> tuple[str, str | None]:
+def _impossible(target: Target, here: Machine) -> tuple[str, str | None]:
     """(why not even the portable programs run here, empty if they might; what to do about it, if that is special)."""
-    devices = len(target["mesh"]["devices"])
-    if target["platform"] != here.platform:
-        return f"platform: built for {target['platform']}, found {here.platform}", None
-    if target["processes"] != here.processes:
-        wanted = target["processes"]
+    if target.platform != here.platform:
+        return f"platform: built for {target.platform}, found {here.platform}", None
+    if target.processes != here.processes:
+        wanted = target.processes
         return f"hosts: built for {wanted} (a process on each), found {here.processes}", on_all(wanted)
-    if here.devices < devices:
-        return f"devices: built for {devices}, found {here.devices}", None
+    if here.devices < target.tp:
+        return f"devices: built for {target.tp}, found {here.devices}", None
     return "", None
 
 
@@ -140,9 +137,7 @@ def _told(verdicts: list[Verdict]) -> str:
     return "; ".join(f"{status} {listed(cells)} ({reason})" for reason, cells in reasons.items())
 
 
-def judge_here(
-    target: dict[str, Any], policy: str, name: str, artifact: Path
-) -> tuple[dict[str, Verdict], list[Verdict]]:
+def judge_here(target: Target, policy: str, name: str, artifact: Path) -> tuple[dict[str, Verdict], list[Verdict]]:
     """Verdicts of a target on this machine, and those of them that are to be compiled here under ``policy``.
 
     Starts jax's backend, deserializes nothing.
@@ -163,8 +158,8 @@ def machine_here() -> Machine:
     return Machine(NAMES.get(platform, platform), len(devices), jax.process_count())
 
 
-def executable_fits(record: dict[str, Any]) -> str | None:
-    """Why the executable of ``record`` must not be given to the deserializer here; None if nothing speaks against it.
+def executable_fits(requires: Requirements, mesh: Mesh) -> str | None:
+    """Why an executable for ``mesh`` must not be given to the deserializer here; None if nothing speaks against it.
 
     PJRT itself checks next to nothing: another jaxlib's file can abort the process, another processor's runs until its
     first unknown instruction, another topology's fails obscurely. So these are compared, in this order: platform;
@@ -175,25 +170,24 @@ def executable_fits(record: dict[str, Any]) -> str | None:
     import jax
     import jaxlib
 
-    requires = record["requires"]
     devices = {device.id: device for device in jax.devices()}
     first = next(iter(devices.values()))
-    wanted, plugins = requires.get("plugins", {}), environment.plugins(environment.platform_of(first))
+    wanted, plugins = requires.plugins or {}, environment.plugins(environment.platform_of(first))
     comparisons: list[tuple[str, Any, Any]] = [
-        ("platform", requires["platform"], environment.platform_of(first)),
-        ("jaxlib", requires["jaxlib"], jaxlib.__version__),
+        ("platform", requires.platform, environment.platform_of(first)),
+        ("jaxlib", requires.jaxlib, jaxlib.__version__),
         *((name, wanted.get(name, "none"), plugins.get(name, "none")) for name in sorted({*wanted, *plugins})),
-        ("device kind", requires["device_kind"], first.device_kind),
-        ("machine", requires.get("machine", environment.machine()), environment.machine()),
-        ("processes", requires["processes"], jax.process_count()),
+        ("device kind", requires.device_kind, first.device_kind),
+        ("machine", requires.machine or environment.machine(), environment.machine()),
+        ("processes", mesh.processes, jax.process_count()),
     ]
     for what, expected, found in comparisons:
         if expected != found:
             return f"{what}: built for {expected}, found {found}"
-    missing = sorted(set(requires.get("cpu_features", ())) - set(environment.cpu_features()))
+    missing = sorted(set(requires.cpu_features or ()) - set(environment.cpu_features()))
     if missing:
         return f"processor: built for {listed(missing)}, which this one lacks"
-    absent = [str(number) for number in requires["devices"] if number not in devices]
+    absent = [str(number) for number in mesh.devices if number not in devices]
     if absent:
-        return f"devices: built for {len(requires['devices'])}, found {len(devices)} (without ids {listed(absent)})"
+        return f"devices: built for {len(mesh.devices)}, found {len(devices)} (without ids {listed(absent)})"
     return None

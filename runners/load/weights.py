@@ -1,10 +1,10 @@
 """Weights of one target: mapped, not copied, and checked in threads while other things load."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ling3export.artifacts.schema import Manifest, Target
 from ling3export.artifacts.store import Store
-from ling3export.errors import ArtifactError
 
 if TYPE_CHECKING:
     import jax
@@ -17,44 +17,32 @@ class Weights:
     Args:
         folder: The artifact.
         manifest: Its manifest.
-        target: The manifest's record of the target.
+        target: The one to run.
         host: Which of the target's hosts this process is.
-
-    Raises:
-        ArtifactError: A parameter is not in the store, or has another shape or dtype there.
     """
 
-    def __init__(self, folder: Path, manifest: dict[str, Any], target: dict[str, Any], host: int = 0) -> None:
-        self._store = Store(folder / "weights", manifest["weights"]["index"])
-        self._parameters = target["parameters"]
+    def __init__(self, folder: Path, manifest: Manifest, target: Target, host: int = 0) -> None:
+        self._store = Store(folder, manifest.weights.index)
+        self._parameters = target.parameters
         self._places = places(target, host)
-        self._tp, self._axis = len(target["mesh"]["devices"]), target["mesh"]["axis"]
-        index = manifest["weights"]["index"]
-        for row in self._parameters:
-            found = index.get(row["tensor"])
-            if found is None or found["shape"] != row["shape"]:
-                raise ArtifactError(
-                    f"weight `{row['tensor']}`: expected shape {row['shape']}, "
-                    f"found {'none' if found is None else found['shape']}, in the weight index",
-                    "copy the artifact again, or build it again",
-                )
+        self._tp, self._axis = target.tp, target.mesh.axis
 
     @property
     def tensors(self) -> list[str]:
         """Names of the tensors that the target uses."""
-        return sorted({row["tensor"] for row in self._parameters})
+        return sorted({parameter.tensor for parameter in self._parameters})
 
     @property
     def ranges(self) -> list[tuple[str, int, int | None]]:
         """The slabs that this host's devices hold: tensor, first slab, behind the last one (None for all)."""
         found: dict[tuple[str, int, int | None], None] = {}
-        for row in self._parameters:
-            slabs = row["shape"][0] // self._tp if row["spec"] and row["spec"][0] == self._axis else None
-            if slabs is None:
-                found[row["tensor"], 0, None] = None
+        for parameter in self._parameters:
+            if not parameter.spec or parameter.spec[0] != self._axis:
+                found[parameter.tensor, 0, None] = None
                 continue
+            slabs = parameter.shape[0] // self._tp
             for place in self._places:
-                found[row["tensor"], place * slabs, (place + 1) * slabs] = None
+                found[parameter.tensor, place * slabs, (place + 1) * slabs] = None
         whole = {name for name, _, stop in found if stop is None}
         return [part for part in found if part[2] is None or part[0] not in whole]
 
@@ -63,7 +51,7 @@ class Weights:
         """Bytes of those slabs: all of the weights that this process reads."""
         index = self._store.index
         return sum(
-            index[name]["slab_bytes"] * ((len(index[name]["sha256"]) if stop is None else stop) - start)
+            index[name].slab_bytes * ((len(index[name].sha256) if stop is None else stop) - start)
             for name, start, stop in self.ranges
         )
 
@@ -82,21 +70,14 @@ class Weights:
         from ling3export.runners.load.model_runner import device_array
 
         out = {}
-        for row in self._parameters:
-            view = self._store.view(row["tensor"])
-            if view.dtype.name != row["dtype"]:
-                found = view.dtype.name
-                raise ArtifactError(
-                    f"weight `{row['tensor']}`: expected dtype {row['dtype']}, found {found}, in the weight index"
-                )
-            if "index" in row:  # one layer of a stack; still a view, so that other hosts' slabs are not read
-                view = view[(slice(None),) * row["axis"] + (row["index"],)]
-            out[row["argument"]] = device_array(view, NamedSharding(mesh, PartitionSpec(*row["spec"])))
+        for parameter in self._parameters:
+            view = self._store.view(parameter.tensor)
+            if parameter.axis is not None:  # one layer of a stack; still a view: other hosts' slabs are not read
+                view = view[(slice(None),) * parameter.axis + (parameter.index,)]
+            out[parameter.argument] = device_array(view, NamedSharding(mesh, PartitionSpec(*parameter.spec)))
         return out
 
 
-def places(target: dict[str, Any], host: int) -> list[int]:
+def places(target: Target, host: int) -> list[int]:
     """Places in the target's mesh of the devices of one host."""
-    devices = target["mesh"]["devices"]
-    own = devices if target["processes"] == 1 else target["hosts"][host]
-    return [place for place, device in enumerate(devices) if device in own]
+    return [place for place, number in enumerate(target.mesh.hosts) if number == host]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.manifest import read_checked
+from ling3export.artifacts.schema import FileRecord
 from ling3export.errors import ArtifactError, RequestError
 from ling3export.runners.text import chat
 from ling3export.runners.text.detokenize import TextStream
@@ -89,13 +90,14 @@ class TokenizerFiles:
 
     Args:
         folder: The artifact.
-        manifest: Its manifest.
+        records: Of the files.
+        eos_token_ids: Those of config.json.
     """
 
-    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, records: Sequence[FileRecord], eos_token_ids: Sequence[int] = ()) -> None:
         self._folder = folder
-        self._records = {Path(record["path"]).name: record for record in manifest["tokenizer"]}
-        self._config = manifest["config"]
+        self._records = {Path(record.path).name: record for record in records}
+        self._eos = eos_token_ids
         self._tokenizer: Tokenizer | None = None
         self._template: chat.ChatTemplate | None = None
 
@@ -121,12 +123,12 @@ class TokenizerFiles:
             )
         if self._tokenizer is None:
             record = self._records[FILE]
-            self._tokenizer = Tokenizer(read_checked(self._folder, record), record["path"])
+            self._tokenizer = Tokenizer(read_checked(self._folder, record), record.path)
         return self._tokenizer
 
     def eos_token_ids(self) -> frozenset[int]:
         """Ids that end a text: those of config.json, generation_config.json and tokenizer_config.json together."""
-        ids = {*_ids(self._config.get("eos_token_id")), *_ids(self._json("generation_config.json").get("eos_token_id"))}
+        ids = {*self._eos, *_ids(self._json("generation_config.json").get("eos_token_id"))}
         token = _token(self._json(CONFIG).get("eos_token"))
         if token and self.there:
             named = self.tokenizer("eos_token").id_of(token)

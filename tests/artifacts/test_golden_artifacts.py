@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ling3export.artifacts.manifest import open_manifest
+from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Collective
 from ling3export.runners.engine.engine import Engine
 
@@ -39,7 +39,7 @@ def test_an_old_artifact_gives_the_tokens_of_its_own_version(golden: tuple[Path,
 
 def test_an_old_manifest_of_every_kind_of_target_is_read() -> None:
     """Two hosts and a slice, with estimates: every value passes the types of today, device ids stand once."""
-    manifest = open_manifest(GOLDEN / "format-1-targets")
+    manifest = read_manifest(GOLDEN / "format-1-targets")
     assert list(manifest.targets) == ["cpu-2x1-tp2", "cpu-tp2", "tpu-v6e-2x2-tp4"]
     hosts, here, slice_ = manifest.targets.values()
     assert (hosts.text, hosts.mesh.devices, hosts.mesh.hosts, hosts.processes) == ("cpu:2x1", (0, 2048), (0, 1), 2)

@@ -1,6 +1,5 @@
 """The weight store: its bytes, its digests, and what happens when the disk or the files are bad."""
 
-import copy
 import errno
 import hashlib
 import os
@@ -18,6 +17,8 @@ import pytest
 import safetensors
 
 from ling3export.artifacts import store_writer as writer_module
+from ling3export.artifacts.records import WrongRecordError, from_json, to_json
+from ling3export.artifacts.schema import StoredTensor
 from ling3export.artifacts.store import Store, StoreWriter, TensorSpec
 from ling3export.errors import ArtifactError
 
@@ -36,7 +37,7 @@ TINY_HEADER = (
 )
 
 
-def tiny(folder: Path) -> dict[str, dict]:
+def tiny(folder: Path) -> dict[str, StoredTensor]:
     """A store of three tensors: a slab tensor written from transposed views, an unsplit one, an odd-sized one."""
     with StoreWriter(folder, {FILE: TINY}) as writer:
         for slab in range(2):
@@ -46,7 +47,7 @@ def tiny(folder: Path) -> dict[str, dict]:
         return writer.finish()
 
 
-def random_store(folder: Path) -> tuple[dict[str, dict], dict[str, np.ndarray]]:
+def random_store(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, np.ndarray]]:
     """Two files, aligned and odd tensors, and what each should read as (BF16 as uint16)."""
     random = np.random.default_rng(0)
     files = {
@@ -78,18 +79,9 @@ def test_golden_bytes(tmp_path: Path) -> None:
     )
     digest = [hashlib.sha256(data).hexdigest() for data in (transposed, numbers, odd[:6], odd[6:])]
     assert index == {
-        "b": {
-            "file": FILE, "dtype": "F32", "shape": [2, 4, 8], "slabs": 2, "offset": 4096, "slab_bytes": 128,
-            "sha256": [digest[0], digest[0]],
-        },
-        "n": {
-            "file": FILE, "dtype": "F32", "shape": [4], "slabs": 0, "offset": 4352, "slab_bytes": 16,
-            "sha256": [digest[1]],
-        },
-        "a": {
-            "file": FILE, "dtype": "BF16", "shape": [2, 3], "slabs": 2, "offset": 4368, "slab_bytes": 6,
-            "sha256": [digest[2], digest[3]],
-        },
+        "b": StoredTensor(FILE, "F32", (2, 4, 8), 2, 4096, 128, (digest[0], digest[0])),
+        "n": StoredTensor(FILE, "F32", (4,), 0, 4352, 16, (digest[1],)),
+        "a": StoredTensor(FILE, "BF16", (2, 3), 2, 4368, 6, (digest[2], digest[3])),
     }  # fmt: skip
 
 
@@ -98,10 +90,10 @@ def test_safetensors_reads_it(tmp_path: Path) -> None:
     for file in ("one.safetensors", "two.safetensors"):
         with safetensors.safe_open(tmp_path / file, "numpy") as opened:
             assert opened.metadata() == {"format": "ling3"}
-            assert set(opened.keys()) == {name for name, entry in index.items() if entry["file"] == file}
+            assert set(opened.keys()) == {name for name, entry in index.items() if entry.file == file}
             for name in opened.keys():
                 value = opened.get_tensor(name)
-                assert value.dtype == (BF16 if index[name]["dtype"] == "BF16" else value.dtype)
+                assert value.dtype == (BF16 if index[name].dtype == "BF16" else value.dtype)
                 np.testing.assert_array_equal(value.view(arrays[name].dtype), arrays[name])
 
 
@@ -241,7 +233,7 @@ def test_a_flip_outside_the_slabs_in_use_is_not_looked_at(tmp_path: Path) -> Non
     index, _ = random_store(tmp_path)
     path, entry = tmp_path / "one.safetensors", index["experts"]
     data = bytearray(path.read_bytes())
-    data[entry["offset"] + 2 * entry["slab_bytes"]] ^= 1
+    data[entry.offset + 2 * entry.slab_bytes] ^= 1
     path.write_bytes(data)
     store = Store(tmp_path, index)
     store.check("experts", 0, 2)
@@ -250,7 +242,7 @@ def test_a_flip_outside_the_slabs_in_use_is_not_looked_at(tmp_path: Path) -> Non
         store.check("experts", 2, 3)
     found = hashlib.sha256(store.slabs("experts", 2, 3)).hexdigest()
     assert str(caught.value) == (
-        f"tensor `experts` slab 2: expected sha256 {entry['sha256'][2]}, found {found}, in {path}\n"
+        f"tensor `experts` slab 2: expected sha256 {entry.sha256[2]}, found {found}, in {path}\n"
         "hint: copy the artifact again, or build it again"
     )
 
@@ -278,29 +270,33 @@ def test_layout_is_checked_before_anything_is_mapped(
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("dtype", "F8", "tensor `a`: expected dtype BF16 or F32 or I32, found F8, in the weight index"),
-        ("shape", [2, "3"], "tensor `a`: expected a shape"),
-        ("shape", [2, -3], "tensor `a`: expected no empty axis"),
-        ("slabs", True, "tensor `a`: expected slabs of type int, found True"),
+        ("dtype", "F8", "expected 'BF16' or 'F32' or 'I32', found 'F8', at dtype"),
+        ("shape", [2, "3"], "expected a whole number, found '3', at shape"),
+        ("shape", [2, -3], "expected a whole number, found -3, at shape"),
+        ("shape", [2, 0], "expected a number from 1 to 1,099,511,627,776, found 0, at shape"),
+        ("slabs", True, "expected a whole number, found True, at slabs"),
+        ("slabs", 3, "tensor `a`: expected a leading axis of 3 slabs, found shape"),
         ("slab_bytes", 7, "tensor `a`: expected 2 digests of 6 bytes each, found 2 of 7"),
-        ("sha256", ["00"], "tensor `a`: expected 2 digests of 6 bytes each, found 1 of 6"),
+        ("sha256", ["0" * 64], "tensor `a`: expected 2 digests of 6 bytes each, found 1 of 6"),
+        ("sha256", ["00", "00"], "expected a sha256 in hex, found '00', at sha256"),
         ("offset", 4370, "tensor `a`: expected byte offset 4368, found 4370, in the index of"),
-        ("offset", -8, "tensor `a`: expected byte offset 4096, found -8, in the index of"),
-        ("file", "/etc/passwd", "file path '/etc/passwd': expected a path below"),
-        ("file", "../x", "file path '../x': expected a path below"),
-        ("sha256", None, "tensor `a`: expected sha256 of type list, found None"),
+        ("offset", -8, "expected a whole number, found -8, at offset"),
+        ("file", "/etc/passwd", "expected a path below the artifact's folder.*found '/etc/passwd', at file"),
+        ("file", "../x", "expected a path below the artifact's folder.*found '../x', at file"),
+        ("sha256", None, "expected a list, found None, at sha256"),
     ],
 )
 def test_a_crafted_index_is_refused(tmp_path: Path, field: str, value: Any, message: str) -> None:
-    index = copy.deepcopy(tiny(tmp_path))
-    index["a"][field] = value
-    with pytest.raises(ArtifactError, match=message):
-        Store(tmp_path, index).check_layout()
-    del index["a"][field]
-    with pytest.raises(ArtifactError, match=f"tensor `a`: expected {field} of type .*, found None"):
-        Store(tmp_path, index)
-    with pytest.raises(ArtifactError, match="tensor `a`: expected an object, found 3, in the weight index"):
-        Store(tmp_path, index | {"a": 3})  # type: ignore[dict-item]
+    """By its type where it is read, or where it contradicts the files."""
+    index = tiny(tmp_path)
+    raw = to_json(index["a"]) | {field: value}
+    with pytest.raises((ArtifactError, WrongRecordError), match=message):
+        Store(tmp_path, index | {"a": from_json(StoredTensor, raw)}).check_layout()
+    del raw[field]
+    with pytest.raises(WrongRecordError, match=f"expected the field {field}, found none"):
+        from_json(StoredTensor, raw)
+    with pytest.raises(WrongRecordError, match="expected an object, found 3"):
+        from_json(StoredTensor, 3)
 
 
 def test_asking_for_what_is_not_there(tmp_path: Path) -> None:

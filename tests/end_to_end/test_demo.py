@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from artifacts_fixture import run
 from demo_steps import pairs
 from direct import assemble, relative
-from ling3export.artifacts.manifest import canonical
+from ling3export.artifacts.records import canonical
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.compile.build import DEMO
 from ling3export.model.parameters import expected_tensors

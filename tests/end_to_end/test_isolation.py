@@ -165,7 +165,7 @@ def other_python() -> Path:
 
 def test_another_jax(other_python: Path, artifact: Artifacts, tmp_path: Path):
     """Refused without compiling; compiled once where that is allowed, and kept; the tokens stay the same."""
-    vocabulary = artifact.manifest("micro-tp4")["config"]["vocab_size"]
+    vocabulary = artifact.manifest("micro-tp4").vocab_size
     prompts = prompts_of("micro-tp4", vocabulary)
     here = generate(HERE, artifact("micro-tp4"), prompts, tmp_path / "here")
     moved = shutil.copytree(artifact("micro-tp4"), tmp_path / "moved.ling3")

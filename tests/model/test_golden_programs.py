@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,6 +24,7 @@ from golden_programs import (
     table,
     toolchain,
 )
+from ling3export.artifacts.schema import Collective, Memory
 
 BUDGET = {
     "decode@16": {
@@ -90,15 +92,14 @@ def test_the_difference_is_printed_as_a_table():
 
 
 def test_quantities_are_taken_from_a_cell_s_record():
-    record = {
-        "collectives": {"all-gather": {"count": 6, "bytes": 1966080}},
-        "memory": {"arguments": 100, "outputs": 30, "temporaries": 20, "code": 7, "alias": 25},
-        "estimate": {
-            "seconds": 2.1352270e-3, "instructions": {"fusion": 1262, "copy": 385}, "copies": {"copy.1": 2_000_000},
-            "custom_calls": {"tpu_custom_call": {"count": 18, "bytes": 1}},
-        },
-    }  # fmt: skip
-    assert quantities(record) == {
+    estimate = SimpleNamespace(
+        seconds=2.1352270e-3, instructions={"fusion": 1262, "copy": 385}, copies={"copy.1": 2_000_000},
+        custom_calls={"tpu_custom_call": Collective(18, 1)},
+    )  # fmt: skip
+    collectives = {"all-gather": Collective(6, 1966080)}
+    memory = Memory(arguments=100, outputs=30, temporaries=20, alias=25, code=7)
+    cell = SimpleNamespace(collectives=collectives, memory=memory, estimate=estimate)
+    assert quantities(cell) == {
         "collectives: all-gather": 6, "custom calls: tpu_custom_call": 18, "fusions": 1262, "copies over 1 MB": 1,
         "peak memory, bytes": 132, "estimated, ms": 2.135,
     }  # fmt: skip

@@ -27,6 +27,7 @@ from typing import Any
 import pytest
 
 from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.schema import Manifest
 from ling3export.checkpoint.synth import synthesize
 from ling3export.runners.load import environment
 from probe import ROOT, Probe
@@ -214,7 +215,7 @@ class Artifacts:
         source = digest_of(files_below(checkpoint))
         return self.kept(name, [sources_of(BUILDING), source, options, versions()], build)
 
-    def manifest(self, name: str) -> dict[str, Any]:
+    def manifest(self, name: str) -> Manifest:
         return read_manifest(self(name))
 
     def probe(self, name: str) -> Probe:

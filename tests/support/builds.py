@@ -8,10 +8,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ling3export.artifacts.schema import Program, Target
+from ling3export.cache.cells import Built
 from ling3export.compile.pool import Outcome
 
 ROOT = Path(__file__).parents[2]
@@ -113,21 +116,22 @@ def kill_one(artifact: Path, module: str) -> None:
     os.kill(marked(artifact, module)[0], signal.SIGKILL)
 
 
-def copying(programs: Path, cells: dict):
+def copying(programs: Path, target: Target):
     """In place of ``Compilers.run``: gives the programs that were compiled for another artifact."""
 
     def run(self, wanted, done):
-        records = {}
+        built = {}
         for cell in wanted:
             if cell.name in self._taken:
-                records[cell.name] = self._taken[cell.name]
-                done(cell, records[cell.name])
+                built[cell.name] = self._taken[cell.name]
+                done(cell, built[cell.name])
                 continue
             for tier in ("stablehlo", "exec"):
                 shutil.copy(programs / f"{cell.name}.{tier}", self._job.folder)
-            skipped = ("status", "stablehlo", "exec")
-            records[cell.name] = {key: value for key, value in cells[cell.name].items() if key not in skipped}
-            done(cell, records[cell.name])
-        return Outcome(self.plan, records, {})
+            there = target.cells[cell.name]
+            program = Program(**{field.name: getattr(there, field.name) for field in fields(Program)})
+            built[cell.name] = Built(program, target.requires, target.mesh)
+            done(cell, built[cell.name])
+        return Outcome(self.plan, built, {})
 
     return run

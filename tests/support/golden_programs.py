@@ -14,11 +14,10 @@ import tempfile
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
+from ling3export.artifacts.schema import Program
 from ling3export.checkpoint.synth import config_fields
 from ling3export.compile.pool import Compilers
-from ling3export.cost.estimates import peak_bytes
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Cell, make_plan
@@ -44,27 +43,28 @@ def toolchain() -> str:
     return ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "libtpu"))
 
 
-def compile_cells(cells: tuple[Cell, ...] = CELLS, jobs: int | None = None) -> dict[str, dict[str, Any]]:
+def compile_cells(cells: tuple[Cell, ...] = CELLS, jobs: int | None = None) -> dict[str, Program]:
     """Records of the cells by name, compiled as a build does it: in worker processes, for the whole slice."""
     fields = config_fields("full", {})
     plan = make_plan(Config.from_dict(fields), Options(decode_paddings=(16, 64)), TARGET)
     with tempfile.TemporaryDirectory() as folder:
         outcome = Compilers(plan, fields, (), Path(folder), jobs).run(cells, lambda cell, record: None)
     assert not outcome.failures, outcome.failures
-    return {cell.name: outcome.records[cell.name] for cell in cells}
+    return {cell.name: outcome.built[cell.name].program for cell in cells}
 
 
-def quantities(record: Mapping[str, Any]) -> Quantities:
+def quantities(program: Program) -> Quantities:
     """What is held to a budget: counts, bytes on a chip, and estimated milliseconds."""
-    found = record["estimate"]
-    counts = {f"collectives: {kind}": row["count"] for kind, row in record["collectives"].items()}
-    counts |= {f"custom calls: {name}": row["count"] for name, row in found["custom_calls"].items()}
+    found = program.estimate
+    assert found is not None
+    counts = {f"collectives: {kind}": row.count for kind, row in program.collectives.items()}
+    counts |= {f"custom calls: {name}": row.count for name, row in found.custom_calls.items()}
     return {
         **counts,
-        "fusions": found["instructions"].get("fusion", 0),
-        "copies over 1 MB": len(found["copies"]),
-        "peak memory, bytes": peak_bytes(record["memory"]),
-        "estimated, ms": float(f"{1e3 * found['seconds']:.4g}"),
+        "fusions": found.instructions.get("fusion", 0),
+        "copies over 1 MB": len(found.copies),
+        "peak memory, bytes": program.memory.peak,
+        "estimated, ms": float(f"{1e3 * found.seconds:.4g}"),
     }
 
 

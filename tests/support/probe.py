@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
+from ling3export.artifacts.schema import Manifest
 from ling3export.runners.engine.inputs import DecodeRow, Span, decode_fields, prefill_fields
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,15 +45,15 @@ class Probe:
 
     Attributes:
         manifest: The artifact's.
-        target: Its only target's record.
+        target: Its only target.
         compiled: What jax has compiled in the process so far.
     """
 
-    def __init__(self, artifact: Path, manifest: dict[str, Any]) -> None:
+    def __init__(self, artifact: Path, manifest: Manifest) -> None:
         self.manifest = manifest
-        (self.target,) = manifest["targets"].values()
-        self.state = self.target["state"]
-        self.chunk: int = self.state["chunk"]
+        (self.target,) = manifest.targets.values()
+        self.state = self.target.state
+        self.chunk: int = self.state.chunk
         self.compiled = 0
         command = [sys.executable, str(Path(__file__).resolve()), str(artifact)]
         self._process = subprocess.Popen(
@@ -85,16 +86,16 @@ class Probe:
 
     def table(self, slot: int) -> np.ndarray:
         """As many pages as a sequence can have, in an order that is not the natural one."""
-        count = self.state["max_pages"]
-        assert slot * count <= self.state["pages"]
+        count = self.state.max_pages
+        assert slot * count <= self.state.pages
         return np.arange((slot - 1) * count, slot * count, dtype=np.int32)[::-1] + 1
 
     def prefill(self, padding: int, parts: Sequence[Part]) -> Rows:
         """One call; the logits at the end of every chunk."""
         spans = [Span(slot, position, ids, self.table(slot)) for slot, position, ids in parts]
-        fields = prefill_fields(padding, spans, self.chunk, self.state["max_pages"])
+        fields = prefill_fields(padding, spans, self.chunk, self.state.max_pages)
         inside = np.arange(self.chunk) < fields["chunk_len"][:, None]
-        fields["tokens"] = np.where(inside.reshape(-1), fields["tokens"], self.manifest["config"]["vocab_size"] - 1)
+        fields["tokens"] = np.where(inside.reshape(-1), fields["tokens"], self.manifest.vocab_size - 1)
         ends = [
             (slot, position + min(cut + self.chunk, len(ids)) - 1)
             for slot, position, ids in parts for cut in range(0, len(ids), self.chunk)
@@ -104,7 +105,7 @@ class Probe:
     def decode(self, padding: int, rows: Sequence[tuple[int, int, int]]) -> np.ndarray:
         """One step of (slot, position, token) each: logits [len(rows), V]."""
         wanted = {row: DecodeRow(slot, at, self.table(slot), token) for row, (slot, at, token) in enumerate(rows)}
-        return self.step("decode", padding, **decode_fields(padding, wanted, self.state["max_pages"]))[: len(rows)]
+        return self.step("decode", padding, **decode_fields(padding, wanted, self.state.max_pages))[: len(rows)]
 
     def prompt(
         self, padding: int, ids: Sequence[int], *, slot: int = 1, cuts: Sequence[int] = ()

@@ -18,7 +18,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.manifest import read_manifest, sha256_of
+from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.records import sha256_of
+from ling3export.artifacts.schema import Manifest, Target
 from ling3export.cache.cells import counts
 from ling3export.cache.keys import cell_fields
 from ling3export.checkpoint.reader import Checkpoint
@@ -49,7 +51,7 @@ def fingerprint() -> str:
     return sha256_of([cell_fields(config, plan, cell) for cell in plan.cells])[:16]
 
 
-def build(artifact: Path) -> dict[str, Any]:
+def build(artifact: Path) -> Manifest:
     """The manifest of the demo, built through the cache."""
     command = [sys.executable, "-m", "ling3export.cli", "build", DEMO, artifact, "--force", "--explain", *COMMAND]
     subprocess.run([*command, "--cache-dir", folder() / "cache"], check=True)
@@ -63,14 +65,11 @@ def batches(prefill: list[int], decode: list[int]) -> list[list[list[int]]]:
     return [[(PROMPT * length)[:length]] for length in lengths] + [[PROMPT] * count for count in together]
 
 
-def generate(artifact: Path, target: dict[str, Any]) -> dict[str, Any]:
+def generate(artifact: Path, target: Target) -> dict[str, Any]:
     """Generates from every cell, prebuilt; what was generated, and the runner's counters."""
     from ling3export.runners.engine.engine import Engine
 
-    cells = [(cell["phase"], cell["padding"]) for cell in target["cells"].values()]
-    prefill, decode = (
-        sorted(padding for phase, padding in cells if phase == wanted) for wanted in ("prefill", "decode")
-    )
+    prefill, decode = (list(target.paddings(phase)) for phase in ("prefill", "decode"))
     with Engine(artifact, programs="prebuilt-only") as engine:
         done = [
             [each.token_ids for each in engine.generate(prompts, max_tokens=TOKENS, ignore_eos=True)]
@@ -79,9 +78,9 @@ def generate(artifact: Path, target: dict[str, Any]) -> dict[str, Any]:
         return {"tokens": done, "stats": engine.stats()}
 
 
-def check(built: dict[str, int], ran: dict[str, Any], target: dict[str, Any], before: Any) -> None:
+def check(built: dict[str, int], ran: dict[str, Any], target: Target, before: Any) -> None:
     """Raises Failed unless all is as it must be."""
-    expected = {name for name, cell in target["cells"].items() if cell["phase"] != "sample"}
+    expected = {name for name, cell in target.cells.items() if cell.phase != "sample"}
     called = {name for name, cell in ran["stats"]["cells"].items() if cell["calls"]}
     if missing := sorted(expected - called):
         raise Failed(f"cells: expected calls of every one, found none of {', '.join(missing)}")
@@ -112,8 +111,8 @@ def main(arguments: list[str]) -> None:
     if arguments == ["--warm"] and before is None:
         raise Failed(f"--warm: expected an earlier run of fingerprint {name}, found none, in {folder()}")
     manifest = build(place / "demo.ling3")
-    (target,) = manifest["targets"].values()
-    built = counts(manifest["targets"])
+    (target,) = manifest.targets.values()
+    built = counts(target.cells.values())
     ran = generate(place / "demo.ling3", target)
     check(built, ran, target, before)
     if before is None:

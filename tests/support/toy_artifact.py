@@ -4,6 +4,7 @@ The toy sums the tokens of a sequence in its state; the logits are row ``sum % 3
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from safetensors.numpy import save_file
 
 from artifacts_fixture import Artifacts, digest_of, kept_folder, sources_of, versions
-from ling3export.artifacts.manifest import file_record, sha256_of, write_manifest
+from ling3export.artifacts import schema
+from ling3export.artifacts.manifest import file_record, write_manifest
+from ling3export.artifacts.schema import Manifest
 from ling3export.artifacts.store import StoreWriter, TensorSpec
 from ling3export.checkpoint.synth_tokenizer import write_tokenizer
 from ling3export.compile import lower
@@ -91,33 +95,50 @@ def build_step(config: Any, geometry: Geometry, phase: str, padding: int, mesh: 
     return steps.Step(steps._sharded(body, mesh, specs, out_specs), values, specs, out_specs, fields)
 
 
-def build_toy(folder: Path, *, seed: int = 0, tokenizer: bool = True) -> dict[str, Any]:
+def build_toy(folder: Path, *, seed: int = 0, tokenizer: bool = True) -> Manifest:
     """Writes the artifact into ``folder``, which must not exist; returns its manifest."""
-    programs, target = folder / "programs" / TARGET, lower.device_mesh(TP)
+    programs, mesh = folder / "programs" / TARGET, lower.device_mesh(TP)
     programs.mkdir(parents=True)
-    cells = {}
+    cells, needs = {}, None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lower, "build_step", build_step)
         for name, (phase, padding) in CELLS.items():
             lowered = lower.lower_cell(SimpleNamespace(vocab_size=VOCAB), GEOMETRY, phase, padding, "cpu")
-            raw, record = lower.compile_cell(lowered, target)
+            raw, compiled = lower.compile_cell(lowered, mesh)
+            needs = compiled.executable
             (programs / f"{name}.stablehlo").write_bytes(lowered.blob)
             (programs / f"{name}.exec").write_bytes(raw)
-            files = {tier: file_record(folder, f"programs/{TARGET}/{name}.{tier}") for tier in ("stablehlo", "exec")}
-            cells[name] = {"status": "compiled", **files, **lowered.record, **record}
-    (folder / "weights").mkdir()
-    with StoreWriter(
-        folder / "weights", {"toy.safetensors": [TensorSpec("toy.table", (TP, VOCAB, VOCAB // TP), "F32", TP)]}
-    ) as writer:
+            stablehlo, executable = (
+                file_record(folder, f"programs/{TARGET}/{name}.{tier}") for tier in ("stablehlo", "exec")
+            )
+            program = vars(lowered.program(compiled))
+            cells[name] = schema.Cell(**program, status="compiled", stablehlo=stablehlo, exec=executable)
+    file, shape = "weights/toy.safetensors", (TP, VOCAB, VOCAB // TP)
+    with StoreWriter(folder, {file: [TensorSpec("toy.table", shape, "F32", TP)]}) as writer:
         for slab, part in enumerate(np.split(table(seed), TP, axis=1)):
             writer.write("toy.table", part, slab=slab)
-        index = writer.finish()
-    records = []
+        weights = schema.Weights({file: 0}, writer.finish())
+    weights.files[file] = (folder / file).stat().st_size
+    (folder / "vectors").mkdir()
+    save_file({"logits.0": answer([1, 2], 1, seed)[1]}, folder / "vectors" / "expected.safetensors")
+    vectors = schema.Vectors(
+        "the table", 0, schema.Margins(), (schema.Sequence((1, 2), 2, (1,), "logits.0"),),
+        file_record(folder, "vectors/expected.safetensors"),
+    )  # fmt: skip
+    records: tuple[schema.FileRecord, ...] = ()
     if tokenizer:
         (folder / "tokenizer").mkdir()
         write_tokenizer(folder / "tokenizer", EOS)
-        records = [file_record(folder, f"tokenizer/{name}") for name in ("tokenizer.json", "tokenizer_config.json")]
-    return write_manifest(folder, _body(cells, index, records))
+        names = ("tokenizer.json", "tokenizer_config.json")
+        records = tuple(file_record(folder, f"tokenizer/{name}") for name in names)
+    assert needs is not None
+    manifest = Manifest(
+        producer={"ling3export": "0"}, source=schema.Source("toy", {}),
+        config={"vocab_size": VOCAB, "eos_token_id": (EOS,)},
+        plan=schema.Plan((16,), (2, 4), SLOTS, PAGE, CONTEXT, "float32", 0.6, 1 << 30),
+        targets={TARGET: _target(cells, needs)}, weights=weights, vectors=vectors, tokenizer=records, notes=(),
+    )  # fmt: skip
+    return write_manifest(folder, manifest)
 
 
 def shared() -> Path:
@@ -126,22 +147,11 @@ def shared() -> Path:
     return Artifacts(kept_folder()).kept("toy.ling3", made_of, build_toy)
 
 
-def _body(cells: dict[str, Any], index: dict[str, Any], tokenizer: list[dict[str, Any]]) -> dict[str, Any]:
-    arrays = [{"name": name, "shape": [SLOTS + 1], "dtype": "int32", "axes": ["slots"], "spec": []}
-              for name in ("last_token", "seen")]  # fmt: skip
-    target = {
-        "target": "cpu", "platform": "cpu", "tp": TP, "processes": 1,
-        "mesh": {"axis": "tp", "devices": list(range(TP))},
-        "requires": cells["prefill@16"]["call"]["requires"],
-        "parameters": [{"argument": "toy.table", "tensor": "toy.table", "shape": [TP, VOCAB, VOCAB // TP],
-                        "dtype": "float32", "spec": ["tp"]}],
-        "state": {"placement": "replicated", "slots": SLOTS, "pages": PAGES, "page_size": PAGE,
-                  "max_pages": CONTEXT // PAGE, "chunk": CHUNK, "arrays": arrays},
-        "cells": cells,
-    }  # fmt: skip
-    return {
-        "producer": {}, "source": {}, "config": {"vocab_size": VOCAB, "eos_token_id": [EOS]},
-        "plan": {"context": CONTEXT, "dtype": "float32"}, "targets": {TARGET: target},
-        "weights": {"files": {}, "index": index, "digest": sha256_of(index), "bytes": 0},
-        "vectors": {}, "tokenizer": tokenizer, "notes": [],
-    }  # fmt: skip
+def _target(cells: dict[str, schema.Cell], needs: schema.Executable) -> schema.Target:
+    arrays = tuple(schema.StateArray(name, (SLOTS + 1,), "int32", (), ("slots",)) for name in ("last_token", "seen"))
+    return schema.Target(
+        platform="cpu", mesh=needs.mesh, requires=needs.requires, toolchain={}, fingerprint="0" * 64,
+        state_abi="0" * 64, geometry=asdict(GEOMETRY),
+        parameters=(schema.Parameter("toy.table", "toy.table", (TP, VOCAB, VOCAB // TP), "float32", ("tp",)),),
+        state=schema.State("replicated", SLOTS, PAGES, PAGE, CONTEXT // PAGE, CHUNK, arrays), cells=cells,
+    )  # fmt: skip

@@ -22,6 +22,8 @@ import numpy as np  # noqa: E402
 from jax import export, lax  # noqa: E402
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
+from ling3export.artifacts.records import from_json, to_json  # noqa: E402
+from ling3export.artifacts.schema import Executable  # noqa: E402
 from ling3export.runners.load import pjrt  # noqa: E402
 from ling3export.runners.load.model_runner import device_array, fresh_zeros  # noqa: E402
 
@@ -73,17 +75,17 @@ def shapes(mesh: Mesh) -> Any:
     )
 
 
-def leaves(mesh: Mesh, record: dict[str, Any]) -> list[jax.Array]:
+def leaves(mesh: Mesh, record: Executable) -> list[jax.Array]:
     """Inputs by the record alone: weights from memory, state fresh."""
     values = []
-    for row in record["inputs"]:
-        sharding = NamedSharding(mesh, P(*row["spec"]))
-        if row["donated"]:
-            values.append(fresh_zeros(row["shape"], row["dtype"], sharding))
+    for row in record.call.inputs:
+        sharding = NamedSharding(mesh, P(*row.spec))
+        if row.donated:
+            values.append(fresh_zeros(row.shape, row.dtype, sharding))
         else:
-            count = np.arange(np.prod(row["shape"]))
-            value = count if row["dtype"] == "int32" else np.sin(count) / 8
-            values.append(device_array(value.reshape(row["shape"]).astype(jnp.dtype(row["dtype"])), sharding))
+            count = np.arange(np.prod(row.shape))
+            value = count if row.dtype == "int32" else np.sin(count) / 8
+            values.append(device_array(value.reshape(row.shape).astype(jnp.dtype(row.dtype)), sharding))
     return values
 
 
@@ -91,10 +93,10 @@ def pointers(array: jax.Array) -> list[int]:
     return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
 
 
-def run(call: Any, mesh: Mesh, record: dict[str, Any]) -> dict[str, Any]:
+def run(call: Any, mesh: Mesh, record: Executable) -> dict[str, Any]:
     """Two steps with the same state, and what became of its memory."""
     values = leaves(mesh, record)
-    donated = [index for index, row in enumerate(record["inputs"]) if row["donated"]]
+    donated = [index for index, row in enumerate(record.call.inputs) if row.donated]
     before, first = [values[i] for i in donated], [pointers(values[i]) for i in donated]
     outputs = call(*values)
     for index, output in zip(donated, outputs[: len(donated)], strict=True):
@@ -118,15 +120,15 @@ def save(folder: Path, mesh: Mesh) -> dict[str, Any]:
         record, raw = pjrt.call_record(compiled), pjrt.executable_bytes(compiled)
         counted = {"compiles": compiles.count, "hits": compiles.cache_hits}
     (folder / "toy.exec").write_bytes(raw)
-    (folder / "toy.json").write_text(json.dumps(record))
+    (folder / "toy.json").write_text(json.dumps(to_json(record)))
     tree = jax.tree.structure(shapes(mesh))
     return run(lambda *flat: jax.tree.leaves(compiled(*jax.tree.unflatten(tree, flat))), mesh, record) | counted
 
 
 def load(folder: Path) -> dict[str, Any]:
-    record = json.loads((folder / "toy.json").read_text())
+    record = from_json(Executable, json.loads((folder / "toy.json").read_text()))
     compiles = pjrt.CompileCounter()
-    mesh = pjrt.recorded_mesh(record)
+    mesh = pjrt.recorded_mesh(record.mesh)
     started = time.perf_counter()
     call = pjrt.load_executable((folder / "toy.exec").read_bytes(), record, mesh)
     seconds = time.perf_counter() - started

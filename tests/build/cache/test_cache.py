@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from builds import environment
-from ling3export.artifacts.manifest import sha256_of
+from ling3export.artifacts.records import sha256_of
 from ling3export.cache.store import Cache, entries
 from ling3export.cache.use import CacheUse, default_folder
 

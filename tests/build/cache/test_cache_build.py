@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.schema import Manifest
 from ling3export.cache.cells import counts
 from tiny import tiny_fields, tiny_weights, write_tiny
 
@@ -62,26 +62,26 @@ class Tree:
             finally:
                 process.kill()
 
-    def build(self, checkpoint: Path, artifact: Path, *options: object) -> tuple[dict[str, Any], str]:
+    def build(self, checkpoint: Path, artifact: Path, *options: object) -> tuple[Manifest, str]:
         """The manifest, and what was printed on stderr."""
         with self.building(checkpoint, artifact, *options) as process:
             return finished(process, artifact)
 
 
-def finished(process: subprocess.Popen[str], artifact: Path) -> tuple[dict[str, Any], str]:
+def finished(process: subprocess.Popen[str], artifact: Path) -> tuple[Manifest, str]:
     out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (0, ""), err
     return read_manifest(artifact), err
 
 
-def origins(manifest: dict[str, Any]) -> dict[str, str]:
-    return {name: cell["origin"]["from"] for name, cell in manifest["targets"][TARGET]["cells"].items()}
+def origins(manifest: Manifest) -> dict[str, str]:
+    return {name: cell.origin.source for name, cell in manifest.targets[TARGET].cells.items()}
 
 
-def keys(manifest: dict[str, Any]) -> dict[str, tuple[str, str]]:
+def keys(manifest: Manifest) -> dict[str, tuple[str, str]]:
     """Of both levels, by cell."""
-    cells = manifest["targets"][TARGET]["cells"]
-    return {name: (cell["origin"]["key"], cell["origin"]["program"]) for name, cell in cells.items()}
+    cells = manifest.targets[TARGET].cells
+    return {name: (cell.origin.key, cell.origin.program) for name, cell in cells.items()}
 
 
 def files(artifact: Path, suffix: str) -> dict[str, bytes]:
@@ -118,7 +118,7 @@ def built(tmp_path_factory, checkpoint) -> Built:
 def test_two_trees_and_users_get_the_same_programs_and_keys(built):
     assert origins(built.first) == origins(built.second) == dict.fromkeys(CELLS, "compiler")
     assert keys(built.first) == keys(built.second)
-    assert built.first["targets"][TARGET]["fingerprint"] == built.second["targets"][TARGET]["fingerprint"]
+    assert built.first.targets[TARGET].fingerprint == built.second.targets[TARGET].fingerprint
     programs = [files(artifact, "stablehlo") for artifact in built.artifacts]
     assert sorted(programs[0]) == sorted(f"{name}.stablehlo" for name in CELLS)
     assert programs[0] == programs[1]
@@ -135,7 +135,7 @@ def test_no_path_or_user_is_in_what_is_kept(built):
 
 
 def test_the_summary_counts_what_was_compiled(built):
-    found = counts(built.first["targets"])
+    found = counts(built.first.targets[TARGET].cells.values())
     assert found == {**found, "cells": 3, "compiled": 3, "from_program_cache": 0, "from_cache": 0, "compiles": 3}
     assert found["traces"] > 0
     line = f"cells: 3 compiled, 0 from the cache (on, {built.cache}); jax traced {found['traces']} functions and "
@@ -147,7 +147,7 @@ def test_a_rebuild_from_another_tree_traces_and_compiles_nothing_and_holds_the_o
     before = sorted(built.cache.rglob("*"))
     manifest, said = built.two.build(checkpoint, artifact, "--cache-dir", built.cache, "--explain")
     assert origins(manifest) == dict.fromkeys(CELLS, "cache")
-    assert counts(manifest["targets"]) == {
+    assert counts(manifest.targets[TARGET].cells.values()) == {
         "cells": 3, "compiled": 0, "from_program_cache": 0, "from_cache": 3, "traces": 0, "compiles": 0,
     }  # fmt: skip
     assert keys(manifest) == keys(built.first)
@@ -171,7 +171,7 @@ def test_sources_that_lower_to_the_same_program_compile_nothing_and_readonly_cha
     artifact = tmp_path / "x.ling3"
     manifest, said = tree.build(checkpoint, artifact, "--cache-dir", built.cache, "--cache", "readonly", "--explain")
     assert origins(manifest) == dict.fromkeys(CELLS, "program cache")
-    found = counts(manifest["targets"])
+    found = counts(manifest.targets[TARGET].cells.values())
     assert (found["from_program_cache"], found["compiles"]) == (3, 0)
     assert found["traces"] > 0
     for cell in CELLS:
@@ -189,7 +189,7 @@ def files_below(folder: Path) -> list[Path]:
 
 def break_exec(cache: Path, artifact: Path, cell: str) -> None:
     """Flips a byte of a cell's executable in the cache."""
-    digest = read_manifest(artifact)["targets"][TARGET]["cells"][cell]["exec"]["sha256"]
+    digest = read_manifest(artifact).targets[TARGET].cells[cell].exec.sha256
     blob = cache / "blobs" / digest
     raw = bytearray(blob.read_bytes())
     raw[len(raw) // 2] ^= 1
@@ -203,7 +203,7 @@ def test_a_broken_executable_is_named_and_made_again(built, checkpoint, tmp_path
     artifact = tmp_path / "x.ling3"
     manifest, said = built.one.build(checkpoint, artifact, "--cache-dir", cache, "--explain")
     assert origins(manifest) == {"decode@1": "cache", "prefill@16": "cache", "sample@1": "compiler"}
-    assert counts(manifest["targets"])["compiles"] == 1
+    assert counts(manifest.targets[TARGET].cells.values())["compiles"] == 1
     key, made = (digest[:12] for digest in keys(manifest)["sample@1"])
     assert f"cache entry cells/{key}: expected a whole one, found " in said
     assert f"cache entry programs/{made}: expected a whole one, found " in said

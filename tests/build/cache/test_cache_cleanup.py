@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from builds import environment
-from ling3export.artifacts.manifest import sha256_of
+from ling3export.artifacts.records import sha256_of
 from ling3export.cache.cleanup import Cleaned, clean_up, status, total_bytes
 from ling3export.cache.cleanup import found_entries as found
 from ling3export.cache.explain import Looked, lookup

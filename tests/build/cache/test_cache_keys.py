@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ling3export.artifacts.manifest import sha256_of
+from ling3export.artifacts.records import sha256_of
 from ling3export.cache import keys
 from ling3export.cache.cells import Cells, Program, compiled_program, counts, opened, summary
 from ling3export.cache.keys import cell_fields, program_fields

@@ -37,8 +37,8 @@ def whole(artifact, tmp_path) -> Path:
 @pytest.fixture
 def compiled(artifact, monkeypatch) -> None:
     """Programs for cpu@2 without compiling."""
-    cells = artifact.manifest("micro-tp2")["targets"]["cpu-tp2"]["cells"]
-    monkeypatch.setattr(compiling.Compilers, "run", copying(artifact("micro-tp2") / "programs" / "cpu-tp2", cells))
+    target = artifact.manifest("micro-tp2").targets["cpu-tp2"]
+    monkeypatch.setattr(compiling.Compilers, "run", copying(artifact("micro-tp2") / "programs" / "cpu-tp2", target))
 
 
 def add(artifact: Path, *options: object) -> str:
@@ -58,12 +58,12 @@ def test_a_target_is_added_without_the_checkpoint_and_generates(whole, compiled)
     assert f"added cpu-tp2 to {whole} in " in said
     assert "cpu-tp1 prefill" not in said
     manifest = read_manifest(whole)
-    assert manifest["plan"]["targets"] == list(manifest["targets"]) == ["cpu-tp1", "cpu-tp2"]
-    assert manifest["targets"]["cpu-tp1"] == before["targets"]["cpu-tp1"]
-    assert manifest["weights"] == before["weights"]
-    assert sorted(manifest["targets"]["cpu-tp2"]["cells"]) == sorted(CELLS)
-    assert manifest["vectors"]["receipts"]["cpu-tp2"]["passed"] is True
-    assert manifest["vectors"]["receipts"]["cpu-tp1"] == before["vectors"]["receipts"]["cpu-tp1"]
+    assert list(manifest.targets) == ["cpu-tp1", "cpu-tp2"]
+    assert manifest.targets["cpu-tp1"] == before.targets["cpu-tp1"]
+    assert manifest.weights == before.weights
+    assert sorted(manifest.targets["cpu-tp2"].cells) == sorted(CELLS)
+    assert manifest.vectors.receipts["cpu-tp2"].passed
+    assert manifest.vectors.receipts["cpu-tp1"] == before.vectors.receipts["cpu-tp1"]
     assert check_digests(whole, manifest)[0] == check_digests(whole, before)[0] + 2 * len(CELLS)
     assert names(whole.parent) == ["x.ling3"]
     lines = []
@@ -89,7 +89,7 @@ def test_a_target_that_is_there_is_replaced_with_force_alone(whole, compiled, ar
     add(whole, "--target", "cpu@2", "--force", artifact.checkpoint("micro-tp1"))
     after = read_manifest(whole)
     assert names(whole / "programs") == ["cpu-tp1", "cpu-tp2.2"]
-    assert after["targets"]["cpu-tp2"]["cells"]["decode@8"]["exec"]["path"] == "programs/cpu-tp2.2/decode@8.exec"
+    assert after.targets["cpu-tp2"].cells["decode@8"].exec.path == "programs/cpu-tp2.2/decode@8.exec"
     check_digests(whole, after)
     add(whole, "--target", "cpu@2", "--force")
     assert names(whole / "programs") == ["cpu-tp1", "cpu-tp2"]
@@ -136,7 +136,7 @@ from ling3export.cli import main as cli
 from ling3export.compile import pool as compiling
 from ling3export.compile import build, into
 from ling3export.artifacts.manifest import read_manifest
-compiling.Compilers.run = copying(Path({programs!r}), read_manifest({other!r})["targets"]["cpu-tp2"]["cells"])
+compiling.Compilers.run = copying(Path({programs!r}), read_manifest({other!r}).targets["cpu-tp2"])
 at, die = {at!r}, lambda *a, **k: os._exit(9)
 if at == "moved":
     build.receipts = die
@@ -166,7 +166,7 @@ def test_killed_at_any_moment_the_artifact_is_whole_and_the_next_addition_cleans
     found = read_manifest(whole)
     assert (found == before) is (at != "manifest")
     check_digests(whole, found)
-    assert len(names(whole / "programs")) == len(found["targets"]) + 1  # one too many, which nobody reads
+    assert len(names(whole / "programs")) == len(found.targets) + 1  # one too many, which nobody reads
     arguments = ["generate", str(whole), "--target", "cpu@1", "--prompt-ids", "5,6", "--max-tokens", "1"]
     assert CliRunner().invoke(runner_cli.main, arguments).exit_code == 0
     add(whole, "--target", "cpu@2", "--force")

@@ -39,16 +39,16 @@ def test_a_tpu_target_is_compiled_into_an_artifact_for_the_cpu(artifact, tmp_pat
     said = run("build", "--into", whole, "--target", "tpu:v6e:2x2")
     assert f"added {TARGETS[1]} to {whole} in " in said
     manifest = read_manifest(whole)
-    assert list(manifest["targets"]) == manifest["plan"]["targets"] == TARGETS
-    assert manifest["weights"] == before["weights"]
+    assert list(manifest.targets) == TARGETS
+    assert manifest.weights == before.weights
     assert files(whole / "weights") == weights  # the very same files
-    assert manifest["targets"]["cpu-tp2"] == before["targets"]["cpu-tp2"]
-    cells = manifest["targets"]["tpu-v6e-2x2-tp4"]["cells"]
+    assert manifest.targets["cpu-tp2"] == before.targets["cpu-tp2"]
+    cells = manifest.targets["tpu-v6e-2x2-tp4"].cells
     assert sorted(cells) == ["decode@8", "prefill@128", "sample@8"]
-    assert {cell["status"] for cell in cells.values()} == {"compiled, not executed"}
-    assert [note.partition(": ")[0] for note in manifest["notes"]] == TARGETS
-    tensors = {row["tensor"] for target in manifest["targets"].values() for row in target["parameters"]}
-    assert tensors == manifest["weights"]["index"].keys()
+    assert {cell.status for cell in cells.values()} == {"compiled, not executed"}
+    assert [note.partition(": ")[0] for note in manifest.notes] == TARGETS
+    tensors = {row.tensor for target in manifest.targets.values() for row in target.parameters}
+    assert tensors == manifest.weights.index.keys()
     verified = run("verify", whole)
     assert "the worst may be up to 1.0e-05 (float32)" in verified
     assert verified.count(" passed ") == 3

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import export
 
+from ling3export.artifacts.schema import Collective
 from ling3export.checkpoint.synth import config_fields
 from ling3export.compile import lower
 from ling3export.compile.lower import Lowered, compile_cell, device_mesh, lower_cell
@@ -62,7 +63,7 @@ def test_two_collectives_a_layer_and_one_for_the_embedding(phase: str, padding: 
         "decode": {"all_reduce": two_a_layer, "all_gather": 4, "all_to_all": 4},
     }[phase]
     assert collectives(text(lowered)) == wanted
-    assert lowered.record["collectives"] == wanted
+    assert lowered.collectives == {kind: Collective(count) for kind, count in wanted.items()}
 
 
 @pytest.mark.parametrize(("phase", "padding"), CELLS)
@@ -92,9 +93,9 @@ def test_scoring_adds_one_gather_and_never_holds_the_logits_of_all_slots():
     assert collectives(module) == {"all_reduce": 2 + 2 + 2 + 1, "all_gather": 1}
     assert re.findall(r"stablehlo\.all_gather.*?-> tensor<([0-9x]+)x", module) == [f"{TP}x16x4x128"]
     assert largest_constant(module) < CONSTANT_BYTES
-    assert [row["name"] for row in lowered.record["outputs"] if row["group"] == "out"] == ["best", "logits", "logprob"]
+    assert [row.name for row in lowered.outputs if row.group == "out"] == ["best", "logits", "logprob"]
     _, record = compile_cell(lowered, device_mesh(TP))
-    assert record["memory"]["temporaries"] < slots * vocabulary // TP * 4 / 2
+    assert record.memory.temporaries < slots * vocabulary // TP * 4 / 2
 
 
 @pytest.mark.parametrize(("phase", "padding"), [*CELLS, ("sample", 3)])
@@ -158,10 +159,11 @@ def test_state_is_donated_and_never_copied(phase: str, padding: int):
     dtype = "bfloat16" if jax.__version_info__ >= (0, 11) else "float32"
     model, large = config(), geometry("loops", slots=2000, pages=20000, dtype=dtype)
     lowered = lower_cell(model, large, phase, padding, "cpu")
-    assert [lowered.record["inputs"][i]["name"] for i in lowered.record["donated"]] == sorted(
-        array.name for array in state_arrays(model, large)
-    )
     _, record = compile_cell(lowered, device_mesh(TP))
+    donated = [
+        leaf.name for leaf, row in zip(lowered.inputs, record.executable.call.inputs, strict=True) if row.donated
+    ]
+    assert donated == sorted(array.name for array in state_arrays(model, large))
     sizes = {array.name: local_bytes(array) for array in state_arrays(model, large)}
-    assert record["memory"]["alias"] == sum(sizes.values())
-    assert record["memory"]["temporaries"] < min(size for name, size in sizes.items() if name != "last_token") / 2
+    assert record.memory.alias == sum(sizes.values())
+    assert record.memory.temporaries < min(size for name, size in sizes.items() if name != "last_token") / 2

@@ -2,24 +2,25 @@
 
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 
 from builds import copying
-from ling3export.artifacts.manifest import read_manifest, write_manifest
 from ling3export.cli import main as cli
 from ling3export.compile import pool as compiling
 from ling3export.compile import replay
 from ling3export.errors import ArtifactError
+from manifests import changed_targets
 from refusals import refusal
 
 
 @pytest.fixture
 def compiled(artifact, monkeypatch):
     """The programs of micro-tp2 without compiling."""
-    cells = artifact.manifest("micro-tp2")["targets"]["cpu-tp2"]["cells"]
-    monkeypatch.setattr(compiling.Compilers, "run", copying(artifact("micro-tp2") / "programs" / "cpu-tp2", cells))
+    target = artifact.manifest("micro-tp2").targets["cpu-tp2"]
+    monkeypatch.setattr(compiling.Compilers, "run", copying(artifact("micro-tp2") / "programs" / "cpu-tp2", target))
 
 
 def run(*arguments):
@@ -44,27 +45,30 @@ def test_a_cell_is_built_again_and_is_what_was_recorded(artifact):
 def test_receipts_of_a_decode_cell_start_from_a_prefill(artifact, compiled):
     code, text = run(artifact("micro-tp2"), "--replay", "decode@8")
     assert code == 0, text
-    error = artifact.manifest("micro-tp2")["vectors"]["receipts"]["cpu-tp2"]["cells"]["decode@8"]["relative"]
+    error = artifact.manifest("micro-tp2").receipt("cpu-tp2", "decode@8").relative
     assert f"  receipts     passed: largest relative error {error:.2e}, recorded {error:.2e}\n" in text
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda target: target["toolchain"].update(jax="0.10.0"), r"it was built with jax 0.10.0, here [0-9.]+"),
-        (lambda target: target.update(fingerprint="0"),
+        (lambda target: replace(target, toolchain=target.toolchain | {"jax": "0.10.0"}),
+         r"it was built with jax 0.10.0, here [0-9.]+"),
+        (lambda target: replace(target, fingerprint="0" * 64),
          "the sources of the model or of the lowering changed since"),
-        (lambda target: None, "neither sources nor toolchain changed since: report this"),
+        (lambda target: target, "neither sources nor toolchain changed since: report this"),
     ],
 )  # fmt: skip
 def test_another_portable_program_is_said_with_the_reason(artifact, compiled, tmp_path, monkeypatch, change, why):
     copied = shutil.copytree(artifact("micro-tp2"), tmp_path / "x.ling3")
-    manifest = read_manifest(copied)
-    target = manifest["targets"]["cpu-tp2"]
-    target["cells"]["sample@8"]["stablehlo"]["sha256"] = "0" * 64
-    change(target)
-    write_manifest(copied, manifest)
-    monkeypatch.setattr(replay, "measure_apart", lambda *arguments: manifest["vectors"]["receipts"]["cpu-tp2"])
+
+    def other(target):
+        cell = target.cells["sample@8"]
+        cell = replace(cell, stablehlo=replace(cell.stablehlo, sha256="0" * 64))
+        return change(replace(target, cells=target.cells | {"sample@8": cell}))
+
+    manifest = changed_targets(copied, other)
+    monkeypatch.setattr(replay, "measure_apart", lambda *arguments: manifest.vectors.receipts["cpu-tp2"])
     code, text = run(copied, "--replay", "sample@8")
     assert code == 1
     lines = text.splitlines()

@@ -6,6 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.schema import Lowering, Mesh
 from ling3export.checkpoint.synth import synthesize
 from ling3export.cli import main as cli
 
@@ -15,43 +16,35 @@ TARGET = "tpu-v6e-2x2-tp4"
 
 
 def test_the_manifest_names_chips_hosts_and_device_order(tpu_artifact):
-    target = read_manifest(tpu_artifact)["targets"][TARGET]
-    assert (target["platform"], target["kind"], target["topology"]) == ("tpu", "v6e", "2x2")
-    assert (target["tp"], target["processes"], target["hosts"]) == (4, 1, [[0, 1, 2, 3]])
-    assert target["mesh"] == {"axis": "tp", "devices": [0, 1, 3, 2]}  # a ring, not a row
-    assert target["requires"]["platform"] == "tpu"
-    assert target["requires"]["device_kind"] == "TPU v6 lite"
-    assert target["requires"]["devices"] == [0, 1, 3, 2]
-    assert set(target["requires"]["plugins"]) == {"libtpu"}
-    assert read_manifest(tpu_artifact)["producer"]["libtpu"] == target["requires"]["plugins"]["libtpu"]
+    target = read_manifest(tpu_artifact).targets[TARGET]
+    assert (target.platform, target.kind, target.topology) == ("tpu", "v6e", "2x2")
+    assert (target.tp, target.processes) == (4, 1)
+    assert target.mesh == Mesh("tp", (0, 1, 3, 2), (0, 0, 0, 0))  # a ring, not a row
+    assert target.requires.platform == "tpu"
+    assert target.requires.device_kind == "TPU v6 lite"
+    assert set(target.requires.plugins) == {"libtpu"}
+    assert read_manifest(tpu_artifact).producer["libtpu"] == target.requires.plugins["libtpu"]
 
 
 def test_every_cell_is_compiled_priced_and_labelled_as_never_executed(tpu_artifact):
     manifest = read_manifest(tpu_artifact)
-    target = manifest["targets"][TARGET]
-    assert sorted(target["cells"]) == ["decode@16", "prefill@16", "sample@1", "sample@16", "score@16"]
-    for cell in target["cells"].values():
-        assert cell["status"] == "compiled, not executed"
-        assert cell["estimated_seconds"] >= cell["floor"]["seconds"] > 0
-        assert cell["lowering"] == {"direct": True, "forward_compatible": False}
-        assert all(loop["from"] != "unknown: counted once" for loop in cell["estimate"]["loops"]), cell["estimate"]
-        assert not cell["estimate"]["custom_calls"]
-        assert cell["estimate"]["tokens_a_sequence"] == 512  # no more than the context
-    assert TARGET not in manifest["vectors"]["receipts"]
+    target = manifest.targets[TARGET]
+    assert sorted(target.cells) == ["decode@16", "prefill@16", "sample@1", "sample@16", "score@16"]
+    for cell in target.cells.values():
+        assert cell.status == "compiled, not executed"
+        assert cell.estimated_seconds >= cell.floor.seconds > 0
+        assert cell.lowering == Lowering(direct=True, forward_compatible=False)
+        assert all(loop.source != "unknown: counted once" for loop in cell.estimate.loops), cell.estimate
+        assert not cell.estimate.custom_calls
+        assert cell.estimate.tokens_a_sequence == 512  # no more than the context
+    assert TARGET not in manifest.vectors.receipts
 
 
 def test_donated_state_stays_in_place(tpu_artifact):
-    target = read_manifest(tpu_artifact)["targets"][TARGET]
-    widths = {"bfloat16": 2, "float32": 4, "int32": 4}
+    target = read_manifest(tpu_artifact).targets[TARGET]
+    held = sum(array.nbytes // target.tp ** sum(map(bool, array.spec)) for array in target.state.arrays)
     for name in ("decode@16", "prefill@16"):
-        memory = target["cells"][name]["memory"]
-        held = 0
-        for array in target["state"]["arrays"]:
-            size = widths[array["dtype"]]
-            for extent, cut in zip(array["shape"], array["spec"] + [None] * len(array["shape"]), strict=False):
-                size *= extent // (target["tp"] if cut else 1)
-            held += size
-        assert memory["alias"] >= held
+        assert target.cells[name].memory.alias >= held
 
 
 def test_inspect_shows_estimates_and_that_nothing_was_executed(tpu_artifact):

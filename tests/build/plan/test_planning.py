@@ -2,15 +2,16 @@
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
+from ling3export.artifacts.schema import Memory
 from ling3export.checkpoint.synth import config_fields
 from ling3export.cli import main as cli
 from ling3export.compile.accelerators import _too_large
-from ling3export.cost.estimates import passing
 from ling3export.cost.roofline import Workload, roofline_bound
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
@@ -25,7 +26,12 @@ from ling3export.pricing.recorded import config_of, layout_difference, options_o
 from refusals import refusal
 
 FULL = Config.from_dict(config_fields("full", {}))
-MEMORY = {"arguments": 1000, "outputs": 300, "alias": 250, "temporaries": 70, "code": 5}
+MEMORY = Memory(arguments=1000, outputs=300, temporaries=70, alias=250, code=5)
+
+
+def compiled(**memory):
+    """As much of a compiled cell as is priced."""
+    return SimpleNamespace(memory=replace(MEMORY, **memory))
 
 
 def shown(*arguments):
@@ -129,9 +135,9 @@ def test_temporaries_come_from_an_artifact_that_was_built_alike(artifact):
     alike = ["--tp", 2, "--paddings", 128, "--decode-paddings", 8, "--max-running", 8, "--context", 1024,
              "--page-size", 64, "--dtype", "float32"]  # fmt: skip
     record = json.loads(shown(checkpoint, *alike, "--from", whole, "--json"))["targets"]["cpu-tp2"]
-    cells = artifact.manifest("micro-tp2")["targets"]["cpu-tp2"]["cells"]
+    cells = artifact.manifest("micro-tp2").targets["cpu-tp2"].cells
     found = {name: cell["temporaries"] for name, cell in record["cells"].items()}
-    assert found == {name: passing(cell["memory"]) for name, cell in cells.items()}
+    assert found == {name: cell.memory.passing for name, cell in cells.items()}
     assert record["device"]["temporaries"] == max(found.values()) > 0
     assert record["unknown"] is None
     assert " of temporaries + " in shown(checkpoint, *alike, "--from", whole)
@@ -153,7 +159,7 @@ def test_an_artifact_gives_back_the_plan_that_it_was_built_for(artifact):
     plan = make_plan(config, options, "cpu")
     again = plan_of(manifest, "cpu-tp2")
     assert (again.target, again.geometry, again.cells) == (plan.target, plan.geometry, plan.cells)
-    assert asdict(again.geometry) == manifest["targets"]["cpu-tp2"]["geometry"]
+    assert asdict(again.geometry) == manifest.targets["cpu-tp2"].geometry
     assert layout_difference(config, plan, manifest) is None
 
 
@@ -177,9 +183,9 @@ def test_a_config_that_is_not_there_is_named(tmp_path):
 def test_what_a_device_holds():
     """Programs add up, of what passes the dearest counts; an output in a donated buffer needs no memory of its own."""
     plan = make_plan(FULL, Options(), "tpu:v6e:4x4")
-    cells = {"decode@16": {"memory": MEMORY}, "prefill@512": {"memory": MEMORY | {"temporaries": 700}}}
+    cells = {"decode@16": compiled(), "prefill@512": compiled(temporaries=700)}
     found = held(FULL, plan, cells)
-    assert passing(MEMORY) == 120
+    assert MEMORY.passing == 120
     assert (found.temporaries, found.programs, found.dearest) == (750, 10, "prefill@512")
     assert found.total == found.weights + found.state + 760
     check_memory(FULL, plan, cells)
@@ -187,7 +193,7 @@ def test_what_a_device_holds():
 
 def test_a_target_whose_temporaries_do_not_fit_is_refused_with_the_sum_and_the_option():
     plan = make_plan(FULL, Options(), "tpu:v6e:4x4")
-    cells = {"prefill@512": {"memory": MEMORY | {"temporaries": 30 << 30, "code": 1 << 20}}}
+    cells = {"prefill@512": compiled(temporaries=30 << 30, code=1 << 20)}
     with pytest.raises(PlanError) as caught:
         check_memory(FULL, plan, cells)
     assert caught.value.message == (
@@ -215,7 +221,7 @@ def test_what_libtpu_refuses_is_said_with_its_sum_and_the_option():
 
 def test_the_memory_of_a_target_that_no_table_knows_is_not_checked():
     plan = make_plan(FULL, Options(), "cpu")
-    records = {"prefill@512": {"memory": MEMORY | {"temporaries": 1 << 50}}}
+    records = {"prefill@512": compiled(temporaries=1 << 50)}
     check_memory(FULL, plan, records)
     with pytest.raises(PlanError):
         check_memory(FULL, make_plan(FULL, Options(), "tpu:v6e:4x4"), records)

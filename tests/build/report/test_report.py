@@ -1,6 +1,6 @@
 """``ling3export report``: what the page says, and, in a real browser, that it is whole and everything is drawn."""
 
-import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,6 @@ import browser as browsers
 from browser import Page, browser
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.cli import main as cli
-from ling3export.cost.estimates import peak_bytes
 from ling3export.report.data import MEMORY, si, targets, times
 from ling3export.report.figures import figures
 from ling3export.report.page import render
@@ -27,7 +26,7 @@ def both(artifact, tpu_artifact):
     """A manifest with a target that was executed and has no estimates, and one that was compiled and has them."""
     manifest = artifact.manifest("micro-tp1")
     other = read_manifest(tpu_artifact)
-    return manifest | {"targets": manifest["targets"] | other["targets"], "notes": other["notes"]}
+    return replace(manifest, targets=manifest.targets | other.targets, notes=other.notes)
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +117,10 @@ def test_a_missing_browser_is_named_with_what_brings_it(monkeypatch, tmp_path):
 
 @pytest.mark.browser
 def test_names_from_outside_stay_text(both, page, tmp_path):
-    hostile = copy.deepcopy(both)
-    hostile["source"]["name"] = hostile["notes"][0] = HOSTILE
-    hostile["targets"][TARGET]["target"] = HOSTILE
-    hostile["targets"][TARGET]["cells"][HOSTILE] = hostile["targets"][TARGET]["cells"].pop("decode@16")
+    target = both.targets[TARGET]
+    cells = target.cells | {"decode@16": replace(target.cells["decode@16"], phase=HOSTILE)}
+    targets = both.targets | {TARGET: replace(target, kind=HOSTILE, cells=cells)}
+    hostile = replace(both, source=replace(both.source, name=HOSTILE), notes=(HOSTILE,), targets=targets)
     opened(page, tmp_path, render(hostile))
     assert page.evaluate("document.querySelector('h1').textContent") == HOSTILE
     assert page.evaluate("document.title") == f"{HOSTILE}: report of the artifact"
@@ -139,25 +138,25 @@ def test_the_page_shows_the_manifest_s_numbers(both, page, tmp_path):
     )
     heads = [i for i, row in enumerate(rows) if len(row) == 1]
     assert [rows[i][0] for i in heads] == ["cpu-tp1", TARGET]
-    cells = both["targets"][TARGET]["cells"]
+    cells = both.targets[TARGET].cells
     shown = {row[0]: row[1:] for row in rows[heads[1] + 1 :]}
     assert set(shown) == set(cells)
     for name, cell in cells.items():
-        ratio = cell["estimate"]["seconds"] / cell["floor"]["seconds"]
-        peak = peak_bytes(cell["memory"])
+        ratio = cell.estimate.seconds / cell.floor.seconds
+        peak = cell.memory.peak
         assert shown[name] == [
-            "compiled, not executed", si(cell["compile_seconds"], "s"),
-            si(cell["stablehlo"]["bytes"] + cell["exec"]["bytes"], "B"), si(peak, "B"),
-            f"{100 * peak / int(31.24 * 2**30):.1f} %", str(sum(row["count"] for row in cell["collectives"].values())),
-            si(cell["estimate"]["seconds"], "s"), si(cell["floor"]["seconds"], "s"), times(ratio), "not run", "-",
+            "compiled, not executed", si(cell.compile_seconds, "s"),
+            si(cell.stablehlo.bytes + cell.exec.bytes, "B"), si(peak, "B"),
+            f"{100 * peak / int(31.24 * 2**30):.1f} %", str(sum(row.count for row in cell.collectives.values())),
+            si(cell.estimate.seconds, "s"), si(cell.floor.seconds, "s"), times(ratio), "not run", "-",
         ]  # fmt: skip
     text = page.evaluate("document.body.innerText")
     assert "compiled, never executed" in text
     assert "The programs were compiled and never executed." in text
     assert "This target's compiler estimates no times" in text
     here = rows[heads[0] + 1]
-    cell = both["targets"]["cpu-tp1"]["cells"][here[0]]
-    assert here[5:10] == ["–", str(sum(cell["collectives"].values())), "–", "–", "–"]
+    cell = both.targets["cpu-tp1"].cells[here[0]]
+    assert here[5:10] == ["–", str(sum(row.count for row in cell.collectives.values())), "–", "–", "–"]
 
 
 def test_figures_add_up_to_the_tables(both):
@@ -181,16 +180,19 @@ def test_figures_add_up_to_the_tables(both):
 
 @pytest.mark.browser
 def test_an_artifact_of_an_earlier_build_says_what_it_lacks(both, page, tmp_path):
-    older = copy.deepcopy(both)
-    for cell in older["targets"][TARGET]["cells"].values():
-        del cell["estimate"]["by_kind"], cell["estimate"]["memory_bytes"]
+    target = both.targets[TARGET]
+    cells = {
+        name: replace(cell, estimate=replace(cell.estimate, by_kind={}, memory_bytes=None))
+        for name, cell in target.cells.items()
+    }
+    older = replace(both, targets=both.targets | {TARGET: replace(target, cells=cells)})
     opened(page, tmp_path, render(older))
     drawn = page.evaluate("[...document.querySelectorAll('figure')].map((figure) => figure.id)")
     assert drawn == ["t1-memory", *(f"t2-{name}" for name in TPU_FIGURES if name != "time")]
     assert page.evaluate(CHECKS) == []
     text = page.evaluate("document.body.innerText")
     assert "did not record times by kind of operation" in text
-    assert text.count("not recorded") == 2 * len(older["targets"][TARGET]["cells"])
+    assert text.count("not recorded") == 2 * len(cells)
 
 
 def test_the_page_is_written_beside_the_artifact_and_only_there(tpu_artifact, tmp_path):

@@ -3,26 +3,26 @@
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from jax import export
 
 from artifacts_fixture import Artifacts
+from ling3export.artifacts.schema import FileRecord, Manifest
 
 CONSTANT_BYTES = 4096  # tables of frequencies and masks of a chunk stay far below
 LITERAL = re.compile(r"constant dense(?:_resource)?<.*?> : tensor<(.*?)>")
 BITS = re.compile(r"\d+$")
 
 
-def programs(manifest: dict[str, Any], tier: str) -> dict[str, dict[str, Any]]:
+def programs(manifest: Manifest, tier: str) -> dict[str, FileRecord]:
     """The file records of the only target, by cell."""
-    (target,) = manifest["targets"].values()
-    return {name: cell[tier] for name, cell in target["cells"].items()}
+    (target,) = manifest.targets.values()
+    return {name: getattr(cell, tier) for name, cell in target.cells.items()}
 
 
-def total(manifest: dict[str, Any], tier: str) -> int:
-    return sum(record["bytes"] for record in programs(manifest, tier).values())
+def total(manifest: Manifest, tier: str) -> int:
+    return sum(record.bytes for record in programs(manifest, tier).values())
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -39,7 +39,7 @@ def constant_bytes(kind: str) -> int:
 
 def test_two_seeds_have_the_same_programs(artifact: Artifacts):
     one, other = artifact.manifest("micro-tp1"), artifact.manifest("micro-tp1-seed2")
-    assert one["weights"]["digest"] != other["weights"]["digest"]
+    assert one.weights_digest != other.weights_digest
     assert len(programs(one, "stablehlo")) == 3
     assert programs(one, "stablehlo") == programs(other, "stablehlo")
     assert total(one, "exec") == pytest.approx(total(other, "exec"), rel=0.001)
@@ -47,7 +47,7 @@ def test_two_seeds_have_the_same_programs(artifact: Artifacts):
 
 def test_programs_do_not_grow_with_the_experts(artifact: Artifacts):
     one, twice = artifact.manifest("micro-tp1"), artifact.manifest("micro-tp1-experts")
-    assert twice["weights"]["bytes"] > 1.5 * one["weights"]["bytes"]
+    assert twice.weights.nbytes > 1.5 * one.weights.nbytes
     for tier in ("stablehlo", "exec"):
         assert total(twice, tier) == pytest.approx(total(one, tier), rel=0.02), tier
 
@@ -67,6 +67,6 @@ def test_stored_programs_hold_no_table_of_weights(artifact: Artifacts):
 def test_the_store_is_the_same_for_every_tp(tp: int, artifact: Artifacts):
     stored = contents(artifact("small-tp16") / "weights")
     assert contents(artifact(f"small-tp{tp}") / "weights") == stored
-    one, other = (artifact.manifest(f"small-tp{each}")["weights"] for each in (16, tp))
+    one, other = (artifact.manifest(f"small-tp{each}").weights for each in (16, tp))
     assert one == other
-    assert sum(map(len, stored.values())) == one["bytes"]
+    assert sum(map(len, stored.values())) == one.nbytes

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from ling3export import processes
 from ling3export.artifacts.manifest import file_record, read_manifest, write_manifest
+from ling3export.artifacts.records import to_json
+from ling3export.artifacts.schema import Sequence
 from ling3export.cli import main as cli
 from ling3export.errors import ArtifactError
 from ling3export.verify import verify
@@ -22,7 +25,9 @@ from ling3export.verify.receipts import relative_error
 from ling3export.verify.verify import check_digests
 
 VECTORS = "vectors/expected.safetensors"
-SEQUENCES = [{"ids": list(range(20)), "prompt": 17}, {"ids": [7, 8, 9], "prompt": 2}, {"ids": [5] * 40, "prompt": 39}]
+SEQUENCES = tuple(
+    Sequence(ids, prompt, (), "") for ids, prompt in ((tuple(range(20)), 17), ((7, 8, 9), 2), ((5,) * 40, 39))
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,17 +47,17 @@ def run(*arguments: object) -> Result:
 def with_vectors(folder: Path, **changes: Any) -> None:
     """Signs the artifact again after changing its vectors and what the manifest says of them."""
     manifest = read_manifest(folder)
-    manifest["vectors"] |= {**changes, "expected": file_record(folder, VECTORS)}
-    write_manifest(folder, manifest)
+    vectors = replace(manifest.vectors, expected=file_record(folder, VECTORS), **changes)
+    write_manifest(folder, replace(manifest, vectors=vectors))
 
 
 def test_a_whole_artifact_passes_and_every_cell_is_listed_the_worst_first(whole):
     done = run(whole)
     assert done.exit_code == 0, done.stderr
     lines = done.stdout.splitlines()
-    cells = read_manifest(whole)["targets"]["cpu-tp2"]["cells"]
+    cells = read_manifest(whole).targets["cpu-tp2"].cells
     files = 2 * len(cells) + 3 + 1  # tiers, tokenizer files, vectors
-    slabs = sum(len(entry["sha256"]) for entry in read_manifest(whole)["weights"]["index"].values())
+    slabs = sum(len(entry.sha256) for entry in read_manifest(whole).weights.index.values())
     assert lines[0] == f"digests: {files} files and {slabs} weight slabs agree"
     assert lines[1] == "cpu-tp2:"
     assert lines[2].split() == "cell status median error worst error absolute positions".split()
@@ -78,7 +83,7 @@ def test_as_json_it_agrees_with_the_receipts_of_the_build(whole):
     assert done.exit_code == 0, done.stderr
     record = json.loads(done.stdout)
     assert record["passed"] is True
-    found, receipts = record["targets"]["cpu-tp2"], read_manifest(whole)["vectors"]["receipts"]["cpu-tp2"]
+    found, receipts = record["targets"]["cpu-tp2"], to_json(read_manifest(whole).vectors.receipts["cpu-tp2"])
     assert found["tolerance"] == receipts["tolerance"] == {"measure": "largest", "bound": 1e-5}
     assert found["cells"].keys() == receipts["cells"].keys()
     for name, row in receipts["cells"].items():
@@ -88,11 +93,11 @@ def test_as_json_it_agrees_with_the_receipts_of_the_build(whole):
 def test_a_wrong_expectation_fails_and_comes_first(copy):
     """The judge has teeth: one logit of one decoded position moved by a thousandth of the row."""
     stored = load_file(copy / VECTORS)
-    entry = read_manifest(copy)["vectors"]["sequences"][0]
-    row = entry["positions"].index(entry["prompt"])
-    values = stored[entry["logits"]].copy()
+    entry = read_manifest(copy).vectors.sequences[0]
+    row = entry.positions.index(entry.prompt)
+    values = stored[entry.logits].copy()
     values[row, 3] += 1e-3 * np.linalg.norm(values[row])
-    save_file(stored | {entry["logits"]: values}, copy / VECTORS)
+    save_file(stored | {entry.logits: values}, copy / VECTORS)
     with_vectors(copy)
     done = run(copy)
     assert done.exit_code == 1
@@ -144,14 +149,14 @@ def test_the_measuring_process_takes_nothing_from_its_surroundings(whole, tmp_pa
     for name in ("JAX_DISABLE_JIT", "JAX_ENABLE_X64"):
         monkeypatch.setenv(name, "1")
     assert "JAX_NUMPY_DTYPE_PROMOTION" in processes.environment()
-    assert measure_apart(whole, "cpu-tp2", read_manifest(whole))["passed"] is True
+    assert measure_apart(whole, "cpu-tp2", read_manifest(whole)).passed
 
 
 def test_digests_are_counted(whole):
     manifest = read_manifest(whole)
     files, slabs = check_digests(whole, manifest)
     assert files == sum(1 for path in whole.rglob("*") if path.is_file() and "weights" not in path.parts) - 1
-    assert slabs == sum(max(entry["slabs"], 1) for entry in manifest["weights"]["index"].values())
+    assert slabs == sum(max(entry.slabs, 1) for entry in manifest.weights.index.values())
 
 
 def test_relative_error():
@@ -180,7 +185,8 @@ class FakeDevice:
 
 def prober(device: FakeDevice, **state: int) -> Prober:
     record = {"chunk": 16, "page_size": 16, "max_pages": 4, "slots": 4, "pages": 12} | state
-    return Prober(SimpleNamespace(step=device.step, read=device.read), {"state": record}, SEQUENCES)  # type: ignore[arg-type]
+    target = SimpleNamespace(state=SimpleNamespace(**record))
+    return Prober(SimpleNamespace(step=device.step, read=device.read), target, SEQUENCES)  # type: ignore[arg-type]
 
 
 def test_prompts_are_prefilled_in_calls_of_whole_chunks():

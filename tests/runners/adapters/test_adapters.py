@@ -78,10 +78,10 @@ def own(artifact) -> Own:
         pairs = [(each.prompt, choice) for each in asked for choice in each.choices]
         scores = [(score.logprob, score.is_greedy) for score in engine.score(pairs)]
         encode = engine.files.tokenizer("test").encode
-        eos = engine.manifest["config"]["eos_token_id"][0]
+        eos = engine.manifest.eos_token_ids[0]
         rolling = engine.score([([eos], encode(each.prompt, special=False)) for each in asked])
-        target = engine.manifest["targets"][engine.target]
-    rows = max(cell["padding"] for cell in target["cells"].values() if cell["phase"] == "decode")
+        target = engine.manifest.targets[engine.target]
+    rows = max(target.paddings("decode"))
     each = len(asked[0].choices)
     return Own(
         path, [done.text or "" for done in texts], [scores[at : at + each] for at in range(0, len(scores), each)],
@@ -253,7 +253,7 @@ def test_lm_eval_edges(lm_eval_model: Any, caplog: pytest.LogCaptureFixture):
     assert (model.rank, model.world_size) == (0, 1)
     assert model.max_length == 1024
     encode = engine.files.tokenizer("test").encode
-    eos = engine.manifest["config"]["eos_token_id"][0]
+    eos = engine.manifest.eos_token_ids[0]
     long = problems()[0].prompt * 16
     ids = encode(long, special=False)
     assert len(ids) > 2 * 1023

@@ -93,9 +93,9 @@ def test_striped_pages_give_the_same_tokens(
     options = Options(paddings=recipe.paddings, decode_paddings=(recipe.decode,), tp=recipe.tp, max_running=8,
                       page_size=64, context=1024, pages=24, dtype="float32")  # fmt: skip
     manifest = build(artifact.checkpoint(NAME), tmp_path / "striped.ling3", options, Quiet())
-    (target,) = manifest["targets"].values()
-    (latent,) = [row for row in target["state"]["arrays"] if row["name"] == "mla_latent"]
-    assert (target["state"]["placement"], latent["spec"]) == ("striped", [None, "tp"])
+    (target,) = manifest.targets.values()
+    (latent,) = [row for row in target.state.arrays if row.name == "mla_latent"]
+    assert (target.state.placement, latent.spec) == ("striped", (None, "tp"))
     with Engine(tmp_path / "striped.ling3", report=silent) as engine:
         tables: list[np.ndarray] = []
         runner = engine._loop._core.scheduler._backend  # type: ignore[union-attr]

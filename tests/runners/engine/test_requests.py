@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from ling3export.artifacts.manifest import read_manifest, write_manifest
 from ling3export.errors import RequestError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import RequestHandle
+from manifests import changed_targets
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +50,7 @@ def test_a_stop_string_ends_the_text_before_it(built):
 def test_eos_ends_the_answer(artifact):
     tokens, _ = toy_artifact.answer([1, 2, 3], 12)
     manifest = read_manifest(artifact)
-    manifest["config"]["eos_token_id"] = [tokens[4]]
-    write_manifest(artifact, manifest)
+    write_manifest(artifact, replace(manifest, config=manifest.config | {"eos_token_id": (tokens[4],)}))
     with Engine(artifact) as engine:
         completion = engine.generate([[1, 2, 3]], max_tokens=12)[0]
     assert (completion.token_ids, completion.stop_reason) == (tokens[: tokens.index(tokens[4]) + 1], "eos")
@@ -95,7 +96,7 @@ def test_what_can_never_be_served_is_refused_at_once(built, prompts, options, me
 
 
 def test_text_without_a_tokenizer_is_refused_by_name(artifact):
-    write_manifest(artifact, read_manifest(artifact) | {"tokenizer": []})
+    write_manifest(artifact, replace(read_manifest(artifact), tokenizer=()))
     with Engine(artifact) as engine:
         with pytest.raises(RequestError, match="prompt 0: text in: expected an artifact with a tokenizer, found none"):
             engine.generate(["hello"], max_tokens=4)
@@ -107,9 +108,10 @@ def test_text_without_a_tokenizer_is_refused_by_name(artifact):
 
 
 def test_a_request_larger_than_the_pool_is_refused_with_the_sum(artifact):
-    manifest = read_manifest(artifact)
-    manifest["targets"][toy_artifact.TARGET]["state"]["pages"] = 3
-    write_manifest(artifact, manifest)
+    changed_targets(
+        artifact,
+        lambda target: replace(target, state=replace(target.state, pages=3), geometry=target.geometry | {"pages": 3}),
+    )
     with Engine(artifact) as engine:
         with pytest.raises(RequestError) as caught:
             engine.generate([[1] * 40], max_tokens=24)

@@ -243,17 +243,15 @@ def extended(artifact: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> P
     done = run(sys.executable, "-m", "ling3export.cli", *words)
     assert "cells: 1 compiled" in done.stderr
     after = read_manifest(path)
-    (old,), (new,) = before["targets"].values(), after["targets"].values()
-    assert sorted(set(new["cells"]) - set(old["cells"])) == ["score@128"]
-    for name, cell in old["cells"].items():
-        for tier in ("stablehlo", "exec"):
-            assert new["cells"][name][tier]["sha256"] == cell[tier]["sha256"]
-    assert after["plan"]["score_paddings"] == [128]
+    (old,), (new,) = before.targets.values(), after.targets.values()
+    assert sorted(set(new.cells) - set(old.cells)) == ["score@128"]
+    for name, cell in old.cells.items():
+        assert [file.sha256 for file in new.cells[name].files] == [file.sha256 for file in cell.files]
+    assert new.paddings("score") == (128,)
     assert [path.name for path in (path / "programs").iterdir()] == ["cpu-tp1.2"]
-    measured = after["vectors"]["receipts"]["cpu-tp1"]["cells"]["score@128"]
-    assert measured["status"] == "passed"
-    assert measured["wrong_best"] == 0
-    assert measured["log_probabilities"] < FLOAT32
+    measured = after.receipt("cpu-tp1", "score@128")
+    assert (measured.status, measured.wrong_best) == ("passed", 0)
+    assert measured.log_probabilities < FLOAT32
     return path
 
 

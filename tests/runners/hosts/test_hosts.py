@@ -39,15 +39,15 @@ def own_slabs_only(source: Path, copy: Path, host: int) -> int:
     """A copy of an artifact with every weight byte inverted that is not of ``host``; returns how many are."""
     shutil.copytree(source, copy)
     manifest = read_manifest(copy)
-    used = {row["tensor"]: row["spec"][:1] == ["tp"] for row in manifest["targets"]["cpu-4x4-tp16"]["parameters"]}
+    used = {row.tensor: row.spec[:1] == ("tp",) for row in manifest.targets["cpu-4x4-tp16"].parameters}
     share = 0
-    for name, entry in manifest["weights"]["index"].items():
-        data = np.memmap(copy / "weights" / entry["file"], np.uint8, "r+")
-        count, size = len(entry["sha256"]), entry["slab_bytes"]
+    for name, entry in manifest.weights.index.items():
+        data = np.memmap(copy / entry.file, np.uint8, "r+")
+        count, size = len(entry.sha256), entry.slab_bytes
         own = range(count // COUNT * host, count // COUNT * (host + 1)) if used.get(name) else range(count)
         own = own if name in used else range(0)
         for slab in range(count):
-            at = entry["offset"] + slab * size
+            at = entry.offset + slab * size
             if slab not in own:
                 data[at : at + size] ^= 0xFF
         share += len(own) * size
@@ -79,9 +79,9 @@ def test_four_processes_answer_as_one_and_read_their_own_weights_alone(artifact,
     for number in range(1, COUNT):
         line = f"host {number}: {shares[number]:,} bytes of weights; following host 0\n"
         assert line in said[number][1]
-    entries = read_manifest(copies[0])["weights"]["index"].values()
-    whole = sum(entry["slab_bytes"] for entry in entries if not entry["slabs"])
-    split = sum(entry["slab_bytes"] * len(entry["sha256"]) for entry in entries if entry["slabs"])
+    entries = read_manifest(copies[0]).weights.index.values()
+    whole = sum(entry.slab_bytes for entry in entries if not entry.slabs)
+    split = sum(entry.slab_bytes * len(entry.sha256) for entry in entries if entry.slabs)
     assert all(abs(share / (whole + split / COUNT) - 1) < 0.01 for share in shares)
 
 
@@ -104,9 +104,9 @@ def test_when_one_process_is_killed_the_others_say_so_and_end(artifact, victim):
 def test_a_damaged_weight_on_one_host_ends_all_with_its_name(artifact, tmp_path):
     damaged = tmp_path / "damaged.ling3"
     shutil.copytree(artifact("small-4x4"), damaged)
-    entry = read_manifest(damaged)["weights"]["index"]["embeddings.lm_head"]
-    data = np.memmap(damaged / "weights" / entry["file"], np.uint8, "r+")
-    data[entry["offset"] + 13 * entry["slab_bytes"]] ^= 1  # of host 3
+    entry = read_manifest(damaged).weights.index["embeddings.lm_head"]
+    data = np.memmap(damaged / entry.file, np.uint8, "r+")
+    data[entry.offset + 13 * entry.slab_bytes] ^= 1  # of host 3
     data.flush()
     paths = [artifact("small-4x4")] * 3 + [damaged]
     options = ("--prompt-ids", "1,2,3", "--max-tokens", 2)

@@ -2,16 +2,19 @@
 
 import random
 import shutil
+from dataclasses import replace
 
 import pytest
 
 import toy_artifact
-from ling3export.artifacts.manifest import read_manifest, write_manifest
+from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.schema import Call, Executable, Mesh, Requirements
 from ling3export.errors import ArtifactError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.load import pjrt, recompile
 from ling3export.runners.load.loader import load
 from ling3export.runners.load.recompile import cache_folder
+from manifests import changed_targets, crafted
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +57,7 @@ def flip(path, offset):
 
 def rebuilt_elsewhere(artifact, **requires):
     """Makes every executable look as if built on another machine."""
-    manifest = read_manifest(artifact)
-    for cell in manifest["targets"][toy_artifact.TARGET]["cells"].values():
-        cell["call"]["requires"].update(requires)
-    write_manifest(artifact, manifest)
+    changed_targets(artifact, lambda target: replace(target, requires=replace(target.requires, **requires)))
 
 
 def never_load(monkeypatch):
@@ -89,8 +89,8 @@ def test_a_flipped_byte_in_a_program_is_found_before_any_is_loaded(artifact, off
 
 def test_every_flipped_byte_is_found_before_it_is_used(artifact):
     rng = random.Random(0)
-    portable = set(artifact.rglob("*.stablehlo"))  # read where it is compiled: another test
-    files = sorted(path for path in artifact.rglob("*") if path.is_file() and path not in portable)
+    unread = {*artifact.rglob("*.stablehlo"), *artifact.rglob("vectors/*")}  # read by others: other tests
+    files = sorted(path for path in artifact.rglob("*") if path.is_file() and path not in unread)
     for number in range(200):
         path = files[number % len(files)]
         whole = path.read_bytes()
@@ -119,7 +119,7 @@ def test_a_flipped_byte_in_the_weights_is_found_unless_told_not_to_look(artifact
 
 def test_a_missing_weight_file_is_named(artifact):
     (artifact / "weights" / "toy.safetensors").unlink()
-    with pytest.raises(ArtifactError, match=r"weight file `toy.safetensors`: expected a readable file"):
+    with pytest.raises(ArtifactError, match=r"weight file `weights/toy.safetensors`: expected a readable file"):
         load(artifact, check="programs")
 
 
@@ -132,7 +132,7 @@ def test_another_jaxlib_is_refused_before_the_deserializer(artifact, monkeypatch
 
 def test_another_processor_is_refused_before_the_deserializer(artifact, monkeypatch):
     never_load(monkeypatch)
-    rebuilt_elsewhere(artifact, cpu_features=["avx1024"])
+    rebuilt_elsewhere(artifact, cpu_features=("avx1024",))
     with pytest.raises(ArtifactError, match="processor: built for avx1024, which this one lacks"):
         load(artifact)
 
@@ -175,24 +175,23 @@ def test_a_damaged_portable_program_is_never_compiled(artifact):
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):
     cache_folder(tmp_path / "a.ling3").write_text("in the way")
-    said = []
-    recompile._store(cache_folder(tmp_path / "a.ling3"), "key", (b"program", {}), said.append)
+    said, executable = [], Executable(Requirements("0", "cpu", "cpu"), Mesh("tp", (0,), (0,)), Call((), (), ()))
+    recompile._store(cache_folder(tmp_path / "a.ling3"), "key", (b"program", executable), said.append)
     assert said == [f"not cached: write `a.ling3.cache`: expected a writable file, found File exists, in {tmp_path}"]
 
 
 def test_a_call_record_that_contradicts_its_cell_is_refused(artifact, monkeypatch):
     never_load(monkeypatch)
-    manifest = read_manifest(artifact)
-    cell = manifest["targets"][toy_artifact.TARGET]["cells"]["decode@2"]
-    cell["call"]["inputs"][0]["shape"] = [1]
-    write_manifest(artifact, manifest)
-    with pytest.raises(ArtifactError, match="program `decode@2`: expected 4 inputs as its cell"):
+
+    def edit(raw):
+        raw["targets"][toy_artifact.TARGET]["cells"]["decode@2"]["call"]["inputs"][0]["shape"] = [1]
+
+    crafted(artifact, edit)
+    with pytest.raises(ArtifactError, match=r"`targets.cpu-tp2.cells.decode@2.call.inputs`: expected the 4 inputs of"):
         load(artifact)
 
 
 def test_more_devices_than_there_are_is_an_error(artifact):
-    manifest = read_manifest(artifact)
-    manifest["targets"][toy_artifact.TARGET]["mesh"]["devices"] = list(range(64))
-    write_manifest(artifact, manifest)
+    changed_targets(artifact, lambda target: replace(target, mesh=Mesh("tp", (0, 63), (0, 0))))
     with pytest.raises(Exception, match="CPU devices: expected 64, found 16"):
         load(artifact)

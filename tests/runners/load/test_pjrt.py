@@ -1,12 +1,12 @@
 """Executables as files: saved here, run in processes that have compiled nothing."""
 
-import copy
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax import sharding
 
 import toy_program
+from ling3export.artifacts.records import from_json, to_json
+from ling3export.artifacts.schema import CallInput, Executable, Mesh, Requirements
 from ling3export.errors import ArtifactError
 from ling3export.runners.load import environment, pjrt, verdict
 
@@ -42,12 +44,13 @@ def saved():
     with pjrt.no_compilation_cache():
         program = jax.jit(toy_program.sharded(mesh), donate_argnums=(1,))
         compiled = program.lower(*toy_program.shapes(mesh)).compile()
-        return pjrt.executable_bytes(compiled), json.loads(json.dumps(pjrt.call_record(compiled)))
+        record = json.loads(json.dumps(to_json(pjrt.call_record(compiled))))
+        return pjrt.executable_bytes(compiled), from_json(Executable, record)
 
 
 @pytest.fixture
 def record(saved):
-    return copy.deepcopy(saved[1])
+    return saved[1]
 
 
 @pytest.mark.parametrize("devices", [4, 16])
@@ -63,54 +66,34 @@ def test_a_fresh_process_computes_the_same_without_compiling(tmp_path, devices):
         assert result["specs"] == [["tp"], [], [None, "tp"], []]
     assert again["digests"] == first["digests"]
     assert again["sums"] == first["sums"]
-    assert json.loads((tmp_path / "toy.json").read_text())["requires"]["devices"] == list(range(devices))
+    assert json.loads((tmp_path / "toy.json").read_text())["mesh"]["devices"] == list(range(devices))
 
 
 def test_the_record(record):
-    assert list(record) == ["requires", "mesh", "inputs", "outputs", "custom_calls"]
-    assert record["requires"] == {
-        "jaxlib": jaxlib.__version__,
-        "platform": "cpu",
-        "device_kind": "cpu",
-        "devices": [jax.devices()[0].id],
-        "processes": 1,
-        "machine": environment.machine(),
-        "cpu_features": environment.cpu_features(),
-    }
-    assert record["mesh"] == {"axes": ["tp"], "shape": [1]}
-    assert record["inputs"] == [
-        {"name": "[0][0]['unused']", "shape": [3], "dtype": "bfloat16", "spec": [], "donated": False, "kept": False},
-        {
-            "name": "[0][0]['w']",
-            "shape": [1, 64, 64],
-            "dtype": "float32",
-            "spec": ["tp"],
-            "donated": False,
-            "kept": True,
-        },
-        {
-            "name": "[0][1]['cache']",
-            "shape": [1, 8, 64],
-            "dtype": "float32",
-            "spec": ["tp"],
-            "donated": True,
-            "kept": True,
-        },
-        {"name": "[0][1]['count']", "shape": [4], "dtype": "int32", "spec": [], "donated": True, "kept": True},
-        {"name": "[0][2]", "shape": [8], "dtype": "int32", "spec": [], "donated": False, "kept": True},
-    ]
-    assert [row["name"] for row in record["outputs"]] == [
+    assert record.requires == Requirements(
+        jaxlib.__version__, "cpu", "cpu", machine=environment.machine(),
+        cpu_features=tuple(environment.cpu_features()),
+    )  # fmt: skip
+    assert record.mesh == Mesh("tp", (jax.devices()[0].id,), (0,))
+    assert record.call.inputs == (
+        CallInput("[0][0]['unused']", (3,), "bfloat16", (), donated=False, kept=False),
+        CallInput("[0][0]['w']", (1, 64, 64), "float32", ("tp",), donated=False, kept=True),
+        CallInput("[0][1]['cache']", (1, 8, 64), "float32", ("tp",), donated=True, kept=True),
+        CallInput("[0][1]['count']", (4,), "int32", (), donated=True, kept=True),
+        CallInput("[0][2]", (8,), "int32", (), donated=False, kept=True),
+    )
+    assert [row.name for row in record.call.outputs] == [
         "[0]['cache']",
         "[0]['count']",
         "[1]['logits']",
         "[1]['token']",
     ]
-    assert record["outputs"][2]["shape"] == [8, 64]
-    assert record["custom_calls"] == []
+    assert record.call.outputs[2].shape == (8, 64)
+    assert record.call.custom_calls == ()
 
 
 def test_inputs_of_another_kind_are_refused_by_name(saved, record):
-    mesh = pjrt.recorded_mesh(record)
+    mesh = pjrt.recorded_mesh(record.mesh)
     call = pjrt.load_executable(saved[0], record, mesh)
     leaves = toy_program.leaves(mesh, record)
     with pytest.raises(
@@ -130,32 +113,33 @@ def test_inputs_of_another_kind_are_refused_by_name(saved, record):
         ("plugins", {"libtpu": "1"}, "libtpu: built for 1, found none"),
         ("device_kind", "TPU v6 lite", "device kind: built for TPU v6 lite, found cpu"),
         ("machine", "linux-riscv64", f"machine: built for linux-riscv64, found {environment.machine()}"),
-        ("processes", 4, "processes: built for 4, found 1"),
-        ("cpu_features", ["avx1024", "sse9"], "processor: built for avx1024, sse9, which this one lacks"),
+        ("cpu_features", ("avx1024", "sse9"), "processor: built for avx1024, sse9, which this one lacks"),
     ],
 )
 def test_why_an_executable_does_not_fit(saved, record, field, value, reason):
-    record["requires"][field] = value
-    assert verdict.executable_fits(record) == reason
+    record = replace(record, requires=replace(record.requires, **{field: value}))
+    assert verdict.executable_fits(record.requires, record.mesh) == reason
     with pytest.raises(ArtifactError, match=f"^executable: {re.escape(reason)}\nhint: compile the portable program"):
         pjrt.load_executable(saved[0], record, toy_program.mesh_of(1))
 
 
 def test_devices_that_are_not_there(record):
-    assert verdict.executable_fits(record) is None
-    record["requires"]["devices"] = [0, *range(2048, 2055)]
-    assert verdict.executable_fits(record) == (
+    assert verdict.executable_fits(record.requires, record.mesh) is None
+    hosts = Mesh("tp", (0, 1, 2, 3), (0, 1, 2, 3))
+    assert verdict.executable_fits(record.requires, hosts) == "processes: built for 4, found 1"
+    wide = Mesh("tp", (0, *range(2048, 2055)), (0,) * 8)
+    assert verdict.executable_fits(record.requires, wide) == (
         f"devices: built for 8, found {len(jax.devices())} (without ids 2048, 2049, 2050, 2051, 2052 and 2 more)"
     )
 
 
 def test_a_processor_with_more_features_will_do(record, monkeypatch):
-    monkeypatch.setattr(environment, "cpu_features", lambda: [*record["requires"]["cpu_features"], "avx1024"])
-    assert verdict.executable_fits(record) is None
+    monkeypatch.setattr(environment, "cpu_features", lambda: [*record.requires.cpu_features, "avx1024"])
+    assert verdict.executable_fits(record.requires, record.mesh) is None
 
 
 def test_another_mesh_is_refused(saved, record):
-    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    mesh = sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
     with pytest.raises(ArtifactError, match=r"^mesh: expected Mesh\('tp': 1.*found Mesh\('x': 1"):
         pjrt.load_executable(saved[0], record, mesh)
 
@@ -230,12 +214,14 @@ import json, sys
 from ling3export.runners.load.environment import prepare_cpu
 prepare_cpu(1)
 import numpy as np
+from ling3export.artifacts.records import from_json
+from ling3export.artifacts.schema import Executable
 from ling3export.runners.load import pjrt
 with open(sys.argv[1] + "/solve.exec", "rb") as raw, open(sys.argv[1] + "/solve.json") as text:
-    raw, record = raw.read(), json.load(text)
+    raw, record = raw.read(), from_json(Executable, json.load(text))
 matrix = np.tril(np.ones((9, 9), np.float32))
-(inverse,) = pjrt.load_executable(raw, record, pjrt.recorded_mesh(record))(matrix, matrix)
-print(json.dumps({"error": float(abs(np.asarray(inverse) - np.eye(9)).max()), "calls": record["custom_calls"]}))
+(inverse,) = pjrt.load_executable(raw, record, pjrt.recorded_mesh(record.mesh))(matrix, matrix)
+print(json.dumps({"error": float(abs(np.asarray(inverse) - np.eye(9)).max()), "calls": record.call.custom_calls}))
 """
 
 
@@ -246,7 +232,7 @@ def test_lapack_works_in_a_process_that_traced_nothing(tmp_path):
         solve = jax.jit(lambda a, b: jax.scipy.linalg.solve_triangular(a, b, lower=True))
         compiled = solve.lower(shape, shape).compile()
         (tmp_path / "solve.exec").write_bytes(pjrt.executable_bytes(compiled))
-        (tmp_path / "solve.json").write_text(json.dumps(pjrt.call_record(compiled)))
+        (tmp_path / "solve.json").write_text(json.dumps(to_json(pjrt.call_record(compiled))))
     assert run("-c", SOLVE, tmp_path) == {"error": 0.0, "calls": ["lapack_strsm_ffi"]}
 
 
@@ -261,6 +247,8 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(rank))
 sys.path.insert(0, tests)
 import toy_program
+from ling3export.artifacts.records import from_json, to_json
+from ling3export.artifacts.schema import Executable, Mesh
 from ling3export.runners.load import pjrt, verdict
 mesh, folder, shown = toy_program.mesh_of(4), Path(folder), {}
 if mode == "save":
@@ -270,15 +258,15 @@ if mode == "save":
         record, raw = pjrt.call_record(compiled), pjrt.executable_bytes(compiled)
     if rank == "0":
         (folder / "toy.exec").write_bytes(raw)
-        (folder / "toy.json").write_text(json.dumps(record))
+        (folder / "toy.json").write_text(json.dumps(to_json(record)))
 else:
-    record, compiles = json.loads((folder / "toy.json").read_text()), pjrt.CompileCounter()
+    record, compiles = from_json(Executable, json.loads((folder / "toy.json").read_text())), pjrt.CompileCounter()
     call = pjrt.load_executable((folder / "toy.exec").read_bytes(), record, mesh)
     outputs = call(*toy_program.leaves(mesh, record))
     shown = {"token": int(outputs[3].addressable_shards[0].data), "compiles": compiles.count + compiles.traces}
     shown |= {"logits": [np.asarray(s.data).tobytes().hex()[:64] for s in outputs[2].addressable_shards]}
-    record["requires"]["processes"] = 1
-    shown["misfit"] = verdict.executable_fits(record)
+    one = Mesh("tp", record.mesh.devices, (0, 0, 0, 0))
+    shown["misfit"] = verdict.executable_fits(record.requires, one)
 jax.distributed.shutdown()
 print("JSON" + json.dumps(shown))
 """
@@ -306,7 +294,11 @@ def peers(mode: str, folder: Path) -> list[dict]:
 def test_one_processs_file_serves_all_of_its_topology(tmp_path):
     """Two processes of two devices each; ids are 0, 1, 2048, 2049."""
     peers("save", tmp_path)
-    assert json.loads((tmp_path / "toy.json").read_text())["requires"]["devices"] == [0, 1, 2048, 2049]
+    assert json.loads((tmp_path / "toy.json").read_text())["mesh"] == {
+        "axis": "tp",
+        "devices": [0, 1, 2048, 2049],
+        "hosts": [0, 0, 1, 1],
+    }
     first, second = peers("load", tmp_path)
     assert first["token"] == second["token"]
     assert first["logits"] != second["logits"]

@@ -1,9 +1,11 @@
 """Which target runs, and the ladder's three verdicts, without jax and without an artifact."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
+from ling3export.artifacts import schema
 from ling3export.errors import ArtifactError
 from ling3export.runners.load import targets
 from ling3export.runners.load.targets import choose_target, platforms_here
@@ -11,21 +13,23 @@ from ling3export.runners.load.verdict import Machine, Status, enforce, judge
 
 
 def target(platform="cpu", devices=2, processes=1, tiers=("stablehlo", "exec")):
-    cells = {}
-    for name in ("prefill@16", "decode@16"):
-        cells[name] = {tier: {} for tier in tiers} | ({"call": {"requires": {}}} if "exec" in tiers else {})
-    mesh = {"axis": "tp", "devices": list(range(devices))}
-    return {"target": platform, "platform": platform, "processes": processes, "mesh": mesh, "cells": cells}
+    """What a verdict looks at, and no more."""
+    file = schema.FileRecord("x", 0, "0" * 64)
+    cells = {name: SimpleNamespace(exec=file if "exec" in tiers else None) for name in ("prefill@16", "decode@16")}
+    mesh = schema.Mesh("tp", tuple(range(devices)), tuple(place % processes for place in range(devices)))
+    return SimpleNamespace(
+        text=platform, platform=platform, processes=mesh.processes, tp=devices, mesh=mesh, requires=None, cells=cells
+    )
 
 
 HERE = Machine("cpu", 2, 1)
 
 
-def fits(record):
+def fits(requires, mesh):
     return None
 
 
-def other_jaxlib(record):
+def other_jaxlib(requires, mesh):
     return "jaxlib: built for 0.10.0, found 0.11.2"
 
 
@@ -37,20 +41,20 @@ def other_jaxlib(record):
         (target(), HERE, other_jaxlib, Status.RECOMPILE, "jaxlib: built for 0.10.0, found 0.11.2"),
         (target(tiers=("stablehlo",)), HERE, fits, Status.RECOMPILE,
          "executable: built for cpu, found none in the artifact"),
-        (target(tiers=("exec",)), HERE, other_jaxlib, Status.UNSUPPORTED, "jaxlib: built for 0.10.0, found 0.11.2"),
         (target("tpu"), HERE, fits, Status.UNSUPPORTED, "platform: built for tpu, found cpu"),
         (target(devices=4), HERE, fits, Status.UNSUPPORTED, "devices: built for 4, found 2"),
-        (target(processes=4), HERE, fits, Status.UNSUPPORTED, "hosts: built for 4 (a process on each), found 1"),
+        (target(devices=4, processes=4), Machine("cpu", 4, 1), fits, Status.UNSUPPORTED,
+         "hosts: built for 4 (a process on each), found 1"),
     ],
 )  # fmt: skip
 def test_verdicts(record, here, misfit, status, reason):
     verdicts = judge(record, here, misfit)
     assert {(v.status, v.reason) for v in verdicts.values()} == {(status, reason)}
-    assert list(verdicts) == list(record["cells"])
+    assert list(verdicts) == list(record.cells)
 
 
 def test_an_executable_is_not_even_compared_where_nothing_can_run():
-    judge(target("tpu"), HERE, lambda record: pytest.fail("compared"))
+    judge(target("tpu"), HERE, lambda requires, mesh: pytest.fail("compared"))
 
 
 def test_optimal_programs_need_no_compiling():

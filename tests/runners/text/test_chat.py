@@ -23,7 +23,7 @@ def files(folder, template=None, jinja=None):
     if jinja is not None:
         (folder / "chat_template.jinja").write_text(jinja)
     records = [file_record(folder, name.name) for name in sorted(folder.iterdir())]
-    return TokenizerFiles(folder, {"tokenizer": records, "config": {"eos_token_id": [EOS]}})
+    return TokenizerFiles(folder, records, [EOS])
 
 
 def test_the_checkpoints_template_is_rendered(tmp_path):

@@ -121,14 +121,14 @@ def artifact(folder, eos, **files):
     for name, value in files.items():
         (folder / "tokenizer" / f"{name}.json").write_text(json.dumps(value))
     records = [file_record(folder, f"tokenizer/{path.name}") for path in sorted((folder / "tokenizer").iterdir())]
-    return TokenizerFiles(folder, {"tokenizer": records, "config": {"eos_token_id": eos}})
+    return TokenizerFiles(folder, records, eos)
 
 
 @pytest.mark.parametrize(
     ("eos", "files", "expected"),
     [
         ([7], {}, {7, EOS}),
-        (7, {"generation_config": {"eos_token_id": [8, 9]}}, {7, 8, 9, EOS}),
+        ([7], {"generation_config": {"eos_token_id": [8, 9]}}, {7, 8, 9, EOS}),
         ([7], {"generation_config": {"eos_token_id": 8}, "tokenizer_config": {"eos_token": {"content": "<role>"}}},
          {7, 8, EOS + 2}),
         ([7], {"tokenizer_config": {"eos_token": "no such token"}}, {7}),
@@ -148,7 +148,7 @@ def test_a_changed_tokenizer_file_is_not_used(tmp_path):
 
 
 def test_no_tokenizer_is_refused_by_purpose(tmp_path):
-    files = TokenizerFiles(tmp_path, {"tokenizer": [], "config": {"eos_token_id": [7]}})
+    files = TokenizerFiles(tmp_path, [], [7])
     assert not files.there
     assert files.eos_token_ids() == {7}
     with pytest.raises(RequestError, match="text in: expected an artifact with a tokenizer, found none"):

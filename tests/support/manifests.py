@@ -1,0 +1,38 @@
+"""Manifests that a test changes: as records that a build could write, or as a crafted one with right digests."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ling3export.artifacts.manifest import MANIFEST, PROGRAMS, read_manifest, write_manifest
+from ling3export.artifacts.records import laid_out, sha256_of
+from ling3export.artifacts.schema import Manifest, Target
+
+
+def changed_targets(folder: Path, change: Callable[[Target], Target]) -> Manifest:
+    """Writes the manifest again with every target changed."""
+    manifest = read_manifest(folder)
+    targets = {name: change(target) for name, target in manifest.targets.items()}
+    return write_manifest(folder, replace(manifest, targets=targets))
+
+
+def sealed(raw: dict[str, Any]) -> bytes:
+    """The text of a manifest of format 2, every digest right, whatever else is in it."""
+    body = {key: value for key, value in raw.items() if key not in ("programs_digest", "weights_digest", "sha256")}
+    body["programs_digest"] = sha256_of({name: body.get(name) for name in PROGRAMS})
+    index = body["weights"]["index"]
+    slabs = {name: each.get("sha256") if isinstance(each, dict) else None for name, each in index.items()}
+    body["weights_digest"] = sha256_of(slabs)
+    text = (laid_out({**body, "sha256": "0" * 64}) + "\n").encode()
+    covered = text[: text.rindex(b'  "sha256": "')]
+    return covered + f'  "sha256": "{hashlib.sha256(covered).hexdigest()}"\n}}\n'.encode()
+
+
+def crafted(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Replaces the manifest as somebody would who knows the format: edited as JSON, its digests right."""
+    raw = json.loads((folder / MANIFEST).read_text())
+    edit(raw)
+    (folder / MANIFEST).write_bytes(sealed(raw))
