@@ -20,7 +20,7 @@ from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
 from ling3export.verify.reference import Reference
 
-SMALLEST_MARGIN = 5e-6  # a routing decision closer than this flips under any rounding (MODEL.md section 5)
+SMALLEST_MARGIN = 5e-6  # a routing decision closer than this flips under any rounding
 TRIES = 8
 PATH = "vectors/expected.safetensors"
 

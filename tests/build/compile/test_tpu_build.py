@@ -1,6 +1,7 @@
 """A TPU target, really compiled by libtpu on a machine without a TPU: what its artifact says, and that nothing ran."""
 
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -47,11 +48,20 @@ def test_donated_state_stays_in_place(tpu_artifact):
         assert target.cells[name].memory.alias >= held
 
 
+HEADERS = ("copies > 1 MB", "temporaries MB", "stablehlo MB")
+
+
 def test_inspect_shows_estimates_and_that_nothing_was_executed(tpu_artifact):
     shown = CliRunner().invoke(cli.main, ["inspect", str(tpu_artifact)]).output
     assert "compiled, not executed" in shown
     assert "tokens a sequence, without collectives: nothing was executed" in shown
     assert "bound ms" in shown
+    tables = [line for line in shown.splitlines() if re.match(r"  (cell|estimates|state|[a-z]+@\d+)  ", line)]
+    assert len(tables) == 3 + 2 * 5
+    assert max(map(len, tables)) <= 80
+    wide = CliRunner().invoke(cli.main, ["inspect", str(tpu_artifact), "--wide"]).output
+    assert all(name in wide for name in HEADERS)
+    assert not any(name in shown for name in HEADERS)
 
 
 def test_verify_checks_digests_and_says_why_it_ran_nothing(tpu_artifact):

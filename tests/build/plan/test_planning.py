@@ -126,6 +126,14 @@ def test_json_has_the_same_numbers(config):
     assert all(cell["bound"] is None for cell in cpu["cells"].values())
 
 
+def test_the_table_of_cells_fits_80_columns_unless_it_may_be_wide(config):
+    lines = shown(config, "--target", "tpu:v6e:4x4").splitlines()
+    rows = lines[lines.index("  cell         bound ms  bound by") :]
+    assert len(rows) == 1 + 3 + 3 + 5
+    assert max(map(len, rows)) <= 80
+    assert "  by memory  " not in "\n".join(lines)
+
+
 def test_without_a_checkpoint_the_demo_is_planned():
     assert shown("--tp", "4").startswith("plan  prefill 16,128,512, decode 1,16,64, bfloat16, context ")
 
