@@ -12,7 +12,7 @@ from ling3export.artifacts.schema import Collective
 from ling3export.runners.engine.engine import Engine
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-VERSIONS = ("format-1",)  # commit a8e8325
+VERSIONS = ("format-1", "format-2")  # format 1: commit a8e8325
 
 
 @pytest.fixture(scope="module", params=VERSIONS)

@@ -1,0 +1,78 @@
+"""FORMAT.md is true: its tables name every field of the manifest's records, with the type that the reader checks."""
+
+import dataclasses
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Annotated, Any
+
+from ling3export.artifacts import schema
+from ling3export.artifacts.manifest import FORMAT_VERSION
+from ling3export.artifacts.records import Rule
+from ling3export.artifacts.schema import Manifest
+
+TEXT = (Path(schema.__file__).parent / "FORMAT.md").read_text()
+WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false", type(None): "null"}
+
+
+def spelled(kind: Any) -> str:
+    """A field's type as FORMAT.md writes it: what stands in JSON, then what its rules demand besides."""
+    origin, parameters = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        rules = [rule.words for rule in parameters[1:] if isinstance(rule, Rule) and rule is not schema.UNBOUNDED]
+        return ", ".join([spelled(parameters[0]), *rules])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(spelled(each) for each in parameters)
+    if origin is tuple:
+        return f"list of {spelled(parameters[0])}"
+    if origin is dict:
+        return f"object of {spelled(parameters[1])}"
+    return WORDS.get(kind) or f"`{kind.__name__}`"
+
+
+def rows(kind: type) -> list[tuple[str, str]]:
+    """Name and type of every field of a record; those that may be left out have a question mark."""
+    hints, found = typing.get_type_hints(kind, include_extras=True), []
+    for field in dataclasses.fields(kind):
+        hint, optional = hints[field.name], field.default is None
+        if optional:
+            hint = typing.Union[tuple(each for each in typing.get_args(hint) if each is not type(None))]  # noqa: UP007
+        found.append((f"`{field.name}`{'?' * optional}", spelled(hint)))
+    return found
+
+
+def records(kind: Any) -> list[type]:
+    """The record and all that it holds, each once."""
+    found: list[type] = []
+    waiting = [kind]
+    while waiting:
+        each = waiting.pop(0)
+        if dataclasses.is_dataclass(each) and each not in found:
+            found.append(typing.cast(type, each))
+            waiting += typing.get_type_hints(each, include_extras=True).values()
+        waiting += [inner for inner in typing.get_args(each) if not isinstance(inner, Rule)]
+    return found
+
+
+def table(name: str) -> list[tuple[str, str, str]]:
+    """The rows of a record's table."""
+    head = r"\| field \| type \| meaning \|\n\|---\|---\|---\|\n"
+    section = re.search(rf"^### {name}\n[^\n]+\n\n{head}((?:\|[^\n]*\n)+)", TEXT, re.M)
+    assert section is not None, f"FORMAT.md: expected a table of {name}, found none"
+    lines = section[1].splitlines()
+    return [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in lines]  # type: ignore[misc]
+
+
+def test_every_record_has_a_table_with_its_fields_types_and_meanings() -> None:
+    for kind in records(Manifest):
+        found = table(kind.__name__)
+        assert [row[:2] for row in found] == rows(kind), kind.__name__
+        assert all(len(row) == 3 and len(row[2]) > 3 for row in found), kind.__name__
+    headings = re.findall(r"^### (\w+)$", TEXT, re.M)
+    assert headings == [kind.__name__ for kind in records(Manifest)]
+
+
+def test_the_version_is_the_one_that_is_written() -> None:
+    assert f"# The artifact's format, version {FORMAT_VERSION}\n" in TEXT
+    assert re.search(rf"^\| {FORMAT_VERSION} \|", TEXT, re.M)
