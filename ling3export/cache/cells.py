@@ -1,30 +1,18 @@
-"""The two levels of the cache: cells, looked up by the build, and compiled programs, looked up by its workers.
+"""What a build takes from the cache and gives to it: whole cells, which are then neither traced nor compiled.
 
-A cell whose fields are known is neither traced nor compiled. Where sources of the model changed and what they lower to
-did not, the second level answers: the lowered program was compiled before and is not compiled again.
+Where sources of the model changed and what they lower to did not, a second level answers, in the compiling process
+(``compile/worker.py``): the lowered program was compiled before and is not compiled again.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.files import try_writing, writing
 from ling3export.artifacts.records import from_json, sha256_of, to_json
-from ling3export.artifacts.schema import (
-    Collective,
-    Estimate,
-    Executable,
-    Experts,
-    Floor,
-    Lowering,
-    Memory,
-    Mesh,
-    Origin,
-    Program,
-    Requirements,
-)
+from ling3export.artifacts.schema import Mesh, Origin, Program, Requirements
 from ling3export.cache.explain import explain
 from ling3export.cache.keys import cell_fields
 from ling3export.cache.store import KINDS, Cache, Entry, Say, entries
@@ -34,54 +22,6 @@ from ling3export.plan.plan import Cell, Plan
 
 SUFFIXES = ("stablehlo", "exec")
 COMPILED, PROGRAM, CELL = "compiler", "program cache", "cache"  # where a program came from
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compiled:
-    """What a compiler made of one program, without its bytes; the fields are those of a manifest's cell.
-
-    ``collectives`` is None where only the lowered program was counted.
-    """
-
-    executable: Executable
-    compile_seconds: float
-    memory: Memory
-    collectives: dict[str, Collective] | None = None
-    flops: float | None = None
-    bytes_accessed: float | None = None
-    estimate: Estimate | None = None
-    floor: Floor | None = None
-    experts: Experts | None = None
-    lowering: Lowering | None = None
-
-
-@dataclass(frozen=True)
-class Compilation:
-    """What a compiling process made of a lowered program, or found in the cache.
-
-    Attributes:
-        data: The serialized executable.
-        compiled: What describes it.
-        source: COMPILED or PROGRAM.
-        key: The program's.
-    """
-
-    data: bytes
-    compiled: Compiled
-    source: str
-    key: str
-
-
-def compiled_program(
-    cache: Cache, fields: dict[str, Any], compile_it: Callable[[], tuple[bytes, Compiled]]
-) -> Compilation:
-    """The program of ``fields``: its original bytes from the cache, or compiled now and then kept."""
-    key = sha256_of(fields)
-    if entry := cache.read("programs", key):
-        return Compilation(entry.data["exec"], from_json(Compiled, entry.record), PROGRAM, key)
-    data, compiled = compile_it()
-    cache.write("programs", fields, to_json(compiled), {"exec": data})
-    return Compilation(data, compiled, COMPILED, key)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
 from ling3export.artifacts.schema import Collective, Estimate, Experts, Floor, Loop, Lowering
-from ling3export.cache.cells import Compiled
-from ling3export.compile.lower import LOCATION_OPTIONS, described, with_shardings
+from ling3export.compile.lower import LOCATION_OPTIONS, Compiled, described, with_shardings
 from ling3export.cost.estimates import estimate
 from ling3export.cost.roofline import Workload, expert_times, roofline_bound
 from ling3export.errors import PlanError

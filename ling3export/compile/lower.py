@@ -14,8 +14,19 @@ import numpy as np
 from jax import export
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ling3export.artifacts.schema import Collective, Field, Leaf, Memory, Origin, Program
-from ling3export.cache.cells import Compiled
+from ling3export.artifacts.schema import (
+    Collective,
+    Estimate,
+    Executable,
+    Experts,
+    Field,
+    Floor,
+    Leaf,
+    Lowering,
+    Memory,
+    Origin,
+    Program,
+)
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
@@ -25,6 +36,26 @@ from ling3export.runners.load import pjrt
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "collective_permute", "reduce_scatter")
 # Source locations would put this checkout's path into every program and every key.
 LOCATION_OPTIONS = {"jax_traceback_in_locations_limit": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What a compiler made of one program, without its bytes; the fields are those of a manifest's cell.
+
+    Attributes:
+        collectives: None where only the lowered program was counted.
+    """
+
+    executable: Executable
+    compile_seconds: float
+    memory: Memory
+    collectives: dict[str, Collective] | None = None
+    flops: float | None = None
+    bytes_accessed: float | None = None
+    estimate: Estimate | None = None
+    floor: Floor | None = None
+    experts: Experts | None = None
+    lowering: Lowering | None = None
 
 
 @dataclass(frozen=True)

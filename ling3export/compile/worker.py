@@ -9,14 +9,15 @@ peers, have nothing to do but to be there.
 import hashlib
 import os
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.files import writing
-from ling3export.artifacts.records import to_json
+from ling3export.artifacts.records import from_json, sha256_of, to_json
 from ling3export.artifacts.schema import Origin
-from ling3export.cache.cells import Built, Compilation, compiled_program
+from ling3export.cache.cells import COMPILED, PROGRAM, Built
 from ling3export.cache.store import Cache
 from ling3export.cache.use import CacheUse
 from ling3export.errors import Ling3Error
@@ -31,7 +32,7 @@ from ling3export.runners.load.environment import prepare_cpu
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from ling3export.compile.lower import Lowered
+    from ling3export.compile.lower import Compiled, Lowered
     from ling3export.model.config import Config
 
 MODULE = "ling3export.compile.worker"
@@ -115,6 +116,37 @@ def prepare(target: Target) -> list[object]:
         return join_peers(target)
     prepare_cpu(target.tp)
     return []
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What was made of a lowered program, or found in the cache.
+
+    Attributes:
+        data: The serialized executable.
+        compiled: What describes it.
+        source: COMPILED or PROGRAM.
+        key: The program's key in the cache.
+    """
+
+    data: bytes
+    compiled: "Compiled"
+    source: str
+    key: str
+
+
+def compiled_program(
+    cache: Cache, fields: dict[str, Any], compile_it: "Callable[[], tuple[bytes, Compiled]]"
+) -> Compilation:
+    """The program of ``fields``: its original bytes from the cache, or compiled now and then kept."""
+    from ling3export.compile.lower import Compiled
+
+    key = sha256_of(fields)
+    if entry := cache.read("programs", key):
+        return Compilation(entry.data["exec"], from_json(Compiled, entry.record), PROGRAM, key)
+    data, compiled = compile_it()
+    cache.write("programs", fields, to_json(compiled), {"exec": data})
+    return Compilation(data, compiled, COMPILED, key)
 
 
 def run_cell(job: Job, cell: Cell) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def folder(tmp_path) -> Path:
 def add(cache: Cache, number: int) -> None:
     raw = bytes([number]) * (1000 * number)
     cache.write("programs", program(number), {}, {"exec": raw})
-    record = {"origin": {"program": sha256_of(program(number))}}
+    record = {"program": {"origin": {"program": sha256_of(program(number))}}}
     cache.write("cells", fields(number), record, {"exec": raw, "stablehlo": b"text"})
 
 

@@ -12,17 +12,22 @@ from typing import Any
 import pytest
 
 from ling3export.artifacts.records import sha256_of
+from ling3export.artifacts.schema import Call, Executable, Memory, Mesh, Origin, Program, Requirements
 from ling3export.cache import keys
-from ling3export.cache.cells import Cells, Program, compiled_program, counts, opened, summary
+from ling3export.cache.cells import Built, Cells, counts, opened, summary
 from ling3export.cache.keys import cell_fields, program_fields
 from ling3export.cache.store import Cache
 from ling3export.cache.use import CacheUse
+from ling3export.compile.lower import Compiled
+from ling3export.compile.worker import Compilation, compiled_program
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Cell, Plan, make_plan
 from tiny import tiny_fields
 
 CELL = Cell("decode", 16)
+MEMORY = Memory(1, 2, 3, 4, 5)
+MADE = Origin("compiler", "f" * 64, 5, 1)
 CONFIG = Config.from_dict(tiny_fields())
 DEVICES = {"kind": "cpu", "ids": [0, 1], "processes": 1}
 
@@ -124,6 +129,14 @@ def test_a_programs_key_follows_program_and_devices_and_no_source_of_the_model(m
     assert len({first, *changed, made()}) == 2 + len(changed)
 
 
+def built(origin: Origin | None = MADE) -> Built:
+    program = Program(
+        phase=CELL.phase, padding=CELL.padding, fields=(), inputs=(), outputs=(), collectives={}, lower_seconds=0.5,
+        compile_seconds=2.0, memory=MEMORY, origin=origin,
+    )  # fmt: skip
+    return Built(program, Requirements("0.11.2", "cpu", "cpu"), Mesh("tp", (0, 1), (0, 0)))
+
+
 def folder_with(tmp_path: Path, name: str, content: bytes) -> Path:
     folder = tmp_path / name
     folder.mkdir()
@@ -136,7 +149,6 @@ def test_the_policies_of_cells(tmp_path):
     """``on`` keeps and gives back the same bytes; ``redo`` gives nothing and replaces; ``readonly`` and ``off`` keep
     nothing."""
     said: list[str] = []
-    record = {"rows": 16, "origin": {"from": "compiler", "program": "p" * 64, "traces": 5, "compiles": 1}}
     use = CacheUse("on", tmp_path / "cache")
 
     def cells(policy: str) -> Cells:
@@ -149,20 +161,19 @@ def test_the_policies_of_cells(tmp_path):
         if found is None:
             assert list(folder.iterdir()) == []
             return None
-        origin = {"from": "cache", "key": key_of(), "program": "p" * 64, "traces": 0, "compiles": 0}
-        assert found == {"rows": 16, "origin": origin}
+        assert found == built(Origin("cache", "f" * 64, 0, 0, key_of()))
         return (folder / f"{CELL.name}.exec").read_bytes()
 
     for policy in ("off", "readonly"):
-        whole = cells(policy).keep(CONFIG, plan(), CELL, folder_with(tmp_path, policy, b"1"), record)
-        assert whole["origin"] == record["origin"] | {"key": key_of()}
+        whole = cells(policy).keep(CONFIG, plan(), CELL, folder_with(tmp_path, policy, b"1"), built())
+        assert whole == built(replace(MADE, key=key_of()))
         assert not (tmp_path / "cache").exists()
     assert fetched("on", "none") is None
-    cells("on").keep(CONFIG, plan(), CELL, folder_with(tmp_path, "first", b"1"), record)
+    cells("on").keep(CONFIG, plan(), CELL, folder_with(tmp_path, "first", b"1"), built())
     assert [fetched(policy, f"a-{policy}") for policy in ("on", "readonly", "redo", "off")] == [
         b"1exec", b"1exec", None, None,
     ]  # fmt: skip
-    cells("redo").keep(CONFIG, plan(), CELL, folder_with(tmp_path, "second", b"2"), record)
+    cells("redo").keep(CONFIG, plan(), CELL, folder_with(tmp_path, "second", b"2"), built())
     assert fetched("on", "b-on") == b"2exec"
     assert said == []
     assert cells("off").use.record() == {"policy": "off", "folder": str(tmp_path / "cache")}
@@ -171,13 +182,12 @@ def test_the_policies_of_cells(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_named_once_and_what_it_has_is_used(tmp_path, monkeypatch):
     """It was once named for each file of each cell."""
-    record = {"origin": {"from": "compiler", "program": "p" * 64, "traces": 5, "compiles": 1}}
     said: list[str] = []
     (tmp_path / "file").touch()
     folder = folder_with(tmp_path, "programs", b"1")
     with opened(CacheUse("on", tmp_path / "file" / "cache"), said.append) as cells:
         assert cells.fetch(CONFIG, plan(), CELL, folder) is None
-        cells.keep(CONFIG, plan(), CELL, folder, record)
+        cells.keep(CONFIG, plan(), CELL, folder, built())
         assert cells.use == CacheUse("readonly", tmp_path / "file" / "cache")
         assert (cells.use.reads, cells.use.writes) == (True, False)
     told = "not cached: cache `cache`: expected a folder that can be written, found "
@@ -185,7 +195,7 @@ def test_a_folder_that_cannot_be_written_is_named_once_and_what_it_has_is_used(t
 
     use = CacheUse("on", tmp_path / "cache")
     with opened(use, said.append) as cells:
-        cells.keep(CONFIG, plan(), CELL, folder, record)
+        cells.keep(CONFIG, plan(), CELL, folder, built())
     before = sorted(use.where.rglob("*"))
     make = os.open
 
@@ -211,16 +221,24 @@ def test_a_folder_that_cannot_be_written_is_named_once_and_what_it_has_is_used(t
 def test_the_policies_of_programs(tmp_path, policy, compiled):
     runs = []
 
-    def compile_it() -> tuple[bytes, dict[str, Any]]:
+    needs = built()
+    made = Compiled(
+        executable=Executable(needs.requires, needs.mesh, Call((), (), ())),
+        compile_seconds=2.0,
+        memory=MEMORY,
+        flops=8.0,
+    )
+
+    def compile_it() -> tuple[bytes, Compiled]:
         runs.append(1)
-        return b"code", {"seconds": 2}
+        return b"code", made
 
     use = CacheUse(policy, tmp_path / "cache")
     fields = {"modules": {"portable": "0"}}
     for expected in compiled:
-        origin = {"from": "compiler" if expected else "program cache", "program": sha256_of(fields)}
+        source = "compiler" if expected else "program cache"
         found = compiled_program(Cache.of(use, pytest.fail), fields, compile_it)
-        assert found == Program(b"code", {"seconds": 2}, origin)
+        assert found == Compilation(b"code", made, source, sha256_of(fields))
     assert len(runs) == sum(compiled)
 
 
@@ -231,8 +249,7 @@ def test_explain_says_when_the_cache_was_not_to_be_read(tmp_path):
 
 
 def test_the_line_of_a_build_without_a_cache():
-    cell = {"origin": {"from": "compiler", "traces": 4, "compiles": 1}}
-    targets = {"cpu-tp2": {"cells": {"a": cell, "b": cell, "old": {}}}}
-    assert counts(targets)["cells"] == 2
-    line = "cells: 2 compiled, 0 from the cache (off); jax traced 8 functions and compiled 2 programs"
-    assert summary(targets, CacheUse("off")) == line
+    programs = [built(origin).program for origin in (MADE, MADE, None)]
+    assert counts(programs)["cells"] == 2
+    line = "cells: 2 compiled, 0 from the cache (off); jax traced 10 functions and compiled 2 programs"
+    assert summary(programs, CacheUse("off")) == line
