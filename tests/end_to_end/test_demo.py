@@ -98,6 +98,7 @@ def test_the_published_layout_is_written_as_it_is_read(weights):
         assert value.tobytes() == stored.tobytes(), name
 
 
+@pytest.mark.jit
 def test_training_computes_what_the_reference_computes(weights):
     config, tree = weights
     rows = Rows(Tokenizer.from_file(str(DEMO / "tokenizer.json")), 64)
