@@ -157,22 +157,24 @@ def prefill_fields(padding: int, spans: Iterable[Span], chunk: int, max_pages: i
 
 def decode_fields(padding: int, rows: Mapping[int, DecodeRow], max_pages: int) -> Fields:
     """The fields of a decode call of ``padding`` rows; those without a sequence are padding."""
-    fields = {name: np.zeros(padding, np.int32) for name in ("slot", "position", "token")}
-    fields["page_table"] = np.zeros((padding, max_pages), np.int32)
+    whole = [DecodeRow(0, 0, (), 0)] * padding
+    table = np.zeros((padding, max_pages), np.int32)
     for row, each in rows.items():
-        fields["slot"][row], fields["position"][row], fields["token"][row] = each.slot, each.position, each.token
-        fields["page_table"][row, : len(each.pages)] = each.pages
-    return fields
+        whole[row] = each
+        table[row, : len(each.pages)] = each.pages
+    slot, position, _, token = zip(*whole, strict=True)
+    columns = {"slot": slot, "position": position, "token": token}
+    return {name: np.array(column, np.int32) for name, column in columns.items()} | {"page_table": table}
 
 
 def sample_fields(count: int, rows: Mapping[int, SampleRow]) -> Fields:
     """The fields of a sample call of ``count`` rows; those without a sequence are padding."""
-    fields = {name: np.zeros(count, np.int32) for name in ("slot", "position", "top_k")}
-    fields["seed"] = np.zeros(count, np.uint32)
-    fields["temperature"], fields["top_p"] = np.zeros(count, np.float32), np.ones(count, np.float32)
+    whole = [SampleRow(0, 0)] * count
     for row, each in rows.items():
-        for name, value in each._asdict().items():
-            fields[name][row] = value
+        whole[row] = each
+    kinds = {"temperature": np.float32, "top_p": np.float32, "seed": np.uint32}
+    columns = zip(SampleRow._fields, zip(*whole, strict=True), strict=True)
+    fields = {name: np.array(column, kinds.get(name, np.int32)) for name, column in columns}
     return fields | {"seed": fields["seed"].view(np.int32)}
 
 
