@@ -45,7 +45,7 @@ class Timings:
     """Seconds that each stage of a start took; stages in threads overlap.
 
     Attributes:
-        seconds: By stage: ``imports``, ``programs``, ``weights``, ``check``, ``state``, ``first_step`` and so on.
+        seconds: How long each stage took, by name: ``imports``, ``programs``, ``weights``, ``state``, ``first_step`` …
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -69,11 +69,11 @@ class Loaded:
         manifest: Its manifest.
         target: Name of the target.
         runner: Programs, parameters and state, ready to run steps.
-        verdicts: Of every cell.
-        timings: Of every stage.
-        compiles: Counts what jax compiles from now on; a prebuilt start leaves it at 0.
-        weight_bytes: Of the weights, those that this process maps and checks.
-        channel: To the other hosts; None where it runs alone.
+        verdicts: Whether each program fits this machine, by cell.
+        timings: Seconds that each stage took.
+        compiles: Counts the programs that jax compiles from the start on; a prebuilt start leaves it at 0.
+        weight_bytes: Bytes of the weights that this process maps and checks.
+        channel: The connection to the other hosts; None where this one runs alone.
     """
 
     folder: Path

@@ -27,11 +27,11 @@ class ModelRunner:
 
     Args:
         target: The manifest's.
-        programs: By cell.
-        params: By name of the argument.
-        state: By name.
+        programs: The loaded programs, by cell.
+        params: The parameters, by the name of the argument.
+        state: The state arrays, by name.
         mesh: The devices.
-        parts: Of several hosts: what each passes to its call, on host 0 (``Channel.parts``).
+        parts: Collects bytes of all hosts on host 0 (``Channel.parts``); None where this host runs alone.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class ModelRunner:
         """Runs ``prefill`` or ``decode``.
 
         Args:
-            phase: Which.
-            padding: Token slots or sequences.
+            phase: Which of the two.
+            padding: Padded tokens, or sequences.
             fields: Every field of the step contract, by name.
 
         Returns:
@@ -60,11 +60,12 @@ class ModelRunner:
         """Runs ``score``.
 
         Args:
-            padding: Token slots.
+            padding: Padded tokens.
             fields: Every field of the step contract, by name.
 
         Returns:
-            ``logits`` as of ``prefill``; ``logprob`` fp32 and ``best`` int32 ``[padding]``; still being computed.
+            ``logits`` like those of ``prefill``; ``logprob`` fp32 and ``best`` int32 ``[padding]``. All are still being
+            computed.
         """
         out = self._run(f"score@{padding}", fields, {})
         for name in ("logprob", "best"):
@@ -78,7 +79,7 @@ class ModelRunner:
         return token
 
     def read(self, array: jax.Array) -> np.ndarray:
-        """Waits for an array, and fetches it. What lies on several hosts is whole on host 0, else this host's part."""
+        """Waits for an array, and fetches it; if it is split over hosts, host 0 gets it whole and the others a part."""
         if array.is_fully_addressable or array.is_fully_replicated or self._parts is None:
             return np.asarray(array)
         return _assembled(array, self._parts)
@@ -132,9 +133,9 @@ class _Cell:
 
 
 def _assembled(array: jax.Array, parts: Callable[[bytes], list[bytes]]) -> np.ndarray:
-    """An array that is split over hosts, each of which calls this for the same one."""
+    """The whole of an array that is split over hosts, on host 0. Every host calls this for the same array."""
     whole = np.zeros(array.shape, array.dtype)
-    held: dict[int, list[tuple[slice, ...]]] = {}  # by host: what its devices hold, in the mesh's order
+    held: dict[int, list[tuple[slice, ...]]] = {}  # the parts that each host's devices hold, in the mesh's order
     device: Any  # jax names no type for it
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         assert index is not None
@@ -153,7 +154,7 @@ def _assembled(array: jax.Array, parts: Callable[[bytes], list[bytes]]) -> np.nd
 
 
 def fresh_state(target: Target, mesh: Mesh) -> dict[str, jax.Array]:
-    """Every state array, zero."""
+    """Every state array, filled with zeros."""
     return {
         row.name: fresh_zeros(row.shape, row.dtype, NamedSharding(mesh, PartitionSpec(*row.spec)))
         for row in target.state.arrays
@@ -174,7 +175,7 @@ def device_array(view: np.ndarray, sharding: Sharding) -> jax.Array:
 def fresh_zeros(shape: Sequence[int], dtype: jnp.dtype | str, sharding: Sharding) -> jax.Array:
     """Zeros in memory of their own, so that donating them reuses it; costs a write of each device's shard.
 
-    As many shards at a time as there are cores: most of the time goes into taking new memory from the kernel.
+    Makes as many shards at a time as there are cores: most of the time goes into taking new memory from the kernel.
 
     jax would alias numpy memory, which a program cannot write to: donation would then copy on every first use, in
     silence (``may_alias=False`` is ignored for numpy arrays). So the zeros come from one misaligned block, mapped and

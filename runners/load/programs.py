@@ -82,10 +82,10 @@ def load_programs(
     """Starts loading every cell, once every digest and every signature was found right.
 
     Args:
-        files: Of the target.
+        files: The target's programs.
         target: The manifest's.
         mesh: Where to load.
-        verdicts: Of every cell: OPTIMAL ones come from the artifact.
+        verdicts: By cell; the executables of OPTIMAL ones come from the artifact.
         compiled: The others, compiled here.
         pool: Where to load.
 

@@ -96,7 +96,7 @@ def check_hosts(name: str, target: Target, here: list[str], hosts: int) -> None:
     """Refuses a target that was built for another number of hosts; one for another platform is left to its verdict.
 
     Raises:
-        ArtifactError: It was; names both.
+        ArtifactError: It was built for another number; the message names both.
     """
     built = target.processes
     if built != hosts and target.platform in here:

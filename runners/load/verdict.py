@@ -32,7 +32,7 @@ class Machine:
     """What jax finds here.
 
     Attributes:
-        platform: As the manifest names it: ``cpu``, ``tpu``, ``cuda``.
+        platform: ``cpu``, ``tpu`` or ``cuda``, the manifest's names.
         devices: How many, over all processes.
         processes: How many run together.
     """
@@ -97,7 +97,7 @@ def enforce(verdicts: dict[str, Verdict], policy: str, target: str, artifact: st
     """Applies the policy: which cells are to be compiled here.
 
     Args:
-        verdicts: Of every cell.
+        verdicts: By cell.
         policy: ``prebuilt-only`` (a cell that needs compiling is an error) or ``allow-compile``.
         target: Its name, for messages.
         artifact: Its folder, for messages.

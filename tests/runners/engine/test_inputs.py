@@ -1,8 +1,13 @@
 """The calls of programs: which padding pays, beside who waits too, and the fields of the step contract."""
 
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from ling3export.artifacts.manifest import read_manifest
 from ling3export.runners.engine.inputs import (
     DecodeRow,
     SampleRow,
@@ -32,11 +37,13 @@ def test_no_longer_call_than_pays_beside_running_sequences(work, padding):
 
 def test_the_padding_that_pays_by_the_compilers_estimates():
     """Where a call costs the same at any padding, the largest always pays; a manifest says so."""
+    target = next(iter(read_manifest(Path(__file__).parents[2] / "golden/format-2-targets").targets.values()))
+    some = next(iter(target.cells.values()))
     cells = {
-        f"{phase}@{padding}": {"phase": phase, "padding": padding, "estimated_seconds": cost}
+        f"{phase}@{padding}": replace(some, phase=phase, padding=padding, estimate=SimpleNamespace(seconds=cost))
         for phase, padding, cost in (("prefill", 16, 2e-3), ("prefill", 512, 2e-3), ("decode", 8, 1e-3))
     }
-    shapes = Shapes.of({"cells": cells, "state": {"chunk": 16, "max_pages": 4}})
+    shapes = Shapes.of(replace(target, cells=cells))
     assert [shapes.paying(work) for work in (16, 17, 600)] == [512, 512, 512]
 
 
