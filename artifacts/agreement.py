@@ -22,9 +22,9 @@ from ling3export.artifacts.schema import (
     Vectors,
     Weights,
 )
+from ling3export.dtypes import BY_CODE
 from ling3export.errors import listed
 
-STORED = {"BF16": ("bfloat16", 2), "F32": ("float32", 4), "I32": ("int32", 4)}
 # The rows of a field for each phase, by what a padding counts: every row, or every chunk of rows.
 ROW_FIELDS = {"tokens", "next_token", "slot", "position", "token", "temperature", "top_k", "top_p", "seed"}
 
@@ -91,7 +91,10 @@ def _check_tensor(tensor: StoredTensor, size: int) -> None:
     if tensor.slabs and tensor.shape[:1] != (tensor.slabs,):
         _wrong(f"a leading axis of {tensor.slabs} slabs", _short(tensor.shape), "shape")
     _same(
-        "the bytes of a slab of its shape", elements * STORED[tensor.dtype][1] // parts, tensor.slab_bytes, "slab_bytes"
+        "the bytes of a slab of its shape",
+        elements * BY_CODE[tensor.dtype].nbytes // parts,
+        tensor.slab_bytes,
+        "slab_bytes",
     )
     _same("one digest a slab", parts, len(tensor.sha256), "sha256")
     if tensor.offset + parts * tensor.slab_bytes > size:
@@ -118,7 +121,7 @@ def _check_target(name: str, target: Target, plan: Plan, weights: Weights) -> No
             if stored is None:
                 raise WrongRecordError("a tensor of the weight index", shown(parameter.tensor), ("tensor",))
             _same("as the weight index says", stored.shape, parameter.shape, "shape")
-            _same("as the weight index says", STORED[stored.dtype][0], parameter.dtype, "dtype")
+            _same("as the weight index says", BY_CODE[stored.dtype].name, parameter.dtype, "dtype")
             if (parameter.index is None) != (parameter.axis is None):
                 _wrong("`index` and `axis` together, or neither", "one of them")
             if parameter.axis is not None and not (

@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 from typing import Annotated
 
 from ling3export.artifacts.records import UNBOUNDED, Digest, Rule, at_most, one_of, within
+from ling3export.dtypes import BY_CODE, BY_NAME
 
 
 def _stays_inside(relative: str) -> bool:
@@ -36,8 +37,8 @@ Spec = Annotated[
     at_most(8),
     Rule("mesh axes without trailing nulls", lambda each: not each or bool(each[-1])),
 ]
-Dtype = Annotated[str, one_of("bfloat16", "float32", "int32")]
-StoredDtype = Annotated[str, one_of("BF16", "F32", "I32")]
+Dtype = Annotated[str, one_of(*BY_NAME)]
+StoredDtype = Annotated[str, one_of(*BY_CODE)]
 Phase = Annotated[str, one_of("prefill", "score", "decode", "sample")]
 CellName = re.compile(r"(prefill|score|decode|sample)@[1-9][0-9]*")
 Error = Annotated[float, UNBOUNDED]  # infinite where something is not finite
@@ -97,7 +98,7 @@ class Array:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole array."""
-        return math.prod(self.shape) * (2 if self.dtype == "bfloat16" else 4)
+        return math.prod(self.shape) * BY_NAME[self.dtype].nbytes
 
 
 @dataclass(frozen=True)

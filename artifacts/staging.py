@@ -1,16 +1,25 @@
-"""Folders that appear whole or not at all."""
+"""Folders that appear whole or not at all, and the right to write one: a build at a time."""
 
-import json
+import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.files import DISK_FULL, partial_name, partial_path, sync_folder, sync_tree, write_error
-from ling3export.artifacts.lock import folder_lock
+from ling3export.artifacts.files import (
+    DISK_FULL,
+    partial_name,
+    partial_path,
+    sync_folder,
+    sync_tree,
+    write_error,
+    writing,
+)
 from ling3export.artifacts.manifest import MANIFEST, read_manifest
+from ling3export.artifacts.records import parse_json
 from ling3export.errors import ArtifactError
 
 
@@ -93,7 +102,7 @@ def _refuse(destination: Path, force: bool, mark: str) -> None:
 def _made_here(mark: Path) -> bool:
     """Whether a file says that ling3export wrote it: a name alone is no ground to remove a folder."""
     try:
-        found: Any = json.loads(mark.read_bytes())
+        found: Any = parse_json(mark.read_bytes())
     except (OSError, ValueError):
         return False
     if not isinstance(found, dict):
@@ -122,3 +131,69 @@ def _remove_leftovers(destination: Path) -> None:
     for path in destination.parent.iterdir():
         if leftover.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Holds the right to write ``folder``, which need not exist, until the block ends or the process does.
+
+    The lock is a file beside the folder, ``.NAME.lock``; the system drops it with the process, so what a killed
+    build leaves of it stops nobody.
+
+    Raises:
+        ArtifactError: Another build holds it (a second one in this process too), or the parent cannot be written.
+    """
+    folder = Path(folder).resolve()
+    path = folder.parent / f".{folder.name}.lock"
+    descriptor = _acquired(path, folder)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is held: whoever waits at the old file sees that it is gone
+        os.close(descriptor)
+
+
+def _acquired(path: Path, folder: Path) -> int:
+    """A descriptor that holds the lock on the file now named ``path``."""
+    while True:
+        with writing(path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            with writing(path):
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    holder = os.pread(descriptor, 20, 0).decode(errors="replace") or "unknown"
+                    raise ArtifactError(
+                        f"artifact `{folder.name}`: expected no other build, found process {holder} writing it, "
+                        f"in {folder.parent}",
+                        "wait until it ends, or choose another folder",
+                    ) from error
+                if _names(path, descriptor):
+                    _refuse_foreign(path, descriptor)
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # the holder before us removed it between our open and our lock
+
+
+def _names(path: Path, descriptor: int) -> bool:
+    """Whether ``path`` still is the file of ``descriptor``."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _refuse_foreign(path: Path, descriptor: int) -> None:
+    """Raises for a file that no build made, before it is written: one with a second name, a pipe or a device."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+        found = f"one with {status.st_nlink} names" if stat.S_ISREG(status.st_mode) else "something else"
+        raise ArtifactError(
+            f"write `{path.name}`: expected a regular file with one name, found {found}, in {path.parent}",
+            "no build makes such a lock: look at who did, and remove it",
+        )

@@ -15,8 +15,9 @@ import numpy as np
 
 from ling3export.artifacts.files import inside, open_regular
 from ling3export.artifacts.schema import StoredTensor
-from ling3export.artifacts.store_layout import DTYPES, TensorSpec, header
+from ling3export.artifacts.store_layout import TensorSpec, header
 from ling3export.artifacts.store_writer import StoreWriter
+from ling3export.dtypes import BY_CODE
 from ling3export.errors import ArtifactError
 
 __all__ = ["Store", "StoreWriter", "TensorSpec"]
@@ -58,7 +59,7 @@ class Store:
         """The whole tensor, as a read-only view on the mapped file; 64-byte aligned if its slabs' size allows."""
         spec, stored = self._spec(name), self.index[name]
         data = np.frombuffer(self._map(stored.file), np.uint8, spec.nbytes, stored.offset)
-        return data.view(DTYPES[spec.dtype]).reshape(spec.shape)
+        return data.view(BY_CODE[spec.dtype].numpy).reshape(spec.shape)
 
     def slabs(self, name: str, start: int, stop: int) -> np.ndarray:
         """Slabs ``start`` to ``stop`` of a split tensor: a read-only view, ``[stop - start, ...]``."""

@@ -5,14 +5,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import ml_dtypes
-import numpy as np
+from ling3export.dtypes import BY_CODE
 
-DTYPES: dict[str, np.dtype] = {
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F32": np.dtype("<f4"),
-    "I32": np.dtype("<i4"),
-}
 ALIGNMENT = 64  # jax on CPU aliases mapped memory from here on, and copies below
 HEADER_MULTIPLE = 4096
 
@@ -37,8 +31,8 @@ class TensorSpec:
     slabs: int = 0
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"tensor `{self.name}`: expected dtype {' or '.join(DTYPES)}, found {self.dtype}")
+        if self.dtype not in BY_CODE:
+            raise ValueError(f"tensor `{self.name}`: expected dtype {' or '.join(BY_CODE)}, found {self.dtype}")
         if any(size < 1 for size in self.shape):
             raise ValueError(f"tensor `{self.name}`: expected no empty axis, found shape {list(self.shape)}")
         if self.slabs < 0 or (self.slabs and self.shape[:1] != (self.slabs,)):
@@ -49,7 +43,7 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * BY_CODE[self.dtype].nbytes
 
     @property
     def parts(self) -> int:
@@ -73,7 +67,7 @@ def arranged(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
     safetensors allows no holes between tensors, so order is the only way to align. The others go by falling
     item size, so that each still starts at a multiple of its own. Otherwise the given order holds.
     """
-    return sorted(specs, key=lambda spec: 0 if spec.aligned else ALIGNMENT - DTYPES[spec.dtype].itemsize)
+    return sorted(specs, key=lambda spec: 0 if spec.aligned else ALIGNMENT - BY_CODE[spec.dtype].nbytes)
 
 
 def header(specs: Sequence[TensorSpec]) -> bytes:

@@ -12,7 +12,8 @@ import numpy as np
 
 from ling3export.artifacts.files import inside, sync_folder, write_error, writing
 from ling3export.artifacts.schema import StoredTensor
-from ling3export.artifacts.store_layout import DTYPES, TensorSpec, arranged, header
+from ling3export.artifacts.store_layout import TensorSpec, arranged, header
+from ling3export.dtypes import BY_CODE
 from ling3export.errors import ArtifactError, listed
 
 BLOCK = 1 << 20  # bytes hashed and written at a time: the second reads what the first left in the core's cache
@@ -131,7 +132,7 @@ class StoreWriter:
         if name not in self._tensors:
             raise ValueError(f"tensor `{name}`: expected one of the plan's, found an unknown name")
         file, spec, slabs = self._tensors[name]
-        dtype = DTYPES[spec.dtype]
+        dtype = BY_CODE[spec.dtype].numpy
         if array.dtype != dtype and not (spec.dtype == "BF16" and array.dtype == np.uint16):
             raise ValueError(f"tensor `{name}`: expected dtype {dtype}, found {array.dtype}, in {file}")
         if (slab is None) != (spec.slabs == 0) or not 0 <= (slab or 0) < spec.parts:

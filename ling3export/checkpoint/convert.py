@@ -11,17 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-import ml_dtypes
 import numpy as np
 
 from ling3export.artifacts import schema
 from ling3export.artifacts.schema import StoredTensor
 from ling3export.artifacts.store import StoreWriter, TensorSpec
+from ling3export.dtypes import BY_NAME
 from ling3export.errors import CheckpointError
 from ling3export.model.config import Config
 from ling3export.model.parameters import EXPERT, Parameter, Source, parameters
 
-DTYPES = {"bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16)), "float32": ("F32", np.dtype(np.float32))}
 WORKERS = 2  # hashing and copying both release the interpreter lock
 
 Read = Callable[[str], np.ndarray]
@@ -102,21 +101,23 @@ def store_files(config: Config, dtype: str) -> dict[str, list[TensorSpec]]:
     """The store's files, one a stack, and the tensors in each."""
     files: dict[str, list[TensorSpec]] = {}
     for row in parameters(config):
-        spec = TensorSpec(row.name, row.shape, DTYPES[row.stored_dtype(dtype)][0], config.tp_shards if row.split else 0)
+        spec = TensorSpec(
+            row.name, row.shape, BY_NAME[row.stored_dtype(dtype)].code, config.tp_shards if row.split else 0
+        )
         files.setdefault(f"weights/{row.stack}.safetensors", []).append(spec)
     return files
 
 
 def store_bytes(config: Config, dtype: str) -> int:
     """Bytes of all weights in an artifact of ``dtype``, headers apart."""
-    return sum(int(np.prod(row.shape)) * DTYPES[row.stored_dtype(dtype)][1].itemsize for row in parameters(config))
+    return sum(int(np.prod(row.shape)) * BY_NAME[row.stored_dtype(dtype)].nbytes for row in parameters(config))
 
 
 def convert_parameter(
     parameter: Parameter, source: Weights, writer: Pieces, dtype: str, progress: Callable[[int], None]
 ) -> None:
     """Writes one parameter, layer after layer."""
-    target = DTYPES[parameter.stored_dtype(dtype)][1]
+    target = BY_NAME[parameter.stored_dtype(dtype)].numpy
     offsets: dict[int | None, int] = {}
     for layer in parameter.layers or (None,):
         for shard, value in pieces(parameter, layer, source.config, source.tensor):

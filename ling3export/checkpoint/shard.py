@@ -11,10 +11,10 @@ import mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from ling3export.dtypes import TABLE
 from ling3export.errors import CheckpointError
 
 LARGEST_HEADER = 100_000_000  # the format's own limit
@@ -25,7 +25,7 @@ ITEM_BYTES = {
     **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
     **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
 }
-READABLE = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32)}
+READABLE = {dtype.code: dtype.numpy for dtype in TABLE if dtype.code != "I32"}
 
 
 class Entry(NamedTuple):

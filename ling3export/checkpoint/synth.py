@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from ling3export.artifacts.files import write_error
 from ling3export.artifacts.staging import staged
 from ling3export.checkpoint.synth_tokenizer import SPECIALS, write_json, write_tokenizer
-from ling3export.checkpoint.synth_weights import DTYPES, blocks
+from ling3export.checkpoint.synth_weights import blocks
+from ling3export.dtypes import BY_CODE
 from ling3export.errors import CheckpointError, ConfigError
 from ling3export.model.config import Config
 from ling3export.model.parameters import TensorInfo, expected_tensors, mtp_tensors
@@ -167,7 +168,7 @@ class _Stored(NamedTuple):
         count = 1
         for size in self.info.shape:
             count *= size
-        return count * DTYPES[self.dtype].itemsize
+        return count * BY_CODE[self.dtype].nbytes
 
 
 def _stored(config: Config, gate_dtype: str) -> list[_Stored]:
@@ -190,7 +191,7 @@ def _shards(tensors: list[_Stored], shard_bytes: int) -> list[list[_Stored]]:
             filled = 0
         shards[-1].append(tensor)
         filled += tensor.nbytes
-    return [sorted(shard, key=lambda tensor: -DTYPES[tensor.dtype].itemsize) for shard in shards]
+    return [sorted(shard, key=lambda tensor: -BY_CODE[tensor.dtype].nbytes) for shard in shards]
 
 
 class _Progress:

@@ -14,14 +14,13 @@ from collections.abc import Iterator
 from statistics import NormalDist
 from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from ling3export.dtypes import BY_CODE
 from ling3export.model.config import Config
 from ling3export.model.parameters import TensorInfo
 
-DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32)}
 _LEVELS = 1 << 16  # a value is one of so many quantiles, picked by 16 random bits
 _BLOCK = 1 << 16  # elements a step: indices and values stay in the processor's cache
 _BLOCKS_A_YIELD = 16
@@ -111,7 +110,7 @@ def blocks(name: str, info: TensorInfo, config: Config, seed: int, dtype: str) -
         table = _table(how.quantiles, how.scale, 0.0, "F32")
         levels = bits.random_raw(-(-_size(info) // 4)).view(np.uint16)[: _size(info)]
         values = table[levels].reshape(info.shape) + np.array(how.shift, np.float32)
-        yield memoryview(values.astype(DTYPES[dtype]).view(np.uint8).reshape(-1))
+        yield memoryview(values.astype(BY_CODE[dtype].numpy).view(np.uint8).reshape(-1))
         return
     table = _table(how.quantiles, how.scale, how.shift, dtype)
     buffer = np.empty(_BLOCKS_A_YIELD * _BLOCK, table.dtype)
@@ -131,7 +130,7 @@ def _size(info: TensorInfo) -> int:
 @functools.lru_cache(maxsize=64)
 def _table(quantiles: str, scale: float, shift: float, dtype: str) -> NDArray[np.generic]:
     """Every level's value in the stored dtype; bf16 as its 16 bits, for which numpy's ``take`` is fast."""
-    values = (_quantiles(quantiles) * scale + shift).astype(DTYPES[dtype])
+    values = (_quantiles(quantiles) * scale + shift).astype(BY_CODE[dtype].numpy)
     return values.view(np.uint16) if dtype == "BF16" else values
 
 

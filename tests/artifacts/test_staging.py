@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ling3export.artifacts.lock import folder_lock
 from ling3export.artifacts.manifest import MANIFEST
-from ling3export.artifacts.staging import staged
+from ling3export.artifacts.staging import folder_lock, staged
 from ling3export.errors import ArtifactError
 
 

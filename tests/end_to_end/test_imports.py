@@ -16,6 +16,7 @@ PACKAGES = {
     "checkpoint": {"ml_dtypes", "numpy", "tokenizers"},
     "cli": {"click", "rich"},
     "compile": {"jax", "numpy"},
+    "dtypes": {"ml_dtypes", "numpy"},
     "model": {"flax", "jax", "ml_dtypes", "numpy"},
     "plan": {"numpy"},
     "report": {"jinja2", "ml_dtypes", "numpy"},

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from ling3export.checkpoint.convert import DTYPES, pieces
+from ling3export.checkpoint.convert import pieces
+from ling3export.dtypes import BY_NAME
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK, Form, Geometry
 from ling3export.model.inputs import packed_size
@@ -25,7 +26,7 @@ def assemble(
     """All parameters in memory, by the same pieces that the store is written from."""
     whole: dict[str, np.ndarray] = {}
     for row in parameters(config):
-        kind = DTYPES[row.stored_dtype(dtype)][1]
+        kind = BY_NAME[row.stored_dtype(dtype)].numpy
         flat: dict[int | None, list[np.ndarray]] = {}
         for layer in row.layers or (None,):
             for slab, piece in pieces(row, layer, config, read):

@@ -12,7 +12,7 @@ RUNNERS = (
     ("runners.load",),
     ("runners.hosts", "runners.text"),
     ("artifacts",),
-    ("errors",),
+    ("dtypes", "errors"),
 )
 BUILD = (
     ("cli",),
@@ -23,7 +23,7 @@ BUILD = (
     ("plan",),
     ("checkpoint",),
     ("model", "artifacts"),
-    ("errors",),
+    ("dtypes", "errors"),
 )
 # Single modules at the bottom, for the whole build side; and what it may import of the runners.
 BOTTOM = {"processes", "tables"}

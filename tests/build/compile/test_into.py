@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from builds import copying, environment
-from ling3export.artifacts.lock import folder_lock
 from ling3export.artifacts.manifest import read_manifest, write_manifest
+from ling3export.artifacts.staging import folder_lock
 from ling3export.cli import main as cli
 from ling3export.compile import build, into
 from ling3export.compile import pool as compiling

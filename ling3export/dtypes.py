@@ -1,0 +1,35 @@
+"""The dtypes of weights, state and calls, in one table: numpy's name, safetensors' code, the dtype itself."""
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """A dtype.
+
+    Attributes:
+        name: What numpy, jax and a manifest call it.
+        code: What safetensors calls it.
+        numpy: The dtype, little-endian.
+    """
+
+    name: str
+    code: str
+    numpy: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one element."""
+        return self.numpy.itemsize
+
+
+TABLE = (
+    Dtype("bfloat16", "BF16", np.dtype(ml_dtypes.bfloat16)),
+    Dtype("float32", "F32", np.dtype("<f4")),
+    Dtype("int32", "I32", np.dtype("<i4")),
+)
+BY_NAME = {dtype.name: dtype for dtype in TABLE}
+BY_CODE = {dtype.code: dtype for dtype in TABLE}
