@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from ling3export.artifacts.schema import Memory, Origin, Program, Receipt, Receipts, Tolerance
 from ling3export.cli.progress import Console
 from ling3export.compile import pool, replay
 from ling3export.compile.pool import Outcome
@@ -21,16 +23,17 @@ FIELDS = tiny_fields()
 CONFIG = Config.from_dict(FIELDS)
 OPTIONS = Options((16,), (1,), tp=1, max_running=1, page_size=16, context=64)
 PLAN = make_plan(CONFIG, OPTIONS, "cpu")
-RECORD = {
-    "lower_seconds": 0.5, "compile_seconds": 1.25, "estimated_seconds": None, "collectives": {"all_reduce": 3},
-    "memory": {"arguments": 10**6, "outputs": 10, "alias": 10, "temporaries": 5 * 10**5, "code": 0},
-}  # fmt: skip
+PROGRAM = Program(
+    phase="decode", padding=1, fields=(), inputs=(), outputs=(), collectives={}, lower_seconds=0.5,
+    compile_seconds=1.25, memory=Memory(arguments=10**6, outputs=10, temporaries=5 * 10**5, alias=10, code=0),
+)  # fmt: skip
+BUILT = SimpleNamespace(program=PROGRAM)
 FAILED = Failure("too large", "lower it", "PlanError")
 
 
 def outcome(failures=("prefill@16",), plan=PLAN, why=FAILED):
     built = [cell.name for cell in plan.cells if cell.name not in failures]
-    return Outcome(plan, dict.fromkeys(built, RECORD), dict.fromkeys(failures, why))
+    return Outcome(plan, dict.fromkeys(built, BUILT), dict.fromkeys(failures, why))
 
 
 def printed(capsys) -> list[str]:
@@ -41,7 +44,7 @@ def printed(capsys) -> list[str]:
 
 
 def test_a_failed_build_says_what_became_of_every_cell(capsys):
-    began = Outcome(PLAN, {"decode@1": RECORD}, {"prefill@16": FAILED})
+    began = Outcome(PLAN, {"decode@1": BUILT}, {"prefill@16": FAILED})
     Console().failed([began])
     assert printed(capsys) == [
         "cpu-tp1:",
@@ -53,20 +56,30 @@ def test_a_failed_build_says_what_became_of_every_cell(capsys):
 
 
 ORIGINS = {"prefill@16": "cache", "decode@1": "program cache", "sample@1": "compiler"}
-ERRORS = {"status": "passed", "median": 0.0312, "relative": 0.25, "absolute": 1.5, "positions": 17}
-RECEIPTS = {
-    "tolerance": {"measure": "median", "bound": 0.15},
-    "cells": {
-        "prefill@16": ERRORS, "decode@1": ERRORS | {"status": "failed", "median": 0.2},
-        "sample@1": {"status": "passed", "median": 0.0, "relative": 0.0, "absolute": 0.0, "positions": 1},
+ERRORS = Receipt(status="passed", relative=0.25, median=0.0312, absolute=1.5, positions=17)
+RECEIPTS = Receipts(
+    tolerance=Tolerance("median", 0.15),
+    cells={
+        "prefill@16": ERRORS,
+        "decode@1": replace(ERRORS, status="failed", median=0.2),
+        "sample@1": Receipt(status="passed", relative=0.0, median=0.0, absolute=0.0, positions=1),
     },
-}  # fmt: skip
+    agreement={},
+)
 
 
 def manifest(receipts):
-    cells = {name: RECORD | {"phase": name.split("@")[0], "origin": {"from": ORIGINS[name]}} for name in ORIGINS}
-    vectors, weights = {"receipts": {"cpu-tp1": receipts} if receipts else {}}, {"bytes": 10**6}
-    return {"targets": {"cpu-tp1": {"cells": cells}}, "vectors": vectors, "weights": weights}
+    """What a summary reads of a manifest."""
+    cells = {}
+    for name, source in ORIGINS.items():
+        phase, padding = name.split("@")
+        origin = Origin(source, "0" * 64, 0, 0)
+        cells[name] = replace(PROGRAM, phase=phase, padding=int(padding), origin=origin)
+    return SimpleNamespace(
+        targets={"cpu-tp1": SimpleNamespace(cells=cells)},
+        vectors=SimpleNamespace(receipts={"cpu-tp1": receipts} if receipts else {}),
+        weights=SimpleNamespace(nbytes=10**6),
+    )
 
 
 def test_the_summary_has_bf16_s_errors_beside_their_tolerance_and_kind_in_80_columns(capsys):
@@ -90,7 +103,7 @@ def test_the_summary_has_bf16_s_errors_beside_their_tolerance_and_kind_in_80_col
 
 
 def test_the_summary_of_a_target_that_no_machine_here_runs(capsys):
-    Console().summary(Path("x.ling3"), manifest({}), ["cpu-tp1"])
+    Console().summary(Path("x.ling3"), manifest(None), ["cpu-tp1"])
     lines = printed(capsys)
     assert lines[2].split() == ["prefill@16", "cached", "-", "1.5", "not", "run", "-"]
     assert lines[-2] == "  no machine here runs these programs: ling3export verify does where one does"

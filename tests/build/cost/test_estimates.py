@@ -94,7 +94,7 @@ def test_loops_count_as_often_as_they_run():
     assert found["by_opcode"] == {"fusion": 7400e-9, "copy": 7e-9}
     assert found["bounded"]["sort"] == 64e-9
     assert [loop["trips"] for loop in found["loops"]] == [6, 4]
-    assert {loop["from"] for loop in found["loops"]} == {"the program"}
+    assert {loop["source"] for loop in found["loops"]} == {"the program"}
     assert found["collectives"] == {"all-reduce": {"count": 6, "bytes": 6 * 32}}
     assert found["custom_calls"] == {"tpu_custom_call": {"count": 1, "bytes": 32}}
     assert found["copies"] == {"twin": 2 * 1024 * 1024}
@@ -119,13 +119,13 @@ def test_a_bound_that_the_batch_decides_takes_the_stated_workload():
     found = estimate(dynamic, CHIP, {"pages": 10, "cached": 0})
     assert found["by_opcode"]["fusion"] == pytest.approx(6 * 10 * 100e-9)  # and the branch is not taken
     assert found["loops"][1] == {
-        "loop": "b/pages/while", "trips": 10, "from": "the workload's `pages`", "times": 6.0,
+        "loop": "b/pages/while", "trips": 10, "source": "the workload's `pages`", "times": 6.0,
     }  # fmt: skip
 
 
 def test_a_bound_that_nobody_states_is_counted_once_and_said_so():
     found = estimate(module("%a.1"), CHIP, {})
-    assert found["loops"][1]["from"] == "unknown: counted once"
+    assert found["loops"][1]["source"] == "unknown: counted once"
     assert found["loops"][1]["trips"] == 1
 
 
