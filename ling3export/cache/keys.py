@@ -17,7 +17,6 @@ from typing import Any
 import ling3export
 from ling3export.artifacts.records import sha256_of
 from ling3export.model.config import Config
-from ling3export.model.state import state_arrays
 from ling3export.plan.plan import Cell, Plan
 from ling3export.plan.targets import Target
 from ling3export.plan.toolchain import CUDA_PACKAGES
@@ -97,21 +96,6 @@ def _host(target: Target) -> dict[str, Any]:
     if target.platform != "cpu":
         return {}
     return {"machine": environment.machine(), "cpu_features": environment.cpu_features()}
-
-
-def state_abi(config: Config, plan: Plan) -> str:
-    """The sha256 of what a sequence's state looks like: runners that agree in it may hand sequences over.
-
-    Pool sizes, the padding of rows, sharding and TP do not count.
-    """
-    sizes = {"slots", "pages"}
-    rows = []
-    for row in state_arrays(config, plan.geometry):
-        shape = [size for size, axis in zip(row.shape, row.axes, strict=True) if axis not in sizes]
-        if "row" in row.axes:
-            shape[-1] = config.latent_dim
-        rows.append({"name": row.name, "dtype": row.dtype, "axes": list(row.axes), "shape": shape})
-    return sha256_of({"arrays": rows, "page_size": plan.geometry.page_size, "config": config.semantic()})
 
 
 @functools.cache

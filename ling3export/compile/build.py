@@ -20,11 +20,11 @@ import ling3export
 from ling3export.artifacts import schema
 from ling3export.artifacts.files import writing
 from ling3export.artifacts.manifest import file_record, write_manifest
-from ling3export.artifacts.records import to_json
+from ling3export.artifacts.records import sha256_of, to_json
 from ling3export.artifacts.schema import Cell, FileRecord, Manifest, Mesh, Receipts, Requirements
 from ling3export.artifacts.staging import staged
 from ling3export.cache.cells import Built, Cells, opened, summary
-from ling3export.cache.keys import fingerprint, state_abi, toolchain
+from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.cache.use import DEFAULT_USE, CacheUse
 from ling3export.checkpoint.convert import Progress, write_weights
 from ling3export.checkpoint.reader import Checkpoint
@@ -268,6 +268,21 @@ def target_record(folder: Path, config: Config, plan: Plan, built: Mapping[str, 
         ),
         cells=named,
     )  # fmt: skip
+
+
+def state_abi(config: Config, plan: Plan) -> str:
+    """The sha256 of what a sequence's state looks like: runners that agree in it may hand sequences over.
+
+    Pool sizes, the padding of rows, sharding and TP do not count.
+    """
+    sizes = {"slots", "pages"}
+    rows = []
+    for row in state_arrays(config, plan.geometry):
+        shape = [size for size, axis in zip(row.shape, row.axes, strict=True) if axis not in sizes]
+        if "row" in row.axes:
+            shape[-1] = config.latent_dim
+        rows.append({"name": row.name, "dtype": row.dtype, "axes": list(row.axes), "shape": shape})
+    return sha256_of({"arrays": rows, "page_size": plan.geometry.page_size, "config": config.semantic()})
 
 
 def _needs(built: Sequence[Built]) -> tuple[Requirements, Mesh]:

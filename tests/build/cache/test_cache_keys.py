@@ -56,7 +56,7 @@ def test_every_module_that_a_compiling_process_loads_is_in_the_sources():
 
 
 def test_a_changed_file_of_a_sub_package_changes_the_key(tmp_path, monkeypatch):
-    """Sources were once looked for in the top folder alone, which missed every sub-package."""
+    """A search of the top folder alone would miss every file of a sub-package."""
     tree = Path(
         shutil.copytree(keys.ROOT, tmp_path / "ling3export", ignore=shutil.ignore_patterns("demo", "__pycache__"))
     )
