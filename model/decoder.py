@@ -1,7 +1,7 @@
 """The whole model of one device: embedding, layers, final norm, logits.
 
-``Ling3`` runs inside ``shard_map``: its parameters are this device's slabs, and each layer has exactly two all-reduces,
-after attention and after the MLP, of fp32 partial sums (rounding them first would make results depend on TP).
+``Ling3`` runs inside ``shard_map``: its parameters are this device's TP shards. Each layer has two all-reduces of fp32
+partial sums, after attention and after the MLP; rounding the sums first would make results depend on TP.
 """
 
 from collections.abc import Callable
@@ -11,19 +11,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.inputs import Chunks, DecodeRows
 from ling3export.model.kda.layer import KimiDeltaAttention
-from ling3export.model.layers import fill_rows, rms_norm, take
+from ling3export.model.layers import Index, fill_rows, rms_norm, take
 from ling3export.model.mla.layer import GatedMLA
 from ling3export.model.moe import MixtureOfExperts
 from ling3export.model.parameters import arguments
-from ling3export.model.products import dot_table, gated_mlp
+from ling3export.model.products import gated_mlp, vocab_parallel
 
 State = dict[str, jax.Array]
-Index = int | jax.Array
 Batch = DecodeRows | Chunks
 
 
@@ -67,8 +67,8 @@ class Ling3(nnx.Module):
         self.moe = MixtureOfExperts(config, geometry, weights["moe"]) if "moe" in weights else None
         self.dense = nnx.Dict(weights["dense"]) if "dense" in weights else None
 
-    def embed(self, tokens: jax.Array) -> jax.Array:
-        """``tokens [T]`` to fp32 ``[T, D]``; each device looks up its own rows of the vocabulary."""
+    def embed(self, tokens: Int32[Array, "T"]) -> Float32[Array, "T D"]:
+        """Embeddings of tokens; each device looks up its own rows of the vocabulary."""
         table = self.embeddings["word_embeddings"][...]
         table = table.reshape(-1, table.shape[-1])
         local = tokens - lax.axis_index(AXIS) * table.shape[0]
@@ -76,13 +76,16 @@ class Ling3(nnx.Module):
         rows = table[jnp.where(inside, local, 0)].astype(jnp.float32)
         return lax.psum(jnp.where(inside[:, None], rows, 0.0), AXIS)
 
-    def logits(self, x: jax.Array) -> jax.Array:
-        """fp32 ``[R, V/TP]`` of this device's vocabulary, from ``x [R, D]`` before the final norm."""
+    def logits(self, x: Float32[Array, "R D"]) -> Float32[Array, "R v"]:
+        """Logits of this device's v = V/TP rows of the vocabulary, from ``x`` before the final norm."""
         x = rms_norm(x, self.embeddings["norm"][...], self.config.rms_norm_eps).astype(jnp.dtype(self.geometry.dtype))
         filled = fill_rows(x, self.geometry.fewest_rows)
-        return dot_table(filled, self.embeddings["lm_head"][...], self.geometry)[: x.shape[0]]
+        return vocab_parallel(filled, self.embeddings["lm_head"][...], self.geometry)[: x.shape[0]]
 
-    def _attention(self, x: jax.Array, layer: Layer, state: State, batch: Batch) -> tuple[jax.Array, State]:
+    def _attention(
+        self, x: Float[Array, "T D"], layer: Layer, state: State, batch: Batch
+    ) -> tuple[Float32[Array, "T D"], State]:
+        """This device's partial sum, and the state."""
         if layer.attention == "kda":
             assert self.kda is not None
             if isinstance(batch, DecodeRows):
@@ -94,8 +97,8 @@ class Ling3(nnx.Module):
             out, pool = self.mla.prefill(x, layer.attention_index, state["mla_latent"], batch)
         return out, state | {"mla_latent": pool}
 
-    def _mlp(self, x: jax.Array, layer: Layer, valid: jax.Array) -> jax.Array:
-        """``x [T, D]`` fp32, normed, to this device's partial sum."""
+    def _mlp(self, x: Float32[Array, "T D"], layer: Layer, valid: Bool[Array, "T"]) -> Float32[Array, "T D"]:
+        """This device's partial sum, from ``x`` normed."""
         if layer.mlp == "dense":
             return self._dense_mlp(x, layer.mlp_index)
         if layer.mlp == "moe":
@@ -118,8 +121,10 @@ class Ling3(nnx.Module):
         x = x.astype(self.geometry.dtype)
         return gated_mlp(x, self.dense["gate_up_proj"], self.dense["down_proj"], index, self.geometry)
 
-    def run_layer(self, layer: Layer, x: jax.Array, state: State, batch: Batch) -> tuple[jax.Array, State]:
-        """One pre-norm layer: ``x [T, D]`` fp32 in and out, replicated."""
+    def run_layer(
+        self, layer: Layer, x: Float32[Array, "T D"], state: State, batch: Batch
+    ) -> tuple[Float32[Array, "T D"], State]:
+        """One pre-norm layer; ``x`` is the same on every device before and after it."""
         eps, dtype = self.config.rms_norm_eps, jnp.dtype(self.geometry.dtype)
         weight = take(self.layers["input_layernorm"][...], layer.number, split=False)
         out, state = self._attention(rms_norm(x, weight, eps).astype(dtype), layer, state, batch)
@@ -127,7 +132,7 @@ class Ling3(nnx.Module):
         weight = take(self.layers["post_attention_layernorm"][...], layer.number, split=False)
         return x + lax.psum(self._mlp(rms_norm(x, weight, eps), layer, batch.valid), AXIS), state
 
-    def run_layers(self, x: jax.Array, state: State, batch: Batch) -> tuple[jax.Array, State]:
+    def run_layers(self, x: Float32[Array, "T D"], state: State, batch: Batch) -> tuple[Float32[Array, "T D"], State]:
         """All layers: one by one, or in a loop over whole groups and then an incomplete last one.
 
         The loop compiles each kind of layer once, whatever the depth.

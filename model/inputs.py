@@ -7,9 +7,9 @@ contract. ``DecodeRows`` and ``Chunks`` are derived from the fields once a step,
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Int32, Shaped
 
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.kda.tiled import Tiles, tiles_of
@@ -46,7 +46,7 @@ def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
     """The fields of ``phase`` at ``padding``, in packing order.
 
     Args:
-        phase: ``prefill`` or ``score`` (padding = token slots T), ``decode`` (sequences B) or ``sample`` (rows R).
+        phase: ``prefill`` or ``score`` (padding = padded tokens T), ``decode`` (sequences B) or ``sample`` (rows R).
         padding: T, B or R.
         max_pages: Columns of the page table.
     """
@@ -90,8 +90,8 @@ def packed_size(fields: tuple[Field, ...]) -> int:
     return fields[-1].offset + fields[-1].size
 
 
-def unpack(packed: jax.Array, fields: tuple[Field, ...]) -> dict[str, jax.Array]:
-    """Splits ``packed`` int32 [size] into its named fields."""
+def unpack(packed: Int32[Array, "size"], fields: tuple[Field, ...]) -> dict[str, Shaped[Array, "..."]]:
+    """Splits the packed vector into its named fields."""
     out = {}
     for field in fields:
         piece = packed[field.offset : field.offset + field.size].reshape(field.shape)
@@ -103,25 +103,27 @@ class DecodeRows(NamedTuple):
     """The rows of a decode step, B of them: a token of each sequence.
 
     Attributes:
-        slot: ``[B]`` int32 state slot, 0 for a padding row.
-        token: ``[B]`` int32.
-        position: ``[B]`` int32.
-        page_table: ``[B, M]`` int32.
-        valid: ``[B]`` bool, False for a padding row.
-        used: int32 scalar, one past the last row that is valid.
+        slot: State slot, 0 for a padding row.
+        token: The token to embed.
+        position: The token's position in its sequence.
+        page_table: Page numbers of the sequence.
+        valid: False for a padding row.
+        used: One past the last row that is valid.
         pages: What the form ``tiles`` attends, alike in every layer.
     """
 
-    slot: jax.Array
-    token: jax.Array
-    position: jax.Array
-    page_table: jax.Array
-    valid: jax.Array
-    used: jax.Array
+    slot: Int32[Array, "B"]
+    token: Int32[Array, "B"]
+    position: Int32[Array, "B"]
+    page_table: Int32[Array, "B M"]
+    valid: Bool[Array, "B"]
+    used: Int32[Array, ""]
     pages: PageList | None
 
 
-def decode_rows(fields: dict[str, jax.Array], last_token: jax.Array, geometry: Geometry) -> DecodeRows:
+def decode_rows(
+    fields: dict[str, Int32[Array, "..."]], last_token: Int32[Array, "slots"], geometry: Geometry
+) -> DecodeRows:
     """Derives :class:`DecodeRows` from the unpacked decode fields; a token of -1 is taken from ``last_token``."""
     fields = {name: fill_rows(value, geometry.fewest_rows) for name, value in fields.items()}
     slot = fields["slot"]
@@ -139,42 +141,42 @@ class Chunks(NamedTuple):
     """The call's chunks, N of them, and its T = 16 N padded tokens.
 
     Attributes:
-        slot: ``[N]`` int32, 0 for a chunk that is padding.
-        length: ``[N]`` int32, tokens in the chunk, 0 … C.
-        fresh: ``[N]`` bool, the chunk starts from zero state.
-        first: ``[N]`` bool, the chunk is the first of its sequence in this call.
-        last: ``[N]`` bool, the last one.
-        from_zero: ``[N]`` bool, its run of chunks starts from zero state.
-        run_start: ``[N]`` int32, position at which its sequence starts in this call: tokens already in the pools.
-        page_table: ``[N, M]`` int32.
-        used: int32 scalar, one past the last chunk that is not padding.
-        token_slot: ``[T]`` int32, the state slot of each padded token.
-        position: ``[T]`` int32.
-        valid: ``[T]`` bool, False for a padded token that is no token.
+        slot: 0 for a chunk that is padding.
+        length: Tokens in the chunk, 0 … C.
+        fresh: The chunk starts from zero state.
+        first: The chunk is the first of its sequence in this call.
+        last: The chunk is the last of its sequence in this call.
+        from_zero: Its run of chunks starts from zero state.
+        run_start: Position at which its sequence starts in this call: tokens already in the pools.
+        page_table: Page numbers of the chunk's sequence.
+        used: One past the last chunk that is not padding.
+        token_slot: The state slot of each padded token.
+        position: The position of each padded token in its sequence.
+        valid: Whether a padded token is a token of a sequence.
         tiles: What KDA's form ``tiles`` needs besides, alike in every layer.
     """
 
-    slot: jax.Array
-    length: jax.Array
-    fresh: jax.Array
-    first: jax.Array
-    last: jax.Array
-    from_zero: jax.Array
-    run_start: jax.Array
-    page_table: jax.Array
-    used: jax.Array
-    token_slot: jax.Array
-    position: jax.Array
-    valid: jax.Array
+    slot: Int32[Array, "N"]
+    length: Int32[Array, "N"]
+    fresh: Bool[Array, "N"]
+    first: Bool[Array, "N"]
+    last: Bool[Array, "N"]
+    from_zero: Bool[Array, "N"]
+    run_start: Int32[Array, "N"]
+    page_table: Int32[Array, "N M"]
+    used: Int32[Array, ""]
+    token_slot: Int32[Array, "T"]
+    position: Int32[Array, "T"]
+    valid: Bool[Array, "T"]
     tiles: Tiles | None
 
 
-def chunks_of(fields: dict[str, jax.Array], conv_history: int | None = None) -> Chunks:
+def chunks_of(fields: dict[str, Int32[Array, "..."]], conv_history: int | None = None) -> Chunks:
     """Derives :class:`Chunks` from the unpacked prefill fields. Chunks of one slot stand together.
 
     Args:
         fields: ``chunk_slot, chunk_start, chunk_len, fresh``, each ``[N]``, and ``page_table [N, M]``.
-        conv_history: Tokens before each one that KDA's convolution sees, where KDA has the form ``tiles``; else None.
+        conv_history: Tokens before each one that KDA's convolution sees; None where KDA has not the form ``tiles``.
     """
     slot, start, length = fields["chunk_slot"], fields["chunk_start"], fields["chunk_len"]
     fresh = (fields["fresh"] != 0) & (slot > 0)

@@ -10,34 +10,37 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
-from ling3export.model.layers import of_layer, precision, take
-from ling3export.model.products import gated_mlp
+from ling3export.model.layers import Index, of_layer, take
+from ling3export.model.products import gated_mlp, precision
 
 SMALLEST_TILE = 4
-# Rows up to which all local experts of every row take no longer to compute than to read. On TPU v6e that is 560:
-# 2 FLOPs at 918 TFLOP/s against 2 bytes at 1640 GB/s; other TPUs are not far from it.
+# Up to so many rows, computing all local experts of every row takes no longer than reading their weights. On TPU v6e
+# the border is 560 rows: 2 FLOPs at 918 TFLOP/s against 2 bytes at 1640 GB/s; other TPUs are not far from it.
 LOCAL_ROWS = 512
 LARGEST_TILE = 64  # rows; more rows a tile cost as much time a row and waste more on the last tile of an expert
 
 
-def group_score(biased: jax.Array) -> jax.Array:
-    """Score of each group, ``[T, G, E/G] -> [T, G]``: the sum of its two best biased scores."""
+def group_score(biased: Float32[Array, "T G each"]) -> Float32[Array, "T G"]:
+    """The score of each group: the sum of its two best biased scores."""
     return jnp.sum(lax.top_k(biased, min(2, biased.shape[-1]))[0], axis=-1)
 
 
-def route(scores: jax.Array, bias: jax.Array, config: Config) -> tuple[jax.Array, jax.Array]:
-    """Chooses experts; the bias takes part in the choice, never in the weights.
+def route(
+    scores: Float32[Array, "T E"], bias: Float32[Array, "E"], config: Config
+) -> tuple[Int32[Array, "T A"], Float32[Array, "T A"]]:
+    """Chooses experts; the bias takes part in the choice, never in the weights. Source: docs/model.md, "MoE".
 
     Args:
-        scores: ``[T, E]`` fp32, sigmoid of the router's logits.
-        bias: ``[E]`` fp32.
+        scores: Sigmoid of the router's logits.
+        bias: Of each expert.
         config: Groups, how many to keep, experts a token, scaling.
 
     Returns:
-        Expert ids ``[T, A]`` int32 and their weights ``[T, A]`` fp32, which sum to ``routed_scaling_factor``.
+        Expert ids and their weights, which sum to ``routed_scaling_factor``.
     """
     tokens, experts = scores.shape
     grouped = (scores + bias).reshape(tokens, config.n_group, -1)
@@ -50,18 +53,15 @@ def route(scores: jax.Array, bias: jax.Array, config: Config) -> tuple[jax.Array
     return chosen.astype(jnp.int32), weights
 
 
-def route_weights(scores: jax.Array, bias: jax.Array, config: Config) -> jax.Array:
+def route_weights(scores: Float32[Array, "E T"], bias: Float32[Array, "E"], config: Config) -> Float32[Array, "E T"]:
     """:func:`route` as weights of all experts, zero where not chosen; ties go to the lower id, too.
 
     A handful of fused operations, where sorting needs dozens.
 
     Args:
-        scores: ``[E, T]`` fp32: tokens in the last axis, so that what is compared lies across registers.
-        bias: ``[E]``.
+        scores: Tokens in the last axis, so that what is compared lies across registers.
+        bias: Of each expert.
         config: As in :func:`route`.
-
-    Returns:
-        fp32 ``[E, T]``.
     """
     experts, tokens = scores.shape
     # The choice has no gradient (tools/train_demo.py takes one through the weights).
@@ -84,7 +84,7 @@ def route_weights(scores: jax.Array, bias: jax.Array, config: Config) -> jax.Arr
     return weights / total * config.routed_scaling_factor
 
 
-def largest(values: jax.Array, count: int, axis: int) -> tuple[jax.Array, ...]:
+def largest(values: Float32[Array, "..."], count: int, axis: int) -> tuple[Float32[Array, "..."], ...]:
     """The ``count`` largest along ``axis``, in descending order: one reduction whose elements are sorted lists."""
     size = 1 << (count - 1).bit_length()
     none = jnp.full_like(values, -jnp.inf)
@@ -131,17 +131,16 @@ class MixtureOfExperts(nnx.Module):
         self.shared_gate_up_proj = weights["shared_gate_up_proj"]
         self.shared_down_proj = weights["shared_down_proj"]
 
-    def __call__(self, x: jax.Array, layer: int | jax.Array, valid: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    def __call__(
+        self, x: Float32[Array, "T D"], layer: Index, valid: Bool[Array, "T"], dtype: jnp.dtype
+    ) -> Float32[Array, "T D"]:
         """This device's partial sum: its own experts and its part of the shared one.
 
         Args:
-            x: ``[T, D]`` fp32, normed; the router sees it unrounded.
+            x: Normed; the router sees it unrounded.
             layer: Index into the stack.
-            valid: ``[T]`` bool; padding takes no expert.
+            valid: Padding takes no expert.
             dtype: The model dtype.
-
-        Returns:
-            fp32 ``[T, D]``, to be summed over devices.
         """
         if self.geometry.tiled and x.shape[0] <= LOCAL_ROWS:
             weights = self.all_weights(x, layer)
@@ -154,18 +153,19 @@ class MixtureOfExperts(nnx.Module):
         chosen, weights = route(scores, bias, self.config)
         return self._routed(x, layer, chosen, weights, valid) + self.shared(x, layer)
 
-    def all_weights(self, x: jax.Array, layer: int | jax.Array) -> jax.Array:
-        """The router of :meth:`all_local`: weights of all experts, fp32 ``[E, T]``, from ``x [T, D]`` fp32."""
+    def all_weights(self, x: Float32[Array, "T D"], layer: Index) -> Float32[Array, "E T"]:
+        """The router of :meth:`all_local`: weights of all experts, zero where not chosen."""
         gate = take(self.gate[...], layer, split=False)
         bias = take(self.expert_bias[...], layer, split=False)
         scores = jax.nn.sigmoid(jnp.matmul(gate, x.T, precision=lax.Precision.HIGHEST))
         return route_weights(scores, bias, self.config)
 
-    def shared(self, x: jax.Array, layer: int | jax.Array) -> jax.Array:
+    def shared(self, x: Float[Array, "T D"], layer: Index) -> Float32[Array, "T D"]:
+        """This device's partial sum of the shared expert, which is neither scaled nor gated."""
         return gated_mlp(x, self.shared_gate_up_proj, self.shared_down_proj, layer, self.geometry)
 
-    def all_local(self, x: jax.Array, layer: int | jax.Array, weights: jax.Array) -> jax.Array:
-        """Every expert of this device for every row, weighted ``[E, T]``; best where reading weights takes longer."""
+    def all_local(self, x: Float[Array, "T D"], layer: Index, weights: Float32[Array, "E T"]) -> Float32[Array, "T D"]:
+        """Every expert of this device for every row, weighted; best where reading weights takes longer."""
         gate_up = of_layer(self.experts_gate_up_proj, layer, split=True)
         down = of_layer(self.experts_down_proj, layer, split=True)
         local, dim = gate_up.shape[0] * gate_up.shape[1], x.shape[1]
@@ -179,13 +179,15 @@ class MixtureOfExperts(nnx.Module):
                           preferred_element_type=jnp.float32)  # fmt: skip
 
     def _routed(
-        self, x: jax.Array, layer: int | jax.Array, chosen: jax.Array, weights: jax.Array, valid: jax.Array
-    ) -> jax.Array:
+        self, x: Float[Array, "T D"], layer: Index, chosen: Int32[Array, "T A"], weights: Float32[Array, "T A"],
+        valid: Bool[Array, "T"],
+    ) -> Float32[Array, "T D"]:  # fmt: skip
+        """The chosen experts of this device, one tile of rows of one expert after the other."""
         layered = self.geometry.tiled
         gate_up = of_layer(self.experts_gate_up_proj, layer, split=True) if layered else self.experts_gate_up_proj[...]
         down = of_layer(self.experts_down_proj, layer, split=True) if layered else self.experts_down_proj[...]
-        slabs, each = gate_up.shape[0], gate_up.shape[1 if layered else 2]
-        local = slabs * each
+        shards, each = gate_up.shape[0], gate_up.shape[1 if layered else 2]
+        local = shards * each
         tokens, top = chosen.shape
         mine = chosen - lax.axis_index(AXIS) * local
         mine = jnp.where(valid[:, None] & (mine >= 0) & (mine < local), mine, local).reshape(-1)
@@ -220,18 +222,19 @@ class MixtureOfExperts(nnx.Module):
         return jnp.einsum("tad,ta->td", done[place].reshape(tokens, top, -1), share, precision=lax.Precision.HIGHEST)
 
 
-def tile_layout(expert: jax.Array, experts: int, rows: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def tile_layout(
+    expert: Int32[Array, "X"], experts: int, rows: int
+) -> tuple[Int32[Array, "X"], Int32[Array, "tiles"], Int32[Array, "tiles"], Int32[Array, ""]]:
     """Sorts rows by expert into tiles.
 
     Args:
-        expert: ``[X]`` int32, each row's expert; ``experts`` for a row that is not ours.
-        experts: How many experts there are here.
+        expert: Each row's expert; ``experts`` for a row that is not this device's.
+        experts: How many experts this device has.
         rows: Rows of a tile.
 
     Returns:
-        ``place [X]``: each row's place in the tiled order (the last place, one past the tiles, for rows not ours);
-        ``tile_expert [capacity]``: each tile's expert; ``tile_used [capacity]``: how many of its rows are taken; the
-        number of tiles that hold rows.
+        Each row's place in the tiled order (one past the tiles for rows that are not this device's); each tile's
+        expert; how many of each tile's rows are taken; and the number of tiles that hold rows.
     """
     count = expert.shape[0]
     capacity = min(count, count // rows + experts)

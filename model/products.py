@@ -1,10 +1,12 @@
-"""Products with one layer's split weight out of its stack ``[s, n, ...]``, without putting its slabs together first.
+"""Matrix products with the model's weights, accumulated in fp32: column-parallel, row-parallel, and of single heads.
 
-Where a device owns several slabs, one layer of a stack is several ranges of memory. XLA:CPU copies them into one matrix
-before a product; slab by slab each range goes through the caches once. docs/log.md, 2026-11-21: 24 against 12 GB/s of
-weights for one row, 11.5 against 8.3 for 16, equal for 512. On accelerators one large product is the better form.
+A split weight is stacked ``[s, n, ...]``, TP shards before layers. Where a device owns several TP shards, one layer of
+the stack is several ranges of memory, which XLA:CPU copies into one matrix before a product. In the form ``loops``,
+large layers are therefore multiplied one TP shard after the other, so that each range goes through the caches once:
+24 against 12 GB/s of weights for one row, 11.5 against 8.3 for 16 rows, equal for 512 (docs/log.md, 2026-11-21). On
+accelerators one large product is the better form.
 
-Axis letters as in ``model/parameters.py``: s slabs, n stacked layers, h heads of one slab.
+Axis letters as in ``model/parameters.py``: s TP shards, n stacked layers, h heads of one TP shard.
 """
 
 import math
@@ -13,38 +15,122 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Float, Float32
 
 from ling3export.model.geometry import Geometry
-from ling3export.model.layers import dot, dot_heads, dot_rows, of_layer, precision, take
-
-Index = int | jax.Array
+from ling3export.model.layers import Index, of_layer, take
 
 CACHED = 4 * 2**20  # bytes of one layer's weight that stay in the caches between a copy and the product
-PIECE = 1024  # rows of a table at a time: 2 to 4 MB, as fast as the slabs of the layers
+PIECE = 1024  # rows of the vocabulary at a time: 2 to 4 MB, as fast as the TP shards of the layers
 
 
-def dot_split(x: jax.Array, weights: nnx.Param | nnx.Dict, layer: Index, geometry: Geometry) -> jax.Array:
-    """``x [T, D]`` times one layer of ``[s, n, ..., D]``, or of arguments by layer: fp32 ``[T, s, ...]``."""
+def precision(dtype: jnp.dtype) -> lax.Precision | None:
+    """Highest for fp32 operands (accelerators round them otherwise), the default for bf16."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def dot(x: Float[Array, "T D"], weight: Float[Array, "*out D"], fill: bool = False) -> Float32[Array, "T *out"]:
+    """``x`` times ``weight`` over D.
+
+    One bf16 row is computed as two: XLA:CPU upcasts the whole weight to fp32 for a matrix-vector product
+    (docs/log.md, 2026-11-21: 1.8 against 16 GB/s of weights).
+
+    Args:
+        x: The rows.
+        weight: Output axes first.
+        fill: Fill a single column up to 128: XLA:TPU keeps a product of one column from its matrix units (5.8 against
+            2.7 µs at 512 rows).
+    """
+    rows, shape = x.shape[0], weight.shape[:-1]
+    if rows == 1 and x.dtype == jnp.bfloat16:
+        x = jnp.concatenate([x, x])
+    weight = weight.reshape(-1, weight.shape[-1])  # a dot over more axes transposes the weight on CPU
+    columns = weight.shape[0]
+    if fill and columns == 1:
+        weight = jnp.pad(weight, ((0, 127), (0, 0)))
+    dims = (((1,), (1,)), ((), ()))
+    y = lax.dot_general(x, weight, dims, precision=precision(x.dtype), preferred_element_type=jnp.float32)
+    return y[:rows, :columns].reshape(rows, *shape)
+
+
+def dot_merged(x: Float[Array, "T F"], weight: Float[Array, "s each D"]) -> Float32[Array, "T D"]:
+    """``x`` times one layer of a row-parallel weight, whose TP shards are merged first: this device's partial sum."""
+    rows = x.shape[0]
+    if rows == 1 and x.dtype == jnp.bfloat16:
+        x = jnp.concatenate([x, x])
+    weight = weight.reshape(-1, weight.shape[-1])
+    y = jnp.matmul(x, weight, precision=precision(x.dtype), preferred_element_type=jnp.float32)
+    return y[:rows]
+
+
+def dot_heads(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float32[Array, "..."]:
+    """``jnp.einsum`` with a batch axis of heads, in fp32.
+
+    bf16 operands are widened first: XLA:CPU has no batched bf16 product with an fp32 result, and on accelerators the
+    default precision takes them back to bf16, exactly.
+    """
+    exact = precision(x.dtype)
+    return jnp.einsum(equation, x.astype(jnp.float32), weight.astype(jnp.float32), precision=exact)
+
+
+def column_parallel(
+    x: Float[Array, "T D"], weights: nnx.Param | nnx.Dict, layer: Index, geometry: Geometry
+) -> Float32[Array, "T s *out"]:
+    """A column-parallel matmul: the output axis is split over devices, and nothing needs to be summed.
+
+    Args:
+        x: The rows, the same on every device.
+        weights: ``[s, n, ..., D]``, or an argument ``[s, ..., D]`` for each layer.
+        layer: Index into the stack.
+        geometry: The form of the products.
+    """
     if isinstance(weights, nnx.Dict) or not _one_by_one(weights[...], geometry):
         return dot(x, of_layer(weights, layer, split=True), geometry.tiled)
     stacked = weights[...]
     shape, rows = stacked.shape, x.shape[0]
 
-    def slab(s: jax.Array, out: jax.Array) -> jax.Array:
-        weight = _slab(stacked, s, layer).reshape(-1, shape[-1])
+    def shard(s: jax.Array, out: jax.Array) -> jax.Array:
+        weight = _shard(stacked, s, layer).reshape(-1, shape[-1])
         y = lax.dot_general(
             x, weight, (((1,), (1,)), ((), ())), precision=precision(x.dtype), preferred_element_type=jnp.float32
         )
         return lax.dynamic_update_slice(out, y[:, None], (0, s, 0))
 
     out = jnp.zeros((rows, shape[0], math.prod(shape[2:-1])), jnp.float32)
-    return lax.fori_loop(0, shape[0], slab, out).reshape(rows, shape[0], *shape[2:-1])
+    return lax.fori_loop(0, shape[0], shard, out).reshape(rows, shape[0], *shape[2:-1])
 
 
-def dot_table(x: jax.Array, table: jax.Array, geometry: Geometry) -> jax.Array:
-    """``x [T, D]`` times ``table [s, V/s, D]``: fp32 ``[T, V]``.
+def row_parallel(x: Float[Array, "T F"], weights: nnx.Param, layer: Index, geometry: Geometry) -> Float32[Array, "T D"]:
+    """A row-parallel matmul: the input axis is split over devices, so the result is a partial sum of each.
 
-    One row goes through pieces of the table: for the whole, XLA:CPU would widen all of it to fp32 first.
+    Args:
+        x: This device's inputs.
+        weights: ``[s, n, F/s, D]``.
+        layer: Index into the stack.
+        geometry: The form of the products.
+
+    Returns:
+        This device's partial sum, to be added up over devices in fp32: rounded first it would depend on TP.
+    """
+    stacked = weights[...]
+    if not _one_by_one(stacked, geometry):
+        return dot_merged(x, take(stacked, layer, split=True))
+    shards, _, width, dim = stacked.shape
+
+    def shard(s: jax.Array, total: jax.Array) -> jax.Array:
+        own = lax.dynamic_slice_in_dim(x, s * width, width, axis=1)
+        y = jnp.matmul(own, _shard(stacked, s, layer), precision=precision(x.dtype), preferred_element_type=jnp.float32)
+        return total + y
+
+    return lax.fori_loop(0, shards, shard, jnp.zeros((x.shape[0], dim), jnp.float32))
+
+
+def vocab_parallel(
+    x: Float[Array, "T D"], table: Float[Array, "s each D"], geometry: Geometry
+) -> Float32[Array, "T rows"]:
+    """``x`` times this device's part of the output head, ``s * each`` rows of the vocabulary.
+
+    One row of ``x`` goes through pieces of the table: for the whole, XLA:CPU would widen all of it to fp32 first.
     """
     rows, dim = math.prod(table.shape[:-1]), table.shape[-1]
     if x.shape[0] > 1 or geometry.tiled or table.nbytes <= CACHED:
@@ -60,28 +146,21 @@ def dot_table(x: jax.Array, table: jax.Array, geometry: Geometry) -> jax.Array:
     return lax.fori_loop(0, rows // size, piece, jnp.zeros((1, rows), jnp.float32))
 
 
-def dot_rows_split(x: jax.Array, weights: nnx.Param, layer: Index, geometry: Geometry) -> jax.Array:
-    """``x [T, F]`` times one layer of ``[s, n, F/s, D]``: this device's partial sum ``[T, D]`` in fp32."""
-    stacked = weights[...]
-    if not _one_by_one(stacked, geometry):
-        return dot_rows(x, take(stacked, layer, split=True))
-    slabs, _, width, dim = stacked.shape
+def per_head(
+    x: Float[Array, "T H X"], weights: nnx.Param, layer: Index, axis: int, geometry: Geometry
+) -> Float32[Array, "T H Y"]:
+    """Each head's rows times a matrix of its own.
 
-    def slab(s: jax.Array, total: jax.Array) -> jax.Array:
-        own = lax.dynamic_slice_in_dim(x, s * width, width, axis=1)
-        y = jnp.matmul(own, _slab(stacked, s, layer), precision=precision(x.dtype), preferred_element_type=jnp.float32)
-        return total + y
-
-    return lax.fori_loop(0, slabs, slab, jnp.zeros((x.shape[0], dim), jnp.float32))
-
-
-def dot_heads_split(x: jax.Array, weights: nnx.Param, layer: Index, axis: int, geometry: Geometry) -> jax.Array:
-    """Each head's ``x [T, H, X]`` times its own matrix of ``[s, n, h, ., .]``, over axis 0 or 1: fp32 ``[T, H, Y]``.
-
-    Head by head on CPU: XLA has no batched bf16 product with an fp32 result there, and in fp32 2 MB took it 3 ms.
+    Args:
+        x: The rows of every head of this device.
+        weights: ``[s, n, h, X, Y]``, or ``[s, n, h, Y, X]`` for ``axis`` 1.
+        layer: Index into the stack.
+        axis: The axis of a head's matrix that is summed over, 0 or 1.
+        geometry: The form of the products. On CPU it goes head by head: XLA has no batched bf16 product with an fp32
+            result there, and in fp32 2 MB took it 3 ms.
     """
     stacked = weights[...]
-    slabs, _, heads = stacked.shape[:3]
+    shards, _, heads = stacked.shape[:3]
     if geometry.tiled:
         weight = take(stacked, layer, split=True)
         equation = ("thx,hxy->thy", "thx,hyx->thy")[axis]
@@ -96,33 +175,33 @@ def dot_heads_split(x: jax.Array, weights: nnx.Param, layer: Index, axis: int, g
         )
         return lax.dynamic_update_index_in_dim(out, y, h, axis=1)
 
-    out = jnp.zeros((x.shape[0], slabs * heads, stacked.shape[4 - axis]), jnp.float32)
-    return lax.fori_loop(0, slabs * heads, head, out)
+    out = jnp.zeros((x.shape[0], shards * heads, stacked.shape[4 - axis]), jnp.float32)
+    return lax.fori_loop(0, shards * heads, head, out)
 
 
-def gated_mlp(x: jax.Array, gate_up: nnx.Param, down: nnx.Param, layer: Index, geometry: Geometry) -> jax.Array:
+def gated_mlp(
+    x: Float[Array, "T D"], gate_up: nnx.Param, down: nnx.Param, layer: Index, geometry: Geometry
+) -> Float32[Array, "T D"]:
     """``down(silu(gate x) * up x)``, this device's partial sum.
 
     Args:
-        x: ``[T, D]`` in the model dtype.
+        x: The rows, in the model dtype.
         gate_up: ``[s, n, 2, F/s, D]``.
         down: ``[s, n, F/s, D]``.
         layer: Index into both stacks.
         geometry: The form of the products.
-
-    Returns:
-        fp32 ``[T, D]``, to be summed over devices.
     """
-    y = dot_split(x, gate_up, layer, geometry)
+    y = column_parallel(x, gate_up, layer, geometry)
     hidden = jax.nn.silu(y[:, :, 0]) * y[:, :, 1]
-    return dot_rows_split(hidden.reshape(x.shape[0], -1).astype(x.dtype), down, layer, geometry)
+    return row_parallel(hidden.reshape(x.shape[0], -1).astype(x.dtype), down, layer, geometry)
 
 
 def _one_by_one(stacked: jax.Array, geometry: Geometry) -> bool:
+    """Whether the TP shards of a layer are multiplied one after the other."""
     layer = stacked.nbytes // stacked.shape[1]
     return not geometry.tiled and stacked.shape[0] > 1 and layer > CACHED
 
 
-def _slab(stacked: jax.Array, s: jax.Array, layer: Index) -> jax.Array:
+def _shard(stacked: jax.Array, s: jax.Array, layer: Index) -> jax.Array:
     sizes = (1, 1, *stacked.shape[2:])
     return lax.dynamic_slice(stacked, (s, layer, *[0] * (stacked.ndim - 2)), sizes).reshape(sizes[2:])

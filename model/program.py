@@ -134,7 +134,7 @@ def build_step(
         config: The model.
         geometry: Parallelism, pools and dtype.
         phase: ``prefill``, ``score``, ``decode`` or ``sample``.
-        padding: Token slots, sequences or rows.
+        padding: Padded tokens, sequences or rows.
         mesh: One axis ``tp`` of ``geometry.tp`` devices, abstract or real; None for a program of one device without
             collectives, for readers that know none.
     """

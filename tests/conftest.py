@@ -1,12 +1,20 @@
-"""Settings of every test: 16 virtual CPU devices, strict dtype promotion; pyproject.toml makes warnings errors."""
+"""Settings of every test: 16 virtual CPU devices, strict dtype promotion, shapes of the model's functions checked.
+
+pyproject.toml makes warnings errors.
+"""
 
 import os
 import tempfile
 
 import pytest
+from jaxtyping import install_import_hook
 
-from artifacts_fixture import artifact, tpu_artifact  # noqa: F401  (fixtures)
-from ling3export.runners.load.environment import prepare_cpu
+# Before anything imports the model: every call of its functions, while a step is traced, has the shapes and dtypes that
+# its annotations say. Only tests pay for it.
+install_import_hook("ling3export.model", "beartype.beartype")
+
+from artifacts_fixture import artifact, tpu_artifact  # noqa: E402, F401  (fixtures)
+from ling3export.runners.load.environment import prepare_cpu  # noqa: E402
 
 # Never the user's cache; what one test builds may serve another. Removed when the process ends.
 _cache = tempfile.TemporaryDirectory(prefix="ling3-test-cache-")

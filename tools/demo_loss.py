@@ -72,7 +72,7 @@ def attend_mla(model: Ling3, x: jax.Array, layer: int, chunks: Chunks) -> jax.Ar
     """``x [T, D]`` to ``[T, D]``."""
     p = model.mla._project(x, layer, chunks.position)
     part = model.mla._within(p, layer, chunks)
-    return model.mla._output(part.values / part.total[..., None], p, layer)
+    return model.mla._output(part.acc / part.l[..., None], p, layer)
 
 
 def all_experts(model: Ling3, x: jax.Array, index: int) -> tuple[jax.Array, jax.Array]:

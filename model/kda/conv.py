@@ -1,39 +1,83 @@
-"""The short causal convolution of a prefill call as products with zeros and ones.
+"""The short causal convolution of KDA: over a chunk, over one token, and over tiles of chunks.
 
-A machine that is fast at products and slow at many small steps takes the rows before each row, wherever they are, in
-one product: in the tile, at the end of the tile before it, or in the pool. The product is exact, since each row of ones
-and zeros has at most a single one. Which rows those are is the same in every layer.
+In the form ``tiles`` the rows before each row are taken in one product with zeros and ones, wherever they are: in the
+tile, at the end of the tile before it, or in the pool. The product is exact, since each row of ones and zeros has at
+most a single one. Which rows those are is the same in every layer.
+
+Axis letters: N chunks, C tokens of a chunk, W taps, J tiles of ``size`` chunks or L = size C rows, X channels of a
+head.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int32
 
-from ling3export.model.layers import precision
+from ling3export.model.products import precision
 
 
-def picks_of(first: jax.Array, fresh: jax.Array, length: jax.Array, size: int, chunk: int, width: int) -> jax.Array:
+def causal_conv(
+    history: Float[Array, "N before *channels"], raw: Float[Array, "N C *channels"], taps: Float[Array, "*channels W"]
+) -> Float32[Array, "N C *channels"]:
+    """Depthwise causal convolution and SiLU; the last tap multiplies the current token.
+
+    Args:
+        history: The W-1 raw inputs before the first of ``raw``.
+        raw: Inputs.
+        taps: The filter of each channel.
+    """
+    length, width = raw.shape[1], taps.shape[-1]
+    sequence = jnp.concatenate([history, raw], axis=1).astype(jnp.float32)
+    taps = taps.astype(jnp.float32)
+    out = sum(taps[..., w] * sequence[:, w : w + length] for w in range(width))
+    return jax.nn.silu(out)
+
+
+def step_conv(
+    window: Float[Array, "B H WX"], raw: Float[Array, "B H X"], taps: Float32[Array, "H X W"]
+) -> tuple[Float32[Array, "B H X"], Float[Array, "B H WX"]]:
+    """:func:`causal_conv` of one token of each sequence.
+
+    Args:
+        window: The W-1 inputs before it, one after the other.
+        raw: Its inputs.
+        taps: The filter of each channel.
+
+    Returns:
+        The outputs, and the window after the token.
+    """
+    width = raw.shape[-1]
+    window = jnp.concatenate([window, raw], axis=-1)
+    inputs = jnp.split(window, taps.shape[-1], axis=-1)
+    out = sum(taps[..., w] * value.astype(jnp.float32) for w, value in enumerate(inputs))
+    return jax.nn.silu(out), window[..., width:]
+
+
+def picks_of(
+    first: Bool[Array, "N"], fresh: Bool[Array, "N"], length: Int32[Array, "N"], size: int, chunk: int, width: int
+) -> BFloat16[Array, "J picked known"]:
     """Which rows to take, as zeros and ones.
 
     Args:
-        first: ``[N]`` bool, a run of chunks starts here; N is a multiple of ``size``.
-        fresh: ``[N]`` bool, it starts from nothing.
-        length: ``[N]`` int32, tokens of the chunk.
+        first: A run of chunks starts here; N is a multiple of ``size``.
+        fresh: It starts from zero state.
+        length: Tokens of the chunk.
         size: Chunks of a tile.
         chunk: Rows of a chunk.
         width: Rows before each one that the convolution sees.
 
     Returns:
-        bf16 ``[J, width·L + size·width, L + width + size·width]``: for each of the L rows of a tile the row 1, 2 …
-        ``width`` before it, then of each chunk the ``width`` inputs up to its end, the first of all chunks before the
-        second; out of the tile's rows, the last rows of the tile before it, and what the pool holds, in the same order.
+        Of ``width·L + size·width`` picked rows: for each row of a tile the row 1, 2 … ``width`` before it, then the
+        ``width`` inputs up to the end of each chunk, the first one of all chunks before the second one. They are picked
+        out of ``L + width + size·width`` known rows: the tile's, the last ones of the tile before it, and what the pool
+        holds, in the same order.
     """
     first, fresh, length = (y.reshape(-1, size, 1) for y in (first, fresh, length))
     rows = size * chunk
     of = np.arange(size)[:, None]
 
     def source(place: jax.Array | np.ndarray) -> jax.Array:
-        """Of a place in its chunk, negative before it; ``[J or 1, size, x]`` to row numbers, -1 for none."""
+        """Row numbers of places in their chunks, negative before it, ``[J or 1, size, x]``; -1 for none."""
         at = of * chunk + place
         inside = jnp.where(at >= 0, at, rows + width + at)
         pooled = jnp.where(fresh, -1, rows + width + (width + place) * size + of)
@@ -46,17 +90,20 @@ def picks_of(first: jax.Array, fresh: jax.Array, length: jax.Array, size: int, c
     return jax.nn.one_hot(index, rows + width + size * width, dtype=jnp.bfloat16)
 
 
-def convolve(raw: jax.Array, window: jax.Array, taps: jax.Array, picks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Convolution and SiLU; the last tap multiplies the current row.
+def convolve_tiles(
+    raw: Float[Array, "J L H X"], window: Float[Array, "J size H WX"], taps: Float32[Array, "W H X"],
+    picks: BFloat16[Array, "J picked known"],
+) -> tuple[Float32[Array, "J L H X"], Float[Array, "J size H WX"]]:  # fmt: skip
+    """Convolution and SiLU of all tiles; the last tap multiplies the current row.
 
     Args:
-        raw: ``[J, L, H, X]``, model dtype.
-        window: ``[J, size, H, (W-1)·X]``, what the pool holds for each chunk's sequence.
-        taps: ``[W, H, X]`` fp32.
+        raw: Inputs, in the model dtype.
+        window: What the pool holds for each chunk's sequence, W-1 inputs one after the other.
+        taps: The filter of each channel.
         picks: See :func:`picks_of`.
 
     Returns:
-        fp32 ``[J, L, H, X]``, and the last inputs after each chunk, as ``window``.
+        The outputs, and the last inputs after each chunk, like ``window``.
     """
     rows, width = raw.shape[1], taps.shape[0] - 1
     # Three rows, which no layout has in one piece: of whole pieces XLA:TPU would make a copy instead of fusing them.

@@ -14,7 +14,7 @@ Chunked, over C = 16 tokens that start from S_0, with G_t = g_1 + ... + g_t, thi
     o_t  = (q_t exp(G_t))^T S_0 + sum_{i <= t} beta_i <q_t exp(G_t), k_i exp(-G_i)> r_i
     S_C  = exp(G_C) S_0 + sum_i (beta_i k_i exp(G_C - G_i)) r_i^T
 
-Source: Kimi Linear (arXiv 2510.26692), written from MODEL.md section 2.
+Source: Kimi Linear (arXiv 2510.26692), docs/model.md, "KDA".
 """
 
 from collections.abc import Callable
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float32
 
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
@@ -38,19 +39,19 @@ def is_factored(config: Config) -> bool:
 
 
 class Inputs(NamedTuple):
-    """What the recurrence takes, fp32: q, k, g ``[..., H, K]``, v ``[..., H, V]``, beta ``[..., H]``."""
+    """What the recurrence takes of each token: queries, keys, values, log decays and write strengths."""
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    g: jax.Array
-    beta: jax.Array
+    q: Float32[Array, "*rows H K"]
+    k: Float32[Array, "*rows H K"]
+    v: Float32[Array, "*rows H V"]
+    g: Float32[Array, "*rows H K"]
+    beta: Float32[Array, "*rows H"]
 
 
 def recurrent_step(
-    state: jax.Array, x: Inputs, hold: Callable[[Any], Any] = lax.optimization_barrier
-) -> tuple[jax.Array, jax.Array]:
-    """One token of the recurrence: ``state [B, H, K, V]``; returns (new state, o ``[B, H, V]``).
+    state: Float32[Array, "B H K V"], x: Inputs, hold: Callable[[Any], Any] = lax.optimization_barrier
+) -> tuple[Float32[Array, "B H K V"], Float32[Array, "B H V"]]:
+    """One token of the recurrence of each sequence: (new state, o).
 
     The state is read once for both products, by ``k^T S' = (k exp(g))^T S`` and ``q^T S_t = q^T S' + <q, beta k> r``.
     ``hold`` keeps XLA:CPU from computing an exponential again for every element of the state; XLA:TPU does not, and is
@@ -64,7 +65,9 @@ def recurrent_step(
     return decay[..., None] * state + written[..., None] * r[..., None, :], o
 
 
-def scores_factored(rows: jax.Array, k: jax.Array, g: jax.Array) -> jax.Array:
+def scores_factored(
+    rows: Float32[Array, "*heads C K"], k: Float32[Array, "*heads C K"], g: Float32[Array, "*heads C K"]
+) -> Float32[Array, "*heads C C"]:
     """``<rows_t exp(G_t), k_i exp(-G_i)>`` through factors relative to the middle of the chunk.
 
     The reference in the middle keeps every factor within exp(±40) for the bound of -5, far from both ends of fp32.
@@ -76,7 +79,9 @@ def scores_factored(rows: jax.Array, k: jax.Array, g: jax.Array) -> jax.Array:
     return jnp.einsum("...tk,...ik->...ti", grown, shrunk, precision=HIGHEST)
 
 
-def scores_pairwise(rows: jax.Array, k: jax.Array, g: jax.Array) -> jax.Array:
+def scores_pairwise(
+    rows: Float32[Array, "*heads C K"], k: Float32[Array, "*heads C K"], g: Float32[Array, "*heads C K"]
+) -> Float32[Array, "*heads C C"]:
     """The same without factored exponents, for gates that have no lower bound: costs C² K exponentials a head.
 
     ``G_t - G_i`` is summed from the g between them: after a token that decays everything, the difference of two large
@@ -90,8 +95,8 @@ def scores_pairwise(rows: jax.Array, k: jax.Array, g: jax.Array) -> jax.Array:
     return jnp.einsum("...tk,...ik,...tik->...ti", rows, k, weight, precision=HIGHEST)
 
 
-def unit_lower_inverse(strict: jax.Array) -> jax.Array:
-    """``(I + A)^-1`` for a strictly lower triangular ``A [..., C, C]``, by forward substitution, row by row.
+def unit_lower_inverse(strict: Float32[Array, "*heads C C"]) -> Float32[Array, "*heads C C"]:
+    """``(I + A)^-1`` for a strictly lower triangular ``A``, by forward substitution, row by row.
 
     Products of powers (I - A)(I + A²)... need fewer steps but cancel: with repeated keys their intermediate entries
     reach thousands and fp32 loses four digits.
@@ -109,17 +114,17 @@ def unit_lower_inverse(strict: jax.Array) -> jax.Array:
 
 
 class ChunkTerms(NamedTuple):
-    """What a chunk contributes whatever state it starts from; all fp32, ``[N, H, ...]``.
+    """What a chunk contributes whatever state it starts from, N chunks.
 
     ``r = u - w S_0``; ``o = q_in S_0 + mix r``; ``S_C = decay * S_0 + k_out^T r``.
     """
 
-    u: jax.Array
-    w: jax.Array
-    q_in: jax.Array
-    mix: jax.Array
-    k_out: jax.Array
-    decay: jax.Array
+    u: Float32[Array, "N H C V"]
+    w: Float32[Array, "N H C K"]
+    q_in: Float32[Array, "N H C K"]
+    mix: Float32[Array, "N H C C"]
+    k_out: Float32[Array, "N H C K"]
+    decay: Float32[Array, "N H K"]
 
 
 def chunk_terms(x: Inputs, factored: bool) -> ChunkTerms:
@@ -146,8 +151,10 @@ def chunk_terms(x: Inputs, factored: bool) -> ChunkTerms:
     )
 
 
-def chunk_step(state: jax.Array, x: ChunkTerms) -> tuple[jax.Array, jax.Array]:
-    """One chunk from ``state [H, K, V]``: (state after it, o ``[H, C, V]``). Terms without their chunk axis."""
+def chunk_step(
+    state: Float32[Array, "H K V"], x: ChunkTerms
+) -> tuple[Float32[Array, "H K V"], Float32[Array, "H C V"]]:
+    """One chunk, whose terms come without their chunk axis: (state after it, o)."""
     r = x.u - jnp.matmul(x.w, state, precision=HIGHEST)
     o = jnp.matmul(x.q_in, state, precision=HIGHEST) + jnp.matmul(x.mix, r, precision=HIGHEST)
     return x.decay[..., None] * state + jnp.einsum("hck,hcv->hkv", x.k_out, r, precision=HIGHEST), o

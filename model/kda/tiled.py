@@ -1,10 +1,10 @@
-"""The chunk form of ``delta.py`` for machines that are fast at products and slow at many small steps.
+"""The chunk form of ``recurrence.py`` for machines that are fast at products and slow at many small steps.
 
 Eight chunks make a tile of up to 128 tokens. Everything inside a tile is a product of its 128 rows, whichever sequences
 the rows belong to: masks keep them apart. Only the state that runs on from one tile into the next is a chain, and each
 of its links is one product.
 
-With the terms of ``delta.py``, a row t of chunk a and a row i of chunk b <= a of the same run of chunks::
+With the terms of ``recurrence.py``, a row t of chunk a and a row i of chunk b <= a of the same run of chunks::
 
     <k_t exp(G_t), k_i exp(-G_i)>  =  <k_t grown_t, E_ab shrunk_i k_i>
 
@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, BFloat16, Bool, Float32, Int32
 
 from ling3export.model.geometry import CHUNK
 from ling3export.model.kda.conv import picks_of
@@ -31,7 +32,7 @@ HIGHEST = lax.Precision.HIGHEST  # the recurrence is an fp32 island
 
 
 def island_precision(dtype: jnp.dtype) -> lax.Precision:
-    """Of the tile's products: in three passes, good to some 2^-16, where what goes in was rounded to bf16 before."""
+    """The precision of a tile's products: three passes, good to some 2^-16, where inputs were rounded to bf16."""
     return HIGHEST if dtype == jnp.float32 else lax.Precision.HIGH
 
 
@@ -39,18 +40,18 @@ class Runs(NamedTuple):
     """Which chunks of each tile belong together; the same in every layer. J tiles of n chunks of C rows.
 
     Attributes:
-        here: ``[J, n]`` bool, the chunk's run starts in its tile.
-        sums: ``[J, m, n·C]`` fp32, the rows whose decays make each of :class:`Factors`, one after the other.
-        closed: ``[J, m, 1]`` fp32, minus infinity for factors that are zero, else zero.
+        here: The chunk's run starts in its tile.
+        sums: The rows whose decays make each of :class:`Factors`, one after the other.
+        closed: Minus infinity for factors that are zero, else zero.
     """
 
-    here: jax.Array
-    sums: jax.Array
-    closed: jax.Array
+    here: Bool[Array, "J n"]
+    sums: Float32[Array, "J m n*C"]
+    closed: Float32[Array, "J m 1"]
 
 
-def runs_of(first: jax.Array, chunk: int) -> Runs:
-    """:class:`Runs` of chunks of which ``first [N]`` is true where a run starts; N is a multiple of the tile."""
+def runs_of(first: Bool[Array, "N"], chunk: int) -> Runs:
+    """:class:`Runs` of chunks of which ``first`` is true where a run starts; N is a multiple of the tile."""
     size = min(TILE, first.shape[0])
     number = jnp.cumsum(first.reshape(-1, size), axis=1, dtype=jnp.int32)  # 0: goes on from the tile before
     same = number[:, :, None] == number[:, None]
@@ -91,16 +92,16 @@ class Tiles(NamedTuple):
     """
 
     runs: Runs
-    picks: jax.Array
+    picks: BFloat16[Array, "J picked known"]
 
 
-def tiles_of(first: jax.Array, fresh: jax.Array, length: jax.Array, conv_history: int) -> Tiles:
+def tiles_of(first: Bool[Array, "N"], fresh: Bool[Array, "N"], length: Int32[Array, "N"], conv_history: int) -> Tiles:
     """:class:`Tiles` of N chunks; the last tile is filled up.
 
     Args:
-        first: ``[N]`` bool, a run of chunks starts here.
-        fresh: ``[N]`` bool, it starts from zero state.
-        length: ``[N]`` int32, tokens of the chunk.
+        first: A run of chunks starts here.
+        fresh: It starts from zero state.
+        length: Tokens of the chunk.
         conv_history: Tokens before each one that the convolution sees.
     """
     count = first.shape[0]
@@ -114,8 +115,10 @@ def tiles_of(first: jax.Array, fresh: jax.Array, length: jax.Array, conv_history
     return Tiles(runs_of(first, CHUNK), picks)
 
 
-def unit_lower_inverse_blocks(strict: jax.Array, exact: lax.Precision = HIGHEST) -> jax.Array:
-    """``(I + A)^-1`` for a strictly lower triangular ``A [..., L, L]``, L a power of two.
+def unit_lower_inverse_blocks(
+    strict: Float32[Array, "*heads L L"], exact: lax.Precision = HIGHEST
+) -> Float32[Array, "*heads L L"]:
+    """``(I + A)^-1`` for a strictly lower triangular ``A``, L a power of two.
 
     By blocks of 1, 2, 4 …: of two neighbours P, R with Q below P it is ``[[P', 0], [-R' Q P', R']]``. As exact as
     substitution, in 2 log2(L) products of the whole matrix: matrix units take 128 rows as fast as 2.
@@ -139,45 +142,45 @@ def _product(a: jax.Array, b: jax.Array, exact: lax.Precision) -> jax.Array:
 
 
 class Rows(NamedTuple):
-    """Rows of tiles, fp32 ``[J, h, n, C, ...]``: q, k, v, log decay g, and the write strength with an axis of one."""
+    """Rows of tiles: queries, keys, values, log decays, and the write strengths with an axis of one."""
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    g: jax.Array
-    beta: jax.Array
+    q: Float32[Array, "J h n C K"]
+    k: Float32[Array, "J h n C K"]
+    v: Float32[Array, "J h n C V"]
+    g: Float32[Array, "J h n C K"]
+    beta: Float32[Array, "J h n C 1"]
 
 
 class Factors(NamedTuple):
-    """Decays of a tile, all at most one but ``grown`` and ``shrunk``; ``[J, h, ...]``.
+    """Decays of a tile, all at most one but ``grown`` and ``shrunk``.
 
     Attributes:
-        grown: ``[J, h, n, C, K]``, of rows against the middle of their chunk.
+        grown: From the middle of its chunk to each row.
         shrunk: Its inverse.
-        pair: ``[J, h, a, b, K]``, from the middle of chunk b to that of a; zero for another run and for b > a.
-        enter: ``[J, h, n, K]``, from the start of the run or tile to the middle of the chunk.
+        pair: From the middle of chunk b to that of a; zero for another run and for b > a.
+        enter: From the start of the run or tile to the middle of the chunk.
         leave: From the middle of the chunk to the end of the tile; zero if the run ends before it.
         rest: From the middle of the chunk to its end.
         passed: From the start of the run or tile to the end of the chunk.
     """
 
-    grown: jax.Array
-    shrunk: jax.Array
-    pair: jax.Array
-    enter: jax.Array
-    leave: jax.Array
-    rest: jax.Array
-    passed: jax.Array
+    grown: Float32[Array, "J h n C K"]
+    shrunk: Float32[Array, "J h n C K"]
+    pair: Float32[Array, "J h a b K"]
+    enter: Float32[Array, "J h n K"]
+    leave: Float32[Array, "J h n K"]
+    rest: Float32[Array, "J h n K"]
+    passed: Float32[Array, "J h n K"]
 
 
-def factors(g: jax.Array, runs: Runs) -> Factors:
-    """The decays of ``g [J, h, n, C, K]``: products with masks add up all exponents."""
+def factors(g: Float32[Array, "J h n C K"], runs: Runs) -> Factors:
+    """The decays that log decays ``g`` add up to: products with masks add up all exponents."""
     tiles, heads, size, chunk, key = g.shape
     rows = size * chunk
     g_rows = g.reshape(tiles, heads, rows, key)
 
     def added(start: int, stop: int) -> jax.Array:
-        """``[J, h, stop - start, K]``; of one product for all, XLA:TPU would turn the result around."""
+        """``[J, h, stop - start, K]``. XLA:TPU would transpose the result of one product for all of them."""
         sums = jnp.einsum("jms,jhsk->jhmk", runs.sums[:, start:stop], g_rows, precision=HIGHEST)
         return sums + runs.closed[:, None, start:stop]
 
@@ -187,19 +190,19 @@ def factors(g: jax.Array, runs: Runs) -> Factors:
 
 
 def tile_scan(
-    read_start: Callable[[], jax.Array], held: jax.Array, runs: Runs, x: Rows, exact: lax.Precision = HIGHEST
-) -> tuple[jax.Array, jax.Array]:
+    read_start: Callable[[], jax.Array], held: Bool[Array, ""], runs: Runs, x: Rows, exact: lax.Precision = HIGHEST
+) -> tuple[Float32[Array, "J h n K V"], Float32[Array, "J h n C V"]]:
     """All chunks of a call.
 
     Args:
         read_start: Gives ``[J, h, n, K, V]``, for every chunk the state before its run.
-        held: bool scalar; where it is False, all runs start from zero and nothing is read.
-        runs: Of the call's chunks.
-        x: Rows of all chunks; an unused one has zero ``g`` and ``beta``.
-        exact: Of its products; decays are always added up at the highest.
+        held: Where it is False, all runs start from zero and nothing is read.
+        runs: The runs of the call's chunks.
+        x: Rows of all chunks; padding has zero ``g`` and ``beta``.
+        exact: The precision of products; decays are always added up at the highest.
 
     Returns:
-        (state after each chunk ``[J, h, n, K, V]``, o ``[J, h, n, C, V]``).
+        (state after each chunk, o).
     """
     tiles, heads, size, chunk, key = x.k.shape
     rows, value = size * chunk, x.v.shape[-1]
@@ -249,10 +252,11 @@ def _chain(link: jax.Array, through: jax.Array, before: jax.Array, exact: lax.Pr
     """The state that each tile takes over from the one before it, ``[J, h, K, V]``.
 
     Args:
-        link: ``[J, h, K, K + V]``: what the tile writes of the state it takes over (negated), and of its own.
+        link: ``[J, h, K, K + V]``: what the tile writes of the state that it takes over (negated), and what it
+            writes itself.
         through: ``[J, h, K]``, decay of the state it takes over; zero where another run is the last.
         before: ``[J, h, K, V]``, what is left of the state from which the last run started in the tile.
-        exact: Of the products.
+        exact: The precision of the products.
     """
     key = link.shape[2]
     of_carry = through[..., None] * np.eye(key, dtype=np.float32) - link[..., :key]

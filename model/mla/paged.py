@@ -1,7 +1,8 @@
 """Attention over the pages of the latent pool: where a page lies, which pages a step attends, and the attention.
 
-Absorbed attention: the query is in latent space, and a page's row is key and value at once. It goes one sequence page
-after page, or over all sequences' pages in tiles, as an online softmax whose parts are merged.
+Absorbed attention: the query is in latent space, and a page's row is key and value at once. It goes page after page of
+one sequence, or over the pages of all sequences in tiles. Either way it is an online softmax (Milakov and Gimelshein,
+arXiv 1805.02867): parts of the keys give parts (m, l, acc), which are merged in any order.
 
 Striped: page number n lies on device (n - 1) % TP, as its local page (n - 1) // TP + 1; local page 0 is each device's
 dummy. Any page may be anywhere, so whoever hands out pages needs no rule, and numbers that are handed out in order
@@ -17,9 +18,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ling3export.model.geometry import AXIS, Geometry
-from ling3export.model.layers import precision
+from ling3export.model.layers import Index
+from ling3export.model.products import precision
 
 MASKED = -1e30  # finite, so that a row which sees nothing yet gives weights of zero and not NaN
 TILE = 16  # pages attended at once: 8 cost 12 small operations as often again (docs/log.md)
@@ -29,19 +32,40 @@ class PageList(NamedTuple):
     """The pages that this device attends in a decode step, those of live rows first.
 
     Attributes:
-        row: ``[X]`` int32, which sequence of the batch.
-        page: ``[X]`` int32, local page number, 0 past the end.
-        length: ``[X]`` int32, tokens of the page that count, 0 past the end.
-        tiles: int32 scalar, how many tiles of :data:`TILE` hold pages.
+        row: Which sequence of the batch.
+        page: Local page number, 0 past the end.
+        length: Tokens of the page that count, 0 past the end.
+        tiles: How many tiles of :data:`TILE` hold pages.
     """
 
-    row: jax.Array
-    page: jax.Array
-    length: jax.Array
-    tiles: jax.Array
+    row: Int32[Array, "X"]
+    page: Int32[Array, "X"]
+    length: Int32[Array, "X"]
+    tiles: Int32[Array, ""]
 
 
-def local_pages(number: jax.Array, geometry: Geometry) -> tuple[jax.Array, jax.Array]:
+class OnlineSoftmax(NamedTuple):
+    """A softmax over part of the keys, not yet normalized.
+
+    Attributes:
+        m: The largest score so far.
+        l: The sum of ``exp(score - m)``.
+        acc: The values, weighted by ``exp(score - m)``, added up.
+    """
+
+    m: Float32[Array, "..."]
+    l: Float32[Array, "..."]  # noqa: E741 (the name in the papers)
+    acc: Float32[Array, "... X"]
+
+    @property
+    def normalized(self) -> Float32[Array, "... X"]:
+        """The weighted mean of the values; zero where no key was seen."""
+        return self.acc / jnp.maximum(self.l, 1e-30)[..., None]
+
+
+def local_pages(
+    number: Int32[Array, "*pages"], geometry: Geometry
+) -> tuple[Bool[Array, "*pages"], Int32[Array, "*pages"]]:
     """(whether this device holds each page, its local number, 0 where it does not); page 0 is nobody's."""
     if not geometry.striped:
         return number > 0, number
@@ -50,13 +74,15 @@ def local_pages(number: jax.Array, geometry: Geometry) -> tuple[jax.Array, jax.A
     return here, jnp.where(here, place + 1, 0)
 
 
-def list_pages(position: jax.Array, table: jax.Array, valid: jax.Array, geometry: Geometry) -> PageList:
+def list_pages(
+    position: Int32[Array, "B"], table: Int32[Array, "B M"], valid: Bool[Array, "B"], geometry: Geometry
+) -> PageList:
     """Lists what a decode step attends: every page up to each row's position.
 
     Args:
-        position: ``[B]`` int32, of the token that decodes.
-        table: ``[B, M]`` int32 page numbers.
-        valid: ``[B]`` bool.
+        position: Position of the token that decodes.
+        table: Page numbers of each row.
+        valid: False for padding rows.
         geometry: Placement and page size.
     """
     rows, columns = table.shape
@@ -77,53 +103,47 @@ def list_pages(position: jax.Array, table: jax.Array, valid: jax.Array, geometry
     )
 
 
-class Partial(NamedTuple):
-    """A softmax over part of the keys: running maximum, sum of weights, weighted values (all fp32)."""
-
-    maximum: jax.Array
-    total: jax.Array
-    values: jax.Array
-
-
-def merge(a: Partial, b: Partial) -> Partial:
-    """The softmax over both parts; shapes ``[...]``, ``[...]``, ``[..., V]``."""
-    maximum = jnp.maximum(a.maximum, b.maximum)
-    left, right = jnp.exp(a.maximum - maximum), jnp.exp(b.maximum - maximum)
-    values = a.values * left[..., None] + b.values * right[..., None]
-    return Partial(maximum, a.total * left + b.total * right, values)
+def merge(a: OnlineSoftmax, b: OnlineSoftmax) -> OnlineSoftmax:
+    """The softmax over the keys of both parts."""
+    m = jnp.maximum(a.m, b.m)
+    left, right = jnp.exp(a.m - m), jnp.exp(b.m - m)
+    acc = a.acc * left[..., None] + b.acc * right[..., None]
+    return OnlineSoftmax(m, a.l * left + b.l * right, acc)
 
 
-def softmax_part(scores: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(maximum, sum, unnormalized weights) over the last axis of fp32 ``scores``, only where ``mask``."""
+def masked_softmax(
+    scores: Float32[Array, "*rows S"], mask: Bool[Array, "*mask S"]
+) -> tuple[Float32[Array, "*rows"], Float32[Array, "*rows"], Float32[Array, "*rows S"]]:
+    """(m, l, unnormalized weights) over the last axis of ``scores``, only where ``mask``, which is broadcast."""
     scores = jnp.where(mask, scores, MASKED)
-    maximum = jnp.max(scores, axis=-1)
-    weights = jnp.where(mask, jnp.exp(scores - maximum[..., None]), 0.0)
-    return maximum, jnp.sum(weights, axis=-1), weights
+    m = jnp.max(scores, axis=-1)
+    weights = jnp.where(mask, jnp.exp(scores - m[..., None]), 0.0)
+    return m, jnp.sum(weights, axis=-1), weights
 
 
 def attend_pages(
-    query: jax.Array, pool: jax.Array, layer: int | jax.Array, table: jax.Array, length: jax.Array, rank: int,
-    geometry: Geometry,
-) -> Partial:  # fmt: skip
+    query: Float[Array, "Q row"], pool: Float[Array, "layers pages page row"], layer: Index, table: Int32[Array, "M"],
+    length: Int32[Array, ""], rank: int, geometry: Geometry,
+) -> OnlineSoftmax:  # fmt: skip
     """Absorbed attention of one sequence over its first ``length`` cached tokens.
 
     Costs the pages that the sequence uses: the loop's trip count is ``ceil(length / page)``.
 
     Args:
-        query: ``[Q, row]``, already scaled, zero beyond latent and rope.
-        pool: ``[layers, pages, page, row]``.
+        query: Already scaled, zero beyond latent and rope.
+        pool: The latent pool.
         layer: Index into the pool.
-        table: ``[M]`` page numbers.
-        length: int32 scalar.
-        rank: Width of the latent, the part that is also the value.
+        table: The sequence's page numbers.
+        length: Tokens.
+        rank: R, the width of the latent, the part that is also the value.
         geometry: Where the pages are; the device that holds one alone sends it to all.
 
     Returns:
-        :class:`Partial` of shapes ``[Q]``, ``[Q]``, ``[Q, rank]``.
+        ``m [Q]``, ``l [Q]``, ``acc [Q, R]``.
     """
     page = pool.shape[2]
 
-    def step(j: jax.Array, part: Partial) -> Partial:
+    def step(j: jax.Array, part: OnlineSoftmax) -> OnlineSoftmax:
         mask = j * page + jnp.arange(page, dtype=jnp.int32) < length
         here, number = local_pages(table[j], geometry)
         # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
@@ -132,37 +152,43 @@ def attend_pages(
             cached = lax.psum(jnp.where(here, cached, jnp.zeros((), pool.dtype)), AXIS)
         exact = precision(pool.dtype)
         scores = jnp.matmul(query, cached.T, precision=exact, preferred_element_type=jnp.float32)
-        maximum, total, weights = softmax_part(scores, mask[None])
+        m, l, weights = masked_softmax(scores, mask[None])  # noqa: E741
         # Over the whole row, rope part and all: a slice of the page would be copied first on CPU.
         weights = weights.astype(pool.dtype)
-        values = jnp.matmul(weights, cached, precision=exact, preferred_element_type=jnp.float32)
-        return merge(part, Partial(maximum, total, values))
+        acc = jnp.matmul(weights, cached, precision=exact, preferred_element_type=jnp.float32)
+        return merge(part, OnlineSoftmax(m, l, acc))
 
     rows, row = query.shape
-    empty = Partial(jnp.full((rows,), MASKED), jnp.zeros((rows,)), jnp.zeros((rows, row)))
+    empty = OnlineSoftmax(jnp.full((rows,), MASKED), jnp.zeros((rows,)), jnp.zeros((rows, row)))
     with jax.named_scope("pages"):
         part = lax.fori_loop(0, (length + page - 1) // page, step, empty)
-    return part._replace(values=part.values[:, :rank])
+    return part._replace(acc=part.acc[:, :rank])
 
 
-def attend_list(query: jax.Array, pool: jax.Array, layer: int | jax.Array, pages: PageList, rank: int) -> Partial:
-    """Absorbed attention of every row over the listed pages.
+def attend_list(
+    query: Float[Array, "B H row"],
+    pool: Float[Array, "layers pages page row"],
+    layer: Index,
+    pages: PageList,
+    rank: int,
+) -> OnlineSoftmax:
+    """Absorbed attention of every row of a decode step over the listed pages.
 
     Args:
-        query: ``[B, H, row]``, scaled, zero beyond latent and rope.
-        pool: ``[layers, pages, page, row]``, this device's.
+        query: Scaled, zero beyond latent and rope.
+        pool: This device's latent pool.
         layer: Index into the pool.
         pages: What to attend.
-        rank: Width of the latent, the part that is also the value.
+        rank: R, the width of the latent, the part that is also the value.
 
     Returns:
-        :class:`Partial` of shapes ``[B, H]``, ``[B, H]``, ``[B, H, rank]``.
+        ``m [B, H]``, ``l [B, H]``, ``acc [B, H, R]``.
     """
     count, heads = query.shape[:2]
     exact = precision(pool.dtype)
     place = jnp.arange(pool.shape[2], dtype=jnp.int32)
 
-    def step(i: jax.Array, part: Partial) -> Partial:
+    def step(i: jax.Array, part: OnlineSoftmax) -> OnlineSoftmax:
         row, number, length = (lax.dynamic_slice_in_dim(x, i * TILE, TILE) for x in pages[:3])
         counts = place < length[:, None]  # [TILE, page]
         cached = pool.at[layer, number].get(mode="promise_in_bounds")
@@ -170,39 +196,39 @@ def attend_list(query: jax.Array, pool: jax.Array, layer: int | jax.Array, pages
         scores = jnp.einsum("phr,plr->phl", query[row], cached, precision=exact, preferred_element_type=jnp.float32)
         scores = jnp.where(counts[:, None], scores, MASKED)
         highest = jnp.where(owner[:, :, None], jnp.max(scores, axis=-1), MASKED)  # [B, TILE, H]
-        maximum = jnp.maximum(part.maximum, jnp.max(highest, axis=1))
-        weights = jnp.where(counts[:, None], jnp.exp(scores - maximum[row][..., None]), 0.0)
+        m = jnp.maximum(part.m, jnp.max(highest, axis=1))
+        weights = jnp.where(counts[:, None], jnp.exp(scores - m[row][..., None]), 0.0)
         share = owner.astype(jnp.float32)
         # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
         latent = jnp.where(counts[:, :, None], cached[..., :rank], jnp.zeros((), pool.dtype))
         values = jnp.einsum("phl,plr->phr", weights.astype(pool.dtype), latent, precision=exact,
                             preferred_element_type=jnp.float32)  # fmt: skip
-        kept = jnp.exp(part.maximum - maximum)
+        kept = jnp.exp(part.m - m)
         total = jnp.einsum("bp,ph->bh", share, jnp.sum(weights, axis=-1), precision=lax.Precision.HIGHEST)
         gained = jnp.einsum("bp,phr->bhr", share, values, precision=lax.Precision.HIGHEST)
-        return Partial(maximum, part.total * kept + total, part.values * kept[..., None] + gained)
+        return OnlineSoftmax(m, part.l * kept + total, part.acc * kept[..., None] + gained)
 
-    empty = Partial(jnp.full((count, heads), MASKED), jnp.zeros((count, heads)), jnp.zeros((count, heads, rank)))
+    empty = OnlineSoftmax(jnp.full((count, heads), MASKED), jnp.zeros((count, heads)), jnp.zeros((count, heads, rank)))
     with jax.named_scope("page_tiles"):
         return lax.fori_loop(0, pages.tiles, step, empty)
 
 
-def gather_heads(query: jax.Array) -> jax.Array:
-    """``[B, h, row]`` of each device's heads to ``[B, H, row]`` on all."""
+def gather_heads(query: Float[Array, "B h row"]) -> Float[Array, "B H row"]:
+    """Queries of each device's heads, to those of all heads on every device."""
     return lax.all_gather(query, AXIS, axis=1, tiled=True)
 
 
-def merge_devices(part: Partial) -> Partial:
-    """Parts ``[B, H, …]`` over each device's pages to this device's heads ``[B, h, …]`` over all pages.
+def merge_devices(part: OnlineSoftmax) -> OnlineSoftmax:
+    """Parts of all heads over each device's pages, to parts of this device's heads over all pages.
 
-    One all-to-all: maximum and sum travel beside the values.
+    One all-to-all: m and l travel beside acc. From shapes ``[B, H]``, ``[B, H, R]`` to ``[B, h]``, ``[B, h, R]``.
     """
-    packed = jnp.concatenate([part.values, part.maximum[..., None], part.total[..., None]], axis=-1)
+    packed = jnp.concatenate([part.acc, part.m[..., None], part.l[..., None]], axis=-1)
     count, heads, width = packed.shape
     devices = lax.axis_size(AXIS)
     packed = packed.reshape(count, devices, heads // devices, width)
     packed = lax.all_to_all(packed, AXIS, split_axis=1, concat_axis=1, tiled=True)  # [B, devices, h, width]
-    maximum = jnp.max(packed[..., -2], axis=1)
-    scale = jnp.exp(packed[..., -2] - maximum[:, None])
+    m = jnp.max(packed[..., -2], axis=1)
+    scale = jnp.exp(packed[..., -2] - m[:, None])
     total = jnp.sum(packed[..., -1] * scale, axis=1)
-    return Partial(maximum, total, jnp.sum(packed[..., :-2] * scale[..., None], axis=1))
+    return OnlineSoftmax(m, total, jnp.sum(packed[..., :-2] * scale[..., None], axis=1))

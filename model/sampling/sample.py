@@ -4,38 +4,44 @@ The vocabulary stays cut over devices until here. Greedy rows need the best of e
 samples are the logits exchanged, so that each device has its share of the rows, whole. The key of a row is
 ``fold_in(key(seed), position)``: a sample depends on its own seed and position and not on its neighbours, the padding
 or TP.
+
+Axis letters: R rows, V vocabulary, v = V/TP this device's part of it; L and W as in ``thresholds.py``.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float32, Int32
 
 from ling3export.model.geometry import AXIS
 from ling3export.model.sampling.thresholds import by_row, keep_mask, numbers, to_lines
 
 
-def first_best(lines: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """(the largest value of each row, the lowest number of one that large), ``[R]``, from lines as in ``borders.py``.
+def first_best(lines: Float32[Array, "L W"], rows: int) -> tuple[Float32[Array, "R"], Int32[Array, "R"]]:
+    """(the largest value of each row, the lowest number of one that large), from lines as in ``thresholds.py``.
 
-    Two reductions and no ``argmax``: of that, XLA:TPU may round what is compared.
+    Two reductions and no ``argmax``: XLA:TPU may round what an ``argmax`` compares.
     """
     best = by_row(jnp.max, lines, rows)
     equal = lines == to_lines(best, len(lines))
     return best, by_row(jnp.min, jnp.where(equal, numbers(lines.shape, rows), jnp.iinfo(jnp.int32).max), rows)
 
 
-def best_of_own(logits: jax.Array) -> jax.Array:
-    """fp32 ``[3, R]`` of this device's ``[R, V/TP]``: the best logit, the sum of exponents below it, its token.
+def best_of_own(logits: Float32[Array, "R v"]) -> Float32[Array, "3 R"]:
+    """Three rows about this device's vocabulary: the best logit, the sum of ``exp(logit - best)``, the best's token.
 
-    The token as a number, exact up to 2^24: a bit-cast id is a denormal, which an accelerator may flush to zero.
+    The token is written as a number, which is exact up to 2^24: a bit-cast id is a denormal, which an accelerator may
+    flush to zero.
     """
     best, index = first_best(logits, len(logits))
     index += lax.axis_index(AXIS) * logits.shape[1]
     return jnp.stack([best, jnp.sum(jnp.exp(logits - best[:, None]), axis=1), index.astype(jnp.float32)])
 
 
-def best_of_all(each: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(token ``[R]``, its logit, the logarithm of the sum of exponents below it) from ``[TP, 3, R]`` of all devices.
+def best_of_all(
+    each: Float32[Array, "TP 3 R"],
+) -> tuple[Int32[Array, "R"], Float32[Array, "R"], Float32[Array, "R"]]:
+    """(token, its logit, the logarithm of the sum of ``exp(logit - best)``) from :func:`best_of_own` of all devices.
 
     Ties go to the lowest id.
     """
@@ -45,8 +51,10 @@ def best_of_all(each: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return token.astype(jnp.int32), maximum, jnp.log(jnp.sum(totals * jnp.exp(bests - maximum), axis=0))
 
 
-def greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(token, its logit, log of the sum of all exponentials), each ``[R]``, from this device's ``[R, V/TP]``.
+def greedy(
+    logits: Float32[Array, "R v"],
+) -> tuple[Int32[Array, "R"], Float32[Array, "R"], Float32[Array, "R"]]:
+    """(token, its logit, the logarithm of the sum of all ``exp(logit)``), from this device's part of the vocabulary.
 
     Ties go to the lowest id.
     """
@@ -54,15 +62,15 @@ def greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return token, maximum, maximum + log_total
 
 
-def draw(logits: jax.Array, fields: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def draw(logits: Float32[Array, "R v"], fields: dict[str, jax.Array]) -> tuple[Int32[Array, "R"], Float32[Array, "R"]]:
     """Samples by temperature, top-k and top-p.
 
     Args:
-        logits: ``[R, V/TP]``, this device's vocabulary.
+        logits: This device's part of the vocabulary.
         fields: See :func:`sample`.
 
     Returns:
-        (token, its logit), each ``[R]``, the same on every device.
+        (token, its logit), the same on every device.
     """
     rows, width = logits.shape
     devices = lax.axis_size(AXIS)
@@ -97,23 +105,25 @@ def draw(logits: jax.Array, fields: dict[str, jax.Array]) -> tuple[jax.Array, ja
     return drawn[0].astype(jnp.int32), drawn[1]
 
 
-def sample(logits: jax.Array, fields: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def sample(
+    logits: Float32[Array, "R v"], fields: dict[str, jax.Array]
+) -> tuple[Int32[Array, "R"], Float32[Array, "R"]]:
     """Greedy where ``temperature`` is 0, drawn elsewhere.
 
     Args:
-        logits: fp32 ``[R, V/TP]``, this device's vocabulary.
+        logits: This device's part of the vocabulary.
         fields: ``slot, position, temperature, top_k, top_p, seed``, each ``[R]``.
 
     Returns:
-        ``token [R]`` int32 and its log-probability under the plain softmax, ``[R]`` fp32; the same on every device.
+        The token and its log-probability under the plain softmax, the same on every device.
     """
     token, logit, log_sum = greedy(logits)
-    hot = fields["temperature"] > 0
+    do_sample = fields["temperature"] > 0
 
     def mixed() -> tuple[jax.Array, jax.Array]:
         drawn = draw(logits, fields)
-        return jnp.where(hot, drawn[0], token), jnp.where(hot, drawn[1], logit)
+        return jnp.where(do_sample, drawn[0], token), jnp.where(do_sample, drawn[1], logit)
 
     with jax.named_scope("drawn"):
-        token, logit = lax.cond(jnp.any(hot), mixed, lambda: (token, logit))
+        token, logit = lax.cond(jnp.any(do_sample), mixed, lambda: (token, logit))
     return token, logit - log_sum

@@ -1,7 +1,8 @@
-"""Log-probabilities of given next tokens, without the logits of all token slots at a time.
+"""Log-probabilities of given next tokens, without the logits of all padded tokens at a time.
 
-Some rows of logits after the other; of each row a device keeps four numbers: its best logit and the sum of exponents
-below it, which token that is, and the logit of the next token where this device has it. One gather for all of them.
+Logits are computed for some rows after the other. A device keeps four numbers of each row: its best logit, the sum of
+``exp(logit - best)``, which token that is, and the logit of the next token where this device has it. One gather takes
+them to all devices.
 """
 
 from collections.abc import Callable
@@ -9,25 +10,28 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float32, Int32
 
 from ling3export.model.geometry import AXIS, CHUNK
 from ling3export.model.sampling.sample import best_of_all, best_of_own
 
-# Token slots whose logits exist at a time: 5 MB for a sixteenth of Ling3-Tiny's vocabulary, 80 MB for the whole.
+# Padded tokens whose logits exist at a time: 5 MB for a sixteenth of Ling3-Tiny's vocabulary, 80 MB for the whole.
 ROWS = 128
 
 
-def score(logits: Callable[[jax.Array], jax.Array], x: jax.Array, next_token: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Scores ``next_token`` behind every token slot.
+def score(
+    logits: Callable[[jax.Array], jax.Array], x: Float32[Array, "T D"], next_token: Int32[Array, "T"]
+) -> tuple[Float32[Array, "T"], Int32[Array, "T"]]:
+    """Scores ``next_token`` behind every padded token.
 
     Args:
-        logits: From ``[R, D]`` to this device's fp32 ``[R, V/TP]``.
-        x: ``[T, D]``, T a multiple of CHUNK.
-        next_token: ``[T]`` int32; -1 where there is none to score.
+        logits: From ``[R, D]`` to fp32 ``[R, V/TP]``, this device's part of the vocabulary.
+        x: What the last layer gave; T is a multiple of CHUNK.
+        next_token: -1 where there is none to score.
 
     Returns:
-        ``logprob [T]`` fp32 under the plain softmax, 0 where there is no next token; ``best [T]`` int32, the token with
-        the largest logit (of equals the lowest id), -1 where there is no next token. The same on every device.
+        The log-probability under the plain softmax, 0 where there is no next token; and the token with the largest
+        logit (of equals the lowest id), -1 where there is no next token. The same on every device.
     """
     slots = x.shape[0]
     size = max(size for size in range(CHUNK, min(slots, ROWS) + 1, CHUNK) if slots % size == 0)

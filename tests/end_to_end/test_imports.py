@@ -17,7 +17,7 @@ PACKAGES = {
     "cli": {"click", "rich"},
     "compile": {"jax", "numpy"},
     "dtypes": {"ml_dtypes", "numpy"},
-    "model": {"flax", "jax", "ml_dtypes", "numpy"},
+    "model": {"flax", "jax", "jaxtyping", "numpy"},
     "plan": {"numpy"},
     "report": {"jinja2", "ml_dtypes", "numpy"},
     "runners.adapters": {"inspect_ai", "lm_eval"},

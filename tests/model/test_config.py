@@ -74,6 +74,12 @@ def test_ling3_tiny():
     assert config.rope_theta == 10000.0
 
 
+def test_the_page_of_the_model_lists_the_fields_and_what_they_may_hold():
+    page = (Path(__file__).parents[2] / "docs" / "model.md").read_text()
+    rows = [f"| `{name}` | {json.dumps(TINY[name])} | {rule.expected} |" for name, rule in READ.items()]
+    assert "\n".join(["| field | Ling3-Tiny | may hold |", "|---|---|---|", *rows, ""]) in page
+
+
 def test_public_release_with_the_fields_it_carries_along():
     config = Config.from_dict(PUBLIC)
     assert (config.rope_theta, config.num_nextn_predict_layers) == (6e6, 0)

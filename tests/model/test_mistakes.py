@@ -1,4 +1,4 @@
-"""Every mistake that MODEL.md section 5 lists, planted in the product: the comparison of test_numerics.py must fail.
+"""Every mistake that docs/model.md lists, planted in the product: the comparison of test_numerics.py must fail.
 
 A mistake is a function that replaces a function of the model while a step is traced. The numbers in comments are the
 largest relative errors that each one gave.

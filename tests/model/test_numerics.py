@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from direct import Direct, relative
-from ling3export.model import products as slabs
+from ling3export.model import products
 from ling3export.model.geometry import Form
 from ling3export.model.mla import layer as mla
 from numerics import Case, Quick
@@ -183,7 +183,7 @@ def test_queries_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_slab_by_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Layers too large for the caches are multiplied slab by slab; one row decodes without copies of any pool."""
-    monkeypatch.setattr(slabs, "CACHED", 0)
+    monkeypatch.setattr(products, "CACHED", 0)
     case = Case(tmp_path / "checkpoint", (60,), num_hidden_layers=4).expect()
     assert case.error_of_prompt(Quick(case.config, case.read), 48, 1, lengths=(33, 54), until=60) < FLOAT32
 

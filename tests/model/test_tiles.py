@@ -13,7 +13,7 @@ from jax import lax
 from kda_oracle import BOUNDED, GATES, close, delta_rule
 from ling3export.model.geometry import CHUNK
 from ling3export.model.kda import tiled as tiles
-from ling3export.model.kda.conv import convolve, picks_of
+from ling3export.model.kda.conv import convolve_tiles, picks_of
 from ling3export.model.kda.recurrence import Inputs
 from ling3export.model.layers import l2_norm, rms_norm, rope
 from ling3export.verify import formulas as formulas
@@ -150,7 +150,7 @@ def test_a_product_with_zeros_and_ones_is_a_convolution(dtype: str):
     assert len(first) == CHUNKS
     picks = picks_of(*(jnp.asarray(y) for y in (first, fresh, length)), size, CHUNK, width)
     assert np.max(np.sum(np.asarray(picks, np.float32), axis=-1)) == 1
-    found, found_kept = jax.jit(convolve)(
+    found, found_kept = jax.jit(convolve_tiles)(
         jnp.asarray(np.stack(raw), dtype).reshape(-1, size * CHUNK, 1, features),
         jnp.asarray(np.stack(pool), dtype).reshape(-1, size, 1, width * features),
         jnp.asarray(taps.T)[:, None], picks,

@@ -27,7 +27,7 @@ def close(found: Any, expected: np.ndarray) -> float:
 
 
 def delta_rule(state: np.ndarray, x: delta.Inputs) -> tuple[np.ndarray, np.ndarray]:
-    """The recurrence of delta.py's docstring, token by token, from any state [H, K, V]: (state, o [T, H, V])."""
+    """The recurrence of recurrence.py's docstring, token by token, from any state [H, K, V]: (state, o [T, H, V])."""
     out = []
     for q, k, v, g, beta in zip(*x, strict=True):
         state = np.exp(g)[:, :, None] * state

@@ -14,8 +14,9 @@ from jax import lax
 from ling3export.model import moe
 from ling3export.model.kda import layer as kda
 from ling3export.model.kda import recurrence as delta
-from ling3export.model.layers import dot_rows, rms_norm, take
+from ling3export.model.layers import rms_norm, take
 from ling3export.model.mla import layer as mla
+from ling3export.model.products import dot_merged
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -96,7 +97,7 @@ def output(gated: Callable[[jax.Array, jax.Array, Callable[[jax.Array], jax.Arra
     def wrong(_: Any, self: kda.KimiDeltaAttention, o: jax.Array, gate: jax.Array, layer: Any, dtype: Any) -> jax.Array:
         weight = take(self.o_norm[...], layer, split=False)
         y = gated(o, gate, lambda x: rms_norm(x, weight, self.config.rms_norm_eps))
-        return dot_rows(y.reshape(o.shape[0], -1).astype(dtype), take(self.o_proj[...], layer, split=True))
+        return dot_merged(y.reshape(o.shape[0], -1).astype(dtype), take(self.o_proj[...], layer, split=True))
 
     return replace(kda.KimiDeltaAttention, "_output", wrong)
 

@@ -1,4 +1,4 @@
-"""How close is right: every bound of the numeric tests in one table, each with its reason (MODEL.md section 5)."""
+"""How close is right: every bound of the numeric tests in one table, each with its reason (docs/model.md)."""
 
 # Relative L2 of the logits of a position: the largest over positions. fp32 rounds each sum at 6e-8; through ten micro
 # layers that grows to 1e-6 (measured, largest 3e-6). A wrong formula gives 1e-1, a lost token 1e-2.

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from direct import relative
-from ling3export.model import products as slabs
+from ling3export.model import products
 from ling3export.model.geometry import Geometry
 
 LAYER, DIM, ROWS = 1, 24, (1, 2, 5)
@@ -21,8 +21,8 @@ ERROR = 1e-6
 @pytest.fixture(params=["slab by slab", "merged on CPU", "merged"], autouse=True)
 def geometry(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Geometry:
     """The form of the products: by the size of a layer, and by the loop over layers."""
-    monkeypatch.setattr(slabs, "CACHED", 0 if request.param == "slab by slab" else 2**30)
-    monkeypatch.setattr(slabs, "PIECE", 7)
+    monkeypatch.setattr(products, "CACHED", 0 if request.param == "slab by slab" else 2**30)
+    monkeypatch.setattr(products, "PIECE", 7)
     return replace(GEOMETRY, form="tiles") if request.param == "merged" else GEOMETRY
 
 
@@ -37,7 +37,7 @@ def draw(*shape: int, seed: int, dtype: str) -> tuple[Any, np.ndarray]:
 def test_outputs_split(rows: int, dtype: str, geometry: Geometry) -> None:
     x, x64 = draw(rows, DIM, seed=0, dtype=dtype)
     weight, weight64 = draw(4, 3, 2, 5, DIM, seed=1, dtype=dtype)
-    found = slabs.dot_split(x, nnx.Param(weight), LAYER, geometry)
+    found = products.column_parallel(x, nnx.Param(weight), LAYER, geometry)
     assert found.shape == (rows, 4, 2, 5) and found.dtype == jnp.float32
     assert relative(np.ravel(found), np.einsum("td,shkd->tshk", x64, weight64[:, LAYER]).ravel()) < ERROR
 
@@ -47,7 +47,7 @@ def test_outputs_split(rows: int, dtype: str, geometry: Geometry) -> None:
 def test_inputs_split(rows: int, dtype: str, geometry: Geometry) -> None:
     x, x64 = draw(rows, 4 * 6, seed=0, dtype=dtype)
     weight, weight64 = draw(4, 3, 6, DIM, seed=1, dtype=dtype)
-    found = slabs.dot_rows_split(x, nnx.Param(weight), LAYER, geometry)
+    found = products.row_parallel(x, nnx.Param(weight), LAYER, geometry)
     assert found.dtype == jnp.float32
     assert relative(found, x64 @ weight64[:, LAYER].reshape(-1, DIM)) < ERROR
 
@@ -58,7 +58,7 @@ def test_inputs_split(rows: int, dtype: str, geometry: Geometry) -> None:
 def test_each_heads_own_matrix(rows: int, axis: int, dtype: str, geometry: Geometry) -> None:
     x, x64 = draw(rows, 8, (6, 10)[axis], seed=0, dtype=dtype)
     weight, weight64 = draw(4, 3, 2, 6, 10, seed=1, dtype=dtype)
-    found = slabs.dot_heads_split(x, nnx.Param(weight), LAYER, axis, geometry)
+    found = products.per_head(x, nnx.Param(weight), LAYER, axis, geometry)
     assert found.shape == (rows, 8, (10, 6)[axis]) and found.dtype == jnp.float32
     expected = np.einsum(("thn,hnr->thr", "thr,hnr->thn")[axis], x64, weight64[:, LAYER].reshape(8, 6, 10))
     assert relative(np.ravel(found), expected.ravel()) < ERROR
@@ -69,6 +69,6 @@ def test_each_heads_own_matrix(rows: int, axis: int, dtype: str, geometry: Geome
 def test_a_table(rows: int, dtype: str, geometry: Geometry) -> None:
     x, x64 = draw(rows, DIM, seed=0, dtype=dtype)
     table, table64 = draw(4, 15, DIM, seed=1, dtype=dtype)
-    found = slabs.dot_table(x, table, geometry)
+    found = products.vocab_parallel(x, table, geometry)
     assert found.shape == (rows, 60) and found.dtype == jnp.float32
     assert relative(found, x64 @ table64.reshape(-1, DIM).T) < ERROR
