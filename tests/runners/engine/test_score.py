@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from artifacts_fixture import Artifacts, run
 from fake_backend import VOCAB, FakeBackend, next_token
 from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.schema import Receipt, Sequence
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.cli import main as cli
 from ling3export.compile import into
@@ -197,15 +198,15 @@ def test_what_is_no_score_is_an_error(logprobs, message):
 def receipt(change, measure="largest"):
     """Of two sequences of a model of 8 tokens, of which the second is changed."""
     rng = np.random.default_rng(3)
-    sequences = [{"ids": rng.integers(0, 8, 6).tolist()} for _ in range(2)]
+    sequences = [Sequence(tuple(rng.integers(0, 8, 6).tolist()), 1, (), "") for _ in range(2)]
     expected = {(n, at): rng.normal(size=8) for n in range(2) for at in range(6)}
     said = []
     for n, sequence in enumerate(sequences):
-        after = np.array([log_softmax(expected[n, at])[sequence["ids"][at + 1]] for at in range(5)])
+        after = np.array([log_softmax(expected[n, at])[sequence.ids[at + 1]] for at in range(5)])
         best = np.array([int(np.argmax(expected[n, at])) for at in range(5)])
         said.append(Scored({3: expected[n, 3]}, after, best))
     change(said[1])
-    return score_receipt({"status": "passed", "relative": 0.0}, said, sequences, expected, measure, 1e-5)
+    return score_receipt(Receipt("passed", 0.0, 0.0, 0.0, 2), said, sequences, expected, measure, 1e-5)
 
 
 def test_a_receipt_fails_where_scores_or_best_tokens_are_wrong():
@@ -219,14 +220,14 @@ def test_a_receipt_fails_where_scores_or_best_tokens_are_wrong():
         return change
 
     good = receipt(lambda said: None)
-    assert (good["status"], good["wrong_best"]) == ("passed", 0)
-    assert good["relative"] == good["log_probabilities"] < 1e-12
+    assert (good.status, good.wrong_best) == ("passed", 0)
+    assert good.relative == good.log_probabilities < 1e-12
     bad = receipt(worse)
-    assert (bad["status"], bad["wrong_best"]) == ("failed", 0)
-    assert 1e-5 < bad["log_probabilities"] == bad["relative"] < 1e-2
-    assert [receipt(other(at))["status"] for at in (1, 3)] == ["failed", "failed"]
+    assert (bad.status, bad.wrong_best) == ("failed", 0)
+    assert 1e-5 < bad.log_probabilities == bad.relative < 1e-2
+    assert [receipt(other(at)).status for at in (1, 3)] == ["failed", "failed"]
     # In bf16 rounding turns tokens round: only the program's own logits, here at 3, can tell.
-    assert [receipt(other(at), "median")["status"] for at in (1, 3)] == ["passed", "failed"]
+    assert [receipt(other(at), "median").status for at in (1, 3)] == ["passed", "failed"]
 
 
 @pytest.fixture(scope="module")
