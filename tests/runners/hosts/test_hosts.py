@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -177,8 +178,8 @@ def test_a_launcher_is_asked():
 
 def test_an_artifact_for_another_number_of_hosts_is_refused_with_both():
     targets = {
-        "cpu-4x4-tp16": {"platform": "cpu", "processes": 4},
-        "cpu-tp16": {"platform": "cpu", "processes": 1},
+        "cpu-4x4-tp16": SimpleNamespace(platform="cpu", processes=4),
+        "cpu-tp16": SimpleNamespace(platform="cpu", processes=1),
     }
     assert choose_target(targets, None, ["cpu"]) == "cpu-tp16"
     assert choose_target(targets, None, ["cpu"], 4) == "cpu-4x4-tp16"
