@@ -15,7 +15,8 @@ from click.testing import CliRunner
 from artifacts_fixture import Artifacts, run
 from fake_backend import VOCAB, FakeBackend, next_token
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.artifacts.schema import Receipt, Sequence
+from ling3export.artifacts.schema import Receipt
+from ling3export.artifacts.schema import Sequence as VectorSequence
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.cli import main as cli
 from ling3export.compile import into
@@ -198,7 +199,7 @@ def test_what_is_no_score_is_an_error(logprobs, message):
 def receipt(change, measure="largest"):
     """Of two sequences of a model of 8 tokens, of which the second is changed."""
     rng = np.random.default_rng(3)
-    sequences = [Sequence(tuple(rng.integers(0, 8, 6).tolist()), 1, (), "") for _ in range(2)]
+    sequences = [VectorSequence(tuple(rng.integers(0, 8, 6).tolist()), 1, (), "") for _ in range(2)]
     expected = {(n, at): rng.normal(size=8) for n in range(2) for at in range(6)}
     said = []
     for n, sequence in enumerate(sequences):
