@@ -51,9 +51,8 @@ class Subject:
 
     def __init__(self, probe: Probe, truth: Truth) -> None:
         self.probe, self.truth = probe, truth
-        cells = probe.target["cells"].values()
-        self.paddings = sorted(cell["padding"] for cell in cells if cell["phase"] == "prefill")
-        (self.rows,) = [cell["padding"] for cell in cells if cell["phase"] == "decode"]
+        self.paddings = probe.target.paddings("prefill")
+        (self.rows,) = probe.target.paddings("decode")
 
     def error(self, prompt: int, found: dict[int, np.ndarray]) -> float:
         """The largest of logits found by position."""
