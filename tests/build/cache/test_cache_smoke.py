@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,10 @@ from ling3export.cli import main as cli
 
 ROOT = Path(__file__).parents[3]
 WORKFLOW = ROOT / "deploy" / "ci-smoke.yml"
-TARGET = {"cells": {f"{phase}@16": {"phase": phase, "padding": 16} for phase in ("decode", "prefill", "sample")}}
+# What of a manifest's target the checks read.
+TARGET = SimpleNamespace(
+    cells={f"{phase}@16": SimpleNamespace(phase=phase) for phase in ("decode", "prefill", "sample")}
+)
 BUILT = {"cells": 3, "compiled": 3, "from_program_cache": 0, "from_cache": 0, "traces": 9, "compiles": 3}
 WARM = BUILT | {"compiled": 0, "from_cache": 3, "traces": 0, "compiles": 0}
 TOKENS = [[list(range(smoke.TOKENS))] * 2]
