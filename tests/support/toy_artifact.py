@@ -6,7 +6,6 @@ The toy sums the tokens of a sequence in its state; the logits are row ``sum % 3
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,9 +23,11 @@ from ling3export.artifacts.store import StoreWriter, TensorSpec
 from ling3export.checkpoint.synth_tokenizer import write_tokenizer
 from ling3export.compile import lower
 from ling3export.model import program as steps
+from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.inputs import batch_fields, packed_size, unpack
 from ling3export.runners.engine.engine import Engine
+from tiny import tiny_fields
 
 VOCAB, EOS, TP = 320, 316, 2
 SLOTS, PAGES, PAGE, CONTEXT = 3, 10, 16, 64
@@ -103,7 +104,7 @@ def build_toy(folder: Path, *, seed: int = 0, tokenizer: bool = True) -> Manifes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lower, "build_step", build_step)
         for name, (phase, padding) in CELLS.items():
-            lowered = lower.lower_cell(SimpleNamespace(vocab_size=VOCAB), GEOMETRY, phase, padding, "cpu")
+            lowered = lower.lower_cell(Config.from_dict(tiny_fields(vocab_size=VOCAB)), GEOMETRY, phase, padding, "cpu")
             raw, compiled = lower.compile_cell(lowered, mesh)
             needs = compiled.executable
             (programs / f"{name}.stablehlo").write_bytes(lowered.blob)
