@@ -123,7 +123,7 @@ class TokenizerFiles:
             )
         if self._tokenizer is None:
             record = self._records[FILE]
-            self._tokenizer = Tokenizer(read_checked(self._folder, record), record.path)
+            self._tokenizer = Tokenizer(read_checked(self._folder, record))
         return self._tokenizer
 
     def eos_token_ids(self) -> frozenset[int]:
