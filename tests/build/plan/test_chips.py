@@ -150,4 +150,5 @@ def test_an_autotuned_program_is_compiled_on_the_device_that_is_here(monkeypatch
     direct = accelerators.lower_for(config, geometry, "sample", 2, target)
     raw, record = accelerators.compile_for(direct, config, geometry, "sample", 2, target)
     assert list(direct.mesh.devices.flat) == [device]
-    assert (record["hosts"], len(raw) > 0, record["collectives"]) == ([[0]], True, {})
+    mesh = record.executable.mesh
+    assert (mesh.devices, mesh.hosts, len(raw) > 0, record.collectives) == ((0,), (0,), True, {})
