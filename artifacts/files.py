@@ -9,12 +9,18 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from io import BufferedReader
+from io import BufferedReader, BufferedWriter
 from pathlib import Path, PurePosixPath
 
 from ling3export.errors import ArtifactError
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def stays_inside(relative: str) -> bool:
+    """Whether a path with ``/`` is relative, in its shortest form, and never climbs out of the folder it starts in."""
+    path = PurePosixPath(relative)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and str(path) == relative
 
 
 def inside(folder: Path, relative: object, where: str) -> Path:
@@ -28,10 +34,8 @@ def inside(folder: Path, relative: object, where: str) -> Path:
     Raises:
         ArtifactError: The path is absolute, climbs out of the folder, or is not in its shortest form.
     """
-    if isinstance(relative, str) and relative.isprintable():
-        path = PurePosixPath(relative)
-        if path.parts and not path.is_absolute() and ".." not in path.parts and str(path) == relative:
-            return folder / path
+    if isinstance(relative, str) and relative.isprintable() and stays_inside(relative):
+        return folder / relative
     raise ArtifactError(
         f"file path {relative!r}: expected a path below the artifact's folder, found one that leaves it, in {where}",
         "do not load this artifact: no build writes such a path",
@@ -135,6 +139,30 @@ def try_writing(folder: Path) -> None:
     path.unlink()
 
 
+def open_lock(path: Path, flags: int) -> int:
+    """A descriptor of a lock file, which nobody but a build made: a regular file with one name, and no link to one.
+
+    Args:
+        path: The file. A missing one is made if ``flags`` has O_CREAT.
+        flags: How it is opened.
+
+    Raises:
+        ArtifactError: It cannot be opened or made, or it is something else. It is not written.
+    """
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with writing(path):
+        descriptor = os.open(path, flags, 0o666)
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:  # 0: its last holder has removed it since
+        return descriptor
+    os.close(descriptor)
+    found = f"one with {status.st_nlink} names" if stat.S_ISREG(status.st_mode) else "something else"
+    raise ArtifactError(
+        f"write `{path.name}`: expected a regular file with one name, found {found}, in {path.parent}",
+        "no build makes such a lock: look at who did, and remove it",
+    )
+
+
 def partial_path(path: Path) -> Path:
     """A name beside ``path`` that nobody can guess, for what is to take its name."""
     return path.with_name(f".{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
@@ -146,19 +174,30 @@ def partial_name(name: str) -> re.Pattern[str]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Writes a file that is there whole and durable, or not at all: beside it, under a new name, then renamed.
+    """Writes a file at once, as :func:`replacing` does."""
+    with replacing(path, len(data)) as file:
+        file.write(data)
+
+
+@contextmanager
+def replacing(path: Path, needed: int | None = None) -> Iterator[BufferedWriter]:
+    """A file to write that is there whole and durable when the block ends well: until then under a new name beside it.
 
     A symbolic link under either name is not followed: one at ``path`` is replaced.
+
+    Args:
+        path: The file's name.
+        needed: Its size in bytes, where known, for the message.
 
     Raises:
         ArtifactError: It cannot be written; what was there before is as it was.
     """
     partial = partial_path(path)
     try:
-        with writing(path, len(data)):
+        with writing(path, needed):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             with open(os.open(partial, flags, 0o666), "wb") as file:
-                file.write(data)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, path)

@@ -17,16 +17,15 @@ from ling3export.artifacts.files import inside, open_regular, partial_name, repl
 from ling3export.artifacts.format_1 import check_bytes, upgraded
 from ling3export.artifacts.records import (
     CANONICAL,
-    LARGEST_JSON,
     WrongRecordError,
     from_json,
     laid_out,
-    parse_json,
     shown,
     to_json,
 )
 from ling3export.artifacts.schema import FileRecord, Manifest
 from ling3export.errors import ArtifactError
+from ling3export.strict_json import LARGEST, parse_json
 
 # Version history (artifacts/FORMAT.md tells what a reader must do):
 # 1 (November 2026): the first.
@@ -110,7 +109,7 @@ def _read(folder: Path) -> bytes:
         )
     try:
         with open_regular(folder, MANIFEST) as file:
-            return file.read(LARGEST_JSON + 1)
+            return file.read(LARGEST + 1)
     except OSError as error:
         raise ArtifactError(f"{MANIFEST}: expected a readable file, found {error.strerror}, in {folder}") from error
 

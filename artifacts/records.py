@@ -24,12 +24,6 @@ SPACED = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 LINE = 100  # characters: a value that fits stands on one line
 LARGEST_TEXT = 10_000  # characters of one string
 LARGEST_WHOLE = 2**53  # what every JSON library reads exactly
-DEPTH = 16  # levels of objects and lists
-
-LARGEST_JSON = 8 << 20  # bytes of one text
-STRINGS = re.compile(rb'"[^"]*"?')
-BRACKETS = bytes.maketrans(b"{}", b"[]")
-NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
 
 T = TypeVar("T")
 Decoder = Callable[[object], Any]
@@ -100,39 +94,6 @@ def shown(value: object) -> str:
 
 
 # --- JSON text -------------------------------------------------------------------------------------------------------
-
-
-def parse_json(data: bytes) -> Any:
-    """The value of a JSON text, read strictly; its depth is bounded before anything is parsed.
-
-    Raises:
-        ValueError: No UTF-8, no JSON, deeper than DEPTH, a key that stands twice in one object, NaN or an infinity.
-            Its text follows "found".
-    """
-    if len(data) > LARGEST_JSON:
-        raise ValueError(f"{len(data):,} bytes, more than {LARGEST_JSON:,}")
-    plain = data.replace(rb"\\", b"").replace(rb"\"", b"")  # without escaped backslashes and quotes
-    brackets = STRINGS.sub(b"", plain).translate(BRACKETS, NO_BRACKET)
-    if b"[" * (DEPTH + 1) not in brackets:
-        for _ in range(DEPTH):
-            brackets = brackets.replace(b"[]", b"")  # the innermost ones
-    if brackets.count(b"[") > DEPTH or (brackets and brackets.count(b"[") == brackets.count(b"]")):
-        raise ValueError(f"more than {DEPTH} levels of objects and lists")
-    try:
-        return json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except RecursionError as error:
-        raise ValueError(f"more than {DEPTH} levels of objects and lists") from error
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique = dict(pairs)
-    if len(unique) < len(pairs):
-        raise ValueError("a key that stands twice in one object")
-    return unique
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"the number {name}")
 
 
 def canonical(value: object) -> bytes:

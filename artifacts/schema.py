@@ -7,20 +7,14 @@ need not have has the default None. What follows from another field is a propert
 import math
 import re
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import Annotated
 
+from ling3export.artifacts.files import stays_inside
 from ling3export.artifacts.records import UNBOUNDED, Digest, Rule, at_most, one_of, within
 from ling3export.dtypes import BY_CODE, BY_NAME
 
-
-def _stays_inside(relative: str) -> bool:
-    path = PurePosixPath(relative)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and str(path) == relative
-
-
 Relative = Annotated[
-    str, Rule("a path below the artifact's folder, with /, in its shortest form, that never climbs out", _stays_inside)
+    str, Rule("a path below the artifact's folder, with /, in its shortest form, that never climbs out", stays_inside)
 ]
 Positive = Annotated[int, within(1, 2**40)]
 Padding = Annotated[int, within(1, 2**20)]

@@ -3,14 +3,13 @@
 import fcntl
 import os
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from ling3export.artifacts.files import (
     DISK_FULL,
+    open_lock,
     partial_name,
     partial_path,
     sync_folder,
@@ -19,8 +18,8 @@ from ling3export.artifacts.files import (
     writing,
 )
 from ling3export.artifacts.manifest import MANIFEST, read_manifest
-from ling3export.artifacts.records import parse_json
 from ling3export.errors import ArtifactError
+from ling3export.strict_json import read_json
 
 
 @contextmanager
@@ -102,13 +101,10 @@ def _refuse(destination: Path, force: bool, mark: str) -> None:
 def _made_here(mark: Path) -> bool:
     """Whether a file says that ling3export wrote it: a name alone is no ground to remove a folder."""
     try:
-        found: Any = parse_json(mark.read_bytes())
-    except (OSError, ValueError):
+        found = read_json(mark)
+        producers = [found.get("producer"), found.get("metadata", {}).get("producer")]
+    except (OSError, ValueError, AttributeError):
         return False
-    if not isinstance(found, dict):
-        return False
-    metadata = found.get("metadata")
-    producers = [found.get("producer"), metadata.get("producer") if isinstance(metadata, dict) else None]
     return any(isinstance(producer, dict) and "ling3export" in producer for producer in producers)
 
 
@@ -156,8 +152,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
 def _acquired(path: Path, folder: Path) -> int:
     """A descriptor that holds the lock on the file now named ``path``."""
     while True:
-        with writing(path):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        descriptor = open_lock(path, os.O_RDWR | os.O_CREAT)
         try:
             with writing(path):
                 try:
@@ -170,7 +165,6 @@ def _acquired(path: Path, folder: Path) -> int:
                         "wait until it ends, or choose another folder",
                     ) from error
                 if _names(path, descriptor):
-                    _refuse_foreign(path, descriptor)
                     os.ftruncate(descriptor, 0)
                     os.pwrite(descriptor, str(os.getpid()).encode(), 0)
                     return descriptor
@@ -186,14 +180,3 @@ def _names(path: Path, descriptor: int) -> bool:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-
-
-def _refuse_foreign(path: Path, descriptor: int) -> None:
-    """Raises for a file that no build made, before it is written: one with a second name, a pipe or a device."""
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-        found = f"one with {status.st_nlink} names" if stat.S_ISREG(status.st_mode) else "something else"
-        raise ArtifactError(
-            f"write `{path.name}`: expected a regular file with one name, found {found}, in {path.parent}",
-            "no build makes such a lock: look at who did, and remove it",
-        )

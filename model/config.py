@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ling3export.errors import ConfigError, listed
+from ling3export.strict_json import DoubledKeyError, read_json
 
 AttentionKind = Literal["kda", "mla"]
 MlpKind = Literal["dense", "moe"]
@@ -340,28 +341,18 @@ def _check_repeated(config: Config, d: dict[str, Any], where: str) -> None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Parses a JSON object; a repeated key, NaN and Infinity are errors."""
+    """The object of a JSON file, read strictly."""
     try:
-        text = path.read_bytes().decode()
+        value = read_json(path)
     except FileNotFoundError:
         raise ConfigError(
             f"config `{path}`: expected a file, found none", "a checkpoint is a folder that holds one"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config `{path}`: expected a readable file, found {error}") from None
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise refused(twice[0], "once", "twice", str(path))
-        return dict(pairs)
-
-    def no_constant(name: str) -> None:
-        raise ValueError(f"{name} is not JSON")
-
-    try:
-        value = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
-    except (ValueError, RecursionError) as error:
+    except DoubledKeyError as error:
+        raise refused(error.key, "once", "twice", str(path)) from None
+    except ValueError as error:
         raise ConfigError(f"config `{path}`: expected JSON, found {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"config `{path}`: expected a JSON object, found {shown(value)}")

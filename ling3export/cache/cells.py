@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.files import try_writing, writing
-from ling3export.artifacts.records import from_json, sha256_of, to_json
+from ling3export.artifacts.records import sha256_of, to_json
 from ling3export.artifacts.schema import Mesh, Origin, Program, Requirements
 from ling3export.cache.explain import explain
 from ling3export.cache.keys import cell_fields
-from ling3export.cache.store import KINDS, Cache, Entry, Say, entries
+from ling3export.cache.store import KINDS, Cache, Entry, Say, entries, record_of
 from ling3export.cache.use import CacheUse, lease
 from ling3export.model.config import Config
 from ling3export.plan.plan import Cell, Plan
@@ -64,7 +64,7 @@ class Cells:
         """
         fields = cell_fields(config, plan, cell)
         key = sha256_of(fields)
-        entry = self._cache.read("cells", key)
+        entry = self._cache.read("cells", key, _built)
         if self.use.explain:
             self._say(f"{plan.target.name} {cell.name}: {self._why(fields, entry)}")
         if entry is None:
@@ -73,9 +73,8 @@ class Cells:
             path = folder / f"{cell.name}.{suffix}"
             with writing(path, len(entry.data[suffix])):
                 path.write_bytes(entry.data[suffix])
-        built = from_json(Built, entry.record)
-        assert built.program.origin is not None
-        return _from(built, Origin(CELL, built.program.origin.program, 0, 0, key))
+        built, program = _built(entry)
+        return _from(built, Origin(CELL, program, 0, 0, key))
 
     def keep(self, config: Config, plan: Plan, cell: Cell, folder: Path, built: Built) -> Built:
         """Keeps what a compiling process has just put into ``folder``; returns it with its key."""
@@ -128,6 +127,18 @@ def _writable(use: CacheUse, say: Say) -> CacheUse:
         )
         return replace(use, policy="readonly" if use.reads else "off")
     return use
+
+
+def _built(entry: Entry) -> tuple[Built, str]:
+    """What an entry of a cell says was built, and the key of its program.
+
+    Raises:
+        ValueError: The entry is none that a build wrote. The error's text follows "found".
+    """
+    built = record_of(entry, Built, SUFFIXES)
+    if built.program.origin is None:
+        raise ValueError("a cell without its origin")
+    return built, built.program.origin.program
 
 
 def _from(built: Built, origin: Origin) -> Built:

@@ -16,21 +16,23 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ling3export.artifacts.files import replace_file, writing
-from ling3export.artifacts.records import sha256_of
+from ling3export.artifacts.records import WrongRecordError, from_json, sha256_of
 from ling3export.cache.use import LEASES, LOCK, SHARED, CacheUse, locked
-from ling3export.errors import ArtifactError
+from ling3export.errors import ArtifactError, listed
 from ling3export.plan.targets import Target
+from ling3export.strict_json import read_json
 
 VERSION = 2  # the form of entries; those of another version are not read
 KINDS = ("cells", "programs")
 DIGEST = re.compile(r"[0-9a-f]{64}")
 Say = Callable[[str], None]
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,14 @@ class Cache:
         """Where an entry is, or would be."""
         return self.folder / kind / f"{key}.json"
 
-    def read(self, kind: str, key: str) -> Entry | None:
-        """An entry with its bytes; None if there is none. A broken one is named and removed, to be made again."""
+    def read(self, kind: str, key: str, check: Callable[[Entry], object] = lambda entry: None) -> Entry | None:
+        """An entry with its bytes; None if there is none. A broken one is named and removed, to be made again.
+
+        Args:
+            kind: ``cells`` or ``programs``.
+            key: The sha256 of the entry's fields.
+            check: Raises ValueError for a whole entry that cannot be used: it is broken, too.
+        """
         path = self.path(kind, key)
         if not self._reads or not path.exists():
             return None
@@ -94,6 +102,10 @@ class Cache:
                 for name, digest in entry.blobs.items():
                     self._touch(self._blob(digest))
                     entry.data[name] = self._checked(digest)
+            check(entry)
+        except ArtifactError as error:
+            self._say(f"cache not used: {error.message}")
+            return None
         except (OSError, ValueError) as error:
             if path.exists():  # else a clean-up was faster
                 self._discard(path, error)
@@ -168,7 +180,7 @@ def read_entry(path: Path) -> Entry:
         ValueError: The file is no whole entry of this version; says so in words that follow "found".
     """
     try:
-        raw = json.loads(path.read_bytes())
+        raw = read_json(path)
         claimed = raw.pop("sha256")
         if raw["version"] != VERSION:
             raise ValueError(f"version {raw['version']} instead of {VERSION}")
@@ -179,8 +191,22 @@ def read_entry(path: Path) -> Entry:
         if not all(DIGEST.fullmatch(digest) for digest in raw["blobs"].values()):
             raise ValueError("bytes that no digest names")
         return Entry(path.parent.name, path.stem, raw["fields"], raw["record"], raw["blobs"])
-    except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"no entry ({type(error).__name__}: {error})") from error
+
+
+def record_of(entry: Entry, form: type[Record], names: Collection[str]) -> Record:
+    """The record of an entry, which must have the bytes of ``names`` and no others.
+
+    Raises:
+        ValueError: No build wrote this entry, though its digests are right; the text follows "found".
+    """
+    if entry.blobs.keys() != set(names):
+        raise ValueError(f"the bytes of {listed(sorted(entry.blobs))} instead of {listed(sorted(names))}")
+    try:
+        return from_json(form, entry.record)
+    except WrongRecordError as error:
+        raise ValueError(f"another record ({error})") from error
 
 
 def known_folder(use: CacheUse) -> Path:

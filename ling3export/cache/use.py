@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ling3export.artifacts.files import open_lock
+from ling3export.errors import ArtifactError
+
 POLICIES = ("on", "off", "redo", "readonly")
 SHARED, EXCLUSIVE = fcntl.LOCK_SH, fcntl.LOCK_EX
 VARIABLE = "LING3_CACHE"
@@ -78,17 +81,15 @@ def locked(folder: Path, how: int, *, create: bool = True) -> Iterator[None]:
         create: Whether folder and lock are made where there are none; otherwise the block runs without a lock.
 
     Raises:
-        OSError: The lock cannot be made or opened.
+        OSError: The folder cannot be made.
+        ArtifactError: The lock cannot be made or opened, or is something that no build made, such as a link.
     """
-    path = folder / LOCK
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        if not create:
-            yield
-            return
+    if create:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    elif not os.path.lexists(folder / LOCK):
+        yield
+        return
+    descriptor = open_lock(folder / LOCK, os.O_RDONLY | os.O_CREAT * create)
     try:
         fcntl.flock(descriptor, how)
         yield
@@ -107,9 +108,9 @@ def lease(folder: Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder, SHARED):  # a clean-up must not find it before it is held
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = open_lock(path, os.O_RDWR | os.O_CREAT)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError:
+    except (OSError, ArtifactError):
         yield
         return
     try:
@@ -127,7 +128,7 @@ def oldest_build(folder: Path) -> float | None:
     began = []
     for path in (folder / LEASES).glob("*-*"):
         with contextlib.suppress(FileNotFoundError):
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink(missing_ok=True)

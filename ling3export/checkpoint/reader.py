@@ -16,10 +16,12 @@ from ling3export.checkpoint.shard import Shard
 from ling3export.errors import CheckpointError, listed
 from ling3export.model.config import Config
 from ling3export.model.parameters import TensorInfo, expected_tensors, is_mtp
+from ling3export.strict_json import DoubledKeyError, read_json
 
 __all__ = ["Checkpoint", "TensorInfo", "expected_tensors", "is_mtp"]
 
 INDEX = "model.safetensors.index.json"
+LARGEST_INDEX = 64 << 20  # bytes, at about 100 a tensor
 SINGLE = "model.safetensors"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -114,19 +116,13 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     def broken(expected: str, found: str) -> CheckpointError:
         return CheckpointError(f"index `{INDEX}`: expected {expected}, found {found}, in {folder}")
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        seen: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in seen:
-                raise broken(f"`{name}` once", "it twice")
-            seen[name] = value
-        return seen
-
     try:
-        index = json.loads(path.read_bytes().decode(), object_pairs_hook=unique)
+        index = read_json(path, LARGEST_INDEX)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except DoubledKeyError as error:
+        raise broken(f"`{error.key}` once", "it twice") from None
+    except (OSError, ValueError) as error:
         raise broken("readable JSON", str(error)) from None
     if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
         raise broken("an object with a `weight_map`", json.dumps(index)[:60])

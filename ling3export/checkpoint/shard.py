@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ling3export.dtypes import TABLE
 from ling3export.errors import CheckpointError
+from ling3export.strict_json import DoubledKeyError, parse_json
 
 LARGEST_HEADER = 100_000_000  # the format's own limit
 
@@ -90,19 +91,12 @@ class Shard:
         return raw
 
     def _entries(self, raw: bytes) -> dict[str, Entry]:
-        def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-            seen: dict[str, Any] = {}
-            for name, value in pairs:
-                if name in seen:
-                    raise CheckpointError(
-                        f"tensor `{name}`: expected once, found twice, in the header of {self.path.name}"
-                    )
-                seen[name] = value
-            return seen
-
         try:
-            header = json.loads(raw.decode(), object_pairs_hook=unique)
-        except (ValueError, RecursionError) as error:
+            header = parse_json(raw, LARGEST_HEADER)
+        except DoubledKeyError as error:
+            twice = f"tensor `{error.key}`: expected once, found twice, in the header of {self.path.name}"
+            raise CheckpointError(twice) from None
+        except ValueError as error:
             raise self._broken("a header in JSON", str(error)) from None
         if not isinstance(header, dict):
             raise self._broken("a header that is a JSON object", type(header).__name__)

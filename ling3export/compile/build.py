@@ -4,7 +4,6 @@ Everything is written to a hidden folder beside the destination, which takes the
 stands; a kill at any moment leaves nothing that looks whole.
 """
 
-import json
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +38,7 @@ from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, make_plans
 from ling3export.plan.toolchain import check_toolchain
 from ling3export.runners.text.tokenizer import TokenizerFiles
+from ling3export.strict_json import read_json
 from ling3export.verify.measure import measure_apart
 from ling3export.verify.vectors import write_vectors
 
@@ -80,7 +80,7 @@ def build(
     """
     source = Checkpoint.open(checkpoint, ignore=ignore)
     plans = announced(make_plans(source.config, options), report)
-    request = Request(json.loads((source.path / "config.json").read_bytes()), tuple(ignore), options)
+    request = Request(read_json(source.path / "config.json"), tuple(ignore), options)
     with staged(artifact, force=force) as folder, opened(cache, report.note) as cells:
         tokenizer = _copy_tokenizer(folder, source)
         _check_tokenizer(folder, tokenizer)

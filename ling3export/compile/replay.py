@@ -29,6 +29,7 @@ from ling3export.plan.plan import Plan, make_plans
 from ling3export.plan.toolchain import check_toolchain
 from ling3export.pricing.recorded import config_fields, config_of, plan_of
 from ling3export.runners.load.targets import named_target
+from ling3export.strict_json import read_json
 from ling3export.tables import readable
 from ling3export.verify.measure import measure_apart
 
@@ -79,13 +80,13 @@ def read_failure(artifact: Path) -> tuple[Request, dict[str, list[str]]] | None:
     None where the last build did not fail, or its description is damaged.
     """
     try:
-        record = json.loads(failed_path(artifact).read_bytes())
+        record = read_json(failed_path(artifact))
         options: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in record["options"].items()
         }
         failed = {str(target): [str(cell) for cell in cells] for target, cells in record["failed"].items()}
         return Request(dict(record["config"]), tuple(record["ignore"]), Options(**options)), failed
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 

@@ -18,7 +18,7 @@ from ling3export.artifacts.files import writing
 from ling3export.artifacts.records import from_json, sha256_of, to_json
 from ling3export.artifacts.schema import Origin
 from ling3export.cache.cells import COMPILED, PROGRAM, Built
-from ling3export.cache.store import Cache
+from ling3export.cache.store import Cache, record_of
 from ling3export.cache.use import CacheUse
 from ling3export.errors import Ling3Error
 from ling3export.model.geometry import Geometry
@@ -142,7 +142,7 @@ def compiled_program(
     from ling3export.compile.lower import Compiled
 
     key = sha256_of(fields)
-    if entry := cache.read("programs", key):
+    if entry := cache.read("programs", key, lambda entry: record_of(entry, Compiled, ("exec",))):
         return Compilation(entry.data["exec"], from_json(Compiled, entry.record), PROGRAM, key)
     data, compiled = compile_it()
     cache.write("programs", fields, to_json(compiled), {"exec": data})

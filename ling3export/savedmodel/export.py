@@ -23,6 +23,7 @@ from ling3export.model.geometry import Geometry
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Cell, make_plan
 from ling3export.processes import Child
+from ling3export.strict_json import read_json
 
 RECORD = "ling3.json"  # beside saved_model.pb: what the signatures take and give
 WORKER = "ling3export.savedmodel.worker"
@@ -129,7 +130,7 @@ def build_savedmodel(
     with staged(destination, force=force, mark=RECORD) as folder:
         weights = write_weights(folder, source, options.dtype, report)
         job = Job(
-            json.loads((source.path / "config.json").read_bytes()), tuple(ignore), plan.geometry, plan.cells,
+            read_json(source.path / "config.json"), tuple(ignore), plan.geometry, plan.cells,
             folder, weights, folder / "model",
         )  # fmt: skip
         report.start("signatures", len(plan.cells))

@@ -1,7 +1,6 @@
 """The command line of the runner. stdout carries data only, and nothing heavy is imported before it is needed."""
 
 import json
-import os
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -186,18 +185,12 @@ def _write_logits(path: Path, completions: list[Completion], *, numbered: bool) 
     """Writes ``tokens`` and ``logits``, or ``tokens.I`` and ``logits.I``; the file appears whole, by rename."""
     import numpy as np
 
-    from ling3export.artifacts.files import partial_path, writing
+    from ling3export.artifacts.files import replacing
 
     arrays = {}
     for number, completion in enumerate(completions):
         suffix = f".{number}" if numbered else ""
         arrays[f"tokens{suffix}"] = np.asarray(completion.token_ids, np.int32)
         arrays[f"logits{suffix}"] = np.asarray(completion.logits, np.float32)
-    temporary = partial_path(path)
-    try:
-        with writing(path, sum(array.nbytes for array in arrays.values())):
-            with open(temporary, "wb") as file:
-                np.savez(file, allow_pickle=False, **arrays)
-            os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path, sum(array.nbytes for array in arrays.values())) as file:
+        np.savez(file, allow_pickle=False, **arrays)

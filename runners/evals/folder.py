@@ -18,6 +18,7 @@ from ling3export.artifacts.records import sha256_of
 from ling3export.errors import listed
 from ling3export.runners.evals.tasks import Task
 from ling3export.runners.evals.trials import EvalError, RunConfig, Trial
+from ling3export.strict_json import parse_json, read_json
 
 PREDICTIONS, RUN, TASKS, REPORT = "predictions.jsonl", "run.json", "tasks.jsonl", "report.md"
 PARTIAL = "predictions.jsonl.partial"
@@ -189,7 +190,7 @@ def read_run(path: Path) -> RunRecord:
         EvalError: There is no such file, or it holds something else.
     """
     try:
-        run = json.loads((path / RUN).read_bytes())
+        run = read_json(path / RUN)
     except (OSError, ValueError) as error:
         found = error.strerror if isinstance(error, OSError) else error
         raise EvalError(f"run `{path.name}`: expected {RUN}, found {found}, in {path.parent}") from error
@@ -306,7 +307,7 @@ def _objects(data: bytes, path: Path) -> list[dict[str, Any]]:
     found = []
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError as error:
             raise EvalError(f"line {number}: expected JSON, found {error}, in {path}") from error
         if not isinstance(record, dict):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ling3export.errors import Ling3Error
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.service import is_loopback
+from ling3export.strict_json import parse_json
 
 HEAD = struct.Struct("!cI")
 LARGEST = 1 << 30  # bytes of a message
@@ -149,7 +150,7 @@ def _greeting(caller: socket.socket) -> Greeting | None:
     """What the host that called says of itself; None, and the connection closed, if the caller is no host."""
     try:
         kind, payload = receive(caller)
-        said = json.loads(payload)
+        said = parse_json(payload)
         if kind != HELLO or said["protocol"] != PROTOCOL:
             raise ValueError
         return Greeting(int(said["host"]), int(said["hosts"]), dict(said["identity"]))
@@ -221,7 +222,7 @@ def _call(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket], i
     if kind != WELCOME:
         peer.close()
         raise HostsError(f"host 0 gave up: {payload.decode()}")
-    return {0: peer}, int(json.loads(payload)["port"])
+    return {0: peer}, int(parse_json(payload)["port"])
 
 
 def _system(error: OSError) -> str:

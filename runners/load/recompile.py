@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from ling3export.artifacts.files import replace_file, writing
 from ling3export.artifacts.manifest import file_record, read_checked
-from ling3export.artifacts.records import canonical, from_json, parse_json, sha256_of, to_json
+from ling3export.artifacts.records import canonical, from_json, sha256_of, to_json
 from ling3export.artifacts.schema import Executable, FileRecord, Target
 from ling3export.errors import ArtifactError
 from ling3export.runners.load.environment import toolchain
 from ling3export.runners.load.verdict import Verdict, executable_fits
+from ling3export.strict_json import read_json
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -128,7 +129,7 @@ def _lookup(folder: Path, key: str, say: Callable[[str], None]) -> Compiled | No
     if not path.exists():
         return None
     try:
-        entry = parse_json(path.read_bytes())
+        entry = read_json(path)
         if entry.pop("sha256") != sha256_of(entry):
             raise ValueError("another digest")
         file, executable = from_json(FileRecord, entry["exec"]), from_json(Executable, entry["executable"])

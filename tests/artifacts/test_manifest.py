@@ -25,9 +25,10 @@ from ling3export.artifacts.manifest import (
     read_manifest,
     write_manifest,
 )
-from ling3export.artifacts.records import LARGEST_JSON, canonical, sha256_of
+from ling3export.artifacts.records import canonical, sha256_of
 from ling3export.artifacts.schema import FileRecord, Manifest
 from ling3export.errors import ArtifactError
+from ling3export.strict_json import LARGEST
 from manifests import sealed
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format-2-targets"
@@ -193,7 +194,7 @@ def test_each_failure_has_its_own_text(tmp_path: Path, raw: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     "text",
     ["[" * 8_000_000, '{"a":' * 1_000_000, '["' + '\\"' * 4_000_000, '"' + "\\" * 8_000_001, "[" * 17 + "]" * 17,
-     " " * (LARGEST_JSON + 1), '{"format": 2, "a": ' + "[" * 450 + "]" * 450 + ', "b": [' + "1," * 2_000_000 + "1]}"],
+     " " * (LARGEST + 1), '{"format": 2, "a": ' + "[" * 450 + "]" * 450 + ', "b": [' + "1," * 2_000_000 + "1]}"],
     ids=["lists", "objects", "quotes", "backslashes", "seventeen levels", "large", "deep and large"],
 )  # fmt: skip
 def test_deep_and_huge_text_is_refused_at_once(text: str, tmp_path: Path) -> None:
@@ -253,6 +254,9 @@ CELL = (*CPU, "cells", "decode@2")
          "state.arrays[0].shape`: expected 3, the size of the axis"),
         (at(*CPU, "geometry", "tp", value=4),
          "geometry.tp`: expected 2, as the target's mesh, state and plan say, found"),
+        (at(*CPU, "geometry", "placement", value="striped"), "geometry.placement`: expected 'replicated', as the "),
+        (at(*CPU, "geometry", "form", value="tiles"),
+         "cpu-tp2.state.placement`: expected 'striped', as the geometry's form and TP say, found 'replicated'"),
         (at(*CPU, "mesh", "devices", value=[0, 1, 2]), "`targets.cpu-tp2`: expected 'cpu-tp3', its platform, kind, "),
         (at(*CPU, "mesh", "devices", value=[1, 1]), "mesh.devices`: expected every device once, found [1, 1]"),
         (at(*CPU, "mesh", "hosts", value=[0, 2]), "mesh.hosts`: expected for each of 2 devices its host"),

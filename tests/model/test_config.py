@@ -235,7 +235,9 @@ def test_absent_is_as_good_where_null_or_false_is_wanted():
 BROKEN_FILES = [
     (b"{", "config `{path}`: expected JSON, found Expecting property name enclosed in double quotes"),
     (b"[]", "config `{path}`: expected a JSON object, found []"),
-    (b'{"rope_theta": NaN}', "config `{path}`: expected JSON, found NaN is not JSON"),
+    (b'{"rope_theta": NaN}', "config `{path}`: expected JSON, found the number NaN"),
+    (b'{"a":' * 1_000_000, "config `{path}`: expected JSON, found more than 16 levels of objects and lists"),
+    (b" " * (8 << 20) + b"{}", "config `{path}`: expected JSON, found more than 8,388,608 bytes"),
     (b'{"a": 1, "a": 2}', "config field `a`: expected once, found twice, in {path}"),
     (b"\xff", "config `{path}`: expected a readable file, found 'utf-8' codec can't decode byte 0xff"),
 ]

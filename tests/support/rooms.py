@@ -12,7 +12,7 @@ RUNNERS = (
     ("runners.load",),
     ("runners.hosts", "runners.text"),
     ("artifacts",),
-    ("dtypes", "errors"),
+    ("dtypes", "errors", "strict_json"),
 )
 BUILD = (
     ("cli",),
@@ -23,7 +23,7 @@ BUILD = (
     ("plan",),
     ("checkpoint",),
     ("model", "artifacts"),
-    ("dtypes", "errors"),
+    ("dtypes", "errors", "strict_json"),
 )
 # Single modules at the bottom, for the whole build side; and what it may import of the runners.
 BOTTOM = {"processes", "tables"}

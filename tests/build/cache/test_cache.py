@@ -13,8 +13,10 @@ import pytest
 
 from builds import environment
 from ling3export.artifacts.records import sha256_of
+from ling3export.cache.cleanup import clean_up
 from ling3export.cache.store import Cache, entries
 from ling3export.cache.use import CacheUse, default_folder
+from ling3export.errors import ArtifactError
 
 FIELDS = {"cell": {"phase": "decode", "padding": 16}, "toolchain": {"jaxlib": "0.11.2"}}
 KEY = sha256_of(FIELDS)
@@ -75,7 +77,7 @@ def test_an_entry_gives_back_its_record_and_bytes_and_names_its_fields(cache, sa
         (lambda entry, blob: entry.write_bytes(b"[1]"), "no entry (TypeError: "),
         (lambda entry, blob: entry.write_bytes(b"{\xff}"), "no entry (UnicodeDecodeError: "),
         (lambda entry, blob: entry.write_text(entry.read_text().replace('n": 2', 'n": 9')), "version 9 instead of 2"),
-        (lambda entry, blob: entry.write_text("[" * 10**5), "no entry (RecursionError: "),
+        (lambda entry, blob: entry.write_text("[" * 10**5), "more than 16 levels of objects and lists"),
     ],
 )
 def test_a_broken_entry_is_named_discarded_and_can_be_made_again(cache, said, damage, found):
@@ -108,6 +110,27 @@ def test_a_digest_that_is_no_digest_is_not_followed(cache, said, tmp_path):
     path.write_text(json.dumps(raw | {"sha256": sha256_of(raw)}))
     assert cache.read("programs", KEY) is None
     assert "found bytes that no digest names" in said[0]
+
+
+def test_a_lock_is_not_taken_through_a_link(cache, said, tmp_path):
+    """The cache's lock once followed a link, and made the file that it named."""
+    lock, outside = cache.folder / "lock", tmp_path / "outside"
+    lock.unlink()
+    lock.symlink_to(outside)
+    message = f"write `lock`: expected a writable file, found a symbolic link, in {cache.folder}"
+    assert cache.read("programs", KEY) is None
+    cache.write("programs", {"n": 2}, {}, {"exec": b"x"})
+    assert said == [f"cache not used: {message}", f"not cached: {message}"]
+    assert not outside.exists()
+    outside.touch()
+    with pytest.raises(ArtifactError, match="write `lock`: expected a writable file, found a symbolic link"):
+        clean_up(cache.folder, everything=True)
+    lock.unlink()
+    lock.hardlink_to(outside)
+    assert cache.read("programs", KEY) is None
+    assert "expected a regular file with one name, found one with 2 names" in said[-1]
+    lock.unlink()
+    assert cache.read("programs", KEY) is not None
 
 
 def test_readonly_uses_what_is_there_and_changes_nothing(cache, said, tmp_path):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ling3export.artifacts.records import sha256_of
+from ling3export.artifacts.records import sha256_of, to_json
 from ling3export.artifacts.schema import Call, Executable, Memory, Mesh, Origin, Program, Requirements
 from ling3export.cache import keys
 from ling3export.cache.cells import Built, Cells, counts, opened, summary
@@ -180,6 +180,36 @@ def test_the_policies_of_cells(tmp_path):
     assert CacheUse.read(cells("redo").use.record()) == CacheUse("redo", tmp_path / "cache")
 
 
+@pytest.mark.parametrize(
+    ("edit", "found"),
+    [
+        (lambda record, data: record.pop("mesh"), "another record (expected the field mesh, found none)"),
+        (lambda record, data: record["program"].update(padding="16"), "another record (expected a whole number, found "
+         "'16', at program.padding)"),
+        (lambda record, data: record["program"].pop("origin"), "a cell without its origin"),
+        (lambda record, data: data.pop("exec"), "the bytes of stablehlo instead of exec, stablehlo"),
+    ],
+)  # fmt: skip
+def test_a_crafted_cell_with_right_digests_is_broken_and_made_again(tmp_path, edit, found):
+    """It once ended a build with a traceback."""
+    said: list[str] = []
+    use = CacheUse("on", tmp_path / "cache")
+    cells = Cells(use, said.append)
+    whole = cells.keep(CONFIG, plan(), CELL, folder_with(tmp_path, "first", b"1"), built())
+    record, data = to_json(whole), {"stablehlo": b"1", "exec": b"2"}
+    edit(record, data)
+    Cache.of(use, said.append).write("cells", cell_fields(CONFIG, plan(), CELL), record, data)
+    folder = tmp_path / "second"
+    folder.mkdir()
+    assert cells.fetch(CONFIG, plan(), CELL, folder) is None
+    assert said == [
+        f"cache entry cells/{key_of()[:12]}: expected a whole one, found {found}, in {use.where}; discarded, it is "
+        "made again"
+    ]
+    assert list(folder.iterdir()) == []
+    assert not Cache.of(use, said.append).path("cells", key_of()).exists()
+
+
 def test_a_folder_that_cannot_be_written_is_named_once_and_what_it_has_is_used(tmp_path, monkeypatch):
     """It was once named for each file of each cell."""
     said: list[str] = []
@@ -240,6 +270,11 @@ def test_the_policies_of_programs(tmp_path, policy, compiled):
         found = compiled_program(Cache.of(use, pytest.fail), fields, compile_it)
         assert found == Compilation(b"code", made, source, sha256_of(fields))
     assert len(runs) == sum(compiled)
+    said: list[str] = []
+    Cache(use.where, said.append).write("programs", fields, {"flops": 8.0}, {"exec": b"code"})
+    found = compiled_program(Cache(use.where, said.append), fields, compile_it)
+    assert (found.source, len(runs)) == ("compiler", sum(compiled) + 1)  # a crafted record is no program
+    assert ["expected the field executable" in line for line in said] == [True]
 
 
 def test_explain_says_when_the_cache_was_not_to_be_read(tmp_path):

@@ -319,6 +319,8 @@ def test_no_folder_and_no_weights(tmp_path: Path, pristine: Path):
 BROKEN_INDEXES = [
     ("{", "readable JSON, found Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
     ("[]", "an object with a `weight_map`, found []"),
+    ("[" * 1_000_000, "readable JSON, found more than 16 levels of objects and lists"),
+    ('{"weight_map": NaN}', "readable JSON, found the number NaN"),
     (
         '{"weight_map": {"a": "../b.safetensors"}}',
         'a .safetensors file of the same folder for `a`, found "../b.safetensors"',
@@ -355,6 +357,7 @@ ENTRY = '{"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}'
 BROKEN_HEADERS = [
     (b"{]", b"", "a header in JSON, found Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
     (b"3", b"", "a header that is a JSON object, found int"),
+    (b'{"a":' * 1_000_000, b"", "a header in JSON, found more than 16 levels of objects and lists"),
     (b'{"a": 3}', b"", "dtype, shape and data_offsets of `a`, found 3"),
     (
         b'{"a": {"dtype": [], "shape": [1], "data_offsets": [0, 1]}}',

@@ -252,6 +252,7 @@ def test_folders_that_are_no_run(evaluate, tmp_path):
     for text, found in (
         ("[]", "expected format 1, found list"),
         ('{"format": 1}', "the record of a run, found format"),
+        ("[" * 1_000_000, "expected run.json, found more than 16 levels of objects and lists"),
     ):
         (tmp_path / "run/run.json").write_text(text)
         with pytest.raises(EvalError, match=found):

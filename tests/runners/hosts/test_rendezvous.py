@@ -26,7 +26,7 @@ from ling3export.runners.hosts import channel as channels
 from ling3export.runners.hosts import rendezvous
 from ling3export.runners.hosts.channel import END, STEP, Channel
 from ling3export.runners.hosts.hosts import Hosts
-from ling3export.runners.hosts.rendezvous import HostsError, meet
+from ling3export.runners.hosts.rendezvous import HEAD, HELLO, HostsError, meet
 
 IDENTITY = {"artifact": "a1", "target": "cpu-4x4-tp16", "overlap": True}
 
@@ -142,7 +142,11 @@ def test_a_port_that_is_taken_is_named():
     )
 
 
-def test_a_stranger_is_not_taken_for_a_host(no_service):
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\r\n\r\n", HEAD.pack(HELLO, 1_000_000) + b"[" * 1_000_000], ids=["HTTP", "deep JSON"]
+)
+def test_a_stranger_is_not_taken_for_a_host(no_service, said):
+    """JSON nested a million deep once ended host 0 with a traceback."""
     first, second = hosts()
 
     def stranger() -> Channel:
@@ -150,7 +154,7 @@ def test_a_stranger_is_not_taken_for_a_host(no_service):
         while time.monotonic() < until:
             try:
                 with socket.create_connection(first.address) as caller:
-                    caller.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                    caller.sendall(said)
                 break
             except OSError:
                 time.sleep(0.05)
