@@ -111,10 +111,14 @@ def _check_target(name: str, target: Target, plan: Plan, weights: Weights) -> No
     with _at("state"):
         _check_state(target, plan)
     geometry = {"tp": target.tp, "dtype": plan.dtype}
-    geometry |= {key: getattr(target.state, key) for key in ("slots", "pages", "page_size", "max_pages")}
+    geometry |= {key: getattr(target.state, key) for key in ("slots", "pages", "page_size", "max_pages", "placement")}
     for key, value in geometry.items():
         if key in target.geometry:
             _same("as the target's mesh, state and plan say", value, target.geometry[key], "geometry", key)
+    if "form" in target.geometry:
+        striped = target.geometry["form"] == "tiles" and target.tp > 1
+        placement = "striped" if striped else "replicated"
+        _same("as the geometry's form and TP say", placement, target.state.placement, "state", "placement")
     for at, parameter in enumerate(target.parameters):
         with _at("parameters", at):
             stored = weights.index.get(parameter.tensor)
