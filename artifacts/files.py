@@ -14,32 +14,31 @@ from pathlib import Path, PurePosixPath
 
 from ling3export.errors import ArtifactError
 
+REBUILD = "copy the artifact again, or build it again"
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-def stays_inside(relative: str) -> bool:
-    """Whether a path with ``/`` is relative, in its shortest form, and never climbs out of the folder it starts in."""
+def stays_inside(relative: object) -> bool:
+    """Whether a path is printable, with ``/``, relative, in its shortest form, and never climbs out of its folder."""
+    if not isinstance(relative, str) or not relative.isprintable():
+        return False
     path = PurePosixPath(relative)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and str(path) == relative
 
 
-def inside(folder: Path, relative: object, where: str) -> Path:
-    """The file ``relative`` names below ``folder``, without touching the disk.
-
-    Args:
-        folder: The artifact's folder.
-        relative: A path as the manifest spells it: with ``/``, relative, in its shortest form.
-        where: What holds the path, for the message.
+def inside(folder: Path, relative: str) -> Path:
+    """The file that ``relative`` names below ``folder``, without touching the disk.
 
     Raises:
-        ArtifactError: The path is absolute, climbs out of the folder, or is not in its shortest form.
+        ArtifactError: The path leaves the folder, or is not in its shortest form.
     """
-    if isinstance(relative, str) and relative.isprintable() and stays_inside(relative):
-        return folder / relative
-    raise ArtifactError(
-        f"file path {relative!r}: expected a path below the artifact's folder, found one that leaves it, in {where}",
-        "do not load this artifact: no build writes such a path",
-    )
+    if not stays_inside(relative):
+        raise ArtifactError(
+            f"file path {relative!r}: expected a path below the artifact's folder, found one that leaves it, "
+            f"in {folder}",
+            "do not load this artifact: no build writes such a path",
+        )
+    return folder / relative
 
 
 def refuse_links(folder: Path, relatives: Iterable[str]) -> None:
@@ -62,33 +61,36 @@ def refuse_links(folder: Path, relatives: Iterable[str]) -> None:
 
 
 @contextmanager
-def open_regular(folder: Path, relative: str) -> Iterator[BufferedReader]:
+def open_regular(folder: Path, relative: str, what: str) -> Iterator[BufferedReader]:
     """A regular file below ``folder``, open for reading. No link below ``folder`` is followed, nothing is waited for.
 
+    Args:
+        folder: The artifact's folder.
+        relative: The file, as the manifest spells it.
+        what: What messages call it.
+
     Raises:
-        OSError: There is none, or something else: a link, a folder, a pipe, a device.
+        ArtifactError: The path leaves the folder, the file is missing or cannot be read, or it is something else: a
+            link, a folder, a pipe, a device.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    *parents, name = PurePosixPath(relative).parts
-    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    path, flags = inside(folder, relative), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        for parent in parents:
-            deeper = os.open(parent, flags | os.O_DIRECTORY, dir_fd=place)
+        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for parent in PurePosixPath(relative).parts[:-1]:
+                deeper = os.open(parent, flags | os.O_DIRECTORY, dir_fd=place)
+                os.close(place)
+                place = deeper
+            file = open(path.name, "rb", opener=lambda name, _: os.open(name, flags, dir_fd=place))  # noqa: SIM115
+        finally:
             os.close(place)
-            place = deeper
-        descriptor = os.open(name, flags, dir_fd=place)
+        with file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(errno.EINVAL, "something that is no regular file")
+            yield file
     except OSError as error:
-        found = "a symbolic link" if error.errno == errno.ELOOP else error.strerror
-        raise OSError(error.errno, found, relative) from error
-    finally:
-        os.close(place)
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(descriptor)
-        kind = "a folder" if stat.S_ISDIR(mode) else "something that is no regular file"
-        raise OSError(errno.EINVAL, kind, relative)
-    with open(descriptor, "rb") as file:
-        yield file
+        found = {errno.ELOOP: "a symbolic link", errno.EISDIR: "a folder"}.get(error.errno or 0, error.strerror)
+        raise ArtifactError(f"{what}: expected a readable file, found {found}, in {folder}", REBUILD) from error
 
 
 def write_error(error: OSError, path: Path, needed: int | None = None) -> ArtifactError:
@@ -99,24 +101,19 @@ def write_error(error: OSError, path: Path, needed: int | None = None) -> Artifa
         path: The file that was being written.
         needed: Its full size in bytes, where known.
     """
-    room = "room" if needed is None else f"room for {needed:,} bytes"
+    room, hint = "room" if needed is None else f"room for {needed:,} bytes", None
     if error.errno == errno.EFBIG:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        found = "a file larger than its volume takes"
-        if limit != resource.RLIM_INFINITY:
-            found = f"a file-size limit of {limit:,} bytes"
-        return ArtifactError(
-            f"write `{path.name}`: expected {room}, found {found}, in {path.parent}",
-            "raise the limit (ulimit -f) or write to another volume",
-        )
-    if error.errno in DISK_FULL:
+        found = f"a file-size limit of {limit:,} bytes"
+        if limit == resource.RLIM_INFINITY:
+            found = "a file larger than its volume takes"
+        hint = "raise the limit (ulimit -f) or write to another volume"
+    elif error.errno in DISK_FULL:
         free = shutil.disk_usage(path.parent if path.parent.is_dir() else "/").free
-        return ArtifactError(
-            f"write `{path.name}`: expected {room}, found a full disk ({free:,} bytes free), in {path.parent}",
-            "free some space or write to another volume",
-        )
-    found = "a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
-    return ArtifactError(f"write `{path.name}`: expected a writable file, found {found}, in {path.parent}")
+        found, hint = f"a full disk ({free:,} bytes free)", "free some space or write to another volume"
+    else:
+        room, found = "a writable file", "a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
+    return ArtifactError(f"write `{path.name}`: expected {room}, found {found}, in {path.parent}", hint)
 
 
 @contextmanager
@@ -168,9 +165,10 @@ def partial_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
 
 
-def partial_name(name: str) -> re.Pattern[str]:
-    """What matches the names that :func:`partial_path` gives for a file or folder called ``name``."""
-    return re.compile(rf"\.{re.escape(name)}\.partial-\d+-[0-9a-f]{{8}}")
+def leftovers(path: Path) -> list[Path]:
+    """What stands beside ``path`` under a name that :func:`partial_path` gave, by a writer that was killed."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.partial-\d+-[0-9a-f]{{8}}")
+    return [each for each in path.parent.iterdir() if name.fullmatch(each.name)]
 
 
 def replace_file(path: Path, data: bytes) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.agreement import check_agreement
-from ling3export.artifacts.files import inside, open_regular, partial_name, replace_file, writing
+from ling3export.artifacts.files import REBUILD, leftovers, open_regular, replace_file, writing
 from ling3export.artifacts.format_1 import check_bytes, upgraded
 from ling3export.artifacts.records import (
     CANONICAL,
@@ -32,7 +32,6 @@ from ling3export.strict_json import LARGEST, parse_json
 # 2 (November 2026): typed records, every fact stated once, digests of programs and of weights, paths all relative.
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
-REBUILD = "copy the artifact again, or build it again"
 LAST_LINE = re.compile(rb'  "sha256": "([0-9a-f]{64})"\n}\n\Z')
 PROGRAMS = ("config", "plan", "targets")  # what programs_digest covers
 
@@ -54,18 +53,16 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     """
     body = to_json(replace(manifest, programs_digest=None, weights_digest=None, sha256=None))
     with _refusing(folder):
-        _typed(body)
-    body |= _digests(body)
-    whole = from_json(Manifest, body)
-    data = (laid_out({"format": FORMAT_VERSION, **body, "sha256": "0" * 64}) + "\n").encode()
+        whole = _typed(body)
+    digests = _digests(body)
+    data = (laid_out({"format": FORMAT_VERSION, **body, **digests, "sha256": "0" * 64}) + "\n").encode()
     covered = data[: -len('  "sha256": "' + "0" * 64 + '"\n}\n')]
     digest = hashlib.sha256(covered).hexdigest()
     with writing(folder / MANIFEST):
-        for left in folder.iterdir():  # by a writer that was killed; the first version had one name for all
-            if left.name == f".{MANIFEST}.partial" or partial_name(MANIFEST).fullmatch(left.name):
-                left.unlink()
+        for left in (*leftovers(folder / MANIFEST), folder / f".{MANIFEST}.partial"):  # the first version's one name
+            left.unlink(missing_ok=True)
     replace_file(folder / MANIFEST, covered + f'  "sha256": "{digest}"\n}}\n'.encode())
-    return replace(whole, sha256=digest)
+    return replace(whole, **digests, sha256=digest)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -107,11 +104,8 @@ def _read(folder: Path) -> bytes:
             f"artifact `{folder.name}`: expected {MANIFEST}, found none, in {folder}",
             "this is no artifact, or its build was interrupted: build it again",
         )
-    try:
-        with open_regular(folder, MANIFEST) as file:
-            return file.read(LARGEST + 1)
-    except OSError as error:
-        raise ArtifactError(f"{MANIFEST}: expected a readable file, found {error.strerror}, in {folder}") from error
+    with open_regular(folder, MANIFEST, MANIFEST) as file:
+        return file.read(LARGEST + 1)
 
 
 @contextmanager
@@ -148,8 +142,7 @@ def _format_1(raw: dict[str, Any], data: bytes) -> Manifest:
         body = upgraded(raw)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"expected the fields of format 1, found others ({type(error).__name__}: {error})") from error
-    _typed(body)
-    return _typed(body | _digests(body))
+    return replace(_typed(body), **_digests(body))
 
 
 def _typed(body: dict[str, Any]) -> Manifest:
@@ -158,7 +151,7 @@ def _typed(body: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def _digests(body: dict[str, Any]) -> dict[str, str]:
+def _digests(body: dict[str, Any]) -> dict[str, Any]:
     """Digests of the programs, with all that decides how they are called, and of the weights: two artifacts with equal
     ones hold the same."""
     slabs = {name: tensor["sha256"] for name, tensor in body["weights"]["index"].items()}
@@ -172,13 +165,9 @@ def file_record(folder: Path, relative: str) -> FileRecord:
     Raises:
         ArtifactError: The path leaves the folder, or the file cannot be read.
     """
-    inside(folder, relative, "a file record")
-    try:
-        with open_regular(folder, relative) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            return FileRecord(relative, file.tell(), digest)
-    except OSError as error:
-        raise _unreadable(relative, folder, error) from error
+    with open_regular(folder, relative, f"file `{relative}`") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileRecord(relative, file.tell(), digest)
 
 
 def read_checked(folder: Path, record: FileRecord) -> bytes:
@@ -187,24 +176,16 @@ def read_checked(folder: Path, record: FileRecord) -> bytes:
     Raises:
         ArtifactError: The path leaves the folder, the file is missing, or its size or digest is another.
     """
-    relative = record.path
-    inside(folder, relative, MANIFEST)
-    try:
-        with open_regular(folder, relative) as file:
-            size = os.fstat(file.fileno()).st_size
-            data = file.read(record.bytes + 1) if size == record.bytes else b""
-    except OSError as error:
-        raise _unreadable(relative, folder, error) from error
+    what = f"file `{record.path}`"
+    with open_regular(folder, record.path, what) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(record.bytes + 1) if size == record.bytes else b""
     if size != record.bytes:
-        raise ArtifactError(f"file `{relative}`: expected {record.bytes:,} bytes, found {size:,}, in {folder}", REBUILD)
+        raise ArtifactError(f"{what}: expected {record.bytes:,} bytes, found {size:,}, in {folder}", REBUILD)
     digest = hashlib.sha256(data).hexdigest()
     if digest != record.sha256:
-        raise ArtifactError(f"file `{relative}`: expected sha256 {record.sha256}, found {digest}, in {folder}", REBUILD)
+        raise ArtifactError(f"{what}: expected sha256 {record.sha256}, found {digest}, in {folder}", REBUILD)
     return data
-
-
-def _unreadable(relative: str, folder: Path, error: OSError) -> ArtifactError:
-    return ArtifactError(f"file `{relative}`: expected a readable file, found {error.strerror}, in {folder}", REBUILD)
 
 
 def recorded_files(manifest: Manifest) -> list[str]:

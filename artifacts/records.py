@@ -13,7 +13,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -103,9 +103,7 @@ def canonical(value: object) -> bytes:
         TypeError: A key that is not a string, or a value that JSON does not have.
         ValueError: NaN, an infinity, or a lone surrogate.
     """
-    for key in _keys(value):
-        if not isinstance(key, str):
-            raise TypeError(f"JSON key {key!r}: expected a string, found {type(key).__name__}")
+    _check_keys(value)
     return CANONICAL.encode(value).encode()
 
 
@@ -114,15 +112,13 @@ def sha256_of(value: object) -> str:
     return hashlib.sha256(canonical(value)).hexdigest()
 
 
-def _keys(value: object) -> Iterator[object]:
-    """Every key of every object in ``value``."""
+def _check_keys(value: object) -> None:
     if isinstance(value, dict):
-        yield from value
-        for item in value.values():
-            yield from _keys(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _keys(item)
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"JSON key {key!r}: expected a string, found {type(key).__name__}")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+        _check_keys(item)
 
 
 def laid_out(value: object, newline: str = "\n") -> str:
@@ -251,18 +247,20 @@ def _union(decoders: list[Decoder]) -> Decoder:
     return decode
 
 
+def _inside(key: object, decode: Decoder, value: object) -> Any:
+    """A member of an object or a list, decoded; an error says where it is."""
+    try:
+        return decode(value)
+    except WrongRecordError as error:
+        error.path.append(key)
+        raise
+
+
 def _list(element: Decoder) -> Decoder:
     def decode(value: object) -> tuple[Any, ...]:
         if type(value) is not list:
             raise WrongRecordError("a list", shown(value))
-        found: list[Any] = []
-        try:
-            for item in value:
-                found.append(element(item))
-        except WrongRecordError as error:
-            error.path.append(len(found))
-            raise
-        return tuple(found)
+        return tuple([_inside(at, element, item) for at, item in enumerate(value)])
 
     return decode
 
@@ -271,48 +269,33 @@ def _mapping(name: Decoder, element: Decoder) -> Decoder:
     def decode(value: object) -> dict[str, Any]:
         if type(value) is not dict:
             raise WrongRecordError("an object", shown(value))
-        found = {}
-        for key, item in value.items():
-            try:
-                decoded = name(key)
-                found[decoded] = element(item)
-            except WrongRecordError as error:
-                error.path.append(key)
-                raise
-        return found
+        return {_inside(key, name, key): _inside(key, element, item) for key, item in value.items()}
 
     return decode
 
 
 def _record(kind: type) -> Decoder:
+    decoders, defaults = {}, {}
     hints = typing.get_type_hints(kind, include_extras=True)
-    optional, decoders = _optional(kind), {}
-    for name in (field.name for field in fields(kind)):
-        hint = hints[name]
-        if name in optional:
-            hint = typing.Union[tuple(each for each in typing.get_args(hint) if each is not type(None))]  # noqa: UP007
-        decoders[name] = _decoder(hint)
-    defaults = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
-    required = [name for name in decoders if name not in defaults]
-    names = list(decoders)
+    for each in fields(kind):
+        hint = hints[each.name]
+        if each.default is None:  # left out where it is None: never null
+            hint = typing.Union[tuple(part for part in typing.get_args(hint) if part is not type(None))]  # noqa: UP007
+        if each.default is not MISSING:
+            defaults[each.name] = each.default
+        decoders[each.name] = _decoder(hint)
 
     def decode(value: object) -> object:
         if type(value) is not dict:
             raise WrongRecordError("an object", shown(value))
-        found = {}
-        for key, item in value.items():
-            decoder = decoders.get(key)
-            if decoder is None:
-                raise WrongRecordError(f"only the fields {listed(names, 20)}", shown(key))
-            try:
-                found[key] = decoder(item)
-            except WrongRecordError as error:
-                error.path.append(key)
-                raise
-        if missing := [name for name in required if name not in found]:
+        for key in value:
+            if key not in decoders:
+                raise WrongRecordError(f"only the fields {listed(list(decoders), 20)}", shown(key))
+        if missing := [name for name in decoders if name not in value and name not in defaults]:
             raise WrongRecordError(f"the field {listed(missing)}", "none")
         record: Any = object.__new__(kind)  # without the slow assignments of a frozen dataclass's __init__
-        record.__dict__.update({name: found.get(name, defaults.get(name)) for name in names})
+        given = {key: _inside(key, decoders[key], item) for key, item in value.items()}
+        record.__dict__.update({name: given.get(name, defaults.get(name)) for name in decoders})
         return record
 
     return decode

@@ -5,7 +5,6 @@ need not have has the default None. What follows from another field is a propert
 """
 
 import math
-import re
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -34,7 +33,6 @@ Spec = Annotated[
 Dtype = Annotated[str, one_of(*BY_NAME)]
 StoredDtype = Annotated[str, one_of(*BY_CODE)]
 Phase = Annotated[str, one_of("prefill", "score", "decode", "sample")]
-CellName = re.compile(r"(prefill|score|decode|sample)@[1-9][0-9]*")
 Error = Annotated[float, UNBOUNDED]  # infinite where something is not finite
 Versions = dict[str, str]
 ConfigValue = bool | int | float | str | tuple[int, ...] | None
@@ -404,6 +402,16 @@ class StoredTensor:
     offset: int
     slab_bytes: int
     sha256: tuple[Digest, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * BY_CODE[self.dtype].nbytes
+
+    @property
+    def parts(self) -> int:
+        """How many slabs there are, and digests: one of a tensor that is not split."""
+        return max(self.slabs, 1)
 
 
 @dataclass(frozen=True)

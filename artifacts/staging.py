@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ling3export.artifacts.files import (
     DISK_FULL,
+    leftovers,
     open_lock,
-    partial_name,
     partial_path,
     sync_folder,
     sync_tree,
@@ -123,10 +123,8 @@ def _rename(partial: Path, destination: Path) -> None:
 
 
 def _remove_leftovers(destination: Path) -> None:
-    leftover = partial_name(destination.name)
-    for path in destination.parent.iterdir():
-        if leftover.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+    for path in leftovers(destination):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager

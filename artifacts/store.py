@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ling3export.artifacts.files import inside, open_regular
+from ling3export.artifacts.files import REBUILD, open_regular
 from ling3export.artifacts.schema import StoredTensor
 from ling3export.artifacts.store_layout import TensorSpec, header
 from ling3export.artifacts.store_writer import StoreWriter
@@ -22,7 +22,7 @@ from ling3export.errors import ArtifactError
 
 __all__ = ["Store", "StoreWriter", "TensorSpec"]
 
-REBUILD = "copy the artifact again, or build it again"
+Slabs = tuple[str, int, int | None]  # a tensor, the first of its slabs, behind the last one (None for all)
 
 
 class Store:
@@ -33,10 +33,7 @@ class Store:
 
     Args:
         folder: What the index's paths are relative to: the artifact.
-        index: What `StoreWriter.finish` returned.
-
-    Raises:
-        ArtifactError: An index entry that no writer makes.
+        index: What `StoreWriter.finish` returned, or a manifest that was read: its numbers agree with each other.
     """
 
     def __init__(self, folder: Path, index: Mapping[str, StoredTensor]) -> None:
@@ -44,46 +41,26 @@ class Store:
         self.index = index
         self._maps: dict[str, mmap.mmap] = {}
         self._lock = threading.Lock()
-        self._specs = {name: _spec(name, entry) for name, entry in index.items()}
-        self._paths = {
-            file: inside(self.folder, file, "the weight index")
-            for file in dict.fromkeys(tensor.file for tensor in index.values())
-        }
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(spec.nbytes for spec in self._specs.values())
 
     def view(self, name: str) -> np.ndarray:
-        """The whole tensor, as a read-only view on the mapped file; 64-byte aligned if its slabs' size allows."""
-        spec, stored = self._spec(name), self.index[name]
-        data = np.frombuffer(self._map(stored.file), np.uint8, spec.nbytes, stored.offset)
-        return data.view(BY_CODE[spec.dtype].numpy).reshape(spec.shape)
-
-    def slabs(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Slabs ``start`` to ``stop`` of a split tensor: a read-only view, ``[stop - start, ...]``."""
-        self._range(name, start, stop)
-        if not self._spec(name).slabs:
-            raise ValueError(f"tensor `{name}`: expected a split tensor, found a whole one")
-        return self.view(name)[start:stop]
-
-    def check(self, name: str, start: int = 0, stop: int | None = None) -> None:
-        """Compares the digests of slabs ``start`` to ``stop`` (all by default) with the index.
+        """The whole tensor, as a read-only view on the mapped file; 64-byte aligned if its slabs' size allows.
 
         Raises:
-            ArtifactError: Bytes differ: names the tensor, the slab and the file.
+            ArtifactError: There is no such tensor, or its file is not as the index says.
         """
-        self.check_many([(name, start, stop)], threads=1)
+        stored = self._stored(name)
+        data = np.frombuffer(self._map(stored.file), np.uint8, stored.nbytes, stored.offset)
+        return data.view(BY_CODE[stored.dtype].numpy).reshape(stored.shape)
 
-    def check_many(self, ranges: Iterable[tuple[str, int, int | None]], threads: int | None = None) -> None:
-        """`check` for several ranges, in threads (as many as cores by default).
+    def check_many(self, ranges: Iterable[Slabs], threads: int | None = None) -> None:
+        """Compares the digests of slabs with the index, in threads (as many as cores by default).
 
         Raises:
-            ArtifactError: As `check`; where several slabs differ, the largest of them is named.
+            ArtifactError: Bytes differ: names the tensor, the slab and the file; where several slabs differ, the
+                largest of them. Or a file is missing, of another size, or has another header.
         """
-        slabs = [(name, slab) for name, start, stop in ranges for slab in self._range(name, start, stop)]
-        slabs.sort(key=lambda item: -self._specs[item[0]].slab_bytes)  # the long ones first: threads end together
+        slabs = [(name, slab) for each in ranges for name, slab in self._slabs(*each)]
+        slabs.sort(key=lambda item: -self.index[item[0]].slab_bytes)  # the long ones first: threads end together
         for file in dict.fromkeys(self.index[name].file for name, _ in slabs):
             self._map(file)
         with ThreadPoolExecutor(threads or os.cpu_count() or 1) as pool:
@@ -95,98 +72,53 @@ class Store:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def check_layout(self) -> None:
-        """Compares every file's size and header with the index, without mapping or reading the tensors.
-
-        Raises:
-            ArtifactError: A file is missing, is shorter or longer, or its header is another.
-        """
-        for file in self._paths:
-            os.close(self._opened(file)[0])
-
-    def _spec(self, name: str) -> TensorSpec:
-        if name not in self._specs:
+    def _stored(self, name: str) -> StoredTensor:
+        if name not in self.index:
             raise ArtifactError(f"tensor `{name}`: expected it in the artifact, found no such weight, in {self.folder}")
-        return self._specs[name]
+        return self.index[name]
 
-    def _range(self, name: str, start: int, stop: int | None) -> range:
-        parts = self._spec(name).parts
+    def _slabs(self, name: str, start: int, stop: int | None) -> list[tuple[str, int]]:
+        parts = self._stored(name).parts
         stop = parts if stop is None else stop
         if not 0 <= start < stop <= parts:
             raise ValueError(f"tensor `{name}`: expected slabs within 0:{parts}, found {start}:{stop}")
-        return range(start, stop)
+        return [(name, slab) for slab in range(start, stop)]
 
     def _check_slab(self, name: str, slab: int) -> None:
-        stored, size = self.index[name], self._specs[name].slab_bytes
-        start = stored.offset + slab * size
+        stored = self.index[name]
+        start = stored.offset + slab * stored.slab_bytes
         with memoryview(self._map(stored.file)) as data:
-            found = hashlib.sha256(data[start : start + size]).hexdigest()
+            found = hashlib.sha256(data[start : start + stored.slab_bytes]).hexdigest()
         if found != stored.sha256[slab]:
             raise ArtifactError(
                 f"tensor `{name}` slab {slab}: expected sha256 {stored.sha256[slab]}, "
-                f"found {found}, in {self._paths[stored.file]}",
+                f"found {found}, in {self.folder / stored.file}",
                 REBUILD,
             )
 
     def _map(self, file: str) -> mmap.mmap:
         with self._lock:
             if file not in self._maps:
-                descriptor, size = self._opened(file)
-                try:
-                    self._maps[file] = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
-                finally:
-                    os.close(descriptor)
+                self._maps[file] = self._mapped(file)
             return self._maps[file]
 
-    def _opened(self, file: str) -> tuple[int, int]:
-        """A descriptor of ``file`` and its size, once its size and header agree with the index."""
-        names = sorted(
-            (n for n, stored in self.index.items() if stored.file == file), key=lambda n: self.index[n].offset
-        )
-        expected = header([self._specs[name] for name in names])
+    def _mapped(self, file: str) -> mmap.mmap:
+        """``file``, once its size and header agree with the index."""
+        inside = [(name, stored) for name, stored in self.index.items() if stored.file == file]
+        tensors = dict(sorted(inside, key=lambda item: item[1].offset))
+        expected = header(tensors)
         end = len(expected)
-        for name in names:
-            if self.index[name].offset != end:
-                raise ArtifactError(
-                    f"tensor `{name}`: expected byte offset {end}, found {self.index[name].offset}, "
-                    f"in the index of {file}",
-                    REBUILD,
-                )
-            end += self._specs[name].nbytes
-        try:
-            with open_regular(self.folder, file) as opened:
-                descriptor = os.dup(opened.fileno())
-        except OSError as error:
-            raise ArtifactError(
-                f"weight file `{file}`: expected a readable file, found {error.strerror}, in {self.folder}", REBUILD
-            ) from error
-        try:
-            size = os.fstat(descriptor).st_size
+        for name, stored in tensors.items():
+            if stored.offset != end:
+                found = f"expected byte offset {end}, found {stored.offset}"
+                raise ArtifactError(f"tensor `{name}`: {found}, in the index of {file}", REBUILD)
+            end += stored.nbytes
+        what = f"weight file `{file}`"
+        with open_regular(self.folder, file, what) as opened:
+            size = os.fstat(opened.fileno()).st_size
             if size != end:
-                raise ArtifactError(
-                    f"weight file `{file}`: expected {end:,} bytes, found {size:,}, in {self.folder}", REBUILD
-                )
-            if os.pread(descriptor, len(expected), 0) != expected:
-                raise ArtifactError(
-                    f"weight file `{file}`: expected the header that the manifest describes, "
-                    f"found another, in {self.folder}",
-                    REBUILD,
-                )
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor, size
-
-
-def _spec(name: str, stored: StoredTensor) -> TensorSpec:
-    """The TensorSpec of an index entry, once the entry is one that a writer makes."""
-    try:
-        spec = TensorSpec(name, stored.shape, stored.dtype, stored.slabs)
-        if stored.slab_bytes != spec.slab_bytes or len(stored.sha256) != spec.parts:
-            raise ValueError(
-                f"tensor `{name}`: expected {spec.parts} digests of {spec.slab_bytes} bytes each, "
-                f"found {len(stored.sha256)} of {stored.slab_bytes}"
-            )
-    except ValueError as error:
-        raise ArtifactError(f"{error}, in the weight index", REBUILD) from error
-    return spec
+                raise ArtifactError(f"{what}: expected {end:,} bytes, found {size:,}, in {self.folder}", REBUILD)
+            if opened.read(len(expected)) != expected:
+                wanted = "expected the header that the manifest describes, found another"
+                raise ArtifactError(f"{what}: {wanted}, in {self.folder}", REBUILD)
+            return mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ)

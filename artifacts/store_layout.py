@@ -2,9 +2,10 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ling3export.artifacts.schema import StoredTensor
 from ling3export.dtypes import BY_CODE
 
 ALIGNMENT = 64  # jax on CPU aliases mapped memory from here on, and copies below
@@ -70,20 +71,17 @@ def arranged(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
     return sorted(specs, key=lambda spec: 0 if spec.aligned else ALIGNMENT - BY_CODE[spec.dtype].nbytes)
 
 
-def header(specs: Sequence[TensorSpec]) -> bytes:
-    """The first bytes of a file that holds ``specs`` in this order, without holes.
+def header(tensors: Mapping[str, TensorSpec | StoredTensor]) -> bytes:
+    """The first bytes of a file that holds ``tensors``, by name, in this order, without holes.
 
     Eight bytes of little-endian length, then JSON padded with spaces so that the data starts at a multiple of 4096.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "ling3"}}
     offset = 0
-    for spec in specs:
-        entries[spec.name] = {
-            "dtype": spec.dtype,
-            "shape": list(spec.shape),
-            "data_offsets": [offset, offset + spec.nbytes],
-        }
-        offset += spec.nbytes
+    for name, tensor in tensors.items():
+        end = offset + tensor.nbytes
+        entries[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % HEADER_MULTIPLE)
     return len(text).to_bytes(8, "little") + text

@@ -36,7 +36,7 @@ class _File:
     def __init__(self, path: Path, specs: list[TensorSpec]) -> None:
         self.path = path
         self.specs = specs
-        self.header = header(specs)
+        self.header = header({spec.name: spec for spec in specs})
         self.size = len(self.header) + sum(spec.nbytes for spec in specs)
         self.offsets: dict[str, int] = {}  # absolute
         offset = len(self.header)
@@ -105,7 +105,7 @@ class StoreWriter:
                 self._tensors[spec.name] = (file, spec, [_Slab() for _ in range(spec.parts)])
         try:
             for file, specs in files.items():
-                path = inside(Path(folder), file, "the plan of the weight files")
+                path = inside(Path(folder), file)
                 with writing(path):
                     path.parent.mkdir(parents=True, exist_ok=True)
                     opened = self._files[file] = _File(path, arranged(specs))
