@@ -4,6 +4,7 @@ Every field of a step travels in one int32 vector (one transfer a step instead o
 contract. ``DecodeRows`` and ``Chunks`` are derived from the fields once a step, for all layers alike.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,10 +37,7 @@ class Field:
     @property
     def size(self) -> int:
         """Elements taken in the vector."""
-        size = 1
-        for extent in self.shape:
-            size *= extent
-        return size
+        return math.prod(self.shape)
 
 
 def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
@@ -50,38 +48,21 @@ def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
         padding: T, B or R.
         max_pages: Columns of the page table.
     """
-    chunks = padding // CHUNK
-    prefill: list[tuple[str, tuple[int, ...], str]] = [
-        ("tokens", (padding,), "int32"),
-        ("chunk_slot", (chunks,), "int32"),
-        ("chunk_start", (chunks,), "int32"),
-        ("chunk_len", (chunks,), "int32"),
-        ("fresh", (chunks,), "int32"),
-        ("page_table", (chunks, max_pages), "int32"),
-    ]
-    shapes: dict[str, list[tuple[str, tuple[int, ...], str]]] = {
+    each, chunk = (padding,), (padding // CHUNK,)
+    prefill = {
+        "tokens": each, "chunk_slot": chunk, "chunk_start": chunk, "chunk_len": chunk, "fresh": chunk,
+        "page_table": (*chunk, max_pages),
+    }  # fmt: skip
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {
         "prefill": prefill,
-        "score": [*prefill, ("next_token", (padding,), "int32")],
-        "decode": [
-            ("slot", (padding,), "int32"),
-            ("position", (padding,), "int32"),
-            ("page_table", (padding, max_pages), "int32"),
-            ("token", (padding,), "int32"),
-        ],
-        "sample": [
-            ("slot", (padding,), "int32"),
-            ("position", (padding,), "int32"),
-            ("temperature", (padding,), "float32"),
-            ("top_k", (padding,), "int32"),
-            ("top_p", (padding,), "float32"),
-            ("seed", (padding,), "int32"),
-        ],
+        "score": prefill | {"next_token": each},
+        "decode": {"slot": each, "position": each, "page_table": (padding, max_pages), "token": each},
+        "sample": dict.fromkeys(("slot", "position", "temperature", "top_k", "top_p", "seed"), each),
     }
     fields, offset = [], 0
-    for name, shape, dtype in shapes[phase]:
-        field = Field(name, offset, shape, dtype)
-        fields.append(field)
-        offset += field.size
+    for name, shape in shapes[phase].items():
+        fields.append(Field(name, offset, shape, "float32" if name in ("temperature", "top_p") else "int32"))
+        offset += fields[-1].size
     return tuple(fields)
 
 
@@ -129,9 +110,7 @@ def decode_rows(
     slot = fields["slot"]
     valid = slot > 0
     token = jnp.where(fields["token"] < 0, last_token[slot], fields["token"])
-    pages = None
-    if geometry.tiled:
-        pages = list_pages(fields["position"], fields["page_table"], valid, geometry)
+    pages = list_pages(fields["position"], fields["page_table"], valid, geometry) if geometry.tiled else None
     used = jnp.max(jnp.where(valid, jnp.arange(1, slot.shape[0] + 1, dtype=jnp.int32), 0))
     token = jnp.where(valid, token, 0)
     return DecodeRows(slot, token, fields["position"], fields["page_table"], valid, used, pages)
@@ -187,7 +166,7 @@ def chunks_of(fields: dict[str, Int32[Array, "..."]], conv_history: int | None =
     last = jnp.concatenate([first[1:], edge]) & (slot > 0)
     head = lax.cummax(jnp.where(first, index, 0))
     within = jnp.arange(CHUNK, dtype=jnp.int32)
-    chunks = Chunks(
+    return Chunks(
         slot=slot,
         length=length,
         fresh=fresh,
@@ -200,8 +179,5 @@ def chunks_of(fields: dict[str, Int32[Array, "..."]], conv_history: int | None =
         token_slot=jnp.repeat(slot, CHUNK),
         position=(start[:, None] + within).reshape(-1),
         valid=((within < length[:, None]) & (slot > 0)[:, None]).reshape(-1),
-        tiles=None,
+        tiles=None if conv_history is None else tiles_of(first, fresh, length, conv_history),
     )
-    if conv_history is not None:
-        chunks = chunks._replace(tiles=tiles_of(chunks.first, fresh, length, conv_history))
-    return chunks

@@ -10,7 +10,7 @@ from direct import pack, relative
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.checkpoint.synth import synthesize
 from ling3export.model.geometry import CHUNK, Form
-from ling3export.model.sampling.scoring import ROWS
+from ling3export.model.sampling.sample import ROWS
 from ling3export.verify.reference import Reference
 from numerics import Case, Quick
 from tolerances import FLOAT32, MARGIN
