@@ -81,25 +81,15 @@ def unpack(packed: Int32[Array, "size"], fields: tuple[Field, ...]) -> dict[str,
 
 
 class DecodeRows(NamedTuple):
-    """The rows of a decode step, B of them: a token of each sequence.
+    """The rows of a decode step, B of them: a token of each sequence."""
 
-    Attributes:
-        slot: State slot, 0 for a padding row.
-        token: The token to embed.
-        position: The token's position in its sequence.
-        page_table: Page numbers of the sequence.
-        valid: False for a padding row.
-        used: One past the last row that is valid.
-        pages: What the form ``tiles`` attends, alike in every layer.
-    """
-
-    slot: Int32[Array, "B"]
-    token: Int32[Array, "B"]
-    position: Int32[Array, "B"]
-    page_table: Int32[Array, "B M"]
-    valid: Bool[Array, "B"]
-    used: Int32[Array, ""]
-    pages: PageList | None
+    slot: Int32[Array, "B"]  # state slot, 0 for a padding row
+    token: Int32[Array, "B"]  # the token to embed
+    position: Int32[Array, "B"]  # the token's position in its sequence
+    page_table: Int32[Array, "B M"]  # page numbers of the sequence
+    valid: Bool[Array, "B"]  # False for a padding row
+    used: Int32[Array, ""]  # one past the last row that is valid
+    pages: PageList | None  # what the form ``tiles`` attends, alike in every layer
 
 
 def decode_rows(
@@ -117,37 +107,21 @@ def decode_rows(
 
 
 class Chunks(NamedTuple):
-    """The call's chunks, N of them, and its T = 16 N padded tokens.
+    """The call's chunks, N of them, and its T = 16 N padded tokens."""
 
-    Attributes:
-        slot: 0 for a chunk that is padding.
-        length: Tokens in the chunk, 0 … C.
-        fresh: The chunk starts from zero state.
-        first: The chunk is the first of its sequence in this call.
-        last: The chunk is the last of its sequence in this call.
-        from_zero: Its run of chunks starts from zero state.
-        run_start: Position at which its sequence starts in this call: tokens already in the pools.
-        page_table: Page numbers of the chunk's sequence.
-        used: One past the last chunk that is not padding.
-        token_slot: The state slot of each padded token.
-        position: The position of each padded token in its sequence.
-        valid: Whether a padded token is a token of a sequence.
-        tiles: What KDA's form ``tiles`` needs besides, alike in every layer.
-    """
-
-    slot: Int32[Array, "N"]
-    length: Int32[Array, "N"]
-    fresh: Bool[Array, "N"]
-    first: Bool[Array, "N"]
-    last: Bool[Array, "N"]
-    from_zero: Bool[Array, "N"]
-    run_start: Int32[Array, "N"]
-    page_table: Int32[Array, "N M"]
-    used: Int32[Array, ""]
-    token_slot: Int32[Array, "T"]
-    position: Int32[Array, "T"]
-    valid: Bool[Array, "T"]
-    tiles: Tiles | None
+    slot: Int32[Array, "N"]  # state slot, 0 for a chunk that is padding
+    length: Int32[Array, "N"]  # tokens in the chunk, 0 to 16
+    fresh: Bool[Array, "N"]  # whether the chunk starts from zero state
+    first: Bool[Array, "N"]  # whether the chunk is the first of its sequence in this call
+    last: Bool[Array, "N"]  # whether the chunk is the last of its sequence in this call
+    from_zero: Bool[Array, "N"]  # whether its run of chunks starts from zero state
+    run_start: Int32[Array, "N"]  # position at which its sequence starts in this call: tokens already in the pools
+    page_table: Int32[Array, "N M"]  # page numbers of the chunk's sequence
+    used: Int32[Array, ""]  # one past the last chunk that is not padding
+    token_slot: Int32[Array, "T"]  # the state slot of each padded token
+    position: Int32[Array, "T"]  # the position of each padded token in its sequence
+    valid: Bool[Array, "T"]  # whether a padded token is a token of a sequence
+    tiles: Tiles | None  # what KDA's form ``tiles`` needs besides, alike in every layer
 
 
 def chunks_of(fields: dict[str, Int32[Array, "..."]], conv_history: int | None = None) -> Chunks:

@@ -37,21 +37,13 @@ QUERY_BLOCK = 512  # padded tokens whose scores against the whole call are held 
 
 
 class Projected(NamedTuple):
-    """Projections of the tokens of a step, in the model dtype but for the gate.
+    """Projections of the tokens of a step, in the model dtype but for the gate."""
 
-    Attributes:
-        q_nope: The part of each head's query without position, scaled.
-        q_rope: The roped part, scaled.
-        latent: Normed.
-        k_rope: The roped key that all heads share.
-        gate: Each head's gate, fp32, between 0 and 1.
-    """
-
-    q_nope: Float[Array, "T H N"]
-    q_rope: Float[Array, "T H P"]
-    latent: Float[Array, "T R"]
-    k_rope: Float[Array, "T P"]
-    gate: Float32[Array, "T H"]
+    q_nope: Float[Array, "T H N"]  # the part of each head's query without position, scaled
+    q_rope: Float[Array, "T H P"]  # the roped part, scaled
+    latent: Float[Array, "T R"]  # the compressed keys and values, normed
+    k_rope: Float[Array, "T P"]  # the roped key that all heads share
+    gate: Float32[Array, "T H"]  # each head's gate, fp32, between 0 and 1
 
 
 class GatedMLA(nnx.Module):

@@ -31,33 +31,20 @@ Pool = Float[Array, "layers pages page row"]  # of latents, this device's part; 
 
 
 class PageList(NamedTuple):
-    """The pages that this device attends in a decode step, those of live rows first.
+    """The pages that this device attends in a decode step, those of live rows first."""
 
-    Attributes:
-        row: Which sequence of the batch.
-        page: Local page number, 0 past the end.
-        length: Tokens of the page that count, 0 past the end.
-        tiles: How many tiles of :data:`TILE` hold pages.
-    """
-
-    row: Int32[Array, "X"]
-    page: Int32[Array, "X"]
-    length: Int32[Array, "X"]
-    tiles: Int32[Array, ""]
+    row: Int32[Array, "X"]  # which sequence of the batch
+    page: Int32[Array, "X"]  # local page number, 0 past the end
+    length: Int32[Array, "X"]  # tokens of the page that count, 0 past the end
+    tiles: Int32[Array, ""]  # how many tiles of :data:`TILE` hold pages
 
 
 class OnlineSoftmax(NamedTuple):
-    """A softmax over part of the keys, not yet normalized.
+    """A softmax over part of the keys, not yet normalized."""
 
-    Attributes:
-        m: The largest score so far.
-        l: The sum of ``exp(score - m)``.
-        acc: The values, weighted by ``exp(score - m)``, added up.
-    """
-
-    m: Float32[Array, "..."]
-    l: Float32[Array, "..."]  # noqa: E741 (the name in the papers)
-    acc: Float32[Array, "... X"]
+    m: Float32[Array, "..."]  # the largest score so far
+    l: Float32[Array, "..."]  # noqa: E741 (the papers' name); the sum of ``exp(score - m)``
+    acc: Float32[Array, "... X"]  # the values, weighted by ``exp(score - m)``, added up
 
     @property
     def normalized(self) -> Float32[Array, "... X"]:
