@@ -181,8 +181,8 @@ def test_queries_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert relative(second[2], case.expected[1][89]) < FLOAT32
 
 
-def test_slab_by_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Layers too large for the caches are multiplied slab by slab; one row decodes without copies of any pool."""
+def test_one_tp_shard_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Layers too large for the caches are multiplied TP shard by TP shard; one row decodes without copies of a pool."""
     monkeypatch.setattr(products, "CACHED", 0)
     case = Case(tmp_path / "checkpoint", (60,), num_hidden_layers=4).expect()
     assert case.error_of_prompt(Quick(case.config, case.read), 48, 1, lengths=(33, 54), until=60) < FLOAT32
