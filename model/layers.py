@@ -7,7 +7,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
-Index = int | Int32[Array, ""]  # of a layer in its stack: traced inside a loop over layers
+Index = int | Int32[Array, ""]  # a layer's number in its stack, traced inside a loop over layers
 State = dict[str, jax.Array]  # the rows of model/state.py by name, this device's part
 
 NORM_L2_EPS = 1e-6  # KDA's q and k; added to the sum of squares, inside the root

@@ -64,7 +64,7 @@ def route_weights(scores: Float32[Array, "E T"], bias: Float32[Array, "E"], conf
     is_open = jnp.sum(ahead, axis=0, dtype=jnp.int32) < config.topk_group
     left = jnp.where(is_open[:, None], grouped, -jnp.inf).reshape(experts, tokens)
     top = largest(left, config.num_experts_per_tok, 0)
-    # Of those equal to the last one chosen, the first few; a product counts the equal ones before each.
+    # Among those equal to the last one chosen, the first few are taken; a product counts the equal ones before each.
     equal, room = left == top[-1], sum((value == top[-1]).astype(jnp.float32) for value in top)
     before = jnp.asarray(np.tril(np.ones((experts, experts)), -1), jnp.bfloat16)  # zeros and ones: exact
     earlier = jnp.matmul(before, equal.astype(jnp.bfloat16), preferred_element_type=jnp.float32)

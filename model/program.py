@@ -114,7 +114,7 @@ def decode(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tre
     return state, {"logits": model.logits(x[: fields["slot"].shape[0]])}
 
 
-def draw(logits: jax.Array, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
+def sample_rows(logits: jax.Array, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
     """``token [R]`` and ``logprob [R]`` from ``logits [R, V/TP]``; each slot's ``last_token`` is what it drew."""
     token, logprob = sample(logits, fields)
     return {"last_token": state["last_token"].at[fields["slot"]].set(token)}, {"token": token, "logprob": logprob}
@@ -159,7 +159,7 @@ def build_step(
     def body(params: Tree, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         values = unpack(batch["packed"], fields)
         if fill is None:
-            return draw(batch["logits"], state, values)
+            return sample_rows(batch["logits"], state, values)
         return (decode if phase == "decode" else prefill)(fill(params), state, values)
 
     specs, out_specs = (param_specs, state_specs, batch_specs), (state_specs, OUTPUTS[phase])

@@ -196,7 +196,7 @@ def tile_scan(
         return jnp.zeros((*reads.shape[:-1], value)), jnp.zeros((*f.passed.shape, value))
 
     with jax.named_scope("cached"):
-        known, before = lax.cond(held, from_start, from_zero)  # of the runs that start in their tile
+        known, before = lax.cond(held, from_start, from_zero)  # for runs that start in their tile
     own = (x.v - known[:, :, :, :chunk]).reshape(tiles, heads, rows, value)
     if tiles == 1:
         r = _product(inverse, own, exact)

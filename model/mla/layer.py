@@ -32,7 +32,7 @@ from ling3export.model.mla.paged import (
 )
 from ling3export.model.products import column_parallel, dot, dot_heads, per_head, row_parallel
 
-LATENT_NORM_EPS = 1e-6  # of the query's and the key-value latent's norm, whatever rms_norm_eps says
+LATENT_NORM_EPS = 1e-6  # for the norms of the query's and the key-value latent, whatever rms_norm_eps says
 QUERY_BLOCK = 512  # padded tokens whose scores against the whole call are held at once
 
 

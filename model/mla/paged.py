@@ -27,7 +27,7 @@ from ling3export.model.products import einsum, product
 MASKED = -1e30  # finite, so that a row which sees nothing yet gives weights of zero and not NaN
 TILE = 16  # pages attended at once: 8 cost 12 small operations as often again (docs/log.md)
 
-Pool = Float[Array, "layers pages page row"]  # of latents, this device's part; a row is [latent | roped key | 0]
+Pool = Float[Array, "layers pages page row"]  # this device's latents; a row is [latent | roped key | 0]
 
 
 class PageList(NamedTuple):

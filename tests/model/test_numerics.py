@@ -191,7 +191,7 @@ def test_one_tp_shard_after_the_other(tmp_path: Path, monkeypatch: pytest.Monkey
 GATES = {
     # dt_bias of every fourth channel where f_proj is nulled and A_log is 0: log decays of -2.6, -5 and -1e-5 a token.
     "bounded": ({"kda_safe_gate": True}, (np.log(2.6 / 2.4), 40.0, -13.1)),
-    # Of -2.6, -60 and -1e-5: over a chunk the second reaches e^-960.
+    # The same with -60 a token, which reaches e^-960 over a chunk.
     "unbounded": ({"kda_safe_gate": False}, (np.log(np.expm1(2.6)), 60.0, -11.5)),
 }
 
