@@ -8,9 +8,9 @@ hold one modelled value alone, those that repeat others, and those without effec
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from ling3export.errors import ConfigError, listed
 from ling3export.strict_json import DoubledKeyError, read_json
@@ -52,24 +52,23 @@ def only(wanted: Any) -> Rule:
     return Rule(shown(wanted), lambda value: type(value) is type(wanted) and value == wanted)
 
 
-def _rule(expected: str, accepts: Callable[[Any], bool]) -> Any:
-    return field(metadata={"rule": Rule(expected, accepts)})
-
-
-def _at_least(least: int) -> Any:
-    return _rule(f"an integer of at least {least}", lambda value: is_int(value) and value >= least)
-
-
-def _only(wanted: Any) -> Any:
-    return _rule(*only(wanted))
-
-
-def _positive() -> Any:
-    return _rule("a number above 0", lambda value: is_number(value) and value > 0)
+def at_least(least: int) -> Rule:
+    """An integer from ``least`` on."""
+    return Rule(f"an integer of at least {least}", lambda value: is_int(value) and value >= least)
 
 
 def _is_token_ids(value: Any) -> bool:
     return is_int(value) or (isinstance(value, list) and bool(value) and all(is_int(item) for item in value))
+
+
+Size = Annotated[int, at_least(1)]
+OptionalSize = Annotated[
+    int | None, Rule("an integer of at least 1, or null", lambda value: value is None or at_least(1).accepts(value))
+]
+Even = Annotated[int, Rule("an even integer of at least 2", lambda value: at_least(2).accepts(value) and not value % 2)]
+Positive = Annotated[float, Rule("a number above 0", lambda value: is_number(value) and value > 0)]
+# Sixteen tokens of decay at -5 stay within e^-80, which fp32 still holds: the chunked form of KDA rests on it.
+DecayBound = Annotated[float, Rule("a number from -5 to below 0", lambda value: is_number(value) and -5 <= value < 0)]
 
 
 @dataclass(frozen=True)
@@ -80,45 +79,40 @@ class Config:
     ``from_dict`` or ``from_file``, which check every field; the constructor itself checks nothing.
     """
 
-    vocab_size: int = _at_least(1)
-    hidden_size: int = _at_least(1)
-    intermediate_size: int = _at_least(1)
-    num_hidden_layers: int = _at_least(1)
-    num_attention_heads: int = _at_least(1)
-    layer_group_size: int = _at_least(1)
-    first_k_dense_replace: int = _at_least(0)
-    num_experts: int = _at_least(1)
-    num_experts_per_tok: int = _at_least(1)
-    num_shared_experts: int = _at_least(1)
-    n_group: int = _at_least(1)
-    topk_group: int = _at_least(1)
-    moe_intermediate_size: int = _at_least(1)
-    moe_shared_expert_intermediate_size: int = _at_least(1)
-    routed_scaling_factor: float = _positive()
-    router_dtype: str = _only("fp32")
-    score_function: str = _only("sigmoid")
-    q_lora_rank: int | None = _rule(
-        "an integer of at least 1, or null", lambda value: value is None or (is_int(value) and value >= 1)
-    )
-    kv_lora_rank: int = _at_least(1)
-    qk_nope_head_dim: int = _at_least(1)
-    qk_rope_head_dim: int = _rule(
-        "an even integer of at least 2", lambda value: is_int(value) and value >= 2 and value % 2 == 0
-    )
-    v_head_dim: int = _at_least(1)
-    head_dim: int = _at_least(1)
-    short_conv_kernel_size: int = _at_least(2)
-    kda_safe_gate: bool = _rule("true or false", lambda value: isinstance(value, bool))
-    # Sixteen tokens of decay at -5 stay within e^-80, which fp32 still holds: the chunked form of KDA rests on it.
-    kda_lower_bound: float = _rule("a number from -5 to below 0", lambda value: is_number(value) and -5 <= value < 0)
-    no_kda_lora: bool = _only(True)
-    rms_norm_eps: float = _positive()
-    rope_theta: float = _positive()
-    rope_interleave: bool = _only(True)
-    max_position_embeddings: int = _at_least(1)
-    gated_attention_proj_granularity_type: str = _only("head_wise")
-    eos_token_id: int | tuple[int, ...] = _rule("a token id, or a list of them", _is_token_ids)
-    num_nextn_predict_layers: int = _at_least(0)
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    layer_group_size: Size
+    first_k_dense_replace: Annotated[int, at_least(0)]
+    num_experts: Size
+    num_experts_per_tok: Size
+    num_shared_experts: Size
+    n_group: Size
+    topk_group: Size
+    moe_intermediate_size: Size
+    moe_shared_expert_intermediate_size: Size
+    routed_scaling_factor: Positive
+    router_dtype: Annotated[str, only("fp32")]
+    score_function: Annotated[str, only("sigmoid")]
+    q_lora_rank: OptionalSize
+    kv_lora_rank: Size
+    qk_nope_head_dim: Size
+    qk_rope_head_dim: Even
+    v_head_dim: Size
+    head_dim: Size
+    short_conv_kernel_size: Annotated[int, at_least(2)]
+    kda_safe_gate: Annotated[bool, Rule("true or false", lambda value: isinstance(value, bool))]
+    kda_lower_bound: DecayBound
+    no_kda_lora: Annotated[bool, only(True)]
+    rms_norm_eps: Positive
+    rope_theta: Positive
+    rope_interleave: Annotated[bool, only(True)]
+    max_position_embeddings: Size
+    gated_attention_proj_granularity_type: Annotated[str, only("head_wise")]
+    eos_token_id: Annotated[int | tuple[int, ...], Rule("a token id, or a list of them", _is_token_ids)]
+    num_nextn_predict_layers: Annotated[int, at_least(0)]
 
     @classmethod
     def from_dict(cls, d: dict[str, Any], *, ignore: Iterable[str] = (), where: str = "config.json") -> "Config":
@@ -134,7 +128,7 @@ class Config:
         """
         found = _with_score_function(d, where)
         _check_fields(found, frozenset(ignore), where)
-        config = cls(**{f.name: _normal(found[f.name], f.type) for f in fields(cls)})
+        config = cls(**{f.name: _normal(found[f.name], get_args(f.type)[0]) for f in fields(cls)})
         _check_structure(config, where)
         _check_repeated(config, d, where)
         return config
@@ -147,32 +141,18 @@ class Config:
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
         """Per layer: MLA closes each group and fills an incomplete last one; all others are KDA."""
-        whole = self.num_hidden_layers // self.layer_group_size * self.layer_group_size
-        return tuple(
-            "mla" if (i + 1) % self.layer_group_size == 0 or i >= whole else "kda"
-            for i in range(self.num_hidden_layers)
-        )
+        count, size = self.num_hidden_layers, self.layer_group_size
+        return tuple("mla" if (i + 1) % size == 0 or i >= count // size * size else "kda" for i in range(count))
 
     @property
     def mlp_kinds(self) -> tuple[MlpKind, ...]:
         """Per layer: the first ``first_k_dense_replace`` are dense, the others MoE."""
         return tuple("dense" if i < self.first_k_dense_replace else "moe" for i in range(self.num_hidden_layers))
 
-    @property
-    def kda_layers(self) -> tuple[int, ...]:
-        return tuple(i for i, kind in enumerate(self.attention_kinds) if kind == "kda")
-
-    @property
-    def mla_layers(self) -> tuple[int, ...]:
-        return tuple(i for i, kind in enumerate(self.attention_kinds) if kind == "mla")
-
-    @property
-    def dense_layers(self) -> tuple[int, ...]:
-        return tuple(i for i, kind in enumerate(self.mlp_kinds) if kind == "dense")
-
-    @property
-    def moe_layers(self) -> tuple[int, ...]:
-        return tuple(i for i, kind in enumerate(self.mlp_kinds) if kind == "moe")
+    def layers(self, kind: AttentionKind | MlpKind) -> tuple[int, ...]:
+        """The layers that have that attention or MLP."""
+        kinds = zip(self.attention_kinds, self.mlp_kinds, strict=True)
+        return tuple(i for i, both in enumerate(kinds) if kind in both)
 
     @property
     def qk_head_dim(self) -> int:
@@ -195,8 +175,8 @@ class Config:
 
         A TP must divide it, and each device has as many neighbouring TP shards as any other.
         """
-        dense = [self.intermediate_size] if self.dense_layers else []
-        moe = [self.num_experts, self.shared_intermediate_size] if self.moe_layers else []
+        dense = [self.intermediate_size] if self.layers("dense") else []
+        moe = [self.num_experts, self.shared_intermediate_size] if self.layers("moe") else []
         return math.gcd(self.num_attention_heads, self.vocab_size, *dense, *moe)
 
     @property
@@ -208,7 +188,7 @@ class Config:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "eos_token_id"}
 
 
-READ: dict[str, Rule] = {f.name: f.metadata["rule"] for f in fields(Config)}
+READ: dict[str, Rule] = {f.name: get_args(f.type)[1] for f in fields(Config)}
 
 # Not read, because nothing but this value is modelled. Where that is null or false, absent is as good.
 FIXED: dict[str, Any] = {
@@ -225,7 +205,7 @@ FIXED: dict[str, Any] = {
     "share_expert_swiglu_limit_list": None,
 }
 
-# Carried along by the public releases, some from sibling architectures: without effect at these values, else unknown.
+# Carried along by the public releases, some from sibling architectures: without effect at these values or where empty.
 PUBLISHED: dict[str, Any] = {
     "architectures": ["BailingMoeV3ForCausalLM"],
     "model_type": "bailing_hybrid",
@@ -236,39 +216,36 @@ PUBLISHED: dict[str, Any] = {
     "seq_aux": True,
 }
 
+RULES = READ | {name: only(value) for name, value in (FIXED | PUBLISHED).items()}
+
 # These repeat other fields: they may be absent, and must agree where present (checked against the finished Config).
 REPEATED = frozenset({"num_key_value_heads", "qk_head_dim", "rotary_dim", "rope_parameters"})
 
+# Without effect on what the model computes, whatever they hold; so are all `…_dropout` and `mtp_…`.
 IGNORED = frozenset(
     "use_qk_norm partial_rotary_factor initializer_range use_cache pad_token_id bos_token_id torch_dtype dtype "
     "transformers_version auto_map".split()
 )
 
 
-def is_ignored(name: str) -> bool:
-    """Whether a field has no effect on what the model computes, whatever it holds."""
-    return name in IGNORED or name.endswith("_dropout") or name.startswith("mtp_")
-
-
 def _check_fields(found: dict[str, Any], ignore: frozenset[str], where: str) -> None:
     """Checks each field by itself: it is missing, ill-typed, unknown, or holds what is not modelled."""
     _check_presence(found, where)
-    for name in sorted(ignore & (READ.keys() | FIXED.keys() | PUBLISHED.keys() | REPEATED)):
+    for name in sorted(ignore & (RULES.keys() | REPEATED)):
         raise refused(name, "an unknown field to ignore", "one with a meaning", where)
     for name, rule in READ.items():
         if not rule.accepts(found[name]):
             raise refused(name, rule.expected, shown(found[name]), where)
     for name, value in found.items():
-        if name in READ or name in REPEATED or name in ignore or is_ignored(name):
+        empty = (value is None or value is False) and not FIXED.get(name)
+        ignored = name in IGNORED | ignore or name.endswith("_dropout") or name.startswith("mtp_")
+        if name in READ or name in REPEATED or ignored or empty:
             continue
-        if (value is None or value is False) and not FIXED.get(name):
-            continue
-        allowed = FIXED | PUBLISHED
-        if name not in allowed:
+        if name not in RULES:
             hint = f"if it does not change what the model computes, --ignore-config-field {name}"
             raise refused(name, "no such field", shown(value), where, hint)
-        if not only(allowed[name]).accepts(value):
-            raise refused(name, shown(allowed[name]), shown(value), where, "no other value is modelled")
+        if not RULES[name].accepts(value):
+            raise refused(name, RULES[name].expected, shown(value), where, "no other value is modelled")
 
 
 def _with_score_function(d: dict[str, Any], where: str) -> dict[str, Any]:
@@ -283,13 +260,11 @@ def _with_score_function(d: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _check_presence(found: dict[str, Any], where: str) -> None:
-    missing = [name for name in READ if name not in found]
-    missing += [name for name, value in FIXED.items() if value and name not in found]
+    missing = [name for name in RULES if name not in found and (name in READ or FIXED.get(name))]
     if found.get("architectures") is None and found.get("model_type") is None:
         missing.append("model_type")
     if len(missing) == 1:
-        expected = READ[missing[0]].expected if missing[0] in READ else shown((FIXED | PUBLISHED)[missing[0]])
-        raise refused(missing[0], expected, "none", where)
+        raise refused(missing[0], RULES[missing[0]].expected, "none", where)
     if missing:
         names = listed([f"`{name}`" for name in missing])
         raise ConfigError(f"config fields {names}: expected each of them, found none, in {where}")
@@ -305,18 +280,16 @@ def _normal(value: Any, annotation: Any) -> Any:
 def _check_structure(config: Config, where: str) -> None:
     """Refuses fields that are well typed but contradict each other."""
     c = config
-    if c.first_k_dense_replace > c.num_hidden_layers:
-        expected = f"at most {c.num_hidden_layers}, the number of layers"
-        raise refused("first_k_dense_replace", expected, str(c.first_k_dense_replace), where)
     if c.num_experts % c.n_group or c.num_experts // c.n_group < 2:
-        expected = f"groups of two or more that divide {c.num_experts} experts"
-        raise refused("n_group", expected, str(c.n_group), where)
-    if c.topk_group > c.n_group:
-        raise refused("topk_group", f"at most {c.n_group}, the number of groups", str(c.topk_group), where)
+        raise refused("n_group", f"groups of two or more that divide {c.num_experts} experts", str(c.n_group), where)
     kept = c.num_experts // c.n_group * c.topk_group
-    if c.num_experts_per_tok > kept:
-        expected = f"at most {kept}, the experts in {c.topk_group} kept groups"
-        raise refused("num_experts_per_tok", expected, str(c.num_experts_per_tok), where)
+    for name, most, what in (
+        ("first_k_dense_replace", c.num_hidden_layers, "the number of layers"),
+        ("topk_group", c.n_group, "the number of groups"),
+        ("num_experts_per_tok", kept, f"the experts in {c.topk_group} kept groups"),
+    ):
+        if getattr(c, name) > most:
+            raise refused(name, f"at most {most}, {what}", str(getattr(c, name)), where)
     for token in c.eos_token_ids:
         if not 0 <= token < c.vocab_size:
             raise refused("eos_token_id", f"an id from 0 to {c.vocab_size - 1}", str(token), where)

@@ -17,13 +17,12 @@ from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.inputs import Chunks, DecodeRows
 from ling3export.model.kda.layer import KimiDeltaAttention
-from ling3export.model.layers import Index, fill_rows, rms_norm, take
+from ling3export.model.layers import Index, State, fill_rows, rms_norm, take
 from ling3export.model.mla.layer import GatedMLA
 from ling3export.model.moe import MixtureOfExperts
 from ling3export.model.parameters import arguments
 from ling3export.model.products import gated_mlp, vocab_parallel
 
-State = dict[str, jax.Array]
 Batch = DecodeRows | Chunks
 
 
@@ -41,12 +40,7 @@ class Layer(NamedTuple):
 
 
 class Ling3(nnx.Module):
-    """Parameters as ``model/parameters.py`` lists them, this device's part.
-
-    Args:
-        config: The checkpoint's configuration.
-        geometry: What the programs are compiled for.
-    """
+    """Parameters as ``model/parameters.py`` lists them, this device's part."""
 
     def __init__(self, config: Config, geometry: Geometry) -> None:
         self.config, self.geometry = config, geometry
@@ -86,16 +80,11 @@ class Ling3(nnx.Module):
         self, x: Float[Array, "T D"], layer: Layer, state: State, batch: Batch
     ) -> tuple[Float32[Array, "T D"], State]:
         """This device's partial sum, and the state."""
-        if layer.attention == "kda":
-            assert self.kda is not None
-            if isinstance(batch, DecodeRows):
-                return self.kda.decode(x, layer.attention_index, state, batch)
-            return self.kda.prefill(x, layer.attention_index, state, batch)
+        attention = self.kda if layer.attention == "kda" else self.mla
+        assert attention is not None
         if isinstance(batch, DecodeRows):
-            out, pool = self.mla.decode(x, layer.attention_index, state["mla_latent"], batch)
-        else:
-            out, pool = self.mla.prefill(x, layer.attention_index, state["mla_latent"], batch)
-        return out, state | {"mla_latent": pool}
+            return attention.decode(x, layer.attention_index, state, batch)
+        return attention.prefill(x, layer.attention_index, state, batch)
 
     def _mlp(self, x: Float32[Array, "T D"], layer: Layer, valid: Bool[Array, "T"]) -> Float32[Array, "T D"]:
         """This device's partial sum, from ``x`` normed."""
@@ -114,7 +103,7 @@ class Ling3(nnx.Module):
 
     def _moe_mlp(self, x: jax.Array, index: Index, valid: jax.Array) -> jax.Array:
         assert self.moe is not None
-        return self.moe(x, index, valid, jnp.dtype(self.geometry.dtype))
+        return self.moe(x, index, valid)
 
     def _dense_mlp(self, x: jax.Array, index: Index) -> jax.Array:
         assert self.dense is not None
@@ -137,8 +126,7 @@ class Ling3(nnx.Module):
 
         The loop compiles each kind of layer once, whatever the depth.
         """
-        config = self.config
-        size = config.layer_group_size
+        config, size = self.config, self.config.layer_group_size
         groups = config.num_hidden_layers // size if not self.geometry.tiled else 0
         carry = (x, state)
         if groups:
@@ -149,8 +137,7 @@ class Ling3(nnx.Module):
 
     def _group(self, batch: Batch) -> Callable[[jax.Array, tuple[jax.Array, State]], tuple[jax.Array, State]]:
         """The body of the loop over groups: a loop over its KDA layers, then its MLA layer."""
-        config = self.config
-        size = config.layer_group_size
+        config, size = self.config, self.config.layer_group_size
 
         def layer(index: jax.Array, attention: str, attention_index: jax.Array) -> Layer:
             kinds = {
@@ -175,6 +162,4 @@ class Ling3(nnx.Module):
 def static_layer(config: Config, index: int) -> Layer:
     """The stacks' rows for a layer whose index is known when tracing."""
     attention, mlp = config.attention_kinds[index], config.mlp_kinds[index]
-    attention_layers = config.kda_layers if attention == "kda" else config.mla_layers
-    mlp_layers = config.dense_layers if mlp == "dense" else config.moe_layers
-    return Layer(index, attention, attention_layers.index(index), mlp, mlp_layers.index(index))
+    return Layer(index, attention, config.layers(attention).index(index), mlp, config.layers(mlp).index(index))

@@ -47,18 +47,18 @@ class Geometry:
         return self.form == "tiles"
 
     @property
-    def placement(self) -> str:
-        """Where the latent pages are.
+    def striped(self) -> bool:
+        """Whether each device has latent pages of its own, and a dummy page of its own.
 
-        ``"replicated"``: every device holds all of them. ``"striped"``: page number n lies on device ``(n - 1) % tp``,
-        so pages that are handed out in order spread over the devices.
+        Page number n lies on device ``(n - 1) % tp``, so pages that are handed out in order spread over the devices.
+        Else every device holds all pages.
         """
-        return "striped" if self.striped else "replicated"
+        return self.tiled and self.tp > 1
 
     @property
-    def striped(self) -> bool:
-        """Whether each device has latent pages of its own, and a dummy page of its own."""
-        return self.tiled and self.tp > 1
+    def placement(self) -> str:
+        """The manifest's word for where the latent pages are."""
+        return "striped" if self.striped else "replicated"
 
     @property
     def fewest_rows(self) -> int:

@@ -4,6 +4,7 @@ Every field of a step travels in one int32 vector (one transfer a step instead o
 contract. ``DecodeRows`` and ``Chunks`` are derived from the fields once a step, for all layers alike.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,10 +37,7 @@ class Field:
     @property
     def size(self) -> int:
         """Elements taken in the vector."""
-        size = 1
-        for extent in self.shape:
-            size *= extent
-        return size
+        return math.prod(self.shape)
 
 
 def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
@@ -50,38 +48,21 @@ def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
         padding: T, B or R.
         max_pages: Columns of the page table.
     """
-    chunks = padding // CHUNK
-    prefill: list[tuple[str, tuple[int, ...], str]] = [
-        ("tokens", (padding,), "int32"),
-        ("chunk_slot", (chunks,), "int32"),
-        ("chunk_start", (chunks,), "int32"),
-        ("chunk_len", (chunks,), "int32"),
-        ("fresh", (chunks,), "int32"),
-        ("page_table", (chunks, max_pages), "int32"),
-    ]
-    shapes: dict[str, list[tuple[str, tuple[int, ...], str]]] = {
+    each, chunk = (padding,), (padding // CHUNK,)
+    prefill = {
+        "tokens": each, "chunk_slot": chunk, "chunk_start": chunk, "chunk_len": chunk, "fresh": chunk,
+        "page_table": (*chunk, max_pages),
+    }  # fmt: skip
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {
         "prefill": prefill,
-        "score": [*prefill, ("next_token", (padding,), "int32")],
-        "decode": [
-            ("slot", (padding,), "int32"),
-            ("position", (padding,), "int32"),
-            ("page_table", (padding, max_pages), "int32"),
-            ("token", (padding,), "int32"),
-        ],
-        "sample": [
-            ("slot", (padding,), "int32"),
-            ("position", (padding,), "int32"),
-            ("temperature", (padding,), "float32"),
-            ("top_k", (padding,), "int32"),
-            ("top_p", (padding,), "float32"),
-            ("seed", (padding,), "int32"),
-        ],
+        "score": prefill | {"next_token": each},
+        "decode": {"slot": each, "position": each, "page_table": (padding, max_pages), "token": each},
+        "sample": dict.fromkeys(("slot", "position", "temperature", "top_k", "top_p", "seed"), each),
     }
     fields, offset = [], 0
-    for name, shape, dtype in shapes[phase]:
-        field = Field(name, offset, shape, dtype)
-        fields.append(field)
-        offset += field.size
+    for name, shape in shapes[phase].items():
+        fields.append(Field(name, offset, shape, "float32" if name in ("temperature", "top_p") else "int32"))
+        offset += fields[-1].size
     return tuple(fields)
 
 
@@ -100,25 +81,15 @@ def unpack(packed: Int32[Array, "size"], fields: tuple[Field, ...]) -> dict[str,
 
 
 class DecodeRows(NamedTuple):
-    """The rows of a decode step, B of them: a token of each sequence.
+    """The rows of a decode step, B of them: a token of each sequence."""
 
-    Attributes:
-        slot: State slot, 0 for a padding row.
-        token: The token to embed.
-        position: The token's position in its sequence.
-        page_table: Page numbers of the sequence.
-        valid: False for a padding row.
-        used: One past the last row that is valid.
-        pages: What the form ``tiles`` attends, alike in every layer.
-    """
-
-    slot: Int32[Array, "B"]
-    token: Int32[Array, "B"]
-    position: Int32[Array, "B"]
-    page_table: Int32[Array, "B M"]
-    valid: Bool[Array, "B"]
-    used: Int32[Array, ""]
-    pages: PageList | None
+    slot: Int32[Array, "B"]  # state slot, 0 for a padding row
+    token: Int32[Array, "B"]  # the token to embed
+    position: Int32[Array, "B"]  # the token's position in its sequence
+    page_table: Int32[Array, "B M"]  # page numbers of the sequence
+    valid: Bool[Array, "B"]  # False for a padding row
+    used: Int32[Array, ""]  # one past the last row that is valid
+    pages: PageList | None  # what the form ``tiles`` attends, alike in every layer
 
 
 def decode_rows(
@@ -129,46 +100,28 @@ def decode_rows(
     slot = fields["slot"]
     valid = slot > 0
     token = jnp.where(fields["token"] < 0, last_token[slot], fields["token"])
-    pages = None
-    if geometry.tiled:
-        pages = list_pages(fields["position"], fields["page_table"], valid, geometry)
+    pages = list_pages(fields["position"], fields["page_table"], valid, geometry) if geometry.tiled else None
     used = jnp.max(jnp.where(valid, jnp.arange(1, slot.shape[0] + 1, dtype=jnp.int32), 0))
     token = jnp.where(valid, token, 0)
     return DecodeRows(slot, token, fields["position"], fields["page_table"], valid, used, pages)
 
 
 class Chunks(NamedTuple):
-    """The call's chunks, N of them, and its T = 16 N padded tokens.
+    """The call's chunks, N of them, and its T = 16 N padded tokens."""
 
-    Attributes:
-        slot: 0 for a chunk that is padding.
-        length: Tokens in the chunk, 0 … C.
-        fresh: The chunk starts from zero state.
-        first: The chunk is the first of its sequence in this call.
-        last: The chunk is the last of its sequence in this call.
-        from_zero: Its run of chunks starts from zero state.
-        run_start: Position at which its sequence starts in this call: tokens already in the pools.
-        page_table: Page numbers of the chunk's sequence.
-        used: One past the last chunk that is not padding.
-        token_slot: The state slot of each padded token.
-        position: The position of each padded token in its sequence.
-        valid: Whether a padded token is a token of a sequence.
-        tiles: What KDA's form ``tiles`` needs besides, alike in every layer.
-    """
-
-    slot: Int32[Array, "N"]
-    length: Int32[Array, "N"]
-    fresh: Bool[Array, "N"]
-    first: Bool[Array, "N"]
-    last: Bool[Array, "N"]
-    from_zero: Bool[Array, "N"]
-    run_start: Int32[Array, "N"]
-    page_table: Int32[Array, "N M"]
-    used: Int32[Array, ""]
-    token_slot: Int32[Array, "T"]
-    position: Int32[Array, "T"]
-    valid: Bool[Array, "T"]
-    tiles: Tiles | None
+    slot: Int32[Array, "N"]  # state slot, 0 for a chunk that is padding
+    length: Int32[Array, "N"]  # tokens in the chunk, 0 to 16
+    fresh: Bool[Array, "N"]  # whether the chunk starts from zero state
+    first: Bool[Array, "N"]  # whether the chunk is the first of its sequence in this call
+    last: Bool[Array, "N"]  # whether the chunk is the last of its sequence in this call
+    from_zero: Bool[Array, "N"]  # whether its run of chunks starts from zero state
+    run_start: Int32[Array, "N"]  # position at which its sequence starts in this call: tokens already in the pools
+    page_table: Int32[Array, "N M"]  # page numbers of the chunk's sequence
+    used: Int32[Array, ""]  # one past the last chunk that is not padding
+    token_slot: Int32[Array, "T"]  # the state slot of each padded token
+    position: Int32[Array, "T"]  # the position of each padded token in its sequence
+    valid: Bool[Array, "T"]  # whether a padded token is a token of a sequence
+    tiles: Tiles | None  # what KDA's form ``tiles`` needs besides, alike in every layer
 
 
 def chunks_of(fields: dict[str, Int32[Array, "..."]], conv_history: int | None = None) -> Chunks:
@@ -187,7 +140,7 @@ def chunks_of(fields: dict[str, Int32[Array, "..."]], conv_history: int | None =
     last = jnp.concatenate([first[1:], edge]) & (slot > 0)
     head = lax.cummax(jnp.where(first, index, 0))
     within = jnp.arange(CHUNK, dtype=jnp.int32)
-    chunks = Chunks(
+    return Chunks(
         slot=slot,
         length=length,
         fresh=fresh,
@@ -200,8 +153,5 @@ def chunks_of(fields: dict[str, Int32[Array, "..."]], conv_history: int | None =
         token_slot=jnp.repeat(slot, CHUNK),
         position=(start[:, None] + within).reshape(-1),
         valid=((within < length[:, None]) & (slot > 0)[:, None]).reshape(-1),
-        tiles=None,
+        tiles=None if conv_history is None else tiles_of(first, fresh, length, conv_history),
     )
-    if conv_history is not None:
-        chunks = chunks._replace(tiles=tiles_of(chunks.first, fresh, length, conv_history))
-    return chunks

@@ -1,12 +1,14 @@
 """Small pieces that every layer shares: one layer of a stack, norms, RoPE."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
-Index = int | Int32[Array, ""]  # of a layer: traced inside a loop over layers
+Index = int | Int32[Array, ""]  # a layer's number in its stack, traced inside a loop over layers
+State = dict[str, jax.Array]  # the rows of model/state.py by name, this device's part
 
 NORM_L2_EPS = 1e-6  # KDA's q and k; added to the sum of squares, inside the root
 
@@ -14,7 +16,7 @@ NORM_L2_EPS = 1e-6  # KDA's q and k; added to the sum of squares, inside the roo
 def fill_rows(x: Shaped[Array, "T ..."], fewest: int) -> Shaped[Array, "rows ..."]:
     """``x`` with rows of zeros behind it, up to ``fewest`` rows in all."""
     missing = max(0, fewest - x.shape[0])
-    return jnp.pad(x, ((0, missing),) + ((0, 0),) * (x.ndim - 1), constant_values=0) if missing else x
+    return jnp.pad(x, ((0, missing),) + ((0, 0),) * (x.ndim - 1)) if missing else x
 
 
 def of_layer(weights: nnx.Param | nnx.Dict, layer: Index, *, split: bool) -> Shaped[Array, "..."]:
@@ -29,16 +31,17 @@ def take(stacked: Shaped[Array, "..."], index: Index, *, split: bool) -> Shaped[
     return lax.dynamic_index_in_dim(stacked, index, axis=1 if split else 0, keepdims=False)
 
 
+def of_heads(weights: nnx.Param, layer: Index) -> Shaped[Array, "H ..."]:
+    """One layer of a parameter that is split by heads, its TP shards merged: ``[s, n, h, ...] -> [s h, ...]``."""
+    value = take(weights[...], layer, split=True)
+    return value.reshape(-1, *value.shape[2:])
+
+
 def sum_of_squares(x: Float32[Array, "*rows X"], by_product: bool) -> Float32[Array, "*rows _"]:
-    """The sum of squares over the last axis.
+    """The sum of squares over the last axis: ``[..., 1]``, or with ``by_product`` the same sum X times, ``[..., X]``.
 
-    Args:
-        x: fp32.
-        by_product: Multiply the squares by a matrix of ones. XLA:TPU fuses the root and the scaling that follow into a
-            product, but neither into a sum (docs/log.md): one operation instead of three, worth it for narrow axes.
-
-    Returns:
-        ``[..., 1]``; with ``by_product`` the same sum X times, ``[..., X]``.
+    ``by_product`` multiplies the squares by a matrix of ones. XLA:TPU fuses the root and the scaling that follow into a
+    product, but neither into a sum (docs/log.md): one operation instead of three, worth it for narrow axes.
     """
     if by_product:
         return jnp.matmul(x * x, jnp.ones((x.shape[-1],) * 2), precision=lax.Precision.HIGHEST)
@@ -64,11 +67,7 @@ def rope(
 ) -> Float32[Array, "T *heads P"]:
     """Rotates interleaved pairs (2i, 2i+1) of the last axis by ``position * theta^(-2i/P)``, angles in fp32.
 
-    Args:
-        x: Queries or keys.
-        position: Of each token in its sequence.
-        theta: The base of the frequencies.
-        by_product: Swap the pairs by a product with ones, exact too: on TPU, one operation instead of four.
+    ``by_product`` swaps the pairs by a product with ones, exact too: on TPU, one operation instead of four.
     """
     width = x.shape[-1]
     # Rounded once from float64: an ulp of the frequency is 5e-4 rad at position 8192.

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.layers import Index, of_layer, take
-from ling3export.model.products import gated_mlp, precision
+from ling3export.model.products import einsum, gated_mlp, product
 
 SMALLEST_TILE = 4
 # Up to so many rows, computing all local experts of every row takes no longer than reading their weights. On TPU v6e
@@ -32,15 +32,9 @@ def group_score(biased: Float32[Array, "T G each"]) -> Float32[Array, "T G"]:
 def route(
     scores: Float32[Array, "T E"], bias: Float32[Array, "E"], config: Config
 ) -> tuple[Int32[Array, "T A"], Float32[Array, "T A"]]:
-    """Chooses experts; the bias takes part in the choice, never in the weights. Source: docs/model.md, "MoE".
+    """Expert ids and their weights, which sum to ``routed_scaling_factor``. Source: docs/model.md, "MoE".
 
-    Args:
-        scores: Sigmoid of the router's logits.
-        bias: Of each expert.
-        config: Groups, how many to keep, experts a token, scaling.
-
-    Returns:
-        Expert ids and their weights, which sum to ``routed_scaling_factor``.
+    The ``scores`` are the sigmoid of the router's logits. The bias takes part in the choice, never in the weights.
     """
     tokens, experts = scores.shape
     grouped = (scores + bias).reshape(tokens, config.n_group, -1)
@@ -56,12 +50,8 @@ def route(
 def route_weights(scores: Float32[Array, "E T"], bias: Float32[Array, "E"], config: Config) -> Float32[Array, "E T"]:
     """:func:`route` as weights of all experts, zero where not chosen; ties go to the lower id, too.
 
-    A handful of fused operations, where sorting needs dozens.
-
-    Args:
-        scores: Tokens in the last axis, so that what is compared lies across registers.
-        bias: Of each expert.
-        config: As in :func:`route`.
+    A handful of fused operations, where sorting needs dozens. Tokens are the last axis, so that what is compared lies
+    across registers.
     """
     experts, tokens = scores.shape
     # The choice has no gradient (tools/train_demo.py takes one through the weights).
@@ -74,7 +64,7 @@ def route_weights(scores: Float32[Array, "E T"], bias: Float32[Array, "E"], conf
     is_open = jnp.sum(ahead, axis=0, dtype=jnp.int32) < config.topk_group
     left = jnp.where(is_open[:, None], grouped, -jnp.inf).reshape(experts, tokens)
     top = largest(left, config.num_experts_per_tok, 0)
-    # Of those equal to the last one chosen, the first few; a product counts the equal ones before each.
+    # Among those equal to the last one chosen, the first few are taken; a product counts the equal ones before each.
     equal, room = left == top[-1], sum((value == top[-1]).astype(jnp.float32) for value in top)
     before = jnp.asarray(np.tril(np.ones((experts, experts)), -1), jnp.bfloat16)  # zeros and ones: exact
     earlier = jnp.matmul(before, equal.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
@@ -131,32 +121,28 @@ class MixtureOfExperts(nnx.Module):
         self.shared_gate_up_proj = weights["shared_gate_up_proj"]
         self.shared_down_proj = weights["shared_down_proj"]
 
-    def __call__(
-        self, x: Float32[Array, "T D"], layer: Index, valid: Bool[Array, "T"], dtype: jnp.dtype
-    ) -> Float32[Array, "T D"]:
-        """This device's partial sum: its own experts and its part of the shared one.
+    def __call__(self, x: Float32[Array, "T D"], layer: Index, valid: Bool[Array, "T"]) -> Float32[Array, "T D"]:
+        """This device's partial sum, from ``x`` normed: its own experts and its part of the shared one.
 
-        Args:
-            x: Normed; the router sees it unrounded.
-            layer: Index into the stack.
-            valid: Padding takes no expert.
-            dtype: The model dtype.
+        The router sees ``x`` unrounded. Padding, which is not ``valid``, takes no expert.
         """
+        dtype = jnp.dtype(self.geometry.dtype)
         if self.geometry.tiled and x.shape[0] <= LOCAL_ROWS:
             weights = self.all_weights(x, layer)
             return self.all_local(x.astype(dtype), layer, weights) + self.shared(x.astype(dtype), layer)
-        gate = take(self.gate[...], layer, split=False)
-        bias = take(self.expert_bias[...], layer, split=False)
+        gate, bias = self._router(layer)
         logits = jnp.matmul(x, gate.T, precision=lax.Precision.HIGHEST)  # a rounded score flips experts
         scores = jax.nn.sigmoid(logits)
         x = x.astype(dtype)
         chosen, weights = route(scores, bias, self.config)
         return self._routed(x, layer, chosen, weights, valid) + self.shared(x, layer)
 
+    def _router(self, layer: Index) -> tuple[Float32[Array, "E D"], Float32[Array, "E"]]:
+        return take(self.gate[...], layer, split=False), take(self.expert_bias[...], layer, split=False)
+
     def all_weights(self, x: Float32[Array, "T D"], layer: Index) -> Float32[Array, "E T"]:
         """The router of :meth:`all_local`: weights of all experts, zero where not chosen."""
-        gate = take(self.gate[...], layer, split=False)
-        bias = take(self.expert_bias[...], layer, split=False)
+        gate, bias = self._router(layer)
         scores = jax.nn.sigmoid(jnp.matmul(gate, x.T, precision=lax.Precision.HIGHEST))
         return route_weights(scores, bias, self.config)
 
@@ -170,22 +156,18 @@ class MixtureOfExperts(nnx.Module):
         down = of_layer(self.experts_down_proj, layer, split=True)
         local, dim = gate_up.shape[0] * gate_up.shape[1], x.shape[1]
         share = lax.dynamic_slice_in_dim(weights, lax.axis_index(AXIS) * local, local, axis=0)  # [local, T]
-        exact = precision(x.dtype)
         # Experts outside, tokens inside: an axis of 8 experts as the second to last would be laid out anew.
-        y = jnp.einsum("td,ecfd->ectf", x, gate_up.reshape(local, 2, -1, dim), precision=exact,
-                       preferred_element_type=jnp.float32)  # fmt: skip
+        y = einsum("td,ecfd->ectf", x, gate_up.reshape(local, 2, -1, dim))
         hidden = (jax.nn.silu(y[:, 0]) * y[:, 1] * share[:, :, None]).astype(x.dtype)
-        return jnp.einsum("etf,edf->td", hidden, down.reshape(local, dim, -1), precision=exact,
-                          preferred_element_type=jnp.float32)  # fmt: skip
+        return einsum("etf,edf->td", hidden, down.reshape(local, dim, -1))
 
     def _routed(
         self, x: Float[Array, "T D"], layer: Index, chosen: Int32[Array, "T A"], weights: Float32[Array, "T A"],
         valid: Bool[Array, "T"],
     ) -> Float32[Array, "T D"]:  # fmt: skip
         """The chosen experts of this device, one tile of rows of one expert after the other."""
-        layered = self.geometry.tiled
-        gate_up = of_layer(self.experts_gate_up_proj, layer, split=True) if layered else self.experts_gate_up_proj[...]
-        down = of_layer(self.experts_down_proj, layer, split=True) if layered else self.experts_down_proj[...]
+        layered, stacks = self.geometry.tiled, (self.experts_gate_up_proj, self.experts_down_proj)
+        gate_up, down = (of_layer(stack, layer, split=True) if layered else stack[...] for stack in stacks)
         shards, each = gate_up.shape[0], gate_up.shape[1 if layered else 2]
         local = shards * each
         tokens, top = chosen.shape
@@ -196,19 +178,15 @@ class MixtureOfExperts(nnx.Module):
         capacity = tile_expert.shape[0] * rows
         # Where each row of the tiled order comes from; rows without a token repeat token 0 and are never read back.
         token = jnp.zeros((capacity + 1,), jnp.int32).at[place].set(jnp.arange(tokens * top, dtype=jnp.int32) // top)
-        exact = precision(x.dtype)
 
         def multiply(i: jax.Array, out: jax.Array, count: int) -> jax.Array:
             expert = tile_expert[i]
             at = (expert // each, expert % each) if layered else (expert // each, layer, expert % each)
             inputs = x[lax.dynamic_slice_in_dim(token, i * rows, count)]
-            y = lax.dot_general(inputs, gate_up[at].reshape(-1, x.shape[1]), (((1,), (1,)), ((), ())),
-                                precision=exact, preferred_element_type=jnp.float32)  # fmt: skip
+            y = product(inputs, gate_up[at].reshape(-1, x.shape[1]), 1)
             half = y.shape[1] // 2
             hidden = (jax.nn.silu(y[:, :half]) * y[:, half:]).astype(x.dtype)
-            y = lax.dot_general(hidden, down[at], (((1,), (1,)), ((), ())),
-                                precision=exact, preferred_element_type=jnp.float32)  # fmt: skip
-            return lax.dynamic_update_slice_in_dim(out, y, i * rows, axis=0)
+            return lax.dynamic_update_slice_in_dim(out, product(hidden, down[at], 1), i * rows, axis=0)
 
         def tile(i: jax.Array, out: jax.Array) -> jax.Array:
             if rows != SMALLEST_TILE:
@@ -225,12 +203,7 @@ class MixtureOfExperts(nnx.Module):
 def tile_layout(
     expert: Int32[Array, "X"], experts: int, rows: int
 ) -> tuple[Int32[Array, "X"], Int32[Array, "tiles"], Int32[Array, "tiles"], Int32[Array, ""]]:
-    """Sorts rows by expert into tiles.
-
-    Args:
-        expert: Each row's expert; ``experts`` for a row that is not this device's.
-        experts: How many experts this device has.
-        rows: Rows of a tile.
+    """Sorts rows by expert into tiles of ``rows``; the expert of a row that is not this device's is ``experts``.
 
     Returns:
         Each row's place in the tiled order (one past the tiles for rows that are not this device's); each tile's

@@ -15,15 +15,13 @@ Axis letters: s TP shards, n stacked layers, h heads of one TP shard.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 
 Shape = tuple[int, ...]
-
-MODEL = "model"  # in place of a dtype: the artifact's
 
 BF16, F32 = ("BF16",), ("F32",)
 ROUTER = ("F32", "BF16")  # the public release stores the router's weight in bf16
@@ -68,8 +66,7 @@ class Parameter:
         shape: The whole shape, ``[tp_shards, ...]`` when split.
         split: The logical axis that is cut over devices, or None for a replicated parameter.
         layers: For each row of the stack axis, the layer it belongs to; empty when the parameter is not stacked.
-        source: Where it comes from.
-        dtype: ``"model"`` (the artifact's dtype) or ``"float32"`` (an fp32 island of docs/model.md).
+        source: Where it comes from. What may be fp32 there is an fp32 island of docs/model.md.
     """
 
     name: str
@@ -77,7 +74,6 @@ class Parameter:
     split: str | None
     layers: tuple[int, ...]
     source: Source
-    dtype: str = MODEL
 
     @property
     def stack(self) -> str:
@@ -91,22 +87,23 @@ class Parameter:
 
     def stored_dtype(self, dtype: str) -> str:
         """``bfloat16`` or ``float32``: what the store of an artifact of ``dtype`` holds."""
-        return dtype if self.dtype == MODEL else self.dtype
+        return "float32" if "F32" in self.source.dtypes else dtype
 
 
 def _kda(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
     s, heads, key, dim, taps = c.tp_shards, c.num_attention_heads, c.head_dim, c.hidden_size, c.short_conv_kernel_size
     n, h, width = len(layers), heads // s, heads * key
-    wide, conv = Source(_of_attention("qkvfg", "_proj"), (width, dim), heads), _of_attention("qkv", "_conv1d")
+    wide = Source(tuple(f"attention.{letter}_proj.weight" for letter in "qkvfg"), (width, dim), heads)
+    conv = Source(tuple(f"attention.{letter}_conv1d.weight" for letter in "qkv"), (width, 1, taps), heads)
     a_log, dt_bias = (Source((f"attention.{name}",), shape, s, dtypes=F32)
                       for name, shape in (("A_log", (heads,)), ("dt_bias", (width,))))  # fmt: skip
     return [
         # q, k, v, decay and output gate of one head side by side: one matmul a layer.
         Parameter("kda.qkvfg_proj", (s, n, h, 5, key, dim), "heads", layers, wide),
-        Parameter("kda.conv1d", (s, n, h, 3, key, taps), "heads", layers, Source(conv, (width, 1, taps), heads)),
+        Parameter("kda.conv1d", (s, n, h, 3, key, taps), "heads", layers, conv),
         Parameter("kda.b_proj", (s, n, h, dim), "heads", layers, _attention("b_proj", (heads, dim), s)),
-        Parameter("kda.A_log", (s, n, h), "heads", layers, a_log, "float32"),
-        Parameter("kda.dt_bias", (s, n, h, key), "heads", layers, dt_bias, "float32"),
+        Parameter("kda.A_log", (s, n, h), "heads", layers, a_log),
+        Parameter("kda.dt_bias", (s, n, h, key), "heads", layers, dt_bias),
         Parameter("kda.o_norm", (n, key), None, layers, _attention("o_norm", (key,))),
         Parameter("kda.o_proj", (s, n, h * key, dim), "heads", layers,
                   _attention("o_proj", (dim, width), s, columns=True)),
@@ -117,7 +114,7 @@ def _mla(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
     s, heads, dim, rank, q_rank = c.tp_shards, c.num_attention_heads, c.hidden_size, c.kv_lora_rank, c.q_lora_rank
     n, h, nope, value, query = len(layers), heads // s, c.qk_nope_head_dim, c.v_head_dim, c.qk_head_dim
     # Rows of a head in one tensor: first what makes its keys, then what makes its values.
-    up, whole = _attention("kv_b_proj", (heads * (nope + value), rank), heads).names, (heads * (nope + value), rank)
+    up = _attention("kv_b_proj", (heads * (nope + value), rank), heads)
     if q_rank is None:
         rows = [Parameter("mla.q_proj", (s, n, h, query, dim), "heads", layers,
                           _attention("q_proj", (heads * query, dim), s))]  # fmt: skip
@@ -133,9 +130,8 @@ def _mla(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
         Parameter("mla.kv_a_proj_with_mqa", (n, c.latent_dim, dim), None, layers,
                   _attention("kv_a_proj_with_mqa", (c.latent_dim, dim))),
         Parameter("mla.kv_a_layernorm", (n, rank), None, layers, _attention("kv_a_layernorm", (rank,))),
-        Parameter("mla.w_uk", (s, n, h, nope, rank), "heads", layers, Source(up, whole, heads, rows=(0, nope))),
-        Parameter("mla.w_uv", (s, n, h, value, rank), "heads", layers,
-                  Source(up, whole, heads, rows=(nope, nope + value))),
+        Parameter("mla.w_uk", (s, n, h, nope, rank), "heads", layers, replace(up, rows=(0, nope))),
+        Parameter("mla.w_uv", (s, n, h, value, rank), "heads", layers, replace(up, rows=(nope, nope + value))),
         Parameter("mla.g_proj", (s, n, h, dim), "heads", layers, _attention("g_proj", (heads, dim), s)),
         Parameter("mla.dense", (s, n, h * value, dim), "heads", layers,
                   _attention("dense", (dim, heads * value), s, columns=True)),
@@ -161,8 +157,8 @@ def _moe(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
     router = Source(("mlp.gate.weight",), (experts, dim), dtypes=ROUTER)
     bias = Source(("mlp.gate.expert_bias",), (experts,), dtypes=F32)
     return [
-        Parameter("moe.gate", (n, experts, dim), None, layers, router, "float32"),
-        Parameter("moe.expert_bias", (n, experts), None, layers, bias, "float32"),
+        Parameter("moe.gate", (n, experts, dim), None, layers, router),
+        Parameter("moe.expert_bias", (n, experts), None, layers, bias),
         Parameter("moe.experts_gate_up_proj", (s, n, experts // s, 2, width, dim), "experts", layers, routed_up),
         Parameter("moe.experts_down_proj", (s, n, experts // s, dim, width), "experts", layers, routed_down),
         Parameter("moe.shared_gate_up_proj", (s, n, 2, shared // s, dim), "width", layers, shared_up),
@@ -182,10 +178,6 @@ def _attention(name: str, shape: Shape, groups: int = 1, *, columns: bool = Fals
     return Source((f"attention.{name}.weight",), shape, groups, columns)
 
 
-def _of_attention(letters: str, suffix: str) -> tuple[str, ...]:
-    return tuple(f"attention.{letter}{suffix}.weight" for letter in letters)
-
-
 def _gated(module: str, dim: int, width: int, shards: int) -> tuple[Source, Source]:
     """Gate and up side by side in every TP shard; down, whose input is cut alike."""
     gate_up = Source((f"{module}.gate_proj.weight", f"{module}.up_proj.weight"), (width, dim), shards)
@@ -199,8 +191,8 @@ def _forward(config: Config) -> list[Parameter]:
     rows = Source(("model.word_embeddings.weight",), (c.vocab_size, dim), c.tp_shards)
     head = Source(("lm_head.weight",), (c.vocab_size, dim), c.tp_shards)
     stacked = [
-        *_norms(c, tuple(range(c.num_hidden_layers))), *_kda(c, c.kda_layers), *_mla(c, c.mla_layers),
-        *_dense(c, c.dense_layers), *_moe(c, c.moe_layers),
+        *_norms(c, tuple(range(c.num_hidden_layers))), *_kda(c, c.layers("kda")), *_mla(c, c.layers("mla")),
+        *_dense(c, c.layers("dense")), *_moe(c, c.layers("moe")),
     ]  # fmt: skip
     return [
         Parameter("embeddings.word_embeddings", table, "vocab", (), rows),
@@ -224,14 +216,11 @@ class TensorInfo(NamedTuple):
 
 def expected_tensors(config: Config) -> dict[str, TensorInfo]:
     """Every checkpoint tensor that the model needs, by its published name, in the order of a forward pass."""
-    rows = _forward(config)
-    first, *last = (_tensors([row], "") for row in rows if not row.layers)
-    tensors = first
+    embedding, *stacked, norm, head = _forward(config)
+    tensors = _tensors([embedding], "")
     for layer in range(config.num_hidden_layers):
-        tensors |= _tensors([row for row in rows if layer in row.layers], f"model.layers.{layer}.")
-    for rest in last:
-        tensors |= rest
-    return tensors
+        tensors |= _tensors([row for row in stacked if layer in row.layers], f"model.layers.{layer}.")
+    return tensors | _tensors([norm, head], "")
 
 
 def mtp_tensors(config: Config) -> dict[str, TensorInfo]:
@@ -312,8 +301,6 @@ def arguments(config: Config, geometry: Geometry) -> list[Argument]:
     """The weight arguments of a target's programs, in flattening order."""
     rows = []
     for row in parameters(config):
-        if geometry.tiled and row.name in LAYERED:
-            rows += [Argument(row, index) for index in range(len(row.layers))]
-        else:
-            rows.append(Argument(row))
+        layered = geometry.tiled and row.name in LAYERED
+        rows += [Argument(row, index) for index in (range(len(row.layers)) if layered else (None,))]
     return rows

@@ -1,4 +1,4 @@
-"""Matrix products with the model's weights, accumulated in fp32: column-parallel, row-parallel, and of single heads.
+"""Products with the model's weights, accumulated in fp32: column-parallel, row-parallel, and of single heads.
 
 A split weight is stacked ``[s, n, ...]``, TP shards before layers. Where a device owns several TP shards, one layer of
 the stack is several ranges of memory, which XLA:CPU copies into one matrix before a product. In the form ``loops``,
@@ -6,7 +6,8 @@ large layers are therefore multiplied one TP shard after the other, so that each
 24 against 12 GB/s of weights for one row, 11.5 against 8.3 for 16 rows, equal for 512 (docs/log.md, 2026-11-21). On
 accelerators one large product is the better form.
 
-Axis letters as in ``model/parameters.py``: s TP shards, n stacked layers, h heads of one TP shard.
+Axis letters as in ``model/parameters.py``: s TP shards, n stacked layers, h heads of one TP shard. ``layer`` is always
+an index into the stack, and ``geometry`` says which form the products have.
 """
 
 import math
@@ -18,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from ling3export.model.geometry import Geometry
-from ling3export.model.layers import Index, of_layer, take
+from ling3export.model.layers import Index, of_heads, of_layer, take
 
 CACHED = 4 * 2**20  # bytes of one layer's weight that stay in the caches between a copy and the product
 PIECE = 1024  # rows of the vocabulary at a time: 2 to 4 MB, as fast as the TP shards of the layers
@@ -29,38 +30,43 @@ def precision(dtype: jnp.dtype) -> lax.Precision | None:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
+def product(x: Float[Array, "T X"], weight: Float[Array, "_ _"], axis: int) -> Float32[Array, "T Y"]:
+    """``x`` times a matrix over the matrix's ``axis``."""
+    dims = (((1,), (axis,)), ((), ()))
+    return lax.dot_general(x, weight, dims, precision=precision(x.dtype), preferred_element_type=jnp.float32)
+
+
+def einsum(equation: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Float32[Array, "..."]:
+    """``jnp.einsum`` of operands of one dtype."""
+    return jnp.einsum(equation, x, y, precision=precision(x.dtype), preferred_element_type=jnp.float32)
+
+
 def dot(x: Float[Array, "T D"], weight: Float[Array, "*out D"], fill: bool = False) -> Float32[Array, "T *out"]:
     """``x`` times ``weight`` over D.
 
-    One bf16 row is computed as two: XLA:CPU upcasts the whole weight to fp32 for a matrix-vector product
-    (docs/log.md, 2026-11-21: 1.8 against 16 GB/s of weights).
-
-    Args:
-        x: The rows.
-        weight: Output axes first.
-        fill: Fill a single column up to 128: XLA:TPU keeps a product of one column from its matrix units (5.8 against
-            2.7 µs at 512 rows).
+    ``fill`` fills a single column up to 128: XLA:TPU keeps a product of one column from its matrix units (5.8 against
+    2.7 µs at 512 rows).
     """
     rows, shape = x.shape[0], weight.shape[:-1]
-    if rows == 1 and x.dtype == jnp.bfloat16:
-        x = jnp.concatenate([x, x])
+    x = _more_than_one_row(x)
     weight = weight.reshape(-1, weight.shape[-1])  # a dot over more axes transposes the weight on CPU
     columns = weight.shape[0]
     if fill and columns == 1:
         weight = jnp.pad(weight, ((0, 127), (0, 0)))
-    dims = (((1,), (1,)), ((), ()))
-    y = lax.dot_general(x, weight, dims, precision=precision(x.dtype), preferred_element_type=jnp.float32)
-    return y[:rows, :columns].reshape(rows, *shape)
+    return product(x, weight, 1)[:rows, :columns].reshape(rows, *shape)
 
 
 def dot_merged(x: Float[Array, "T F"], weight: Float[Array, "s each D"]) -> Float32[Array, "T D"]:
     """``x`` times one layer of a row-parallel weight, whose TP shards are merged first: this device's partial sum."""
-    rows = x.shape[0]
-    if rows == 1 and x.dtype == jnp.bfloat16:
-        x = jnp.concatenate([x, x])
-    weight = weight.reshape(-1, weight.shape[-1])
-    y = jnp.matmul(x, weight, precision=precision(x.dtype), preferred_element_type=jnp.float32)
-    return y[:rows]
+    return product(_more_than_one_row(x), weight.reshape(-1, weight.shape[-1]), 0)[: x.shape[0]]
+
+
+def _more_than_one_row(x: Float[Array, "T D"]) -> Float[Array, "rows D"]:
+    """One bf16 row becomes two: XLA:CPU upcasts the whole weight to fp32 for a matrix-vector product.
+
+    docs/log.md, 2026-11-21: 1.8 against 16 GB/s of weights.
+    """
+    return jnp.concatenate([x, x]) if x.shape[0] == 1 and x.dtype == jnp.bfloat16 else x
 
 
 def dot_heads(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float32[Array, "..."]:
@@ -78,11 +84,7 @@ def column_parallel(
 ) -> Float32[Array, "T s *out"]:
     """A column-parallel matmul: the output axis is split over devices, and nothing needs to be summed.
 
-    Args:
-        x: The rows, the same on every device.
-        weights: ``[s, n, ..., D]``, or an argument ``[s, ..., D]`` for each layer.
-        layer: Index into the stack.
-        geometry: The form of the products.
+    ``x`` is the same on every device; ``weights`` are ``[s, n, ..., D]``, or one argument ``[s, ..., D]`` a layer.
     """
     if isinstance(weights, nnx.Dict) or not _one_by_one(weights[...], geometry):
         return dot(x, of_layer(weights, layer, split=True), geometry.tiled)
@@ -90,10 +92,7 @@ def column_parallel(
     shape, rows = stacked.shape, x.shape[0]
 
     def shard(s: jax.Array, out: jax.Array) -> jax.Array:
-        weight = _shard(stacked, s, layer).reshape(-1, shape[-1])
-        y = lax.dot_general(
-            x, weight, (((1,), (1,)), ((), ())), precision=precision(x.dtype), preferred_element_type=jnp.float32
-        )
+        y = product(x, _shard(stacked, s, layer).reshape(-1, shape[-1]), 1)
         return lax.dynamic_update_slice(out, y[:, None], (0, s, 0))
 
     out = jnp.zeros((rows, shape[0], math.prod(shape[2:-1])), jnp.float32)
@@ -101,13 +100,7 @@ def column_parallel(
 
 
 def row_parallel(x: Float[Array, "T F"], weights: nnx.Param, layer: Index, geometry: Geometry) -> Float32[Array, "T D"]:
-    """A row-parallel matmul: the input axis is split over devices, so the result is a partial sum of each.
-
-    Args:
-        x: This device's inputs.
-        weights: ``[s, n, F/s, D]``.
-        layer: Index into the stack.
-        geometry: The form of the products.
+    """A row-parallel matmul with ``weights [s, n, F/s, D]``: the input axis is split over devices.
 
     Returns:
         This device's partial sum, to be added up over devices in fp32: rounded first it would depend on TP.
@@ -119,8 +112,7 @@ def row_parallel(x: Float[Array, "T F"], weights: nnx.Param, layer: Index, geome
 
     def shard(s: jax.Array, total: jax.Array) -> jax.Array:
         own = lax.dynamic_slice_in_dim(x, s * width, width, axis=1)
-        y = jnp.matmul(own, _shard(stacked, s, layer), precision=precision(x.dtype), preferred_element_type=jnp.float32)
-        return total + y
+        return total + product(own, _shard(stacked, s, layer), 0)
 
     return lax.fori_loop(0, shards, shard, jnp.zeros((x.shape[0], dim), jnp.float32))
 
@@ -139,9 +131,7 @@ def vocab_parallel(
     pieces = table.reshape(-1, size, dim)
 
     def piece(i: jax.Array, out: jax.Array) -> jax.Array:
-        y = lax.dot_general(x, pieces[i], (((1,), (1,)), ((), ())), precision=precision(x.dtype),
-                            preferred_element_type=jnp.float32)  # fmt: skip
-        return lax.dynamic_update_slice_in_dim(out, y, i * size, axis=1)
+        return lax.dynamic_update_slice_in_dim(out, product(x, pieces[i], 1), i * size, axis=1)
 
     return lax.fori_loop(0, rows // size, piece, jnp.zeros((1, rows), jnp.float32))
 
@@ -149,31 +139,21 @@ def vocab_parallel(
 def per_head(
     x: Float[Array, "T H X"], weights: nnx.Param, layer: Index, axis: int, geometry: Geometry
 ) -> Float32[Array, "T H Y"]:
-    """Each head's rows times a matrix of its own.
+    """Each head's rows times a matrix of its own, over the ``axis`` 0 or 1 of the matrix.
 
-    Args:
-        x: The rows of every head of this device.
-        weights: ``[s, n, h, X, Y]``, or ``[s, n, h, Y, X]`` for ``axis`` 1.
-        layer: Index into the stack.
-        axis: The axis of a head's matrix that is summed over, 0 or 1.
-        geometry: The form of the products. On CPU it goes head by head: XLA has no batched bf16 product with an fp32
-            result there, and in fp32 2 MB took it 3 ms.
+    ``weights`` are ``[s, n, h, X, Y]``, or ``[s, n, h, Y, X]`` for ``axis`` 1. In the form ``loops`` one head follows
+    the other: XLA:CPU has no batched bf16 product with an fp32 result, and in fp32 2 MB took it 3 ms.
     """
+    if geometry.tiled:
+        return dot_heads(("thx,hxy->thy", "thx,hyx->thy")[axis], x, of_heads(weights, layer))
     stacked = weights[...]
     shards, _, heads = stacked.shape[:3]
-    if geometry.tiled:
-        weight = take(stacked, layer, split=True)
-        equation = ("thx,hxy->thy", "thx,hyx->thy")[axis]
-        return dot_heads(equation, x, weight.reshape(-1, *weight.shape[2:]))
     sizes = (1, 1, 1, *stacked.shape[3:])
 
     def head(h: jax.Array, out: jax.Array) -> jax.Array:
         weight = lax.dynamic_slice(stacked, (h // heads, layer, h % heads, 0, 0), sizes).reshape(sizes[3:])
         own = lax.dynamic_index_in_dim(x, h, axis=1, keepdims=False)
-        y = lax.dot_general(
-            own, weight, (((1,), (axis,)), ((), ())), precision=precision(x.dtype), preferred_element_type=jnp.float32
-        )
-        return lax.dynamic_update_index_in_dim(out, y, h, axis=1)
+        return lax.dynamic_update_index_in_dim(out, product(own, weight, axis), h, axis=1)
 
     out = jnp.zeros((x.shape[0], shards * heads, stacked.shape[4 - axis]), jnp.float32)
     return lax.fori_loop(0, shards * heads, head, out)
@@ -184,12 +164,7 @@ def gated_mlp(
 ) -> Float32[Array, "T D"]:
     """``down(silu(gate x) * up x)``, this device's partial sum.
 
-    Args:
-        x: The rows, in the model dtype.
-        gate_up: ``[s, n, 2, F/s, D]``.
-        down: ``[s, n, F/s, D]``.
-        layer: Index into both stacks.
-        geometry: The form of the products.
+    ``x`` has the model dtype; ``gate_up`` is ``[s, n, 2, F/s, D]`` and ``down [s, n, F/s, D]``.
     """
     y = column_parallel(x, gate_up, layer, geometry)
     hidden = jax.nn.silu(y[:, :, 0]) * y[:, :, 1]

@@ -19,12 +19,19 @@ from ling3export.model.geometry import AXIS, CHUNK, Geometry
 from ling3export.model.inputs import Field, batch_fields, chunks_of, decode_rows, packed_size, unpack
 from ling3export.model.kda.recurrence import is_factored
 from ling3export.model.parameters import arguments
-from ling3export.model.sampling import scoring
-from ling3export.model.sampling.sample import sample
+from ling3export.model.sampling.sample import sample, score_next
 from ling3export.model.state import state_arrays
 
 P = PartitionSpec
 Tree = dict[str, Any]
+
+LOGITS = P(None, AXIS)  # cut over the vocabulary
+OUTPUTS: dict[str, Tree] = {
+    "prefill": {"logits": LOGITS},
+    "score": {"logits": LOGITS, "logprob": P(), "best": P()},
+    "decode": {"logits": LOGITS},
+    "sample": {"token": P(), "logprob": P()},
+}
 
 
 @dataclass(frozen=True)
@@ -84,27 +91,20 @@ def bind(config: Config, geometry: Geometry) -> Callable[[Tree], Ling3]:
 
 
 def prefill(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
-    """``logits [N, V/TP]``: one row a chunk, its last token's."""
-    _, state, out = _run_chunks(model, state, fields)
-    return state, out
+    """``logits [N, V/TP]``: one row a chunk, its last token's.
 
-
-def score(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
-    """Prefill that also gives ``logprob [T]`` of ``next_token``, and ``best [T]``: see ``sampling/scoring.py``."""
-    x, state, out = _run_chunks(model, state, fields)
-    logprob, best = scoring.score(model.logits, x, fields["next_token"])
-    return state, out | {"logprob": logprob, "best": best}
-
-
-def _run_chunks(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[jax.Array, Tree, Tree]:
-    """(``x [T, D]`` behind the last layer, state, ``logits`` of each chunk's last token)."""
+    Where there is a ``next_token``, in the phase ``score``, also its ``logprob [T]`` and the ``best [T]`` token: see
+    :func:`score_next`.
+    """
     config = model.config
     tiled = model.kda is not None and model.geometry.tiled and is_factored(config)
     chunks = chunks_of(fields, config.short_conv_kernel_size - 1 if tiled else None)
-    tokens = jnp.where(chunks.valid, fields["tokens"], 0)
-    x, state = model.run_layers(model.embed(tokens), state, chunks)
+    x, state = model.run_layers(model.embed(jnp.where(chunks.valid, fields["tokens"], 0)), state, chunks)
     last = jnp.arange(chunks.slot.shape[0]) * CHUNK + jnp.maximum(chunks.length - 1, 0)
-    return x, state, {"logits": model.logits(x[last])}
+    out = {"logits": model.logits(x[last])}
+    if "next_token" in fields:
+        out["logprob"], out["best"] = score_next(model.logits, x, fields["next_token"])
+    return state, out
 
 
 def decode(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
@@ -112,6 +112,12 @@ def decode(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tre
     rows = decode_rows(fields, state["last_token"], model.geometry)
     x, state = model.run_layers(model.embed(rows.token), state, rows)
     return state, {"logits": model.logits(x[: fields["slot"].shape[0]])}
+
+
+def sample_rows(logits: jax.Array, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
+    """``token [R]`` and ``logprob [R]`` from ``logits [R, V/TP]``; each slot's ``last_token`` is what it drew."""
+    token, logprob = sample(logits, fields)
+    return {"last_token": state["last_token"].at[fields["slot"]].set(token)}, {"token": token, "logprob": logprob}
 
 
 def _sharded(
@@ -133,43 +139,28 @@ def build_step(
     Args:
         config: The model.
         geometry: Parallelism, pools and dtype.
-        phase: ``prefill``, ``score``, ``decode`` or ``sample``.
+        phase: ``prefill``, ``score``, ``decode``, or ``sample``, which takes no parameters, of the state only
+            ``last_token``, and the logits in the batch.
         padding: Padded tokens, sequences or rows.
         mesh: One axis ``tp`` of ``geometry.tp`` devices, abstract or real; None for a program of one device without
             collectives, for readers that know none.
     """
     fields = batch_fields(phase, padding, geometry.max_pages)
-    packed = jax.ShapeDtypeStruct((packed_size(fields),), jnp.int32)
-    if phase == "sample":
-        return _sample_step(config, geometry, padding, mesh, fields, packed)
+    batch: Tree = {"packed": jax.ShapeDtypeStruct((packed_size(fields),), jnp.int32)}
+    batch_specs: Tree = {"packed": P()}
     params, param_specs = parameter_tree(config, geometry)
     state, state_specs = state_tree(config, geometry)
-    fill = bind(config, geometry)
-    run = {"prefill": prefill, "score": score, "decode": decode}[phase]
-
-    def body(params: Tree, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
-        return run(fill(params), state, unpack(batch["packed"], fields))
-
-    specs = (param_specs, state_specs, {"packed": P()})
-    scores: Tree = {"logprob": P(), "best": P()} if phase == "score" else {}
-    out_specs = (state_specs, {"logits": P(None, AXIS)} | scores)
-    return Step(_sharded(body, mesh, specs, out_specs), (params, state, {"packed": packed}), specs, out_specs, fields)
-
-
-def _sample_step(
-    config: Config, geometry: Geometry, rows: int, mesh: Any, fields: tuple[Field, ...], packed: jax.ShapeDtypeStruct
-) -> Step:
-    """``sample@R``: no parameters, of the state only ``last_token``; logits come in the batch."""
+    if phase == "sample":
+        batch["logits"], batch_specs["logits"] = jax.ShapeDtypeStruct((padding, config.vocab_size), jnp.float32), LOGITS
+        params, param_specs = {}, {}
+        state, state_specs = ({"last_token": tree["last_token"]} for tree in (state, state_specs))
+    fill = bind(config, geometry) if params else None
 
     def body(params: Tree, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         values = unpack(batch["packed"], fields)
-        token, logprob = sample(batch["logits"], values)
-        last = state["last_token"].at[values["slot"]].set(token)
-        return {"last_token": last}, {"token": token, "logprob": logprob}
+        if fill is None:
+            return sample_rows(batch["logits"], state, values)
+        return (decode if phase == "decode" else prefill)(fill(params), state, values)
 
-    logits = jax.ShapeDtypeStruct((rows, config.vocab_size), jnp.float32)
-    state = {"last_token": jax.ShapeDtypeStruct((geometry.slots + 1,), jnp.int32)}
-    specs: tuple[Tree, Tree, Tree] = ({}, {"last_token": P()}, {"packed": P(), "logits": P(None, AXIS)})
-    out_specs: tuple[Tree, Tree] = ({"last_token": P()}, {"token": P(), "logprob": P()})
-    arguments: tuple[Tree, Tree, Tree] = ({}, state, {"packed": packed, "logits": logits})
-    return Step(_sharded(body, mesh, specs, out_specs), arguments, specs, out_specs, fields)
+    specs, out_specs = (param_specs, state_specs, batch_specs), (state_specs, OUTPUTS[phase])
+    return Step(_sharded(body, mesh, specs, out_specs), (params, state, batch), specs, out_specs, fields)

@@ -34,9 +34,9 @@ class StateArray:
 def state_arrays(config: Config, geometry: Geometry) -> list[StateArray]:
     """Every state array, sorted by name. Slot 0 and page 0 are dummies that padding writes to."""
     slots, heads, key = geometry.slots + 1, config.num_attention_heads, config.head_dim
-    kda, taps = len(config.kda_layers), config.short_conv_kernel_size - 1
+    kda, taps = len(config.layers("kda")), config.short_conv_kernel_size - 1
     pages = geometry.pages + (geometry.tp if geometry.striped else 1)  # a dummy page on every device that has its own
-    latent = (len(config.mla_layers), pages, geometry.page_size, geometry.latent_row)
+    latent = (len(config.layers("mla")), pages, geometry.page_size, geometry.latent_row)
     # A head's last inputs of q, k and v in one row: one gather and one scatter a layer, of whole lanes.
     conv = (kda, slots, heads, taps * 3 * key)
     rows = [

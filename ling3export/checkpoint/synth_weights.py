@@ -57,7 +57,7 @@ def recipe(name: str, info: TensorInfo, config: Config) -> Recipe:
         return _NORM
     if ".attention." in name:
         layer = int(name.split(".")[2])
-        return _kda_recipe(module, info, config, layer) if layer in config.kda_layers else _mla_recipe(module, info)
+        return _kda_recipe(module, info, config, layer) if layer in config.layers("kda") else _mla_recipe(module, info)
     if module == "down_proj":
         routed, shared, dense = 0.28, 0.4, 0.5
         return _linear(info.shape[-1], routed if ".experts." in name else shared if "shared" in name else dense)
@@ -77,7 +77,7 @@ def _kda_recipe(module: str, info: TensorInfo, config: Config, layer: int) -> Re
         return Recipe("uniform", 0.2, tuple(np.linspace(-1.0, 1.0, info.shape[0]).tolist()))
     if module == "dt_bias":
         return Recipe("uniform", 6.0, -4.0)
-    tiny = config.kda_layers.index(layer) % 2 == 1
+    tiny = config.layers("kda").index(layer) % 2 == 1
     gains = {
         # Past the bend of SiLU keys resemble each other, and what a state holds is read back by later tokens.
         "q_proj": 2.0,

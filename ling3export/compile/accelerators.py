@@ -127,7 +127,7 @@ def compile_for(
     found |= {"custom_calls": _counted(found["custom_calls"]), "loops": tuple(Loop(**loop) for loop in found["loops"])}
     estimated = Estimate(**found, tokens_a_sequence=workload.tokens, clock_hz=target.chip.clock)
     record = replace(record, collectives=collectives, estimate=estimated)
-    if phase != "sample" and config.moe_layers:
+    if phase != "sample" and config.layers("moe"):
         record = replace(record, experts=Experts(**expert_times(config, geometry, padding, target.chip)))
     return raw, record
 

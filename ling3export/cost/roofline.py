@@ -88,7 +88,6 @@ def roofline_bound(
     """
     if phase == "sample":
         return _bound({"logits": 4 * padding * config.vocab_size // geometry.tp}, 0.0, 0, chip)
-    width = 4 if geometry.dtype == "float32" else 2
     weights = flops = 0.0
     chosen = config.num_experts_per_tok / config.num_experts
     for row in parameters(config):
@@ -98,7 +97,7 @@ def roofline_bound(
         routed = row.split == "experts"
         touched = 1 - (1 - chosen) ** padding if routed else 1.0
         rows = padding // CHUNK if row.name == "embeddings.lm_head" and phase == "prefill" else padding
-        weights += share * touched * (4 if row.dtype == "float32" else width)
+        weights += share * touched * (4 if row.stored_dtype(geometry.dtype) == "float32" else 2)
         flops += 2 * rows * share * (chosen if routed else 1.0)
     sequences = padding if phase == "decode" else 1
     moved = {"weights": round(weights)} | _state_moved(config, geometry, sequences, phase, workload)
@@ -128,8 +127,8 @@ def _state_moved(config: Config, geometry: Geometry, sequences: int, phase: str,
     heads = config.num_attention_heads / geometry.tp
     recurrent = 4 * heads * config.head_dim**2
     conv = width * 3 * heads * config.head_dim * (config.short_conv_kernel_size - 1)
-    state = 2 * sequences * len(config.kda_layers) * (recurrent + conv)
+    state = 2 * sequences * len(config.layers("kda")) * (recurrent + conv)
     latents = 0.0
     if phase == "decode":
-        latents = sequences * workload.tokens * len(config.mla_layers) * config.latent_dim * width / geometry.tp
+        latents = sequences * workload.tokens * len(config.layers("mla")) * config.latent_dim * width / geometry.tp
     return {"state": round(state), "latents": round(latents)}

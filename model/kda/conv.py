@@ -13,18 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int32
 
-from ling3export.model.products import precision
+from ling3export.model.products import einsum
 
 
 def causal_conv(
     history: Float[Array, "N before *channels"], raw: Float[Array, "N C *channels"], taps: Float[Array, "*channels W"]
 ) -> Float32[Array, "N C *channels"]:
-    """Depthwise causal convolution and SiLU; the last tap multiplies the current token.
+    """Depthwise causal convolution and SiLU of ``raw``; the last tap multiplies the current token.
 
-    Args:
-        history: The W-1 raw inputs before the first of ``raw``.
-        raw: Inputs.
-        taps: The filter of each channel.
+    ``history`` holds the W-1 inputs before the first of ``raw``.
     """
     length, width = raw.shape[1], taps.shape[-1]
     sequence = jnp.concatenate([history, raw], axis=1).astype(jnp.float32)
@@ -36,15 +33,9 @@ def causal_conv(
 def step_conv(
     window: Float[Array, "B H WX"], raw: Float[Array, "B H X"], taps: Float32[Array, "H X W"]
 ) -> tuple[Float32[Array, "B H X"], Float[Array, "B H WX"]]:
-    """:func:`causal_conv` of one token of each sequence.
+    """:func:`causal_conv` of one token of each sequence: the outputs, and the window after the token.
 
-    Args:
-        window: The W-1 inputs before it, one after the other.
-        raw: Its inputs.
-        taps: The filter of each channel.
-
-    Returns:
-        The outputs, and the window after the token.
+    ``window`` holds the W-1 inputs before it, one after the other.
     """
     width = raw.shape[-1]
     window = jnp.concatenate([window, raw], axis=-1)
@@ -56,7 +47,12 @@ def step_conv(
 def picks_of(
     first: Bool[Array, "N"], fresh: Bool[Array, "N"], length: Int32[Array, "N"], size: int, chunk: int, width: int
 ) -> BFloat16[Array, "J picked known"]:
-    """Which rows to take, as zeros and ones.
+    """Which rows a convolution of tiles takes, as zeros and ones.
+
+    ``width·L + size·width`` rows are picked: for each row of a tile the row 1, 2 … ``width`` before it, then the
+    ``width`` inputs up to the end of each chunk, the first one of all chunks before the second one. They are picked out
+    of ``L + width + size·width`` known rows: the tile's, the last ones of the tile before it, and what the pool holds,
+    in the same order.
 
     Args:
         first: A run of chunks starts here; N is a multiple of ``size``.
@@ -65,12 +61,6 @@ def picks_of(
         size: Chunks of a tile.
         chunk: Rows of a chunk.
         width: Rows before each one that the convolution sees.
-
-    Returns:
-        Of ``width·L + size·width`` picked rows: for each row of a tile the row 1, 2 … ``width`` before it, then the
-        ``width`` inputs up to the end of each chunk, the first one of all chunks before the second one. They are picked
-        out of ``L + width + size·width`` known rows: the tile's, the last ones of the tile before it, and what the pool
-        holds, in the same order.
     """
     first, fresh, length = (y.reshape(-1, size, 1) for y in (first, fresh, length))
     rows = size * chunk
@@ -94,13 +84,11 @@ def convolve_tiles(
     raw: Float[Array, "J L H X"], window: Float[Array, "J size H WX"], taps: Float32[Array, "W H X"],
     picks: BFloat16[Array, "J picked known"],
 ) -> tuple[Float32[Array, "J L H X"], Float[Array, "J size H WX"]]:  # fmt: skip
-    """Convolution and SiLU of all tiles; the last tap multiplies the current row.
+    """:func:`causal_conv` of all tiles, with the picks of :func:`picks_of`.
 
     Args:
         raw: Inputs, in the model dtype.
         window: What the pool holds for each chunk's sequence, W-1 inputs one after the other.
-        taps: The filter of each channel.
-        picks: See :func:`picks_of`.
 
     Returns:
         The outputs, and the last inputs after each chunk, like ``window``.
@@ -109,8 +97,7 @@ def convolve_tiles(
     # Three rows, which no layout has in one piece: of whole pieces XLA:TPU would make a copy instead of fusing them.
     before = jnp.pad(raw[:-1, -width:], ((1, 0), (0, 0), (0, 0), (0, 0)))
     known = jnp.concatenate([raw, before, *jnp.split(window, width, axis=-1)], axis=1)
-    taken = jnp.einsum("jmr,jrhx->jmhx", picks.astype(raw.dtype), known, precision=precision(raw.dtype),
-                       preferred_element_type=jnp.float32)  # fmt: skip
+    taken = einsum("jmr,jrhx->jmhx", picks.astype(raw.dtype), known)
     out = taps[width] * raw.astype(jnp.float32)
     for back in range(1, width + 1):
         out += taps[width - back] * taken[:, (back - 1) * rows : back * rows]

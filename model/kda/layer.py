@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Float32, Shaped
+from jaxtyping import Array, Float, Float32
 
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
@@ -19,24 +19,18 @@ from ling3export.model.inputs import Chunks, DecodeRows
 from ling3export.model.kda.conv import causal_conv, convolve_tiles, step_conv
 from ling3export.model.kda.recurrence import ChunkTerms, Inputs, chunk_step, chunk_terms, is_factored, recurrent_step
 from ling3export.model.kda.tiled import Rows, island_precision, tile_scan
-from ling3export.model.layers import Index, l2_norm, rms_norm, take
+from ling3export.model.layers import Index, State, l2_norm, of_heads, rms_norm, take
 from ling3export.model.products import column_parallel, row_parallel
 
 IN_BOUNDS = "promise_in_bounds"  # slots come from the block manager; a bounds check costs XLA:CPU the in-place update
-
-State = dict[str, jax.Array]
 
 
 def log_decay(
     f: Float32[Array, "T H K"], a_log: Float32[Array, "H"], dt_bias: Float32[Array, "H K"], config: Config
 ) -> Float32[Array, "T H K"]:
-    """The gate ``g``, in fp32 in both phases (rounding it to bf16 shifts the decay by up to 1.6 %).
+    """The gate ``g`` from ``f``, the output of f_proj, and the logarithm of each head's rate.
 
-    Args:
-        f: The output of f_proj.
-        a_log: The logarithm of each head's rate.
-        dt_bias: The bias of each key channel.
-        config: Says which gate (``kda_safe_gate``) and its bound.
+    In fp32 in both phases: rounding it to bf16 shifts the decay by up to 1.6 %.
     """
     rate = jnp.exp(a_log)[:, None]
     if config.kda_safe_gate:
@@ -53,11 +47,6 @@ class KimiDeltaAttention(nnx.Module):
         self.conv1d, self.A_log, self.dt_bias = weights["conv1d"], weights["A_log"], weights["dt_bias"]
         self.o_norm, self.o_proj = weights["o_norm"], weights["o_proj"]
 
-    def _per_head(self, weight: nnx.Param, layer: Index) -> Shaped[Array, "H ..."]:
-        """A split parameter of one layer with the axes of its TP shards and heads merged."""
-        value = take(weight[...], layer, split=True)
-        return value.reshape(-1, *value.shape[2:])
-
     def _project(
         self, x: Float[Array, "T D"], layer: Index
     ) -> tuple[Float[Array, "T H X"], Float32[Array, "T H K"], Float32[Array, "T H K"], Float32[Array, "T H"]]:
@@ -65,13 +54,13 @@ class KimiDeltaAttention(nnx.Module):
         rows, key = x.shape[0], self.config.head_dim
         y = column_parallel(x, self.qkvfg_proj, layer, self.geometry).reshape(rows, -1, 5 * key)
         raw, f, gate = jnp.split(y, (3 * key, 4 * key), axis=-1)
-        g = log_decay(f, self._per_head(self.A_log, layer), self._per_head(self.dt_bias, layer), self.config)
+        g = log_decay(f, of_heads(self.A_log, layer), of_heads(self.dt_bias, layer), self.config)
         beta = jax.nn.sigmoid(column_parallel(x, self.b_proj, layer, self.geometry).reshape(rows, -1))
         return raw.astype(x.dtype), g, gate, beta
 
     def _taps(self, layer: Index) -> Float32[Array, "H X W"]:
         """The filters of q, k and v of each head."""
-        taps = self._per_head(self.conv1d, layer)
+        taps = of_heads(self.conv1d, layer)
         return taps.reshape(taps.shape[0], -1, taps.shape[-1]).astype(jnp.float32)
 
     def _inputs(
@@ -93,17 +82,7 @@ class KimiDeltaAttention(nnx.Module):
     def decode(
         self, x: Float[Array, "B D"], layer: Index, state: State, rows: DecodeRows
     ) -> tuple[Float32[Array, "B D"], State]:
-        """One token of each sequence.
-
-        Args:
-            x: Normed, in the model dtype.
-            layer: Index into the stack.
-            state: The state dict; the KDA arrays are replaced.
-            rows: The step's rows.
-
-        Returns:
-            This device's partial sum, and the state.
-        """
+        """One token of each sequence, ``x`` normed, in the model dtype: this device's partial sum, and the state."""
         slot = rows.slot
         raw, g, gate, beta = self._project(x, layer)
         # Held apart, or XLA:CPU reads the pool in whatever needs the convolution, and must copy it before an update.
@@ -134,9 +113,16 @@ class KimiDeltaAttention(nnx.Module):
     ) -> tuple[Float32[Array, "T D"], State]:
         """All padded tokens of a prefill call; arguments and results as :meth:`decode`, rows being padded tokens."""
         raw, g, gate, beta = self._project(x, layer)
+        scan = self._chunk_by_chunk if chunks.tiles is None else self._all_tiles
+        o, state = scan(raw, g, beta, layer, state, chunks)
+        return self._output(o, gate, layer, x.dtype), state
+
+    def _chunk_by_chunk(
+        self, raw: Float[Array, "T H X"], g: Float32[Array, "T H K"], beta: Float32[Array, "T H"], layer: Index,
+        state: State, chunks: Chunks,
+    ) -> tuple[Float32[Array, "T H V"], State]:  # fmt: skip
+        """What the recurrence gives for all padded tokens, and the state: the form ``loops``."""
         count, heads = chunks.slot.shape[0], raw.shape[1]
-        if chunks.tiles is not None:
-            return self._tiled(raw, g, gate, beta, layer, state, chunks, x.dtype)
         conv, state = self._convolve(raw.reshape(count, CHUNK, *raw.shape[1:]), layer, state, chunks)
         real = chunks.valid.reshape(count, CHUNK, 1)
         # Padding neither decays nor writes: the state passes through it untouched.
@@ -156,13 +142,13 @@ class KimiDeltaAttention(nnx.Module):
         with jax.named_scope("chunks"):
             pool, out = lax.fori_loop(0, chunks.used, step, (state["kda_recurrent"], out))
         o = jnp.swapaxes(out, 1, 2).reshape(count * CHUNK, heads, config.head_dim)
-        return self._output(o, gate, layer, x.dtype), state | {"kda_recurrent": pool}
+        return o, state | {"kda_recurrent": pool}
 
-    def _tiled(
-        self, raw: jax.Array, g: jax.Array, gate: jax.Array, beta: jax.Array, layer: Index, state: State,
-        chunks: Chunks, dtype: jnp.dtype,
-    ) -> tuple[jax.Array, State]:  # fmt: skip
-        """The rest of :meth:`prefill`, all chunks at once; arguments as :meth:`_project` gives them."""
+    def _all_tiles(
+        self, raw: Float[Array, "T H X"], g: Float32[Array, "T H K"], beta: Float32[Array, "T H"], layer: Index,
+        state: State, chunks: Chunks,
+    ) -> tuple[Float32[Array, "T H V"], State]:  # fmt: skip
+        """The same as :meth:`_chunk_by_chunk` in the form ``tiles``."""
         assert chunks.tiles is not None
         tiles, heads, key = chunks.tiles, raw.shape[1], self.config.head_dim
         count = chunks.slot.shape[0]
@@ -194,11 +180,10 @@ class KimiDeltaAttention(nnx.Module):
 
         held = jnp.any(~chunks.from_zero & (chunks.slot > 0))
         tiled = Rows(*(rows(y) for y in (x.q, x.k, x.v, x.g, x.beta[..., None])))
-        after, out = tile_scan(start, held, tiles.runs, tiled, island_precision(dtype))
+        after, out = tile_scan(start, held, tiles.runs, tiled, island_precision(raw.dtype))
         after = jnp.moveaxis(after, 1, 2).reshape(-1, *pool.shape[2:])[:count]
         o = jnp.moveaxis(out, 1, 3).reshape(-1, heads, key)[: count * CHUNK]
-        pool = pool.at[layer, written].set(after, mode=IN_BOUNDS)
-        return self._output(o, gate, layer, dtype), state | {"kda_recurrent": pool}
+        return o, state | {"kda_recurrent": pool.at[layer, written].set(after, mode=IN_BOUNDS)}
 
     def _convolve(self, raw: jax.Array, layer: Index, state: State, chunks: Chunks) -> tuple[jax.Array, State]:
         """Convolves ``raw [N, C, H, 3K]``; a chunk's history is the chunk before it, the pool, or zero."""

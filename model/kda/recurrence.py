@@ -71,7 +71,7 @@ def scores_factored(
     """``<rows_t exp(G_t), k_i exp(-G_i)>`` through factors relative to the middle of the chunk.
 
     The reference in the middle keeps every factor within exp(±40) for the bound of -5, far from both ends of fp32.
-    Shapes: rows, k, g ``[..., C, K]``; returns ``[..., C, C]``. Entries above the diagonal are not meaningful.
+    Entries above the diagonal are not meaningful.
     """
     total = jnp.cumsum(g, axis=-2)
     middle = total[..., CHUNK // 2 - 1 : CHUNK // 2, :]

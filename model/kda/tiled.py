@@ -37,17 +37,11 @@ def island_precision(dtype: jnp.dtype) -> lax.Precision:
 
 
 class Runs(NamedTuple):
-    """Which chunks of each tile belong together; the same in every layer. J tiles of n chunks of C rows.
+    """Which chunks of each tile belong together; the same in every layer. J tiles of n chunks of C rows."""
 
-    Attributes:
-        here: The chunk's run starts in its tile.
-        sums: The rows whose decays make each of :class:`Factors`, one after the other.
-        closed: Minus infinity for factors that are zero, else zero.
-    """
-
-    here: Bool[Array, "J n"]
-    sums: Float32[Array, "J m n*C"]
-    closed: Float32[Array, "J m 1"]
+    here: Bool[Array, "J n"]  # whether the chunk's run starts in its tile
+    sums: Float32[Array, "J m n*C"]  # which rows' decays make each of ``Factors``, one after the other
+    closed: Float32[Array, "J m 1"]  # minus infinity for factors that are zero, else zero
 
 
 def runs_of(first: Bool[Array, "N"], chunk: int) -> Runs:
@@ -55,11 +49,11 @@ def runs_of(first: Bool[Array, "N"], chunk: int) -> Runs:
     size = min(TILE, first.shape[0])
     number = jnp.cumsum(first.reshape(-1, size), axis=1, dtype=jnp.int32)  # 0: goes on from the tile before
     same = number[:, :, None] == number[:, None]
-    row, half = np.arange(size * chunk), chunk // 2
+    row = np.arange(size * chunk)
     of, at = row // chunk, row % chunk  # chunk of a row, place in it
-    a, b = np.repeat(np.arange(size), size)[:, None], np.tile(np.arange(size), size)[:, None]
     one = np.arange(size)[:, None]
-    early, late = at < half, at >= half
+    a, b = np.repeat(one, size, axis=0), np.tile(one, (size, 1))
+    early, late = at < chunk // 2, at >= chunk // 2
     # Both halves of a chunk count from its middle; the early one backwards.
     forward = (of[:, None] == of) & late & late[:, None] & (row <= row[:, None])
     backward = (of[:, None] == of) & early & early[:, None] & (row > row[:, None])
@@ -84,28 +78,18 @@ def runs_of(first: Bool[Array, "N"], chunk: int) -> Runs:
 
 
 class Tiles(NamedTuple):
-    """The chunks of a call side by side in tiles, alike in every layer.
+    """The chunks of a call side by side in tiles, alike in every layer."""
 
-    Attributes:
-        runs: Which chunks belong together.
-        picks: Where the convolution finds the rows before each row, see :func:`conv.picks_of`.
-    """
-
-    runs: Runs
-    picks: BFloat16[Array, "J picked known"]
+    runs: Runs  # which chunks belong together
+    picks: BFloat16[Array, "J picked known"]  # the rows that the convolution sees, by ``picks_of``
 
 
 def tiles_of(first: Bool[Array, "N"], fresh: Bool[Array, "N"], length: Int32[Array, "N"], conv_history: int) -> Tiles:
     """:class:`Tiles` of N chunks; the last tile is filled up.
 
-    Args:
-        first: A run of chunks starts here.
-        fresh: It starts from zero state.
-        length: Tokens of the chunk.
-        conv_history: Tokens before each one that the convolution sees.
+    ``first``, ``fresh`` and ``length`` are as in :func:`picks_of`, whose ``width`` is ``conv_history``.
     """
-    count = first.shape[0]
-    size = min(TILE, count)
+    count, size = first.shape[0], min(TILE, first.shape[0])
 
     def fill(y: jax.Array, value: int) -> jax.Array:
         return jnp.pad(y, (0, -count % size), constant_values=value)
@@ -152,25 +136,15 @@ class Rows(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Decays of a tile, all at most one but ``grown`` and ``shrunk``.
+    """Decays of a tile, all at most one but ``grown`` and ``shrunk``."""
 
-    Attributes:
-        grown: From the middle of its chunk to each row.
-        shrunk: Its inverse.
-        pair: From the middle of chunk b to that of a; zero for another run and for b > a.
-        enter: From the start of the run or tile to the middle of the chunk.
-        leave: From the middle of the chunk to the end of the tile; zero if the run ends before it.
-        rest: From the middle of the chunk to its end.
-        passed: From the start of the run or tile to the end of the chunk.
-    """
-
-    grown: Float32[Array, "J h n C K"]
-    shrunk: Float32[Array, "J h n C K"]
-    pair: Float32[Array, "J h a b K"]
-    enter: Float32[Array, "J h n K"]
-    leave: Float32[Array, "J h n K"]
-    rest: Float32[Array, "J h n K"]
-    passed: Float32[Array, "J h n K"]
+    grown: Float32[Array, "J h n C K"]  # from the middle of its chunk to each row
+    shrunk: Float32[Array, "J h n C K"]  # the inverse of ``grown``
+    pair: Float32[Array, "J h a b K"]  # from the middle of chunk b to that of a; zero for another run and for b > a
+    enter: Float32[Array, "J h n K"]  # from the start of the run or tile to the middle of the chunk
+    leave: Float32[Array, "J h n K"]  # from the middle of the chunk to the end of the tile; zero if its run ends before
+    rest: Float32[Array, "J h n K"]  # from the middle of the chunk to its end
+    passed: Float32[Array, "J h n K"]  # from the start of the run or tile to the end of the chunk
 
 
 def factors(g: Float32[Array, "J h n C K"], runs: Runs) -> Factors:
@@ -192,17 +166,12 @@ def factors(g: Float32[Array, "J h n C K"], runs: Runs) -> Factors:
 def tile_scan(
     read_start: Callable[[], jax.Array], held: Bool[Array, ""], runs: Runs, x: Rows, exact: lax.Precision = HIGHEST
 ) -> tuple[Float32[Array, "J h n K V"], Float32[Array, "J h n C V"]]:
-    """All chunks of a call.
+    """(state after each chunk, o) of all chunks of a call; padding has zero ``g`` and ``beta``.
 
     Args:
         read_start: Gives ``[J, h, n, K, V]``, for every chunk the state before its run.
         held: Where it is False, all runs start from zero and nothing is read.
-        runs: The runs of the call's chunks.
-        x: Rows of all chunks; padding has zero ``g`` and ``beta``.
         exact: The precision of products; decays are always added up at the highest.
-
-    Returns:
-        (state after each chunk, o).
     """
     tiles, heads, size, chunk, key = x.k.shape
     rows, value = size * chunk, x.v.shape[-1]
@@ -227,7 +196,7 @@ def tile_scan(
         return jnp.zeros((*reads.shape[:-1], value)), jnp.zeros((*f.passed.shape, value))
 
     with jax.named_scope("cached"):
-        known, before = lax.cond(held, from_start, from_zero)  # of the runs that start in their tile
+        known, before = lax.cond(held, from_start, from_zero)  # for runs that start in their tile
     own = (x.v - known[:, :, :, :chunk]).reshape(tiles, heads, rows, value)
     if tiles == 1:
         r = _product(inverse, own, exact)
@@ -248,15 +217,16 @@ def tile_scan(
     return before + f.rest[..., None] * gained, o.reshape(x.v.shape) + known[:, :, :, chunk:]
 
 
-def _chain(link: jax.Array, through: jax.Array, before: jax.Array, exact: lax.Precision) -> jax.Array:
-    """The state that each tile takes over from the one before it, ``[J, h, K, V]``.
+def _chain(
+    link: Float32[Array, "J h K KV"], through: Float32[Array, "J h K"], before: Float32[Array, "J h K V"],
+    exact: lax.Precision,
+) -> Float32[Array, "J h K V"]:  # fmt: skip
+    """The state that each tile takes over from the one before it.
 
     Args:
-        link: ``[J, h, K, K + V]``: what the tile writes of the state that it takes over (negated), and what it
-            writes itself.
-        through: ``[J, h, K]``, decay of the state it takes over; zero where another run is the last.
-        before: ``[J, h, K, V]``, what is left of the state from which the last run started in the tile.
-        exact: The precision of the products.
+        link: What the tile writes of the state that it takes over (negated), K wide, beside what it writes itself.
+        through: Decay of the state it takes over; zero where another run is the last.
+        before: What is left of the state from which the last run started in the tile.
     """
     key = link.shape[2]
     of_carry = through[..., None] * np.eye(key, dtype=np.float32) - link[..., :key]

@@ -13,19 +13,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from ling3export.model.config import Config
-from ling3export.model.geometry import CHUNK, Geometry
+from ling3export.model.geometry import AXIS, CHUNK, Geometry
 from ling3export.model.inputs import Chunks, DecodeRows
-from ling3export.model.layers import Index, rms_norm, rope, take
+from ling3export.model.layers import Index, State, of_heads, rms_norm, rope, take
 from ling3export.model.mla.paged import (
     MASKED,
     OnlineSoftmax,
-    PageList,
+    Pool,
     attend_list,
     attend_pages,
-    gather_heads,
     local_pages,
     masked_softmax,
     merge,
@@ -33,28 +32,18 @@ from ling3export.model.mla.paged import (
 )
 from ling3export.model.products import column_parallel, dot, dot_heads, per_head, row_parallel
 
-LATENT_NORM_EPS = 1e-6  # of the query's and the key-value latent's norm, whatever rms_norm_eps says
+LATENT_NORM_EPS = 1e-6  # for the norms of the query's and the key-value latent, whatever rms_norm_eps says
 QUERY_BLOCK = 512  # padded tokens whose scores against the whole call are held at once
-
-Pool = Float[Array, "layers pages page row"]
 
 
 class Projected(NamedTuple):
-    """Projections of the tokens of a step, in the model dtype but for the gate.
+    """Projections of the tokens of a step, in the model dtype but for the gate."""
 
-    Attributes:
-        q_nope: The part of each head's query without position, scaled.
-        q_rope: The roped part, scaled.
-        latent: Normed.
-        k_rope: The roped key that all heads share.
-        gate: Each head's gate, fp32, between 0 and 1.
-    """
-
-    q_nope: Float[Array, "T H N"]
-    q_rope: Float[Array, "T H P"]
-    latent: Float[Array, "T R"]
-    k_rope: Float[Array, "T P"]
-    gate: Float32[Array, "T H"]
+    q_nope: Float[Array, "T H N"]  # the part of each head's query without position, scaled
+    q_rope: Float[Array, "T H P"]  # the roped part, scaled
+    latent: Float[Array, "T R"]  # the compressed keys and values, normed
+    k_rope: Float[Array, "T P"]  # the roped key that all heads share
+    gate: Float32[Array, "T H"]  # each head's gate, fp32, between 0 and 1
 
 
 class GatedMLA(nnx.Module):
@@ -67,11 +56,6 @@ class GatedMLA(nnx.Module):
         self.g_proj, self.dense = weights["g_proj"], weights["dense"]
         self.q_proj, self.q_a_proj = weights.get("q_proj"), weights.get("q_a_proj")
         self.q_a_layernorm, self.q_b_proj = weights.get("q_a_layernorm"), weights.get("q_b_proj")
-
-    def _heads(self, weight: nnx.Param, layer: Index) -> Float[Array, "H X R"]:
-        """One layer's matrices of all heads of this device."""
-        value = take(weight[...], layer, split=True)
-        return value.reshape(-1, *value.shape[2:])
 
     def _query(self, x: Float[Array, "T D"], layer: Index) -> Float32[Array, "T H Q"]:
         """Each head's query, nope and rope, by the flat projection or through the low rank."""
@@ -116,27 +100,23 @@ class GatedMLA(nnx.Module):
         return row_parallel(gated, self.dense, layer, self.geometry)
 
     def decode(
-        self, x: Float[Array, "B D"], layer: Index, pool: Pool, rows: DecodeRows
-    ) -> tuple[Float32[Array, "B D"], Pool]:
-        """One token of each sequence.
+        self, x: Float[Array, "B D"], layer: Index, state: State, rows: DecodeRows
+    ) -> tuple[Float32[Array, "B D"], State]:
+        """One token of each sequence, ``x`` normed, in the model dtype: this device's partial sum, and the state.
 
-        Args:
-            x: Normed, in the model dtype.
-            layer: Index into the stack and the pool.
-            pool: The latent pool.
-            rows: The step's rows. Their list of pages is walked; without one, a sequence after the other.
-
-        Returns:
-            This device's partial sum, and the pool with the new latents.
+        The list of the rows' pages is walked; without one, a sequence after the other.
         """
-        p = self._project(x, layer, rows.position)
-        pool = store_latents(pool, layer, p, rows.position, rows.page_table, rows.valid, self.geometry)
+        p, rank = self._project(x, layer, rows.position), self.config.kv_lora_rank
+        pool = self._store(state["mla_latent"], layer, p, rows, rows.page_table)
         query = self._absorb(p, layer, pool.shape[3])
         if rows.pages is None:
             latent = self._one_by_one(query, pool, layer, rows)
+        elif self.geometry.striped:
+            query = lax.all_gather(query, AXIS, axis=1, tiled=True)  # all heads, on every device
+            latent = merge_devices(attend_list(query, pool, layer, rows.pages, rank)).normalized
         else:
-            latent = self._all_pages(query, pool, layer, rows.pages)
-        return self._output(self._release(latent, layer, x.dtype), p, layer), pool
+            latent = attend_list(query, pool, layer, rows.pages, rank).normalized
+        return self._output(self._release(latent, layer, x.dtype), p, layer), state | {"mla_latent": pool}
 
     def _one_by_one(
         self, query: Float[Array, "B H row"], pool: Pool, layer: Index, rows: DecodeRows
@@ -152,23 +132,13 @@ class GatedMLA(nnx.Module):
         with jax.named_scope("sequences"):
             return lax.fori_loop(0, rows.used, sequence, jnp.zeros((*query.shape[:2], rank), jnp.float32))
 
-    def _all_pages(
-        self, query: Float[Array, "B H row"], pool: Pool, layer: Index, pages: PageList
-    ) -> Float32[Array, "B H R"]:
-        """Attended latents over the listed pages of all sequences."""
-        rank = self.config.kv_lora_rank
-        if self.geometry.striped:
-            return merge_devices(attend_list(gather_heads(query), pool, layer, pages, rank)).normalized
-        return attend_list(query, pool, layer, pages, rank).normalized
-
     def prefill(
-        self, x: Float[Array, "T D"], layer: Index, pool: Pool, chunks: Chunks
-    ) -> tuple[Float32[Array, "T D"], Pool]:
+        self, x: Float[Array, "T D"], layer: Index, state: State, chunks: Chunks
+    ) -> tuple[Float32[Array, "T D"], State]:
         """All padded tokens of a prefill call; arguments and results as :meth:`decode`, rows being padded tokens."""
         p = self._project(x, layer, chunks.position)
         # Written before anything is read: a write after a read that nothing orders would make XLA copy the pool.
-        table = jnp.repeat(chunks.page_table, CHUNK, axis=0)
-        pool = store_latents(pool, layer, p, chunks.position, table, chunks.valid, self.geometry)
+        pool = self._store(state["mla_latent"], layer, p, chunks, jnp.repeat(chunks.page_table, CHUNK, axis=0))
         part = self._within(p, layer, chunks)
         with jax.named_scope("cached"):
             part = lax.cond(
@@ -177,12 +147,24 @@ class GatedMLA(nnx.Module):
                 lambda part, pool: part,
                 part, pool,
             )  # fmt: skip
-        return self._output(part.normalized, p, layer), pool
+        return self._output(part.normalized, p, layer), state | {"mla_latent": pool}
+
+    def _store(
+        self, pool: Pool, layer: Index, p: Projected, tokens: DecodeRows | Chunks, table: Int32[Array, "T M"]
+    ) -> Pool:
+        """Writes each token's [latent | roped k | 0] into its page by its page table; padding goes to dummy page 0."""
+        page, row = pool.shape[2:]
+        index = jnp.where(tokens.valid, tokens.position // page, 0)
+        number = jnp.where(tokens.valid, jnp.take_along_axis(table, index[:, None], axis=1)[:, 0], 0)
+        _, number = local_pages(number, self.geometry)
+        filled = jnp.zeros((p.latent.shape[0], row - p.latent.shape[1] - p.k_rope.shape[1]), pool.dtype)
+        new = jnp.concatenate([p.latent.astype(pool.dtype), p.k_rope.astype(pool.dtype), filled], axis=-1)
+        return pool.at[layer, number, tokens.position % page].set(new, mode="promise_in_bounds")
 
     def _within(self, p: Projected, layer: Index, chunks: Chunks) -> OnlineSoftmax:
         """Expanded attention of the call's tokens among themselves: ``m [T, H]``, ``l [T, H]``, ``acc [T, H, V]``."""
-        k_nope = dot(p.latent, self._heads(self.w_uk, layer)).astype(p.latent.dtype)
-        value = dot(p.latent, self._heads(self.w_uv, layer)).astype(p.latent.dtype)
+        k_nope = dot(p.latent, of_heads(self.w_uk, layer)).astype(p.latent.dtype)
+        value = dot(p.latent, of_heads(self.w_uv, layer)).astype(p.latent.dtype)
         k_rope = jnp.broadcast_to(p.k_rope[:, None], (*k_nope.shape[:2], p.k_rope.shape[-1]))
         key = jnp.concatenate([k_nope, k_rope], axis=-1)
         query = jnp.concatenate([p.q_nope, p.q_rope], axis=-1)
@@ -222,27 +204,3 @@ class GatedMLA(nnx.Module):
         m, l, acc = jax.tree.map(lambda y: y.reshape(count * CHUNK, heads, *y.shape[2:]), part)  # noqa: E741
         # The weights of a value are not normalized yet: the sums may be large, w_uv is linear, so order is free.
         return OnlineSoftmax(m, l, self._release(acc, layer, p.latent.dtype))
-
-
-def store_latents(
-    pool: Pool, layer: Index, p: Projected, position: Int32[Array, "T"], table: Int32[Array, "T M"],
-    valid: Bool[Array, "T"], geometry: Geometry,
-) -> Pool:  # fmt: skip
-    """Writes each token's [latent | roped k | 0] into its page; padding goes to the dummy page 0.
-
-    Args:
-        pool: The latent pool.
-        layer: Index into the pool.
-        p: The step's projections.
-        position: Of each token in its sequence.
-        table: Each token's page table.
-        valid: False for padding.
-        geometry: Where the pages are.
-    """
-    page, row = pool.shape[2:]
-    index = jnp.where(valid, position // page, 0)
-    number = jnp.where(valid, jnp.take_along_axis(table, index[:, None], axis=1)[:, 0], 0)
-    _, number = local_pages(number, geometry)
-    filled = jnp.zeros((p.latent.shape[0], row - p.latent.shape[1] - p.k_rope.shape[1]), pool.dtype)
-    new = jnp.concatenate([p.latent.astype(pool.dtype), p.k_rope.astype(pool.dtype), filled], axis=-1)
-    return pool.at[layer, number, position % page].set(new, mode="promise_in_bounds")

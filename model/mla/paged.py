@@ -22,40 +22,29 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.layers import Index
-from ling3export.model.products import precision
+from ling3export.model.products import einsum, product
 
 MASKED = -1e30  # finite, so that a row which sees nothing yet gives weights of zero and not NaN
 TILE = 16  # pages attended at once: 8 cost 12 small operations as often again (docs/log.md)
 
+Pool = Float[Array, "layers pages page row"]  # this device's latents; a row is [latent | roped key | 0]
+
 
 class PageList(NamedTuple):
-    """The pages that this device attends in a decode step, those of live rows first.
+    """The pages that this device attends in a decode step, those of live rows first."""
 
-    Attributes:
-        row: Which sequence of the batch.
-        page: Local page number, 0 past the end.
-        length: Tokens of the page that count, 0 past the end.
-        tiles: How many tiles of :data:`TILE` hold pages.
-    """
-
-    row: Int32[Array, "X"]
-    page: Int32[Array, "X"]
-    length: Int32[Array, "X"]
-    tiles: Int32[Array, ""]
+    row: Int32[Array, "X"]  # which sequence of the batch
+    page: Int32[Array, "X"]  # local page number, 0 past the end
+    length: Int32[Array, "X"]  # tokens of the page that count, 0 past the end
+    tiles: Int32[Array, ""]  # how many tiles of :data:`TILE` hold pages
 
 
 class OnlineSoftmax(NamedTuple):
-    """A softmax over part of the keys, not yet normalized.
+    """A softmax over part of the keys, not yet normalized."""
 
-    Attributes:
-        m: The largest score so far.
-        l: The sum of ``exp(score - m)``.
-        acc: The values, weighted by ``exp(score - m)``, added up.
-    """
-
-    m: Float32[Array, "..."]
-    l: Float32[Array, "..."]  # noqa: E741 (the name in the papers)
-    acc: Float32[Array, "... X"]
+    m: Float32[Array, "..."]  # the largest score so far
+    l: Float32[Array, "..."]  # noqa: E741 (the papers' name); the sum of ``exp(score - m)``
+    acc: Float32[Array, "... X"]  # the values, weighted by ``exp(score - m)``, added up
 
     @property
     def normalized(self) -> Float32[Array, "... X"]:
@@ -77,14 +66,7 @@ def local_pages(
 def list_pages(
     position: Int32[Array, "B"], table: Int32[Array, "B M"], valid: Bool[Array, "B"], geometry: Geometry
 ) -> PageList:
-    """Lists what a decode step attends: every page up to each row's position.
-
-    Args:
-        position: Position of the token that decodes.
-        table: Page numbers of each row.
-        valid: False for padding rows.
-        geometry: Placement and page size.
-    """
+    """Lists what a decode step attends: every page of ``table`` up to the position of each row that is ``valid``."""
     rows, columns = table.shape
     page = geometry.page_size
     seen = jnp.where(valid, position + 1, 0)[:, None] - jnp.arange(columns, dtype=jnp.int32) * page
@@ -122,21 +104,17 @@ def masked_softmax(
 
 
 def attend_pages(
-    query: Float[Array, "Q row"], pool: Float[Array, "layers pages page row"], layer: Index, table: Int32[Array, "M"],
-    length: Int32[Array, ""], rank: int, geometry: Geometry,
+    query: Float[Array, "Q row"], pool: Pool, layer: Index, table: Int32[Array, "M"], length: Int32[Array, ""],
+    rank: int, geometry: Geometry,
 ) -> OnlineSoftmax:  # fmt: skip
-    """Absorbed attention of one sequence over its first ``length`` cached tokens.
+    """Absorbed attention of one sequence over its first ``length`` cached tokens, on the pages of ``table``.
 
-    Costs the pages that the sequence uses: the loop's trip count is ``ceil(length / page)``.
+    Costs the pages that the sequence uses: the loop's trip count is ``ceil(length / page)``. A device that alone holds
+    a page sends it to all.
 
     Args:
         query: Already scaled, zero beyond latent and rope.
-        pool: The latent pool.
-        layer: Index into the pool.
-        table: The sequence's page numbers.
-        length: Tokens.
         rank: R, the width of the latent, the part that is also the value.
-        geometry: Where the pages are; the device that holds one alone sends it to all.
 
     Returns:
         ``m [Q]``, ``l [Q]``, ``acc [Q, R]``.
@@ -150,13 +128,10 @@ def attend_pages(
         cached = jnp.where(mask[:, None], pool[layer, number], jnp.zeros((), pool.dtype))
         if geometry.striped:
             cached = lax.psum(jnp.where(here, cached, jnp.zeros((), pool.dtype)), AXIS)
-        exact = precision(pool.dtype)
-        scores = jnp.matmul(query, cached.T, precision=exact, preferred_element_type=jnp.float32)
+        scores = product(query, cached.T, 0)
         m, l, weights = masked_softmax(scores, mask[None])  # noqa: E741
         # Over the whole row, rope part and all: a slice of the page would be copied first on CPU.
-        weights = weights.astype(pool.dtype)
-        acc = jnp.matmul(weights, cached, precision=exact, preferred_element_type=jnp.float32)
-        return merge(part, OnlineSoftmax(m, l, acc))
+        return merge(part, OnlineSoftmax(m, l, product(weights.astype(pool.dtype), cached, 0)))
 
     rows, row = query.shape
     empty = OnlineSoftmax(jnp.full((rows,), MASKED), jnp.zeros((rows,)), jnp.zeros((rows, row)))
@@ -165,27 +140,13 @@ def attend_pages(
     return part._replace(acc=part.acc[:, :rank])
 
 
-def attend_list(
-    query: Float[Array, "B H row"],
-    pool: Float[Array, "layers pages page row"],
-    layer: Index,
-    pages: PageList,
-    rank: int,
-) -> OnlineSoftmax:
-    """Absorbed attention of every row of a decode step over the listed pages.
-
-    Args:
-        query: Scaled, zero beyond latent and rope.
-        pool: This device's latent pool.
-        layer: Index into the pool.
-        pages: What to attend.
-        rank: R, the width of the latent, the part that is also the value.
+def attend_list(query: Float[Array, "B H row"], pool: Pool, layer: Index, pages: PageList, rank: int) -> OnlineSoftmax:
+    """Absorbed attention of every row of a decode step over the listed pages; ``query`` and ``rank`` as above.
 
     Returns:
         ``m [B, H]``, ``l [B, H]``, ``acc [B, H, R]``.
     """
     count, heads = query.shape[:2]
-    exact = precision(pool.dtype)
     place = jnp.arange(pool.shape[2], dtype=jnp.int32)
 
     def step(i: jax.Array, part: OnlineSoftmax) -> OnlineSoftmax:
@@ -193,7 +154,7 @@ def attend_list(
         counts = place < length[:, None]  # [TILE, page]
         cached = pool.at[layer, number].get(mode="promise_in_bounds")
         owner = (row == jnp.arange(count, dtype=jnp.int32)[:, None]) & (length > 0)  # [B, TILE]
-        scores = jnp.einsum("phr,plr->phl", query[row], cached, precision=exact, preferred_element_type=jnp.float32)
+        scores = einsum("phr,plr->phl", query[row], cached)
         scores = jnp.where(counts[:, None], scores, MASKED)
         highest = jnp.where(owner[:, :, None], jnp.max(scores, axis=-1), MASKED)  # [B, TILE, H]
         m = jnp.maximum(part.m, jnp.max(highest, axis=1))
@@ -201,8 +162,7 @@ def attend_list(
         share = owner.astype(jnp.float32)
         # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
         latent = jnp.where(counts[:, :, None], cached[..., :rank], jnp.zeros((), pool.dtype))
-        values = jnp.einsum("phl,plr->phr", weights.astype(pool.dtype), latent, precision=exact,
-                            preferred_element_type=jnp.float32)  # fmt: skip
+        values = einsum("phl,plr->phr", weights.astype(pool.dtype), latent)
         kept = jnp.exp(part.m - m)
         total = jnp.einsum("bp,ph->bh", share, jnp.sum(weights, axis=-1), precision=lax.Precision.HIGHEST)
         gained = jnp.einsum("bp,phr->bhr", share, values, precision=lax.Precision.HIGHEST)
@@ -211,11 +171,6 @@ def attend_list(
     empty = OnlineSoftmax(jnp.full((count, heads), MASKED), jnp.zeros((count, heads)), jnp.zeros((count, heads, rank)))
     with jax.named_scope("page_tiles"):
         return lax.fori_loop(0, pages.tiles, step, empty)
-
-
-def gather_heads(query: Float[Array, "B h row"]) -> Float[Array, "B H row"]:
-    """Queries of each device's heads, to those of all heads on every device."""
-    return lax.all_gather(query, AXIS, axis=1, tiled=True)
 
 
 def merge_devices(part: OnlineSoftmax) -> OnlineSoftmax:

@@ -1,4 +1,4 @@
-"""From logits to tokens, on the devices, without the host in between.
+"""From logits to tokens, and to log-probabilities of given tokens, on the devices, without the host in between.
 
 The vocabulary stays cut over devices until here. Greedy rows need the best of each device. Only when a row of the call
 samples are the logits exchanged, so that each device has its share of the rows, whole. The key of a row is
@@ -8,13 +8,18 @@ or TP.
 Axis letters: R rows, V vocabulary, v = V/TP this device's part of it; L and W as in ``thresholds.py``.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int32
 
-from ling3export.model.geometry import AXIS
+from ling3export.model.geometry import AXIS, CHUNK
 from ling3export.model.sampling.thresholds import by_row, keep_mask, numbers, to_lines
+
+# Padded tokens whose logits exist at a time: 5 MB for a sixteenth of Ling3-Tiny's vocabulary, 80 MB for the whole.
+ROWS = 128
 
 
 def first_best(lines: Float32[Array, "L W"], rows: int) -> tuple[Float32[Array, "R"], Int32[Array, "R"]]:
@@ -127,3 +132,38 @@ def sample(
     with jax.named_scope("drawn"):
         token, logit = lax.cond(jnp.any(do_sample), mixed, lambda: (token, logit))
     return token, logit - log_sum
+
+
+def score_next(
+    logits: Callable[[jax.Array], jax.Array], x: Float32[Array, "T D"], next_token: Int32[Array, "T"]
+) -> tuple[Float32[Array, "T"], Int32[Array, "T"]]:
+    """Scores ``next_token`` behind every padded token, without the logits of all of them at a time.
+
+    Logits are computed for some rows after the other. A device keeps four numbers of each row, those of
+    :func:`best_of_own` and the logit of the next token where this device has it. One gather takes them to all devices.
+
+    Args:
+        logits: From ``[R, D]`` to fp32 ``[R, V/TP]``, this device's part of the vocabulary.
+        x: What the last layer gave; T is a multiple of CHUNK.
+        next_token: -1 where there is none to score.
+
+    Returns:
+        The log-probability under the plain softmax, 0 where there is no next token; and the token with the largest
+        logit (of equals the lowest id), -1 where there is no next token. The same on every device.
+    """
+    slots = x.shape[0]
+    size = max(size for size in range(CHUNK, min(slots, ROWS) + 1, CHUNK) if slots % size == 0)
+
+    def rows(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        own = logits(part[0])
+        index = part[1] - lax.axis_index(AXIS) * own.shape[1]
+        inside = (index >= 0) & (index < own.shape[1])
+        scored = jnp.take_along_axis(own, jnp.where(inside, index, 0)[:, None], axis=1)[:, 0]
+        return jnp.concatenate([best_of_own(own), jnp.where(inside, scored, 0.0)[None]])
+
+    parts = lax.map(rows, (x.reshape(-1, size, x.shape[1]), next_token.reshape(-1, size)))
+    each = jnp.moveaxis(lax.all_gather(parts, AXIS), 2, 1).reshape(-1, 4, slots)
+    best, maximum, log_total = best_of_all(each[:, :3])
+    given = next_token >= 0
+    logprob = jnp.sum(each[:, 3], axis=0) - maximum - log_total
+    return jnp.where(given, logprob, 0.0), jnp.where(given, best, -1)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, Shaped, UInt32
 
-BITS = 4  # of a digit: that many are found in one look at all values
+BITS = 4  # a digit has so many, which one look at all values finds
 
 
 def numbers(shape: tuple[int, ...], rows: int) -> Int32[Array, "L W"]:

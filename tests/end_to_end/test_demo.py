@@ -114,7 +114,7 @@ def test_training_computes_what_the_reference_computes(weights):
     expected = reference.logits_many([row.tolist() for row in tokens])
     assert min(reference.margins) > MARGIN
     assert max(relative(np.asarray(row), of) for row, of in zip(found, expected, strict=True)) < FLOAT32
-    assert np.sum(load, axis=1).tolist() == [2 * 64 * config.num_experts_per_tok] * len(config.moe_layers)
+    assert np.sum(load, axis=1).tolist() == [2 * 64 * config.num_experts_per_tok] * len(config.layers("moe"))
 
 
 def test_the_demo_solves_what_was_kept_from_it(artifact, tmp_path):

@@ -64,10 +64,10 @@ def refusal(fields: dict[str, Any], **kwargs) -> str:
 
 def test_ling3_tiny():
     config = Config.from_dict(TINY)
-    assert config.mla_layers == (3, 7, 11, 15, 19, 23)
-    assert len(config.kda_layers) == 18
-    assert config.dense_layers == (0,)
-    assert config.moe_layers == tuple(range(1, 24))
+    assert config.layers("mla") == (3, 7, 11, 15, 19, 23)
+    assert len(config.layers("kda")) == 18
+    assert config.layers("dense") == (0,)
+    assert config.layers("moe") == tuple(range(1, 24))
     assert (config.qk_head_dim, config.latent_dim, config.head_dim) == (192, 576, 128)
     assert config.tp_shards == 16
     assert config.eos_token_ids == (156892,)
@@ -89,8 +89,8 @@ def test_public_release_with_the_fields_it_carries_along():
 
 def test_flash_structure():
     config = Config.from_dict(FLASH)
-    assert config.mla_layers == (5, 11, 17, 23, 29, 35, 41)
-    assert config.dense_layers == (0, 1)
+    assert config.layers("mla") == (5, 11, 17, 23, 29, 35, 41)
+    assert config.layers("dense") == (0, 1)
     assert config.tp_shards == 32
     assert config.q_lora_rank is None
 

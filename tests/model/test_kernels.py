@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from direct import pack
-from kda_oracle import BOUNDED, GATES, close, delta_rule
+from kda_oracle import BOUNDED, GATES, close, delta_rule, random_rows
 from ling3export.checkpoint.synth import config_fields
 from ling3export.model import moe
 from ling3export.model.config import Config
@@ -18,7 +18,7 @@ from ling3export.model.inputs import batch_fields, chunks_of, packed_size, unpac
 from ling3export.model.kda import layer as kda
 from ling3export.model.kda import recurrence as delta
 from ling3export.model.layers import rope
-from ling3export.verify import formulas as formulas
+from ling3export.verify import formulas
 from tolerances import KERNEL
 
 HEADS, KEY, VALUE, TOKENS = 2, 24, 20, 5 * CHUNK
@@ -27,14 +27,8 @@ HEADS, KEY, VALUE, TOKENS = 2, 24, 20, 5 * CHUNK
 def random_inputs(gate: str, *, repeated_keys: bool = False, seed: int = 0) -> tuple[np.ndarray, delta.Inputs]:
     """(state, inputs) in float64; with ``repeated_keys`` one key, written with full strength, all along."""
     rng = np.random.default_rng(seed)
-    q, k = rng.normal(size=(2, TOKENS, HEADS, KEY))
-    if repeated_keys:
-        k[:] = k[0]
-    q, k = (y / np.linalg.norm(y, axis=-1, keepdims=True) for y in (q, k))
-    beta = np.ones((TOKENS, HEADS)) if repeated_keys else rng.random((TOKENS, HEADS))
-    v, g = rng.normal(size=(TOKENS, HEADS, VALUE)), GATES[gate](rng, (TOKENS, HEADS, KEY))
-    x: list[Any] = [q, k, v, g, beta]
-    return rng.normal(size=(HEADS, KEY, VALUE)), delta.Inputs(*x)
+    x = random_rows(rng, gate, (TOKENS, HEADS), KEY, VALUE, repeated_keys)
+    return rng.normal(size=(HEADS, KEY, VALUE)), x
 
 
 def as_float32(tree: Any) -> Any:

@@ -181,8 +181,8 @@ def test_queries_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert relative(second[2], case.expected[1][89]) < FLOAT32
 
 
-def test_slab_by_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Layers too large for the caches are multiplied slab by slab; one row decodes without copies of any pool."""
+def test_one_tp_shard_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Layers too large for the caches are multiplied TP shard by TP shard; one row decodes without copies of a pool."""
     monkeypatch.setattr(products, "CACHED", 0)
     case = Case(tmp_path / "checkpoint", (60,), num_hidden_layers=4).expect()
     assert case.error_of_prompt(Quick(case.config, case.read), 48, 1, lengths=(33, 54), until=60) < FLOAT32
@@ -191,7 +191,7 @@ def test_slab_by_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 GATES = {
     # dt_bias of every fourth channel where f_proj is nulled and A_log is 0: log decays of -2.6, -5 and -1e-5 a token.
     "bounded": ({"kda_safe_gate": True}, (np.log(2.6 / 2.4), 40.0, -13.1)),
-    # Of -2.6, -60 and -1e-5: over a chunk the second reaches e^-960.
+    # The same with -60 a token, which reaches e^-960 over a chunk.
     "unbounded": ({"kda_safe_gate": False}, (np.log(np.expm1(2.6)), 60.0, -11.5)),
 }
 

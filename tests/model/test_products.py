@@ -1,4 +1,4 @@
-"""Products with one layer of a stack: slab by slab, head by head and piece by piece against one plain product."""
+"""Products with one layer of a stack, by TP shards, heads and pieces, against one plain product."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,10 +18,10 @@ GEOMETRY = Geometry(tp=1, dtype="float32", slots=1, pages=1, page_size=16, max_p
 ERROR = 1e-6
 
 
-@pytest.fixture(params=["slab by slab", "merged on CPU", "merged"], autouse=True)
+@pytest.fixture(params=["one by one", "merged on CPU", "merged"], autouse=True)
 def geometry(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Geometry:
     """The form of the products: by the size of a layer, and by the loop over layers."""
-    monkeypatch.setattr(products, "CACHED", 0 if request.param == "slab by slab" else 2**30)
+    monkeypatch.setattr(products, "CACHED", 0 if request.param == "one by one" else 2**30)
     monkeypatch.setattr(products, "PIECE", 7)
     return replace(GEOMETRY, form="tiles") if request.param == "merged" else GEOMETRY
 

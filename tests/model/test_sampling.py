@@ -180,9 +180,16 @@ def test_greedy_rows_beside_drawn_ones(samplers: dict):
     assert np.max(np.abs(logprob - log_softmax(logits)[np.arange(8), token])) < KERNEL
 
 
+def assert_follows(drawn: list[int], best: np.ndarray, probability: np.ndarray) -> None:
+    """The counts of 2000 draws against the probabilities of ``best``; never another token."""
+    counts = np.array([drawn.count(token) for token in best])
+    assert counts.sum() == 2000
+    assert np.sum((counts - 2000 * probability) ** 2 / (2000 * probability)) < CHI_SQUARE_5
+
+
 @pytest.mark.parametrize("along", ["seed", "position"])
 def test_draws_follow_the_distribution(samplers: dict, along: str):
-    """Six tokens kept at temperature 0.7: counts of 2000 draws against their probabilities; never another token."""
+    """Six tokens kept at temperature 0.7."""
     logits = np.random.default_rng(3).normal(size=VOCAB).astype(np.float32)
     best = np.argsort(-logits, kind="stable")[:6]
     probability = np.exp(log_softmax(logits[best] / 0.7))
@@ -190,9 +197,7 @@ def test_draws_follow_the_distribution(samplers: dict, along: str):
     for start in range(0, 2000, 8):
         fields = {"seed": 11, "position": 5} | {along: np.arange(start, start + 8)}
         drawn += samplers[1, 8](np.tile(logits, (8, 1)), temperature=0.7, top_k=6, **fields)[0].tolist()
-    counts = np.array([drawn.count(token) for token in best])
-    assert counts.sum() == 2000
-    assert np.sum((counts - 2000 * probability) ** 2 / (2000 * probability)) < CHI_SQUARE_5
+    assert_follows(drawn, best, probability)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -220,6 +225,4 @@ def test_draws_from_large_logits_at_a_small_temperature_follow_the_distribution(
     for start in range(0, 2000, 8):
         fields = {"seed": 11, "position": np.arange(start, start + 8)}
         drawn += samplers[1, 8](np.tile(logits, (8, 1)), temperature=temperature, **fields)[0].tolist()
-    counts = np.array([drawn.count(token) for token in best])
-    assert counts.sum() == 2000
-    assert np.sum((counts - 2000 * probability) ** 2 / (2000 * probability)) < CHI_SQUARE_5
+    assert_follows(drawn, best, probability)

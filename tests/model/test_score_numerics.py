@@ -6,11 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from direct import pack, relative
+from direct import relative
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.checkpoint.synth import synthesize
 from ling3export.model.geometry import CHUNK, Form
-from ling3export.model.sampling.scoring import ROWS
+from ling3export.model.sampling.sample import ROWS
+from ling3export.runners.engine.inputs import Span
+from ling3export.verify.receipts import log_softmax
 from ling3export.verify.reference import Reference
 from numerics import Case, Quick
 from tolerances import FLOAT32, MARGIN
@@ -27,43 +29,20 @@ class Scorer(Quick):
 
     def score(self, parts: Sequence[Part]) -> tuple[Found, dict[int, np.ndarray]]:
         """One call: what it says behind every token, and the logits behind the last of each part, by slot."""
-        step, call = self.step("score", PADDING)
-        count = PADDING // CHUNK
-        tokens = np.full(PADDING, self.config.vocab_size - 1, np.int32)
-        following = np.full(PADDING, -1, np.int32)
-        slot, start, length, fresh = (np.zeros(count, np.int32) for _ in range(4))
-        tables = np.zeros((count, self.geometry.max_pages), np.int32)
-        places: dict[tuple[int, int], int] = {}
-        rows: dict[int, int] = {}
-        n = 0
-        for which, position, ids, after in parts:
-            for cut in range(0, len(ids), CHUNK):
-                piece = ids[cut : cut + CHUNK]
-                at = n * CHUNK
-                tokens[at : at + len(piece)] = piece
-                following[at : at + len(piece)] = after[cut : cut + CHUNK]
-                slot[n], start[n], length[n], fresh[n] = which, position + cut, len(piece), position + cut == 0
-                tables[n] = self.table(which)
-                places |= {(which, position + cut + i): at + i for i in range(len(piece))}
-                rows[which] = n
-                n += 1
-        packed = pack(step.fields, tokens=tokens, chunk_slot=slot, chunk_start=start, chunk_len=length, fresh=fresh,
-                      page_table=tables, next_token=following)  # fmt: skip
-        self.state, out = call(self.params, self.state, {"packed": packed})
-        logprob, best, logits = (np.asarray(out[name]) for name in ("logprob", "best", "logits"))
+        spans = [Span(slot, position, ids, self.table(slot), after) for slot, position, ids, after in parts]
+        out = self.call("score", PADDING, spans)
+        following = np.full(PADDING, -1)
+        found: Found = {}
+        for span, begin in zip(spans, [0, *(out["ends"][:-1] + 1)], strict=True):
+            for i, after in enumerate(span.next_tokens):
+                at = begin * CHUNK + i
+                following[at] = after
+                if after >= 0:
+                    found[span.slot, span.start + i] = float(out["logprob"][at]), int(out["best"][at])
         silent = following < 0
-        assert not logprob[silent].any()
-        assert (best[silent] == -1).all()
-        return (
-            {key: (float(logprob[at]), int(best[at])) for key, at in places.items() if not silent[at]},
-            {which: logits[row] for which, row in rows.items()},
-        )
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    logits = logits.astype(np.float64)
-    top = logits.max(-1, keepdims=True)
-    return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+        assert not out["logprob"][silent].any()
+        assert (out["best"][silent] == -1).all()
+        return found, {span.slot: out["logits"][row] for span, row in zip(spans, out["ends"], strict=True)}
 
 
 def assert_right(found: Found, prompts: Sequence[Sequence[int]], expected: Sequence[np.ndarray]) -> None:

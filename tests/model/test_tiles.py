@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-from kda_oracle import BOUNDED, GATES, close, delta_rule
+from kda_oracle import BOUNDED, close, delta_rule, random_rows
 from ling3export.model.geometry import CHUNK
 from ling3export.model.kda import tiled as tiles
 from ling3export.model.kda.conv import convolve_tiles, picks_of
 from ling3export.model.kda.recurrence import Inputs
 from ling3export.model.layers import l2_norm, rms_norm, rope
-from ling3export.verify import formulas as formulas
+from ling3export.verify import formulas
 from tolerances import KERNEL, TILES
 
 pytestmark = pytest.mark.jit
@@ -44,17 +44,10 @@ class Case:
 
     def __init__(self, gate: str, starts: list[int], repeated: bool, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
-        shape = (CHUNKS, CHUNK, HEADS)
-        q, k = rng.normal(size=(2, *shape, KEY))
-        if repeated:
-            k[:] = k[0, 0]
-        q, k = (y / np.linalg.norm(y, axis=-1, keepdims=True) for y in (q, k))
-        beta = np.ones(shape) if repeated else rng.random(shape)
-        rows: list[Any] = [q, k, rng.normal(size=(*shape, VALUE)), GATES[gate](rng, (*shape, KEY)), beta]
+        self.rows = random_rows(rng, gate, (CHUNKS, CHUNK, HEADS), KEY, VALUE, repeated)
         self.first = np.isin(np.arange(CHUNKS), starts)
         head = np.maximum.accumulate(np.where(self.first, np.arange(CHUNKS), 0))
         self.pool = rng.normal(size=(CHUNKS, HEADS, KEY, VALUE))[head]  # of a run, in each of its chunks
-        self.rows = rows
 
     def expected(self, held: bool) -> tuple[np.ndarray, np.ndarray]:
         state, after, out = self.pool[0], [], []

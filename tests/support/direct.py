@@ -93,17 +93,20 @@ class Direct:
         first = (slot - 1) * self.geometry.max_pages
         return np.arange(first, first + self.geometry.max_pages, dtype=np.int32)[::-1] + 1
 
-    def prefill(self, padding: int, parts: Sequence[tuple[int, int, Sequence[int]]]) -> dict[int, np.ndarray]:
-        """One call. ``parts``: (slot, start position, tokens). Returns the logits of each part's last token by slot."""
-        step, call = self.step("prefill", padding)
-        spans = [Span(slot, position, ids, self.table(slot)) for slot, position, ids in parts]
-        fields = prefill_fields(padding, spans, CHUNK, self.geometry.max_pages)
+    def call(self, phase: str, padding: int, spans: Sequence[Span]) -> dict[str, np.ndarray]:
+        """One call of prefill or score; what it gives, and ``ends``: the row of ``logits`` of each span."""
+        step, call = self.step(phase, padding)
+        fields = prefill_fields(padding, spans, CHUNK, self.geometry.max_pages, score=phase == "score")
         inside = np.arange(CHUNK) < fields["chunk_len"][:, None]
         fields["tokens"] = np.where(inside.reshape(-1), fields["tokens"], self.config.vocab_size - 1)
         self.state, out = call(self.params, self.state, {"packed": pack(step.fields, **fields)})
-        ends = np.cumsum([-(-len(ids) // CHUNK) for _, _, ids in parts]) - 1
-        logits = np.asarray(out["logits"])
-        return {slot: logits[row] for (slot, _, _), row in zip(parts, ends, strict=True)}
+        ends = np.cumsum([-(-len(span.tokens) // CHUNK) for span in spans]) - 1
+        return {name: np.asarray(value) for name, value in out.items()} | {"ends": ends}
+
+    def prefill(self, padding: int, parts: Sequence[tuple[int, int, Sequence[int]]]) -> dict[int, np.ndarray]:
+        """One call. ``parts``: (slot, start position, tokens). Returns the logits of each part's last token by slot."""
+        out = self.call("prefill", padding, [Span(slot, at, ids, self.table(slot)) for slot, at, ids in parts])
+        return {slot: out["logits"][row] for (slot, _, _), row in zip(parts, out["ends"], strict=True)}
 
     def decode(self, padding: int, rows: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
         """One step. ``rows``: (slot, position, token)."""

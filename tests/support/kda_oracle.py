@@ -26,6 +26,19 @@ def close(found: Any, expected: np.ndarray) -> float:
     return float(np.max(np.abs(np.asarray(found, np.float64) - expected)) / np.max(np.abs(expected)))
 
 
+def random_rows(
+    rng: np.random.Generator, gate: str, shape: tuple[int, ...], key: int, value: int, repeated: bool
+) -> delta.Inputs:
+    """Inputs in float64 of ``shape [..., H]``; where ``repeated``, one key all along, at full strength."""
+    q, k = rng.normal(size=(2, *shape, key))
+    if repeated:
+        k[:] = k.reshape(-1, *k.shape[-2:])[0]
+    q, k = (y / np.linalg.norm(y, axis=-1, keepdims=True) for y in (q, k))
+    beta = np.ones(shape) if repeated else rng.random(shape)
+    rows: list[Any] = [q, k, rng.normal(size=(*shape, value)), GATES[gate](rng, (*shape, key)), beta]
+    return delta.Inputs(*rows)
+
+
 def delta_rule(state: np.ndarray, x: delta.Inputs) -> tuple[np.ndarray, np.ndarray]:
     """The recurrence of recurrence.py's docstring, token by token, from any state [H, K, V]: (state, o [T, H, V])."""
     out = []

@@ -196,7 +196,7 @@ def test_logits_are_well_conditioned_and_every_part_counts(micro: Path):
 def test_decays_range_from_weak_to_strong(micro: Path):
     """At a mean input: some channels keep what they hold for hundreds of tokens, some lose it at once."""
     checkpoint = Checkpoint.open(micro)
-    for layer in checkpoint.config.kda_layers:
+    for layer in checkpoint.config.layers("kda"):
         a_log = checkpoint.tensor(f"model.layers.{layer}.attention.A_log")
         dt_bias = checkpoint.tensor(f"model.layers.{layer}.attention.dt_bias").reshape(len(a_log), -1)
         log_decay = -5 / (1 + np.exp(-np.exp(a_log)[:, None] * dt_bias))
