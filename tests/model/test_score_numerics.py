@@ -43,7 +43,7 @@ class Scorer(Quick):
                 tokens[at : at + len(piece)] = piece
                 following[at : at + len(piece)] = after[cut : cut + CHUNK]
                 slot[n], start[n], length[n], fresh[n] = which, position + cut, len(piece), position + cut == 0
-                tables[n] = self.table(which)
+                tables[n] = self.tables[which]
                 places |= {(which, position + cut + i): at + i for i in range(len(piece))}
                 rows[which] = n
                 n += 1
