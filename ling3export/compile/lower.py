@@ -166,15 +166,8 @@ def device_mesh(tp: int) -> Mesh:
 def compile_cell(lowered: Lowered, mesh: Mesh) -> tuple[bytes, Compiled]:
     """Compiles the portable tier for ``mesh``: the serialized executable, and what describes it."""
     started = time.perf_counter()
-    exported = export.deserialize(bytearray(lowered.blob))
-    shardings = exported.in_shardings_jax(mesh)
-    flat = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-        for aval, sharding in zip(exported.in_avals, shardings, strict=True)
-    ]
-    arguments, _ = jax.tree.unflatten(exported.in_tree, flat)
     with pjrt.no_compilation_cache():
-        compiled = jax.jit(exported.call, donate_argnums=(1,)).lower(*arguments).compile()
+        compiled = pjrt.compile_portable(lowered.blob, mesh)
         raw = pjrt.executable_bytes(compiled)
     return raw, described(compiled, round(time.perf_counter() - started, 3))
 
