@@ -276,17 +276,9 @@ class Engine:
 
     def _text_ids(self, text: str, name: str, *, special: bool) -> tuple[int, ...]:
         tokenizer = self.files.tokenizer(f"{name}: text in")
-        self.limits.check_text(utf8_bytes(text, name), tokenizer.longest, name)
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError:
+            raise RequestError(f"{name}: expected text in Unicode, found half a character (a lone surrogate)") from None
+        self.limits.check_text(size, tokenizer.longest, name)
         return tuple(tokenizer.encode(text, special=special))
-
-
-def utf8_bytes(text: str, name: str) -> int:
-    """How many bytes ``text`` has in UTF-8.
-
-    Raises:
-        RequestError: The text holds half a character.
-    """
-    try:
-        return len(text.encode())
-    except UnicodeEncodeError:
-        raise RequestError(f"{name}: expected text in Unicode, found half a character (a lone surrogate)") from None

@@ -131,11 +131,6 @@ class Scheduler:
         self._decoded_last = False
 
     @property
-    def waiting(self) -> int:
-        """Sequences that hold nothing yet."""
-        return len(self._waiting)
-
-    @property
     def busy(self) -> bool:
         """Whether anything is left to do."""
         return bool(self._waiting or self._prefilling or self._running or self._flight)
