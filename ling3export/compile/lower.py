@@ -168,15 +168,15 @@ def compile_cell(lowered: Lowered, mesh: Mesh) -> tuple[bytes, Compiled]:
     started = time.perf_counter()
     with pjrt.no_compilation_cache():
         compiled = pjrt.compile_portable(lowered.blob, mesh)
-        raw = pjrt.executable_bytes(compiled)
-    return raw, described(compiled, round(time.perf_counter() - started, 3))
+        raw, executable = pjrt.serialized(compiled)
+    return raw, described(compiled, executable, round(time.perf_counter() - started, 3))
 
 
-def described(compiled: Any, seconds: float) -> Compiled:
+def described(compiled: Any, executable: Executable, seconds: float) -> Compiled:
     """How a program is called; flops, bytes and memory as the compiler counts them (a loop's body once)."""
     analysis, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
     return Compiled(
-        executable=pjrt.call_record(compiled),
+        executable=executable,
         compile_seconds=seconds,
         memory=Memory(
             memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes,

@@ -138,7 +138,7 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         """Queues a new sequence behind those that arrived before it."""
         self.counters.tokens_in += sequence.length
-        self._queue(sequence)
+        insort(self._waiting, sequence, key=BY_ARRIVAL)
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a sequence, wherever it is; what it holds is free at once."""
@@ -164,9 +164,6 @@ class Scheduler:
         """Sequences whose scores became complete since this was asked last."""
         scored, self._scored = self._scored, []
         return scored
-
-    def _queue(self, sequence: Sequence) -> None:
-        insort(self._waiting, sequence, key=BY_ARRIVAL)
 
     def _admit(self) -> None:
         while self._waiting:
@@ -281,7 +278,7 @@ class Scheduler:
         self.counters.preempted += 1
         self._leave(sequence)
         sequence.stored = 0
-        self._queue(sequence)
+        insort(self._waiting, sequence, key=BY_ARRIVAL)
 
     def _sample(self, logits: Pending, count: int, rows: list[Row]) -> None:
         """Dispatches the sampling of the rows that end what is known of their sequences."""

@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,14 +133,14 @@ def plugins(*platforms: str) -> dict[str, str]:
     return found
 
 
-def requirements(devices: "Sequence[jax.Device]", raw: Callable[[], bytes]) -> Requirements:
-    """What a machine needs for an executable for ``devices``; ``raw`` gives its bytes, and is called on CPU only."""
+def requirements(devices: "Sequence[jax.Device]", raw: bytes) -> Requirements:
+    """What a machine needs for an executable of ``devices``, whose bytes are ``raw``."""
     import jaxlib
 
     kind = platform_of(devices[0])
     common = (jaxlib.__version__, kind, devices[0].device_kind)
     if kind == "cpu":
-        return Requirements(*common, machine=machine(), cpu_features=tuple(_features_in(raw())))
+        return Requirements(*common, machine=machine(), cpu_features=tuple(_features_in(raw)))
     return Requirements(*common, plugins=plugins(kind))
 
 

@@ -128,7 +128,7 @@ def load(
     # Loading a program is one core's work: more threads than cores only fight over memory (measured: 2 times slower).
     pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ling3-load")
     try:
-        return _load(_Job(folder, manifest, name, programs, check, report, timings, pool, channel))
+        return _load(folder, manifest, name, channel, pool, timings, programs, check, report)
     except BaseException as error:
         if channel is not None:
             channel.fail(str(error).partition("\nhint: ")[0])
@@ -137,68 +137,57 @@ def load(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What ``load`` was asked for, once the target is known."""
+def _load(
+    folder: Path, manifest: Manifest, target: str, channel: "Channel | None", pool: ThreadPoolExecutor,
+    timings: Timings, policy: str, check: str, report: Callable[[str], None],
+) -> Loaded:  # fmt: skip
+    """``load``, once the target is known and the other hosts are there."""
 
-    folder: Path
-    manifest: Manifest
-    target: str
-    programs: str
-    check: str
-    report: Callable[[str], None]
-    timings: Timings
-    pool: ThreadPoolExecutor
-    channel: "Channel | None"
-
-    def timed(self, stage: str, work: Callable[[], Any]) -> Any:
-        """Does ``work`` as a stage."""
-        with self.timings.stage(stage):
+    def timed(stage: str, work: Callable[[], Any]) -> Any:
+        with timings.stage(stage):
             return work()
 
-
-def _load(job: _Job) -> Loaded:
-    record, channel = job.manifest.targets[job.target], job.channel
+    record = manifest.targets[target]
     checked: Future[None] | None = None
-    with job.timings.stage("imports"), uncollected():
+    with timings.stage("imports"), uncollected():
         from ling3export.runners.load import programs  # numpy comes with what is imported from here on
         from ling3export.runners.load.weights import Weights
 
-        executables = programs.read_executables(job.folder, record, job.pool)
-        weights = Weights(job.folder, job.manifest, record, 0 if channel is None else channel.hosts.number)
-        if job.check == "programs":
-            job.report("weights are not checked (--check programs)")
+        executables = programs.read_executables(folder, record, pool)
+        weights = Weights(folder, manifest, record, 0 if channel is None else channel.hosts.number)
+        if check == "programs":
+            report("weights are not checked (--check programs)")
         else:
-            checked = job.pool.submit(job.timed, "check", weights.check)
+            checked = pool.submit(timed, "check", weights.check)
         import jax
 
         from ling3export.runners.load import model_runner, pjrt
-    with job.timings.stage("backend"):
+    with timings.stage("backend"):
         if channel is not None:
             channel.join()
         jax.devices()
     compiles = pjrt.CompileCounter()
     mesh = pjrt.recorded_mesh(record.mesh)
-    with job.timings.stage("programs"):
+    with timings.stage("programs"):
         verdicts = judge(record, machine_here(), executable_fits)
         compiled: dict[str, Compiled] = {}
-        if recompile := enforce(verdicts, job.programs, job.target, str(job.folder)):
+        if recompile := enforce(verdicts, policy, target, str(folder)):
             from ling3export.runners.load.recompile import compile_here
 
-            compiled = compile_here(job.folder, record, recompile, mesh, job.report)
+            compiled = compile_here(folder, record, recompile, mesh, report)
         # The state first: writing its zeros is the longest piece of work.
-        zeroed = job.pool.submit(job.timed, "state", lambda: model_runner.fresh_state(record, mesh))
-        loading = programs.load_programs(executables, record, mesh, verdicts, compiled, job.pool)
-    with job.timings.stage("weights"):
+        zeroed = pool.submit(timed, "state", lambda: model_runner.fresh_state(record, mesh))
+        loading = programs.load_programs(executables, record, mesh, verdicts, compiled, pool)
+    with timings.stage("weights"):
         params = weights.arrays(mesh)
-    with job.timings.stage("programs"):
+    with timings.stage("programs"):
         loaded = {cell: future.result() for cell, future in loading.items()}
     state = zeroed.result()
     if checked is not None:
         checked.result()
     parts = None if channel is None else channel.parts
     ready = model_runner.ModelRunner(record, loaded, params, state, mesh, parts)
-    return Loaded(job.folder, job.manifest, job.target, ready, verdicts, job.timings, compiles, weights.nbytes, channel)
+    return Loaded(folder, manifest, target, ready, verdicts, timings, compiles, weights.nbytes, channel)
 
 
 @contextmanager

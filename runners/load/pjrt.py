@@ -2,7 +2,7 @@
 
 Beside ``hosts/service.py`` this is the only file that uses jax's internals (tried with jax 0.10.2, 0.11.2 and 0.12.0).
 Beside an executable jax keeps the shapes, dtypes and shardings of its inputs and outputs, and which inputs the program
-dropped. ``call_record`` writes those down, and ``load_executable`` gives them back to the classes that
+dropped. ``serialized`` writes those down, and ``load_executable`` gives them back to the classes that
 ``jit(f).lower(…).compile()`` ends in. So jax calls a loaded program as it calls a compiled one, with the same checks,
 the same fast path and the same donation, and traces nothing.
 
@@ -70,29 +70,19 @@ def compile_portable(blob: bytes, mesh: Mesh) -> stages.Compiled:
     return jax.jit(exported.call, donate_argnums=(1,)).lower(*arguments).compile()
 
 
-def executable_bytes(compiled: stages.Compiled) -> bytes:
-    """The executable of ``compiled`` in PJRT's serialization.
+def serialized(compiled: stages.Compiled) -> tuple[bytes, Executable]:
+    """``compiled`` for a file: its executable in PJRT's serialization, and what ``load_executable`` needs to know.
 
     Both the compiling and this call have to stand within ``no_compilation_cache()``: PJRT serializes an executable that
     came from the persistent cache without its machine code, so that it loads in this process and fails in every other.
 
     Raises:
-        ValueError: The cache is on, or the program needs this process (see ``call_record``).
+        ValueError: The cache is on. Or the program holds what a file cannot: constants in device memory, callbacks,
+            effects, refs or layouts of its own. Or its shardings are not all on one mesh of one axis.
     """
+    _check_self_contained(compiled)
     if not _cache_off:
         raise ValueError("executable `bytes`: expected to be called within no_compilation_cache(), found the cache on")
-    _check_self_contained(compiled)
-    return _serialize(compiled)
-
-
-def call_record(compiled: stages.Compiled) -> Executable:
-    """What ``load_executable`` needs to know of ``compiled``.
-
-    Raises:
-        ValueError: The program holds what a file cannot: constants in device memory, callbacks, effects, refs or
-            layouts of its own. Or its shardings are not all on one mesh of one axis.
-    """
-    _check_self_contained(compiled)
     shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda leaf: leaf is None)
     inputs, _ = jax.tree.flatten_with_path(compiled.args_info)
     outputs, _ = jax.tree.flatten_with_path(compiled.out_info)
@@ -105,21 +95,11 @@ def call_record(compiled: stages.Compiled) -> Executable:
         tuple(Array(*_array(path, info.shape, info.dtype, info.sharding)) for path, info in outputs),
         tuple(sorted(set(re.findall(r'custom_call_target="([^"]+)"', compiled.as_text() or "")))),
     )
-    requires = requirements(list(mesh.devices.flat), lambda: _serialize(compiled))
-    return Executable(requires, _mesh_record(mesh), call)
-
-
-def _mesh_record(mesh: Mesh) -> MeshRecord:
-    if len(mesh.axis_names) != 1:
-        raise ValueError(f"mesh: expected one axis, found {mesh.axis_names}")
-    devices = list(mesh.devices.flat)
-    ids, hosts = [device.id for device in devices], [device.process_index for device in devices]
-    return MeshRecord(str(mesh.axis_names[0]), tuple(ids), tuple(hosts))
-
-
-def _serialize(compiled: stages.Compiled) -> bytes:
     executable: Any = compiled.runtime_executable()
-    return executable.serialize()
+    raw, devices = executable.serialize(), list(mesh.devices.flat)
+    ids, hosts = [device.id for device in devices], [device.process_index for device in devices]
+    record = MeshRecord(str(mesh.axis_names[0]), tuple(ids), tuple(hosts))
+    return raw, Executable(requirements(devices, raw), record, call)
 
 
 def _parts(compiled: stages.Compiled) -> Any:
@@ -148,6 +128,8 @@ def _mesh(shardings: Sequence[Sharding | None], compiled: stages.Compiled) -> Me
         return Mesh(np.array(devices), ("tp",), axis_types=(AxisType.Auto,))
     if len(meshes) != 1 or tuple((mesh := meshes.pop()).devices.flat) != devices:
         raise ValueError(f"shardings: expected all on one mesh over {len(devices)} devices, found {len(meshes)} meshes")
+    if len(mesh.axis_names) != 1:
+        raise ValueError(f"mesh: expected one axis, found {mesh.axis_names}")
     return mesh
 
 
@@ -174,7 +156,7 @@ def recorded_mesh(record: MeshRecord) -> Mesh:
 
 
 def load_executable(raw: bytes, record: Executable, mesh: Mesh) -> Program:
-    """The program of ``executable_bytes`` and ``call_record``: ``f(*flat inputs) -> [flat outputs]``.
+    """The program that ``serialized`` gave: ``f(*flat inputs) -> [flat outputs]``.
 
     Nothing is traced, compiled or unpickled. Inputs are jax.Arrays with the recorded shardings on ``mesh`` (jax refuses
     others by the input's name); a call deletes the donated ones. Outputs have the recorded NamedShardings on ``mesh``.

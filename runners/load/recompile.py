@@ -78,7 +78,7 @@ def compile_here(
 def _compile(cell: str, blob: bytes, mesh: "Mesh") -> Compiled:
     import jax
 
-    from ling3export.runners.load.pjrt import call_record, compile_portable, executable_bytes
+    from ling3export.runners.load.pjrt import compile_portable, serialized
 
     try:
         compiled = compile_portable(blob, mesh)
@@ -88,7 +88,7 @@ def _compile(cell: str, blob: bytes, mesh: "Mesh") -> Compiled:
             f"found {type(error).__name__}: {error}",
             "build the artifact again with this version of jax, or install the one it was built with",
         ) from error
-    return executable_bytes(compiled), call_record(compiled)
+    return serialized(compiled)
 
 
 def cache_key(stablehlo: str, mesh: "Mesh") -> str:
