@@ -64,7 +64,7 @@ def prefill_first(scheduler: Scheduler) -> None:
 def longest_calls(scheduler: Scheduler) -> None:
     """The same calls, whether sequences wait for them or not."""
     shapes = scheduler._shapes
-    scheduler._shapes = Patientless(shapes.prefill, shapes.decode, shapes.chunk, shapes.max_pages, shapes.costs)
+    scheduler._shapes = Patientless(shapes.prefill, shapes.decode, shapes.chunk, shapes.costs)
 
 
 class Patientless(Shapes):

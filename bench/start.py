@@ -61,8 +61,9 @@ def programs(artifact: Path) -> dict[str, Any]:
     prepare(next(iter(read_manifest(artifact).targets.values())))
     import jax
 
+    from ling3export.runners.load import pjrt
     from ling3export.runners.load import programs as work
-    from ling3export.runners.load.verdict import judge_here
+    from ling3export.runners.load.verdict import enforce, executable_fits, judge, machine_here
 
     jax.devices()
     clock, before = Clock(), processor()
@@ -70,12 +71,14 @@ def programs(artifact: Path) -> dict[str, Any]:
     name, record = next(iter(manifest.targets.items()))
     clock.lap("manifest")
     with ThreadPoolExecutor(THREADS) as pool:
-        files = work.ProgramFiles(artifact, record, pool)
-        files.check()
+        files = work.read_executables(artifact, record, pool)
+        for file in files.values():
+            file.result()
         clock.lap("read and digest")
-        verdicts, _ = judge_here(record, "prebuilt-only", name, artifact)
+        verdicts = judge(record, machine_here(), executable_fits)
+        enforce(verdicts, "prebuilt-only", name, str(artifact))
         clock.lap("verdicts")
-        for future in work.load_programs(files, record, work.mesh_of(record), verdicts, {}, pool).values():
+        for future in work.load_programs(files, record, pjrt.recorded_mesh(record.mesh), verdicts, {}, pool).values():
             future.result()
         clock.lap("load")
     total = sum(clock.seconds.values())
@@ -99,14 +102,13 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
     from ling3export.model.geometry import Geometry
     from ling3export.model.program import build_step
     from ling3export.runners.load.model_runner import ModelRunner, fresh_state
-    from ling3export.runners.load.pjrt import CompileCounter
-    from ling3export.runners.load.programs import mesh_of
+    from ling3export.runners.load.pjrt import CompileCounter, recorded_mesh
     from ling3export.runners.load.weights import Weights
 
     clock.lap("imports")
     jax.devices()
     clock.lap("backend")
-    mesh = mesh_of(record)
+    mesh = recorded_mesh(record.mesh)
     params = Weights(artifact, manifest, record).arrays(mesh)
     clock.lap("weights")
     state = fresh_state(record, mesh)

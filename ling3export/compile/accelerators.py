@@ -112,12 +112,12 @@ def compile_for(
             compiled = direct.lowered.compile()
         except jax.errors.JaxRuntimeError as error:
             raise _too_large(error, target, f"{phase}@{padding}") from error
-        raw = pjrt.executable_bytes(compiled)
+        raw, executable = pjrt.serialized(compiled)
     seconds = round(direct.seconds + time.perf_counter() - started, 3)
     workload = Workload(min(Workload.tokens, geometry.max_pages * geometry.page_size))
     bound = roofline_bound(config, geometry, phase, padding, target.chip, workload)
     record = replace(
-        described(compiled, seconds), lowering=Lowering(direct=True, forward_compatible=False), collectives={},
+        described(compiled, executable, seconds), lowering=Lowering(direct=True, forward_compatible=False), collectives={},
         floor=Floor(bound.bytes, bound.flops, bound.seconds, bound.collectives, bound.collective_seconds),
     )  # fmt: skip
     if target.platform == "cuda":  # whose compiler estimates no cycles; with one card there are no collectives

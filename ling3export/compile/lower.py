@@ -166,24 +166,17 @@ def device_mesh(tp: int) -> Mesh:
 def compile_cell(lowered: Lowered, mesh: Mesh) -> tuple[bytes, Compiled]:
     """Compiles the portable tier for ``mesh``: the serialized executable, and what describes it."""
     started = time.perf_counter()
-    exported = export.deserialize(bytearray(lowered.blob))
-    shardings = exported.in_shardings_jax(mesh)
-    flat = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-        for aval, sharding in zip(exported.in_avals, shardings, strict=True)
-    ]
-    arguments, _ = jax.tree.unflatten(exported.in_tree, flat)
     with pjrt.no_compilation_cache():
-        compiled = jax.jit(exported.call, donate_argnums=(1,)).lower(*arguments).compile()
-        raw = pjrt.executable_bytes(compiled)
-    return raw, described(compiled, round(time.perf_counter() - started, 3))
+        compiled = pjrt.compile_portable(lowered.blob, mesh)
+        raw, executable = pjrt.serialized(compiled)
+    return raw, described(compiled, executable, round(time.perf_counter() - started, 3))
 
 
-def described(compiled: Any, seconds: float) -> Compiled:
+def described(compiled: Any, executable: Executable, seconds: float) -> Compiled:
     """How a program is called; flops, bytes and memory as the compiler counts them (a loop's body once)."""
     analysis, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
     return Compiled(
-        executable=pjrt.call_record(compiled),
+        executable=executable,
         compile_seconds=seconds,
         memory=Memory(
             memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes,

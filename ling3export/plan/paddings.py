@@ -98,7 +98,7 @@ def calls(work: int, paddings: Sequence[int]) -> list[tuple[int, int]]:
 
     All but the last call are full.
     """
-    shapes = Shapes(tuple(paddings), (), CHUNK, 0)
+    shapes = Shapes(tuple(paddings), (), CHUNK)
     found = []
     while work > 0:
         padding = shapes.paying(work)

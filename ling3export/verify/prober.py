@@ -7,7 +7,7 @@ import numpy as np
 
 from ling3export.artifacts.schema import Sequence, Target
 from ling3export.errors import ArtifactError
-from ling3export.runners.engine.inputs import DecodeRow, Fields, Span, decode_fields, prefill_fields, sample_fields
+from ling3export.runners.engine.inputs import Fields, Span, decode_fields, prefill_fields, sample_fields
 from ling3export.verify.receipts import Logits, Scored
 
 if TYPE_CHECKING:
@@ -35,12 +35,14 @@ class Prober:
         longest = max(len(sequence.ids) for sequence in self._sequences)
         return int(-(-longest // self._state.page_size))
 
-    def _pages_of(self, slot: int) -> range:
-        """Page numbers of a slot's sequence."""
-        pages = self._pages
-        if slot * pages > self._state.pages:
-            raise ArtifactError(f"vectors: expected {slot * pages} latent pages, found {self._state.pages}")
-        return range((slot - 1) * pages + 1, slot * pages + 1)
+    def _table(self, slots: int) -> np.ndarray:
+        """The page table of the first ``slots`` state slots: int32 ``[slots + 1, max_pages]``."""
+        used = slots * self._pages
+        if used > self._state.pages:
+            raise ArtifactError(f"vectors: expected {used} latent pages, found {self._state.pages}")
+        table = np.zeros((slots + 1, self._state.max_pages), np.int32)
+        table[1:, : self._pages] = np.arange(1, used + 1).reshape(slots, -1)
+        return table
 
     def prefill(self, padding: int, sequence: int, slot: int) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
         """Prefills one prompt in calls of ``padding``; yields the logits at every chunk's end."""
@@ -70,9 +72,8 @@ class Prober:
         self, padding: int, tokens: Ids, start: int, slot: int, following: Ids | None = None
     ) -> tuple[Fields, list[int]]:
         """The fields of one call, and the position that each of its filled chunks ends at."""
-        span = Span(slot, start, tokens, self._pages_of(slot), following or ())
-        max_pages = self._state.max_pages
-        fields = prefill_fields(padding, [span], self._chunk, max_pages, score=following is not None)
+        span = Span(slot, start, tokens, following or ())
+        fields = prefill_fields(padding, [span], self._chunk, self._table(slot), score=following is not None)
         stops = range(self._chunk, len(tokens) + self._chunk, self._chunk)
         return fields, [start + min(stop, len(tokens)) - 1 for stop in stops]
 
@@ -92,26 +93,26 @@ class Prober:
         found: Logits = {}
         steps = max(len(self._sequences[s].ids) - self._sequences[s].prompt for s in group)
         for step in range(steps):
-            rows, live = {}, []
-            for row, sequence in enumerate(group):
-                entry = self._sequences[sequence]
-                position = entry.prompt + step
-                if position < len(entry.ids):
-                    rows[row] = DecodeRow(row + 1, position, self._pages_of(row + 1), entry.ids[position])
-                    live.append((row, (sequence, position)))
-            fields = decode_fields(padding, rows, self._state.max_pages)
+            entries = [self._sequences[sequence] for sequence in group]
+            at = [entry.prompt + step for entry in entries]
+            live = [row for row, entry in enumerate(entries) if at[row] < len(entry.ids)]
+            rows = np.zeros((3, len(group)), np.int32)
+            for row in live:
+                rows[:, row] = row + 1, at[row], entries[row].ids[at[row]]
+            slots, positions, tokens = rows.tolist()
+            fields = decode_fields(padding, slots, positions, self._table(len(group)), tokens)
             logits = self._runner.read(self._runner.step("decode", padding, fields))
-            found |= {key: logits[row] for row, key in live}
+            found |= {(group[row], at[row]): logits[row] for row in live}
         return found
 
     def sample(self, phase: str, padding: int, rows: int) -> tuple[int, int]:
         """Greedy tokens of one call through ``sample``: (how many were compared, how many were wrong)."""
         if phase == "decode":
-            fields = decode_fields(padding, {}, self._state.max_pages)
+            fields = decode_fields(padding, [], [], self._table(1))
         else:
             ids = self._sequences[0].ids[:padding]
             fields, _ = self._prefill_fields(padding, ids, 0, 1, (-1,) * len(ids) if phase == "score" else None)
         handle = self._runner.step(phase, padding, fields)
         logits = self._runner.read(handle)
-        tokens = self._runner.read(self._runner.sample(handle, rows, sample_fields(rows, {})))
+        tokens = self._runner.read(self._runner.sample(handle, rows, sample_fields(rows, [], [], [])))
         return rows, int(np.sum(tokens != np.argmax(logits, axis=1)))

@@ -1,4 +1,4 @@
-"""What the engine of every host consists of, made from an artifact. Imports numpy only once the environment is set."""
+"""The parts of an engine, made from an artifact on every host alike. numpy is imported once the environment is set."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,12 +14,11 @@ if TYPE_CHECKING:
     from ling3export.runners.engine.block_manager import BlockManager
     from ling3export.runners.engine.core import Arrival, EngineCore
     from ling3export.runners.engine.counters import Counters
-    from ling3export.runners.engine.sequence import Sequence
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an engine, on every host alike.
+    """The parts of an engine.
 
     Attributes:
         loaded: The artifact: programs, weights and state on the devices.
@@ -42,16 +41,7 @@ def load_parts(
     artifact: str | Path, *, target: str | None, programs: str, check: str, overlap: bool, hosts: Hosts | None,
     report: Callable[[str], None],
 ) -> Parts:  # fmt: skip
-    """Loads an artifact and assembles its engine. Several hosts load the same artifact with equal ``overlap``.
-
-    Args:
-        artifact: Its folder.
-        target: Which target; None takes the only one that fits this machine.
-        programs: ``prebuilt-only``, or ``allow-compile``.
-        check: ``all``, or ``programs``: weights are used without checking their digests.
-        overlap: Dispatch the next step before the tokens of the last one are read.
-        hosts: This process's place where several run together.
-        report: Told what was chosen and why.
+    """Loads an artifact and assembles its engine. The arguments are those of ``Engine``, and equal on all hosts.
 
     Raises:
         ArtifactError, HostsError, Ling3Error: The artifact cannot be loaded here (``load``).
@@ -65,27 +55,19 @@ def load_parts(
     from ling3export.runners.engine.core import EngineCore, SharedCore
     from ling3export.runners.engine.inputs import Shapes
     from ling3export.runners.engine.scheduler import Scheduler
-
-    files = TokenizerFiles(loaded.folder, loaded.manifest.tokenizer, loaded.manifest.eos_token_ids)
-    manifest, record = loaded.manifest, loaded.record
-    state, blocks = record.state, BlockManager.of(record)
-    limits = Limits(manifest.plan.context, manifest.vocab_size, state.pages, state.page_size)
-    scheduler = Scheduler(loaded.runner, Shapes.of(record), blocks, ahead=1 if overlap else 0)
-    sequence, channel = _sequences(limits, files), loaded.channel
-    core = SharedCore(scheduler, sequence, channel) if channel else EngineCore(scheduler, sequence)
-    return Parts(loaded, files, limits, blocks, scheduler.counters, core)
-
-
-def _sequences(limits: Limits, files: TokenizerFiles) -> "Callable[[Arrival], Sequence]":
-    """What makes a sequence of an arrival. It knows no engine, so that the engine's thread keeps none alive."""
     from ling3export.runners.engine.sequence import Sequence
 
-    eos = files.eos_token_ids()
-    tokenizer = files.tokenizer("text out") if files.there else None
+    manifest, record, channel = loaded.manifest, loaded.record, loaded.channel
+    files = TokenizerFiles(loaded.folder, manifest.tokenizer, manifest.eos_token_ids)
+    eos, tokenizer = files.eos_token_ids(), files.tokenizer("text out") if files.there else None
+    limits = Limits(manifest.plan.context, manifest.vocab_size, record.state.pages, record.state.page_size)
+    blocks = BlockManager.of(record)
+    scheduler = Scheduler(loaded.runner, Shapes.of(record), blocks, ahead=1 if overlap else 0)
 
-    def sequence(arrival: "Arrival") -> Sequence:
+    def sequence(arrival: "Arrival") -> Sequence:  # knows no engine, so that the engine's thread keeps none alive
         number, request, at = arrival
         stream = tokenizer.stream(request.stop) if tokenizer else None
         return Sequence(request, number, limits.answer(request), eos, stream, at)
 
-    return sequence
+    core = SharedCore(scheduler, sequence, channel) if channel else EngineCore(scheduler, sequence)
+    return Parts(loaded, files, limits, blocks, scheduler.counters, core)

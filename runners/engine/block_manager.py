@@ -3,10 +3,10 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ling3export.artifacts.schema import Target
 from ling3export.errors import ArtifactError
-
-PLACEMENTS = ("replicated", "striped")
 
 
 @dataclass(eq=False)
@@ -15,7 +15,7 @@ class BlockTable:
 
     Attributes:
         slot: 1 … slots.
-        home: The device of its first page where the placement is striped; else 0.
+        home: The device of its first page where pages are striped; else 0.
         pages: Page numbers; page ``p // page_size`` holds position p.
     """
 
@@ -25,40 +25,36 @@ class BlockTable:
 
 
 class BlockManager:
-    """Hands out slots and pages by the manifest's placement.
+    """Hands out slots and pages.
 
-    - ``replicated``: every device holds every page, so any page serves any sequence.
-    - ``striped``: page n lies on device (n - 1) mod TP; the programs take any page in any place. A sequence has a home:
-      its page j lies on device (home + j) mod TP, so that one long sequence and many short ones burden all alike. It
-      gets the home that the fewest have; among equals the one with most free pages, then the first.
+    Where every device holds every page, any page serves any sequence. Where pages are striped, page n lies on device
+    (n - 1) mod ``stripes``; the programs take any page in any place. A sequence then has a home: its page j lies on
+    device (home + j) mod ``stripes``, so that one long sequence and many short ones burden all alike. It gets the home
+    that the fewest have; among equals the one with most free pages, then the first.
 
     Args:
         slots: How many sequences may hold state at once.
         pages: Usable pages, on all devices together.
         page_size: Tokens a page.
-        placement: The manifest's.
-        devices: TP.
+        max_pages: How many pages one sequence may have; all of them by default.
+        stripes: Over how many devices pages are striped; 1 where every device holds every page.
 
     Attributes:
         page_size: Tokens a page.
+        page_table: int32 ``[slots + 1, max_pages]``: the pages that a slot's sequence holds, in order, then zeros.
 
     Raises:
-        ArtifactError: A placement that this runner does not know, or pages that cannot be shared out evenly.
+        ArtifactError: Pages that cannot be shared out evenly.
     """
 
-    def __init__(self, slots: int, pages: int, page_size: int, placement: str = "replicated", devices: int = 1) -> None:
-        if placement not in PLACEMENTS:
-            raise ArtifactError(
-                f"state placement: expected {' or '.join(PLACEMENTS)}, found {placement}, in the manifest",
-                "run it with a newer ling3export",
-            )
-        stripes = devices if placement == "striped" else 1
+    def __init__(self, slots: int, pages: int, page_size: int, max_pages: int | None = None, stripes: int = 1) -> None:
         if pages % stripes:
             raise ArtifactError(
-                f"state pages: expected a multiple of {devices} ({placement} over as many devices), found {pages}, "
+                f"state pages: expected a multiple of {stripes} (striped over as many devices), found {pages}, "
                 "in the manifest"
             )
         self.page_size = page_size
+        self.page_table = np.zeros((slots + 1, max_pages or pages), np.int32)
         self._slots = list(range(slots, 0, -1))  # a stack: the lowest number is on top
         self._held: set[int] = set()  # slots
         self._living: Counter[int] = Counter()  # sequences by home
@@ -68,7 +64,8 @@ class BlockManager:
     def of(cls, target: Target) -> "BlockManager":
         """The block manager of a manifest's target."""
         state = target.state
-        return cls(state.slots, state.pages, state.page_size, state.placement, target.tp)
+        stripes = target.tp if state.placement == "striped" else 1
+        return cls(state.slots, state.pages, state.page_size, state.max_pages, stripes)
 
     @property
     def free_slots(self) -> int:
@@ -95,8 +92,11 @@ class BlockManager:
 
     def grow(self, table: BlockTable, tokens: int) -> bool:
         """Takes what pages are missing for ``tokens`` positions; False, and nothing taken, if they are not all free."""
+        held = len(table.pages)
+        if tokens <= held * self.page_size:
+            return True
         taken: list[tuple[int, list[int]]] = []
-        for index in range(len(table.pages), -(-tokens // self.page_size)):
+        for index in range(held, -(-tokens // self.page_size)):
             pool = self._pool(table, index)
             if not pool:
                 for page, back in reversed(taken):
@@ -104,6 +104,7 @@ class BlockManager:
                 return False
             taken.append((pool.pop(), pool))
         table.pages.extend(page for page, _ in taken)
+        self.page_table[table.slot, held : len(table.pages)] = table.pages[held:]
         return True
 
     def release(self, table: BlockTable) -> None:
@@ -120,6 +121,7 @@ class BlockManager:
         for index in reversed(range(len(table.pages))):
             self._pool(table, index).append(table.pages[index])
         table.pages.clear()
+        self.page_table[table.slot] = 0
 
     def blocks(self, other: BlockTable, table: BlockTable) -> bool:
         """Whether ``other`` holds a page that could be the next one of ``table``."""

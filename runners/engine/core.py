@@ -142,7 +142,10 @@ class SharedCore(EngineCore):
         if self._channel.leads:
             self._channel.send(STEP, self._read.digest()[:SHORT] + encode(inputs))
         with self._channel.together():
-            digests = self._compared() if inputs.compare else ()
+            digests: tuple[bytes, ...] = ()
+            if inputs.compare:  # what each host read since the last time
+                mine, self._read = self._read.digest(), hashlib.sha256()
+                digests = self._channel.gather(mine)
             outputs = super().step(inputs)
         self._read.update(b"".join(each.token.to_bytes(4, "little", signed=True) for each in outputs.emitted))
         return outputs._replace(digests=digests)
@@ -153,11 +156,6 @@ class SharedCore(EngineCore):
             self._channel.send(END)
         super().cancel_all()
         self._channel.finish()
-
-    def _compared(self) -> tuple[bytes, ...]:
-        """The digests of what the hosts read since the last time, by host."""
-        mine, self._read = self._read.digest(), hashlib.sha256()
-        return self._channel.gather(mine)
 
 
 def encode(inputs: StepInputs) -> bytes:
@@ -173,13 +171,8 @@ def decode(payload: bytes) -> StepInputs:
     if not payload:
         return StepInputs()
     said = json.loads(payload)
-    return StepInputs(
-        tuple(Arrival(number, _request(fields)) for number, fields in said["arrivals"]), tuple(said["cancelled"]),
-        said["compare"],
-    )  # fmt: skip
-
-
-def _request(fields: dict[str, object]) -> Request:
-    sampling = Sampling(**fields.pop("sampling"))  # type: ignore[arg-type]
-    ids, stop = fields.pop("prompt_ids"), fields.pop("stop")
-    return Request(tuple(ids), sampling=sampling, stop=tuple(stop), **fields)  # type: ignore[arg-type]
+    arrivals = []
+    for number, fields in said["arrivals"]:
+        whole = {"prompt_ids": tuple(fields["prompt_ids"]), "stop": tuple(fields["stop"])}
+        arrivals.append(Arrival(number, Request(**{**fields, **whole, "sampling": Sampling(**fields["sampling"])})))
+    return StepInputs(tuple(arrivals), tuple(said["cancelled"]), said["compare"])

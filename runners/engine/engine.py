@@ -5,7 +5,6 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as Many
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ling3export.errors import RequestError
@@ -69,8 +68,6 @@ class Engine:
         self.files: TokenizerFiles = parts.files
         self.limits: Limits = parts.limits
         self._record, self._artifact = loaded.record, artifact
-        state = loaded.record.state
-        self._pools = {"slots": state.slots, "pages": state.pages}
         self._blocks, self._counters = parts.blocks, parts.counters
         self._compiles, self._weight_bytes = loaded.compiles, loaded.weight_bytes
         self._several = hosts is not None
@@ -110,12 +107,10 @@ class Engine:
             raise RequestError("prompts: expected a list of prompts, found a single one", "write [prompt]")
         how = Sampling(temperature, top_k, top_p, seed)
         names = [f"prompt {number}" for number in range(len(prompts))] if names is None else names
-        return self.complete(
-            [
-                self.request(prompt, max_tokens, how, stop, ignore_eos=ignore_eos, logits=logits, name=name)
-                for prompt, name in zip(prompts, names, strict=True)
-            ]
+        ask = partial(
+            self.request, max_tokens=max_tokens, sampling=how, stop=stop, ignore_eos=ignore_eos, logits=logits
         )
+        return self.complete([ask(prompt, name=name) for prompt, name in zip(prompts, names, strict=True)])
 
     def score(self, pairs: Many[tuple[Text, Text]], *, names: Many[str] | None = None) -> list[Score]:
         """Scores continuations behind contexts, all together; other requests go on beside them.
@@ -233,22 +228,17 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start and what is held now, as JSON; and the seconds of the start's stages."""
-        blocks = self._blocks
+        state, blocks = self._record.state, self._blocks
         return {
             "target": self.target,
             **self._counters.record(),
             "live": self._loop.live,
             "free": {"slots": blocks.free_slots, "pages": blocks.free_pages},
-            "pools": dict(self._pools),
+            "pools": {"slots": state.slots, "pages": state.pages},
             "weight_bytes": self._weight_bytes,
             "compile_events": self._compiles.count,
             "seconds": {name: round(seconds, 4) for name, seconds in self.timings.seconds.copy().items()},
         }
-
-    @property
-    def running(self) -> bool:
-        """Whether it takes requests: it was not closed, and no step failed."""
-        return self._loop.running
 
     @property
     def stopped(self) -> EngineStopped | None:
@@ -265,9 +255,7 @@ class Engine:
     def __enter__(self) -> "Engine":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def _pieces(self, request: Request) -> AsyncGenerator[Piece, None]:
@@ -288,17 +276,9 @@ class Engine:
 
     def _text_ids(self, text: str, name: str, *, special: bool) -> tuple[int, ...]:
         tokenizer = self.files.tokenizer(f"{name}: text in")
-        self.limits.check_text(utf8_bytes(text, name), tokenizer.longest, name)
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError:
+            raise RequestError(f"{name}: expected text in Unicode, found half a character (a lone surrogate)") from None
+        self.limits.check_text(size, tokenizer.longest, name)
         return tuple(tokenizer.encode(text, special=special))
-
-
-def utf8_bytes(text: str, name: str) -> int:
-    """How many bytes ``text`` has in UTF-8.
-
-    Raises:
-        RequestError: The text holds half a character.
-    """
-    try:
-        return len(text.encode())
-    except UnicodeEncodeError:
-        raise RequestError(f"{name}: expected text in Unicode, found half a character (a lone surrogate)") from None

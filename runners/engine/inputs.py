@@ -1,6 +1,6 @@
 """The calls that programs take: which paddings there are, which one pays, and the fields of the step contract."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,7 +25,6 @@ class Shapes:
         prefill: Paddings of prefill programs in tokens, ascending.
         decode: Paddings of decode programs in sequences, ascending.
         chunk: Padded tokens a chunk.
-        max_pages: Columns of a page table.
         costs: What a call at each prefill padding costs, in any unit; empty means padding + CALL.
         score: Paddings of score programs in tokens, ascending; empty where there are none.
     """
@@ -33,7 +32,6 @@ class Shapes:
     prefill: tuple[int, ...]
     decode: tuple[int, ...]
     chunk: int
-    max_pages: int
     costs: tuple[float, ...] = ()
     score: tuple[int, ...] = ()
 
@@ -45,7 +43,7 @@ class Shapes:
         costs = tuple(seconds for seconds in estimates if seconds)
         if len(costs) < len(prefill):
             costs = ()
-        return cls(prefill, decode, target.state.chunk, target.state.max_pages, costs, score)
+        return cls(prefill, decode, target.state.chunk, costs, score)
 
     def paying(self, work: int, *, beside_decode: bool = False) -> int:
         """The prefill padding at which a token costs least; among equals the largest.
@@ -77,51 +75,23 @@ class Span(NamedTuple):
         slot: The sequence's state slot.
         start: Position of the first token.
         tokens: Ids.
-        pages: The sequence's pages in the order of its positions, those of this span's tokens included.
         next_tokens: In a score call, the token to be scored behind each of ``tokens``, or -1 for none.
     """
 
     slot: int
     start: int
     tokens: Many[int]
-    pages: Many[int]
     next_tokens: Many[int] = ()
 
 
-class DecodeRow(NamedTuple):
-    """A sequence's row of a decode call.
-
-    Attributes:
-        slot: The sequence's state slot.
-        position: Where the token is stored.
-        pages: The sequence's pages in the order of its positions.
-        token: The token's id; -1 is the one that ``sample`` left in the slot, which the host need not know.
-    """
-
-    slot: int
-    position: int
-    pages: Many[int]
-    token: int = -1
+# How tokens are sampled, as sample calls take it: the fields of ``request.Sampling``.
+SAMPLING = np.dtype([("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32), ("seed", np.uint32)])
+GREEDY = np.array((0, 0, 1, 0), SAMPLING)
 
 
-class SampleRow(NamedTuple):
-    """A sequence's row of a sample call; the defaults take the best token.
-
-    Attributes:
-        slot: The sequence's state slot, where the token is left for the next decode.
-        position: The token's position: its randomness comes from this and the seed alone.
-        temperature, top_k, top_p, seed: The fields of ``request.Sampling``.
-    """
-
-    slot: int
-    position: int
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-
-def prefill_fields(padding: int, spans: Iterable[Span], chunk: int, max_pages: int, *, score: bool = False) -> Fields:
+def prefill_fields(
+    padding: int, spans: Iterable[Span], chunk: int, pages: np.ndarray, *, score: bool = False
+) -> Fields:
     """The fields of a prefill call, or of a score call, of ``padding`` padded tokens.
 
     The spans lie one behind the other, each from a chunk of its own on; chunks behind the last are padding.
@@ -130,13 +100,12 @@ def prefill_fields(padding: int, spans: Iterable[Span], chunk: int, max_pages: i
         padding: Padded tokens of the call.
         spans: At most one a sequence, with ``padding // chunk`` chunks together at most.
         chunk: Padded tokens a chunk.
-        max_pages: Columns of the page table.
+        pages: int32 ``[slots + 1, max_pages]``: the page table of every state slot (``BlockManager.page_table``).
         score: Also give ``next_token``.
     """
     count, row = padding // chunk, 0
     fields = {name: np.zeros(count, np.int32) for name in ("chunk_slot", "chunk_start", "chunk_len", "fresh")}
     fields["tokens"] = np.zeros(padding, np.int32)
-    fields["page_table"] = np.zeros((count, max_pages), np.int32)
     if score:
         fields["next_token"] = np.full(padding, -1, np.int32)
     for span in spans:
@@ -148,34 +117,49 @@ def prefill_fields(padding: int, spans: Iterable[Span], chunk: int, max_pages: i
         fields["chunk_start"][rows] = span.start + offsets
         fields["chunk_len"][rows] = np.minimum(chunk, length - offsets)
         fields["fresh"][row] = span.start == 0
-        fields["page_table"][rows, : len(span.pages)] = span.pages
         if score:
             fields["next_token"][at : at + length] = span.next_tokens
         row = rows.stop
-    return fields
+    return fields | {"page_table": pages[fields["chunk_slot"]]}
 
 
-def decode_fields(padding: int, rows: Mapping[int, DecodeRow], max_pages: int) -> Fields:
-    """The fields of a decode call of ``padding`` rows; those without a sequence are padding."""
-    whole = [DecodeRow(0, 0, (), 0)] * padding
-    table = np.zeros((padding, max_pages), np.int32)
-    for row, each in rows.items():
-        whole[row] = each
-        table[row, : len(each.pages)] = each.pages
-    slot, position, _, token = zip(*whole, strict=True)
-    columns = {"slot": slot, "position": position, "token": token}
-    return {name: np.array(column, np.int32) for name, column in columns.items()} | {"page_table": table}
+def decode_fields(
+    padding: int, slots: Many[int], positions: Many[int], pages: np.ndarray, tokens: Many[int] | None = None
+) -> Fields:
+    """The fields of a decode call of ``padding`` rows; those behind the given ones are padding.
+
+    Args:
+        padding: Rows of the call.
+        slots: The state slot of each row; 0 makes a row padding, with position and token 0.
+        positions: Where each row's token is stored.
+        pages: The page table of every state slot, as in ``prefill_fields``.
+        tokens: Each row's token; by default the one that ``sample`` left in the slot, which the host need not know.
+    """
+    fields = {name: np.zeros(padding, np.int32) for name in ("slot", "position", "token")}
+    rows = slice(len(slots))
+    fields["slot"][rows] = slots
+    fields["position"][rows] = positions
+    fields["token"][rows] = -1 if tokens is None else tokens
+    return fields | {"page_table": pages[fields["slot"]]}
 
 
-def sample_fields(count: int, rows: Mapping[int, SampleRow]) -> Fields:
-    """The fields of a sample call of ``count`` rows; those without a sequence are padding."""
-    whole = [SampleRow(0, 0)] * count
-    for row, each in rows.items():
-        whole[row] = each
-    kinds = {"temperature": np.float32, "top_p": np.float32, "seed": np.uint32}
-    columns = zip(SampleRow._fields, zip(*whole, strict=True), strict=True)
-    fields = {name: np.array(column, kinds.get(name, np.int32)) for name, column in columns}
-    return fields | {"seed": fields["seed"].view(np.int32)}
+def sample_fields(
+    count: int, rows: Many[int], slots: Many[int], positions: Many[int], sampling: np.ndarray | None = None
+) -> Fields:
+    """The fields of a sample call of ``count`` rows; those that are not among ``rows`` are padding.
+
+    Args:
+        count: Rows of the call.
+        rows: Which of them sample a token.
+        slots: The state slot of each, where its token is left for the next decode.
+        positions: Each token's position: its randomness comes from this and the seed alone.
+        sampling: SAMPLING ``[slots + 1]``: how the tokens of each state slot are sampled; None takes the best ones.
+    """
+    slot, position = np.zeros((2, count), np.int32)
+    slot[rows], position[rows] = slots, positions
+    how = np.full(count, GREEDY) if sampling is None else sampling[slot]
+    settings = {name: how[name] for name in ("temperature", "top_k", "top_p")}
+    return {"slot": slot, "position": position, **settings, "seed": how["seed"].view(np.int32)}
 
 
 def fitting(work: int, paddings: tuple[int, ...]) -> int:

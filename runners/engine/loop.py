@@ -10,8 +10,6 @@ from ling3export.runners.engine.request import Request
 from ling3export.runners.engine.sequence import now
 from ling3export.runners.load.loader import Timings
 
-FIRST_STEP = "first_step"
-
 
 class Loop:
     """Takes steps while there is work, and sleeps otherwise. Thread-safe.
@@ -48,8 +46,7 @@ class Loop:
             EngineStopped: The loop has ended.
         """
         with self._changed:
-            if self._closing or self._failure is not None:
-                raise self._stopped()
+            self._check_open()
             self.check_room(len(requests))
             handles, at = [], now()
             for request in requests:
@@ -89,16 +86,10 @@ class Loop:
         """
         asked: Future[tuple[bytes, ...]] = Future()
         with self._changed:
-            if self._closing or self._failure is not None:
-                raise self._stopped()
+            self._check_open()
             self._comparing.append(asked)
             self._changed.notify()
         return asked.result()
-
-    @property
-    def running(self) -> bool:
-        """Whether it takes requests: it was not closed and did not fail."""
-        return not self._closing and self._failure is None
 
     @property
     def live(self) -> int:
@@ -108,7 +99,7 @@ class Loop:
     @property
     def stopped(self) -> EngineStopped | None:
         """Why it takes no requests; None while it does."""
-        return None if self.running else self._stopped()
+        return self._reason() if self._closing or self._failure is not None else None
 
     def abandon(self, text: str) -> None:
         """Another host is gone: requests get HostGone from now on. The thread may be in a step that never ends."""
@@ -133,7 +124,7 @@ class Loop:
                 started = now() if started is None else started
                 outputs = core.step(inputs)
                 if outputs.emitted:
-                    self._timings.seconds.setdefault(FIRST_STEP, now() - started)
+                    self._timings.seconds.setdefault("first_step", now() - started)
                 self._deliver(outputs)
             core.cancel_all()
         except BaseException as error:
@@ -179,12 +170,16 @@ class Loop:
             self._handles.clear()
             asked = [each for each in (*self._compared, *self._comparing) if not each.done()]
         for handle in handles:
-            handle.finish(self._stopped())
+            handle.finish(self._reason())
         for each in asked:
-            each.set_exception(self._stopped())
+            each.set_exception(self._reason())
         wake(handles)
 
-    def _stopped(self) -> EngineStopped:
+    def _check_open(self) -> None:
+        if (stopped := self.stopped) is not None:
+            raise stopped
+
+    def _reason(self) -> EngineStopped:
         if self._failure is None:
             return EngineStopped("engine: expected it open, found it closed")
         error = self._failure

@@ -31,8 +31,7 @@ import numpy as np
 from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.counters import Counters
 from ling3export.runners.engine.inputs import (
-    DecodeRow,
-    SampleRow,
+    GREEDY,
     Shapes,
     Span,
     decode_fields,
@@ -40,8 +39,7 @@ from ling3export.runners.engine.inputs import (
     prefill_fields,
     sample_fields,
 )
-from ling3export.runners.engine.request import Step
-from ling3export.runners.engine.sequence import Sequence, now
+from ling3export.runners.engine.sequence import Call, Sequence, now
 
 Pending = Any  # an array that may still be being computed
 BY_ARRIVAL = attrgetter("number")
@@ -72,7 +70,7 @@ class Part(NamedTuple):
     sequence: Sequence
     span: Span
     row: int
-    step: Step
+    call: Call
 
 
 class Row(NamedTuple):
@@ -80,7 +78,7 @@ class Row(NamedTuple):
 
     row: int
     sequence: Sequence
-    step: Step
+    call: Call
 
 
 class Sampled(NamedTuple):
@@ -123,6 +121,7 @@ class Scheduler:
         self._shapes = shapes
         self._blocks = blocks
         self._ahead = ahead
+        self._sampling = np.full(len(blocks.page_table), GREEDY)  # how the tokens of each state slot are sampled
         self._waiting: list[Sequence] = []  # by arrival
         self._prefilling: list[Sequence] = []  # by arrival
         self._running: deque[Sequence] = deque()  # the one that decoded longest ago comes first
@@ -132,11 +131,6 @@ class Scheduler:
         self._decoded_last = False
 
     @property
-    def waiting(self) -> int:
-        """Sequences that hold nothing yet."""
-        return len(self._waiting)
-
-    @property
     def busy(self) -> bool:
         """Whether anything is left to do."""
         return bool(self._waiting or self._prefilling or self._running or self._flight)
@@ -144,7 +138,7 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         """Queues a new sequence behind those that arrived before it."""
         self.counters.tokens_in += sequence.length
-        self._queue(sequence)
+        insort(self._waiting, sequence, key=BY_ARRIVAL)
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a sequence, wherever it is; what it holds is free at once."""
@@ -171,15 +165,14 @@ class Scheduler:
         scored, self._scored = self._scored, []
         return scored
 
-    def _queue(self, sequence: Sequence) -> None:
-        insort(self._waiting, sequence, key=BY_ARRIVAL)
-
     def _admit(self) -> None:
         while self._waiting:
             sequence = self._waiting[0]
             sequence.table = self._blocks.admit(min(sequence.known + 1, sequence.stored_in_the_end))
             if sequence.table is None:
                 return
+            how = sequence.request.sampling
+            self._sampling[sequence.slot] = how.temperature, how.top_k, how.top_p, how.seed
             self._waiting.pop(0)
             insort(self._prefilling, sequence, key=BY_ARRIVAL)
 
@@ -198,21 +191,22 @@ class Scheduler:
         parts = self._pack(phase, padding, waiting)
         self._prefilling = [s for s in self._prefilling if s.unstored]
         self._decoded_last = False
-        self.counters.count(phase, padding, sum(part.step.tokens for part in parts))
-        fields = prefill_fields(padding, [part.span for part in parts], chunk, self._shapes.max_pages, score=scores)
+        self.counters.count(phase, padding, sum(part.call.tokens for part in parts))
+        spans = [part.span for part in parts]
+        fields = prefill_fields(padding, spans, chunk, self._blocks.page_table, score=scores)
         if scores:
             for part in parts:
-                part.sequence.steps.append(part.step)
+                part.sequence.calls.append(part.call)
             out = self._backend.score(padding, fields)
             self._flight.append(Scored(parts, out["logprob"], out["best"]))
             return True
         rows = []
-        for sequence, span, row, step in parts:
+        for sequence, span, row, call in parts:
             if sequence.unstored:
-                sequence.steps.append(step)
+                sequence.calls.append(call)
             else:
                 self._running.append(sequence)
-                rows.append(Row(row + (len(span.tokens) - 1) // chunk, sequence, step))
+                rows.append(Row(row + (len(span.tokens) - 1) // chunk, sequence, call))
         logits = self._backend.step(phase, padding, fields)
         if rows:
             self._sample(logits, padding // chunk, rows)
@@ -228,42 +222,43 @@ class Scheduler:
             start, room = sequence.stored, padding - row * chunk
             if room < chunk:
                 break
-            assert sequence.table is not None
             stop = start + min(sequence.unstored, room)
-            span = Span(
-                sequence.table.slot, start, sequence.tokens(start, stop), sequence.table.pages,
-                sequence.next_tokens(start, stop) if sequence.scoring else (),
-            )  # fmt: skip
+            following = sequence.next_tokens(start, stop) if sequence.scoring else ()
+            span = Span(sequence.slot, start, sequence.tokens(start, stop), following)
             if sequence.started is None:
+                sequence.started = at
                 self.counters.queued(at - sequence.arrived)
-            parts.append(Part(sequence, span, row, sequence.dispatched(at, phase, padding, stop - start)))
+            sequence.stored = stop
+            parts.append(Part(sequence, span, row, Call(at, phase, padding, stop - start)))
             row += -(-(stop - start) // chunk)
         return parts
 
     def _decode(self) -> bool:
         """Dispatches a decode call; False if no sequence waits for one."""
-        rows = self._rows_to_decode()
-        if not rows:
+        taken = self._decodable()
+        if not taken:
             return False
-        padding, at = fitting(len(rows), self._shapes.decode), now()
-        fields = decode_fields(padding, dict(enumerate(rows.values())), self._shapes.max_pages)
-        sampling = [
-            Row(row, sequence, sequence.dispatched(at, "decode", padding, 1)) for row, sequence in enumerate(rows)
-        ]
+        padding = fitting(len(taken), self._shapes.decode)
+        call = Call(now(), "decode", padding, 1)
+        slots, positions = [s.slot for s in taken], [s.stored for s in taken]
+        fields = decode_fields(padding, slots, positions, self._blocks.page_table)
+        for sequence in taken:
+            sequence.stored += 1
         # The sequences of this call go behind those that found no room in it; both keep their order.
-        self._running = deque([*(s for s in self._running if s not in rows), *rows])
+        left = set(self._running).difference(taken)
+        self._running = deque([*(s for s in self._running if s in left), *taken])
         self._decoded_last = True
-        self.counters.count("decode", padding, len(rows))
+        self.counters.count("decode", padding, len(taken))
         logits = self._backend.step("decode", padding, fields)
-        self._sample(logits, padding, sampling)
+        self._sample(logits, padding, [Row(row, sequence, call) for row, sequence in enumerate(taken)])
         return True
 
-    def _rows_to_decode(self) -> dict[Sequence, DecodeRow]:
+    def _decodable(self) -> list[Sequence]:
         """The sequences of the next decode call, each with a page for its next position."""
-        ready = [s for s in self._running if s.table is not None and s.sampled < s.limit][: self._shapes.decode[-1]]
+        ready = [s for s in self._running if s.sampled < s.limit][: self._shapes.decode[-1]]
         for sequence in sorted(ready, key=BY_ARRIVAL):  # the oldest first: it never has to give way
             self._grow(sequence)
-        return {s: DecodeRow(s.table.slot, s.stored, s.table.pages) for s in ready if s.table is not None}
+        return [s for s in ready if s.table is not None]
 
     def _grow(self, sequence: Sequence) -> None:
         """Gets the page of the next position; takes it from the youngest sequence if need be, which may be this one."""
@@ -283,21 +278,18 @@ class Scheduler:
         self.counters.preempted += 1
         self._leave(sequence)
         sequence.stored = 0
-        self._queue(sequence)
+        insort(self._waiting, sequence, key=BY_ARRIVAL)
 
     def _sample(self, logits: Pending, count: int, rows: list[Row]) -> None:
         """Dispatches the sampling of the rows that end what is known of their sequences."""
-        wanted = {}
-        for row, sequence, _ in rows:
-            how = sequence.request.sampling
-            assert sequence.table is not None
-            wanted[row] = SampleRow(
-                sequence.table.slot, sequence.stored, how.temperature, how.top_k, how.top_p, how.seed
-            )
+        sequences = [row.sequence for row in rows]
+        slots, positions = [s.slot for s in sequences], [s.stored for s in sequences]
+        fields = sample_fields(count, [row.row for row in rows], slots, positions, self._sampling)
+        for sequence in sequences:
             sequence.sampled += 1
         self.counters.count("sample", count, len(rows))
-        tokens = self._backend.sample(logits, count, sample_fields(count, wanted))
-        kept = any(row.sequence.request.logits for row in rows)
+        tokens = self._backend.sample(logits, count, fields)
+        kept = any(s.request.logits for s in sequences)
         self._flight.append(Sampled(rows, tokens, logits if kept else None))
 
     def _collect(self) -> None:
@@ -320,22 +312,20 @@ class Scheduler:
                 self._leave(sequence)
 
     def _take_tokens(self, call: Sampled) -> None:
-        tokens, at = self._backend.read(call.tokens), now()
+        tokens, at = self._backend.read(call.tokens).tolist(), now()
         logits = None
-        for row, sequence, step in call.rows:
+        for row, sequence, made in call.rows:
             if sequence.over:
                 continue
             taken_from = None
             if sequence.request.logits:
                 logits = self._backend.read(call.logits) if logits is None else logits
                 taken_from = logits[row].copy()
-            token = int(tokens[row])
-            sequence.steps.append(step)
-            text = sequence.accept(token, at, taken_from)
+            sequence.calls.append(made)
+            text = sequence.accept(tokens[row], at, taken_from)
             self.counters.tokens_out += 1
-            self._emitted.append(Emitted(sequence, token, text))
-        for _, sequence, _ in call.rows:
-            if sequence.over and sequence.table is not None:
+            self._emitted.append(Emitted(sequence, tokens[row], text))
+            if sequence.stop_reason is not None:
                 self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:

@@ -1,7 +1,7 @@
 """A request on its way through the scheduler."""
 
 from time import perf_counter as now
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ling3export.runners.engine.request import Completion, Request, Step
 
@@ -10,6 +10,15 @@ if TYPE_CHECKING:
 
     from ling3export.runners.engine.block_manager import BlockTable
     from ling3export.runners.text.detokenize import TextStream
+
+
+class Call(NamedTuple):
+    """A call that a sequence takes part in: ``request.Step``, but ``at`` is when it was dispatched, by ``now()``."""
+
+    at: float
+    kind: str
+    padding: int
+    tokens: int
 
 
 class Sequence:
@@ -31,7 +40,7 @@ class Sequence:
         stop_reason: ``eos``, ``stop``, ``length``, ``scored`` or ``cancelled`` once it ended.
         started: When its first call was dispatched.
         times: When each token was read.
-        steps: Those whose calls it took part in, in order.
+        calls: Those that it took part in, in order.
     """
 
     def __init__(
@@ -53,7 +62,7 @@ class Sequence:
         self.arrived = now() if arrived is None else arrived
         self.started: float | None = None
         self.times: list[float] = []
-        self.steps: list[Step] = []
+        self.calls: list[Call] = []
         self._scores: dict[int, tuple[float, int]] = {}  # by position: of the next token, and the best one there
 
     @property
@@ -65,6 +74,12 @@ class Sequence:
     def scoring(self) -> bool:
         """Whether it scores its tokens, and generates none."""
         return self.request.score_from is not None
+
+    @property
+    def slot(self) -> int:
+        """Its state slot, while it has one."""
+        assert self.table is not None
+        return self.table.slot
 
     @property
     def length(self) -> int:
@@ -90,13 +105,6 @@ class Sequence:
         """Known tokens at positions ``start`` to ``stop``."""
         prompt = self.request.prompt_ids[start:stop]
         return [*prompt, *self.generated[max(start - self.length, 0) : max(stop - self.length, 0)]]
-
-    def dispatched(self, at: float, kind: str, padding: int, tokens: int) -> Step:
-        """Notes that ``tokens`` more positions are stored by a call that is dispatched at ``at``; returns its step."""
-        if self.started is None:
-            self.started = at
-        self.stored += tokens
-        return Step(self._ms(at), kind, padding, tokens)
 
     def next_tokens(self, start: int, stop: int) -> list[int]:
         """For scoring: the token to score behind each of the positions ``start`` to ``stop``, or -1 for none."""
@@ -157,7 +165,8 @@ class Sequence:
         return Completion(
             list(self.request.prompt_ids), list(self.generated), self.text, self.stop_reason,
             token_ms[0] if token_ms else 0.0, token_ms[-1] if token_ms else 0.0, logits,
-            0.0 if self.started is None else self._ms(self.started), token_ms, list(self.steps), logprobs, best,
+            0.0 if self.started is None else self._ms(self.started), token_ms,
+            [Step(self._ms(call.at), call.kind, call.padding, call.tokens) for call in self.calls], logprobs, best,
         )  # fmt: skip
 
     def _ms(self, at: float) -> float:

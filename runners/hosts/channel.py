@@ -1,8 +1,8 @@
-"""The connection between hosts that run together: inputs of steps, parts of arrays, and a watch over who is there.
+"""The connection between hosts that run together: inputs of steps, parts of arrays, and a watch over every host.
 
 A host that is gone leaves the others in a collective that never ends, which nothing can interrupt. So a thread watches
-every connection, and ends this process with a message when one is closed or silent: within seconds if the other process
-died, within SILENCE seconds if its machine or the network did.
+each connection, and ends this process with a message when the connection is closed or silent: within seconds if the
+other process died, within SILENCE seconds if its machine or the network did.
 """
 
 import contextlib
@@ -26,6 +26,17 @@ PART, STEP, END, DONE, RELEASE, ALIVE = b"P", b"T", b"E", b"D", b"R", b"A"
 GONE, DIVERGED = b"G", b"V"  # what is told to all: a host is gone, or it read other tokens
 
 
+def _code(kind: bytes) -> int:
+    return RankDivergence.exit_code if kind == DIVERGED else Ling3Error.exit_code
+
+
+def end_process(text: str, code: int) -> None:
+    """Says why, and ends this process: nothing else ends a collective that waits for a host that is gone."""
+    print(f"error: {text}\nhint: hosts live and die together: start the command on all of them again", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(code)
+
+
 class Channel:
     """The connection of this host to host 0, or those of host 0 to all others. Making one waits for all hosts.
 
@@ -38,7 +49,7 @@ class Channel:
         HostsError: Not all hosts are there in time, or they do not fit together.
     """
 
-    def __init__(self, hosts: Hosts, identity: Identity, lost: "Callable[[str, int], None] | None" = None) -> None:
+    def __init__(self, hosts: Hosts, identity: Identity, lost: Callable[[str, int], None] = end_process) -> None:
         self.hosts = hosts
         self._peers, self._port = meet(hosts, identity)
         self._service: Service | None = None
@@ -49,7 +60,7 @@ class Channel:
             except (Ling3Error, OSError) as error:
                 refuse(self._peers, str(error))
                 raise
-        self._lost = lost or end_process
+        self._lost = lost
         self._closing = False  # whoever is gone from now on is expected to be
         self._over = threading.Event()  # no more beats
         self._lock = threading.Lock()  # one sender at a time
@@ -122,11 +133,12 @@ class Channel:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """An error inside ends every host."""
+        """An error inside ends every host, once the watch had time to find that another host is its cause."""
         try:
             yield
         except BaseException as error:
-            self.settle()
+            if not self._closing:
+                time.sleep(SETTLE)
             self.fail(f"a step failed: {error}")
             raise
 
@@ -155,11 +167,6 @@ class Channel:
             end(text, code)
 
         self._lost = lost
-
-    def settle(self) -> None:
-        """After a failed step: gives the watch time to find that another host is the cause, and to end the process."""
-        if not self._closing:
-            time.sleep(SETTLE)
 
     def close(self) -> None:
         """Closes the connections."""
@@ -207,14 +214,3 @@ class Channel:
     def _beat(self) -> None:
         while not self._over.wait(BEAT):
             self.send(ALIVE)
-
-
-def _code(kind: bytes) -> int:
-    return RankDivergence.exit_code if kind == DIVERGED else Ling3Error.exit_code
-
-
-def end_process(text: str, code: int) -> None:
-    """Says why, and ends this process: nothing else ends a collective that waits for a host that is gone."""
-    print(f"error: {text}\nhint: hosts live and die together: start the command on all of them again", file=sys.stderr)
-    sys.stderr.flush()
-    os._exit(code)

@@ -65,7 +65,12 @@ def find_hosts(
     """
     coordinator = coordinator or environment.get("DIST_INIT_ADDR") or None
     if coordinator == DETECT:
-        return _detected(num_hosts, host_id, start_timeout)
+        from ling3export.runners.hosts.service import launched
+
+        coordinator, count, number = launched(num_hosts, host_id, start_timeout)
+        if coordinator is None or count is None or number is None:
+            raise Ling3Error("--coordinator auto: expected a cluster's launcher that jax knows, found none", FIXES)
+        return Hosts(coordinator, count, number, start_timeout) if count > 1 else None
     count = _number("NNODES", environment) if num_hosts is None else num_hosts
     if coordinator is None and host_id is None and count in (None, 1):
         return None
@@ -87,12 +92,3 @@ def _number(name: str, environment: Mapping[str, str]) -> int | None:
     if not text.isdigit():
         raise Ling3Error(f"{name}: expected a whole number, found {text}")
     return int(text)
-
-
-def _detected(num_hosts: int | None, host_id: int | None, start_timeout: float) -> Hosts | None:
-    from ling3export.runners.hosts.service import launched
-
-    coordinator, count, number = launched(num_hosts, host_id, start_timeout)
-    if coordinator is None or count is None or number is None:
-        raise Ling3Error("--coordinator auto: expected a cluster's launcher that jax knows, found none", FIXES)
-    return Hosts(coordinator, count, number, start_timeout) if count > 1 else None

@@ -130,20 +130,17 @@ def _admitted(caller: socket.socket, hosts: Hosts, identity: Identity, peers: di
     if greeting is None:
         return None
     number, count, theirs = greeting
-    what = None
+    other = next((name for name, expected in identity.items() if theirs.get(name) != expected), None)
     if count != hosts.count:
         what = f"hosts: expected {hosts.count} as on host 0, found {count} on host {number}"
     elif number in peers or not 0 < number < hosts.count:
         what = f"hosts: expected each id from 1 to {hosts.count - 1} once, found another {number}"
+    elif other is not None:
+        what = f"host {number}: expected {other} {identity[other]} as on host 0, found {theirs.get(other)}"
     else:
-        for name, expected in identity.items():
-            if theirs.get(name) != expected:
-                what = f"host {number}: expected {name} {expected} as on host 0, found {theirs.get(name)}"
-                break
-    if what is not None:
-        refuse({number: caller}, what)
-        raise HostsError(what, "start the same command with the same artifact on every host")
-    return number
+        return number
+    refuse({number: caller}, what)
+    raise HostsError(what, "start the same command with the same artifact on every host")
 
 
 def _greeting(caller: socket.socket) -> Greeting | None:
@@ -218,7 +215,8 @@ def _call(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket], i
         kind, payload = receive(peer)
     except OSError as error:
         peer.close()
-        raise HostsError(f"host 0: expected it to wait for all hosts, found {_why(error)}") from error
+        found = "that it is silent" if isinstance(error, TimeoutError) else f"that {error}"
+        raise HostsError(f"host 0: expected it to wait for all hosts, found {found}") from error
     if kind != WELCOME:
         peer.close()
         raise HostsError(f"host 0 gave up: {payload.decode()}")
@@ -228,7 +226,3 @@ def _call(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket], i
 def _system(error: OSError) -> str:
     """The system's own words for an error, without what Python adds to them."""
     return os.strerror(error.errno) if error.errno else str(error)
-
-
-def _why(error: OSError) -> str:
-    return "that it is silent" if isinstance(error, TimeoutError) else f"that {error}"

@@ -8,9 +8,8 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.schema import Requirements
@@ -57,7 +56,7 @@ def prepare_cpu(devices: int) -> None:
     virtual device makes a LAPACK call ten times slower), and JAX_PLATFORMS=cpu. The last two only where unset.
 
     Raises:
-        Ling3Error: jax runs already, with another number of devices.
+        Ling3Error: jax runs already, with fewer devices.
     """
     if devices < 1:
         raise Ling3Error(f"CPU devices: expected 1 or more, found {devices}")
@@ -67,17 +66,13 @@ def prepare_cpu(devices: int) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     jax = sys.modules.get("jax")
-    if jax is not None:
-        _prepare_imported(jax, devices)
-
-
-def _prepare_imported(jax: ModuleType, devices: int) -> None:
-    """jax read the environment when it was imported: its configuration still counts until its first operation."""
-    try:
+    if jax is None:
+        return
+    try:  # jax read the environment when it was imported; its configuration still counts until its first operation
         jax.config.update("jax_num_cpu_devices", devices)
     except RuntimeError:
         found = jax.local_device_count("cpu")
-        if found != devices:
+        if found < devices:
             raise Ling3Error(
                 f"CPU devices: expected {devices}, found {found} in this process, where jax runs already",
                 hint=f"set JAX_NUM_CPU_DEVICES={devices} and NPROC={devices + 2} before jax's first operation, "
@@ -113,7 +108,7 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
 
 
 def toolchain() -> dict[str, Any]:
-    """What decides, besides the program and the target, what the compiler makes. Starts no backend."""
+    """What decides what the compiler makes, besides the program and the target. Starts no backend."""
     import jax
     import jaxlib
 
@@ -138,14 +133,14 @@ def plugins(*platforms: str) -> dict[str, str]:
     return found
 
 
-def requirements(devices: "Sequence[jax.Device]", raw: Callable[[], bytes]) -> Requirements:
-    """What an executable for ``devices`` needs; ``raw`` gives its bytes, which are asked for on CPU only."""
+def requirements(devices: "Sequence[jax.Device]", raw: bytes) -> Requirements:
+    """What a machine needs for an executable of ``devices``, whose bytes are ``raw``."""
     import jaxlib
 
     kind = platform_of(devices[0])
     common = (jaxlib.__version__, kind, devices[0].device_kind)
     if kind == "cpu":
-        return Requirements(*common, machine=machine(), cpu_features=tuple(_features_in(raw())))
+        return Requirements(*common, machine=machine(), cpu_features=tuple(_features_in(raw)))
     return Requirements(*common, plugins=plugins(kind))
 
 

@@ -19,20 +19,16 @@ from typing import TYPE_CHECKING, Any
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Manifest, Target
 from ling3export.errors import ArtifactError
-from ling3export.runners.load.targets import check_hosts, choose_target, platforms_here, prepare
-from ling3export.runners.load.verdict import CHECKS, judge_here
+from ling3export.runners.load.targets import choose_target, platforms_here, prepare
+from ling3export.runners.load.verdict import CHECKS, enforce, executable_fits, judge, machine_here
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
     from ling3export.runners.hosts.channel import Channel
     from ling3export.runners.hosts.hosts import Hosts
     from ling3export.runners.load.model_runner import ModelRunner
     from ling3export.runners.load.pjrt import CompileCounter
-    from ling3export.runners.load.programs import ProgramFiles
     from ling3export.runners.load.recompile import Compiled
     from ling3export.runners.load.verdict import Verdict
-    from ling3export.runners.load.weights import Weights
 
 
 def say(text: str) -> None:
@@ -117,19 +113,22 @@ def load(
     """
     if check not in CHECKS:
         raise ArtifactError(f"check: expected {' or '.join(CHECKS)}, found {check}")
-    timings = Timings()
-    folder = Path(artifact)
+    timings, channel, folder = Timings(), None, Path(artifact)
     with timings.stage("manifest"):
         manifest = read_manifest(folder) if manifest is None else manifest
         name = choose_target(manifest.targets, target, platforms_here(), 1 if hosts is None else hosts.count)
-        record = manifest.targets[name]
-        check_hosts(name, record, platforms_here(), 1 if hosts is None else hosts.count)
-        prepare(record)
-    channel = None if hosts is None else _meet(hosts, {"target": name, **(agreed or {})}, manifest, timings, report)
+        prepare(manifest.targets[name])
+    if hosts is not None:
+        from ling3export.runners.hosts.channel import Channel
+
+        report(f"host {hosts.number} of {hosts.count}: waiting for the others for at most {hosts.start_timeout:g} s")
+        same = {"ling3export": version("ling3export"), "artifact": manifest.sha256, "target": name, **(agreed or {})}
+        with timings.stage("hosts"):
+            channel = Channel(hosts, same)
     # Loading a program is one core's work: more threads than cores only fight over memory (measured: 2 times slower).
     pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ling3-load")
     try:
-        return _load(_Job(folder, manifest, name, record, programs, check, report, timings, pool, channel))
+        return _load(folder, manifest, name, channel, pool, timings, programs, check, report)
     except BaseException as error:
         if channel is not None:
             channel.fail(str(error).partition("\nhint: ")[0])
@@ -138,74 +137,57 @@ def load(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _meet(
-    hosts: "Hosts", agreed: dict[str, Any], manifest: Manifest, timings: Timings, report: Callable[[str], None]
-) -> "Channel":
-    """Waits for the other hosts."""
-    from ling3export.runners.hosts.channel import Channel
+def _load(
+    folder: Path, manifest: Manifest, target: str, channel: "Channel | None", pool: ThreadPoolExecutor,
+    timings: Timings, policy: str, check: str, report: Callable[[str], None],
+) -> Loaded:  # fmt: skip
+    """``load``, once the target is known and the other hosts are there."""
 
-    report(f"host {hosts.number} of {hosts.count}: waiting for the others for at most {hosts.start_timeout:g} s")
-    with timings.stage("hosts"):
-        identity = {"ling3export": version("ling3export"), "artifact": manifest.sha256, **agreed}
-        return Channel(hosts, identity)
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What `load` was asked for, once the target is known."""
-
-    folder: Path
-    manifest: Manifest
-    name: str
-    record: Target
-    policy: str
-    check: str
-    report: Callable[[str], None]
-    timings: Timings
-    pool: ThreadPoolExecutor
-    channel: "Channel | None"
-
-    def timed(self, stage: str, work: Callable[[], Any]) -> Any:
-        """Does ``work`` as a stage."""
-        with self.timings.stage(stage):
+    def timed(stage: str, work: Callable[[], Any]) -> Any:
+        with timings.stage(stage):
             return work()
 
-
-def _load(job: _Job) -> Loaded:
-    with job.timings.stage("imports"), uncollected():
-        from ling3export.runners.load.programs import ProgramFiles  # numpy comes with what is imported from here on
+    record = manifest.targets[target]
+    checked: Future[None] | None = None
+    with timings.stage("imports"), uncollected():
+        from ling3export.runners.load import programs  # numpy comes with what is imported from here on
         from ling3export.runners.load.weights import Weights
 
-        files = ProgramFiles(job.folder, job.record, job.pool)
-        host = 0 if job.channel is None else job.channel.hosts.number
-        weights = Weights(job.folder, job.manifest, job.record, host)
-        checked = _start_check(job, weights)
+        executables = programs.read_executables(folder, record, pool)
+        weights = Weights(folder, manifest, record, 0 if channel is None else channel.hosts.number)
+        if check == "programs":
+            report("weights are not checked (--check programs)")
+        else:
+            checked = pool.submit(timed, "check", weights.check)
         import jax
 
-        from ling3export.runners.load import model_runner, pjrt, programs
-    with job.timings.stage("backend"):
-        if job.channel is not None:
-            job.channel.join()
+        from ling3export.runners.load import model_runner, pjrt
+    with timings.stage("backend"):
+        if channel is not None:
+            channel.join()
         jax.devices()
     compiles = pjrt.CompileCounter()
-    mesh = programs.mesh_of(job.record)
-    with job.timings.stage("programs"):
-        verdicts, compiled = _verdicts(job, files, mesh)
+    mesh = pjrt.recorded_mesh(record.mesh)
+    with timings.stage("programs"):
+        verdicts = judge(record, machine_here(), executable_fits)
+        compiled: dict[str, Compiled] = {}
+        if recompile := enforce(verdicts, policy, target, str(folder)):
+            from ling3export.runners.load.recompile import compile_here
+
+            compiled = compile_here(folder, record, recompile, mesh, report)
         # The state first: writing its zeros is the longest piece of work.
-        zeroed = job.pool.submit(job.timed, "state", lambda: model_runner.fresh_state(job.record, mesh))
-        loading = programs.load_programs(files, job.record, mesh, verdicts, compiled, job.pool)
-    with job.timings.stage("weights"):
+        zeroed = pool.submit(timed, "state", lambda: model_runner.fresh_state(record, mesh))
+        loading = programs.load_programs(executables, record, mesh, verdicts, compiled, pool)
+    with timings.stage("weights"):
         params = weights.arrays(mesh)
-    with job.timings.stage("programs"):
+    with timings.stage("programs"):
         loaded = {cell: future.result() for cell, future in loading.items()}
     state = zeroed.result()
-    checked.result()
-    ready = model_runner.ModelRunner(
-        job.record, loaded, params, state, mesh, None if job.channel is None else job.channel.parts
-    )
-    return Loaded(
-        job.folder, job.manifest, job.name, ready, verdicts, job.timings, compiles, weights.nbytes, job.channel
-    )
+    if checked is not None:
+        checked.result()
+    parts = None if channel is None else channel.parts
+    ready = model_runner.ModelRunner(record, loaded, params, state, mesh, parts)
+    return Loaded(folder, manifest, target, ready, verdicts, timings, compiles, weights.nbytes, channel)
 
 
 @contextmanager
@@ -222,22 +204,3 @@ def uncollected() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
-
-
-def _start_check(job: _Job, weights: "Weights") -> "Future[None]":
-    if job.check == "programs":
-        job.report("weights are not checked (--check programs)")
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-    return job.pool.submit(job.timed, "check", weights.check)
-
-
-def _verdicts(job: _Job, files: "ProgramFiles", mesh: "Mesh") -> "tuple[dict[str, Verdict], dict[str, Compiled]]":
-    """The verdict of every cell, and what had to be compiled for those that need it."""
-    verdicts, recompile = judge_here(job.record, job.policy, job.name, job.folder)
-    if not recompile:
-        return verdicts, {}
-    from ling3export.runners.load.recompile import compile_here
-
-    return verdicts, compile_here(job.folder, job.record, recompile, files.portable, mesh, job.report)

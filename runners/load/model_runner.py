@@ -13,8 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ling3export.artifacts.schema import Cell, Target
-
-Program = Callable[..., list[jax.Array]]
+from ling3export.runners.load.pjrt import Program
 
 # XLA:CPU uses host memory in place if it is aligned to 64 bytes. 8 is aligned for every dtype and never for XLA.
 MISALIGNED = 8
@@ -104,11 +103,9 @@ class _Cell:
     def __init__(self, cell: Cell, program: Program, params: Mapping[str, jax.Array]) -> None:
         self.program = program
         self._fields, self._packed = cell.fields, cell.packed
-        groups: dict[str, list[str]] = {"params": [], "state": [], "batch": []}
-        for leaf in cell.inputs:
-            groups[leaf.group].append(leaf.name)
-        self.params = [params[name] for name in groups["params"]]
-        self.state_in, self.batch_in = groups["state"], groups["batch"]
+        self.params = [params[leaf.name] for leaf in cell.inputs if leaf.group == "params"]
+        self.state_in = [leaf.name for leaf in cell.inputs if leaf.group == "state"]
+        self.batch_in = [leaf.name for leaf in cell.inputs if leaf.group == "batch"]
         self.state_out = [leaf.name for leaf in cell.outputs if leaf.group == "state"]
         self.out = [leaf.name for leaf in cell.outputs if leaf.group == "out"]
 
@@ -123,7 +120,7 @@ class _Cell:
         packed = np.zeros(self._packed, np.int32)
         for row in self._fields:
             value = fields[row.name]
-            if value.shape != row.shape or value.dtype.name != row.dtype:
+            if value.shape != row.shape or value.dtype != row.dtype:
                 raise ValueError(
                     f"field `{row.name}`: expected {row.dtype} {list(row.shape)}, "
                     f"found {value.dtype} {list(value.shape)}"
@@ -182,7 +179,7 @@ def fresh_zeros(shape: Sequence[int], dtype: jnp.dtype | str, sharding: Sharding
     never written to, thus without memory.
 
     Raises:
-        RuntimeError: this jaxlib uses misaligned memory in place, too.
+        RuntimeError: This jaxlib uses misaligned memory in place, too.
     """
     shape, dtype = tuple(shape), jnp.dtype(dtype)
     shard = sharding.shard_shape(shape)

@@ -1,12 +1,13 @@
 """Compiled programs as files: PJRT's own bytes, and a record of how to call them. Never pickle.
 
-The only file that uses jax's internals (tried with jax 0.10.2, 0.11.2 and 0.12.0). jax keeps, beside the executable,
-the inputs' and outputs' shapes, dtypes and shardings, and which inputs the program dropped. ``call_record`` writes
-those down, and ``load_executable`` gives them back to the classes that ``jit(f).lower(…).compile()`` ends in. So a
-loaded program is called as a compiled one is: same checks, same fast path, same donation; nothing is traced.
+Beside ``hosts/service.py`` this is the only file that uses jax's internals (tried with jax 0.10.2, 0.11.2 and 0.12.0).
+Beside an executable jax keeps the shapes, dtypes and shardings of its inputs and outputs, and which inputs the program
+dropped. ``serialized`` writes those down, and ``load_executable`` gives them back to the classes that
+``jit(f).lower(…).compile()`` ends in. So jax calls a loaded program as it calls a compiled one, with the same checks,
+the same fast path and the same donation, and traces nothing.
 
-The record is an ``Executable`` of `artifacts.schema`; its inputs and outputs are in jax's flattening order of
-``(args, kwargs)`` and of the result.
+The record is an ``Executable`` of `artifacts.schema`. Its inputs stand in jax's flattening order of ``(args, kwargs)``,
+its outputs in that of the result.
 """
 
 import re
@@ -18,6 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import export
 from jax._src import core, stages
 from jax._src.interpreters import pxla
 from jax._src.lax import linalg
@@ -31,41 +33,56 @@ from ling3export.errors import ArtifactError, listed
 from ling3export.runners.load.environment import requirements
 from ling3export.runners.load.verdict import executable_fits
 
-Program = Callable[..., list[jax.Array]]
+Program = Callable[..., list[jax.Array]]  # flat inputs → flat outputs
 
 TRACED = "/jax/core/compile/jaxpr_trace_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
-_events: Counter[str] = Counter()
+_events: Counter[str] = Counter()  # what jax reported in this process since this module was imported
 _lock = threading.Lock()
-_listening = False
 _cache_off = 0
 
 
-def executable_bytes(compiled: stages.Compiled) -> bytes:
-    """The executable of ``compiled`` in PJRT's serialization.
+def _count(event: str, *_: Any, **__: Any) -> None:
+    with _lock:
+        _events[event] += 1
 
-    Compile and call this within ``no_compilation_cache()``: an executable that came from the persistent cache is
-    serialized without its machine code, loads in this process, and fails in every other.
+
+jax.monitoring.register_event_listener(_count)
+jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+def compile_portable(blob: bytes, mesh: Mesh) -> stages.Compiled:
+    """Compiles a portable program for ``mesh``.
+
+    Args:
+        blob: What ``jax.export`` serialized: a program of parameters, state and batch, whose state is donated.
+        mesh: The devices.
+    """
+    exported = export.deserialize(bytearray(blob))
+    flat = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval, sharding in zip(exported.in_avals, exported.in_shardings_jax(mesh), strict=True)
+    ]
+    arguments, _ = jax.tree.unflatten(exported.in_tree, flat)
+    # jax.export forgets donation: the state is the second argument of every program.
+    return jax.jit(exported.call, donate_argnums=(1,)).lower(*arguments).compile()
+
+
+def serialized(compiled: stages.Compiled) -> tuple[bytes, Executable]:
+    """``compiled`` for a file: its executable in PJRT's serialization, and what ``load_executable`` needs to know.
+
+    Both the compiling and this call have to stand within ``no_compilation_cache()``: PJRT serializes an executable that
+    came from the persistent cache without its machine code, so that it loads in this process and fails in every other.
 
     Raises:
-        ValueError: outside of ``no_compilation_cache()``, or the program needs this process (see ``call_record``).
+        ValueError: The cache is on. Or the program holds what a file cannot: constants in device memory, callbacks,
+            effects, refs or layouts of its own. Or its shardings are not all on one mesh of one axis.
     """
+    _check_self_contained(compiled)
     if not _cache_off:
         raise ValueError("executable `bytes`: expected to be called within no_compilation_cache(), found the cache on")
-    _check_self_contained(compiled)
-    return _serialize(compiled)
-
-
-def call_record(compiled: stages.Compiled) -> Executable:
-    """What ``load_executable`` needs to know of ``compiled``.
-
-    Raises:
-        ValueError: the program holds what a file cannot: constants in device memory, callbacks, effects, refs, layouts
-            of its own; or it has shardings that are not on one mesh.
-    """
-    _check_self_contained(compiled)
     shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda leaf: leaf is None)
     inputs, _ = jax.tree.flatten_with_path(compiled.args_info)
     outputs, _ = jax.tree.flatten_with_path(compiled.out_info)
@@ -78,25 +95,15 @@ def call_record(compiled: stages.Compiled) -> Executable:
         tuple(Array(*_array(path, info.shape, info.dtype, info.sharding)) for path, info in outputs),
         tuple(sorted(set(re.findall(r'custom_call_target="([^"]+)"', compiled.as_text() or "")))),
     )
-    requires = requirements(list(mesh.devices.flat), lambda: _serialize(compiled))
-    return Executable(requires, _mesh_record(mesh), call)
-
-
-def _mesh_record(mesh: Mesh) -> MeshRecord:
-    if len(mesh.axis_names) != 1:
-        raise ValueError(f"mesh: expected one axis, found {mesh.axis_names}")
-    devices = list(mesh.devices.flat)
-    ids, hosts = [device.id for device in devices], [device.process_index for device in devices]
-    return MeshRecord(str(mesh.axis_names[0]), tuple(ids), tuple(hosts))
-
-
-def _serialize(compiled: stages.Compiled) -> bytes:
     executable: Any = compiled.runtime_executable()
-    return executable.serialize()
+    raw, devices = executable.serialize(), list(mesh.devices.flat)
+    ids, hosts = [device.id for device in devices], [device.process_index for device in devices]
+    record = MeshRecord(str(mesh.axis_names[0]), tuple(ids), tuple(hosts))
+    return raw, Executable(requirements(devices, raw), record, call)
 
 
 def _parts(compiled: stages.Compiled) -> Any:
-    """The UnloadedMeshExecutable, which jit's executables keep."""
+    """The UnloadedMeshExecutable that jit's executables keep."""
     return compiled._executable._unloaded_executable  # type: ignore[attr-defined]
 
 
@@ -121,6 +128,8 @@ def _mesh(shardings: Sequence[Sharding | None], compiled: stages.Compiled) -> Me
         return Mesh(np.array(devices), ("tp",), axis_types=(AxisType.Auto,))
     if len(meshes) != 1 or tuple((mesh := meshes.pop()).devices.flat) != devices:
         raise ValueError(f"shardings: expected all on one mesh over {len(devices)} devices, found {len(meshes)} meshes")
+    if len(mesh.axis_names) != 1:
+        raise ValueError(f"mesh: expected one axis, found {mesh.axis_names}")
     return mesh
 
 
@@ -140,20 +149,21 @@ def _array(
 
 
 def recorded_mesh(record: MeshRecord) -> Mesh:
-    """The mesh of ``record`` over this process's devices, in the recorded order."""
+    """The mesh of ``record``: over the devices with the recorded ids where they all exist, else over the first ones."""
     devices = {device.id: device for device in jax.devices()}
-    return Mesh(np.array([devices[number] for number in record.devices]), (record.axis,), axis_types=(AxisType.Auto,))
+    ids = record.devices if set(record.devices) <= devices.keys() else list(devices)[: len(record.devices)]
+    return Mesh(np.array([devices[number] for number in ids]), (record.axis,), axis_types=(AxisType.Auto,))
 
 
 def load_executable(raw: bytes, record: Executable, mesh: Mesh) -> Program:
-    """The program of ``executable_bytes`` and ``call_record``: ``f(*flat inputs) -> [flat outputs]``.
+    """The program that ``serialized`` gave: ``f(*flat inputs) -> [flat outputs]``.
 
-    Nothing is traced, compiled or unpickled. Inputs are jax.Arrays with the recorded shardings on ``mesh`` (others are
-    refused by jax with the input's name); donated ones are deleted; outputs have the recorded NamedShardings on
-    ``mesh``. Check digests before: damaged bytes may kill the process.
+    Nothing is traced, compiled or unpickled. Inputs are jax.Arrays with the recorded shardings on ``mesh`` (jax refuses
+    others by the input's name); a call deletes the donated ones. Outputs have the recorded NamedShardings on ``mesh``.
+    The caller checks digests before: damaged bytes may kill the process.
 
     Raises:
-        ArtifactError: the executable does not fit here, or ``mesh`` is not the recorded one.
+        ArtifactError: The executable does not fit here, or ``mesh`` is not the recorded one.
     """
     if reason := executable_fits(record.requires, record.mesh):
         raise ArtifactError(f"executable: {reason}", hint="compile the portable program on this machine instead")
@@ -217,53 +227,34 @@ class CompileCounter:
     """What jax has compiled in this process, in any thread, since the counter was made."""
 
     def __init__(self) -> None:
-        _listen()
         self._before = Counter(_events)
 
     @property
     def count(self) -> int:
-        """Programs handed to the backend's compiler, or fetched from the persistent cache instead."""
+        """Programs that the backend compiled, or that came from the persistent cache instead."""
         return _events[COMPILED] - self._before[COMPILED]
 
     @property
     def traces(self) -> int:
-        """Python functions traced, the inner ones of a program too."""
+        """Python functions that jax traced, the inner ones of a program too."""
         return _events[TRACED] - self._before[TRACED]
 
     @property
     def cache_hits(self) -> int:
-        """Programs fetched from the persistent cache."""
+        """Programs that came from the persistent cache."""
         return _events[CACHE_HIT] - self._before[CACHE_HIT]
-
-
-def _listen() -> None:
-    global _listening
-    with _lock:
-        if not _listening:
-            jax.monitoring.register_event_duration_secs_listener(_count_duration)
-            jax.monitoring.register_event_listener(_count)
-            _listening = True
-
-
-def _count(event: str, **_: Any) -> None:
-    with _lock:
-        _events[event] += 1
-
-
-def _count_duration(event: str, duration_secs: float, **_: Any) -> None:
-    _count(event)
 
 
 @contextmanager
 def no_compilation_cache() -> Iterator[CompileCounter]:
-    """Compiles everything within anew, for executables that are to be saved; yields a counter.
+    """Has jax compile everything within anew, for executables that are to be saved; yields a counter.
 
-    Turns jax's persistent cache off for the whole process, and drops what jax remembers of earlier compiles, which may
-    have come from it. The cache's directory is taken out of the configuration too: the compiler writes it into the
-    executable.
+    jax's persistent cache is off meanwhile, for the whole process, and what jax remembers of earlier compiles, which
+    may have come from it, is dropped. The cache's folder is taken out of the configuration too, because the compiler
+    writes it into the executable.
 
     Raises:
-        RuntimeError: at the end, if a program came from the cache all the same.
+        RuntimeError: At the end, if a program came from the cache all the same.
     """
     global _cache_off
     enabled, folder = jax.config.jax_enable_compilation_cache, jax.config.jax_compilation_cache_dir

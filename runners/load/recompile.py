@@ -1,9 +1,9 @@
 """RECOMPILE: portable programs compiled on this machine, and kept beside the artifact, never in it.
 
-``NAME.ling3.cache/`` holds, per program, ``KEY.json`` and ``KEY.exec``. KEY is the digest of the portable program's
-own digest and of everything that decides what the compiler makes of it here. The JSON file names the executable's
-digest and carries its own; an entry that does not match is compiled again. Files appear by rename, the JSON last, so
-parallel runners and kills leave nothing half-written that counts.
+``NAME.ling3.cache/`` holds ``KEY.json`` and ``KEY.exec`` for each program. KEY is a digest of the portable program's
+own digest and of everything that decides what the compiler makes of it here. The JSON file holds the executable's
+digest and a digest of itself; a program whose files do not match them is compiled again. Files appear by rename, the
+JSON last, so that parallel runners and kills leave no half-written entry.
 """
 
 import os
@@ -24,92 +24,81 @@ from ling3export.strict_json import read_json
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-Compiled = tuple[bytes, Executable]  # its bytes, and how to load them
+Compiled = tuple[bytes, Executable]  # the bytes of an executable, and how it is called
 
 
 def cache_folder(artifact: Path) -> Path:
-    """Beside the artifact."""
+    """The folder beside an artifact that keeps what was compiled for it."""
     artifact = artifact.resolve()
     return artifact.with_name(f"{artifact.name}.cache")
 
 
 def compile_here(
-    artifact: Path, target: Target, cells: Sequence[Verdict], portable: Callable[[str], bytes], mesh: "Mesh",
-    say: Callable[[str], None],
-) -> dict[str, Compiled]:  # fmt: skip
-    """Executables of ``cells`` for this machine, from the cache or compiled now.
+    artifact: Path, target: Target, cells: Sequence[Verdict], mesh: "Mesh", say: Callable[[str], None]
+) -> dict[str, Compiled]:
+    """Executables of ``cells`` for this machine, by cell: from the cache, or compiled now and cached.
 
     Args:
         artifact: Its folder; the cache lies beside it.
         target: The manifest's.
         cells: What to compile, and why.
-        portable: Reads the portable program of a cell by its digest.
         mesh: What to compile for.
         say: Told of every cell: what was done, and why.
 
     Raises:
         ArtifactError: A portable program is damaged, or this jax cannot read or compile it.
     """
+    from ling3export.runners.load.pjrt import no_compilation_cache
+
     folder = cache_folder(artifact)
+    portable = {verdict.cell: target.cells[verdict.cell].stablehlo for verdict in cells}
+    keys = {cell: cache_key(file.sha256, mesh) for cell, file in portable.items()}
     out, missing = {}, []
     for verdict in cells:
-        key = cache_key(target.cells[verdict.cell].stablehlo.sha256, mesh)
-        hit = _lookup(folder, key, say)
+        hit = _lookup(folder, keys[verdict.cell], say)
         if hit is None:
-            missing.append((verdict, key))
+            missing.append(verdict)
         else:
             out[verdict.cell] = hit
             say(f"{verdict.cell}: RECOMPILE ({verdict.reason}): from {folder.name}")
-    if missing:
-        out.update(_compile_all(folder, missing, portable, mesh, say))
-    return out
+    if not missing:
+        return out
+    blobs = {verdict.cell: read_checked(artifact, portable[verdict.cell]) for verdict in missing}
 
-
-def _compile_all(
-    folder: Path, missing: list[tuple[Verdict, str]], portable: Callable[[str], bytes], mesh: "Mesh",
-    say: Callable[[str], None],
-) -> dict[str, Compiled]:  # fmt: skip
-    from ling3export.runners.load.pjrt import no_compilation_cache
-
-    blobs = {verdict.cell: portable(verdict.cell) for verdict, _ in missing}  # every digest before any compiling
-
-    def work(verdict: Verdict, key: str) -> tuple[str, Compiled]:
+    def compile_and_store(verdict: Verdict) -> Compiled:
         say(f"{verdict.cell}: RECOMPILE ({verdict.reason}): compiling")
         result = _compile(verdict.cell, blobs[verdict.cell], mesh)
-        _store(folder, key, result, say)
-        return verdict.cell, result
+        _store(folder, keys[verdict.cell], result, say)
+        return result
 
     # An executable that came from jax's own persistent cache cannot be saved.
     with no_compilation_cache(), ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        return dict(pool.map(lambda item: work(*item), missing))
+        return out | dict(zip(blobs, pool.map(compile_and_store, missing), strict=True))
 
 
 def _compile(cell: str, blob: bytes, mesh: "Mesh") -> Compiled:
     import jax
-    from jax import export
 
-    from ling3export.runners.load.pjrt import call_record, executable_bytes
+    from ling3export.runners.load.pjrt import compile_portable, serialized
 
     try:
-        exported = export.deserialize(bytearray(blob))
-        flat = [
-            jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-            for aval, sharding in zip(exported.in_avals, exported.in_shardings_jax(mesh), strict=True)
-        ]
-        arguments, _ = jax.tree.unflatten(exported.in_tree, flat)
-        # jax.export forgets donation: the state is the second argument of every program.
-        compiled = jax.jit(exported.call, donate_argnums=(1,)).lower(*arguments).compile()
+        compiled = compile_portable(blob, mesh)
     except Exception as error:
         raise ArtifactError(
             f"program `{cell}`: expected portable StableHLO that jax {jax.__version__} compiles, "
             f"found {type(error).__name__}: {error}",
             "build the artifact again with this version of jax, or install the one it was built with",
         ) from error
-    return executable_bytes(compiled), call_record(compiled)
+    return serialized(compiled)
 
 
 def cache_key(stablehlo: str, mesh: "Mesh") -> str:
-    """Digest of what an executable depends on: the program, the toolchain, the processor, flags and devices."""
+    """A digest of what an executable depends on: the portable program, the toolchain, the processor and the devices.
+
+    Args:
+        stablehlo: sha256 of the portable program.
+        mesh: What it is compiled for.
+    """
     devices = list(mesh.devices.flat)
     return sha256_of(
         {

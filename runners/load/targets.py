@@ -1,13 +1,12 @@
-"""Which of an artifact's targets to run, decided without jax: its environment must be set before it is imported."""
+"""Which of an artifact's targets to run, decided without jax: what jax needs in the environment depends on it."""
 
 import importlib.util
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ling3export.artifacts.schema import Target
-from ling3export.errors import ArtifactError, Ling3Error, listed
+from ling3export.errors import ArtifactError, listed
 from ling3export.runners.load.environment import prepare_cpu
 
 # What shows that a platform is there: a device file, and a package that drives it.
@@ -20,7 +19,7 @@ NAMES = {"gpu": "cuda"}  # jax's device platform → the manifest's
 
 
 def platforms_here() -> list[str]:
-    """Platforms that this machine can run, accelerators first; JAX_PLATFORMS narrows them."""
+    """Platforms that this machine can run, accelerators first; only those of JAX_PLATFORMS where that is set."""
     there = [
         platform
         for platform, (files, packages) in SIGNS.items()
@@ -33,8 +32,8 @@ def platforms_here() -> list[str]:
 def choose_target(targets: Mapping[str, Target], wanted: str | None, here: list[str], hosts: int = 1) -> str:
     """The target to run: ``wanted``, or the only one that fits this machine.
 
-    A target fits if its platform is here and it was built for as many hosts. Those of an accelerator that is here go
-    before those of the CPU, which is everywhere.
+    A target fits if its platform is here and it was built for as many hosts. Targets of an accelerator that is here
+    come before those of the CPU, which is everywhere.
 
     Args:
         targets: The manifest's.
@@ -43,11 +42,19 @@ def choose_target(targets: Mapping[str, Target], wanted: str | None, here: list[
         hosts: How many run together.
 
     Raises:
-        ArtifactError: None fits, more than one does, or ``wanted`` is not among them.
+        ArtifactError: None fits, or more than one does. Or ``wanted`` is not among them, or was built for another
+            number of hosts; one for a platform that is not here is left to its verdict.
     """
     names = sorted(targets)
     if wanted is not None:
-        return named_target(names, wanted)
+        name = named_target(names, wanted)
+        built = targets[name].processes
+        if built != hosts and targets[name].platform in here:
+            raise ArtifactError(
+                f"target `{name}`: expected the {_hosts(built)} that it was built for, found {_hosts(hosts)}",
+                on_all(built),
+            )
+        return name
     for platform in here:
         fits = [name for name in names if targets[name].platform == platform and targets[name].processes == hosts]
         if len(fits) > 1:
@@ -57,17 +64,19 @@ def choose_target(targets: Mapping[str, Target], wanted: str | None, here: list[
             )
         if fits:
             return fits[0]
-    started = {targets[name].processes for name in names if targets[name].platform in here}
     counts = {name: targets[name].processes for name in names}
     there = listed([f"{name} ({counts[name]} hosts)" if counts[name] > 1 else name for name in names])
+    if runnable := [counts[name] for name in names if targets[name].platform in here]:
+        hint = on_all(max(runnable))
+    elif hosts == 1:
+        platform = here[0] if here else "cpu"
+        hint = f"add one for this machine: ling3export build --into ARTIFACT --target {platform}"
+    else:
+        hint = "start it on as many hosts as a target was built for"
     raise ArtifactError(
         f"target: expected one for {' or '.join(here) or 'a platform of JAX_PLATFORMS'} on {_hosts(hosts)}, "
         f"found {there}, in the manifest",
-        on_all(max(started))
-        if started
-        else f"add one for this machine: ling3export build --into ARTIFACT --target {here[0] if here else 'cpu'}"
-        if hosts == 1
-        else "start it on as many hosts as a target was built for",
+        hint,
     )
 
 
@@ -75,7 +84,7 @@ def named_target(names: Iterable[str], wanted: str) -> str:
     """The one of ``names`` that a user means by ``cpu-tp16``, ``cpu@16`` or ``cpu``.
 
     Raises:
-        ArtifactError: None, or several.
+        ArtifactError: ``wanted`` means none of them, or several.
     """
     text, there = wanted.replace("@tp", "@").replace("@", "-tp").replace(":", "-"), sorted(names)
     found = [text] if text in there else [name for name in there if name.rpartition("-tp")[0] == text]
@@ -86,32 +95,14 @@ def named_target(names: Iterable[str], wanted: str) -> str:
 
 
 def on_all(hosts: int) -> str:
-    """The hint for a target of ``hosts`` hosts that was started on another number."""
+    """The hint for a target of ``hosts`` hosts that was started on another number of hosts."""
     if hosts == 1:
         return "start it on one host alone, or build for yours: --target cpu:4x4 is 4 hosts of 4 devices"
     return f"start the command on each of its {hosts} hosts: --coordinator HOST:PORT --num-hosts {hosts} --host-id I"
 
 
-def check_hosts(name: str, target: Target, here: list[str], hosts: int) -> None:
-    """Refuses a target that was built for another number of hosts; one for another platform is left to its verdict.
-
-    Raises:
-        ArtifactError: It was built for another number; the message names both.
-    """
-    built = target.processes
-    if built != hosts and target.platform in here:
-        raise ArtifactError(
-            f"target `{name}`: expected the {_hosts(built)} that it was built for, found {_hosts(hosts)}",
-            on_all(built),
-        )
-
-
 def _hosts(count: int) -> str:
     return "one host" if count == 1 else f"{count} hosts"
-
-
-def _may_be(pattern: str) -> bool:
-    return next(Path("/dev").glob(pattern), None) is not None
 
 
 def prepare(target: Target) -> None:
@@ -120,15 +111,8 @@ def prepare(target: Target) -> None:
     Raises:
         Ling3Error: jax runs already, with too few devices.
     """
-    if target.platform == "tpu" and not any(map(_may_be, TPU_DEVICES)):
-        # There is none, and the verdict will say so: libtpu would look for one, with a page of its own messages.
+    if target.platform == "tpu" and not any(any(Path("/dev").glob(pattern)) for pattern in TPU_DEVICES):
+        # Without a TPU the verdict refuses the target; but libtpu would look for one, with a page of its own messages.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    if target.platform != "cpu":
-        return
-    devices = max(target.mesh.devices) + 1 if target.processes == 1 else target.mesh.hosts.count(0)
-    try:
-        prepare_cpu(devices)
-    except Ling3Error:
-        jax = sys.modules.get("jax")
-        if jax is None or jax.local_device_count("cpu") < devices:
-            raise
+    if target.platform == "cpu":
+        prepare_cpu(max(target.mesh.devices) + 1 if target.processes == 1 else target.mesh.hosts.count(0))

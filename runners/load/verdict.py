@@ -7,7 +7,6 @@ OPTIMAL (its executable fits), RECOMPILE (only its portable program will do, com
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.schema import Mesh, Requirements, Target
@@ -69,16 +68,15 @@ def judge(target: Target, here: Machine, misfit: Callable[[Requirements, Mesh], 
             (``executable_fits``).
     """
     impossible, hint = _impossible(target, here)
-    verdicts = {}
-    unfit = None if impossible else misfit(target.requires, target.mesh)
-    for name, cell in target.cells.items():
-        if impossible:
-            verdicts[name] = Verdict(name, Status.UNSUPPORTED, impossible, hint)
-            continue
-        missing = f"executable: built for {target.text}, found none in the artifact" if cell.exec is None else None
-        reason = missing or unfit
-        verdicts[name] = Verdict(name, Status.RECOMPILE, reason) if reason else Verdict(name, Status.OPTIMAL)
-    return verdicts
+    if impossible:
+        return {name: Verdict(name, Status.UNSUPPORTED, impossible, hint) for name in target.cells}
+    unfit = misfit(target.requires, target.mesh)
+    missing = f"executable: built for {target.text}, found none in the artifact"
+    reasons = {name: missing if cell.exec is None else unfit for name, cell in target.cells.items()}
+    return {
+        name: Verdict(name, Status.RECOMPILE, reason) if reason else Verdict(name, Status.OPTIMAL)
+        for name, reason in reasons.items()
+    }
 
 
 def _impossible(target: Target, here: Machine) -> tuple[str, str | None]:
@@ -111,14 +109,14 @@ def enforce(verdicts: dict[str, Verdict], policy: str, target: str, artifact: st
     """
     if policy not in POLICIES:
         raise ArtifactError(f"program policy: expected {' or '.join(POLICIES)}, found {policy}")
-    by_status = {status: [v for v in verdicts.values() if v.status is status] for status in Status}
-    if unsupported := by_status[Status.UNSUPPORTED]:
+    unsupported = [verdict for verdict in verdicts.values() if verdict.status is Status.UNSUPPORTED]
+    if unsupported:
         add = f"add a target for this machine: ling3export build --into {artifact} --target TARGET"
         raise ArtifactError(
             f"target `{target}`: expected programs that run here, found {_told(unsupported)}, in {artifact}",
             unsupported[0].hint or add,
         )
-    recompile = by_status[Status.RECOMPILE]
+    recompile = [verdict for verdict in verdicts.values() if verdict.status is Status.RECOMPILE]
     if recompile and policy == "prebuilt-only":
         raise ArtifactError(
             f"target `{target}`: expected compiled programs that fit, found {_told(recompile)}, in {artifact}",
@@ -129,7 +127,7 @@ def enforce(verdicts: dict[str, Verdict], policy: str, target: str, artifact: st
 
 
 def _told(verdicts: list[Verdict]) -> str:
-    """The verdicts in one phrase: equal reasons are said once."""
+    """The verdicts, all of one status, in one phrase that says equal reasons once."""
     reasons: dict[str, list[str]] = {}
     for verdict in verdicts:
         reasons.setdefault(verdict.reason, []).append(verdict.cell)
@@ -137,20 +135,8 @@ def _told(verdicts: list[Verdict]) -> str:
     return "; ".join(f"{status} {listed(cells)} ({reason})" for reason, cells in reasons.items())
 
 
-def judge_here(target: Target, policy: str, name: str, artifact: Path) -> tuple[dict[str, Verdict], list[Verdict]]:
-    """Verdicts of a target on this machine, and those of them that are to be compiled here under ``policy``.
-
-    Starts jax's backend, deserializes nothing.
-
-    Raises:
-        ArtifactError: A cell cannot run here, or not under this policy (``enforce``).
-    """
-    verdicts = judge(target, machine_here(), executable_fits)
-    return verdicts, enforce(verdicts, policy, name, str(artifact))
-
-
 def machine_here() -> Machine:
-    """What jax finds here. Starts its backend."""
+    """What jax finds here; starts its backend."""
     import jax
 
     devices = jax.devices()
@@ -162,10 +148,10 @@ def executable_fits(requires: Requirements, mesh: Mesh) -> str | None:
     """Why an executable for ``mesh`` must not be given to the deserializer here; None if nothing speaks against it.
 
     PJRT itself checks next to nothing: another jaxlib's file can abort the process, another processor's runs until its
-    first unknown instruction, another topology's fails obscurely. So these are compared, in this order: platform;
-    jaxlib and the platform's own compiler packages, exactly; kind of device; operating system and instruction set;
-    number of processes; the processor's features, where a superset will do; the devices' ids. Starts jax's backend.
-    Digests are the caller's part.
+    first unknown instruction, another topology's fails obscurely. So this compares, in this order: platform; jaxlib and
+    the platform's own compiler packages, exactly; kind of device; operating system and instruction set; number of
+    processes; the processor's features, where a superset will do; the devices' ids. It starts jax's backend. The caller
+    checks digests.
     """
     import jax
     import jaxlib

@@ -23,24 +23,18 @@ class Weights:
 
     def __init__(self, folder: Path, manifest: Manifest, target: Target, host: int = 0) -> None:
         self._store = Store(folder, manifest.weights.index)
-        self._parameters = target.parameters
-        self._places = places(target, host)
-        self._tp, self._axis = target.tp, target.mesh.axis
-
-    @property
-    def tensors(self) -> list[str]:
-        """Names of the tensors that the target uses."""
-        return sorted({parameter.tensor for parameter in self._parameters})
+        self._target = target
+        self._places = [place for place, number in enumerate(target.mesh.hosts) if number == host]
 
     @property
     def ranges(self) -> list[tuple[str, int, int | None]]:
-        """The slabs that this host's devices hold: tensor, first slab, behind the last one (None for all)."""
+        """The slabs that this host's devices hold: tensor, first slab, and the slab behind the last (None for all)."""
         found: dict[tuple[str, int, int | None], None] = {}
-        for parameter in self._parameters:
-            if not parameter.spec or parameter.spec[0] != self._axis:
+        for parameter in self._target.parameters:
+            if not parameter.spec or parameter.spec[0] != self._target.mesh.axis:
                 found[parameter.tensor, 0, None] = None
                 continue
-            slabs = parameter.shape[0] // self._tp
+            slabs = parameter.shape[0] // self._target.tp
             for place in self._places:
                 found[parameter.tensor, place * slabs, (place + 1) * slabs] = None
         whole = {name for name, _, stop in found if stop is None}
@@ -48,36 +42,31 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of those slabs: all of the weights that this process reads."""
+        """Bytes of those slabs, which are all that this process reads of the weights."""
         index = self._store.index
         return sum(
             index[name].slab_bytes * ((len(index[name].sha256) if stop is None else stop) - start)
             for name, start, stop in self.ranges
         )
 
-    def check(self, threads: int | None = None) -> None:
-        """Compares the digest of every slab that this host's devices hold with the manifest.
+    def check(self) -> None:
+        """Compares the digest of every slab that this host's devices hold with the manifest, in threads.
 
         Raises:
-            ArtifactError: One differs: names the tensor, the slab and the file.
+            ArtifactError: A digest differs; the message names the tensor, the slab and the file.
         """
-        self._store.check_many(self.ranges, threads)
+        self._store.check_many(self.ranges)
 
     def arrays(self, mesh: "Mesh") -> "dict[str, jax.Array]":
-        """Every parameter on the devices, by argument. On CPU they are the mapped file: nothing is read."""
+        """Every parameter on the devices, by the name of the argument. On CPU the arrays are the mapped file."""
         from jax.sharding import NamedSharding, PartitionSpec
 
         from ling3export.runners.load.model_runner import device_array
 
         out = {}
-        for parameter in self._parameters:
+        for parameter in self._target.parameters:
             view = self._store.view(parameter.tensor)
             if parameter.axis is not None:  # one layer of a stack; still a view: other hosts' slabs are not read
                 view = view[(slice(None),) * parameter.axis + (parameter.index,)]
             out[parameter.argument] = device_array(view, NamedSharding(mesh, PartitionSpec(*parameter.spec)))
         return out
-
-
-def places(target: Target, host: int) -> list[int]:
-    """Places in the target's mesh of the devices of one host."""
-    return [place for place, number in enumerate(target.mesh.hosts) if number == host]

@@ -90,7 +90,7 @@ class TokenizerFiles:
 
     Args:
         folder: The artifact.
-        records: Of the files.
+        records: The manifest's records of the files.
         eos_token_ids: Those of config.json.
     """
 
@@ -98,8 +98,6 @@ class TokenizerFiles:
         self._folder = folder
         self._records = {Path(record.path).name: record for record in records}
         self._eos = eos_token_ids
-        self._tokenizer: Tokenizer | None = None
-        self._template: chat.ChatTemplate | None = None
 
     @property
     def there(self) -> bool:
@@ -121,10 +119,11 @@ class TokenizerFiles:
                 f"{purpose}: expected an artifact with a tokenizer, found none, in {self._folder}",
                 "give and take token ids, or build from a checkpoint that has tokenizer.json",
             )
-        if self._tokenizer is None:
-            record = self._records[FILE]
-            self._tokenizer = Tokenizer(read_checked(self._folder, record))
         return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer(read_checked(self._folder, self._records[FILE]))
 
     def eos_token_ids(self) -> frozenset[int]:
         """Ids that end a text: those of config.json, generation_config.json and tokenizer_config.json together."""
@@ -134,6 +133,34 @@ class TokenizerFiles:
             named = self.tokenizer("eos_token").id_of(token)
             ids |= set() if named is None else {named}
         return frozenset(ids)
+
+    @cached_property
+    def _template_source(self) -> tuple[str, object]:
+        """File and content of the chat template: chat_template.jinja, else a field of tokenizer_config.json.
+
+        That field is a text, or a list of named ones of which ``default`` counts.
+        """
+        if chat.FILE in self._records:
+            return chat.FILE, read_checked(self._folder, self._records[chat.FILE]).decode(errors="replace")
+        source = self._json(CONFIG).get("chat_template")
+        if isinstance(source, list):
+            source = {row.get("name"): row.get("template") for row in source if isinstance(row, dict)}.get("default")
+        return CONFIG, source
+
+    @cached_property
+    def _chat_template(self) -> chat.ChatTemplate:
+        where, source = self._template_source
+        if not isinstance(source, str):
+            raise ArtifactError(
+                f"chat template `{where}`: expected a text, found {type(source).__name__}, in {self._folder}"
+            )
+        values = {key: _token(value) for key, value in self._json(CONFIG).items() if key.endswith("_token")}
+        return chat.ChatTemplate(source, {key: token for key, token in values.items() if token}, where)
+
+    @property
+    def chats(self) -> bool:
+        """Whether the artifact has a chat template."""
+        return self._template_source[1] is not None
 
     def render_chat(
         self, messages: Sequence[chat.Message], *, add_generation_prompt: bool = True, name: str = "messages"
@@ -149,42 +176,12 @@ class TokenizerFiles:
             RequestError: The messages are malformed or refused, or the artifact has no chat template.
             ArtifactError: The template is broken.
         """
-        if self._template is None:
-            self._template = self._chat_template(name)
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, name=name)
-
-    @property
-    def chats(self) -> bool:
-        """Whether the artifact has a chat template."""
-        return self._template is not None or self._template_source()[1] is not None
-
-    def _template_source(self) -> tuple[str, object]:
-        """File and content of the chat template: chat_template.jinja, else a field of tokenizer_config.json.
-
-        That field is a text, or a list of named ones of which ``default`` counts.
-        """
-        if chat.FILE in self._records:
-            return chat.FILE, read_checked(self._folder, self._records[chat.FILE]).decode(errors="replace")
-        source = self._json(CONFIG).get("chat_template")
-        if isinstance(source, list):
-            named = {row.get("name"): row.get("template") for row in source if isinstance(row, dict)}
-            source = named.get("default")
-        return CONFIG, source
-
-    def _chat_template(self, name: str) -> chat.ChatTemplate:
-        config = self._json(CONFIG)
-        where, source = self._template_source()
-        if source is None:
+        if not self.chats:
             raise RequestError(
                 f"{name}: expected an artifact with a chat template, found none, in {self._folder}",
                 "give text or token ids, or build from a checkpoint that has a chat template",
             )
-        if not isinstance(source, str):
-            raise ArtifactError(
-                f"chat template `{where}`: expected a text, found {type(source).__name__}, in {self._folder}"
-            )
-        tokens = {key: token for key, value in config.items() if key.endswith("_token") and (token := _token(value))}
-        return chat.ChatTemplate(source, tokens, where)
+        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, name=name)
 
     def _json(self, name: str) -> dict[str, Any]:
         if name not in self._records:

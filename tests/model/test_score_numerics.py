@@ -29,7 +29,7 @@ class Scorer(Quick):
 
     def score(self, parts: Sequence[Part]) -> tuple[Found, dict[int, np.ndarray]]:
         """One call: what it says behind every token, and the logits behind the last of each part, by slot."""
-        spans = [Span(slot, position, ids, self.table(slot), after) for slot, position, ids, after in parts]
+        spans = [Span(*part) for part in parts]
         out = self.call("score", PADDING, spans)
         following = np.full(PADDING, -1)
         found: Found = {}

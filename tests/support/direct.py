@@ -17,7 +17,7 @@ from ling3export.model.geometry import AXIS, CHUNK, Form, Geometry
 from ling3export.model.inputs import packed_size
 from ling3export.model.parameters import Argument, arguments, parameters
 from ling3export.model.program import Step, build_step, put, state_tree
-from ling3export.runners.engine.inputs import DecodeRow, Span, decode_fields, prefill_fields
+from ling3export.runners.engine.inputs import Span, decode_fields, prefill_fields
 
 
 def assemble(
@@ -88,15 +88,17 @@ class Direct:
             self.steps[phase, padding] = step, jax.jit(step.call, donate_argnums=(1,))
         return self.steps[phase, padding]
 
-    def table(self, slot: int) -> np.ndarray:
-        """The pages of a slot, in an order that is not the natural one."""
-        first = (slot - 1) * self.geometry.max_pages
-        return np.arange(first, first + self.geometry.max_pages, dtype=np.int32)[::-1] + 1
+    @property
+    def tables(self) -> np.ndarray:
+        """The pages of each slot, in an order that is not the natural one; slot 0 has none."""
+        shape = self.geometry.slots, self.geometry.max_pages
+        tables = np.arange(1, shape[0] * shape[1] + 1, dtype=np.int32).reshape(shape)[:, ::-1]
+        return np.concatenate([np.zeros((1, shape[1]), np.int32), tables])
 
     def call(self, phase: str, padding: int, spans: Sequence[Span]) -> dict[str, np.ndarray]:
         """One call of prefill or score; what it gives, and ``ends``: the row of ``logits`` of each span."""
         step, call = self.step(phase, padding)
-        fields = prefill_fields(padding, spans, CHUNK, self.geometry.max_pages, score=phase == "score")
+        fields = prefill_fields(padding, spans, CHUNK, self.tables, score=phase == "score")
         inside = np.arange(CHUNK) < fields["chunk_len"][:, None]
         fields["tokens"] = np.where(inside.reshape(-1), fields["tokens"], self.config.vocab_size - 1)
         self.state, out = call(self.params, self.state, {"packed": pack(step.fields, **fields)})
@@ -105,14 +107,14 @@ class Direct:
 
     def prefill(self, padding: int, parts: Sequence[tuple[int, int, Sequence[int]]]) -> dict[int, np.ndarray]:
         """One call. ``parts``: (slot, start position, tokens). Returns the logits of each part's last token by slot."""
-        out = self.call("prefill", padding, [Span(slot, at, ids, self.table(slot)) for slot, at, ids in parts])
+        out = self.call("prefill", padding, [Span(*part) for part in parts])
         return {slot: out["logits"][row] for (slot, _, _), row in zip(parts, out["ends"], strict=True)}
 
     def decode(self, padding: int, rows: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
         """One step. ``rows``: (slot, position, token)."""
         step, call = self.step("decode", padding)
-        wanted = {row: DecodeRow(slot, at, self.table(slot), token) for row, (slot, at, token) in enumerate(rows)}
-        packed = pack(step.fields, **decode_fields(padding, wanted, self.geometry.max_pages))
+        slots, positions, tokens = zip(*rows, strict=True)
+        packed = pack(step.fields, **decode_fields(padding, slots, positions, self.tables, tokens))
         self.state, out = call(self.params, self.state, {"packed": packed})
         return list(np.asarray(out["logits"])[: len(rows)])
 

@@ -76,11 +76,9 @@ class Rig:
 
     def __init__(self, ahead=1, max_requests=None):
         self.backend = GatedBackend()
-        self.blocks = BlockManager(SLOTS, PAGES, PAGE)
+        self.blocks = BlockManager(SLOTS, PAGES, PAGE, CONTEXT // PAGE)
         self.limits = Limits(CONTEXT, VOCAB, PAGES, PAGE)
-        self.scheduler = Scheduler(
-            self.backend, Shapes((4, 16), (2, 4), CHUNK, CONTEXT // PAGE), self.blocks, ahead=ahead
-        )
+        self.scheduler = Scheduler(self.backend, Shapes((4, 16), (2, 4), CHUNK), self.blocks, ahead=ahead)
         self.timings = Timings()
         self.loop = Loop(EngineCore(self.scheduler, self._sequence), self.timings, max_requests)
 

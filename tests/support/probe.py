@@ -17,7 +17,7 @@ from typing import IO
 import numpy as np
 
 from ling3export.artifacts.schema import Manifest
-from ling3export.runners.engine.inputs import DecodeRow, Span, decode_fields, prefill_fields
+from ling3export.runners.engine.inputs import Span, decode_fields, prefill_fields
 
 ROOT = Path(__file__).resolve().parents[2]
 Part = tuple[int, int, Sequence[int]]  # slot, position of the first token, tokens
@@ -84,16 +84,18 @@ class Probe:
         self.compiled = int(reply["compiled"])
         return reply["logits"]
 
-    def table(self, slot: int) -> np.ndarray:
-        """As many pages as a sequence can have, in an order that is not the natural one."""
+    @property
+    def tables(self) -> np.ndarray:
+        """As many pages a slot as a sequence can have, in an order that is not the natural one; slot 0 has none."""
         count = self.state.max_pages
-        assert slot * count <= self.state.pages
-        return np.arange((slot - 1) * count, slot * count, dtype=np.int32)[::-1] + 1
+        slots = self.state.pages // count
+        tables = np.arange(1, slots * count + 1, dtype=np.int32).reshape(slots, count)[:, ::-1]
+        return np.concatenate([np.zeros((1, count), np.int32), tables])
 
     def prefill(self, padding: int, parts: Sequence[Part]) -> Rows:
         """One call; the logits at the end of every chunk."""
-        spans = [Span(slot, position, ids, self.table(slot)) for slot, position, ids in parts]
-        fields = prefill_fields(padding, spans, self.chunk, self.state.max_pages)
+        spans = [Span(*part) for part in parts]
+        fields = prefill_fields(padding, spans, self.chunk, self.tables)
         inside = np.arange(self.chunk) < fields["chunk_len"][:, None]
         fields["tokens"] = np.where(inside.reshape(-1), fields["tokens"], self.manifest.vocab_size - 1)
         ends = [
@@ -104,8 +106,9 @@ class Probe:
 
     def decode(self, padding: int, rows: Sequence[tuple[int, int, int]]) -> np.ndarray:
         """One step of (slot, position, token) each: logits [len(rows), V]."""
-        wanted = {row: DecodeRow(slot, at, self.table(slot), token) for row, (slot, at, token) in enumerate(rows)}
-        return self.step("decode", padding, **decode_fields(padding, wanted, self.state.max_pages))[: len(rows)]
+        slots, positions, tokens = zip(*rows, strict=True)
+        fields = decode_fields(padding, slots, positions, self.tables, tokens)
+        return self.step("decode", padding, **fields)[: len(rows)]
 
     def prompt(
         self, padding: int, ids: Sequence[int], *, slot: int = 1, cuts: Sequence[int] = ()

@@ -15,12 +15,12 @@ class Rig:
 
     def __init__(
         self, slots=4, pages=40, page_size=4, prefill=(4, 16), decode=(2, 4), context=80, ahead=1,
-        placement="replicated", devices=1,
+        stripes=1,
     ):  # fmt: skip
         self.backend = FakeBackend(slots, pages, page_size, CHUNK)
-        self.blocks = BlockManager(slots, pages, page_size, placement, devices)
+        self.blocks = BlockManager(slots, pages, page_size, -(-context // page_size), stripes)
         self.limits = Limits(context, VOCAB, pages, page_size)
-        shapes = Shapes(prefill, decode, CHUNK, -(-context // page_size))
+        shapes = Shapes(prefill, decode, CHUNK)
         self.scheduler = Scheduler(self.backend, shapes, self.blocks, ahead=ahead)
         self.sequences: list[Sequence] = []
         self.size = slots, pages

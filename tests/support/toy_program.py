@@ -117,7 +117,7 @@ def save(folder: Path, mesh: Mesh) -> dict[str, Any]:
     exported = export.deserialize(bytearray(blob))
     with pjrt.no_compilation_cache() as compiles:
         compiled = jax.jit(exported.call, donate_argnums=(1,)).lower(*shapes(mesh)).compile()
-        record, raw = pjrt.call_record(compiled), pjrt.executable_bytes(compiled)
+        raw, record = pjrt.serialized(compiled)
         counted = {"compiles": compiles.count, "hits": compiles.cache_hits}
     (folder / "toy.exec").write_bytes(raw)
     (folder / "toy.json").write_text(json.dumps(to_json(record)))

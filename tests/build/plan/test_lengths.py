@@ -35,7 +35,7 @@ def scheduled(groups):
     """Counters of the runner's scheduler over groups of requests, each group waiting at once."""
     slots = max(map(len, groups))
     blocks = BlockManager(slots, slots * 32, 16)
-    scheduler = Scheduler(FakeBackend(slots, slots * 32, 16, 16), Shapes(PADDINGS, DECODE, 16, 32), blocks)
+    scheduler = Scheduler(FakeBackend(slots, slots * 32, 16, 16), Shapes(PADDINGS, DECODE, 16), blocks)
     for group in groups:
         for index, (prompt, output) in enumerate(group):
             scheduler.submit(Sequence(Request((1,) * prompt, output, Sampling()), index, output, frozenset()))
@@ -94,7 +94,7 @@ def test_calls_of_a_prompt(slots, expected):
 
 def cost(lengths, paddings):
     """By the runner's own choices, one call after the other."""
-    shapes = Shapes(paddings, (), 16, 0)
+    shapes = Shapes(paddings, (), 16)
     total = 0
     for length in lengths:
         left = chunked(length.prompt)

@@ -46,7 +46,7 @@ def exported(artifact) -> tuple[Path, Path]:
 
 def calls_of(direct: Direct) -> list[tuple[str, dict[str, np.ndarray]]]:
     """A prefill of slot 1, the token behind it decoded, the one that it gives sampled greedily and by a seed."""
-    table = direct.table(1)
+    table = direct.tables[1]
     none = np.zeros_like(table)
     prefill = {
         "tokens": np.concatenate([TOKENS, np.zeros(12, np.int32)]),

@@ -9,8 +9,7 @@ import pytest
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.runners.engine.inputs import (
-    DecodeRow,
-    SampleRow,
+    GREEDY,
     Shapes,
     Span,
     decode_fields,
@@ -25,14 +24,14 @@ from ling3export.runners.engine.inputs import (
                           (512, 512), (4000, 512)],
 )  # fmt: skip
 def test_the_padding_that_pays(work, padding):
-    assert Shapes((16, 128, 512), (16,), 16, 4).paying(work) == padding
+    assert Shapes((16, 128, 512), (16,), 16).paying(work) == padding
 
 
 @pytest.mark.parametrize(("work", "padding"), [(17, 16), (64, 128), (130, 128), (4000, 128)])
 def test_no_longer_call_than_pays_beside_running_sequences(work, padding):
     """A slot costs 3, 1.25 and 1.0625: 128 loses less than a quarter."""
-    assert Shapes((16, 128, 512), (16,), 16, 4).paying(work, beside_decode=True) == padding
-    assert Shapes((16, 512), (16,), 16, 4).paying(4000, beside_decode=True) == 512
+    assert Shapes((16, 128, 512), (16,), 16).paying(work, beside_decode=True) == padding
+    assert Shapes((16, 512), (16,), 16).paying(4000, beside_decode=True) == 512
 
 
 def test_the_padding_that_pays_by_the_compilers_estimates():
@@ -61,30 +60,48 @@ PREFILL = {
 }  # fmt: skip
 
 
+PAGES = np.array([[0, 0, 0], [5, 6, 7], [3, 4, 0]], np.int32)  # of slots 0, 1 and 2
+
+
 def test_each_sequence_of_a_prefill_call_begins_with_a_chunk():
-    spans = [Span(2, 0, range(1, 7), [3, 4]), Span(1, 9, [7], [5, 6, 7])]
-    fields = prefill_fields(16, spans, 4, 3)
+    spans = [Span(2, 0, range(1, 7)), Span(1, 9, [7])]
+    fields = prefill_fields(16, spans, 4, PAGES)
     assert lists(fields) == PREFILL
     assert {value.dtype for value in fields.values()} == {np.dtype(np.int32)}
 
 
 def test_a_score_call_also_has_the_tokens_to_score():
-    spans = [Span(2, 0, range(1, 7), [3, 4], [-1, -1, 4, 5, 6, 8]), Span(1, 9, [7], [5, 6, 7], [-1])]
+    spans = [Span(2, 0, range(1, 7), [-1, -1, 4, 5, 6, 8]), Span(1, 9, [7], [-1])]
     scored = [-1, -1, 4, 5, 6, 8, *[-1] * 10]
-    assert lists(prefill_fields(16, spans, 4, 3, score=True)) == {**PREFILL, "next_token": scored}
+    assert lists(prefill_fields(16, spans, 4, PAGES, score=True)) == {**PREFILL, "next_token": scored}
 
 
 def test_rows_of_decode_and_sample_calls():
-    rows = {0: DecodeRow(3, 8, [1, 2]), 2: DecodeRow(1, 0, [4], 17)}
-    assert lists(decode_fields(4, rows, 2)) == {
-        "slot": [3, 0, 1, 0], "position": [8, 0, 0, 0], "token": [-1, 0, 17, 0],
-        "page_table": [[1, 2], [0, 0], [4, 0], [0, 0]],
+    decode = {
+        "slot": [2, 0, 1, 0], "position": [8, 0, 2, 0], "token": [-1, 0, 17, 0],
+        "page_table": [[3, 4, 0], [0, 0, 0], [5, 6, 7], [0, 0, 0]],
     }  # fmt: skip
-    fields = sample_fields(2, {1: SampleRow(3, 9, 0.5, 40, 0.25, (1 << 32) - 1)})
+    assert lists(decode_fields(4, [2, 0, 1], [8, 0, 2], PAGES, [-1, 0, 17])) == decode
+    assert lists(decode_fields(3, [2, 1], [8, 2], PAGES)) == {
+        "slot": [2, 1, 0], "position": [8, 2, 0], "token": [-1, -1, 0],
+        "page_table": [[3, 4, 0], [5, 6, 7], [0, 0, 0]],
+    }  # fmt: skip
+    sampling = np.full(4, GREEDY)
+    sampling[3] = 0.5, 40, 0.25, (1 << 32) - 1
+    fields = sample_fields(2, [1], [3], [9], sampling)
     assert lists(fields) == {
         "slot": [0, 3], "position": [0, 9], "temperature": [0, 0.5], "top_k": [0, 40], "top_p": [1, 0.25],
         "seed": [0, -1],
     }  # fmt: skip
+    greedy = {
+        "slot": [0, 3],
+        "position": [0, 9],
+        "temperature": [0, 0],
+        "top_k": [0, 0],
+        "top_p": [1, 1],
+        "seed": [0, 0],
+    }
+    assert lists(sample_fields(2, [1], [3], [9])) == greedy
     floats = {name for name, value in fields.items() if value.dtype == np.float32}
     assert floats == {"temperature", "top_p"} and {value.dtype for value in fields.values()} <= {
         np.dtype(np.int32), np.dtype(np.float32)

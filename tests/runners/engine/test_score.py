@@ -61,7 +61,7 @@ class ScoreRig(Rig):
     def __init__(self, slots=4, pages=40, page_size=4, score=(8, 16), ahead=1, **options):
         super().__init__(slots, pages, page_size, ahead=ahead, **options)
         self.backend = ScoringBackend(slots, pages, page_size, CHUNK)
-        shapes = Shapes((4, 16), (2, 4), CHUNK, 20, score=score)
+        shapes = Shapes((4, 16), (2, 4), CHUNK, score=score)
         self.scheduler = Scheduler(self.backend, shapes, self.blocks, ahead=ahead)
         self.done: list[Sequence] = []
 

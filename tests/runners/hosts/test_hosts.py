@@ -25,7 +25,7 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.follower import follow
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.hosts.hosts import Hosts, find_hosts
-from ling3export.runners.load.targets import check_hosts, choose_target
+from ling3export.runners.load.targets import choose_target
 from tiny import tiny_fields
 
 pytestmark = pytest.mark.hosts
@@ -189,7 +189,7 @@ def test_an_artifact_for_another_number_of_hosts_is_refused_with_both():
         ("cpu-tp16", 2, "target `cpu-tp16`: expected the one host that it was built for, found 2 hosts"),
     ):
         with pytest.raises(ArtifactError) as caught:
-            check_hosts(name, targets[name], ["cpu"], count)
+            choose_target(targets, name, ["cpu"], count)
         assert caught.value.message == text
     with pytest.raises(ArtifactError) as caught:
         choose_target(targets, None, ["cpu"], 2)

@@ -44,8 +44,8 @@ def saved():
     with pjrt.no_compilation_cache():
         program = jax.jit(toy_program.sharded(mesh), donate_argnums=(1,))
         compiled = program.lower(*toy_program.shapes(mesh)).compile()
-        record = json.loads(json.dumps(to_json(pjrt.call_record(compiled))))
-        return pjrt.executable_bytes(compiled), from_json(Executable, record)
+        raw, executable = pjrt.serialized(compiled)
+        return raw, from_json(Executable, json.loads(json.dumps(to_json(executable))))
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_only_features_that_the_compiler_may_use_are_required(tmp_path):
 def test_bytes_are_given_only_where_the_cache_is_off():
     compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
     with pytest.raises(ValueError, match="expected to be called within no_compilation_cache"):
-        pjrt.executable_bytes(compiled)
+        pjrt.serialized(compiled)
 
 
 def test_an_executable_never_comes_from_the_persistent_cache(tmp_path):
@@ -179,7 +179,7 @@ def test_an_executable_never_comes_from_the_persistent_cache(tmp_path):
         with pjrt.no_compilation_cache() as fresh:
             folder_within = jax.config.jax_compilation_cache_dir
             compiled = program.lower(*toy_program.shapes(mesh)).compile()
-            raw, lost = pjrt.executable_bytes(compiled), pjrt.executable_bytes(tainted)
+            raw, lost = pjrt.serialized(compiled)[0], pjrt.serialized(tainted)[0]
         assert (fresh.count, fresh.cache_hits) == (1, 0)
         assert (folder_within, jax.config.jax_compilation_cache_dir) == (None, str(tmp_path))
         assert len(lost) < len(raw)
@@ -206,7 +206,7 @@ def test_a_program_that_needs_this_process_is_refused():
         return jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct((), jnp.float32), x)
 
     with pytest.raises(ValueError, match="expected only arrays in and out, found host callbacks"):
-        pjrt.call_record(jax.jit(program).lower(jnp.float32(1)).compile())
+        pjrt.serialized(jax.jit(program).lower(jnp.float32(1)).compile())
 
 
 SOLVE = """
@@ -231,8 +231,9 @@ def test_lapack_works_in_a_process_that_traced_nothing(tmp_path):
         shape = jax.ShapeDtypeStruct((9, 9), jnp.float32)
         solve = jax.jit(lambda a, b: jax.scipy.linalg.solve_triangular(a, b, lower=True))
         compiled = solve.lower(shape, shape).compile()
-        (tmp_path / "solve.exec").write_bytes(pjrt.executable_bytes(compiled))
-        (tmp_path / "solve.json").write_text(json.dumps(to_json(pjrt.call_record(compiled))))
+        raw, record = pjrt.serialized(compiled)
+        (tmp_path / "solve.exec").write_bytes(raw)
+        (tmp_path / "solve.json").write_text(json.dumps(to_json(record)))
     assert run("-c", SOLVE, tmp_path) == {"error": 0.0, "calls": ["lapack_strsm_ffi"]}
 
 
@@ -255,7 +256,7 @@ if mode == "save":
     with pjrt.no_compilation_cache():
         program = jax.jit(toy_program.sharded(mesh), donate_argnums=(1,))
         compiled = program.lower(*toy_program.shapes(mesh)).compile()
-        record, raw = pjrt.call_record(compiled), pjrt.executable_bytes(compiled)
+        raw, record = pjrt.serialized(compiled)
     if rank == "0":
         (folder / "toy.exec").write_bytes(raw)
         (folder / "toy.json").write_text(json.dumps(to_json(record)))
