@@ -63,11 +63,11 @@ def watched() -> Iterator[dict[str, int]]:
 
 def main(target: str, jobs: int | None) -> dict[str, Any]:
     """Measures and prints."""
-    fields = config_fields("full", {})
-    plan = make_plan(Config.from_dict(fields), Options(), target)
+    config = Config.from_dict(config_fields("full", {}))
+    plan = make_plan(config, Options(), target)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, watched() as peak:
-        outcome = Compilers(plan, fields, (), Path(folder), jobs).run(
+        outcome = Compilers(plan, config, Path(folder), jobs).run(
             plan.cells, lambda cell, built: say(f"{cell.name}: {built.program.compile_seconds} s")
         )
         if failed := outcome.failures:

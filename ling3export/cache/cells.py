@@ -52,7 +52,7 @@ class Cells:
 
     def __init__(self, use: CacheUse, say: Say) -> None:
         self.use, self._say = use, say
-        self._cache = Cache.of(use, say)
+        self._cache = Cache(use, say)
         # Before this build adds its own: those would explain nothing.
         self._known: list[Entry] = list(entries(use.where, "cells")) if use.explain else []
 

@@ -1,14 +1,13 @@
 """How much the cache holds, and making room in it: by age, by size, or all; never what a running build has used."""
 
 import contextlib
-import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ling3export.artifacts.files import writing
-from ling3export.cache.store import DIGEST, KINDS, entries, read_entry
+from ling3export.cache.store import DIGEST, KINDS, Entry, read_entry
 from ling3export.cache.use import EXCLUSIVE, LOCK, locked, oldest_build
 
 
@@ -21,35 +20,32 @@ class Found:
         used: When the entry was last used, in seconds since 1970; entries that share an executable count as used when
             any of them was.
         bytes: The size of the JSON file alone.
-        blobs: The digests of the entry's blobs; none if it is broken.
+        entry: What the file says; None if it is broken.
     """
 
     path: Path
     used: float
     bytes: int
-    blobs: tuple[str, ...]
+    entry: Entry | None
+
+    @property
+    def blobs(self) -> dict[str, str]:
+        """The digests of the entry's blobs by name; none if it is broken."""
+        return {} if self.entry is None else self.entry.blobs
 
 
 def found_entries(folder: Path) -> list[Found]:
     """Every entry, whole or broken, the least recently used first."""
-    rows = []
+    found: dict[str, list[Found]] = {}  # by the executable, which several entries may name
     for path in (path for kind in KINDS for path in (folder / kind).glob("*.json")):
         with contextlib.suppress(FileNotFoundError):
-            stat = path.stat()
-            try:
-                blobs = read_entry(path).blobs
-            except (OSError, ValueError):
-                blobs = {}
-            rows.append((path, stat, blobs))
-    last: dict[str, float] = {}
-    for path, stat, blobs in rows:
-        group = blobs.get("exec", path.name)
-        last[group] = max(last.get(group, 0), stat.st_mtime)
-    found = [
-        Found(path, last[blobs.get("exec", path.name)], stat.st_size, tuple(blobs.values()))
-        for path, stat, blobs in rows
-    ]
-    return sorted(found, key=lambda entry: (entry.used, entry.path.name))
+            stat, entry = path.stat(), None
+            with contextlib.suppress(OSError, ValueError):
+                entry = read_entry(path)
+            each = Found(path, stat.st_mtime, stat.st_size, entry)
+            found.setdefault(each.blobs.get("exec", path.name), []).append(each)
+    used = [replace(each, used=max(other.used for other in group)) for group in found.values() for each in group]
+    return sorted(used, key=lambda each: (each.used, each.path.name))
 
 
 def blob_sizes(folder: Path) -> dict[str, int]:
@@ -65,7 +61,8 @@ def blob_sizes(folder: Path) -> dict[str, int]:
 def total_bytes(found: Iterable[Found], sizes: dict[str, int]) -> int:
     """Bytes of entries and of the blobs that they name; a blob that several name counts once."""
     found = list(found)
-    return sum(entry.bytes for entry in found) + sum(sizes.get(b, 0) for b in {b for e in found for b in e.blobs})
+    blobs = {digest for each in found for digest in each.blobs.values()}
+    return sum(each.bytes for each in found) + sum(sizes.get(digest, 0) for digest in blobs)
 
 
 @dataclass(frozen=True)
@@ -105,15 +102,15 @@ class Status:
 def status(folder: Path) -> Status:
     """What the cache in ``folder`` holds."""
     sizes, found = blob_sizes(folder), found_entries(folder)
-    cells, programs = list(entries(folder, "cells")), list(entries(folder, "programs"))
+    whole = [each.entry for each in found if each.entry is not None]
+    cells = [entry for entry in whole if entry.kind == "cells"]
     targets: dict[str, Share] = {}
     for name in sorted({entry.target for entry in cells}):
         own = [entry for entry in cells if entry.target == name]
         blobs = {digest for entry in own for digest in entry.blobs.values()}
         targets[name] = Share(len(own), sum(sizes.get(digest, 0) for digest in blobs))
-    whole = sum(entry.bytes for entry in found) + sum(sizes.values())
-    broken = len(found) - len(cells) - len(programs)
-    return Status(str(folder), len(cells), len(programs), whole, broken, targets)
+    size = sum(each.bytes for each in found) + sum(sizes.values())
+    return Status(str(folder), len(cells), len(whole) - len(cells), size, len(found) - len(whole), targets)
 
 
 @dataclass(frozen=True)
@@ -161,9 +158,8 @@ def clean_up(
         for entry in going:
             entry.path.unlink(missing_ok=True)
         left = [entry for entry in found if entry not in going]
-        freed_blobs = _drop_blobs(folder, {blob for entry in left for blob in entry.blobs}, protected)
-        _drop_partial(folder, protected)
-        after = sum(entry.bytes for entry in left) + sum(s for name, s in sizes.items() if name not in freed_blobs)
+        gone = _drop_unnamed(folder, {digest for entry in left for digest in entry.blobs.values()}, protected)
+        after = sum(entry.bytes for entry in left) + sum(size for name, size in sizes.items() if name not in gone)
     return Cleaned(len(going), len(left), wanted - len(going), before - after, after)
 
 
@@ -185,26 +181,23 @@ def _chosen(
     return going
 
 
-def _drop_blobs(folder: Path, named: set[str], protected: float | None) -> set[str]:
-    """Removes blobs that no entry names; a running build may be about to name one that it wrote."""
+def _drop_unnamed(folder: Path, named: set[str], protected: float | None) -> set[str]:
+    """Removes blobs that no entry names, and what was being written when its process was killed.
+
+    Args:
+        folder: The cache's folder.
+        named: The digests of the blobs that stay.
+        protected: What was written from then on stays: a running build may be about to name it.
+
+    Returns:
+        The names of the files that were removed.
+    """
+    blobs = [path for path in (folder / "blobs").glob("*") if DIGEST.fullmatch(path.name) and path.name not in named]
+    partial = [path for place in (*KINDS, "blobs") for path in (folder / place).glob(".*.partial-*")]
     gone = set()
-    for path in (folder / "blobs").glob("*"):
-        if DIGEST.fullmatch(path.name) and path.name not in named and _unused(path, protected):
-            path.unlink(missing_ok=True)
-            gone.add(path.name)
+    for path in blobs + partial:
+        with contextlib.suppress(FileNotFoundError):
+            if protected is None or path.stat().st_mtime < protected:
+                path.unlink()
+                gone.add(path.name)
     return gone
-
-
-def _drop_partial(folder: Path, protected: float | None) -> None:
-    """Removes what was being written when its process was killed."""
-    for place in (*KINDS, "blobs"):
-        for path in (folder / place).glob(".*.partial-*"):
-            if _unused(path, protected):
-                path.unlink(missing_ok=True)
-
-
-def _unused(path: Path, protected: float | None) -> bool:
-    try:
-        return protected is None or os.stat(path).st_mtime < protected
-    except FileNotFoundError:
-        return False

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.manifest import MANIFEST, read_manifest
-from ling3export.cache.store import DIGEST, Cache, Entry, entries
+from ling3export.cache.store import DIGEST, KINDS, Cache, Entry, entries
+from ling3export.cache.use import CacheUse
 from ling3export.errors import ArtifactError, listed
 from ling3export.plan.plan import Cell
 
@@ -110,21 +111,27 @@ def lookup(folder: Path, what: str) -> list[Looked]:
     Raises:
         ArtifactError: ``what`` is neither, or an artifact that names no keys.
     """
-    reader = Cache(folder, lambda text: None, writes=False)
+    reader = Cache(CacheUse("readonly", folder), lambda text: None)
+
+    def looked(target: str | None, cell: str | None, key: str | None, program: str | None) -> Looked:
+        found = key is not None and len(key) == 64 and reader.read("cells", key) is not None
+        return Looked(target, cell, key, found, program, bool(program and reader.read("programs", program)))
+
     if (Path(what) / MANIFEST).exists():
-        return [_looked(reader, *cell) for cell in _keys_of(Path(what))]
+        return [looked(*cell) for cell in _keys_of(Path(what))]
     if not DIGEST.fullmatch(what.ljust(64, "0")) or len(what) < 8:
         raise ArtifactError(
             f"cache lookup `{what}`: expected an artifact or a key, found neither",
             "a key is 64 hexadecimal digits, of which the first 8 will do",
         )
     found = []
-    for entry in (entry for entry in entries(folder, "cells") if entry.key.startswith(what)):
-        name = Cell(**entry.fields["cell"]).name
-        found.append(_looked(reader, entry.target, name, entry.key, entry.record["program"]["origin"]["program"]))
-    for entry in (entry for entry in entries(folder, "programs") if entry.key.startswith(what)):
-        found.append(_looked(reader, entry.target, None, None, entry.key))
-    return found or [_looked(reader, None, None, what, None)]
+    for entry in (entry for kind in KINDS for entry in entries(folder, kind) if entry.key.startswith(what)):
+        if entry.kind == "cells":
+            name, program = Cell(**entry.fields["cell"]).name, entry.record["program"]["origin"]["program"]
+            found.append(looked(entry.target, name, entry.key, program))
+        else:
+            found.append(looked(entry.target, None, None, entry.key))
+    return found or [looked(None, None, what, None)]
 
 
 def _keys_of(artifact: Path) -> list[tuple[str, str, str, str]]:
@@ -139,9 +146,3 @@ def _keys_of(artifact: Path) -> list[tuple[str, str, str, str]]:
                 )
             keys.append((name, cell, record.origin.key, record.origin.program))
     return keys
-
-
-def _looked(reader: Cache, target: str | None, cell: str | None, key: str | None, program: str | None) -> Looked:
-    found = key is not None and len(key) == 64 and reader.read("cells", key) is not None
-    there = program is not None and reader.read("programs", program) is not None
-    return Looked(target, cell, key, found, program, there)

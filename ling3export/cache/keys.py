@@ -106,18 +106,13 @@ def source_digests() -> dict[str, dict[str, str]]:
         ``model``: all files of ``model/``. ``lowering``: STARTS and all that they import from this package, directly or
         not, apart from ``model/``.
     """
-    model = {_name(file): _digest(file) for file in sorted((ROOT / "model").rglob("*.py"))}
-    found = {_name(file): _digest(file) for file in _followed([ROOT / name for name in STARTS])}
-    lowering = {name: digest for name, digest in sorted(found.items()) if name not in model}
-    return {"model": model, "lowering": lowering}
+    model = set((ROOT / "model").rglob("*.py"))
+    followed = _followed([ROOT / name for name in STARTS])
+    return {"model": _digests(model), "lowering": _digests(followed - model)}
 
 
-def _name(file: Path) -> str:
-    return file.relative_to(ROOT).as_posix()
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def _digests(files: set[Path]) -> dict[str, str]:
+    return {file.relative_to(ROOT).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}
 
 
 def _followed(files: list[Path]) -> set[Path]:

@@ -66,19 +66,12 @@ class Cache:
     """A folder of entries, which several processes may use at once.
 
     Args:
-        folder: Made by the first write.
+        use: Says the folder, which the first write makes, and whether entries are looked up and written.
         say: Told of entries that are broken, and of writes that failed.
-        reads: Whether entries are looked up.
-        writes: Whether anything in the folder is changed.
     """
 
-    def __init__(self, folder: Path, say: Say, *, reads: bool = True, writes: bool = True) -> None:
-        self.folder, self._say, self._reads, self._writes = folder, say, reads, writes
-
-    @classmethod
-    def of(cls, use: CacheUse, say: Say) -> "Cache":
-        """The cache as ``use`` says."""
-        return cls(use.where, say, reads=use.reads, writes=use.writes)
+    def __init__(self, use: CacheUse, say: Say) -> None:
+        self.folder, self._say, self._reads, self._writes = use.where, say, use.reads, use.writes
 
     def path(self, kind: str, key: str) -> Path:
         """Where an entry is, or would be."""

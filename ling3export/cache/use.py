@@ -47,15 +47,6 @@ class CacheUse:
         """The folder, absolute."""
         return (default_folder() if self.folder is None else self.folder).absolute()
 
-    def record(self) -> dict[str, str]:
-        """The policy and the folder as JSON, for a compiling process."""
-        return {"policy": self.policy, "folder": str(self.where)}
-
-    @classmethod
-    def read(cls, record: dict[str, str]) -> "CacheUse":
-        """What :meth:`record` wrote."""
-        return cls(record["policy"], Path(record["folder"]))
-
 
 DEFAULT_USE = CacheUse()
 

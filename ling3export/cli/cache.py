@@ -5,37 +5,38 @@ import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from ling3export.cache.use import CacheUse
-from ling3export.cli.options import JSON, PATH, Bytes
+from ling3export.cli.options import BYTES, JSON, Parsed
 from ling3export.errors import PlanError
-from ling3export.runners.cli.options import Group
+from ling3export.runners.cli.options import PATH, Group
 
 if TYPE_CHECKING:
     from ling3export.cache.explain import Looked
 
+FOUND = {True: "found", False: "not found"}
 UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 cache_dir = click.option(
     "--cache-dir", type=PATH, help="The cache.  [default: $LING3_CACHE, or ling3export in the user's cache folder]"
 )
 
 
-class _Age(click.ParamType):
-    """``30d``."""
+def parse_age(text: str, name: str) -> float:
+    """``30d`` in seconds.
 
-    name = "AGE"
+    Raises:
+        PlanError: No age.
+    """
+    match = re.fullmatch(r"([0-9]{1,6})([mhdw])", text)
+    if match is None:
+        raise PlanError(f"{name}: expected an age, found `{text}`", "write 30d, 12h, 90m or 2w")
+    return float(int(match[1]) * UNITS[match[2]])
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Seconds."""
-        if isinstance(value, float):
-            return value
-        match = re.fullmatch(r"([0-9]{1,6})([mhdw])", value)
-        if match is None:
-            raise PlanError(f"--older-than: expected an age, found `{value}`", "write 30d, 12h, 90m or 2w")
-        return float(int(match[1]) * UNITS[match[2]])
+
+AGE = Parsed("AGE", parse_age)
 
 
 def _megabytes(count: int) -> str:
@@ -91,18 +92,14 @@ def lookup(what: str, cache_dir: Path | None, as_json: bool) -> None:
 
 def _line(looked: "Looked") -> str:
     name = " ".join(part for part in (looked.target, looked.cell) if part)
-    parts = [f"{looked.key[:12]} {_there(looked.found)}"] if looked.key else []
-    parts += [f"program {looked.program[:12]} {_there(looked.program_found)}"] if looked.program else []
+    parts = [f"{looked.key[:12]} {FOUND[looked.found]}"] if looked.key else []
+    parts += [f"program {looked.program[:12]} {FOUND[looked.program_found]}"] if looked.program else []
     return f"{f'{name}: ' if name else ''}{', '.join(parts)}"
 
 
-def _there(found: bool) -> str:
-    return "found" if found else "not found"
-
-
 @cache.command()
-@click.option("--older-than", type=_Age(), help="Remove entries that were not used for so long: 30d, 12h.")
-@click.option("--max-size", type=Bytes(), help="Remove the least recently used until the rest is no larger: 10GiB.")
+@click.option("--older-than", type=AGE, help="Remove entries that were not used for so long: 30d, 12h.")
+@click.option("--max-size", type=BYTES, help="Remove the least recently used until the rest is no larger: 10GiB.")
 @click.option("--all", "everything", is_flag=True, help="Remove all entries.")
 @cache_dir
 @JSON

@@ -14,25 +14,11 @@ import click
 
 from ling3export.cache.use import POLICIES, CacheUse
 from ling3export.cli.cache import cache, cache_dir
-from ling3export.cli.options import IGNORE, JSON, PATH, WIDE, build_options, given
+from ling3export.cli.options import IGNORE, JSON, WIDE, build_options, given
 from ling3export.errors import Ling3Error
 from ling3export.plan.options import Options
 from ling3export.runners.cli.errors import require
-from ling3export.runners.cli.options import Group, section
-
-
-def _refuse_given(what: str, names: tuple[str, ...]) -> None:
-    """Refuses options that were given and would mean nothing.
-
-    Raises:
-        Ling3Error: Names the first.
-    """
-    context = click.get_current_context()
-    options = {param.name: param.opts[0] for param in context.command.params}
-    for name in names:
-        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            hint = "nothing is compiled: TensorFlow does that when it loads"
-            raise Ling3Error(f"{what}: expected no {options[name]}, found it", hint)
+from ling3export.runners.cli.options import PATH, Group, section
 
 
 @contextmanager
@@ -93,7 +79,6 @@ def main() -> None:
     click.option("--jobs", type=click.IntRange(1), metavar="N", help="Cells built at a time.  [default: one a core]"),
     click.option(
         "--cache",
-        "policy",
         type=click.Choice(POLICIES),
         default=CacheUse.policy,
         show_default=True,
@@ -109,7 +94,7 @@ def main() -> None:
 )
 def build(
     checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], into: Path | None, replay: str | None,
-    force: bool, kind: str, policy: str, cache_dir: Path | None, explain: bool, **options: Any,
+    force: bool, kind: str, cache: str, cache_dir: Path | None, explain: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Build ARTIFACT from CHECKPOINT.
 
@@ -119,54 +104,42 @@ def build(
     """
     require("build", "build", "flax", "rich")
     from ling3export.cli.progress import Console
+    from ling3export.compile import build as building
 
     if into is not None and (artifact is not None or replay is not None):
         raise click.UsageError(f"--into names the artifact: no {'--replay' if replay else 'ARTIFACT'} beside it")
+    chosen, what, use = given(click.get_current_context()), Options(**options), CacheUse(cache, cache_dir, explain)
+    source = checkpoint or building.DEMO
+    destination = artifact or Path(f"{source.resolve().name}.{'ling3' if kind == 'artifact' else kind}")
     with _unwinding(), Console() as console:
         if kind == "savedmodel":
             from ling3export.savedmodel.export import build_savedmodel
 
-            _refuse_given("--format savedmodel", ("policy", "cache_dir", "explain", "jobs", "into", "replay"))
-            source, destination = _named(checkpoint, artifact, "savedmodel")
-            build_savedmodel(source, destination, Options(**options), console, force=force, ignore=ignore)
+            for name in ("cache", "cache_dir", "explain", "jobs", "into", "replay"):
+                if name in chosen:
+                    hint = "nothing is compiled: TensorFlow does that when it loads"
+                    raise Ling3Error(f"--format savedmodel: expected no --{name.replace('_', '-')}, found it", hint)
+            build_savedmodel(source, destination, what, console, force=force, ignore=ignore)
             console.note(f"wrote {destination}")
-            return
-        use = CacheUse(policy, cache_dir, explain)
-        if replay is not None:
-            _replay(checkpoint, artifact, replay, use)
+        elif replay is not None:
+            from ling3export.compile import replay as replaying
+
+            if checkpoint is not None and artifact is None and replaying.replayable(checkpoint):
+                destination = checkpoint  # the one path is the artifact: no checkpoint is needed
+            lines, passed = replaying.replay(destination, replay, use)
+            click.echo("\n".join(lines))
+            if not passed:
+                sys.exit(1)
         elif into is not None:
             from ling3export.compile.into import add_targets
 
-            chosen = given(click.get_current_context())
             manifest, names = add_targets(
-                into, Options(**options), chosen, console, checkpoint=checkpoint, force=force, ignore=ignore, cache=use
+                into, what, chosen, console, checkpoint=checkpoint, force=force, ignore=ignore, cache=use
             )
             console.summary(into, manifest, names)
         else:
-            from ling3export.compile.build import build as run
-
-            source, destination = _named(checkpoint, artifact)
-            manifest = run(source, destination, Options(**options), console, force=force, ignore=ignore, cache=use)
+            manifest = building.build(source, destination, what, console, force=force, ignore=ignore, cache=use)
             console.summary(destination, manifest)
-
-
-def _named(checkpoint: Path | None, artifact: Path | None, suffix: str = "ling3") -> tuple[Path, Path]:
-    """Source and destination of a build."""
-    from ling3export.compile.build import DEMO
-
-    source = checkpoint or DEMO
-    return source, artifact or Path(f"{source.resolve().name}.{suffix}")
-
-
-def _replay(checkpoint: Path | None, artifact: Path | None, cell: str, cache: CacheUse) -> None:
-    from ling3export.compile.replay import replay, replayable
-
-    # The one path may be the artifact, too: no checkpoint is needed.
-    alone = checkpoint is not None and artifact is None and replayable(checkpoint)
-    found = replay(checkpoint if alone and checkpoint else _named(checkpoint, artifact)[1], cell, cache)
-    click.echo("\n".join(found.lines))
-    if not found.passed:
-        sys.exit(1)
 
 
 @main.command()
@@ -174,24 +147,15 @@ def _replay(checkpoint: Path | None, artifact: Path | None, cell: str, cache: Ca
 @build_options
 @click.option("--lengths", type=PATH, metavar="FILE", help="A histogram of requests, as JSON lines.")
 @click.option(
-    "--from",
-    "artifact",
-    type=PATH,
-    metavar="ARTIFACT",
-    help="Take temporaries and estimates from one built alike.",
+    "--from", "artifact", type=PATH, metavar="ARTIFACT", help="Take temporaries and estimates from one built alike."
 )
 @IGNORE
 @WIDE
 @JSON
 def plan(
-    checkpoint: Path | None,
-    lengths: Path | None,
-    artifact: Path | None,
-    ignore: tuple[str, ...],
-    wide: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
+    checkpoint: Path | None, lengths: Path | None, artifact: Path | None, ignore: tuple[str, ...], wide: bool,
+    as_json: bool, **options: Any,
+) -> None:  # fmt: skip
     """Show what a build would make, without compiling.
 
     CHECKPOINT is a folder or a config.json; without it, the packaged demo. Shows the pools, what each device holds

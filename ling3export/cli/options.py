@@ -1,121 +1,75 @@
 """The options of :class:`ling3export.plan.options.Options` as click's decorators."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
 
 from ling3export.plan.options import Options, parse_bytes, parse_paddings
-from ling3export.runners.cli.options import section
+from ling3export.runners.cli.options import Decorator, section
 
 DEFAULTS = Options()
 
 
-class Paddings(click.ParamType):
-    """``16,128,512``; what it means is checked with the plan."""
+class Parsed(click.ParamType):
+    """The value that a function reads from the text of an option.
 
-    name = "N,N,..."
+    Args:
+        name: What help calls the text: ``N,N,...``.
+        parse: Called with the text and, for messages, the option's name; raises a PlanError.
+    """
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """The integers between the commas."""
-        if isinstance(value, tuple):
-            return value
-        return parse_paddings(value, *(() if param is None else param.opts[:1]))
+    def __init__(self, name: str, parse: Callable[..., Any]) -> None:
+        self.name, self._parse = name, parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The value; a default is one already."""
+        return self._parse(value, *([] if param is None else param.opts[:1])) if isinstance(value, str) else value
 
 
-class Bytes(click.ParamType):
-    """``4GiB``."""
+PADDINGS, BYTES = Parsed("N,N,...", parse_paddings), Parsed("SIZE", parse_bytes)
 
-    name = "SIZE"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Bytes."""
-        return value if isinstance(value, int) else parse_bytes(value, *(() if param is None else param.opts[:1]))
+def _option(name: str, kind: Any, help: str, field: str | None = None, **settings: Any) -> Decorator:
+    """An option with the default of a field of Options, which has its name unless ``field`` says another."""
+    field = field or name.removeprefix("--").replace("-", "_")
+    shown = "[default: " not in help
+    default = getattr(DEFAULTS, field)
+    return click.option(name, field, type=kind, default=default, show_default=shown, help=help, **settings)
 
 
 PROGRAMS = section(
     "Programs",
-    click.option(
-        "--paddings",
-        type=Paddings(),
-        default=DEFAULTS.paddings,
-        help="Padded tokens of a prefill call.  [default: 16,128,512]",
+    _option("--paddings", PADDINGS, "Padded tokens of a prefill call.  [default: 16,128,512]"),
+    _option(
+        "--decode-paddings", PADDINGS,
+        "Padded sequences of a decode step.  [default: 1, then --paddings up to --max-running]",
     ),
-    click.option(
-        "--decode-paddings",
-        type=Paddings(),
-        help="Padded sequences of a decode step.  [default: 1, then --paddings up to --max-running]",
-    ),
-    click.option(
-        "--score-paddings",
-        type=Paddings(),
-        default=DEFAULTS.score_paddings,
-        help="Padded tokens of a call that scores given tokens.",
-    ),
-    click.option(
-        "--dtype",
-        type=click.Choice(["bfloat16", "float32"]),
-        default=DEFAULTS.dtype,
-        show_default=True,
-        help="float32 means highest matmul precision throughout.",
-    ),
-)
+    _option("--score-paddings", PADDINGS, "Padded tokens of a call that scores given tokens."),
+    _option("--dtype", click.Choice(["bfloat16", "float32"]), "float32 means highest matmul precision throughout."),
+)  # fmt: skip
 MACHINES = section(
     "Machines",
-    click.option(
-        "--target",
-        "targets",
-        multiple=True,
-        default=DEFAULTS.targets,
-        metavar="TARGET",
-        help="PLATFORM[:KIND][:TOPOLOGY]; may be given many times.  [default: cpu]",
+    _option(
+        "--target", str, "PLATFORM[:KIND][:TOPOLOGY]; may be given many times.  [default: cpu]", "targets",
+        multiple=True, metavar="TARGET",
     ),
-    click.option("--tp", type=int, metavar="N", help="Devices that share the model on cpu.  [default: 16, or fewer]"),
-)
+    _option("--tp", int, "Devices that share the model on cpu.  [default: 16, or fewer]", metavar="N"),
+)  # fmt: skip
 POOLS = section(
     "Memory",
-    click.option(
-        "--max-running",
-        type=int,
-        metavar="N",
-        default=DEFAULTS.max_running,
-        show_default=True,
-        help="Sequences that hold state at once.",
-    ),
-    click.option(
-        "--context", type=int, metavar="N", help="Longest sequence in tokens.  [default: 8192, or the model's limit]"
-    ),
-    click.option(
-        "--page-size",
-        type=int,
-        metavar="N",
-        default=DEFAULTS.page_size,
-        show_default=True,
-        help="Tokens a latent page.",
-    ),
-    click.option("--pages", type=int, metavar="N", help="Latent pages.  [default: what fits]"),
-    click.option(
-        "--memory-fraction",
-        type=float,
-        metavar="SHARE",
-        default=DEFAULTS.memory_fraction,
-        show_default=True,
-        help="Share of an accelerator's memory for weights and pools.",
-    ),
-    click.option(
-        "--state-memory",
-        type=Bytes(),
-        default=DEFAULTS.state_memory,
-        help="Memory for the state of all virtual cpu devices.  [default: 4GiB]",
-    ),
+    _option("--max-running", int, "Sequences that hold state at once.", metavar="N"),
+    _option("--context", int, "Longest sequence in tokens.  [default: 8192, or the model's limit]", metavar="N"),
+    _option("--page-size", int, "Tokens a latent page.", metavar="N"),
+    _option("--pages", int, "Latent pages.  [default: what fits]", metavar="N"),
+    _option("--memory-fraction", float, "Share of an accelerator's memory for weights and pools.", metavar="SHARE"),
+    _option("--state-memory", BYTES, "Memory for the state of all virtual cpu devices.  [default: 4GiB]"),
 )
 IGNORE = click.option(
     "--ignore-config-field", "ignore", multiple=True, metavar="NAME", help="Ignore a field of config.json."
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 WIDE = click.option("--wide", is_flag=True, help="Show all columns, where 80 characters do not hold them.")
-PATH = click.Path(path_type=Path)
 
 
 def build_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -1,7 +1,7 @@
 """Compiles cells for a TPU slice or an NVIDIA card that is not here, with the compiler that would run there.
 
-The executable comes from the direct lowering, not from the portable file: ``jax.export`` lowers for readers of other
-versions (``forward_compatible``), which makes kernels slower.
+The executable comes from a lowering of its own, not from the portable program: ``jax.export`` lowers for readers of
+other versions (``forward_compatible``), which makes kernels slower.
 """
 
 import hashlib
@@ -12,18 +12,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import mesh_utils, topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from ling3export.artifacts.schema import Collective, Estimate, Experts, Floor, Loop, Lowering
-from ling3export.compile.lower import LOCATION_OPTIONS, Compiled, described, with_shardings
+from ling3export.compile.lower import Compiled, described, mesh_of, prepared
 from ling3export.cost.estimates import estimate
 from ling3export.cost.roofline import Workload, expert_times, roofline_bound
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
-from ling3export.model.geometry import AXIS, Geometry
-from ling3export.model.program import build_step
+from ling3export.model.geometry import Geometry
 from ling3export.plan.chips import CARDS, target_config
 from ling3export.plan.targets import Target
 from ling3export.runners.load import pjrt
@@ -31,12 +29,12 @@ from ling3export.tables import readable
 
 
 def topology_mesh(target: Target) -> Mesh:
-    """All devices of a slice on the one axis, in the ring order that jax chooses for them; none of them is here.
+    """All devices of ``target`` on the one mesh axis, a slice's in the ring order that jax chooses for them.
 
-    But for an autotuned target, whose one device is.
+    None of the devices is here, apart from the one of an autotuned target.
 
     Raises:
-        PlanError: The compiler does not know the topology; jax's first card is another one than the target's.
+        PlanError: The compiler does not know the topology, or jax's first card is another one than the target's.
     """
     if target.autotuned:
         card, wanted = jax.devices("cuda")[0], CARDS[target.kind or ""]
@@ -45,34 +43,30 @@ def topology_mesh(target: Target) -> Mesh:
                 f"target `{target.text}`: expected jax's first card to be {wanted}, found {card.device_kind}",
                 "CUDA_VISIBLE_DEVICES says which cards jax sees",
             )
-        return Mesh(np.array([card]), (AXIS,), axis_types=(AxisType.Auto,))
+        return mesh_of([card])
     if target.platform == "cuda":
         assert target.chip is not None
         card = topologies.get_topology_desc(
             platform="cuda", topology_name="", target_config=target_config(target.chip), topology="1x1x1"
         )
-        return Mesh(np.array(card.devices), (AXIS,), axis_types=(AxisType.Auto,))
-    single = (
-        {"chips_per_host_bounds": [1, 1, 1]}
-        if target.processes == 1 and set(target.topology or "") <= set("1x")
-        else {}
-    )
+        return mesh_of(card.devices)
+    one_chip = target.processes == 1 and set(target.topology or "") <= set("1x")
+    bounds = {"chips_per_host_bounds": [1, 1, 1]} if one_chip else {}
     try:
-        described = topologies.get_topology_desc(f"{target.kind}:{target.topology}", platform="tpu", **single)
+        topology = topologies.get_topology_desc(f"{target.kind}:{target.topology}", platform="tpu", **bounds)
     except (RuntimeError, ValueError) as error:
         raise PlanError(f"target `{target.text}`: expected a topology that libtpu knows, found: {error}") from error
-    devices = mesh_utils.create_device_mesh((target.tp,), devices=described.devices)
-    return Mesh(devices, (AXIS,), axis_types=(AxisType.Auto,))
+    return mesh_of(mesh_utils.create_device_mesh((target.tp,), devices=topology.devices))
 
 
 @dataclass(frozen=True)
 class Direct:
-    """A cell that is lowered for one slice, not yet compiled.
+    """A cell that is lowered for the devices of one target, not yet compiled.
 
     Attributes:
         lowered: jax's.
-        mesh: The slice's devices.
-        seconds: That lowering took.
+        mesh: The target's devices.
+        seconds: How long lowering took.
     """
 
     lowered: Any
@@ -87,23 +81,19 @@ class Direct:
 
 def lower_for(config: Config, geometry: Geometry, phase: str, padding: int, target: Target) -> Direct:
     """Lowers one cell for ``target``."""
-    for name, value in LOCATION_OPTIONS.items():
-        jax.config.update(name, value)
     started = time.perf_counter()
     mesh = topology_mesh(target)
-    step = build_step(config, geometry, phase, padding, mesh)
-    arguments = with_shardings(step.arguments, step.specs, mesh)
-    lowered = jax.jit(step.call, donate_argnums=(1,)).lower(*arguments)
-    return Direct(lowered, mesh, time.perf_counter() - started)
+    _, function, arguments = prepared(config, geometry, phase, padding, mesh)
+    return Direct(function.lower(*arguments), mesh, time.perf_counter() - started)
 
 
 def compile_for(
     direct: Direct, config: Config, geometry: Geometry, phase: str, padding: int, target: Target
 ) -> tuple[bytes, Compiled]:
-    """Compiles one cell for ``target``: the serialized executable, and what describes it.
+    """Compiles a lowered cell: the serialized executable, and what describes it.
 
     Raises:
-        PlanError: It needs more memory than a device has; with the compiler's sum.
+        PlanError: It needs more memory than a device has; the message has the compiler's sum.
     """
     assert target.chip is not None
     started = time.perf_counter()
@@ -118,7 +108,7 @@ def compile_for(
     bound = roofline_bound(config, geometry, phase, padding, target.chip, workload)
     record = replace(
         described(compiled, executable, seconds), lowering=Lowering(direct=True, forward_compatible=False), collectives={},
-        floor=Floor(bound.bytes, bound.flops, bound.seconds, bound.collectives, bound.collective_seconds),
+        floor=Floor(**vars(bound)),
     )  # fmt: skip
     if target.platform == "cuda":  # whose compiler estimates no cycles; with one card there are no collectives
         return raw, record
@@ -126,10 +116,10 @@ def compile_for(
     collectives = _counted(found.pop("collectives"))
     found |= {"custom_calls": _counted(found["custom_calls"]), "loops": tuple(Loop(**loop) for loop in found["loops"])}
     estimated = Estimate(**found, tokens_a_sequence=workload.tokens, clock_hz=target.chip.clock)
-    record = replace(record, collectives=collectives, estimate=estimated)
+    experts = None
     if phase != "sample" and config.layers("moe"):
-        record = replace(record, experts=Experts(**expert_times(config, geometry, padding, target.chip)))
-    return raw, record
+        experts = Experts(**expert_times(config, geometry, padding, target.chip))
+    return raw, replace(record, collectives=collectives, estimate=estimated, experts=experts)
 
 
 def _counted(table: Mapping[str, Mapping[str, int]]) -> dict[str, Collective]:

@@ -22,13 +22,13 @@ from ling3export.artifacts.manifest import file_record, write_manifest
 from ling3export.artifacts.records import sha256_of, to_json
 from ling3export.artifacts.schema import Cell, FileRecord, Manifest, Mesh, Receipts, Requirements
 from ling3export.artifacts.staging import staged
-from ling3export.cache.cells import Built, Cells, opened, summary
+from ling3export.cache.cells import SUFFIXES, Built, Cells, opened, summary
 from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.cache.use import DEFAULT_USE, CacheUse
 from ling3export.checkpoint.convert import Progress, write_weights
 from ling3export.checkpoint.reader import Checkpoint
-from ling3export.compile.pool import Compilers, Outcome, check, compile_all
-from ling3export.compile.replay import Request, forget_failure, note_failure
+from ling3export.compile.pool import Compilers, Outcome, check
+from ling3export.compile.replay import forget_failure, note_failure
 from ling3export.errors import ArtifactError, CheckpointError, PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
@@ -37,15 +37,11 @@ from ling3export.model.state import state_arrays
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, make_plans
 from ling3export.plan.toolchain import check_toolchain
+from ling3export.pricing.recorded import config_of
 from ling3export.runners.text.tokenizer import TokenizerFiles
-from ling3export.strict_json import read_json
 from ling3export.verify.measure import measure_apart
 from ling3export.verify.vectors import write_vectors
 
-# Of a cell: its receipts are in the manifest, or there is no machine here that could run it.
-COMPILED, NOT_EXECUTED = "compiled", "compiled, not executed"
-# What sized the pools, so that a target that is added later is sized alike.
-SIZING = ("memory_fraction", "state_memory")
 DEMO = Path(ling3export.__file__).parent / "demo"
 
 
@@ -80,11 +76,9 @@ def build(
     """
     source = Checkpoint.open(checkpoint, ignore=ignore)
     plans = announced(make_plans(source.config, options), report)
-    request = Request(read_json(source.path / "config.json"), tuple(ignore), options)
     with staged(artifact, force=force) as folder, opened(cache, report.note) as cells:
         tokenizer = _copy_tokenizer(folder, source)
-        _check_tokenizer(folder, tokenizer)
-        with compiling(artifact, request, plans, folder, cells, report) as compiled:
+        with compiling(artifact, source.config, options, plans, folder, cells, report) as compiled:
             weights = write_weights(folder, source, options.dtype, report)
             context = min(min(plan.context, plan.geometry.pages * plan.geometry.page_size) for plan in plans)
             report.start("vectors", 1)
@@ -100,24 +94,16 @@ def build(
                 first.paddings, first.decode_paddings, first.geometry.slots, first.geometry.page_size, first.context,
                 first.geometry.dtype, options.memory_fraction, options.state_memory,
             ),
-            targets={},
-            weights=weights,
-            vectors=vectors,
-            tokenizer=tokenizer,
-            notes=(),
+            targets={}, weights=weights, vectors=vectors, tokenizer=tokenizer, notes=(),
         )  # fmt: skip
-        manifest = complete(folder, body, source.config, outcomes, report)
+        manifest = complete(folder, body, outcomes, report)
         report.note(summary((cell for target in manifest.targets.values() for cell in target.cells.values()), cache))
         forget_failure(artifact)
         return manifest
 
 
 def announced(plans: list[Plan], report: Reporter) -> list[Plan]:
-    """``plans``, whose compilers are installed; what was chosen for them is told.
-
-    Raises:
-        PlanError: A compiler is missing, or is not the one that belongs to the jax that is installed.
-    """
+    """``plans``, whose compilers were found installed and whose notes were told."""
     for plan in plans:
         check_toolchain(plan.target)
         for note in plan.named_notes:
@@ -127,14 +113,15 @@ def announced(plans: list[Plan], report: Reporter) -> list[Plan]:
 
 @contextmanager
 def compiling(
-    artifact: Path, request: Request, plans: Sequence[Plan], folder: Path, cells: Cells, report: Reporter,
-    taken: Mapping[str, Mapping[str, Built]] = MappingProxyType({}),
+    artifact: Path, config: Config, options: Options, plans: Sequence[Plan], folder: Path, cells: Cells,
+    report: Reporter, taken: Mapping[str, Mapping[str, Built]] = MappingProxyType({}),
 ) -> Iterator[Callable[[], list[Outcome]]]:  # fmt: skip
     """Compiles the cells of every plan while the block does other work; an exception in the block ends the compilers.
 
     Args:
         artifact: What is being built; a failure is noted beside it.
-        request: What was asked for.
+        config: The model.
+        options: What was asked for.
         plans: One a target.
         folder: Gets ``programs/TARGET/`` for every target that has no such folder yet.
         cells: The cache.
@@ -147,20 +134,22 @@ def compiling(
     """
     compilers = []
     for plan in plans:
-        programs = folder / "programs" / plan.target.name
+        programs, there = folder / "programs" / plan.target.name, taken.get(plan.target.name, {})
         programs.mkdir(parents=True, exist_ok=True)
-        there = taken.get(plan.target.name, {})
-        job = (plan, request.config, request.ignore, programs, request.options.jobs, cells)
-        compilers.append(Compilers(*job, taken=there))
+        compilers.append(Compilers(plan, config, programs, options.jobs, cells, taken=there))
     report.start("programs", sum(len(plan.cells) for plan in plans))
+
+    def run() -> list[Outcome]:
+        return [each.run(each.plan.cells, lambda cell, built: report.advance("programs", 1)) for each in compilers]
+
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(compile_all, compilers, lambda: report.advance("programs", 1))
+        future = pool.submit(run)
 
         def finished() -> list[Outcome]:
-            outcomes, config = future.result(), Config.from_dict(request.config, ignore=request.ignore)
+            outcomes = future.result()
             if any(outcome.failures for outcome in outcomes):
                 report.failed(outcomes)
-            check(config, outcomes, cells.use.writes, lambda: note_failure(artifact, request, outcomes))
+            check(config, outcomes, cells.use.writes, lambda: note_failure(artifact, config, options, outcomes))
             return outcomes
 
         try:
@@ -168,12 +157,11 @@ def compiling(
         except BaseException:  # so that the compilers' thread can be joined
             for each in compilers:
                 each.stop()
-            future.cancel()
             raise
 
 
 def complete(
-    folder: Path, manifest: Manifest, config: Config, outcomes: Sequence[Outcome], report: Reporter,
+    folder: Path, manifest: Manifest, outcomes: Sequence[Outcome], report: Reporter,
     programs: Mapping[str, str] = MappingProxyType({}),
 ) -> Manifest:  # fmt: skip
     """Adds compiled targets to a manifest, runs the vectors through what runs here, and writes it.
@@ -181,7 +169,6 @@ def complete(
     Args:
         folder: The artifact's folder, every other file in place.
         manifest: What is to be written; a target of the same name is replaced.
-        config: The model.
         outcomes: The targets.
         report: Told of the receipts.
         programs: By target the name of its folder in ``programs/``, where that is not the target's.
@@ -193,6 +180,7 @@ def complete(
         ArtifactError: A cell differs from its expectation by more than its tolerance, does not run, or the disk is
             full.
     """
+    config = config_of(manifest)
     for outcome in outcomes:
         name, plan = outcome.plan.target.name, outcome.plan
         path = f"programs/{programs.get(name, name)}"
@@ -209,12 +197,18 @@ def complete(
     return write_manifest(folder, replace(manifest, vectors=vectors))
 
 
-def _check_tokenizer(folder: Path, records: Sequence[FileRecord]) -> None:
-    """Reads the tokenizer's files as the runner will.
+def _copy_tokenizer(folder: Path, source: Checkpoint) -> tuple[FileRecord, ...]:
+    """Copies the tokenizer's files and reads them as the runner will.
 
     Raises:
         CheckpointError: One is no JSON, or no tokenizer.
     """
+    (folder / "tokenizer").mkdir()
+    for file in source.tokenizer_files:
+        copy = folder / "tokenizer" / file.name
+        with writing(copy, file.stat().st_size):
+            shutil.copyfile(file, copy)
+    records = tuple(file_record(folder, f"tokenizer/{file.name}") for file in source.tokenizer_files)
     files = TokenizerFiles(folder, records)
     try:
         files.eos_token_ids()
@@ -222,17 +216,7 @@ def _check_tokenizer(folder: Path, records: Sequence[FileRecord]) -> None:
             files.tokenizer("text")
     except ArtifactError as error:
         raise CheckpointError(error.message, "repair the file, or remove it: token ids work without") from error
-
-
-def _copy_tokenizer(folder: Path, source: Checkpoint) -> tuple[FileRecord, ...]:
-    (folder / "tokenizer").mkdir()
-    records = []
-    for file in source.tokenizer_files:
-        copy = folder / "tokenizer" / file.name
-        with writing(copy, file.stat().st_size):
-            shutil.copyfile(file, copy)
-        records.append(file_record(folder, f"tokenizer/{file.name}"))
-    return tuple(records)
+    return records
 
 
 def target_record(folder: Path, config: Config, plan: Plan, built: Mapping[str, Built], programs: str) -> schema.Target:
@@ -240,12 +224,9 @@ def target_record(folder: Path, config: Config, plan: Plan, built: Mapping[str, 
     geometry, target = plan.geometry, plan.target
     named = {}
     for cell in sorted(plan.cells, key=lambda cell: (cell.phase, cell.padding)):
-        named[cell.name] = Cell(
-            **vars(built[cell.name].program),
-            status=COMPILED if target.runs_here else NOT_EXECUTED,
-            stablehlo=file_record(folder, f"{programs}/{cell.name}.stablehlo"),
-            exec=file_record(folder, f"{programs}/{cell.name}.exec"),
-        )
+        files = {suffix: file_record(folder, f"{programs}/{cell.name}.{suffix}") for suffix in SUFFIXES}
+        status = "compiled" if target.runs_here else "compiled, not executed"
+        named[cell.name] = Cell(**vars(built[cell.name].program) | files | {"status": status})
     parameters = tuple(
         schema.Parameter(
             ".".join(argument.path), row.name, row.shape, row.stored_dtype(geometry.dtype),
@@ -303,22 +284,21 @@ def _needs(built: Sequence[Built]) -> tuple[Requirements, Mesh]:
 
 
 def receipts(folder: Path, manifest: Manifest, plans: list[Plan], report: Reporter) -> dict[str, Receipts]:
-    """Runs the vectors through every cell in a fresh process, and refuses a build whose programs are wrong.
+    """Runs the vectors through every cell, and refuses a build whose programs are wrong.
 
-    A fresh process, because an executable can work in the one that compiled it and fail in any other.
+    They run in a fresh process, because an executable can work in the one that compiled it and fail in any other.
 
     Raises:
         ArtifactError: A cell differs from its expectation by more than its tolerance, or does not run.
     """
-    found = {}
-    runnable = [plan for plan in plans if plan.target.runs_here]
-    report.start("receipts", len(runnable))
-    for plan in runnable:
-        found[plan.target.name] = measured = measure_apart(folder, plan.target.name, manifest)
+    found, names = {}, [plan.target.name for plan in plans if plan.target.runs_here]
+    report.start("receipts", len(names))
+    for name in names:
+        found[name] = measured = measure_apart(folder, name, manifest)
         if not measured.passed:
             cell, worst = max(measured.cells.items(), key=lambda item: item[1].relative)
             raise ArtifactError(
-                f"receipts of `{plan.target.name}`: expected a {measured.tolerance.measure} relative error "
+                f"receipts of `{name}`: expected a {measured.tolerance.measure} relative error "
                 f"of at most {measured.tolerance.bound:g}, found {to_json(worst)}, in {cell}",
                 "the programs do not compute what the model computes: do not use them, and report this",
             )

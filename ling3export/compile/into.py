@@ -15,28 +15,28 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ling3export.artifacts.files import refuse_links, sync_folder, sync_tree, try_writing, writing
 from ling3export.artifacts.manifest import MANIFEST, read_checked, read_manifest, recorded_files
-from ling3export.artifacts.schema import Manifest, Program, Target
+from ling3export.artifacts.schema import Manifest, Target
 from ling3export.artifacts.staging import adding
 from ling3export.cache.cells import SUFFIXES, Built, opened, summary
-from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.cache.use import DEFAULT_USE, CacheUse
 from ling3export.checkpoint.convert import differing_tensors, store_bytes
 from ling3export.checkpoint.reader import Checkpoint
-from ling3export.compile.build import SIZING, Reporter, announced, compiling, complete
+from ling3export.compile.build import Reporter, announced, compiling, complete
 from ling3export.compile.pool import Outcome
-from ling3export.compile.replay import Request, forget_failure
+from ling3export.compile.replay import changes_since, forget_failure
 from ling3export.errors import CheckpointError, PlanError, listed
 from ling3export.model.geometry import CHUNK
 from ling3export.plan.options import SHARED, Options, check_paddings
 from ling3export.plan.plan import Plan, make_plans
-from ling3export.pricing.recorded import config_fields, config_of, options_of, plan_of
+from ling3export.pricing.recorded import config_of, options_of, plan_of
 from ling3export.verify.verify import check_digests
 
+SIZING = ("memory_fraction", "state_memory")  # what sized the pools, so that a target that is added is sized alike
 SCORE = "--score-paddings"
 TARGET_FOLDER = re.compile(r"(cpu|cuda|tpu)[\w.-]*-tp\d+(\.\d+)?")  # a target's name, or what `_free_name` makes of it
 PROGRAM_FILE = re.compile(r"[a-z]+@\d+\.(stablehlo|exec)")
@@ -67,7 +67,10 @@ def add_targets(
     with adding(artifact) as staging, opened(cache, report.note) as cells:
         manifest = read_manifest(artifact)
         refuse_links(artifact, [*recorded_files(manifest), "programs"])
-        _check_writable(artifact)
+        programs = artifact / "programs"
+        for path, folder in ((artifact / MANIFEST, artifact), (programs, programs)):  # before any work
+            with writing(path):
+                try_writing(folder)
         if checkpoint is not None:
             _check_source(Checkpoint.open(checkpoint, ignore=ignore), manifest, artifact, report)
         _check_shared(options, given, manifest, artifact)
@@ -78,8 +81,7 @@ def add_targets(
         _remove_unnamed(artifact, manifest)
         there = {} if force else manifest.targets
         taken = {name: _copied(artifact, staging, name, there.get(name)) for name in (p.target.name for p in plans)}
-        request = Request(config_fields(manifest), (), options)
-        with compiling(artifact, request, plans, staging, cells, report, taken) as compiled:
+        with compiling(artifact, config_of(manifest), options, plans, staging, cells, report, taken) as compiled:
             outcomes = compiled()
         written = _take_in(staging, artifact, manifest, outcomes, report)
         cells_of = [(name, cell) for name in taken for cell in written.targets[name].cells.values()]
@@ -87,20 +89,8 @@ def add_targets(
         return written, list(taken)
 
 
-def _check_writable(artifact: Path) -> None:
-    """Refuses, before any work, an artifact that cannot take in what would be compiled.
-
-    Raises:
-        ArtifactError: As the write itself would.
-    """
-    with writing(artifact / MANIFEST):
-        try_writing(artifact)
-    with writing(artifact / "programs"):
-        try_writing(artifact / "programs")
-
-
 def _plans(artifact: Path, manifest: Manifest, options: Options, given: set[str], force: bool) -> list[Plan]:
-    """Of new targets; and of those that are there, where score programs are added to them."""
+    """The plans of new targets, and of those that are there and get score programs."""
     scored, there = options.score_paddings, manifest.targets
     if scored and not {"targets", "tp"} & given:
         return [extended(manifest, name, scored) for name in there]
@@ -126,7 +116,7 @@ def _check_source(source: Checkpoint, manifest: Manifest, artifact: Path, report
         )
     recorded, found = manifest.source.digests, source.digests()
     differing = [f"`{name}`" for name in sorted({*recorded, *found}) if recorded.get(name) != found.get(name)]
-    if not differing:  # of the shards these are the headers' digests: two fine-tunings have the same
+    if not differing:  # a shard's digest is its header's alone, which two fine-tunings have in common
         dtype = manifest.plan.dtype
         report.start("compare", store_bytes(source.config, dtype))
         index = manifest.weights.index
@@ -166,12 +156,7 @@ def extended(manifest: Manifest, name: str, paddings: Sequence[int]) -> Plan:
     check_paddings(paddings, SCORE, CHUNK)
     if doubled := [str(padding) for padding in paddings if padding in plan.score_paddings]:
         raise PlanError(f"{SCORE}: expected paddings that `{name}` does not have, found {listed(doubled)} in it")
-    wanted, here = record.toolchain, toolchain(plan.target)
-    changed = [f"{package} {wanted[package]}, here {here.get(package)}" for package in wanted
-               if wanted[package] != here.get(package)]  # fmt: skip
-    if not changed and fingerprint(config_of(manifest), plan) != record.fingerprint:
-        changed = ["other sources of the model or of the lowering, or other flags"]
-    if changed:
+    if changed := changes_since(manifest, plan):
         raise PlanError(
             f"{SCORE}: expected `{name}` built with what builds here, found {listed(changed)}",
             f"build all its programs again: --target {record.text}@{record.tp} --force",
@@ -194,11 +179,7 @@ def _copied(artifact: Path, staging: Path, name: str, target: Target | None) -> 
             data, path = read_checked(artifact, record), folder / f"{cell.name}.{tier}"
             with writing(path, len(data)):
                 path.write_bytes(data)
-    programs = {
-        each: Program(**{field.name: getattr(cell, field.name) for field in fields(Program)})
-        for each, cell in target.cells.items()
-    }
-    return {each: Built(program, target.requires, target.mesh) for each, program in programs.items()}
+    return {each: Built(cell, target.requires, target.mesh) for each, cell in target.cells.items()}
 
 
 def _take_in(
@@ -212,7 +193,7 @@ def _take_in(
             moved[name] = _free_name(artifact, name)
             (staging / "programs" / name).rename(artifact / "programs" / moved[name])
         sync_folder(artifact / "programs")
-        written = complete(artifact, manifest, config_of(manifest), outcomes, report, moved)
+        written = complete(artifact, manifest, outcomes, report, moved)
     except BaseException:
         if read_manifest(artifact).sha256 == manifest.sha256:
             for programs in moved.values():

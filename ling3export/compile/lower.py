@@ -6,6 +6,7 @@ Runs in a process of its own (``compile/worker.py``): the number of virtual devi
 import re
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,19 +15,8 @@ import numpy as np
 from jax import export
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ling3export.artifacts.schema import (
-    Collective,
-    Estimate,
-    Executable,
-    Experts,
-    Field,
-    Floor,
-    Leaf,
-    Lowering,
-    Memory,
-    Origin,
-    Program,
-)
+from ling3export.artifacts import schema
+from ling3export.artifacts.schema import Collective, Field, Leaf, Program
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
@@ -40,31 +30,31 @@ LOCATION_OPTIONS = {"jax_traceback_in_locations_limit": 0}
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What a compiler made of one program, without its bytes; the fields are those of a manifest's cell.
+    """What a compiler made of one program, without its bytes. The fields but ``executable`` are those of a Program.
 
     Attributes:
+        executable: What it needs, its devices, and how it is called.
         collectives: None where only the lowered program was counted.
     """
 
-    executable: Executable
+    executable: schema.Executable
     compile_seconds: float
-    memory: Memory
+    memory: schema.Memory
     collectives: dict[str, Collective] | None = None
     flops: float | None = None
     bytes_accessed: float | None = None
-    estimate: Estimate | None = None
-    floor: Floor | None = None
-    experts: Experts | None = None
-    lowering: Lowering | None = None
+    estimate: schema.Estimate | None = None
+    floor: schema.Floor | None = None
+    experts: schema.Experts | None = None
+    lowering: schema.Lowering | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Lowered:
-    """The portable tier of one cell.
+    """The portable tier of one cell. The fields but ``blob`` are those of a Program.
 
     Attributes:
         blob: Serialized ``jax.export.Exported``, one platform.
-        seconds: Of tracing and lowering. The other fields are those of a manifest's cell.
     """
 
     blob: bytes
@@ -74,43 +64,25 @@ class Lowered:
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
     collectives: dict[str, Collective]
-    seconds: float
+    lower_seconds: float
 
-    def program(self, compiled: Compiled, origin: Origin | None = None) -> Program:
-        """What the manifest says of the cell, once it is compiled."""
-        return Program(
-            phase=self.phase, padding=self.padding, fields=self.fields, inputs=self.inputs, outputs=self.outputs,
-            collectives=self.collectives if compiled.collectives is None else compiled.collectives,
-            lower_seconds=self.seconds, compile_seconds=compiled.compile_seconds, memory=compiled.memory,
-            call=compiled.executable.call, flops=compiled.flops, bytes_accessed=compiled.bytes_accessed,
-            estimate=compiled.estimate, floor=compiled.floor, experts=compiled.experts, lowering=compiled.lowering,
-            origin=origin,
-        )  # fmt: skip
+    def program(self, compiled: Compiled, origin: schema.Origin | None = None) -> Program:
+        """What the manifest says of the cell, once it is compiled; the compiler's counts go before the lowering's."""
+        lowered = {name: value for name, value in vars(self).items() if name != "blob"}
+        found = {name: value for name, value in vars(compiled).items() if name != "executable" and value is not None}
+        return Program(**lowered | found, call=compiled.executable.call, origin=origin)
 
 
-def spec_list(spec: PartitionSpec) -> tuple[str | None, ...]:
-    """A partition spec as the manifest writes it: one entry an axis, no trailing nulls."""
-    entries = [str(entry) if entry is not None else None for entry in spec]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return tuple(entries)
-
-
-def _leaves(groups: list[tuple[str, Any, Any]]) -> tuple[Leaf, ...]:
-    """Names every leaf of nested dicts in flattening order."""
+def _leaves(groups: Sequence[str], values: Sequence[Any], specs: Sequence[Any]) -> tuple[Leaf, ...]:
+    """Every leaf of each group's nested dicts, in flattening order, named by its keys with dots between."""
     rows = []
-    for group, values, specs in groups:
-        flat, _ = jax.tree_util.tree_flatten_with_path(values)
-        flat_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-        for (path, value), spec in zip(flat, flat_specs, strict=True):
+    for group, value, spec in zip(groups, values, specs, strict=True):
+        flat, _ = jax.tree_util.tree_flatten_with_path(value)
+        flat_specs = jax.tree.leaves(spec, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        for (path, leaf), leaf_spec in zip(flat, flat_specs, strict=True):
             name = ".".join(str(key.key) for key in path)
-            rows.append(Leaf(name, tuple(value.shape), str(value.dtype), spec_list(spec), group))
+            rows.append(Leaf(name, tuple(leaf.shape), str(leaf.dtype), tuple(leaf_spec), group))
     return tuple(rows)
-
-
-def _outputs(exported: export.Exported, step: Step) -> tuple[Leaf, ...]:
-    values = jax.tree.unflatten(exported.out_tree, exported.out_avals)
-    return _leaves([("state", values[0], step.out_specs[0]), ("out", values[1], step.out_specs[1])])
 
 
 def collective_counts(text: str) -> dict[str, Collective]:
@@ -127,6 +99,16 @@ def with_shardings(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
     )  # fmt: skip
 
 
+def prepared(
+    config: Config, geometry: Geometry, phase: str, padding: int, mesh: Mesh | AbstractMesh
+) -> tuple[Step, Any, Any]:
+    """The step of a cell, the jitted function to lower, which donates its state, and its abstract arguments."""
+    for name, value in LOCATION_OPTIONS.items():
+        jax.config.update(name, value)
+    step = build_step(config, geometry, phase, padding, mesh)
+    return step, jax.jit(step.call, donate_argnums=(1,)), with_shardings(step.arguments, step.specs, mesh)
+
+
 def lower_cell(config: Config, geometry: Geometry, phase: str, padding: int, platform: str) -> Lowered:
     """Traces and lowers one cell; needs no device of the platform.
 
@@ -137,22 +119,30 @@ def lower_cell(config: Config, geometry: Geometry, phase: str, padding: int, pla
         padding: Its padding.
         platform: jax's platform name; one a file (a multi-platform export is slower and not bit-equal).
     """
-    for name, value in LOCATION_OPTIONS.items():
-        jax.config.update(name, value)
     started = time.perf_counter()
     mesh = AbstractMesh((geometry.tp,), (AXIS,), axis_types=(AxisType.Auto,))
-    step = build_step(config, geometry, phase, padding, mesh)
-    arguments = with_shardings(step.arguments, step.specs, mesh)
-    exported = export.export(jax.jit(step.call, donate_argnums=(1,)), platforms=(platform,))(*arguments)
-    inputs = _leaves(list(zip(("params", "state", "batch"), step.arguments, step.specs, strict=True)))
-    blob, counted = bytes(exported.serialize()), collective_counts(exported.mlir_module())
-    fields = tuple(Field(**vars(field)) for field in step.fields)
-    seconds = round(time.perf_counter() - started, 3)
-    return Lowered(blob, phase, padding, fields, inputs, _outputs(exported, step), counted, seconds)
+    step, function, arguments = prepared(config, geometry, phase, padding, mesh)
+    exported = export.export(function, platforms=(platform,))(*arguments)
+    state, out = jax.tree.unflatten(exported.out_tree, exported.out_avals)
+    return Lowered(
+        blob=bytes(exported.serialize()),
+        phase=phase,
+        padding=padding,
+        fields=tuple(Field(**vars(field)) for field in step.fields),
+        inputs=_leaves(("params", "state", "batch"), step.arguments, step.specs),
+        outputs=_leaves(("state", "out"), (state, out), step.out_specs),
+        collectives=collective_counts(exported.mlir_module()),
+        lower_seconds=round(time.perf_counter() - started, 3),
+    )
+
+
+def mesh_of(devices: Any) -> Mesh:
+    """``devices``, in their order, on the one mesh axis."""
+    return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def device_mesh(tp: int) -> Mesh:
-    """The first ``tp`` devices of this process on the one axis.
+    """The first ``tp`` devices of this process on the one mesh axis.
 
     Raises:
         PlanError: There are fewer.
@@ -160,7 +150,7 @@ def device_mesh(tp: int) -> Mesh:
     devices = jax.devices()
     if len(devices) < tp:
         raise PlanError(f"devices: expected at least {tp} for tp{tp}, found {len(devices)} in this process")
-    return Mesh(np.array(devices[:tp]), (AXIS,), axis_types=(AxisType.Auto,))
+    return mesh_of(devices[:tp])
 
 
 def compile_cell(lowered: Lowered, mesh: Mesh) -> tuple[bytes, Compiled]:
@@ -172,13 +162,13 @@ def compile_cell(lowered: Lowered, mesh: Mesh) -> tuple[bytes, Compiled]:
     return raw, described(compiled, executable, round(time.perf_counter() - started, 3))
 
 
-def described(compiled: Any, executable: Executable, seconds: float) -> Compiled:
+def described(compiled: Any, executable: schema.Executable, seconds: float) -> Compiled:
     """How a program is called; flops, bytes and memory as the compiler counts them (a loop's body once)."""
     analysis, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
     return Compiled(
         executable=executable,
         compile_seconds=seconds,
-        memory=Memory(
+        memory=schema.Memory(
             memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes,
             memory.alias_size_in_bytes, memory.generated_code_size_in_bytes,
         ),

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import MappingProxyType
-from typing import Any
 
 from ling3export.artifacts.records import from_json
 from ling3export.cache.cells import Built, Cells
@@ -38,18 +37,12 @@ class Outcome:
     failures: dict[str, Failure]
 
 
-def default_jobs(cells: int) -> int:
-    """One a core, never more than there are cells."""
-    return max(1, min(cells, len(os.sched_getaffinity(0))))
-
-
 class Compilers:
     """Worker processes that take the cells of one target from one queue until it is empty.
 
     Args:
         plan: Says the target and the geometry.
-        config: The content of config.json.
-        ignore: Its fields that are ignored on request.
+        config: The model.
         folder: Where the programs are written.
         jobs: Processes; None is one a core.
         cells: The cache; what it has is not compiled. None uses none.
@@ -58,13 +51,12 @@ class Compilers:
     """
 
     def __init__(
-        self, plan: Plan, config: dict[str, Any], ignore: Sequence[str], folder: Path, jobs: int | None,
-        cells: Cells | None = None, *, taken: Mapping[str, Built] = MappingProxyType({}), shown: bool = False,
+        self, plan: Plan, config: Config, folder: Path, jobs: int | None, cells: Cells | None = None,
+        *, taken: Mapping[str, Built] = MappingProxyType({}), shown: bool = False,
     ) -> None:  # fmt: skip
         self.plan = plan
         self._cells = Cells(CacheUse("off"), lambda text: None) if cells is None else cells
-        self._config = Config.from_dict(config, ignore=tuple(ignore))
-        self._job = Job(plan.target, plan.geometry, config, tuple(ignore), folder, self._cells.use)
+        self._job = Job(plan.target, plan.geometry, config, folder, self._cells.use)
         self._jobs, self._taken, self._shown = jobs, taken, shown
         self._workers: list[Child] = []
         self._stopped = False
@@ -85,9 +77,9 @@ class Compilers:
                 done(cell, self._taken[cell.name])
             else:
                 waiting.put(cell)
-        count = default_jobs(waiting.qsize()) if self._jobs is None else max(1, min(self._jobs, waiting.qsize()))
+        count = min(self._jobs or len(os.sched_getaffinity(0)), waiting.qsize())
         if self.plan.target.autotuned:
-            count = 1  # kernels are timed on the one card
+            count = min(count, 1)  # kernels are timed on the one card
         threads = [threading.Thread(target=self._serve, args=(waiting, outcome, done)) for _ in range(count)]
         for thread in threads:
             thread.start()
@@ -110,7 +102,7 @@ class Compilers:
                 cell = waiting.get_nowait()
                 built: Built | Failure | None
                 try:
-                    built = self._cells.fetch(self._config, self.plan, cell, self._job.folder)
+                    built = self._cells.fetch(self._job.config, self.plan, cell, self._job.folder)
                     if built is None:
                         worker = self._alive(worker, stack)
                         if worker is None:
@@ -136,7 +128,7 @@ class Compilers:
         if "failure" in reply:
             return Failure(**reply["failure"])
         self._cells.say(reply["messages"])
-        return self._cells.keep(self._config, self.plan, cell, self._job.folder, from_json(Built, reply["built"]))
+        return self._cells.keep(self._job.config, self.plan, cell, self._job.folder, from_json(Built, reply["built"]))
 
     def _alive(self, worker: Child | None, stack: contextlib.ExitStack) -> Child | None:
         """``worker``, or a new one if it has died; None once the workers are stopped."""
@@ -151,11 +143,6 @@ class Compilers:
                 worker.send({"job": self._job.record()})
                 self._workers.append(worker)
             return worker
-
-
-def compile_all(compilers: Sequence[Compilers], advance: Callable[[], None]) -> list[Outcome]:
-    """Builds every cell of every target, one target after the other; ``advance`` is called as each cell ends well."""
-    return [each.run(each.plan.cells, lambda cell, built: advance()) for each in compilers]
 
 
 def check(config: Config, outcomes: Sequence[Outcome], kept: bool, failed: Callable[[], None]) -> None:

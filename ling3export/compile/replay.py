@@ -11,14 +11,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ling3export.artifacts.files import replace_file, writing
 from ling3export.artifacts.manifest import MANIFEST, file_record, read_checked, read_manifest
+from ling3export.artifacts.records import from_json, to_json
 from ling3export.artifacts.schema import Cell, FileRecord, Manifest, Program, Receipt
-from ling3export.cache.cells import Cells, opened
+from ling3export.cache.cells import SUFFIXES, Cells, opened
 from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.cache.use import CacheUse
 from ling3export.compile.pool import Compilers, Outcome
@@ -27,7 +27,7 @@ from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, make_plans
 from ling3export.plan.toolchain import check_toolchain
-from ling3export.pricing.recorded import config_fields, config_of, plan_of
+from ling3export.pricing.recorded import config_of, plan_of
 from ling3export.runners.load.targets import named_target
 from ling3export.strict_json import read_json
 from ling3export.tables import readable
@@ -35,31 +35,18 @@ from ling3export.verify.measure import measure_apart
 
 
 @dataclass(frozen=True)
-class Replayed:
-    """What came of a cell.
+class Failed:
+    """A build that failed: enough to build one of its cells again.
 
     Attributes:
-        lines: For the user.
-        passed: It was built, and is what is recorded, if anything is.
-    """
-
-    lines: list[str]
-    passed: bool
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a build was asked for: enough to build one of its cells again.
-
-    Attributes:
-        config: The content of config.json.
-        ignore: Its fields that were ignored on request.
+        config: The model.
         options: The options of the build.
+        cells: The names of the cells that failed, by target.
     """
 
-    config: dict[str, Any]
-    ignore: tuple[str, ...]
+    config: Config
     options: Options
+    cells: dict[str, tuple[str, ...]]
 
 
 def failed_path(artifact: Path) -> Path:
@@ -68,25 +55,17 @@ def failed_path(artifact: Path) -> Path:
     return artifact.parent / f".{artifact.name}.failed.json"
 
 
-def note_failure(artifact: Path, request: Request, outcomes: Sequence[Outcome]) -> None:
+def note_failure(artifact: Path, config: Config, options: Options, outcomes: Sequence[Outcome]) -> None:
     """Describes a failed build of ``artifact``, whose lock is held, by rename."""
-    failed = {each.plan.target.name: list(each.failures) for each in outcomes}
-    replace_file(failed_path(artifact), json.dumps(asdict(request) | {"failed": failed}).encode())
+    failed = Failed(config, options, {each.plan.target.name: tuple(each.failures) for each in outcomes})
+    replace_file(failed_path(artifact), json.dumps(to_json(failed)).encode())
 
 
-def read_failure(artifact: Path) -> tuple[Request, dict[str, list[str]]] | None:
-    """What a failed build of ``artifact`` was asked for, and the names of the cells that failed, by target.
-
-    None where the last build did not fail, or its description is damaged.
-    """
+def read_failure(artifact: Path) -> Failed | None:
+    """The last build of ``artifact``; None where it did not fail, or its description is damaged."""
     try:
-        record = read_json(failed_path(artifact))
-        options: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in record["options"].items()
-        }
-        failed = {str(target): [str(cell) for cell in cells] for target, cells in record["failed"].items()}
-        return Request(dict(record["config"]), tuple(record["ignore"]), Options(**options)), failed
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return from_json(Failed, read_json(failed_path(artifact)))
+    except (OSError, ValueError):
         return None
 
 
@@ -100,7 +79,7 @@ def replayable(path: Path) -> bool:
     return (path / MANIFEST).is_file() or failed_path(path).is_file()
 
 
-def replay(artifact: Path, text: str, cache: CacheUse) -> Replayed:
+def replay(artifact: Path, text: str, cache: CacheUse) -> tuple[list[str], bool]:
     """Builds the cell ``text`` of ``artifact`` again.
 
     Args:
@@ -108,34 +87,36 @@ def replay(artifact: Path, text: str, cache: CacheUse) -> Replayed:
         text: ``decode@16``, or ``cpu@16/decode@16`` where there are several targets.
         cache: Where a cell of a failed build goes. Nothing is read from it.
 
+    Returns:
+        Lines for the user, and whether the cell is what is recorded, if anything is.
+
     Raises:
         ArtifactError: There is neither, or no such cell.
         PlanError: The cell does not build.
     """
     target, _, cell = text.rpartition("/")
-    if (failure := read_failure(artifact)) is not None:
-        request, failed = failure
-        if name := _failed(failed, target or None, cell):
-            return _again(request, name, cell, cache)
+    if (failed := read_failure(artifact)) is not None:
+        if name := _failed(failed, target, cell):
+            return _again(failed, name, cell, cache)
         if not (artifact / MANIFEST).is_file():
-            return _again(request, _target(failed, target or None), cell, cache)
+            return _again(failed, _target(failed.cells, target), cell, cache)
     manifest = read_manifest(artifact)
-    return _recorded(artifact, manifest, _target(manifest.targets, target or None), cell)
+    return _recorded(artifact, manifest, _target(manifest.targets, target), cell)
 
 
-def _failed(failed: dict[str, list[str]], target: str | None, cell: str) -> str | None:
-    """The target whose cell ``cell`` failed, if there is one that ``target`` may mean."""
-    found = [name for name, cells in failed.items() if cell in cells]
+def _failed(failed: Failed, target: str, cell: str) -> str | None:
+    """The target whose cell ``cell`` failed, if there is one that ``target``, which may be empty, can mean."""
+    found = [name for name, cells in failed.cells.items() if cell in cells]
     try:
         return _target(found, target) if found else None
     except ArtifactError:
-        if target is None:
-            raise
-        return None
+        if target:
+            return None
+        raise
 
 
-def _target(targets: Collection[str], wanted: str | None) -> str:
-    if wanted is None and len(targets) > 1:
+def _target(targets: Collection[str], wanted: str) -> str:
+    if not wanted and len(targets) > 1:
         raise ArtifactError(
             f"--replay: expected TARGET/CELL, for there are {len(targets)} targets, found no target",
             f"one of {listed(sorted(targets))}",
@@ -143,69 +124,77 @@ def _target(targets: Collection[str], wanted: str | None) -> str:
     return named_target(targets, wanted or next(iter(targets)))
 
 
-def _build(
-    plan: Plan, config: dict[str, Any], ignore: Sequence[str], cell: str, folder: Path, cells: Cells | None = None
-) -> Program:
-    """Builds one cell into ``folder``; its compiler's stderr is ours.
+def _build(plan: Plan, config: Config, cell: str, folder: Path, cells: Cells | None = None) -> tuple[Program, str]:
+    """Builds one cell into ``folder``, its compiler's stderr being ours; a line says how long that took.
 
     Raises:
         PlanError: There is no such cell, or it does not build.
     """
+    name = plan.target.name
     found = [each for each in plan.cells if each.name == cell]
     if not found:
         names = listed([each.name for each in plan.cells], 12)
-        raise PlanError(f"--replay: expected a cell of {plan.target.name}: {names}; found `{cell}`")
+        raise PlanError(f"--replay: expected a cell of {name}: {names}; found `{cell}`")
     check_toolchain(plan.target)
-    outcome = Compilers(plan, config, ignore, folder, 1, cells, shown=True).run(found, lambda cell, built: None)
+    outcome = Compilers(plan, config, folder, 1, cells, shown=True).run(found, lambda cell, built: None)
     if failure := outcome.failures.get(cell):
-        message = f"programs: expected {plan.target.name} {cell} to build, found: {failure.error}"
-        raise PlanError(message, failure.hint)
-    return outcome.built[cell].program
-
-
-def _seconds(name: str, cell: str, program: Program) -> str:
+        raise PlanError(f"programs: expected {name} {cell} to build, found: {failure.error}", failure.hint)
+    program = outcome.built[cell].program
     lowered, compiled = program.lower_seconds, program.compile_seconds
-    return f"{name} {cell}: built in {lowered + compiled:.1f} s (lowered in {lowered:.1f}, compiled in {compiled:.1f})"
+    spent = f"built in {lowered + compiled:.1f} s (lowered in {lowered:.1f}, compiled in {compiled:.1f})"
+    return program, f"{name} {cell}: {spent}"
 
 
-def _again(request: Request, name: str, cell: str, cache: CacheUse) -> Replayed:
-    """A cell of a build that failed."""
-    config = Config.from_dict(request.config, ignore=request.ignore)
-    plan = next(plan for plan in make_plans(config, request.options) if plan.target.name == name)
+def _again(failed: Failed, name: str, cell: str, cache: CacheUse) -> tuple[list[str], bool]:
+    """Builds a cell of a build that failed."""
+    plan = next(plan for plan in make_plans(failed.config, failed.options) if plan.target.name == name)
     use = replace(cache, policy="redo" if cache.writes else "off")
     with opened(use, lambda text: None) as cells, tempfile.TemporaryDirectory() as folder:
-        record = _build(plan, request.config, request.ignore, cell, Path(folder), cells)
+        _, spent = _build(plan, failed.config, cell, Path(folder), cells)
     kept = "in the cache: the same build again takes it" if cache.writes else f"not kept: --cache {cache.policy}"
-    return Replayed([_seconds(name, cell, record), kept], True)
+    return [spent, kept], True
 
 
-def _recorded(artifact: Path, manifest: Manifest, name: str, cell: str) -> Replayed:
-    """A cell of an artifact."""
+def _recorded(artifact: Path, manifest: Manifest, name: str, cell: str) -> tuple[list[str], bool]:
+    """Builds a cell of an artifact, and compares it with the one that is there."""
     plan, target = plan_of(manifest, name), manifest.targets[name]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "programs" / "replayed"
         folder.mkdir(parents=True)
-        record = _build(plan, config_fields(manifest), [], cell, folder)
+        program, spent = _build(plan, config_of(manifest), cell, folder)
         old = target.cells[cell]
         portable, executable = (
-            file_record(Path(temporary), f"programs/replayed/{cell}.{tier}") for tier in ("stablehlo", "exec")
+            file_record(Path(temporary), f"programs/replayed/{cell}.{suffix}") for suffix in SUFFIXES
         )
         same = portable.sha256 == old.stablehlo.sha256
-        lines = [_seconds(name, cell, record), f"  stablehlo    {_compared(portable, old.stablehlo)}"]
+        lines = [spent, f"  stablehlo    {_compared(portable, old.stablehlo)}"]
         if not same:
-            lines.append(f"               {_why(manifest, plan)}")
+            changed = changes_since(manifest, plan)
+            unchanged = "neither sources nor toolchain changed since: report this"
+            lines.append(f"               {f'it was built with {listed(changed)}' if changed else unchanged}")
         lines.append(f"  executable   {_compared(executable, old.exec)}")
-        both = [readable(each.memory.temporaries) for each in (record, old)]
+        both = [readable(each.memory.temporaries) for each in (program, old)]
         lines.append(f"  temporaries  {both[0]}, recorded {both[1]}")
         if not plan.target.runs_here:
-            return Replayed([*lines, f"  receipts     not run here: {old.status}"], same)
+            return [*lines, f"  receipts     not run here: {old.status}"], same
         read_checked(artifact, manifest.vectors.expected)
-        replayed = Cell(**vars(record), status=old.status, stablehlo=portable, exec=executable)
+        replayed = Cell(**vars(program) | {"status": old.status, "stablehlo": portable, "exec": executable})
         found = _receipt(artifact, Path(temporary), manifest, name, replayed)
     recorded = manifest.receipt(name, cell)
     known = "none recorded" if recorded is None else f"recorded {recorded.relative:.2e}"
     lines.append(f"  receipts     {found.status}: largest relative error {found.relative:.2e}, {known}")
-    return Replayed(lines, same and found.status == "passed")
+    return lines, same and found.status == "passed"
+
+
+def changes_since(manifest: Manifest, plan: Plan) -> list[str]:
+    """What decides a target's programs and was other when they were built: packages, or else sources or flags."""
+    target, here = manifest.targets[plan.target.name], toolchain(plan.target)
+    before = target.toolchain
+    changed = [f"{name} {before.get(name)}, here {here.get(name)}" for name in {**before, **here}
+               if before.get(name) != here.get(name)]  # fmt: skip
+    if not changed and fingerprint(config_of(manifest), plan) != target.fingerprint:
+        return ["other sources of the model or of the lowering, or other flags"]
+    return changed
 
 
 def _compared(new: FileRecord, old: FileRecord | None) -> str:
@@ -216,46 +205,29 @@ def _compared(new: FileRecord, old: FileRecord | None) -> str:
     return f"other bytes than recorded: {new.bytes:,}, recorded {old.bytes:,}"
 
 
-def _why(manifest: Manifest, plan: Plan) -> str:
-    """Why a portable program is another than the recorded one."""
-    recorded, here = manifest.targets[plan.target.name].toolchain, toolchain(plan.target)
-    changed = [f"{name} {recorded.get(name)}, here {here[name]}" for name in here if recorded.get(name) != here[name]]
-    if changed:
-        return f"it was built with {listed(changed)}"
-    if fingerprint(config_of(manifest), plan) != manifest.targets[plan.target.name].fingerprint:
-        return "the sources of the model or of the lowering changed since"
-    return "neither sources nor toolchain changed since: report this"
-
-
 def _receipt(artifact: Path, view: Path, manifest: Manifest, name: str, cell: Cell) -> Receipt:
     """Runs the vectors through one cell, and those that it needs, in a copy of as much of the artifact."""
     target = manifest.targets[name]
-    needed = [target.cells[each] for each in _needed(target.cells, cell)]
-    cells = {each.name: each for each in (*needed, cell)}
+    needed = _needed(target.cells, cell)
     files = [file.path for each in needed for file in each.files] + [manifest.vectors.expected.path]
     for path in (*files, *manifest.weights.files):
         copy = view / path
         copy.parent.mkdir(parents=True, exist_ok=True)
         with writing(copy):
-            _link_or_copy(artifact / path, copy)
-    reduced = replace(manifest, targets={name: replace(target, cells=cells)})
-    return measure_apart(view, name, reduced).cells[cell.name]
+            try:
+                os.link(artifact / path, copy)  # a second name, where both lie on one volume: weights may be large
+            except OSError:
+                shutil.copyfile(artifact / path, copy)
+    reduced = replace(target, cells={each.name: each for each in (*needed, cell)})
+    return measure_apart(view, name, replace(manifest, targets={name: reduced})).cells[cell.name]
 
 
-def _link_or_copy(source: Path, copy: Path) -> None:
-    """A second name of the file where both lie on one volume: weights may be large."""
-    try:
-        os.link(source, copy)
-    except OSError:
-        shutil.copyfile(source, copy)
-
-
-def _needed(cells: Mapping[str, Cell], cell: Cell) -> list[str]:
+def _needed(cells: Mapping[str, Cell], cell: Cell) -> list[Cell]:
     """Cells that the receipts of ``cell`` run through: a decode starts from a prefill, a sample from logits."""
-    smallest = min((each for each in cells.values() if each.phase == "prefill"), key=lambda each: each.padding).name
+    smallest = min((each for each in cells.values() if each.phase == "prefill"), key=lambda each: each.padding)
     if cell.phase in ("prefill", "score"):
         return []
     if cell.phase == "decode":
         return [smallest]
     giver = next(each for each in cells.values() if each.phase != "sample" and each.rows == cell.padding)
-    return [smallest, giver.name] if giver.phase == "decode" else [giver.name]
+    return [smallest, giver] if giver.phase == "decode" else [giver]

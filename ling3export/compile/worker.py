@@ -1,9 +1,9 @@
-"""The compiling process: a job first, then a cell a message, each answered with what was built or its failure.
+"""The compiling process: its first message is a job, each later one a cell, answered with what was built or why not.
 
-A process of its own because the number of virtual devices is fixed when jax starts, and because a compiler that dies
-must not take the build with it. A cpu target of several hosts has more such processes: an executable holds the ids of
-the devices and which process has which, so it is compiled where they are so. One compiles for all; the others, its
-peers, have nothing to do but to be there.
+It is a process of its own because the number of virtual devices is fixed when jax starts, and because a compiler that
+dies must not take the build with it. For a cpu target of several hosts there are more such processes, its peers: an
+executable holds the ids of the devices and which process has which, so it is compiled where they are so. The peers
+have nothing to do but to be there.
 """
 
 import hashlib
@@ -18,9 +18,11 @@ from ling3export.artifacts.files import writing
 from ling3export.artifacts.records import from_json, sha256_of, to_json
 from ling3export.artifacts.schema import Origin
 from ling3export.cache.cells import COMPILED, PROGRAM, Built
+from ling3export.cache.keys import program_fields
 from ling3export.cache.store import Cache, record_of
 from ling3export.cache.use import CacheUse
 from ling3export.errors import Ling3Error
+from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.plan.plan import Cell
 from ling3export.plan.targets import Target
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from ling3export.compile.lower import Compiled, Lowered
-    from ling3export.model.config import Config
+
+    Compile = Callable[[], tuple[bytes, Compiled]]
 
 MODULE = "ling3export.compile.worker"
 
@@ -45,41 +48,28 @@ class Job:
     Attributes:
         target: The machine to compile for.
         geometry: Parallelism, pools, dtype.
-        config: The content of config.json.
-        ignore: Its fields that are ignored on request.
+        config: The model.
         folder: Where programs are written.
         cache: How compiled programs of earlier builds are used.
     """
 
     target: Target
     geometry: Geometry
-    config: dict[str, Any]
-    ignore: tuple[str, ...]
+    config: Config
     folder: Path
     cache: CacheUse
 
     def record(self) -> dict[str, Any]:
         """The job as JSON."""
-        return asdict(self) | {"folder": str(self.folder), "cache": self.cache.record()}
+        cache = {"policy": self.cache.policy, "folder": str(self.cache.where)}
+        return asdict(self) | {"folder": str(self.folder), "cache": cache}
 
     @classmethod
     def read(cls, record: dict[str, Any]) -> "Job":
         """The job that :meth:`record` wrote."""
-        return cls(
-            Target(**record["target"]), Geometry(**record["geometry"]), record["config"], tuple(record["ignore"]),
-            Path(record["folder"]), CacheUse.read(record["cache"]),
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Peer:
-    """What a peer is told: its ``number`` of ``processes``, the ``port`` where they meet, and how many ``devices`` it
-    has."""
-
-    port: int
-    processes: int
-    devices: int
-    number: int
+        cache = CacheUse(record["cache"]["policy"], Path(record["cache"]["folder"]))
+        target, geometry = Target(**record["target"]), Geometry(**record["geometry"])
+        return cls(target, geometry, from_json(Config, record["config"]), Path(record["folder"]), cache)
 
 
 def join_peers(target: Target) -> list[object]:
@@ -92,15 +82,22 @@ def join_peers(target: Target) -> list[object]:
     service = Service(LOOPBACK, port, target.processes, grace=1)
     peers = [Child(MODULE, shown=True) for _ in range(1, target.processes)]
     for number, child in enumerate(peers, 1):
-        child.send({"peer": asdict(Peer(port, target.processes, devices, number))})
-    become(Peer(port, target.processes, devices, 0))
+        child.send({"peer": (port, target.processes, devices, number)})
+    become(port, target.processes, devices, 0)
     return [service, *peers]
 
 
-def become(peer: Peer) -> None:
-    """Joins the other processes of a cpu target; returns when all of them see each other's devices."""
-    prepare_cpu(peer.devices)
-    join(LOOPBACK, peer.port, peer.processes, peer.number, START_TIMEOUT)
+def become(port: int, processes: int, devices: int, number: int) -> None:
+    """Joins the other processes of a cpu target; returns when all of them see each other's devices.
+
+    Args:
+        port: Where they meet, on this machine.
+        processes: How many there are.
+        devices: How many virtual devices this one has.
+        number: Which of them this one is.
+    """
+    prepare_cpu(devices)
+    join(LOOPBACK, port, processes, number, START_TIMEOUT)
     import jax
 
     jax.devices()
@@ -118,35 +115,21 @@ def prepare(target: Target) -> list[object]:
     return []
 
 
-@dataclass(frozen=True)
-class Compilation:
-    """What was made of a lowered program, or found in the cache.
+def compiled_program(cache: Cache, fields: dict[str, Any], compile_it: "Compile") -> tuple[bytes, "Compiled", str]:
+    """The serialized executable of ``fields``, what describes it, and whether it was COMPILED now or is from the cache.
 
-    Attributes:
-        data: The serialized executable.
-        compiled: What describes it.
-        source: COMPILED or PROGRAM.
-        key: The program's key in the cache.
+    Args:
+        cache: Gets what is compiled.
+        fields: Everything that decides the executable; their digest is its key.
+        compile_it: Compiles it.
     """
-
-    data: bytes
-    compiled: "Compiled"
-    source: str
-    key: str
-
-
-def compiled_program(
-    cache: Cache, fields: dict[str, Any], compile_it: "Callable[[], tuple[bytes, Compiled]]"
-) -> Compilation:
-    """The program of ``fields``: its original bytes from the cache, or compiled now and then kept."""
     from ling3export.compile.lower import Compiled
 
-    key = sha256_of(fields)
-    if entry := cache.read("programs", key, lambda entry: record_of(entry, Compiled, ("exec",))):
-        return Compilation(entry.data["exec"], from_json(Compiled, entry.record), PROGRAM, key)
+    if entry := cache.read("programs", sha256_of(fields), lambda entry: record_of(entry, Compiled, ("exec",))):
+        return entry.data["exec"], from_json(Compiled, entry.record), PROGRAM
     data, compiled = compile_it()
     cache.write("programs", fields, to_json(compiled), {"exec": data})
-    return Compilation(data, compiled, COMPILED, key)
+    return data, compiled, COMPILED
 
 
 def run_cell(job: Job, cell: Cell) -> dict[str, Any]:
@@ -157,17 +140,16 @@ def run_cell(job: Job, cell: Cell) -> dict[str, Any]:
         and compiled. ``messages`` for the user.
     """
     from ling3export.compile.lower import lower_cell
-    from ling3export.model.config import Config
     from ling3export.runners.load.pjrt import CompileCounter
 
     events, messages = CompileCounter(), list[str]()
-    config = Config.from_dict(job.config, ignore=job.ignore)
-    lowered = lower_cell(config, job.geometry, cell.phase, cell.padding, job.target.platform)
+    lowered = lower_cell(job.config, job.geometry, cell.phase, cell.padding, job.target.platform)
     _write(job.folder / f"{cell.name}.stablehlo", lowered.blob)
-    found = _compiled(lowered, config, job, cell, Cache.of(job.cache, messages.append))
-    _write(job.folder / f"{cell.name}.exec", found.data)
-    needs, origin = found.compiled.executable, Origin(found.source, found.key, events.traces, events.count)
-    built = Built(lowered.program(found.compiled, origin), needs.requires, needs.mesh)
+    fields, compile_it = _compiler(lowered, job, cell)
+    data, compiled, source = compiled_program(Cache(job.cache, messages.append), fields, compile_it)
+    _write(job.folder / f"{cell.name}.exec", data)
+    origin = Origin(source, sha256_of(fields), events.traces, events.count)
+    built = Built(lowered.program(compiled, origin), compiled.executable.requires, compiled.executable.mesh)
     return {"built": to_json(built), "messages": messages}
 
 
@@ -176,23 +158,21 @@ def _write(path: Path, data: bytes) -> None:
         path.write_bytes(data)
 
 
-def _compiled(lowered: "Lowered", config: "Config", job: Job, cell: Cell, cache: Cache) -> Compilation:
-    """The executable of a lowered cell and what describes it, from the cache or compiled now."""
-    from ling3export.cache.keys import program_fields
+def _compiler(lowered: "Lowered", job: Job, cell: Cell) -> tuple[dict[str, Any], "Compile"]:
+    """Everything that decides the executable of a lowered cell, and the function that compiles it."""
     from ling3export.compile.lower import compile_cell, device_mesh
 
     modules, target, geometry = {"portable": hashlib.sha256(lowered.blob).hexdigest()}, job.target, job.geometry
     if target.chip is None:
         mesh = device_mesh(geometry.tp)
-        fields = program_fields(target, modules, devices_of(mesh), None)
-        return compiled_program(cache, fields, lambda: compile_cell(lowered, mesh))
+        return program_fields(target, modules, devices_of(mesh), None), lambda: compile_cell(lowered, mesh)
     from ling3export.compile.accelerators import compile_for, lower_for
 
-    arguments = (config, geometry, cell.phase, cell.padding, target)
+    arguments = (job.config, geometry, cell.phase, cell.padding, target)
     direct = lower_for(*arguments)
-    priced = {"config": config.semantic(), "plan": asdict(geometry), "cell": (cell.phase, cell.padding)}
+    priced = {"config": job.config.semantic(), "plan": asdict(geometry), "cell": (cell.phase, cell.padding)}
     fields = program_fields(target, modules | {"direct": direct.digest}, devices_of(direct.mesh), priced)
-    return compiled_program(cache, fields, lambda: compile_for(direct, *arguments))
+    return fields, lambda: compile_for(direct, *arguments)
 
 
 def devices_of(mesh: "Mesh") -> dict[str, Any]:
@@ -219,7 +199,7 @@ def main() -> None:
     parent = Parent()
     first = parent.receive()
     if "peer" in first:
-        become(Peer(**first["peer"]))
+        become(*first["peer"])
         parent.receive()  # never comes: the process ends with the one that compiles
     job = Job.read(first["job"])
     _peers = prepare(job.target)  # which end when nothing names them any more

@@ -4,7 +4,6 @@ The weights are in it once, shared by all signatures. State goes in and comes ou
 TensorFlow runs in a process of its own (``ling3export/savedmodel/worker.py``).
 """
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Sequence
@@ -19,15 +18,15 @@ from ling3export.artifacts.staging import staged
 from ling3export.checkpoint.convert import Progress, write_weights
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.errors import ArtifactError, Ling3Error, PlanError
+from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Cell, make_plan
 from ling3export.processes import Child
-from ling3export.strict_json import read_json
 
 RECORD = "ling3.json"  # beside saved_model.pb: what the signatures take and give
 WORKER = "ling3export.savedmodel.worker"
-EXTRA = {"orbax.export": "orbax-export", "tensorflow": "tensorflow-cpu"}
+EXTRA = ("orbax-export", "tensorflow-cpu")
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,7 @@ class Job:
     """What the exporting process is told.
 
     Attributes:
-        config: The content of config.json.
-        ignore: Its fields that are ignored on request.
+        config: The model.
         geometry: Pools and dtype of the one device.
         cells: A signature is made of each.
         folder: The folder that the weight store's paths start from.
@@ -44,8 +42,7 @@ class Job:
         model: The folder to write.
     """
 
-    config: dict[str, Any]
-    ignore: tuple[str, ...]
+    config: Config
     geometry: Geometry
     cells: tuple[Cell, ...]
     folder: Path
@@ -61,7 +58,7 @@ class Job:
     def read(cls, record: dict[str, Any]) -> "Job":
         """The job that :meth:`record` wrote."""
         return cls(
-            record["config"], tuple(record["ignore"]), Geometry(**record["geometry"]),
+            from_json(Config, record["config"]), Geometry(**record["geometry"]),
             tuple(Cell(**cell) for cell in record["cells"]), Path(record["folder"]),
             from_json(Weights, record["weights"]), Path(record["model"]),
         )  # fmt: skip
@@ -73,19 +70,17 @@ def check_packages() -> None:
     Raises:
         Ling3Error: Names the packages that are missing.
     """
-    missing = [package for module, package in EXTRA.items() if not _there(module)]
+    missing = []
+    for package in EXTRA:
+        try:
+            metadata.version(package)
+        except metadata.PackageNotFoundError:
+            missing.append(package)
     if missing:
         raise Ling3Error(
             f"--format savedmodel: expected the packages of the extra `savedmodel`, found no {', '.join(missing)}",
             'pip install "ling3export[savedmodel]"',
         )
-
-
-def _there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent package
-        return False
 
 
 def one_device(options: Options) -> Options:
@@ -129,19 +124,15 @@ def build_savedmodel(
         report.note(note)
     with staged(destination, force=force, mark=RECORD) as folder:
         weights = write_weights(folder, source, options.dtype, report)
-        job = Job(
-            read_json(source.path / "config.json"), tuple(ignore), plan.geometry, plan.cells,
-            folder, weights, folder / "model",
-        )  # fmt: skip
+        job = Job(source.config, plan.geometry, plan.cells, folder, weights, folder / "model")
         report.start("signatures", len(plan.cells))
         described = run_worker(job, report)
         shutil.rmtree(folder / "weights")
         for path in job.model.iterdir():
             path.rename(folder / path.name)
         job.model.rmdir()
-        names = ("ling3export", "jax", "jaxlib", "orbax-export", "tensorflow-cpu")
         record = {
-            "producer": {name: metadata.version(name) for name in names},
+            "producer": {name: metadata.version(name) for name in ("ling3export", "jax", "jaxlib", *EXTRA)},
             "source": {"name": source.path.resolve().name, "digests": to_json(source.digests())},
             "config": source.config.semantic() | {"eos_token_id": list(source.config.eos_token_ids)},
             "plan": plan.record(),

@@ -101,7 +101,6 @@ def export(job: Job, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     import tensorflow as tf
     from orbax.export import ExportManager, JaxModule, ServingConfig
 
-    config = Config.from_dict(job.config, ignore=job.ignore)
     methods, configs, signatures = {}, [], {}
     waiting = {cell.name for cell in job.cells}
 
@@ -111,7 +110,7 @@ def export(job: Job, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
             tell({"signature": name})
 
     for cell in job.cells:
-        step = build_step(config, job.geometry, cell.phase, cell.padding, None)
+        step = build_step(job.config, job.geometry, cell.phase, cell.padding, None)
         inputs = signature_of(step)
         # A function's name becomes a node's, where TensorFlow allows no @.
         key = f"{cell.phase}_{cell.padding}"
@@ -120,11 +119,11 @@ def export(job: Job, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         configs.append(ServingConfig(cell.name, input_signature=[specs], method_key=key))
         outputs = jax.eval_shape(method_of(step, lambda: None), step.arguments[0], inputs)
         signatures[cell.name] = {"inputs": described(inputs), "outputs": described(outputs)}
-    params = parameters(config, job.geometry, Store(job.folder, job.weights.index))
+    params = parameters(job.config, job.geometry, Store(job.folder, job.weights.index))
     module = JaxModule(params, methods, trainable=False)
     with written_for(READ):
         ExportManager(module, configs).save(str(job.model))
-    state = build_step(config, job.geometry, "decode", job.cells[-1].padding, None).arguments[1]
+    state = build_step(job.config, job.geometry, "decode", job.cells[-1].padding, None).arguments[1]
     return {"signatures": signatures, "state": described(state)}
 
 

@@ -8,12 +8,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ling3export.artifacts.schema import Program, Target
+from ling3export.artifacts.schema import Target
 from ling3export.cache.cells import Built
 from ling3export.compile.pool import Outcome
 
@@ -128,9 +127,7 @@ def copying(programs: Path, target: Target):
                 continue
             for tier in ("stablehlo", "exec"):
                 shutil.copy(programs / f"{cell.name}.{tier}", self._job.folder)
-            there = target.cells[cell.name]
-            program = Program(**{field.name: getattr(there, field.name) for field in fields(Program)})
-            built[cell.name] = Built(program, target.requires, target.mesh)
+            built[cell.name] = Built(target.cells[cell.name], target.requires, target.mesh)
             done(cell, built[cell.name])
         return Outcome(self.plan, built, {})
 

@@ -45,10 +45,10 @@ def toolchain() -> str:
 
 def compile_cells(cells: tuple[Cell, ...] = CELLS, jobs: int | None = None) -> dict[str, Program]:
     """Records of the cells by name, compiled as a build does it: in worker processes, for the whole slice."""
-    fields = config_fields("full", {})
-    plan = make_plan(Config.from_dict(fields), Options(decode_paddings=(16, 64)), TARGET)
+    config = Config.from_dict(config_fields("full", {}))
+    plan = make_plan(config, Options(decode_paddings=(16, 64)), TARGET)
     with tempfile.TemporaryDirectory() as folder:
-        outcome = Compilers(plan, fields, (), Path(folder), jobs).run(cells, lambda cell, record: None)
+        outcome = Compilers(plan, config, Path(folder), jobs).run(cells, lambda cell, record: None)
     assert not outcome.failures, outcome.failures
     return {cell.name: outcome.built[cell.name].program for cell in cells}
 

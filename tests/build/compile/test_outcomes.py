@@ -19,8 +19,7 @@ from ling3export.plan.targets import Target
 from ling3export.processes import Failure
 from tiny import tiny_fields
 
-FIELDS = tiny_fields()
-CONFIG = Config.from_dict(FIELDS)
+CONFIG = Config.from_dict(tiny_fields())
 OPTIONS = Options((16,), (1,), tp=1, max_running=1, page_size=16, context=64)
 PLAN = make_plan(CONFIG, OPTIONS, "cpu")
 PROGRAM = Program(
@@ -149,11 +148,11 @@ def test_whole_targets_are_checked_against_the_memory(monkeypatch):
 
 
 def test_what_a_failed_build_was_asked_for_is_noted_until_one_succeeds(tmp_path):
-    artifact, request = tmp_path / "x.ling3", replay.Request(FIELDS, ("extra",), OPTIONS)
+    artifact = tmp_path / "x.ling3"
     assert replay.read_failure(artifact) is None
-    replay.note_failure(artifact, request, [outcome()])
+    replay.note_failure(artifact, CONFIG, OPTIONS, [outcome()])
     assert [path.name for path in tmp_path.iterdir()] == [".x.ling3.failed.json"]
-    assert replay.read_failure(artifact) == (request, {"cpu-tp1": ["prefill@16"]})
+    assert replay.read_failure(artifact) == replay.Failed(CONFIG, OPTIONS, {"cpu-tp1": ("prefill@16",)})
     replay.forget_failure(artifact)
     replay.forget_failure(artifact)
     assert list(tmp_path.iterdir()) == []

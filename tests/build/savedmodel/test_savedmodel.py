@@ -1,9 +1,9 @@
 """A SavedModel's signatures against the same steps under jit; what cannot be exported, and why."""
 
-import importlib.util
 import json
 import os
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import jax
@@ -14,16 +14,19 @@ from click.testing import CliRunner
 from artifacts_fixture import run, sources_of, versions
 from direct import Direct, pack, relative
 from ling3export import processes
+from ling3export.artifacts.schema import Weights
 from ling3export.checkpoint.convert import store_bytes
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.cli import main as cli
 from ling3export.compile.lower import collective_counts, device_mesh
 from ling3export.errors import Ling3Error, PlanError
+from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.parameters import parameters
 from ling3export.model.program import build_step
 from ling3export.plan.options import Options
 from ling3export.savedmodel import export as savedmodel
+from tiny import tiny_fields
 
 pytestmark = pytest.mark.install
 
@@ -194,10 +197,10 @@ def test_options_that_mean_nothing_here_are_refused(artifact, tmp_path, flag):
 
 
 def test_a_missing_extra_is_named_before_any_work(monkeypatch, tmp_path):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name in ("tensorflow", "orbax.export") else real(name)
-    )
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
     with pytest.raises(Ling3Error) as caught:
         savedmodel.build_savedmodel(tmp_path / "no checkpoint", tmp_path / "m", Options(), None)  # type: ignore[arg-type]
     assert caught.value.message == (
@@ -208,7 +211,8 @@ def test_a_missing_extra_is_named_before_any_work(monkeypatch, tmp_path):
 
 def test_a_process_that_fails_is_quoted(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "command", lambda module: [sys.executable, "-c", "raise SystemExit('no room')"])
-    job = savedmodel.Job({}, (), Geometry(1, "float32", 2, 8, 32, 4, 56), (), tmp_path, {}, tmp_path)
+    config = Config.from_dict(tiny_fields())
+    job = savedmodel.Job(config, Geometry(1, "float32", 2, 8, 32, 4, 56), (), tmp_path, Weights({}, {}), tmp_path)
     with pytest.raises(Ling3Error) as caught:
         savedmodel.run_worker(job, None)  # type: ignore[arg-type]
     assert caught.value.message == (
