@@ -7,7 +7,6 @@ versions (``forward_compatible``), which makes kernels slower.
 import hashlib
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
-from ling3export.artifacts.schema import Collective, Estimate, Experts, Floor, Loop, Lowering
+from ling3export.artifacts.schema import Lowering
 from ling3export.compile.lower import LOCATION_OPTIONS, Compiled, described, with_shardings
 from ling3export.cost.estimates import estimate
 from ling3export.cost.roofline import Workload, expert_times, roofline_bound
@@ -115,25 +114,18 @@ def compile_for(
         raw = pjrt.executable_bytes(compiled)
     seconds = round(direct.seconds + time.perf_counter() - started, 3)
     workload = Workload(min(Workload.tokens, geometry.max_pages * geometry.page_size))
-    bound = roofline_bound(config, geometry, phase, padding, target.chip, workload)
     record = replace(
         described(compiled, seconds), lowering=Lowering(direct=True, forward_compatible=False), collectives={},
-        floor=Floor(bound.bytes, bound.flops, bound.seconds, bound.collectives, bound.collective_seconds),
+        floor=roofline_bound(config, geometry, phase, padding, target.chip, workload),
     )  # fmt: skip
     if target.platform == "cuda":  # whose compiler estimates no cycles; with one card there are no collectives
         return raw, record
-    found = estimate(compiled.as_text() or "", target.chip, workload.trips(phase, padding, config, geometry))
-    collectives = _counted(found.pop("collectives"))
-    found |= {"custom_calls": _counted(found["custom_calls"]), "loops": tuple(Loop(**loop) for loop in found["loops"])}
-    estimated = Estimate(**found, tokens_a_sequence=workload.tokens, clock_hz=target.chip.clock)
-    record = replace(record, collectives=collectives, estimate=estimated)
+    trips = workload.trips(phase, padding, config, geometry)
+    estimated, collectives = estimate(compiled.as_text() or "", target.chip, trips, workload.tokens)
+    experts = None
     if phase != "sample" and config.moe_layers:
-        record = replace(record, experts=Experts(**expert_times(config, geometry, padding, target.chip)))
-    return raw, record
-
-
-def _counted(table: Mapping[str, Mapping[str, int]]) -> dict[str, Collective]:
-    return {kind: Collective(row["count"], row["bytes"]) for kind, row in table.items()}
+        experts = expert_times(config, geometry, padding, target.chip)
+    return raw, replace(record, collectives=collectives, estimate=estimated, experts=experts)
 
 
 def _too_large(error: Exception, target: Target, cell: str) -> Exception:

@@ -20,12 +20,12 @@ from ling3export.artifacts.schema import (
     Executable,
     Experts,
     Field,
-    Floor,
     Leaf,
     Lowering,
     Memory,
     Origin,
     Program,
+    RooflineBound,
 )
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
@@ -53,7 +53,7 @@ class Compiled:
     flops: float | None = None
     bytes_accessed: float | None = None
     estimate: Estimate | None = None
-    floor: Floor | None = None
+    floor: RooflineBound | None = None
     experts: Experts | None = None
     lowering: Lowering | None = None
 

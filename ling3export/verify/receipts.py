@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ling3export.artifacts import schema
-from ling3export.artifacts.schema import Receipt, Tolerance
+from ling3export.artifacts.schema import Receipt, Receipts, Tolerance
 
 Logits = dict[tuple[int, int], np.ndarray]  # (sequence, position) → logits [V]
 
@@ -126,17 +126,17 @@ def agreement(found: Mapping[str, Logits]) -> dict[str, float]:
 ERROR_COLUMNS = ("median error", "worst error")
 
 
-def error_columns(phase: str, receipt: Receipt | None, tolerance: Tolerance | None) -> tuple[str, str]:
-    """A receipt for the ERROR_COLUMNS of a table; the error that is judged stands beside its tolerance.
+def error_columns(cell: str, receipts: Receipts | None) -> tuple[str, str]:
+    """A cell's receipt for the ERROR_COLUMNS of a table; the error that is judged stands beside its tolerance.
 
     Args:
-        phase: The cell's phase; sampled tokens are right or wrong.
-        receipt: The cell's; None where the cell was not run.
-        tolerance: What the target's receipts are judged by; None where no cell was run.
+        cell: The cell's name, ``decode@16``.
+        receipts: Those of its target; None where no cell was run.
     """
-    if receipt is None or tolerance is None:
+    if receipts is None or cell not in receipts.cells:
         return "not run", "-"
-    if phase == "sample":
+    receipt, tolerance = receipts.cells[cell], receipts.tolerance
+    if cell.startswith("sample@"):
         wrong = f"{receipt.absolute:.0f} of {receipt.positions} wrong"
         return ("exact" if receipt.status == "passed" else wrong), "-"
     median, worst = f"{receipt.median:.1e}", f"{receipt.relative:.1e}"
