@@ -170,7 +170,7 @@ def test_figures_add_up_to_the_tables(both):
             assert target.text == "cpu"
             continue
         found = estimated(cells)
-        for (label, values), (cell, estimate, _) in zip(drawn["time"].rows, found, strict=True):
+        for (label, values), (_, estimate, _) in zip(drawn["time"].rows, found, strict=True):
             assert sum(values) == sum(estimate.by_kind.values()) == pytest.approx(estimate.seconds, rel=1e-3), label
         for cell, estimate, bound in found:
             assert estimate.memory_bytes is not None
