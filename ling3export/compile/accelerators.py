@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh
 from ling3export.artifacts.schema import Lowering
 from ling3export.compile.lower import LOCATION_OPTIONS, Compiled, described, with_shardings
 from ling3export.cost.estimates import estimate
-from ling3export.cost.roofline import Workload, expert_times, roofline_bound
+from ling3export.cost.roofline import TOKENS, expert_times, loop_trips, roofline_bound
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
@@ -113,15 +113,15 @@ def compile_for(
             raise _too_large(error, target, f"{phase}@{padding}") from error
         raw = pjrt.executable_bytes(compiled)
     seconds = round(direct.seconds + time.perf_counter() - started, 3)
-    workload = Workload(min(Workload.tokens, geometry.max_pages * geometry.page_size))
+    tokens = min(TOKENS, geometry.max_pages * geometry.page_size)
     record = replace(
         described(compiled, seconds), lowering=Lowering(direct=True, forward_compatible=False), collectives={},
-        floor=roofline_bound(config, geometry, phase, padding, target.chip, workload),
+        floor=roofline_bound(config, geometry, phase, padding, target.chip, tokens),
     )  # fmt: skip
     if target.platform == "cuda":  # whose compiler estimates no cycles; with one card there are no collectives
         return raw, record
-    trips = workload.trips(phase, padding, config, geometry)
-    estimated, collectives = estimate(compiled.as_text() or "", target.chip, trips, workload.tokens)
+    trips = loop_trips(config, geometry, phase, padding, tokens)
+    estimated, collectives = estimate(compiled.as_text() or "", target.chip, trips, tokens)
     experts = None
     if phase != "sample" and config.moe_layers:
         experts = expert_times(config, geometry, padding, target.chip)

@@ -14,6 +14,8 @@ CALLED = re.compile(
     r"\b(condition|body|calls|to_apply|branch_computations|true_computation|false_computation)="
     r"(\{[^}]*\}|%[\w.\-]+)"
 )
+# The result of these has the value of their operand.
+SAME = {"copy", "bitcast", "reshape", "convert", "copy-done", "broadcast", "copy-start"}
 
 
 @dataclass(frozen=True)
@@ -149,33 +151,26 @@ class Frame:
     call: Instruction | None = None
 
 
-def constant(frame: Frame, name: str) -> int | None:
-    """The value of a scalar, traced back through copies, tuples, parameters and calls; None if it is not constant."""
-    found = frame.computation.instructions[name]
+def constant(frame: Frame, name: str, index: int | None = None) -> int | None:
+    """The value of a scalar, or of a tuple's element ``index``; None if it is not constant.
+
+    It is traced back through copies, tuples, parameters and calls. An element that a loop carries from trip to trip
+    counts as what it is before the first one.
+    """
+    found, call = frame.computation.instructions[name], frame.call
+    if found.opcode == "parameter" and frame.caller is not None and call is not None:
+        loop = call.opcode == "while"
+        if loop and index is None:
+            return None
+        operand = call.operands[0 if loop else frame.computation.parameters[name]]
+        return constant(frame.caller, operand, index)
+    if index is not None:
+        return constant(frame, found.operands[index]) if found.opcode == "tuple" else None
     if found.opcode == "constant":
         return int(found.literal) if re.fullmatch(r"-?\d+", found.literal) else None
-    if found.opcode in ("copy", "bitcast", "reshape", "convert", "copy-done", "broadcast", "copy-start"):
-        return constant(frame, found.operands[0])
     if found.opcode == "get-tuple-element":
-        return _element(frame, found.operands[0], found.index)
-    if found.opcode == "parameter" and frame.caller is not None and frame.call is not None and not _loops(frame):
-        return constant(frame.caller, frame.call.operands[frame.computation.parameters[name]])
-    return None
-
-
-def _loops(frame: Frame) -> bool:
-    return frame.call is not None and frame.call.opcode == "while"
-
-
-def _element(frame: Frame, name: str, index: int) -> int | None:
-    """The constant in an element of a tuple, or None. In a loop's carry that is the value before the first trip."""
-    found = frame.computation.instructions[name]
-    if found.opcode == "tuple":
-        return constant(frame, found.operands[index])
-    if found.opcode == "parameter" and frame.caller is not None and frame.call is not None:
-        operand = frame.call.operands[0 if _loops(frame) else frame.computation.parameters[name]]
-        return _element(frame.caller, operand, index)
-    return None
+        return constant(frame, found.operands[0], found.index)
+    return constant(frame, found.operands[0]) if found.opcode in SAME else None
 
 
 def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:

@@ -5,13 +5,12 @@ come from an artifact that was built alike, or are said to be unknown.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Cell, Manifest, RooflineBound
-from ling3export.cost.roofline import Workload, roofline_bound
+from ling3export.cost.roofline import TOKENS, roofline_bound
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
 from ling3export.plan.options import Options, spelled
@@ -116,14 +115,14 @@ class Traffic:
 
     requests: int
     refused: int
-    prefill: PrefillWaste | None = None
-    decode: DecodeWaste | None = None
-    better: BetterPaddings | None = None
+    prefill: PrefillWaste | None
+    decode: DecodeWaste | None
+    better: BetterPaddings | None
 
 
 @dataclass(frozen=True)
 class Priced:
-    """Everything that ``ling3export plan`` shows; :meth:`record` is its JSON."""
+    """Everything that ``ling3export plan`` shows; ``lengths`` only if a histogram was given."""
 
     dtype: str
     paddings: tuple[int, ...]
@@ -131,11 +130,7 @@ class Priced:
     score_paddings: tuple[int, ...]
     context: int
     targets: dict[str, PricedTarget]
-    lengths: Traffic | None
-
-    def record(self) -> dict[str, Any]:
-        """Plain JSON values; ``lengths`` only if a histogram was given."""
-        return {name: value for name, value in asdict(self).items() if name != "lengths" or value is not None}
+    lengths: Traffic | None = None
 
 
 def config_of(path: Path, ignore: Sequence[str]) -> Config:
@@ -184,22 +179,22 @@ def _target(config: Config, plan: Plan, manifest: Manifest | None) -> PricedTarg
         unknown = f"unknown: the artifact of --from has {difference}"
     else:
         compiled = {cell.name: manifest.targets[target.name].cells[cell.name] for cell in plan.cells}
-    workload = Workload(min(Workload.tokens, plan.context))
+    context = min(TOKENS, plan.context)
     cells = {}
     for cell in plan.cells:
         bound = None
         if (chip := target.chip) is not None:
-            found = roofline_bound(config, geometry, cell.phase, cell.padding, chip, workload)
+            found = roofline_bound(config, geometry, cell.phase, cell.padding, chip, context)
             times = found.moved / chip.bandwidth, found.flops / chip.flops
             bound = PricedBound(**vars(found), memory_seconds=times[0], compute_seconds=times[1])
         record = compiled.get(cell.name)
         passing, seconds = (None, None) if record is None else (record.memory.passing, record.estimated_seconds)
         cells[cell.name] = PricedCell(bound, passing, seconds)
-    tokens = geometry.pages * geometry.page_size
-    pool = Pool(geometry.slots, geometry.pages, geometry.page_size, geometry.placement, tokens)
+    held_tokens = geometry.pages * geometry.page_size
+    pool = Pool(geometry.slots, geometry.pages, geometry.page_size, geometry.placement, held_tokens)
     return PricedTarget(
         target.text, target.tp, target.processes, plan.notes, pool, held(config, plan, compiled), unknown,
-        workload.tokens, cells,
+        context, cells,
     )  # fmt: skip
 
 
@@ -207,7 +202,7 @@ def _traffic(lengths: Sequence[Length], plan: Plan, options: Options, ignore: Se
     fits, refused = split_by_context(lengths, plan.context)
     requests = sum(length.count for length in fits)
     if not fits:
-        return Traffic(requests, refused)
+        return Traffic(requests, refused, None, None, None)
     count, largest = len(plan.paddings), plan.paddings[-1]
     best, histogram, better = best_paddings(fits, count, largest), Histogram(fits, largest), None
     if best is not None and histogram.cost(best) < histogram.cost(plan.paddings):

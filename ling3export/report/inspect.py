@@ -106,9 +106,10 @@ def describe(manifest: Manifest, *, wide: bool = False) -> str:
     ]
     for name, target in manifest.targets.items():
         receipts, state = manifest.vectors.receipts.get(name), target.state
+        statuses = sorted({cell.status for cell in target.cells.values()})
         lines += [
             "",
-            f"target {name}: {target.tp} device{'s' * (target.tp > 1)}, {' and '.join(_statuses(target))}, "
+            f"target {name}: {target.tp} device{'s' * (target.tp > 1)}, {' and '.join(statuses)}, "
             f"state abi {target.state_abi[:12]}",
             f"  {state.pages} pages of {state.page_size} tokens ({state.placement})",
             *_cells(target, receipts, wide),
@@ -118,7 +119,3 @@ def describe(manifest: Manifest, *, wide: bool = False) -> str:
     if manifest.notes:
         lines += ["", *manifest.notes]
     return "\n".join(lines)
-
-
-def _statuses(target: Target) -> list[str]:
-    return sorted({cell.status for cell in target.cells.values()})

@@ -1,19 +1,18 @@
 """``ling3export report``: an artifact's manifest as one HTML page that refers to nothing outside itself."""
 
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
 from ling3export.artifacts.files import replace_file
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.artifacts.schema import Cell, Manifest, Receipts, Target
+from ling3export.artifacts.schema import Manifest
 from ling3export.cost.estimates import UNKNOWN
 from ling3export.cost.operations import KINDS
 from ling3export.errors import ArtifactError
-from ling3export.plan.chips import CHIPS, Chip
-from ling3export.report.figures import MEMORY, Bars, Estimated, estimated, figures, memory_parts, si, times
+from ling3export.plan.chips import CHIPS
+from ling3export.report.figures import MEMORY, estimated, figures, memory_parts, si, times
 from ling3export.verify.receipts import ERROR_COLUMNS, error_columns, explained
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -50,43 +49,6 @@ def write_report(artifact: Path, destination: Path | None = None, *, force: bool
     return page
 
 
-@dataclass(frozen=True)
-class Shown:
-    """One target of the page: its records, and facts about its machine where a table has them."""
-
-    name: str
-    target: Target
-    receipts: Receipts | None
-
-    @cached_property
-    def chip(self) -> Chip | None:
-        """The accelerator; None for cpu."""
-        return CHIPS.get((self.target.platform, self.target.kind or ""))
-
-    @cached_property
-    def cells(self) -> list[Cell]:
-        """Prefill, score, decode, then the rest; ascending paddings."""
-        order = {"prefill": 0, "score": 1, "decode": 2}
-        return sorted(self.target.cells.values(), key=lambda cell: (order.get(cell.phase, 3), cell.padding))
-
-    @cached_property
-    def estimated(self) -> Estimated:
-        """Cells with the compiler's estimate and the roofline bound."""
-        return estimated(self.cells)
-
-    @cached_property
-    def figures(self) -> dict[str, Bars | None]:
-        """The figures by name."""
-        return figures(self.cells, self.target.tp, self.chip)
-
-    @property
-    def together(self) -> int:
-        """Bytes on one device with every program loaded, while the one with the largest temporaries runs."""
-        parts = [memory_parts(cell, self.target.tp) for cell in self.cells]
-        held = sum(max(part[kind] for part in parts) for kind in MEMORY if kind != "code")
-        return held + sum(part["code"] for part in parts)
-
-
 def render(manifest: Manifest) -> str:
     """The page. It depends on the manifest only: no clock, no path.
 
@@ -97,8 +59,23 @@ def render(manifest: Manifest) -> str:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     engine.filters |= {"si": si, "times": times, "explained": explained, "errors": error_columns, "parts": memory_parts}
-    shown = [Shown(name, target, manifest.vectors.receipts.get(name)) for name, target in manifest.targets.items()]
     page = engine.get_template("report.html").render(
-        manifest=manifest, targets=shown, kinds=KINDS, memory=MEMORY, errors=ERROR_COLUMNS, unknown=UNKNOWN
-    )
+        manifest=manifest, targets=[_shown(manifest, name) for name in manifest.targets], kinds=KINDS, memory=MEMORY,
+        errors=ERROR_COLUMNS, unknown=UNKNOWN,
+    )  # fmt: skip
     return f"{page}\n"
+
+
+def _shown(manifest: Manifest, name: str) -> dict[str, Any]:
+    """A target as the template takes it."""
+    target = manifest.targets[name]
+    order = {"prefill": 0, "score": 1, "decode": 2}
+    cells = sorted(target.cells.values(), key=lambda cell: (order.get(cell.phase, 3), cell.padding))
+    chip = CHIPS.get((target.platform, target.kind or ""))
+    parts = [memory_parts(cell, target.tp) for cell in cells]
+    # Every program is loaded at once, and the one with the largest temporaries runs.
+    together = sum((sum if kind == "code" else max)(part[kind] for part in parts) for kind in MEMORY)
+    return {
+        "name": name, "target": target, "receipts": manifest.vectors.receipts.get(name), "cells": cells, "chip": chip,
+        "estimated": estimated(cells), "figures": figures(cells, target.tp, chip), "together": together,
+    }  # fmt: skip

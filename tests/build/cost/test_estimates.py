@@ -9,7 +9,7 @@ from ling3export.artifacts.schema import Collective, Experts, Loop
 from ling3export.checkpoint.synth import config_fields
 from ling3export.cost.estimates import estimate
 from ling3export.cost.hlo import parse, shape_bytes
-from ling3export.cost.roofline import Workload, expert_times, roofline_bound
+from ling3export.cost.roofline import expert_times, roofline_bound
 from ling3export.model.config import Config
 from ling3export.plan.chips import CHIPS
 from ling3export.plan.options import Options
@@ -137,7 +137,7 @@ def test_the_roofline_bound_of_decode_is_its_weights_state_and_latents():
     """About 0.67 ms for 16 rows at TP=16, nearly all of it weights."""
     config = Config.from_dict(config_fields("full", {}))
     geometry = make_plan(config, Options(), "tpu:v6e:4x4").geometry
-    found = roofline_bound(config, geometry, "decode", 16, CHIPS["tpu", "v6e"], Workload(1024))
+    found = roofline_bound(config, geometry, "decode", 16, CHIPS["tpu", "v6e"], 1024)
     assert found.bytes["latents"] == 16 * 1024 * 6 * 576 * 2 // 16
     assert found.bytes["state"] == 2 * 16 * 18 * (128 * 128 * 4 + 3 * 3 * 128 * 2)
     assert 0.4e-3 < found.seconds < 0.7e-3
