@@ -154,21 +154,17 @@ class DecodeWaste:
 def prefill_waste(lengths: Sequence[Length], paddings: Sequence[int]) -> PrefillWaste:
     """What prefill pads at these paddings."""
     tokens = sum(length.prompt_tokens * length.count for length in lengths)
-    by_padding = dict.fromkeys(paddings, Padded(0, 0, 0))
+    called: Counter[int] = Counter()
+    used: Counter[int] = Counter()
     for length in lengths:
         left = length.prompt_tokens
-        for padding, count in calls(chunked(length.prompt_tokens), paddings):
-            row, each = by_padding[padding], length.count
-            used = min(left, count * padding)
-            left -= used
-            by_padding[padding] = Padded(
-                row.calls + each * count,
-                row.padded + each * count * padding,
-                row.wasted + each * (count * padding - used),
-            )
+        for padding, count in calls(chunked(left), paddings):
+            called[padding] += length.count * count
+            used[padding] += length.count * min(left, count * padding)
+            left -= min(left, count * padding)
+    by_padding = {padding: _sums([(padding, called[padding])], used[padding]) for padding in paddings}
     work = sum(chunked(length.prompt_tokens) * length.count for length in lengths)
-    alone = _sums([(padding, row.calls) for padding, row in by_padding.items()], tokens)
-    return PrefillWaste(tokens, alone, by_padding, _sums(calls(work, paddings), tokens))
+    return PrefillWaste(tokens, _sums([*called.items()], tokens), by_padding, _sums(calls(work, paddings), tokens))
 
 
 def _sums(found: Sequence[tuple[int, int]], used: int) -> Padded:

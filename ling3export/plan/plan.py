@@ -66,7 +66,7 @@ class Plan:
         )
 
     def record(self) -> dict[str, Any]:
-        """What the manifest says of the plan."""
+        """The plan as JSON, for keys of the cache and for a SavedModel."""
         return {
             "paddings": list(self.paddings),
             "decode_paddings": list(self.decode_paddings),
