@@ -191,7 +191,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Floor:
+class RooflineBound:
     """Bytes and FLOPs of a call that no program can do without, and the seconds that follow; collectives apart."""
 
     bytes: dict[str, int]
@@ -199,6 +199,11 @@ class Floor:
     seconds: float
     collectives: int
     collective_seconds: float
+
+    @property
+    def moved(self) -> int:
+        """All bytes that must move to or from a device's memory."""
+        return sum(self.bytes.values())
 
 
 @dataclass(frozen=True)
@@ -246,7 +251,7 @@ class Program:
     flops: float | None = None
     bytes_accessed: float | None = None
     estimate: Estimate | None = None
-    floor: Floor | None = None
+    floor: RooflineBound | None = None
     experts: Experts | None = None
     lowering: Lowering | None = None
     origin: Origin | None = None

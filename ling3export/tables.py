@@ -1,6 +1,6 @@
 """Tables and sizes as plain text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -13,6 +13,11 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
         + "  ".join(text.rjust(w) if i else text.ljust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True)))
         for row in rows
     ]
+
+
+def selected(rows: Sequence[Mapping[str, str]], columns: Sequence[str]) -> list[str]:
+    """Those columns of the rows, aligned, under their names."""
+    return aligned([tuple(columns), *(tuple(row[name] for name in columns) for row in rows)])
 
 
 def readable(count: float) -> str:

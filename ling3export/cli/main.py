@@ -165,6 +165,7 @@ def plan(
     these requests pad at each padding, and as many paddings that pad less.
     """
     require("plan", "build", "flax")
+    from ling3export.artifacts.records import to_json
     from ling3export.compile.build import DEMO
     from ling3export.plan.paddings import read_lengths
     from ling3export.pricing.pricing import config_of, priced
@@ -173,7 +174,7 @@ def plan(
     config = config_of(checkpoint or DEMO, ignore)
     requests = [] if lengths is None else read_lengths(lengths)
     found = priced(config, Options(**options), requests, artifact, ignore)
-    click.echo(json.dumps(found.record()) if as_json else described(found, wide=wide))
+    click.echo(json.dumps(to_json(found)) if as_json else described(found, wide=wide))
 
 
 main.add_command(cache)

@@ -99,13 +99,10 @@ class Console:
 
     def _target(self, name: str, target: Target, receipts: Receipts | None) -> None:
         rows: list[tuple[str, ...]] = [(*COLUMNS, *ERROR_COLUMNS)]
-        tolerance = None if receipts is None else receipts.tolerance
-        for cell in target.cells.values():
-            receipt = None if receipts is None else receipts.cells.get(cell.name)
-            rows.append((cell.name, *_built(cell), *error_columns(cell.phase, receipt, tolerance)))
+        rows += [(cell.name, *_built(cell), *error_columns(cell.name, receipts)) for cell in target.cells.values()]
         self._table(name, rows)
         said = "no machine here runs these programs: ling3export verify does where one does"
-        self.note(f"  {said if tolerance is None else explained(tolerance)}")
+        self.note(f"  {said if receipts is None else explained(receipts.tolerance)}")
 
     def _table(self, target: str, rows: Sequence[tuple[str, ...]]) -> None:
         self.note(f"{target}:")

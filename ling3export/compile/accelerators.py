@@ -7,7 +7,6 @@ other versions (``forward_compatible``), which makes kernels slower.
 import hashlib
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,10 +14,10 @@ import jax
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import Mesh
 
-from ling3export.artifacts.schema import Collective, Estimate, Experts, Floor, Loop, Lowering
+from ling3export.artifacts.schema import Lowering
 from ling3export.compile.lower import Compiled, described, mesh_of, prepared
 from ling3export.cost.estimates import estimate
-from ling3export.cost.roofline import Workload, expert_times, roofline_bound
+from ling3export.cost.roofline import TOKENS, expert_times, loop_trips, roofline_bound
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
@@ -104,26 +103,20 @@ def compile_for(
             raise _too_large(error, target, f"{phase}@{padding}") from error
         raw, executable = pjrt.serialized(compiled)
     seconds = round(direct.seconds + time.perf_counter() - started, 3)
-    workload = Workload(min(Workload.tokens, geometry.max_pages * geometry.page_size))
-    bound = roofline_bound(config, geometry, phase, padding, target.chip, workload)
+    tokens = min(TOKENS, geometry.max_pages * geometry.page_size)
     record = replace(
-        described(compiled, executable, seconds), lowering=Lowering(direct=True, forward_compatible=False), collectives={},
-        floor=Floor(**vars(bound)),
+        described(compiled, executable, seconds), collectives={},
+        lowering=Lowering(direct=True, forward_compatible=False),
+        floor=roofline_bound(config, geometry, phase, padding, target.chip, tokens),
     )  # fmt: skip
     if target.platform == "cuda":  # whose compiler estimates no cycles; with one card there are no collectives
         return raw, record
-    found = estimate(compiled.as_text() or "", target.chip, workload.trips(phase, padding, config, geometry))
-    collectives = _counted(found.pop("collectives"))
-    found |= {"custom_calls": _counted(found["custom_calls"]), "loops": tuple(Loop(**loop) for loop in found["loops"])}
-    estimated = Estimate(**found, tokens_a_sequence=workload.tokens, clock_hz=target.chip.clock)
+    trips = loop_trips(config, geometry, phase, padding, tokens)
+    estimated, collectives = estimate(compiled.as_text() or "", target.chip, trips, tokens)
     experts = None
     if phase != "sample" and config.layers("moe"):
-        experts = Experts(**expert_times(config, geometry, padding, target.chip))
+        experts = expert_times(config, geometry, padding, target.chip)
     return raw, replace(record, collectives=collectives, estimate=estimated, experts=experts)
-
-
-def _counted(table: Mapping[str, Mapping[str, int]]) -> dict[str, Collective]:
-    return {kind: Collective(row["count"], row["bytes"]) for kind, row in table.items()}
 
 
 def _too_large(error: Exception, target: Target, cell: str) -> Exception:

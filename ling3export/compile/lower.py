@@ -44,7 +44,7 @@ class Compiled:
     flops: float | None = None
     bytes_accessed: float | None = None
     estimate: schema.Estimate | None = None
-    floor: schema.Floor | None = None
+    floor: schema.RooflineBound | None = None
     experts: schema.Experts | None = None
     lowering: schema.Lowering | None = None
 

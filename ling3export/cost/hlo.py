@@ -1,4 +1,4 @@
-"""Reads the text of an optimized HLO module: computations, instructions, cycle estimates, loop bounds."""
+"""The text of an optimized HLO module as records: computations, instructions, cycle estimates, trips of loops."""
 
 import math
 import re
@@ -14,6 +14,8 @@ CALLED = re.compile(
     r"\b(condition|body|calls|to_apply|branch_computations|true_computation|false_computation)="
     r"(\{[^}]*\}|%[\w.\-]+)"
 )
+# The result of these has the value of their operand.
+SAME = {"copy", "bitcast", "reshape", "convert", "copy-done", "broadcast", "copy-start"}
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,9 @@ class Instruction:
     Attributes:
         name: Without the percent sign.
         opcode: ``fusion``, ``while``, ...
-        shape: Its type as text.
+        shape: The type of its result as text.
         operands: Names of its operands.
-        literal: What stands between the parentheses: a constant's value, a parameter's number.
+        literal: The text between the parentheses: a constant's value, a parameter's number, or the operands.
         attributes: The rest of the line.
         root: Whether it is its computation's result.
     """
@@ -40,7 +42,7 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Bytes of its result; all parts of a tuple."""
+        """Bytes of its result; of a tuple, those of all its parts together."""
         return shape_bytes(self.shape)
 
     @cached_property
@@ -50,26 +52,26 @@ class Instruction:
 
     @cached_property
     def label(self) -> str:
-        """Where it stands in the traced program: jax's scopes, with slashes between."""
+        """jax's scopes around it in the traced program, with slashes between; empty where there are none."""
         match = re.search(r'op_name="([^"]*)"', self.attributes)
         return match[1] if match else ""
 
     @cached_property
     def cycles(self) -> int | None:
-        """The compiler's estimate; None where there is none."""
+        """The compiler's estimate of its cycles; None where the compiler made none."""
         match = re.search(r'"estimated_cycles":"?(\d+)', self.attributes)
         return int(match[1]) if match and 0 < int(match[1]) < 2**53 else None
 
     @property
     def index(self) -> int:
-        """The element that a get-tuple-element takes."""
+        """The number of the element that a ``get-tuple-element`` takes."""
         match = re.search(r"\bindex=(\d+)", self.attributes)
         assert match is not None
         return int(match[1])
 
 
 def shape_bytes(text: str) -> int:
-    """Bytes of every array in a type's text."""
+    """Bytes of all arrays that the text of a type names."""
     total = 0
     for kind, sizes in ARRAY.findall(text):
         total += WIDTHS.get(kind, 4) * math.prod(int(size) for size in sizes.split(",") if size)
@@ -85,12 +87,12 @@ class Computation:
 
     @cached_property
     def root(self) -> Instruction:
-        """Its result."""
+        """The instruction whose result is the computation's."""
         return next(instruction for instruction in self.instructions.values() if instruction.root)
 
     @cached_property
     def parameters(self) -> dict[str, int]:
-        """Number of each parameter by name."""
+        """The number of each parameter, by its name."""
         return {i.name: int(i.literal) for i in self.instructions.values() if i.opcode == "parameter"}
 
 
@@ -142,44 +144,37 @@ def parse(text: str) -> Module:
 
 @dataclass(frozen=True)
 class Frame:
-    """A computation being run: the frame and instruction that called it, for the values of its parameters."""
+    """A computation that is being run, and the frame and instruction that called it and give it its parameters."""
 
     computation: Computation
     caller: "Frame | None" = None
     call: Instruction | None = None
 
 
-def constant(frame: Frame, name: str) -> int | None:
-    """The value of a scalar, followed through copies, tuples, parameters and calls; None if it is not constant."""
-    found = frame.computation.instructions[name]
+def constant(frame: Frame, name: str, index: int | None = None) -> int | None:
+    """The value of a scalar, or of a tuple's element ``index``; None if it is not constant.
+
+    It is traced back through copies, tuples, parameters and calls. An element that a loop carries from trip to trip
+    counts as what it is before the first one.
+    """
+    found, call = frame.computation.instructions[name], frame.call
+    if found.opcode == "parameter" and frame.caller is not None and call is not None:
+        loop = call.opcode == "while"
+        if loop and index is None:
+            return None
+        operand = call.operands[0 if loop else frame.computation.parameters[name]]
+        return constant(frame.caller, operand, index)
+    if index is not None:
+        return constant(frame, found.operands[index]) if found.opcode == "tuple" else None
     if found.opcode == "constant":
         return int(found.literal) if re.fullmatch(r"-?\d+", found.literal) else None
-    if found.opcode in ("copy", "bitcast", "reshape", "convert", "copy-done", "broadcast", "copy-start"):
-        return constant(frame, found.operands[0])
     if found.opcode == "get-tuple-element":
-        return _element(frame, found.operands[0], found.index)
-    if found.opcode == "parameter" and frame.caller is not None and frame.call is not None and not _loops(frame):
-        return constant(frame.caller, frame.call.operands[frame.computation.parameters[name]])
-    return None
-
-
-def _loops(frame: Frame) -> bool:
-    return frame.call is not None and frame.call.opcode == "while"
-
-
-def _element(frame: Frame, name: str, index: int) -> int | None:
-    """An element of a tuple. Of a loop's carry it is its first value: only for elements that the loop keeps."""
-    found = frame.computation.instructions[name]
-    if found.opcode == "tuple":
-        return constant(frame, found.operands[index])
-    if found.opcode == "parameter" and frame.caller is not None and frame.call is not None:
-        operand = frame.call.operands[0 if _loops(frame) else frame.computation.parameters[name]]
-        return _element(frame.caller, operand, index)
-    return None
+        return constant(frame, found.operands[0], found.index)
+    return constant(frame, found.operands[0]) if found.opcode in SAME else None
 
 
 def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
-    """Trips of a ``while`` that counts up from a constant to a constant by one; None for any other."""
+    """Trips of a ``while`` that counts up by one from a constant to a constant; None for any other loop."""
     condition = Frame(module.computations[loop.called["condition"][0]], frame, loop)
     root = condition.computation.root
     if root.opcode == "fusion":

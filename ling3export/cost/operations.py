@@ -8,7 +8,7 @@ FAST = "S(1)"  # the memory space of a chip's own fast memory, in a layout
 PRODUCTS, INDEXED, SORTS, REDUCTIONS, LAYOUT, ELEMENTWISE = KINDS = (
     "matrix products", "gathers and scatters", "sorts", "reductions", "copies and layout", "elementwise",
 )  # fmt: skip
-# The first row that an instruction (for a fusion: something in it) is in decides.
+# The first row that names an instruction, or one inside a fusion, decides its kind.
 OPCODES = (
     (PRODUCTS, {"convolution", "dot", "ragged-dot"}),
     (SORTS, {"sort", "topk"}),
@@ -17,13 +17,13 @@ OPCODES = (
 )
 MOVING = {"broadcast", "concatenate", "copy", "iota", "pad", "reshape", "reverse", "slice", "transpose"}
 SILENT = {"bitcast", "constant", "fusion", "get-tuple-element", "parameter", "tuple"}
-SLICING = {"dynamic-slice", "gather", "slice"}  # read of their first operand what they return
-UPDATING = {"dynamic-update-slice": 1, "scatter": 2}  # write into their first operand what this operand has
+SLICING = {"dynamic-slice", "gather", "slice"}  # read no more of their first operand than they return
+UPDATING = {"dynamic-update-slice": 1, "scatter": 2}  # write the operand of this number into their first one
 TYPE = re.compile(r"(?:[a-z]+[0-9]+|pred)\[[0-9,]*\](?:\{[^}]*\})?")
 
 
 def kind(module: Module, instruction: Instruction) -> str:
-    """One of KINDS: of all that a fusion does, what is usually dearest."""
+    """One of KINDS; a fusion has the kind of the operation in it that usually takes the most time."""
     opcodes = _opcodes(module, instruction)
     for name, members in OPCODES:
         if opcodes & members:
@@ -32,7 +32,7 @@ def kind(module: Module, instruction: Instruction) -> str:
 
 
 def _opcodes(module: Module, instruction: Instruction) -> set[str]:
-    """The opcode, or those in a fusion and in the fusions within it."""
+    """The opcode of an instruction; of a fusion, the opcodes of all that is in it."""
     if instruction.opcode != "fusion":
         return {instruction.opcode}
     inner = _called(module, instruction).instructions.values()
@@ -41,22 +41,22 @@ def _opcodes(module: Module, instruction: Instruction) -> set[str]:
 
 
 def large_bytes(shape: str) -> int:
-    """Bytes of the arrays of a type that lie in the large memory."""
+    """Bytes of those arrays of a type that lie in the large memory."""
     return sum(shape_bytes(array) for array in TYPE.findall(shape) if FAST not in array)
 
 
 def traffic(module: Module, computation: Computation, instruction: Instruction) -> int:
     """Bytes that an instruction reads from and writes to the large memory.
 
-    What is sliced or gathered out of an operand counts with what is taken, an update in place with what is written.
+    A slice or a gather reads only the bytes that it takes; an update in place writes only the bytes that it changes.
 
     Args:
-        module: The module.
-        computation: Where the instruction stands; it has the operands.
-        instruction: Any that is no loop, branch, call, collective or custom call.
+        module: The optimized HLO.
+        computation: The computation that holds the instruction and its operands.
+        instruction: Any instruction but a loop, branch, call, collective or custom call.
     """
     operands = [computation.instructions[name] for name in instruction.operands]
-    if instruction.opcode.endswith("-start"):  # a move beside other work: each end in one of the memories
+    if instruction.opcode.endswith("-start"):  # a move beside other work, from one memory to another
         moved = instruction.bytes - sum(operand.bytes for operand in operands)
         moved = moved if "slice" in instruction.opcode else operands[0].bytes
         return moved * (1 if FAST in instruction.shape else 2)
@@ -76,7 +76,7 @@ def _called(module: Module, fusion: Instruction) -> Computation:
 
 
 def _result(inner: Computation) -> Instruction:
-    """What makes a computation's result, seen through bitcasts."""
+    """The instruction that makes a computation's result; bitcasts make nothing."""
     root = inner.root
     while root.opcode == "bitcast":
         root = inner.instructions[root.operands[0]]
@@ -98,7 +98,7 @@ def _written(instruction: Instruction, update: Instruction) -> int:
 
 
 def _used(module: Module, inner: Computation, name: str) -> int:
-    """Bytes that the instructions of a fusion take of one of its parameters; all of it if one takes it whole."""
+    """Bytes that a fusion's instructions read of one of its parameters: all bytes if one of them reads it whole."""
     used = 0
     for user in inner.instructions.values():
         if name not in user.operands:

@@ -1,9 +1,9 @@
 """The roofline bound: what a step must cost at least, whatever the program, and the batch that it is counted for."""
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
+from ling3export.artifacts.schema import Experts, RooflineBound
+from ling3export.dtypes import BY_NAME
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.mla.paged import TILE
@@ -15,26 +15,22 @@ from ling3export.plan.chips import Chip
 COLLECTIVE_SECONDS = 1e-5
 
 
-@dataclass(frozen=True)
-class Workload:
-    """The batch that dynamic loops are counted for: full rows, ``tokens`` cached by each sequence.
+TOKENS = 1024  # cached by each sequence of the decode batch that costs are counted for
 
-    Attributes:
-        tokens: Tokens that a decoding sequence holds; a prefill call starts its sequences.
+
+def loop_trips(config: Config, geometry: Geometry, phase: str, padding: int, tokens: int) -> dict[str, float]:
+    """Trips, by scope, of the loops whose bounds depend on the batch (``model/`` names the scopes).
+
+    All rows of the batch are in use. A decoding sequence has cached ``tokens``; a prefill call starts its sequences.
     """
-
-    tokens: int = 1024
-
-    def trips(self, phase: str, padding: int, config: Config, geometry: Geometry) -> dict[str, float]:
-        """Trips by scope of the loops whose bounds depend on the batch (named so in ``model/``)."""
-        if phase == "sample":  # some row samples, with top-k and top-p; its border falls between two tokens
-            return {"ties": 0}
-        tiles = expected_tiles(padding, config, config.num_experts / geometry.tp)
-        if phase in ("prefill", "score"):
-            return {"chunks": padding // CHUNK, "tiles": tiles, "cached": 0}
-        pages = min(geometry.max_pages, math.ceil(self.tokens / geometry.page_size))
-        held = math.ceil(padding * pages / (geometry.tp if geometry.striped else 1))
-        return {"sequences": padding, "pages": pages, "page_tiles": math.ceil(held / TILE), "tiles": tiles}
+    if phase == "sample":  # some row samples, with top-k and top-p; its border falls between two tokens
+        return {"ties": 0}
+    tiles = expected_tiles(padding, config, config.num_experts / geometry.tp)
+    if phase in ("prefill", "score"):
+        return {"chunks": padding // CHUNK, "tiles": tiles, "cached": 0}
+    pages = min(geometry.max_pages, math.ceil(tokens / geometry.page_size))
+    held = math.ceil(padding * pages / (geometry.tp if geometry.striped else 1))
+    return {"sequences": padding, "pages": pages, "page_tiles": math.ceil(held / TILE), "tiles": tiles}
 
 
 def expected_tiles(tokens: int, config: Config, experts: float) -> float:
@@ -48,39 +44,15 @@ def expected_tiles(tokens: int, config: Config, experts: float) -> float:
     return experts * each
 
 
-@dataclass(frozen=True)
-class Bound:
-    """What a device must move and compute at least in one step, whatever the program.
-
-    Attributes:
-        bytes: Bytes to and from its memory, by what they are.
-        flops: Operations.
-        seconds: The larger of two times: the bytes over the bandwidth, and the operations over the peak.
-        collectives: How many a step has; their time is not in ``seconds``.
-        collective_seconds: Their time at an assumed latency.
-    """
-
-    bytes: dict[str, int]
-    flops: int
-    seconds: float
-    collectives: int
-    collective_seconds: float
-
-    @property
-    def moved(self) -> int:
-        """The sum of the bytes."""
-        return sum(self.bytes.values())
-
-
-def _bound(moved: dict[str, int], flops: float, collectives: int, chip: Chip) -> Bound:
+def _bound(moved: dict[str, int], flops: float, collectives: int, chip: Chip) -> RooflineBound:
     seconds = max(sum(moved.values()) / chip.bandwidth, flops / chip.flops)
-    return Bound(moved, round(flops), seconds, collectives, collectives * COLLECTIVE_SECONDS)
+    return RooflineBound(moved, round(flops), seconds, collectives, collectives * COLLECTIVE_SECONDS)
 
 
 def roofline_bound(
-    config: Config, geometry: Geometry, phase: str, padding: int, chip: Chip, workload: Workload
-) -> Bound:
-    """The roofline bound of one step.
+    config: Config, geometry: Geometry, phase: str, padding: int, chip: Chip, tokens: int
+) -> RooflineBound:
+    """The roofline bound of one step, whose decoding sequences have cached ``tokens`` each.
 
     Bytes: the weights once (of the experts, those that the expected routing touches), the recurrent and conv state of
     the rows read and written, and the device's share of the latents read once. FLOPs: two a weight and token that uses
@@ -97,38 +69,30 @@ def roofline_bound(
         routed = row.split == "experts"
         touched = 1 - (1 - chosen) ** padding if routed else 1.0
         rows = padding // CHUNK if row.name == "embeddings.lm_head" and phase == "prefill" else padding
-        weights += share * touched * (4 if row.stored_dtype(geometry.dtype) == "float32" else 2)
+        weights += share * touched * BY_NAME[row.stored_dtype(geometry.dtype)].nbytes
         flops += 2 * rows * share * (chosen if routed else 1.0)
     sequences = padding if phase == "decode" else 1
-    moved = {"weights": round(weights)} | _state_moved(config, geometry, sequences, phase, workload)
+    moved = {"weights": round(weights)} | _state_moved(config, geometry, sequences, tokens if phase == "decode" else 0)
     return _bound(moved, flops, 2 * config.num_hidden_layers if geometry.tp > 1 else 0, chip)
 
 
-def expert_times(config: Config, geometry: Geometry, padding: int, chip: Chip) -> dict[str, Any]:
-    """Whether computing local experts that a row did not choose takes longer than reading their weights.
+def expert_times(config: Config, geometry: Geometry, padding: int, chip: Chip) -> Experts:
+    """Seconds of a device's expert products in one step, and seconds to read its expert weights once.
 
-    Returns:
-        ``all_local`` (whether the program computes every local expert for every row), ``flop_seconds`` of the expert
-        products of a device in one step, ``weight_seconds`` to read its expert weights once.
+    Their comparison says whether computing local experts that a row did not choose takes longer than reading them.
     """
     weights = sum(math.prod(row.shape) for row in parameters(config) if row.split == "experts") / geometry.tp
     all_local = geometry.tiled and padding <= LOCAL_ROWS
     rows = padding * (1.0 if all_local else config.num_experts_per_tok / config.num_experts)
-    width = 4 if geometry.dtype == "float32" else 2
-    return {
-        "all_local": all_local,
-        "flop_seconds": 2 * rows * weights / chip.flops,
-        "weight_seconds": width * weights / chip.bandwidth,
-    }
+    read = BY_NAME[geometry.dtype].nbytes * weights
+    return Experts(all_local, 2 * rows * weights / chip.flops, read / chip.bandwidth)
 
 
-def _state_moved(config: Config, geometry: Geometry, sequences: int, phase: str, workload: Workload) -> dict[str, int]:
-    width = 4 if geometry.dtype == "float32" else 2
+def _state_moved(config: Config, geometry: Geometry, sequences: int, tokens: int) -> dict[str, int]:
+    width = BY_NAME[geometry.dtype].nbytes
     heads = config.num_attention_heads / geometry.tp
     recurrent = 4 * heads * config.head_dim**2
     conv = width * 3 * heads * config.head_dim * (config.short_conv_kernel_size - 1)
     state = 2 * sequences * len(config.layers("kda")) * (recurrent + conv)
-    latents = 0.0
-    if phase == "decode":
-        latents = sequences * workload.tokens * len(config.layers("mla")) * config.latent_dim * width / geometry.tp
+    latents = sequences * tokens * len(config.layers("mla")) * config.latent_dim * width / geometry.tp
     return {"state": round(state), "latents": round(latents)}

@@ -13,31 +13,32 @@ be coarser than 16, the best is then moved in steps of 16, a padding at a time, 
 """
 
 import itertools
-import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
+from ling3export.artifacts.records import WrongRecordError, from_json, parse_json, within
 from ling3export.errors import PlanError
 from ling3export.model.geometry import CHUNK
 from ling3export.runners.engine.inputs import CALL, Shapes
 
-LARGEST_COUNT = 2**40  # requests of one length: sums stay far inside exact integers
+Count = Annotated[int, within(1, 2**40)]  # sums stay far inside exact integers
 SETS = 20_000  # the most sets of paddings that are tried: it takes seconds
 SEARCHED = 8192  # the largest padding that is searched for
-FIELDS = {"prompt_tokens": None, "output_tokens": None, "count": 1}  # with their defaults; None: required
 
 
 @dataclass(frozen=True)
 class Length:
-    """``count`` requests of ``prompt`` tokens that are answered with ``output`` tokens."""
+    """A line of the file: ``count`` requests whose prompts and answers have as many tokens."""
 
-    prompt: int
-    output: int
-    count: int
+    prompt_tokens: Count
+    output_tokens: Count
+    count: Count = 1
 
 
 def read_lengths(path: Path) -> list[Length]:
@@ -54,12 +55,11 @@ def read_lengths(path: Path) -> list[Length]:
         raise PlanError(
             f"--lengths `{path.name}`: expected a readable file, found {reason}, in {path.parent}"
         ) from None
-    counts: dict[tuple[int, int], int] = {}
+    counts: Counter[tuple[int, int]] = Counter()
     for number, line in enumerate(lines, 1):
         if line.strip():
             found = _read_line(line, f"line {number} of {path.name}")
-            key = (found.prompt, found.output)
-            counts[key] = counts.get(key, 0) + found.count
+            counts[found.prompt_tokens, found.output_tokens] += found.count
     if not counts:
         raise PlanError(f"--lengths `{path}`: expected at least one line, found none")
     return [Length(*key, count) for key, count in sorted(counts.items())]
@@ -68,28 +68,18 @@ def read_lengths(path: Path) -> list[Length]:
 def _read_line(line: str, where: str) -> Length:
     example = 'a line is {"prompt_tokens": 317, "output_tokens": 50, "count": 3}'
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(line.encode())
+    except ValueError as error:
         raise PlanError(f"--lengths: expected JSON, found {error}, in {where}", example) from None
-    if not isinstance(value, dict):
-        raise PlanError(f"--lengths: expected a JSON object, found {line.strip()[:60]}, in {where}", example)
-    if unknown := sorted(set(value) - set(FIELDS)):
-        raise PlanError(f"--lengths field `{unknown[0]}`: expected no such field, found it, in {where}", example)
-    numbers = []
-    for name, default in FIELDS.items():
-        number = value.get(name, default)
-        if type(number) is not int or not 1 <= number <= LARGEST_COUNT:
-            shown = "none" if name not in value else json.dumps(number)[:60]
-            raise PlanError(
-                f"--lengths field `{name}`: expected a positive integer, found {shown}, in {where}", example
-            )
-        numbers.append(number)
-    return Length(*numbers)
+    try:
+        return from_json(Length, value)
+    except WrongRecordError as error:
+        raise PlanError(f"--lengths: {error}, in {where}", example) from None
 
 
 def split_by_context(lengths: Sequence[Length], context: int) -> tuple[list[Length], int]:
     """The lengths that a context holds, and the count of requests that it does not hold and the runner refuses."""
-    fits = [length for length in lengths if length.prompt + length.output <= context]
+    fits = [length for length in lengths if length.prompt_tokens + length.output_tokens <= context]
     return fits, sum(length.count for length in lengths) - sum(length.count for length in fits)
 
 
@@ -163,22 +153,18 @@ class DecodeWaste:
 
 def prefill_waste(lengths: Sequence[Length], paddings: Sequence[int]) -> PrefillWaste:
     """What prefill pads at these paddings."""
-    tokens = sum(length.prompt * length.count for length in lengths)
-    by_padding = dict.fromkeys(paddings, Padded(0, 0, 0))
+    tokens = sum(length.prompt_tokens * length.count for length in lengths)
+    called: Counter[int] = Counter()
+    used: Counter[int] = Counter()
     for length in lengths:
-        left = length.prompt
-        for padding, count in calls(chunked(length.prompt), paddings):
-            row, each = by_padding[padding], length.count
-            used = min(left, count * padding)
-            left -= used
-            by_padding[padding] = Padded(
-                row.calls + each * count,
-                row.padded + each * count * padding,
-                row.wasted + each * (count * padding - used),
-            )
-    work = sum(chunked(length.prompt) * length.count for length in lengths)
-    alone = _sums([(padding, row.calls) for padding, row in by_padding.items()], tokens)
-    return PrefillWaste(tokens, alone, by_padding, _sums(calls(work, paddings), tokens))
+        left = length.prompt_tokens
+        for padding, count in calls(chunked(left), paddings):
+            called[padding] += length.count * count
+            used[padding] += length.count * min(left, count * padding)
+            left -= min(left, count * padding)
+    by_padding = {padding: _sums([(padding, called[padding])], used[padding]) for padding in paddings}
+    work = sum(chunked(length.prompt_tokens) * length.count for length in lengths)
+    return PrefillWaste(tokens, _sums([*called.items()], tokens), by_padding, _sums(calls(work, paddings), tokens))
 
 
 def _sums(found: Sequence[tuple[int, int]], used: int) -> Padded:
@@ -188,7 +174,7 @@ def _sums(found: Sequence[tuple[int, int]], used: int) -> Padded:
 
 def decode_waste(lengths: Sequence[Length], paddings: Sequence[int], running: int) -> DecodeWaste:
     """What decode pads at these paddings: one sequence at a time, and ``running`` all the time."""
-    rows = sum((length.output - 1) * length.count for length in lengths)
+    rows = sum((length.output_tokens - 1) * length.count for length in lengths)
     together = min(running, paddings[-1])  # more take turns, in full calls
     padding = next(padding for padding in paddings if padding >= together)
     steps, padded = -(-rows // together), -(-rows * padding // together)
@@ -205,7 +191,7 @@ class Histogram:
     """
 
     def __init__(self, lengths: Sequence[Length], largest: int) -> None:
-        self.chunks = np.array([chunked(length.prompt) // CHUNK for length in lengths])
+        self.chunks = np.array([chunked(length.prompt_tokens) // CHUNK for length in lengths])
         self.counts = np.array([length.count for length in lengths], float)
         self._work = np.arange(1, largest // CHUNK + 1) * CHUNK
 

@@ -1,7 +1,7 @@
 """What is to be built: paddings, parallelism, targets and pool sizes, checked before any work is done."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ling3export.errors import PlanError
@@ -46,7 +46,7 @@ class Plan:
     paddings: tuple[int, ...]
     decode_paddings: tuple[int, ...]
     context: int
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     score_paddings: tuple[int, ...] = ()
 
     @property
@@ -66,7 +66,7 @@ class Plan:
         )
 
     def record(self) -> dict[str, Any]:
-        """What the manifest says of the plan."""
+        """The plan as JSON, for keys of the cache and for a SavedModel."""
         return {
             "paddings": list(self.paddings),
             "decode_paddings": list(self.decode_paddings),
@@ -102,10 +102,7 @@ def forms(config: Config, target: Target) -> dict[str, Any]:
         return {"latent_row": config.latent_dim}
     # A latent row of whole lanes: else the compiler copies the donated pool every step.
     lanes = target.chip.lanes
-    return {
-        "latent_row": -(-config.latent_dim // lanes) * lanes,
-        "form": "tiles",
-    }
+    return {"latent_row": -(-config.latent_dim // lanes) * lanes, "form": "tiles"}
 
 
 def make_plan(config: Config, options: Options, target_text: str) -> Plan:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
+from ling3export.dtypes import BY_NAME
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
@@ -17,7 +18,7 @@ def weight_bytes(config: Config, geometry: Geometry) -> int:
     """Bytes of parameters on one device."""
     total = 0
     for argument in arguments(config, geometry):
-        width = 4 if argument.parameter.stored_dtype(geometry.dtype) == "float32" else 2
+        width = BY_NAME[argument.parameter.stored_dtype(geometry.dtype)].nbytes
         total += width * math.prod(argument.shape) // (geometry.tp if argument.spec else 1)
     return total
 
@@ -53,23 +54,8 @@ class _Room:
         """Bytes with ``pages`` pages."""
         return sum(self.fixed.values()) + self.page * pages
 
-    def fits(self) -> int:
-        """Pages that the budget holds; 0 where not even the rest fits."""
-        return max(0, int((self.budget - sum(self.fixed.values())) / self.page))
 
-    def refuse(self, pages: int, page_size: int) -> None:
-        """Raises unless ``pages`` pages fit, with the sum."""
-        if self.need(pages) > self.budget:
-            parts = " + ".join(f"{name} ({readable(count)})" for name, count in self.fixed.items())
-            raise PlanError(
-                f"{self.option}: expected room for {parts} + {pages} pages of {page_size} tokens "
-                f"({readable(self.page)} each) = {readable(self.need(pages))} {self.where}, found {self.limit}",
-                self.hint,
-            )
-
-
-def _room(config: Config, geometry: Geometry, options: Options, target: Target) -> _Room:
-    step = stride(geometry)
+def _room(config: Config, geometry: Geometry, options: Options, target: Target, step: int) -> _Room:
     slots = f"{geometry.slots + 1} slots and one page"  # the dummies are in it
     empty = state_bytes(config, geometry)
     page = (state_bytes(config, replace(geometry, pages=step)) - empty) / step
@@ -85,15 +71,10 @@ def _room(config: Config, geometry: Geometry, options: Options, target: Target) 
         "a device",
         budget,
         f"{readable(budget)}, which is {share}",
-        {"weights": weight_bytes(config, geometry), slots: -(-empty // geometry.tp)},
+        {"weights": weight_bytes(config, geometry), slots: state_of_device(config, geometry)},
         page / geometry.tp,
         "lower --max-running, --context or --pages, raise --memory-fraction, or take a larger topology",
     )
-
-
-def stride(geometry: Geometry) -> int:
-    """Pages come in multiples of this: every device of a pool that is cut over devices has as many."""
-    return geometry.tp if geometry.striped else 1
 
 
 def size_pages(config: Config, geometry: Geometry, options: Options, target: Target) -> tuple[Geometry, str]:
@@ -105,14 +86,23 @@ def size_pages(config: Config, geometry: Geometry, options: Options, target: Tar
     Raises:
         PlanError: The state does not fit ``--state-memory`` (cpu) or ``--memory-fraction`` of a chip's memory.
     """
-    step, room = stride(geometry), _room(config, geometry, options, target)
+    step = geometry.tp if geometry.striped else 1  # every device of a striped pool has the same number of pages
+    room = _room(config, geometry, options, target, step)
     if options.pages is not None and options.pages % step:
         how = f"{geometry.placement} over as many devices"
         raise PlanError(f"--pages: expected a multiple of {step} ({how}), found {options.pages}")
     most = -(-geometry.slots * geometry.max_pages // step) * step
-    pages = min(most, room.fits() // step * step) if options.pages is None else options.pages
+    fitting = max(0, int((room.budget - room.need(0)) / room.page))
+    pages = min(most, fitting // step * step) if options.pages is None else options.pages
     # The fewest that will do: one sequence of the whole context.
-    room.refuse(-(-geometry.max_pages // step) * step if options.pages is None else pages, geometry.page_size)
+    needed = -(-geometry.max_pages // step) * step if options.pages is None else pages
+    if room.need(needed) > room.budget:
+        parts = " + ".join(f"{name} ({readable(count)})" for name, count in room.fixed.items())
+        raise PlanError(
+            f"{room.option}: expected room for {parts} + {needed} pages of {geometry.page_size} tokens "
+            f"({readable(room.page)} each) = {readable(room.need(needed))} {room.where}, found {room.limit}",
+            room.hint,
+        )
     if options.pages is not None:
         why = "as asked"
         if pages < geometry.max_pages:

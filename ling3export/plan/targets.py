@@ -79,51 +79,47 @@ def parse_target(text: str, tp: int | None, config: Config) -> Target:
     """
     match = re.fullmatch(r"([^:@]+)(?::([^:@]+))?(?::([^:@]+))?(?:@(?:tp)?(\d+))?", text)
     if match is None:
-        raise PlanError(
-            f"target `{text}`: expected PLATFORM[:KIND][:TOPOLOGY][@TP], found another form",
-            "e.g. tpu:v6e:4x4 or cpu@4",
-        )
-    platform, kind, topology = match[1], match[2], match[3]
-    wanted = int(match[4]) if match[4] else None
+        hint = "e.g. tpu:v6e:4x4 or cpu@4"
+        raise _refused(text, "PLATFORM[:KIND][:TOPOLOGY][@TP]", "another form", hint)
+    platform, kind, topology, digits = match.groups()
+    wanted = int(digits) if digits else None
     if platform == "cpu":
-        if kind is not None:
-            return _cpu_hosts(text, kind, topology, tp if wanted is None else wanted, config)
-        if wanted is not None:
-            _check_tp(f"TP of target `{text}`", wanted, config)
-        return Target("cpu", None, None, _cpu_tp(tp, config) if wanted is None else wanted)
+        return _cpu(text, kind, topology, wanted, tp, config)
     if platform == "cuda":
         return _cuda(text, kind, topology, wanted)
-    if platform != "tpu":
-        raise PlanError(f"target `{text}`: expected a platform of cpu, tpu, cuda, found `{platform}`", _hint())
-    return _tpu(text, kind, topology, wanted, config)
+    if platform == "tpu":
+        return _tpu(text, kind, topology, wanted, config)
+    raise _refused(text, "a platform of cpu, tpu, cuda", f"`{platform}`")
+
+
+def _refused(text: str, expected: str, found: str, hint: str | None = None) -> PlanError:
+    return PlanError(
+        f"target `{text}`: expected {expected}, found {found}",
+        f"known targets: {listed(known_targets(), 40)}" if hint is None else hint,
+    )
+
+
+def _cpu(text: str, sides: str | None, more: str | None, wanted: int | None, tp: int | None, config: Config) -> Target:
+    """``cpu``, or ``cpu:4x4``: 4 processes of 4 devices each."""
+    if sides is not None:
+        return _cpu_hosts(text, sides, more, tp if wanted is None else wanted, config)
+    chosen = tp if wanted is None else wanted
+    if chosen is None:
+        chosen = max(d for d in _divisors(config) if d <= DEFAULT_CPU_TP)
+    _check_tp("--tp" if wanted is None else f"TP of target `{text}`", chosen, config)
+    return Target("cpu", None, None, chosen)
 
 
 def _cpu_hosts(text: str, sides: str, more: str | None, wanted: int | None, config: Config) -> Target:
-    """``cpu:4x4``: 4 processes of 4 devices each."""
     match = re.fullmatch(r"([1-9]\d?)x([1-9]\d?)", sides)
     if match is None or more is not None or int(match[1]) < 2:
         found = f"`{sides}`" if more is None else f"`{sides}:{more}`"
-        raise PlanError(
-            f"target `{text}`: expected HOSTSxDEVICES behind cpu, from two hosts on, found {found}", "e.g. cpu:4x4"
-        )
-    hosts, devices = int(match[1]), int(match[2])
-    if wanted is not None and wanted != hosts * devices:
-        raise PlanError(
-            f"target `{text}`: expected TP to be its {hosts * devices} devices, found {wanted}", "leave out --tp"
-        )
-    _check_tp(f"devices of `{text}`", hosts * devices, config)
-    return Target("cpu", None, sides, hosts * devices, hosts)
-
-
-def _hint() -> str:
-    return f"known targets: {listed(known_targets(), 40)}"
-
-
-def _cpu_tp(wanted: int | None, config: Config) -> int:
-    if wanted is None:
-        return max(d for d in _divisors(config) if d <= DEFAULT_CPU_TP)
-    _check_tp("--tp", wanted, config)
-    return wanted
+        raise _refused(text, "HOSTSxDEVICES behind cpu, from two hosts on", found, "e.g. cpu:4x4")
+    hosts, devices = int(match[1]), int(match[1]) * int(match[2])
+    if wanted not in (None, devices):
+        raise _refused(text, f"TP to be its {devices} devices", str(wanted), "leave out --tp")
+    _check_tp(f"devices of `{text}`", devices, config)
+    return Target("cpu", None, sides, devices, hosts)
 
 
 def _divisors(config: Config) -> list[int]:
@@ -143,35 +139,32 @@ def _check_tp(what: str, tp: int, config: Config) -> None:
 def _tpu(text: str, kind: str | None, topology: str | None, wanted: int | None, config: Config) -> Target:
     kinds = _kinds("tpu")
     if kind not in kinds:
-        raise PlanError(f"target `{text}`: expected a kind of {', '.join(kinds)}, found {_shown(kind)}", _hint())
+        raise _refused(text, f"a kind of {', '.join(kinds)}", _shown(kind))
     chip = CHIPS["tpu", kind]
     if topology not in chip.topologies:
-        names = ", ".join(chip.topologies)
-        message = f"target `{text}`: expected a topology of {names} for {kind}, found {_shown(topology)}"
-        raise PlanError(message, _hint())
+        raise _refused(text, f"a topology of {', '.join(chip.topologies)} for {kind}", _shown(topology))
     devices = chip.count(topology)
-    if wanted is not None and wanted != devices:
+    if wanted not in (None, devices):
         fits = [name for name in chip.topologies if chip.count(name) == wanted]
         hint = f"tpu:{kind}:{fits[0]} has {wanted}" if fits else "leave out --tp: a TPU target takes all devices"
-        raise PlanError(f"target `{text}`: expected TP to be its {devices} devices, found {wanted}", hint)
+        raise _refused(text, f"TP to be its {devices} devices", str(wanted), hint)
     _check_tp(f"devices of `{text}`", devices, config)
     chips = devices // chip.devices
     return Target("tpu", kind, topology, devices, -(-chips // chip.chips_per_host))
 
 
 def _cuda(text: str, kind: str | None, topology: str | None, wanted: int | None) -> Target:
+    kinds = _kinds("cuda")
     if kind is None:
         kind, topology = kind_here(text), HERE
-    if kind not in _kinds("cuda"):
-        raise PlanError(
-            f"target `{text}`: expected a kind of {', '.join(_kinds('cuda'))}, found {_shown(kind)}", _hint()
-        )
+    if kind not in kinds:
+        raise _refused(text, f"a kind of {', '.join(kinds)}", _shown(kind))
     if topology == HERE:
         kind_here(text, kind)
     elif topology is not None:
-        raise PlanError(f"target `{text}`: expected no topology for cuda, found `{topology}`", f"write cuda:{kind}")
+        raise _refused(text, "no topology for cuda", f"`{topology}`", f"write cuda:{kind}")
     if wanted not in (None, 1):
-        raise PlanError(f"target `{text}`: expected TP to be 1 (one card), found {wanted}", f"write cuda:{kind}")
+        raise _refused(text, "TP to be 1 (one card)", str(wanted), f"write cuda:{kind}")
     return Target("cuda", kind, topology, 1)
 
 

@@ -23,38 +23,32 @@ def check_toolchain(target: Target) -> None:
     Another libtpu than jax's own may compile, and then end the process when the program is inspected.
 
     Raises:
-        PlanError: libtpu, or jax's plugin for cuda, is missing or is not the one that belongs to the jax that is
-            installed; names both.
+        PlanError: libtpu, or jax's plugin for cuda, is missing or does not belong to the jax that is installed; names
+            both versions.
     """
-    if target.platform == "cuda":
-        _check_cuda(target)
-    if target.platform != "tpu":
-        return
-    jax, wanted = metadata.version("jax"), wanted_libtpu()
-    try:
-        found = metadata.version("libtpu")
-    except metadata.PackageNotFoundError:
-        found = None
-    if found is None or f"{found}.".startswith(f"{wanted}.") is False:
-        raise PlanError(
-            f"target `{target.text}`: expected libtpu {wanted} (the compiler that belongs to jax {jax}), "
-            f"found {'none' if found is None else f'libtpu {found}'}",
-            'pip install "ling3export[tpu]"',
-        )
-
-
-def _check_cuda(target: Target) -> None:
     jax = metadata.version("jax")
-    for name in CUDA_PACKAGES:
-        try:
-            found = f"{name} {metadata.version(name)}"
-        except metadata.PackageNotFoundError:
-            found = "none"
-        if found != f"{name} {jax}":
-            raise PlanError(
-                f"target `{target.text}`: expected {name} {jax} (of the version of jax), found {found}",
-                'pip install "ling3export[cuda]"',
-            )
+    if target.platform == "cuda":
+        for name in CUDA_PACKAGES:
+            if (found := _installed(name)) != jax:
+                raise _refused(target, f"{name} {jax} (of the version of jax)", name, found)
+    if target.platform == "tpu":
+        wanted, found = wanted_libtpu(), _installed("libtpu")
+        if not f"{found}.".startswith(f"{wanted}."):
+            expected = f"libtpu {wanted} (the compiler that belongs to jax {jax})"
+            raise _refused(target, expected, "libtpu", found)
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _refused(target: Target, expected: str, package: str, version: str | None) -> PlanError:
+    found = "none" if version is None else f"{package} {version}"
+    hint = f'pip install "ling3export[{target.platform}]"'
+    return PlanError(f"target `{target.text}`: expected {expected}, found {found}", hint)
 
 
 def compiler_environment(target: Target) -> dict[str, str]:

@@ -38,21 +38,21 @@ class Held:
     memory: int | None
 
 
-def held(config: Config, plan: Plan, cells: Mapping[str, Program] | None) -> Held:
+def held(config: Config, plan: Plan, cells: Mapping[str, Program]) -> Held:
     """What a device of ``plan``'s target holds.
 
     Args:
         config: The model.
         plan: The target's plan.
-        cells: What the compiler said of every cell; None while nothing is compiled.
+        cells: Every cell as the compiler left it; empty while nothing is compiled.
     """
-    chip = plan.target.chip
-    dearest = max(cells, key=lambda name: cells[name].memory.passing) if cells else None
+    memory = None if plan.target.chip is None else plan.target.chip.memory
     weights, state = weight_bytes(config, plan.geometry), state_of_device(config, plan.geometry)
-    temporaries = cells[dearest].memory.passing if cells and dearest else None
-    programs = sum(cell.memory.code for cell in cells.values()) if cells else None
-    total = weights + state + (temporaries or 0) + (programs or 0)
-    return Held(weights, state, temporaries, programs, dearest, total, None if chip is None else chip.memory)
+    if not cells:
+        return Held(weights, state, None, None, None, weights + state, memory)
+    dearest = max(cells, key=lambda name: cells[name].memory.passing)
+    temporaries, programs = cells[dearest].memory.passing, sum(cell.memory.code for cell in cells.values())
+    return Held(weights, state, temporaries, programs, dearest, weights + state + temporaries + programs, memory)
 
 
 def check_memory(config: Config, plan: Plan, cells: Mapping[str, Program]) -> None:

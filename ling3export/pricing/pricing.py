@@ -5,13 +5,12 @@ come from an artifact that was built alike, or are said to be unknown.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.artifacts.schema import Cell, Manifest
-from ling3export.cost.roofline import Bound, Workload, roofline_bound
+from ling3export.artifacts.schema import Cell, Manifest, RooflineBound
+from ling3export.cost.roofline import TOKENS, roofline_bound
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
 from ling3export.plan.options import Options, spelled
@@ -32,8 +31,8 @@ from ling3export.pricing.recorded import layout_difference
 
 
 @dataclass(frozen=True)
-class PricedBound(Bound):
-    """A cell's roofline bound and the two times that it is the larger of."""
+class PricedBound(RooflineBound):
+    """A cell's roofline bound, and the two times of which it is the larger one."""
 
     memory_seconds: float
     compute_seconds: float
@@ -44,7 +43,7 @@ class PricedCell:
     """What one cell would cost.
 
     Attributes:
-        bound: The roofline bound; None on a machine of which no table tells.
+        bound: The roofline bound; None where no table knows the machine.
         temporaries: Bytes on one device; None while nothing is compiled.
         estimated_seconds: The compiler's estimate; None while nothing is compiled, or where it estimates nothing.
     """
@@ -116,14 +115,14 @@ class Traffic:
 
     requests: int
     refused: int
-    prefill: PrefillWaste | None = None
-    decode: DecodeWaste | None = None
-    better: BetterPaddings | None = None
+    prefill: PrefillWaste | None
+    decode: DecodeWaste | None
+    better: BetterPaddings | None
 
 
 @dataclass(frozen=True)
 class Priced:
-    """Everything that ``ling3export plan`` shows; :meth:`record` is its JSON."""
+    """Everything that ``ling3export plan`` shows; ``lengths`` only if a histogram was given."""
 
     dtype: str
     paddings: tuple[int, ...]
@@ -131,11 +130,7 @@ class Priced:
     score_paddings: tuple[int, ...]
     context: int
     targets: dict[str, PricedTarget]
-    lengths: Traffic | None
-
-    def record(self) -> dict[str, Any]:
-        """Plain JSON values; ``lengths`` only if a histogram was given."""
-        return {name: value for name, value in asdict(self).items() if name != "lengths" or value is not None}
+    lengths: Traffic | None = None
 
 
 def config_of(path: Path, ignore: Sequence[str]) -> Config:
@@ -175,45 +170,39 @@ def priced(
 
 
 def _target(config: Config, plan: Plan, manifest: Manifest | None) -> PricedTarget:
-    compiled, unknown = _compiled(config, plan, manifest)
     target, geometry = plan.target, plan.geometry
-    workload = Workload(min(Workload.tokens, plan.context))
+    compiled: dict[str, Cell] = {}
+    unknown = None
+    if manifest is None:
+        unknown = "unknown until compiled (--from ARTIFACT takes them from one that was built alike)"
+    elif difference := layout_difference(config, plan, manifest):
+        unknown = f"unknown: the artifact of --from has {difference}"
+    else:
+        compiled = {cell.name: manifest.targets[target.name].cells[cell.name] for cell in plan.cells}
+    context = min(TOKENS, plan.context)
     cells = {}
     for cell in plan.cells:
-        bound, chip = None, target.chip
-        if chip is not None:
-            found = roofline_bound(config, geometry, cell.phase, cell.padding, chip, workload)
+        bound = None
+        if (chip := target.chip) is not None:
+            found = roofline_bound(config, geometry, cell.phase, cell.padding, chip, context)
             times = found.moved / chip.bandwidth, found.flops / chip.flops
             bound = PricedBound(**vars(found), memory_seconds=times[0], compute_seconds=times[1])
-        record = None if compiled is None else compiled[cell.name]
-        cells[cell.name] = PricedCell(
-            bound,
-            None if record is None else record.memory.passing,
-            None if record is None else record.estimated_seconds,
-        )
-    tokens = geometry.pages * geometry.page_size
-    pool = Pool(geometry.slots, geometry.pages, geometry.page_size, geometry.placement, tokens)
-    device = held(config, plan, compiled)
+        record = compiled.get(cell.name)
+        passing, seconds = (None, None) if record is None else (record.memory.passing, record.estimated_seconds)
+        cells[cell.name] = PricedCell(bound, passing, seconds)
+    held_tokens = geometry.pages * geometry.page_size
+    pool = Pool(geometry.slots, geometry.pages, geometry.page_size, geometry.placement, held_tokens)
     return PricedTarget(
-        target.text, target.tp, target.processes, plan.notes, pool, device, unknown, workload.tokens, cells
-    )
-
-
-def _compiled(config: Config, plan: Plan, manifest: Manifest | None) -> tuple[dict[str, Cell] | None, str | None]:
-    """Every cell of an artifact that was built alike; None, and why."""
-    if manifest is None:
-        return None, "unknown until compiled (--from ARTIFACT takes them from one that was built alike)"
-    if difference := layout_difference(config, plan, manifest):
-        return None, f"unknown: the artifact of --from has {difference}"
-    cells = manifest.targets[plan.target.name].cells
-    return {cell.name: cells[cell.name] for cell in plan.cells}, None
+        target.text, target.tp, target.processes, plan.notes, pool, held(config, plan, compiled), unknown,
+        context, cells,
+    )  # fmt: skip
 
 
 def _traffic(lengths: Sequence[Length], plan: Plan, options: Options, ignore: Sequence[str]) -> Traffic:
     fits, refused = split_by_context(lengths, plan.context)
     requests = sum(length.count for length in fits)
     if not fits:
-        return Traffic(requests, refused)
+        return Traffic(requests, refused, None, None, None)
     count, largest = len(plan.paddings), plan.paddings[-1]
     best, histogram, better = best_paddings(fits, count, largest), Histogram(fits, largest), None
     if best is not None and histogram.cost(best) < histogram.cost(plan.paddings):

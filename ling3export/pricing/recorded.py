@@ -8,7 +8,7 @@ from ling3export.artifacts.schema import Manifest
 from ling3export.errors import ArtifactError, listed
 from ling3export.model.config import FIXED, Config
 from ling3export.model.geometry import Geometry
-from ling3export.plan.options import Options
+from ling3export.plan.options import SHARED, Options
 from ling3export.plan.plan import Plan
 from ling3export.plan.targets import Target
 
@@ -29,11 +29,7 @@ def config_of(manifest: Manifest) -> Config:
 
 def options_of(manifest: Manifest, options: Options) -> Options:
     """``options`` with what all targets of an artifact share taken from its plan."""
-    plan = manifest.plan
-    return replace(
-        options, paddings=plan.paddings, decode_paddings=plan.decode_paddings, max_running=plan.max_running,
-        page_size=plan.page_size, context=plan.context, dtype=plan.dtype,
-    )  # fmt: skip
+    return replace(options, **{name: getattr(manifest.plan, name) for name in SHARED})
 
 
 def plan_of(manifest: Manifest, name: str) -> Plan:

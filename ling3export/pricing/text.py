@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ling3export.plan.paddings import Padded
 from ling3export.pricing.pricing import Priced, PricedCell, PricedTarget, Traffic
 from ling3export.runners.engine.inputs import CALL
-from ling3export.tables import aligned, readable
+from ling3export.tables import aligned, readable, selected
 
 COST = f"a call counted as its padded tokens and {CALL} more"
 BOUND_COLUMNS = ("bound ms", "bound by", "by memory", "by compute", "MB moved", "Gflop")
@@ -53,19 +53,23 @@ def _target(name: str, target: PricedTarget, wide: bool) -> list[str]:
     wanted = BOUND_COLUMNS[: 6 if wide else 2] if bounded else ()
     if target.unknown is None or (wide and bounded):
         wanted += COMPILED_COLUMNS
-    rows = [("cell", *wanted)]
-    rows += [(name, *(_columns(cell)[column] for column in wanted)) for name, cell in target.cells.items()]
-    return lines + (aligned(rows) if wanted else [])
+    rows = [_columns(name, cell) for name, cell in target.cells.items()]
+    return lines + (selected(rows, ("cell", *wanted)) if wanted else [])
 
 
-def _columns(cell: PricedCell) -> dict[str, str]:
-    """By header, what stands in a cell's row."""
-    columns = dict.fromkeys((*BOUND_COLUMNS, *COMPILED_COLUMNS), "-")
+def _columns(name: str, cell: PricedCell) -> dict[str, str]:
+    """A text for every column."""
+    columns = {"cell": name} | dict.fromkeys((*BOUND_COLUMNS, *COMPILED_COLUMNS), "-")
     if (bound := cell.bound) is not None:
-        times = (bound.seconds, bound.memory_seconds, bound.compute_seconds)
-        columns |= zip(("bound ms", "by memory", "by compute"), (f"{1e3 * time:.3f}" for time in times), strict=True)
-        columns["bound by"] = "memory" if bound.memory_seconds >= bound.compute_seconds else "compute"
-        columns |= {"MB moved": f"{bound.moved / 1e6:,.1f}", "Gflop": f"{bound.flops / 1e9:,.2f}"}
+        memory, compute = bound.memory_seconds, bound.compute_seconds
+        columns |= {
+            "bound ms": f"{1e3 * bound.seconds:.3f}",
+            "bound by": "memory" if memory >= compute else "compute",
+            "by memory": f"{1e3 * memory:.3f}",
+            "by compute": f"{1e3 * compute:.3f}",
+            "MB moved": f"{bound.moved / 1e6:,.1f}",
+            "Gflop": f"{bound.flops / 1e9:,.2f}",
+        }
     if cell.temporaries is not None:
         columns["temporaries MB"] = f"{cell.temporaries / 1e6:,.1f}"
     if cell.estimated_seconds is not None:

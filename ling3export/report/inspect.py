@@ -1,85 +1,64 @@
 """``ling3export inspect``: an artifact's manifest as a page of text."""
 
-from collections.abc import Sequence
-
-from ling3export.artifacts.schema import Cell, Manifest, Receipts, State, Target
-from ling3export.tables import aligned
+from ling3export.artifacts.schema import Experts, Manifest, Receipts, State, Target
+from ling3export.report.figures import estimated
+from ling3export.tables import aligned, selected
 from ling3export.verify.receipts import ERROR_COLUMNS, error_columns, explained
+
+# The columns for a terminal of 80 characters; a wide table has all.
+CELL_COLUMNS = ("cell", "size MB", "peak MB", "compile s", *ERROR_COLUMNS)
+ESTIMATE_COLUMNS = ("estimates", "ms", "bound ms", "MB moved", "bound MB", "collectives")
 
 
 def _megabytes(count: float) -> str:
     return f"{count / 1e6:,.2f}"
 
 
-def _chosen(columns: list[tuple[str, bool]], rows: Sequence[tuple[str, ...]], wide: bool) -> list[str]:
-    """A table of those columns that are for every terminal, or of all if it may be wide.
-
-    Args:
-        columns: Names, and whether a column is left out where the table may not be wide.
-        rows: A text for each column.
-        wide: Whether the table may be wide.
-    """
-    kept = [index for index, (_, more) in enumerate(columns) if wide or not more]
-    table = [tuple(name for name, _ in columns), *rows]
-    return aligned([tuple(row[index] for index in kept) for row in table])
-
-
 def _cells(target: Target, receipts: Receipts | None, wide: bool) -> list[str]:
-    columns = [("cell", False), ("status", True), ("stablehlo MB", True), ("executable MB", True), ("size MB", False),
-               ("peak MB", False), ("temporaries MB", True), ("Gflop", True), ("compile s", False),
-               *((name, False) for name in ERROR_COLUMNS)]  # fmt: skip
     rows = []
     for name, cell in target.cells.items():
         sizes = cell.stablehlo.bytes, 0 if cell.exec is None else cell.exec.bytes
-        receipt = None if receipts is None else receipts.cells.get(name)
-        rows.append(
-            (
-                name,
-                cell.status,
-                *(_megabytes(size) for size in (*sizes, sum(sizes))),
-                _megabytes(cell.memory.peak),
-                _megabytes(cell.memory.temporaries),
-                "-" if cell.flops is None else f"{cell.flops / 1e9:.3f}",
-                f"{cell.compile_seconds:.1f}",
-                *error_columns(cell.phase, receipt, None if receipts is None else receipts.tolerance),
-            )
-        )
-    shown = _chosen(columns, rows, wide)
+        row = {
+            "cell": name,
+            "status": cell.status,
+            "stablehlo MB": _megabytes(sizes[0]),
+            "executable MB": _megabytes(sizes[1]),
+            "size MB": _megabytes(sum(sizes)),
+            "peak MB": _megabytes(cell.memory.peak),
+            "temporaries MB": _megabytes(cell.memory.temporaries),
+            "Gflop": "-" if cell.flops is None else f"{cell.flops / 1e9:.3f}",
+            "compile s": f"{cell.compile_seconds:.1f}",
+        }
+        rows.append(row | dict(zip(ERROR_COLUMNS, error_columns(name, receipts), strict=True)))
+    shown = selected(rows, list(rows[0]) if wide and rows else CELL_COLUMNS)
     return shown if receipts is None else [*shown, f"  {explained(receipts.tolerance)}"]
 
 
 def _estimates(target: Target, wide: bool) -> list[str]:
     """What the compiler estimates for a machine that is not here; nothing for a target without estimates."""
-    cells = [
-        (cell, cell.estimate, cell.floor)
-        for cell in target.cells.values()
-        if cell.estimate is not None and cell.floor is not None
-    ]
+    cells = estimated(target.cells.values())
     if not cells:
         return []
-    columns = [("estimates", False), ("ms", False), ("bound ms", False), ("MB moved", False), ("bound MB", False),
-               ("without estimate ms", True), ("copies > 1 MB", True), ("experts ms: FLOPs, reading", True),
-               ("collectives", False), ("of them", True)]  # fmt: skip
     rows = []
     for cell, estimate, bound in cells:
         counts = {kind: row.count for kind, row in cell.collectives.items()}
         rows.append(
-            (
-                cell.name,
-                f"{estimate.seconds * 1e3:.3f}",
-                f"{bound.seconds * 1e3:.3f}",
-                "-" if estimate.memory_bytes is None else f"{estimate.memory_bytes / 1e6:,.0f}",
-                f"{sum(bound.bytes.values()) / 1e6:,.0f}",
-                f"{sum(estimate.bounded.values()) * 1e3:.3f}",
-                str(len(estimate.copies)),
-                _experts(cell),
-                str(sum(counts.values())),
-                ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none",
-            )
+            {
+                "estimates": cell.name,
+                "ms": f"{estimate.seconds * 1e3:.3f}",
+                "bound ms": f"{bound.seconds * 1e3:.3f}",
+                "MB moved": "-" if estimate.memory_bytes is None else f"{estimate.memory_bytes / 1e6:,.0f}",
+                "bound MB": f"{bound.moved / 1e6:,.0f}",
+                "without estimate ms": f"{sum(estimate.bounded.values()) * 1e3:.3f}",
+                "copies > 1 MB": str(len(estimate.copies)),
+                "experts ms: FLOPs, reading": _experts(cell.experts),
+                "collectives": str(sum(counts.values())),
+                "of them": ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none",
+            }
         )
     _, first, _ = cells[0]
     lines = [
-        *_chosen(columns, rows, wide),
+        *selected(rows, list(rows[0]) if wide else ESTIMATE_COLUMNS),
         f"  estimates are the compiler's cycles at {first.clock_hz / 1e9:g} GHz, {first.tokens_a_sequence} "
         "tokens a sequence, without collectives: nothing was executed; bound is the roofline bound",
     ]
@@ -89,9 +68,8 @@ def _estimates(target: Target, wide: bool) -> list[str]:
     return lines
 
 
-def _experts(cell: Cell) -> str:
+def _experts(times: Experts | None) -> str:
     """Time to compute what is computed of a device's experts, and to read them; ``all`` where none is left out."""
-    times = cell.experts
     if times is None:
         return "-"
     shown = f"{times.flop_seconds * 1e3:.2f}, {times.weight_seconds * 1e3:.2f}"
@@ -128,9 +106,10 @@ def describe(manifest: Manifest, *, wide: bool = False) -> str:
     ]
     for name, target in manifest.targets.items():
         receipts, state = manifest.vectors.receipts.get(name), target.state
+        statuses = sorted({cell.status for cell in target.cells.values()})
         lines += [
             "",
-            f"target {name}: {target.tp} device{'s' * (target.tp > 1)}, {' and '.join(_statuses(target))}, "
+            f"target {name}: {target.tp} device{'s' * (target.tp > 1)}, {' and '.join(statuses)}, "
             f"state abi {target.state_abi[:12]}",
             f"  {state.pages} pages of {state.page_size} tokens ({state.placement})",
             *_cells(target, receipts, wide),
@@ -140,7 +119,3 @@ def describe(manifest: Manifest, *, wide: bool = False) -> str:
     if manifest.notes:
         lines += ["", *manifest.notes]
     return "\n".join(lines)
-
-
-def _statuses(target: Target) -> list[str]:
-    return sorted({cell.status for cell in target.cells.values()})

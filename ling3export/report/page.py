@@ -1,17 +1,19 @@
 """``ling3export report``: an artifact's manifest as one HTML page that refers to nothing outside itself."""
 
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
 from ling3export.artifacts.files import replace_file
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Manifest
+from ling3export.cost.estimates import UNKNOWN
 from ling3export.cost.operations import KINDS
 from ling3export.errors import ArtifactError
-from ling3export.report.data import MEMORY, si, targets, times
-from ling3export.report.figures import figures
-from ling3export.verify.receipts import ERROR_COLUMNS, explained
+from ling3export.plan.chips import CHIPS
+from ling3export.report.figures import MEMORY, estimated, figures, memory_parts, si, times
+from ling3export.verify.receipts import ERROR_COLUMNS, error_columns, explained
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -56,11 +58,24 @@ def render(manifest: Manifest) -> str:
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    engine.filters |= {"si": si, "times": times, "explained": explained}
-    shown = [(target, figures(target)) for target in targets(manifest)]
-    return (
-        engine.get_template("report.html").render(
-            manifest=manifest, shown=shown, kinds=KINDS, memory=MEMORY, errors=ERROR_COLUMNS
-        )
-        + "\n"
-    )
+    engine.filters |= {"si": si, "times": times, "explained": explained, "errors": error_columns, "parts": memory_parts}
+    page = engine.get_template("report.html").render(
+        manifest=manifest, targets=[_shown(manifest, name) for name in manifest.targets], kinds=KINDS, memory=MEMORY,
+        errors=ERROR_COLUMNS, unknown=UNKNOWN,
+    )  # fmt: skip
+    return f"{page}\n"
+
+
+def _shown(manifest: Manifest, name: str) -> dict[str, Any]:
+    """A target as the template takes it."""
+    target = manifest.targets[name]
+    order = {"prefill": 0, "score": 1, "decode": 2}
+    cells = sorted(target.cells.values(), key=lambda cell: (order.get(cell.phase, 3), cell.padding))
+    chip = CHIPS.get((target.platform, target.kind or ""))
+    parts = [memory_parts(cell, target.tp) for cell in cells]
+    # Every program is loaded at once, and the one with the largest temporaries runs.
+    together = sum((sum if kind == "code" else max)(part[kind] for part in parts) for kind in MEMORY)
+    return {
+        "name": name, "target": target, "receipts": manifest.vectors.receipts.get(name), "cells": cells, "chip": chip,
+        "estimated": estimated(cells), "figures": figures(cells, target.tp, chip), "together": together,
+    }  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ling3export.artifacts.manifest import read_checked
 from ling3export.artifacts.records import from_json, to_json
-from ling3export.artifacts.schema import Manifest, Receipt, Receipts, Sequence, Target, Tolerance
+from ling3export.artifacts.schema import Manifest, Receipts
 from ling3export.errors import ArtifactError, Ling3Error
 from ling3export.processes import LOOPBACK, START_TIMEOUT, Child, Parent, free_port
 from ling3export.runners.hosts.hosts import Hosts
@@ -31,8 +31,7 @@ def measure_target(artifact: Path, name: str, manifest: Manifest, hosts: Hosts |
     loaded = load_artifact(
         artifact, target=name, check="programs", report=lambda _: None, manifest=manifest, hosts=hosts
     )
-    target = loaded.record
-    vectors, dtype = manifest.vectors, manifest.plan.dtype
+    target, vectors, tolerance = loaded.record, manifest.vectors, TOLERANCES[manifest.plan.dtype]
     stored = load(read_checked(artifact, vectors.expected))
     expected: Logits = {
         (index, position): stored[sequence.logits][row]
@@ -40,40 +39,21 @@ def measure_target(artifact: Path, name: str, manifest: Manifest, hosts: Hosts |
         for row, position in enumerate(sequence.positions)
     }
     prober = Prober(loaded.runner, target, vectors.sequences)
-    found = _probe(prober, target, len(vectors.sequences))
-    receipts = {cell: logits_receipt(values, expected, dtype) for cell, values in found.items()}
-    for name, cell in target.cells.items():
+    found: dict[str, Logits] = {}
+    receipts = {}
+    for cell in sorted(target.cells.values(), key=lambda cell: cell.padding):
         if cell.phase == "sample":
-            receipts[name] = _sampled(prober, target, cell.padding)
-        if cell.phase == "score":
-            receipts[name] = _scored(prober, cell.padding, vectors.sequences, expected, dtype)
+            receipts[cell.name] = tokens_receipt(*prober.sample(cell.padding))
+        elif cell.phase == "score":
+            scored = [prober.score(cell.padding, number) for number in range(len(vectors.sequences))]
+            receipts[cell.name] = score_receipt(scored, vectors.sequences, expected, tolerance)
+        else:
+            logits = prober.prompts(cell.padding) if cell.phase == "prefill" else prober.decode(cell.padding)
+            found[cell.name] = logits
+            receipts[cell.name] = logits_receipt(logits, expected, tolerance)
     if loaded.channel is not None:
         loaded.channel.finish()
-    return Receipts(Tolerance(*TOLERANCES[dtype]), receipts, agreement(found))
-
-
-def _probe(prober: Prober, target: Target, count: int) -> dict[str, Logits]:
-    found: dict[str, Logits] = {}
-    paddings = target.paddings("prefill")
-    for padding in paddings:
-        values = found.setdefault(f"prefill@{padding}", {})
-        for sequence in range(count):
-            values |= dict(prober.prefill(padding, sequence, 1))
-    for name, cell in target.cells.items():
-        if cell.phase == "decode":
-            found[name] = prober.decode(cell.padding, paddings[0])
-    return found
-
-
-def _sampled(prober: Prober, target: Target, rows: int) -> Receipt:
-    giver = next(cell for cell in target.cells.values() if cell.phase != "sample" and cell.rows == rows)
-    return tokens_receipt(*prober.sample(giver.phase, giver.padding, rows))
-
-
-def _scored(prober: Prober, padding: int, sequences: tuple[Sequence, ...], expected: Logits, dtype: str) -> Receipt:
-    scored = [prober.score(padding, number) for number in range(len(sequences))]
-    found = {(number, at): row for number, said in enumerate(scored) for at, row in said.logits.items()}
-    return score_receipt(logits_receipt(found, expected, dtype), scored, sequences, expected, *TOLERANCES[dtype])
+    return Receipts(tolerance, receipts, agreement(found))
 
 
 def measure_apart(artifact: Path, target: str, manifest: Manifest) -> Receipts:

@@ -1,5 +1,6 @@
 """Feeds test vectors to a loaded target, with slots and pages handed out by hand."""
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -26,14 +27,10 @@ class Prober:
     """
 
     def __init__(self, runner: "ModelRunner", target: Target, sequences: tuple[Sequence, ...]) -> None:
-        self._runner, self._state, self._sequences = runner, target.state, sequences
+        self._runner, self._target, self._state, self._sequences = runner, target, target.state, sequences
         self._chunk = target.state.chunk
-
-    @property
-    def _pages(self) -> int:
-        """Pages of a sequence; they are few, and every sequence gets the same number."""
-        longest = max(len(sequence.ids) for sequence in self._sequences)
-        return int(-(-longest // self._state.page_size))
+        # Pages are few, and every sequence gets the same number.
+        self._pages = math.ceil(max(len(sequence.ids) for sequence in sequences) / target.state.page_size)
 
     def _table(self, slots: int) -> np.ndarray:
         """The page table of the first ``slots`` state slots: int32 ``[slots + 1, max_pages]``."""
@@ -53,6 +50,10 @@ class Prober:
             logits = self._runner.read(self._runner.step("prefill", padding, fields))
             for row, end in enumerate(ends):
                 yield (sequence, end), logits[row]
+
+    def prompts(self, padding: int) -> Logits:
+        """Prefills every prompt, one after the other; returns the logits at the ends of their chunks."""
+        return {at: row for number in range(len(self._sequences)) for at, row in self.prefill(padding, number, 1)}
 
     def score(self, padding: int, sequence: int) -> Scored:
         """Scores each token of one sequence behind those before it, in calls of ``padding``."""
@@ -77,8 +78,9 @@ class Prober:
         stops = range(self._chunk, len(tokens) + self._chunk, self._chunk)
         return fields, [start + min(stop, len(tokens)) - 1 for stop in stops]
 
-    def decode(self, padding: int, prefill: int) -> Logits:
-        """Prefills every prompt at ``prefill``, then decodes the given tokens, as many sequences a step as fit."""
+    def decode(self, padding: int) -> Logits:
+        """Prefills every prompt at the smallest padding, then decodes the given tokens, as many rows a step as fit."""
+        prefill = self._target.paddings("prefill")[0]
         found: Logits = {}
         together = min(padding, self._state.slots, self._state.pages // self._pages, len(self._sequences))
         for first in range(0, len(self._sequences), together):
@@ -105,8 +107,10 @@ class Prober:
             found |= {(group[row], at[row]): logits[row] for row in live}
         return found
 
-    def sample(self, phase: str, padding: int, rows: int) -> tuple[int, int]:
+    def sample(self, rows: int) -> tuple[int, int]:
         """Greedy tokens of one call through ``sample``: (how many were compared, how many were wrong)."""
+        giver = next(cell for cell in self._target.cells.values() if cell.phase != "sample" and cell.rows == rows)
+        phase, padding = giver.phase, giver.padding
         if phase == "decode":
             fields = decode_fields(padding, [], [], self._table(1))
         else:

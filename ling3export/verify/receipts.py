@@ -1,6 +1,6 @@
 """Receipts: how far a cell's outputs are from the plain model's, and whether that is within the tolerance.
 
-The error of a position is the relative L2 distance of its logits. A greedy token is right or wrong.
+The error of a position is the relative L2 distance of its logits. A token that was chosen greedily is right or wrong.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ling3export.artifacts import schema
-from ling3export.artifacts.schema import Receipt, Tolerance
+from ling3export.artifacts.schema import Receipt, Receipts, Tolerance
 
 Logits = dict[tuple[int, int], np.ndarray]  # (sequence, position) → logits [V]
 
-# By dtype: which error of all positions is judged, and the largest that it may be. bf16 is judged by its median, since
+# By dtype: which of all positions' errors is judged, and how large it may be. bf16 is judged by its median, since
 # rounding may send one token to another expert, which alone moves the error of its position to up to 0.3.
-TOLERANCES = {"float32": ("largest", 1e-5), "bfloat16": ("median", 0.15)}
+TOLERANCES = {"float32": Tolerance("largest", 1e-5), "bfloat16": Tolerance("median", 0.15)}
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Scored:
 
     Attributes:
         logits: By position, at the ends of chunks: [V] each.
-        logprob: [T-1], the log-probability of the token behind each position but the last.
-        best: [T-1], the most likely token behind each of them.
+        logprob: [T-1], the log-probability of the next token, at each position but the last.
+        best: [T-1], the most likely next token, at each position but the last.
     """
 
     logits: dict[int, np.ndarray]
@@ -41,42 +41,48 @@ def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(found.astype(np.float64) - expected) / np.linalg.norm(expected))
 
 
-def logits_receipt(found: Logits, expected: Logits, dtype: str) -> Receipt:
+def _status(errors: Sequence[float], tolerance: Tolerance) -> str:
+    judged = max(errors) if tolerance.measure == "largest" else np.median(errors)
+    return "passed" if judged <= tolerance.bound else "failed"
+
+
+def logits_receipt(found: Logits, expected: Logits, tolerance: Tolerance) -> Receipt:
     """The receipt of a cell's logits at every position that has an expectation."""
-    errors = [relative_error(value, expected[key]) for key, value in found.items() if key in expected]
-    absolute = max(float(np.max(np.abs(value - expected[key]))) for key, value in found.items() if key in expected)
-    measure, bound = TOLERANCES[dtype]
-    judged = max(errors) if measure == "largest" else float(np.median(errors))
-    status = "passed" if judged <= bound else "failed"
-    return Receipt(status, max(errors), float(np.median(errors)), absolute, len(errors))
+    pairs = [(logits, expected[key]) for key, logits in found.items() if key in expected]
+    errors = [relative_error(logits, wanted) for logits, wanted in pairs]
+    absolute = max(float(np.max(np.abs(logits - wanted))) for logits, wanted in pairs)
+    return Receipt(_status(errors, tolerance), max(errors), float(np.median(errors)), absolute, len(errors))
 
 
 def tokens_receipt(count: int, wrong: int) -> Receipt:
-    """The receipt of greedy sampling, which is exact: a token that is not the first of the largest logits is wrong."""
-    share = wrong / count
-    status = "passed" if wrong == 0 else "failed"
-    return Receipt(status, share, share, float(wrong), count)
+    """The receipt of greedy sampling, which is exact: any token but the one of the largest logit is wrong.
+
+    Args:
+        count: How many tokens were compared.
+        wrong: How many of them were wrong.
+    """
+    return Receipt("failed" if wrong else "passed", wrong / count, wrong / count, float(wrong), count)
 
 
 def score_receipt(
-    receipt: Receipt, scored: Sequence[Scored], sequences: Sequence[schema.Sequence], expected: Logits,
-    measure: str, bound: float,
-) -> Receipt:  # fmt: skip
+    scored: Sequence[Scored], sequences: Sequence[schema.Sequence], expected: Logits, tolerance: Tolerance
+) -> Receipt:
     """The receipt of a score program: its logits, log-probabilities and most likely tokens.
 
     Args:
-        receipt: The receipt of the logits at the ends of chunks.
         scored: What the program returned for every sequence.
         sequences: The manifest's vectors.
         expected: The plain model's logits.
-        measure: ``largest`` judges the largest of the sequences' errors. ``median`` judges their median; rounding may
-            swap the two most likely tokens, so these are then compared with the program's own logits alone.
-        bound: The largest relative error that a sequence's log-probabilities may have.
+        tolerance: Of logits at a position, and of the log-probabilities of a sequence. Where the median is judged,
+            rounding may swap the two most likely tokens: these are then compared with the program's own logits alone.
 
     Returns:
-        ``receipt``, failed if log-probabilities or most likely tokens are wrong. ``relative`` becomes the larger of
-        both errors; ``log_probabilities`` (the largest error) and ``wrong_best`` (a count) are new.
+        The receipt of the logits at the ends of chunks, failed if log-probabilities or most likely tokens are wrong.
+        ``relative`` is the larger of both errors, ``log_probabilities`` the largest error of a sequence, ``wrong_best``
+        a count of tokens.
     """
+    found = {(number, at): row for number, said in enumerate(scored) for at, row in said.logits.items()}
+    receipt = logits_receipt(found, expected, tolerance)
     errors, wrong = [], 0
     for number, (said, sequence) in enumerate(zip(scored, sequences, strict=True)):
         ids = sequence.ids
@@ -85,11 +91,11 @@ def score_receipt(
         distance = np.linalg.norm(said.logprob[places] - wanted) / np.linalg.norm(wanted)
         errors.append(float(distance) if np.isfinite(distance) else float("inf"))
         best = {at: int(np.argmax(logits)) for at, logits in said.logits.items()}
-        if measure == "largest":
-            best |= {at: int(np.argmax(expected[number, at])) for at in places if decided(expected[number, at], bound)}
+        if tolerance.measure == "largest":
+            rows = {at: expected[number, at] for at in places}
+            best |= {at: int(np.argmax(row)) for at, row in rows.items() if decided(row, tolerance.bound)}
         wrong += sum(int(said.best[at]) != token for at, token in best.items())
-    judged = max(errors) if measure == "largest" else float(np.median(errors))
-    passed = receipt.status == "passed" and judged <= bound and not wrong
+    passed = receipt.status == _status(errors, tolerance) == "passed" and not wrong
     return replace(
         receipt, status="passed" if passed else "failed", relative=max(receipt.relative, *errors),
         log_probabilities=max(errors), wrong_best=wrong,
@@ -103,7 +109,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def decided(logits: np.ndarray, bound: float) -> bool:
-    """Whether no error of ``bound``, relative to the norm of the logits, can swap the two most likely tokens."""
+    """Whether the two most likely tokens cannot swap by an error of ``bound``, relative to the norm of the logits."""
     second, first = np.sort(logits)[-2:]
     return bool(first - second > 2 * bound * np.linalg.norm(logits))
 
@@ -126,17 +132,17 @@ def agreement(found: Mapping[str, Logits]) -> dict[str, float]:
 ERROR_COLUMNS = ("median error", "worst error")
 
 
-def error_columns(phase: str, receipt: Receipt | None, tolerance: Tolerance | None) -> tuple[str, str]:
-    """A receipt for the ERROR_COLUMNS of a table; the error that is judged stands beside its tolerance.
+def error_columns(cell: str, receipts: Receipts | None) -> tuple[str, str]:
+    """A cell's receipt for the ERROR_COLUMNS of a table; the error that is judged stands beside its tolerance.
 
     Args:
-        phase: The cell's phase; sampled tokens are right or wrong.
-        receipt: The cell's; None where the cell was not run.
-        tolerance: What the target's receipts are judged by; None where no cell was run.
+        cell: The cell's name, ``decode@16``.
+        receipts: Those of its target; None where no cell was run.
     """
-    if receipt is None or tolerance is None:
+    if receipts is None or cell not in receipts.cells:
         return "not run", "-"
-    if phase == "sample":
+    receipt, tolerance = receipts.cells[cell], receipts.tolerance
+    if cell.startswith("sample@"):
         wrong = f"{receipt.absolute:.0f} of {receipt.positions} wrong"
         return ("exact" if receipt.status == "passed" else wrong), "-"
     median, worst = f"{receipt.median:.1e}", f"{receipt.relative:.1e}"

@@ -1,20 +1,18 @@
 """Vectors: token sequences and the logits that the plain model gives for them, stored with the artifact.
 
-The expectations come from ``reference.py`` (numpy, token by token, unpaged, one device), never from the
-programs that they judge.
+The logits come from ``reference.py`` (numpy, token by token, unpaged, one device), never from the programs that they
+judge.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save
 
-from ling3export.artifacts import schema
 from ling3export.artifacts.files import writing
 from ling3export.artifacts.manifest import file_record
-from ling3export.artifacts.schema import Margins, Vectors
+from ling3export.artifacts.schema import Margins, Sequence, Vectors
 from ling3export.errors import CheckpointError
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
@@ -25,36 +23,21 @@ TRIES = 8
 PATH = "vectors/expected.safetensors"
 
 
-@dataclass(frozen=True)
-class Sequence:
-    """One sequence: the first ``prompt`` tokens are prefilled, the others decoded, each given (teacher forcing).
+def sequences(config: Config, context: int, seed: int) -> tuple[Sequence, ...]:
+    """Seeded random sequences: one that crosses a chunk, one shorter than a chunk, one of several chunks.
 
-    Attributes:
-        ids: Token ids.
-        prompt: How many of them are the prompt.
-        positions: Positions whose logits are stored: every chunk's end in the prompt, its last token, all decoded ones.
+    Logits are stored at the end of every chunk of a prompt, at its last token, and at all decoded tokens, each of which
+    is given (teacher forcing).
     """
-
-    ids: tuple[int, ...]
-    prompt: int
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        """Ascending."""
-        ends = set(range(CHUNK - 1, self.prompt, CHUNK)) | {self.prompt - 1}
-        return tuple(sorted(ends | set(range(self.prompt, len(self.ids)))))
-
-
-def sequences(config: Config, context: int, seed: int) -> list[Sequence]:
-    """Seeded random sequences: one that crosses a chunk, one shorter than a chunk, one of several chunks."""
     rng = np.random.default_rng(seed)
-    lengths = [(17, 7), (3, 5), (50, 2)]
-    chosen = []
-    for prompt, decoded in lengths:
-        total = min(prompt + decoded, context)
+    chosen: list[Sequence] = []
+    for prefilled, decoded in ((17, 7), (3, 5), (50, 2)):
+        total = min(prefilled + decoded, context)
         ids = tuple(int(token) for token in rng.integers(0, config.vocab_size, total))
-        chosen.append(Sequence(ids, max(1, min(prompt, total - 1))))
-    return chosen
+        prompt = max(1, min(prefilled, total - 1))
+        positions = sorted({*range(CHUNK - 1, prompt, CHUNK), *range(prompt - 1, total)})
+        chosen.append(Sequence(ids, prompt, tuple(positions), f"logits.{len(chosen)}"))
+    return tuple(chosen)
 
 
 def write_vectors(config: Config, read: Callable[[str], np.ndarray], folder: Path, context: int, dtype: str) -> Vectors:
@@ -88,14 +71,14 @@ def write_vectors(config: Config, read: Callable[[str], np.ndarray], folder: Pat
         )
     path = folder / PATH
     path.parent.mkdir(exist_ok=True)
-    data = save({f"logits.{i}": np.ascontiguousarray(v, np.float32) for i, v in enumerate(logits)})
+    data = save({s.logits: np.ascontiguousarray(v, np.float32) for s, v in zip(chosen, logits, strict=True)})
     with writing(path, len(data)):
         path.write_bytes(data)
     return Vectors(
         source=f"plain numpy model, {reference.dtype.name}, token by token, unpaged, one device",
         seed=seed,
         margins=Margins(_finite(margins.expert), _finite(margins.group)),
-        sequences=tuple(schema.Sequence(s.ids, s.prompt, s.positions, f"logits.{i}") for i, s in enumerate(chosen)),
+        sequences=chosen,
         expected=file_record(folder, PATH),
     )
 

@@ -53,7 +53,7 @@ class Result:
                 continue
             rows: list[tuple[str, ...]] = [("cell", "status", *ERROR_COLUMNS, "absolute", "positions")]
             for cell, row in sorted(found.cells.items(), key=lambda item: -item[1].relative):
-                errors = error_columns(cell.partition("@")[0], row, found.tolerance)
+                errors = error_columns(cell, found)
                 rows.append((cell, row.status, *errors, f"{row.absolute:.1e}", str(row.positions)))
             lines += [f"{name}:", *aligned(rows), f"  {explained(found.tolerance)}"]
             for what, value in found.agreement.items():

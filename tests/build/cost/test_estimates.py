@@ -5,10 +5,11 @@ import re
 
 import pytest
 
+from ling3export.artifacts.schema import Collective, Experts, Loop
 from ling3export.checkpoint.synth import config_fields
 from ling3export.cost.estimates import estimate
 from ling3export.cost.hlo import parse, shape_bytes
-from ling3export.cost.roofline import Workload, expert_times, roofline_bound
+from ling3export.cost.roofline import expert_times, roofline_bound
 from ling3export.model.config import Config
 from ling3export.plan.chips import CHIPS
 from ling3export.plan.options import Options
@@ -89,15 +90,16 @@ def module(bound: str = "%four", scope: str = "pages") -> str:
 
 
 def test_loops_count_as_often_as_they_run():
-    found = estimate(module(), CHIP, {})
+    found, collectives = estimate(module(), CHIP, {}, 512)
     # 6 × 4 × 100 cycles of the fusion, 5000 of the dearer branch, 7 of the copy, at 1 GHz; the sort moves 64 bytes.
-    assert found["by_opcode"] == {"fusion": 7400e-9, "copy": 7e-9}
-    assert found["bounded"]["sort"] == 64e-9
-    assert [loop["trips"] for loop in found["loops"]] == [6, 4]
-    assert {loop["source"] for loop in found["loops"]} == {"the program"}
-    assert found["collectives"] == {"all-reduce": {"count": 6, "bytes": 6 * 32}}
-    assert found["custom_calls"] == {"tpu_custom_call": {"count": 1, "bytes": 32}}
-    assert found["copies"] == {"twin": 2 * 1024 * 1024}
+    assert found.by_opcode == {"fusion": 7400e-9, "copy": 7e-9}
+    assert found.bounded["sort"] == 64e-9
+    assert [loop.trips for loop in found.loops] == [6, 4]
+    assert {loop.source for loop in found.loops} == {"the program"}
+    assert collectives == {"all-reduce": Collective(6, 6 * 32)}
+    assert found.custom_calls == {"tpu_custom_call": Collective(1, 32)}
+    assert (found.tokens_a_sequence, found.clock_hz) == (512, 1e9)
+    assert found.copies == {"twin": 2 * 1024 * 1024}
 
 
 def test_the_experts_of_512_rows_are_read_as_fast_as_they_are_computed():
@@ -105,28 +107,21 @@ def test_the_experts_of_512_rows_are_read_as_fast_as_they_are_computed():
     geometry = make_plan(config, Options(), "tpu:v6e:4x4").geometry
     found = expert_times(config, geometry, 512, CHIPS["tpu", "v6e"])
     weights = 23 * 8 * 3 * 512 * 1536  # of a device, in 23 layers
-    assert found == {
-        "all_local": True,
-        "flop_seconds": 2 * 512 * weights / 918e12,
-        "weight_seconds": 2 * weights / 1640e9,
-    }
-    assert found["flop_seconds"] <= found["weight_seconds"]
-    assert not expert_times(config, geometry, 1024, CHIPS["tpu", "v6e"])["all_local"]
+    assert found == Experts(True, 2 * 512 * weights / 918e12, 2 * weights / 1640e9)
+    assert found.flop_seconds <= found.weight_seconds
+    assert not expert_times(config, geometry, 1024, CHIPS["tpu", "v6e"]).all_local
 
 
 def test_a_bound_that_the_batch_decides_takes_the_stated_workload():
     dynamic = module("%a.1")
-    found = estimate(dynamic, CHIP, {"pages": 10, "cached": 0})
-    assert found["by_opcode"]["fusion"] == pytest.approx(6 * 10 * 100e-9)  # and the branch is not taken
-    assert found["loops"][1] == {
-        "loop": "b/pages/while", "trips": 10, "source": "the workload's `pages`", "times": 6.0,
-    }  # fmt: skip
+    found, _ = estimate(dynamic, CHIP, {"pages": 10, "cached": 0}, 512)
+    assert found.by_opcode["fusion"] == pytest.approx(6 * 10 * 100e-9)  # and the branch is not taken
+    assert found.loops[1] == Loop("b/pages/while", 10, "the workload's `pages`", 6.0)
 
 
 def test_a_bound_that_nobody_states_is_counted_once_and_said_so():
-    found = estimate(module("%a.1"), CHIP, {})
-    assert found["loops"][1]["source"] == "unknown: counted once"
-    assert found["loops"][1]["trips"] == 1
+    found, _ = estimate(module("%a.1"), CHIP, {}, 512)
+    assert (found.loops[1].source, found.loops[1].trips) == ("unknown: counted once", 1)
 
 
 def test_text_without_an_entry_is_refused():
@@ -142,7 +137,7 @@ def test_the_roofline_bound_of_decode_is_its_weights_state_and_latents():
     """About 0.67 ms for 16 rows at TP=16, nearly all of it weights."""
     config = Config.from_dict(config_fields("full", {}))
     geometry = make_plan(config, Options(), "tpu:v6e:4x4").geometry
-    found = roofline_bound(config, geometry, "decode", 16, CHIPS["tpu", "v6e"], Workload(1024))
+    found = roofline_bound(config, geometry, "decode", 16, CHIPS["tpu", "v6e"], 1024)
     assert found.bytes["latents"] == 16 * 1024 * 6 * 576 * 2 // 16
     assert found.bytes["state"] == 2 * 16 * 18 * (128 * 128 * 4 + 3 * 3 * 128 * 2)
     assert 0.4e-3 < found.seconds < 0.7e-3

@@ -130,17 +130,17 @@ def test_kinds_of_operations(names, expected):
 
 
 def test_an_estimate_sums_both():
-    found = estimate(MODULE, CHIP, {})
+    found, _ = estimate(MODULE, CHIP, {}, 512)
     module = parse(MODULE)
     each = [i for i in module.entry.instructions.values() if i.opcode not in ("parameter", "copy-done")]
-    assert found["memory_bytes"] == sum(traffic(module, module.entry, i) for i in each)
-    assert sum(found["by_kind"].values()) == pytest.approx(sum(found["bounded"].values()), rel=1e-3)  # no cycles here
-    assert set(found["by_kind"]) == set(KINDS)
+    assert found.memory_bytes == sum(traffic(module, module.entry, i) for i in each)
+    assert sum(found.by_kind.values()) == pytest.approx(sum(found.bounded.values()), rel=1e-3)  # no cycles here
+    assert set(found.by_kind) == set(KINDS)
 
 
 def test_a_move_from_or_to_the_fast_memory_is_no_copy():
     """The copies of 1 MB within the large memory counted the writing back of what was worked on in the fast one."""
-    assert estimate(MODULE, CHIP, {})["copies"] == {"across": MB, "twin": MB}
+    assert estimate(MODULE, CHIP, {}, 512)[0].copies == {"across": MB, "twin": MB}
 
 
 def test_bytes_of_a_tuple_by_memory():

@@ -45,7 +45,7 @@ def scheduled(groups):
 
 
 def requests():
-    return [(length.prompt, length.output) for length in HISTOGRAM for _ in range(length.count)]
+    return [(length.prompt_tokens, length.output_tokens) for length in HISTOGRAM for _ in range(length.count)]
 
 
 def test_requests_alone_waste_what_the_runner_wastes_on_them():
@@ -97,7 +97,7 @@ def cost(lengths, paddings):
     shapes = Shapes(paddings, (), 16)
     total = 0
     for length in lengths:
-        left = chunked(length.prompt)
+        left = chunked(length.prompt_tokens)
         while left > 0:
             padding = shapes.paying(left)
             total += length.count * (padding + CALL)

@@ -12,7 +12,7 @@ from ling3export.artifacts.schema import Memory
 from ling3export.checkpoint.synth import config_fields
 from ling3export.cli import main as cli
 from ling3export.compile.accelerators import _too_large
-from ling3export.cost.roofline import Workload, roofline_bound
+from ling3export.cost.roofline import TOKENS, roofline_bound
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.state import state_bytes
@@ -81,7 +81,7 @@ def test_the_plan_of_the_full_model_on_a_slice(config, tmp_path):
         "  ling3export build CHECKPOINT --paddings 48,320 --decode-paddings 1,16,64 --target tpu:v6e:4x4",
     ]
     low = roofline_bound(
-        FULL, make_plan(FULL, Options(), "tpu:v6e:4x4").geometry, "decode", 16, CHIPS["tpu", "v6e"], Workload()
+        FULL, make_plan(FULL, Options(), "tpu:v6e:4x4").geometry, "decode", 16, CHIPS["tpu", "v6e"], TOKENS
     )
     times = [low.moved / 1640e9, low.flops / 918e12]
     assert low.seconds == times[0] > times[1]

@@ -10,8 +10,7 @@ import browser as browsers
 from browser import Page, browser
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.cli import main as cli
-from ling3export.report.data import MEMORY, si, targets, times
-from ling3export.report.figures import figures
+from ling3export.report.figures import MEMORY, Bars, estimated, figures, memory_parts, si, times
 from ling3export.report.page import render
 
 CHECKS = Path(__file__).with_name("page_checks.js").read_text()
@@ -160,22 +159,32 @@ def test_the_page_shows_the_manifest_s_numbers(both, page, tmp_path):
 
 
 def test_figures_add_up_to_the_tables(both):
-    for target in targets(both):
-        drawn = figures(target)
-        for row, cell in zip(drawn.memory.rows, target.cells, strict=True):
-            assert sum(cell.memory.values()) == cell.peak
-            assert min(cell.memory.values()) >= 0
-            assert row.total == si(cell.peak, "B")
-        if drawn.time is None or drawn.bytes is None:
+    for target in both.targets.values():
+        cells = list(target.cells.values())
+        drawn = figures(cells, target.tp, None)
+        for (label, values), cell in zip(drawn["memory"].rows, cells, strict=True):
+            assert (label, sum(values)) == (cell.name, cell.memory.peak)
+            assert values == list(memory_parts(cell, target.tp).values())
+            assert min(values) >= 0
+        if drawn["time"] is None or drawn["bytes"] is None:
             assert target.text == "cpu"
             continue
-        for row, (cell, work) in zip(drawn.time.rows, target.estimated, strict=True):
-            assert sum(work.by_kind.values()) == pytest.approx(work.seconds, rel=1e-3), cell.name
-            assert row.total == si(sum(work.by_kind.values()), "s")
-        for cell, work in target.estimated:
-            assert work.moved is not None
+        found = estimated(cells)
+        for (label, values), (_, estimate, _) in zip(drawn["time"].rows, found, strict=True):
+            assert sum(values) == sum(estimate.by_kind.values()) == pytest.approx(estimate.seconds, rel=1e-3), label
+        for cell, estimate, bound in found:
+            assert estimate.memory_bytes is not None
             if not cell.name.startswith("sample"):
-                assert work.moved > 0.9 * sum(work.bound_bytes.values())  # the bound is an expectation over routings
+                assert estimate.memory_bytes > 0.9 * bound.moved  # the bound is an expectation over routings
+
+
+def test_a_limit_is_the_full_width_if_the_longest_bar_comes_near_it():
+    rows = [("a", [1.0, 3.0]), ("b", [2.0, 0.0])]
+    assert Bars(("x", "y"), rows, "B").full == (4.0, "")
+    assert Bars(("x", "y"), rows, "B", (8.0, "all")).full == (8.0, "all")
+    assert [Bars(("x", "y"), rows, "B", (limit, "all")).full for limit in (3.9, 8.1)] == [(4.0, "")] * 2
+    assert Bars(("x", "y"), rows, "B").marks == 3
+    assert Bars((), [], "B").full == (1.0, "")
 
 
 @pytest.mark.browser

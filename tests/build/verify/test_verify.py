@@ -185,7 +185,7 @@ class FakeDevice:
 
 def prober(device: FakeDevice, **state: int) -> Prober:
     record = {"chunk": 16, "page_size": 16, "max_pages": 4, "slots": 4, "pages": 12} | state
-    target = SimpleNamespace(state=SimpleNamespace(**record))
+    target = SimpleNamespace(state=SimpleNamespace(**record), paddings=lambda phase: (16,))
     return Prober(SimpleNamespace(step=device.step, read=device.read), target, SEQUENCES)  # type: ignore[arg-type]
 
 
@@ -211,7 +211,7 @@ def test_prompts_are_prefilled_in_calls_of_whole_chunks():
 def test_decode_takes_as_many_sequences_as_padding_slots_and_pages_hold(padding, state, together):
     """A pool of fewer pages than three sequences need once made every build fail."""
     device = FakeDevice()
-    found = prober(device, **state).decode(padding, 16)
+    found = prober(device, **state).decode(padding)
     wanted = {(0, 17): 17, (0, 18): 18, (0, 19): 19, (1, 2): 2, (2, 39): 39}
     assert {key: float(value[0]) for key, value in found.items()} == wanted
     live = [np.count_nonzero(fields["slot"]) for phase, _, fields in device.steps if phase == "decode"]

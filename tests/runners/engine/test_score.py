@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from artifacts_fixture import Artifacts, run
 from fake_backend import VOCAB, FakeBackend, next_token
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.artifacts.schema import Receipt
 from ling3export.artifacts.schema import Sequence as VectorSequence
+from ling3export.artifacts.schema import Tolerance
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.cli import main as cli
 from ling3export.compile import into
@@ -207,7 +207,7 @@ def receipt(change, measure="largest"):
         best = np.array([int(np.argmax(expected[n, at])) for at in range(5)])
         said.append(Scored({3: expected[n, 3]}, after, best))
     change(said[1])
-    return score_receipt(Receipt("passed", 0.0, 0.0, 0.0, 2), said, sequences, expected, measure, 1e-5)
+    return score_receipt(said, sequences, expected, Tolerance(measure, 1e-5))
 
 
 def test_a_receipt_fails_where_scores_or_best_tokens_are_wrong():
