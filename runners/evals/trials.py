@@ -213,6 +213,11 @@ class Trial:
     score: float | None = None
 
     @property
+    def pair(self) -> tuple[str, int]:
+        """Which trial this is: the task's id and the try's number."""
+        return self.task_id, self.trial
+
+    @property
     def infra(self) -> InfraError | None:
         """The error that the trial ended in."""
         return self.attempts[-1] if self.status == "infra_error" else None
