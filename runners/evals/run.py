@@ -123,13 +123,17 @@ class _Runner:
 
     def outcome(self, task: Task, completion: Completion, before: dict[str, Any], after: dict[str, Any]) -> Outcome:
         """What came of a trial; with what it left behind, for suites whose graders look at the product."""
-        text, output = completion.text or "", len(completion.token_ids)
+        text, ids = completion.text or "", completion.token_ids
         extracted = extract_answer(text) if task.choices is None else choice_letter(text, len(task.choices))
-        state = {"text": text, "extracted": extracted, "tokens_digest": tokens_digest(completion.token_ids)}
+        state: dict[str, Any] = {
+            "text": text,
+            "extracted": extracted,
+            "tokens_digest": tokens_digest(completion.token_ids),
+        }
         if self._suite.product:
             contents = {path.name: path.read_bytes() for path in self._folder.path.iterdir() if path.is_file()}
             files = {name: {"bytes": len(data), "lines": data.count(b"\n")} for name, data in sorted(contents.items())}
-            state |= {"counters": after, "delta": _grown(before, after), "files": files, "output": output}
+            state |= {"counters": after, "delta": _grown(before, after), "files": files, "output": len(ids)}
             state["records"] = len(self._folder.done)
         return Outcome(state)
 

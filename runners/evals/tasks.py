@@ -289,10 +289,10 @@ def _typed(value: Any, kind: Any, place: Place) -> Any:
 
 def _wrong(value: Any, kind: Any) -> list[Any]:
     """What is not of the type ``kind``: the value itself, or items of a list; nothing if all is right."""
-    outer: Any = get_origin(kind) or kind
-    items = get_args(kind)
+    outer, items = get_origin(kind) or kind, get_args(kind)
     if outer is Any:
         return []
-    if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float) if kind is float else outer):
+    types: Any = (int, float) if kind is float else outer
+    if isinstance(value, bool) != (kind is bool) or not isinstance(value, types):
         return [value]
     return [item for item in value if _wrong(item, items[0])] if outer is list and items else []
