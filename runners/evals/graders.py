@@ -212,11 +212,8 @@ def parse_path(path: str) -> list[tuple[str, str, str]]:
 
 
 # The graders that task files can name. What a function takes behind its first three parameters is given there.
-KINDS: dict[str, Grader] = {
-    "last_numeric": last_numeric, "choice_letter": choice, "exact": exact, "regex": regex,
-    "response_contains": response_contains, "state_check": state_check,
-    "transcript_constraints": transcript_constraints, "steps_required": steps_required,
-}  # fmt: skip
+_NAMED = (last_numeric, exact, regex, response_contains, state_check, transcript_constraints, steps_required)
+KINDS: dict[str, Grader] = {"choice_letter": choice, **{each.__name__: each for each in _NAMED}}
 AUTHORITY = {"state_check": STATE, "steps_required": TOOL_CALL, "callable": RUBRIC}
 
 

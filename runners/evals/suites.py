@@ -18,7 +18,13 @@ from ling3export.runners.evals.tasks import Place, Task
 from ling3export.runners.evals.trials import EvalError, Outcome
 
 SHOTS = 4
-SHORT, LONG = 5, 40  # tokens of the smoke test's prompts: 1, 2, 3, …, which any vocabulary has
+# The tasks of product-smoke: tokens of the prompt, which are 1, 2, 3, … (any vocabulary has those), and the looks.
+SMOKE: dict[str, tuple[int, list[str]]] = {
+    "short-prompt": (5, ["tokens_in", "nothing_compiles", "tokens_out", "one_prefill"]),
+    "long-prompt": (40, ["tokens_in", "nothing_compiles", "tokens_out"]),
+    "cells-again": (5, ["tokens_in", "nothing_compiles", "one_prefill"]),
+    "records-on-disk": (5, ["tokens_in", "records"]),
+}
 MMLU_SHOTS = 5
 STEP_BY_STEP = "Let's think step by step."
 # Scores of the reference evaluation, with the published weights and the settings in REFERENCE_SETTINGS.
@@ -121,9 +127,15 @@ def mmlu_pro(data: Path | None) -> Suite:
             prompt = f"{shots.get(category, '')}{_mmlu_question(item)}{STEP_BY_STEP}"
         name = f"mmlu-pro-{item.get('question_id', place)}"
         tasks.append(
-            _task(name, prompt, "choice_letter", target=item["answer"], choices=item.get("options"),
-                  category=category or None)
-        )  # fmt: skip
+            _task(
+                name,
+                prompt,
+                "choice_letter",
+                target=item["answer"],
+                choices=item.get("options"),
+                category=category or None,
+            )
+        )
     check_unique(tasks, files[0].name)
     return _suite("mmlu-pro", tasks, files, notes=notes)
 
@@ -131,10 +143,8 @@ def mmlu_pro(data: Path | None) -> Suite:
 def product_smoke(data: Path | None) -> Suite:
     """Four tasks whose graders look at counters and files only, never at what the model said."""
     tasks = [
-        Task(
-            f"product-smoke-{name}", {"prompt_ids": list(range(1, length + 1))}, graders=[_look(look) for look in looks]
-        )
-        for name, (length, *looks) in SMOKE_TASKS.items()
+        Task(f"product-smoke-{name}", {"prompt_ids": [*range(1, length + 1)]}, graders=[_look(each) for each in looks])
+        for name, (length, looks) in SMOKE.items()
     ]
     return _suite("product-smoke", tasks, settings={"batch": 1, "max_tokens": 8, "transcripts": True}, product=True)
 
@@ -180,9 +190,7 @@ def _found(folder: Path, name: str) -> list[Path]:
 
 def _file(folder: Path, name: str) -> Path:
     if not (found := _found(folder, name)):
-        raise EvalError(
-            f"data `{name}.jsonl`: expected {name}.jsonl or {name}.json, found neither, in {folder}"
-        )  # fmt: skip
+        raise EvalError(f"data `{name}.jsonl`: expected {name}.jsonl or {name}.json, found neither, in {folder}")
     return found[0]
 
 
@@ -218,39 +226,24 @@ def _mmlu_shots(examples: list[dict[str, Any]]) -> dict[str, str]:
     return {category: intro.format(category) + "".join(blocks) for category, blocks in shots.items()}
 
 
-Look = Callable[[Task, dict[str, Any]], object]
-# What the graders of product-smoke look at: in words, what it has to be, and what it is in the outcome's state.
-LOOKS: dict[str, tuple[str, Look, Look]] = {
-    "tokens_in": ("tokens in", lambda task, state: len(task.prompt), lambda task, state: state["delta"]["tokens_in"]),
-    "tokens_out": ("tokens out", lambda task, state: state["output"], lambda task, state: state["delta"]["tokens_out"]),
-    "nothing_compiles": ("compile events", lambda task, state: 0, lambda task, state: state["delta"]["compile_events"]),
-    "one_prefill": (
-        "prefill calls",
-        lambda task, state: 1,
-        lambda task, state: sum(
-            cell["calls"] for name, cell in state["delta"]["cells"].items() if name.startswith("prefill@")
-        ),
-    ),
-    "records": (
-        "lines in the predictions file",
-        lambda task, state: state["records"],
-        lambda task, state: state["files"].get(PARTIAL, {}).get("lines"),
-    ),
-}
-SMOKE_TASKS: dict[str, tuple[int, *tuple[str, ...]]] = {  # tokens of the prompt 1, 2, 3, …, and the looks
-    "short-prompt": (SHORT, "tokens_in", "nothing_compiles", "tokens_out", "one_prefill"),
-    "long-prompt": (LONG, "tokens_in", "nothing_compiles", "tokens_out"),
-    "cells-again": (SHORT, "tokens_in", "nothing_compiles", "one_prefill"),
-    "records-on-disk": (SHORT, "tokens_in", "records"),
-}
+def _looks(task: Task, state: dict[str, Any]) -> dict[str, tuple[str, object, object]]:
+    """What the graders of product-smoke look at, by name: in words, what it has to be, and what it is."""
+    delta = state["delta"]
+    prefills = sum(cell["calls"] for name, cell in delta["cells"].items() if name.startswith("prefill@"))
+    lines = state["files"].get(PARTIAL, {}).get("lines")
+    return {
+        "tokens_in": ("tokens in", len(task.prompt), delta["tokens_in"]),
+        "tokens_out": ("tokens out", state["output"], delta["tokens_out"]),
+        "nothing_compiles": ("compile events", 0, delta["compile_events"]),
+        "one_prefill": ("prefill calls", 1, prefills),
+        "records": ("lines in the predictions file", state["records"], lines),
+    }
 
 
 def _look(name: str) -> GraderSpec:
-    what, wanted, found = LOOKS[name]
-
     def function(task: Task, transcript: object, outcome: Outcome) -> Verdict:
-        expected, there = wanted(task, outcome.state), found(task, outcome.state)
-        wrong = f"{what}: expected {expected}, found {there}"
-        return {"passed": expected == there, "explanation": "as it should be" if expected == there else wrong}
+        what, wanted, found = _looks(task, outcome.state)[name]
+        wrong = "" if wanted == found else f"{what}: expected {wanted}, found {found}"
+        return {"passed": not wrong, "explanation": wrong or "as it should be"}
 
     return GraderSpec("state_check", name, {}, function)
