@@ -22,10 +22,11 @@ from typing import Annotated
 
 import numpy as np
 
-from ling3export.artifacts.records import WrongRecordError, from_json, parse_json, within
+from ling3export.artifacts.records import WrongRecordError, from_json, within
 from ling3export.errors import PlanError
 from ling3export.model.geometry import CHUNK
 from ling3export.runners.engine.inputs import CALL, Shapes
+from ling3export.strict_json import parse_json
 
 Count = Annotated[int, within(1, 2**40)]  # sums stay far inside exact integers
 SETS = 20_000  # the most sets of paddings that are tried: it takes seconds

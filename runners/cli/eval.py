@@ -12,13 +12,14 @@ import click
 
 from ling3export.errors import Ling3Error, listed
 from ling3export.runners.cli.errors import INVALID, NOT_DETERMINISTIC, REGRESSION
-from ling3export.runners.cli.hosts import HOST_NAMES, announced, host_options, leading
+from ling3export.runners.cli.hosts import announced, host_options, leading
 from ling3export.runners.cli.options import (
     PATH,
     Decorator,
     Group,
     programs_option,
     section,
+    stop_option,
     target_option,
     temperature_option,
 )
@@ -46,11 +47,9 @@ def _suite_options(*more: Decorator) -> Decorator:
 max_tokens_option = click.option(
     "--max-tokens", type=click.IntRange(1), default=DEFAULTS.max_tokens, help="Most tokens of a trial."
 )
-stop_option = click.option("--stop", multiple=True, metavar="TEXT", help="Ends an answer; may be repeated.")
 batch_option = click.option(
     "--batch", type=click.IntRange(1), default=DEFAULTS.batch, help="Trials given to the engine together."
 )
-_loading_options = section("Artifact", target_option, programs_option)
 
 
 @click.group(
@@ -94,11 +93,11 @@ def evaluate() -> None:
     click.option("--transcripts", is_flag=True, help="Also write every transcript with its grades."),
     click.option("--force", is_flag=True, help="Begin anew, whatever run is in RUN."),
 )
-@_loading_options
+@section("Artifact", target_option, programs_option)
 @host_options
 def run(
     artifact: Path, run_folder: Path, suite: str, data: Path | None, limit: int | None, force: bool,
-    target: str | None, programs: str, **settings: Any,
+    target: str | None, programs: str, place: dict[str, Any], **settings: Any,
 ) -> None:  # fmt: skip
     """Run a suite on ARTIFACT, or go on with it; write RUN.
 
@@ -109,8 +108,7 @@ def run(
     from ling3export.runners.evals.run import run_suite
     from ling3export.runners.evals.statistics import completion_line
 
-    host = {name: settings.pop(name) for name in HOST_NAMES}
-    hosts = leading(artifact, host, target=target, programs=programs, overlap=OVERLAP)
+    hosts = leading(artifact, place, target=target, programs=programs, overlap=OVERLAP)
     with announced(hosts):
         loaded, config = _suite_of(suite, data, limit), replace(DEFAULTS, **settings)
     with open_backend(artifact, target, programs, hosts) as backend, _progress(f"eval {loaded.name}") as told:
@@ -133,11 +131,11 @@ def run(
     ),
 )
 @section("Answers", max_tokens_option, stop_option, batch_option)
-@_loading_options
+@section("Artifact", target_option, programs_option)
 @host_options
 def determinism(
     artifact: Path, suite: str, data: Path | None, limit: int | None, runs: int, alone: int, max_tokens: int,
-    stop: tuple[str, ...], batch: int, target: str | None, programs: str, **host: Any,
+    stop: tuple[str, ...], batch: int, target: str | None, programs: str, place: dict[str, Any],
 ) -> None:  # fmt: skip
     """Run a suite again; exit with 3 if a token id differs.
 
@@ -146,7 +144,7 @@ def determinism(
     from ling3export.runners.evals import compare
     from ling3export.runners.evals.backend import OVERLAP, Ask
 
-    hosts = leading(artifact, host, target=target, programs=programs, overlap=OVERLAP)
+    hosts = leading(artifact, place, target=target, programs=programs, overlap=OVERLAP)
     with announced(hosts):
         loaded = _suite_of(suite, data, limit)
     max_tokens = loaded.settings.get("max_tokens", max_tokens)

@@ -3,7 +3,8 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,8 @@ from ling3export.runners.cli.options import section
 from ling3export.runners.hosts.hosts import Hosts, find_hosts
 from ling3export.runners.hosts.rendezvous import turn_away
 
-HOST_NAMES = ("coordinator", "num_hosts", "host_id", "start_timeout")  # what host_options gives and find_hosts takes
-
-
-# The options that say which host this is; ``find_hosts`` takes them.
-host_options = section(
+HOST_NAMES = ("coordinator", "num_hosts", "host_id", "start_timeout")
+_host_section = section(
     "Several hosts",
     click.option(
         "--coordinator",
@@ -35,6 +33,16 @@ host_options = section(
         help="How long to wait for the other hosts.",
     ),
 )
+
+
+def host_options(command: Callable[..., Any]) -> Any:
+    """Gives a command the options that say which host this is; it gets them as ``place``, which ``leading`` takes."""
+
+    @wraps(command)
+    def placed(**given: Any) -> Any:
+        return command(place={name: given.pop(name) for name in HOST_NAMES}, **given)
+
+    return _host_section(placed)
 
 
 def leading(artifact: Path, place: Mapping[str, Any], **engine: Any) -> Hosts | None:

@@ -1,34 +1,34 @@
 """The command line of the runner. stdout carries data only, and nothing heavy is imported before it is needed."""
 
 import json
+import sys
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from ling3export.errors import RequestError
+from ling3export.runners.cli.errors import require
 from ling3export.runners.cli.eval import evaluate
 from ling3export.runners.cli.hosts import announced, host_options, leading
-from ling3export.runners.cli.lm_eval import lm_eval
 from ling3export.runners.cli.options import (
     PATH,
     Group,
     Once,
-    check_option,
-    programs_option,
+    artifact_options,
     sampling_option,
     section,
-    target_option,
+    stop_option,
     temperature_option,
 )
-from ling3export.runners.cli.prompts import Prompt, line_names, parse_ids, read_prompts
+from ling3export.runners.cli.prompts import Prompt, line_names, read_prompts
 from ling3export.runners.cli.serve import serve
 from ling3export.runners.engine.request import Completion
 
-if TYPE_CHECKING:
-    from ling3export.runners.engine.engine import Engine
+# Everything behind lm-eval's first word is lm-eval's, its --help included.
+VERBATIM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 class _Ids(click.ParamType):
@@ -41,7 +41,7 @@ class _Ids(click.ParamType):
         if isinstance(value, tuple):
             return value
         try:
-            return parse_ids(value)
+            return tuple(int(part) for part in value.split(","))
         except ValueError:
             self.fail(f"expected whole numbers with commas between, found {value!r}.", param, ctx)
 
@@ -58,7 +58,21 @@ def main() -> None:
 
 main.add_command(serve)
 main.add_command(evaluate)
-main.add_command(lm_eval)
+
+
+@main.command("lm-eval", cls=click.Command, context_settings=VERBATIM)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def lm_eval(arguments: tuple[str, ...]) -> None:
+    """Run lm-eval's command line with the model ling3.
+
+    ARGUMENTS are lm-eval's own: run --model ling3 --model_args artifact=ARTIFACT --tasks NAME; run --help shows them
+    all.
+    """
+    require("lm-eval", "lm-eval", "lm_eval")
+    from ling3export.runners.adapters import lm_eval as adapter
+
+    sys.argv = ["ling3-runner lm-eval", *arguments]
+    adapter.main()
 
 
 @main.command()
@@ -82,7 +96,7 @@ main.add_command(lm_eval)
     sampling_option("top_k", "Sample among the k most likely tokens; 0 for all."),
     sampling_option("top_p", "Then among the fewest that hold this probability."),
     sampling_option("seed", "Seed of the sampling."),
-    click.option("--stop", "stops", multiple=True, metavar="TEXT", help="End the text before this; may be repeated."),
+    stop_option,
     click.option("--ignore-eos", is_flag=True, help="Go on behind an end-of-text token."),
 )
 @section(
@@ -97,13 +111,12 @@ main.add_command(lm_eval)
     click.option("--force", is_flag=True, help="Replace OUT.npz if it is there."),
     click.option("--stats", is_flag=True, help="Print counters and the times of the start on stderr."),
 )
-@section("Artifact", target_option, programs_option, check_option)
+@artifact_options
 @host_options
 def generate(
-    artifact: Path, prompt: str | None, prompt_ids: tuple[int, ...] | None, prompt_file: Path | None, max_tokens: int,
-    temperature: float, top_k: int, top_p: float, seed: int, stops: tuple[str, ...], ignore_eos: bool,
-    logits: Path | None, force: bool, as_json: bool, target: str | None, programs: str, check: str, stats: bool,
-    **place: Any,
+    artifact: Path, prompt: str | None, prompt_ids: tuple[int, ...] | None, prompt_file: Path | None,
+    logits: Path | None, force: bool, as_json: bool, stats: bool, target: str | None, programs: str, check: str,
+    place: dict[str, Any], **settings: Any,
 ) -> None:  # fmt: skip
     """Complete prompts with ARTIFACT.
 
@@ -117,23 +130,20 @@ def generate(
     from ling3export.runners.engine.engine import Engine
 
     with Engine(artifact, target=target, programs=programs, check=check, hosts=hosts) as engine:
-        completions = engine.generate(
-            prompts, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
-            stop=stops, ignore_eos=ignore_eos, logits=logits is not None,
-            names=["prompt"] if prompt_file is None else line_names(prompt_file, len(prompts)),
-        )  # fmt: skip
+        names = ["prompt"] if prompt_file is None else line_names(prompt_file, len(prompts))
+        completions = engine.generate(prompts, names=names, logits=logits is not None, **settings)
         if logits is not None:
             _write_logits(logits, completions, numbered=prompt_file is not None)
         for completion in completions:
             click.echo(_json_line(completion) if as_json else _text(completion))
         if stats:
-            _print_stats(engine)
+            click.echo(f"stats: {json.dumps(engine.stats())}", err=True)
 
 
 def _prompts(prompt: str | None, prompt_ids: tuple[int, ...] | None, prompt_file: Path | None) -> Sequence[Prompt]:
     given = [value for value in (prompt, prompt_ids, prompt_file) if value is not None]
     if len(given) != 1:
-        found = "none" if not given else f"{len(given)}"
+        found = len(given) or "none"
         raise click.UsageError(f"expected one of --prompt, --prompt-ids and --prompt-file, found {found}.")
     if prompt_file is not None:
         return read_prompts(prompt_file)
@@ -145,21 +155,9 @@ def _text(completion: Completion) -> str:
 
 
 def _json_line(completion: Completion) -> str:
-    return json.dumps(
-        {
-            "prompt_ids": completion.prompt_ids,
-            "token_ids": completion.token_ids,
-            "text": completion.text,
-            "stop_reason": completion.stop_reason,
-            "ttft_ms": round(completion.ttft_ms, 3),
-            "e2e_ms": round(completion.e2e_ms, 3),
-        },
-        ensure_ascii=False,
-    )
-
-
-def _print_stats(engine: "Engine") -> None:
-    click.echo(f"stats: {json.dumps(engine.stats())}", err=True)
+    names = ("prompt_ids", "token_ids", "text", "stop_reason")
+    times = {name: round(getattr(completion, name), 3) for name in ("ttft_ms", "e2e_ms")}
+    return json.dumps({name: getattr(completion, name) for name in names} | times, ensure_ascii=False)
 
 
 def _check_output(path: Path, force: bool) -> None:

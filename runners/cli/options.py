@@ -16,7 +16,6 @@ from ling3export.runners.load.verdict import CHECKS, POLICIES
 
 INTERRUPTED = 130  # the exit code that shells give after SIGINT
 PATH = click.Path(path_type=Path)
-SAMPLING = Sampling()  # the defaults
 Decorator = Callable[[Any], Any]
 
 
@@ -73,9 +72,8 @@ class Group(click.Group):
             return super().format_commands(ctx, formatter)
         width = formatter.width - 6 - max(map(len, self.commands))
         for title, names in self._sections.items():
-            rows = [(name, self.commands[name].get_short_help_str(width)) for name in names]
             with formatter.section(title):
-                formatter.write_dl(rows)
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(width)) for name in names])
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the command line. Errors of parsing are printed like those of commands."""
@@ -126,13 +124,8 @@ class Setting(click.ParamType):
 
 
 def sampling_option(name: str, text: str) -> Decorator:
-    """``--temperature`` and its like.
-
-    Args:
-        name: A field of Sampling.
-        text: The help.
-    """
-    default = getattr(SAMPLING, name)
+    """``--temperature`` and its like: an option for the field ``name`` of Sampling, with the help ``text``."""
+    default = getattr(Sampling, name)
     return click.option(f"--{name.replace('_', '-')}", type=Setting(name), default=default, help=text)
 
 
@@ -149,3 +142,5 @@ programs_option = click.option(
 check_option = click.option(
     "--check", type=click.Choice(CHECKS), default="all", help="Which digests to check: programs leaves out the weights."
 )
+stop_option = click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this; may be repeated.")
+artifact_options = section("Artifact", target_option, programs_option, check_option)

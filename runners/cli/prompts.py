@@ -12,15 +12,6 @@ Prompt = str | tuple[int, ...] | list[dict[str, Any]]
 FIELDS = ("prompt", "prompt_ids", "messages")
 
 
-def parse_ids(text: str) -> tuple[int, ...]:
-    """``1,2,3`` as token ids.
-
-    Raises:
-        ValueError: The text is not whole numbers with commas between them.
-    """
-    return tuple(int(part) for part in text.split(","))
-
-
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of a file: a line is ``{"prompt": TEXT}``, ``{"prompt_ids": [ID, …]}`` or ``{"messages": […]}``.
 

@@ -7,7 +7,7 @@ import click
 
 from ling3export.runners.cli.errors import require
 from ling3export.runners.cli.hosts import announced, host_options, leading
-from ling3export.runners.cli.options import PATH, Command, check_option, programs_option, section, target_option
+from ling3export.runners.cli.options import PATH, Command, artifact_options, section
 
 
 @click.command(cls=Command)
@@ -31,12 +31,11 @@ from ling3export.runners.cli.options import PATH, Command, check_option, program
     click.option("--max-body", type=click.IntRange(1), default=4 << 20, help="Bytes of a request; more get 413."),
     click.option("--grace", type=click.IntRange(0), default=30, help="Seconds that calls have to end after SIGTERM."),
 )
-@section("Artifact", target_option, programs_option, check_option)
+@artifact_options
 @host_options
 def serve(
     artifact: Path, host: str, port: int, model: str | None, api_key_file: Path | None, max_requests: int,
-    max_body: int, grace: int, target: str | None, programs: str, check: str,
-    **place: Any,
+    max_body: int, grace: int, target: str | None, programs: str, check: str, place: dict[str, Any],
 ) -> None:  # fmt: skip
     """Serve ARTIFACT over HTTP, in the shapes of OpenAI's API.
 

@@ -4,13 +4,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
-from ling3export.artifacts.records import to_json
 from ling3export.runners.engine.request import Completion, Sampling
 from ling3export.runners.evals.tasks import Prompt
 from ling3export.runners.hosts.hosts import Hosts
@@ -55,7 +54,7 @@ class Backend(Protocol):
         """What decides the tokens beside the prompts: artifact, versions, devices, paddings, as JSON."""
 
 
-class EngineBackend:
+class EngineBackend(Backend, AbstractContextManager["EngineBackend"]):
     """An artifact, loaded by the engine.
 
     Args:
@@ -84,27 +83,20 @@ class EngineBackend:
         Raises:
             RequestError: One of the prompts can never be served; then none is started.
         """
+        make = self._engine.request
         return self._engine.complete(
-            [
-                self._engine.request(
-                    ask.prompt, ask.max_tokens, ask.sampling, ask.stop, logits=ask.logits, name=ask.name
-                )
-                for ask in asks
-            ]
-        )  # fmt: skip
+            [make(ask.prompt, ask.max_tokens, ask.sampling, ask.stop, logits=ask.logits, name=ask.name) for ask in asks]
+        )
 
     def stats(self) -> dict[str, Any]:
-        """The engine's counters since its start."""
         return self._engine.stats()
 
     def digests(self) -> Sequence[bytes]:
-        """The digest of the tokens that each host read since the last call, by host; nothing on one host alone."""
         return self._engine.digests()
 
     def environment(self) -> dict[str, Any]:
-        """The artifact, versions, devices and settings, as JSON."""
-        manifest, plan = self._engine.manifest, to_json(self._engine.manifest.plan)
-        target = manifest.targets[self._engine.target]
+        manifest = self._engine.manifest
+        plan, target = manifest.plan, manifest.targets[self._engine.target]
         jax = sys.modules["jax"]
         devices = jax.devices()
         return {
@@ -114,34 +106,26 @@ class EngineBackend:
             "target": self._engine.target,
             "tp": target.tp,
             "programs": sorted(target.cells),
-            "verdicts": sorted({v.status.name for v in self._engine.verdicts.values()}),
-            **{name: plan[name] for name in ("dtype", "paddings", "decode_paddings", "max_running", "page_size")},
+            "verdicts": sorted({verdict.status.name for verdict in self._engine.verdicts.values()}),
+            "dtype": plan.dtype,
+            "paddings": list(plan.paddings),
+            "decode_paddings": list(plan.decode_paddings),
+            "max_running": plan.max_running,
+            "page_size": plan.page_size,
             "context": self._engine.limits.context,
             "overlap": OVERLAP,
             "devices": f"{len(devices)} × {devices[0].device_kind}",
-            **machine_environment(),
+            "python": ".".join(map(str, sys.version_info[:3])),
+            "versions": {name: _version(name) for name in ("ling3export", "jax", "jaxlib", "numpy", "tokenizers")},
+            "xla_flags": os.environ.get("XLA_FLAGS", ""),
+            "libtpu_init_args": os.environ.get("LIBTPU_INIT_ARGS", ""),
+            "memory_fraction": os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"),
+            "memory_limit": _memory_limit(),
+            "git_commit": _git_commit(Path(__file__).resolve().parent),
         }
 
-    def __enter__(self) -> "EngineBackend":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._engine.close()
-
-
-def machine_environment() -> dict[str, Any]:
-    """The versions, flags and limits of this process, as JSON."""
-    return {
-        "python": ".".join(map(str, sys.version_info[:3])),
-        "versions": {name: _version(name) for name in ("ling3export", "jax", "jaxlib", "numpy", "tokenizers")},
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "libtpu_init_args": os.environ.get("LIBTPU_INIT_ARGS", ""),
-        "memory_fraction": os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"),
-        "memory_limit": _memory_limit(),
-        "git_commit": _git_commit(Path(__file__).resolve().parent),
-    }
 
 
 def _version(name: str) -> str | None:

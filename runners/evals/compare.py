@@ -84,28 +84,26 @@ def determinism(
             tokens[-1] += [list(done.token_ids) for done in backend.generate(asks[start : start + batch])]
             if progress:
                 progress(number * len(asks) + len(tokens[-1]), total)
-    first = tokens[0]
-    differing: dict[int, list[int]] = {}  # by the prompt's place, the first later answer that differs
-    for later in tokens[1:]:
-        for place, ids in enumerate(later):
-            if ids != first[place]:
-                differing.setdefault(place, ids)
     singles = [list(backend.generate([ask])[0].token_ids) for ask in asks[:alone]]
     if progress:
         progress(total, total)
-    parted = {place: ids for place, ids in enumerate(singles) if ids != first[place]}
-    return Determinism(
-        f"{len(asks) - len(differing)}/{len(asks)}", _divergences(backend, asks, first, differing),
-        Sameness(f"{len(singles) - len(parted)}/{len(singles)}", _divergences(backend, asks, first, parted))
-        if singles else None,
-    )  # fmt: skip
+    same = _sameness(backend, asks, tokens[0], tokens[1:])
+    invariance = _sameness(backend, asks, tokens[0], [singles]) if singles else None
+    return Determinism(same.identical, same.first_divergence, invariance)
 
 
-def _divergences(
-    backend: Backend, asks: Sequence[Ask], first: Sequence[list[int]], others: dict[int, list[int]]
-) -> list[Divergence]:
-    shown = list(others.items())[:SHOWN]
-    return [_divergence(backend, asks[place], first[place], other) for place, other in shown]
+def _sameness(
+    backend: Backend, asks: Sequence[Ask], first: Sequence[list[int]], runs: Sequence[Sequence[list[int]]]
+) -> Sameness:
+    """The answers of the first run against those of others, which may end after fewer prompts."""
+    differing: dict[int, list[int]] = {}  # by the prompt's place, the first other answer that differs
+    for run in runs:
+        for place, ids in enumerate(run):
+            if ids != first[place]:
+                differing.setdefault(place, ids)
+    total = len(runs[0])
+    shown = [_divergence(backend, asks[place], first[place], ids) for place, ids in list(differing.items())[:SHOWN]]
+    return Sameness(f"{total - len(differing)}/{total}", shown)
 
 
 def _divergence(backend: Backend, ask: Ask, a: list[int], b: list[int]) -> Divergence:

@@ -17,12 +17,13 @@ from ling3export.artifacts.files import replace_file
 from ling3export.artifacts.records import sha256_of
 from ling3export.errors import listed
 from ling3export.runners.evals.tasks import Task
-from ling3export.runners.evals.trials import EvalError, RunConfig, Trial
+from ling3export.runners.evals.trials import EvalError, RunConfig, Transcript, Trial
 from ling3export.strict_json import parse_json, read_json
 
 PREDICTIONS, RUN, TASKS, REPORT = "predictions.jsonl", "run.json", "tasks.jsonl", "report.md"
 PARTIAL = "predictions.jsonl.partial"
 FORMAT = 1
+UNCHANGED = "nothing was changed: choose another folder, or begin anew with --force"
 Pair = tuple[str, int]  # task id, trial
 
 
@@ -68,14 +69,14 @@ class Prediction:
     @classmethod
     def of(cls, idx: int, task: Task, trial: Trial) -> "Prediction":
         """The record of a trial at the task with the place ``idx``."""
-        said = trial.transcript
+        said, ran = trial.transcript or Transcript(stop_reason="error"), trial.transcript is not None
         attempts = [vars(attempt) for attempt in trial.attempts]
         return cls(
-            idx, task.id, trial.trial, task.prompt_sha256, said.text if said else "",
-            said.output_token_ids if said else [], said.stop_reason if said else "error", trial.answer, task.target,
-            trial.passed, {"ended": trial.infra is not None, "attempts": attempts} if attempts else None,
-            round(said.ttft_ms, 3) if said else None, round(said.e2e_ms, 3) if said else None,
-            len(said.prompt_token_ids) if said else None, len(said.output_token_ids) if said else 0,
+            idx, task.id, trial.trial, task.prompt_sha256, said.text, said.output_token_ids, said.stop_reason,
+            trial.answer, task.target, trial.passed,
+            {"ended": trial.infra is not None, "attempts": attempts} if attempts else None,
+            round(said.ttft_ms, 3) if ran else None, round(said.e2e_ms, 3) if ran else None,
+            len(said.prompt_token_ids) if ran else None, len(said.output_token_ids),
         )  # fmt: skip
 
     @property
@@ -144,7 +145,7 @@ class RunFolder:
     def finish(self, run: RunRecord, report: str) -> None:
         """Writes the run's record with its totals, and the report; then gives the predictions their final name."""
         replace_file(self.path / REPORT, report.encode())
-        replace_file(self.path / RUN, _pretty(vars(run)))
+        replace_file(self.path / RUN, json_line(vars(run), indent=1))
         os.fsync(self._file.fileno())
         os.replace(self.path / PARTIAL, self.path / PREDICTIONS)
 
@@ -172,11 +173,10 @@ def open_folder(path: Path, run: RunRecord, tasks: Sequence[Task], *, force: boo
             f"run `{path.name}`: expected a folder that can be written, found {error.strerror}, in {path.parent}"
         ) from error
     try:
-        _lock(descriptor, path)
-        _prepare(path, run, force)
+        _prepare(path, descriptor, run, force)
         if not (path / RUN).exists():
             replace_file(path / TASKS, b"".join(json_line(task.record()) for task in tasks))
-            replace_file(path / RUN, _pretty(vars(run)))
+            replace_file(path / RUN, json_line(vars(run), indent=1))
         with open(path / PARTIAL, "a+b") as file:
             yield RunFolder(path, file, _whole_lines(file, path, {task.id: task.prompt_sha256 for task in tasks}))
     finally:
@@ -194,12 +194,12 @@ def read_run(path: Path) -> RunRecord:
     except (OSError, ValueError) as error:
         found = error.strerror if isinstance(error, OSError) else error
         raise EvalError(f"run `{path.name}`: expected {RUN}, found {found}, in {path.parent}") from error
-    if not isinstance(run, dict) or run.get("format") != FORMAT:
-        found = run.get("format") if isinstance(run, dict) else type(run).__name__
-        raise EvalError(f"run `{path.name}`: expected format {FORMAT}, found {found}, in {path / RUN}")
-    if run.keys() != {field.name for field in fields(RunRecord)}:
-        raise EvalError(f"run `{path.name}`: expected the record of a run, found {listed(list(run))}, in {path / RUN}")
-    return RunRecord(**run)
+    given = run if isinstance(run, dict) else {"format": type(run).__name__}
+    if given.get("format") != FORMAT:
+        raise EvalError(f"run `{path.name}`: expected format {FORMAT}, found {given.get('format')}, in {path / RUN}")
+    if given.keys() != {field.name for field in fields(RunRecord)}:
+        raise EvalError(f"run `{path.name}`: expected the record of a run, found {listed([*given])}, in {path / RUN}")
+    return RunRecord(**given)
 
 
 def read_predictions(path: Path) -> list[Prediction]:
@@ -222,20 +222,19 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         EvalError: The file cannot be read, or a line is something else.
     """
     try:
-        data = path.read_bytes()
+        return _objects(path.read_bytes(), path)
     except OSError as error:
-        raise EvalError(
-            f"file `{path.name}`: expected a readable file, found {error.strerror}, in {path.parent}"
-        ) from error
-    return _objects(data, path)
+        found = error.strerror
+        raise EvalError(f"file `{path.name}`: expected a readable file, found {found}, in {path.parent}") from error
 
 
-def json_line(value: object) -> bytes:
-    """The line of JSON that a value is written as."""
-    return (json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n").encode()
+def json_line(value: object, indent: int | None = None) -> bytes:
+    """The line of JSON that a value is written as; with ``indent``, a member a line."""
+    return (json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent) + "\n").encode()
 
 
-def _lock(descriptor: int, path: Path) -> None:
+def _prepare(path: Path, descriptor: int, run: RunRecord, force: bool) -> None:
+    """Locks a folder, and refuses one that must not be overwritten; with ``force``, removes the run in it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -243,10 +242,6 @@ def _lock(descriptor: int, path: Path) -> None:
             f"run `{path.name}`: expected no other process, found one writing it, in {path.parent}",
             "wait until it ends, or choose another folder",
         ) from error
-
-
-def _prepare(path: Path, run: RunRecord, force: bool) -> None:
-    """Refuses a folder that must not be overwritten; with ``force``, removes the run in it."""
     there = (path / RUN).exists()
     if not there and any(not item.name.startswith(".") for item in path.iterdir()):
         raise EvalError(f"run `{path.name}`: expected a new or empty folder, found other files, in {path.parent}")
@@ -258,21 +253,15 @@ def _prepare(path: Path, run: RunRecord, force: bool) -> None:
             f"run `{path.name}`: expected a run to resume, found a finished one, in {path.parent}",
             "choose another folder, or replace it with --force",
         )
-    elif there:
-        _compare(read_run(path), run, path)
-
-
-def _compare(old: RunRecord, new: RunRecord, path: Path) -> None:
-    if old.sha256 == new.sha256:
-        return
-    differing = []
-    for part in ("suite", "config", "environment"):
-        before, now = getattr(old, part), getattr(new, part)
-        differing += [f"{part}.{name}" for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
-    raise EvalError(
-        f"run `{path.name}`: expected the same run to resume, found another {listed(differing)}, in {path.parent}",
-        "nothing was changed: choose another folder, or begin anew with --force",
-    )
+    elif there and (old := read_run(path)).sha256 != run.sha256:
+        differing = []
+        for part in ("suite", "config", "environment"):
+            before, now = getattr(old, part), getattr(run, part)
+            differing += [f"{part}.{name}" for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+        raise EvalError(
+            f"run `{path.name}`: expected the same run to resume, found another {listed(differing)}, in {path.parent}",
+            UNCHANGED,
+        )
 
 
 def _whole_lines(file: BinaryIO, path: Path, prompts: dict[str, str]) -> dict[Pair, Prediction]:
@@ -287,7 +276,7 @@ def _whole_lines(file: BinaryIO, path: Path, prompts: dict[str, str]) -> dict[Pa
             found = "it again" if record.pair in done else "a record of another run"
             raise EvalError(
                 f"line {number}: expected each trial of this run once, found {found}, in {partial}",
-                "nothing was changed: choose another folder, or begin anew with --force",
+                UNCHANGED,
             )
         done[record.pair] = record
     if whole != len(data):
@@ -314,7 +303,3 @@ def _objects(data: bytes, path: Path) -> list[dict[str, Any]]:
             raise EvalError(f"line {number}: expected an object, found {line[:60]!r}, in {path}")
         found.append(record)
     return found
-
-
-def _pretty(value: object) -> bytes:
-    return (json.dumps(value, ensure_ascii=False, allow_nan=False, indent=1) + "\n").encode()

@@ -10,6 +10,7 @@ import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
+from inspect import signature
 from typing import Any, Protocol
 
 from ling3export.errors import Ling3Error
@@ -59,7 +60,7 @@ class GraderSpec:
     @property
     def authority(self) -> int:
         """STATE, TOOL_CALL, TRANSCRIPT or RUBRIC."""
-        return RUBRIC if self.kind == "callable" else KINDS[self.kind].authority
+        return AUTHORITY.get(self.kind, TRANSCRIPT)
 
 
 class Gradable(Protocol):
@@ -137,7 +138,7 @@ def regex(task: Gradable, transcript: object, outcome: object, pattern: str) -> 
     return _compared(match is not None, pattern, match and match.group())
 
 
-def response_contains(task: Gradable, transcript: object, outcome: object, value: str | list[str]) -> Verdict:
+def response_contains(task: Gradable, transcript: object, outcome: object, value: list[str] | str) -> Verdict:
     """The text contains ``value``, or all of several values."""
     wanted = [value] if isinstance(value, str) else value
     missing = [item for item in wanted if item not in text_of(transcript)]
@@ -210,28 +211,21 @@ def parse_path(path: str) -> list[tuple[str, str, str]]:
     return [(part.group(1) or "", part.group(2) or "", part.group(3) or "") for part in parts]
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A grader that task files can name: its function, arguments that it needs, arguments that it takes, authority."""
-
-    function: Grader
-    needs: frozenset[str] = frozenset()
-    takes: frozenset[str] = frozenset()
-    authority: int = TRANSCRIPT
+# The graders that task files can name. What a function takes behind its first three parameters is given there.
+_NAMED = (last_numeric, exact, regex, response_contains, state_check, transcript_constraints, steps_required)
+KINDS: dict[str, Grader] = {"choice_letter": choice, **{each.__name__: each for each in _NAMED}}
+AUTHORITY = {"state_check": STATE, "steps_required": TOOL_CALL, "callable": RUBRIC}
 
 
-KINDS = {
-    "last_numeric": Kind(last_numeric),
-    "choice_letter": Kind(choice),
-    "exact": Kind(exact),
-    "regex": Kind(regex, frozenset({"pattern"})),
-    "response_contains": Kind(response_contains, frozenset({"value"})),
-    "state_check": Kind(state_check, frozenset({"path"}), frozenset(COMPARISONS), STATE),
-    "transcript_constraints": Kind(
-        transcript_constraints, takes=frozenset({"max_turns", "must_not_contain", "must_contain"})
-    ),
-    "steps_required": Kind(steps_required, frozenset({"steps"}), frozenset({"ordered"}), TOOL_CALL),
-}
+def arguments_of(kind: str) -> dict[str, tuple[Any, bool]]:
+    """The arguments of a kind by name: the type of each, and whether a task file has to give it."""
+    found: dict[str, tuple[Any, bool]] = {}
+    for each in list(signature(KINDS[kind]).parameters.values())[3:]:
+        if each.kind is each.VAR_KEYWORD:
+            found |= dict.fromkeys(COMPARISONS, (each.annotation, False))
+        else:
+            found[each.name] = (each.annotation, each.default is each.empty)
+    return found
 
 
 def grade(task: Gradable, transcript: object, outcome: object) -> tuple[list[GraderResult], bool, float]:
@@ -253,7 +247,7 @@ def grade(task: Gradable, transcript: object, outcome: object) -> tuple[list[Gra
 
 
 def _result(spec: GraderSpec, task: Gradable, transcript: object, outcome: object) -> GraderResult:
-    function = spec.function or KINDS[spec.kind].function
+    function = spec.function or KINDS[spec.kind]
     name = spec.name or spec.kind
     where = f"grader `{name}` of task `{task.id}`"
     try:

@@ -37,11 +37,28 @@ def report(run: RunRecord, records: Sequence[Prediction], summary: Summary, task
         summary: Their totals.
         tasks: The suite's tasks.
     """
-    parts = [
-        f"# {run.suite['name']}", *_score(run, summary), *_rates(run, summary), *_categories(records, tasks),
-        *_solved(summary), *_failures(records), *_tokens(records), *_settings(run),
-    ]  # fmt: skip
-    return "\n".join(parts) + "\n"
+    differing = [(name, _json(wanted), _json(here)) for name, wanted, here in reference_differences(run)]
+    rates = [
+        (rate.k, rate.tasks, *map(_number, (rate.at_k, rate.hat_k, rate.plug_at_k, rate.plug_hat_k)))
+        for rate in summary.rates(run.config["trials"])
+    ]
+    suite = {name: run.suite[name] for name in ("tasks", "files", "tasks_sha256", "notes")}
+    sections = {
+        "pass@k and pass^k": _table(("k", "tasks", "pass@k", "pass^k", "1-(1-p)^k", "p^k"), rates),
+        "Categories": _categories(records, tasks),
+        "Tasks": _solved(summary),
+        "Failures": _failures(records),
+        "Tokens": _tokens(records),
+        "Against the reference evaluation": _table(("setting", "reference", "here"), differing)
+        or ["All its settings are the same."],
+        "Suite": _settings(suite),
+        "Settings": _settings(run.config),
+        "Environment": _settings(run.environment),
+    }
+    lines = [f"# {run.suite['name']}", *_score(run, summary)]
+    for title, found in sections.items():
+        lines += ["", f"## {title}", "", *found] if found else []
+    return "\n".join([*lines, "", f"Record of the run: {run.sha256}"]) + "\n"
 
 
 def reference_differences(run: RunRecord) -> list[tuple[str, Any, Any]]:
@@ -73,14 +90,6 @@ def _score(run: RunRecord, summary: Summary) -> list[str]:
     return [*lines, *_table(("rate", "value, Wilson 95 %"), rows)]
 
 
-def _rates(run: RunRecord, summary: Summary) -> list[str]:
-    rows = [
-        (rate.k, rate.tasks, *map(_number, (rate.at_k, rate.hat_k, rate.plug_at_k, rate.plug_hat_k)))
-        for rate in summary.rates(run.config["trials"])
-    ]
-    return ["", "## pass@k and pass^k", "", *_table(("k", "tasks", "pass@k", "pass^k", "1-(1-p)^k", "p^k"), rows)]
-
-
 def _categories(records: Sequence[Prediction], tasks: Sequence[Task]) -> list[str]:
     category = {task.id: task.category for task in tasks}
     if not any(category.values()):
@@ -91,26 +100,21 @@ def _categories(records: Sequence[Prediction], tasks: Sequence[Task]) -> list[st
         row[0] += record.passed is True
         row[1] += 1
     rows = [(name, f"{c}/{n}", f"{c / n:.4f} {_interval(c, n)}") for name, (c, n) in sorted(counts.items())]
-    return ["", "## Categories", "", *_table(("category", "passed", "rate"), rows)]
+    return _table(("category", "passed", "rate"), rows)
 
 
 def _solved(summary: Summary) -> list[str]:
     solved = set(summary.solved)
     unsolved = [name for name in summary.by_task if name not in solved]
-    lines = ["", "## Tasks", "", f"{len(solved)} of {len(summary.by_task)} tasks reach their threshold."]
+    lines = [f"{len(solved)} of {len(summary.by_task)} tasks reach their threshold."]
     return [*lines, f"Not: {listed(unsolved, SHOWN)}."] if unsolved else lines
 
 
 def _failures(records: Sequence[Prediction]) -> list[str]:
     rows = [(GROUPS[name], len(found), listed(found, 5)) for name, found in diagnose(records).items()]
-    lines = ["", "## Failures", ""]
-    lines += _table(("group", "trials", "which"), rows) if rows else ["None."]
     count = sum(goes_on(record.text) for record in records)
-    return [
-        *lines,
-        "",
-        f"{count} of {len(records)} texts go on behind a stop candidate (a next question, an end mark).",
-    ]
+    behind = f"{count} of {len(records)} texts go on behind a stop candidate (a next question, an end mark)."
+    return [*(_table(("group", "trials", "which"), rows) or ["None."]), "", behind]
 
 
 def _tokens(records: Sequence[Prediction]) -> list[str]:
@@ -122,24 +126,17 @@ def _tokens(records: Sequence[Prediction]) -> list[str]:
         ("median ms to the first token", f"{median(r.ttft_ms or 0.0 for r in done):.1f}"),
         ("median ms to the last token", f"{median(r.e2e_ms or 0.0 for r in done):.1f}"),
     ]
-    return ["", "## Tokens", "", *_table(("what", "value"), rows)]
+    return _table(("what", "value"), rows)
 
 
-def _settings(run: RunRecord) -> list[str]:
-    lines = ["", "## Against the reference evaluation", ""]
-    differing = reference_differences(run)
-    rows = [(name, _json(wanted), _json(here)) for name, wanted, here in differing]
-    lines += _table(("setting", "reference", "here"), rows) if rows else ["All its settings are the same."]
-    suite = {name: run.suite[name] for name in ("tasks", "files", "tasks_sha256", "notes")}
-    for title, part in (("Suite", suite), ("Settings", run.config), ("Environment", run.environment)):
-        lines += ["", f"## {title}", "", *_table(("name", "value"), ((n, _json(v)) for n, v in part.items()))]
-    return [*lines, "", f"Record of the run: {run.sha256}"]
+def _settings(part: dict[str, Any]) -> list[str]:
+    return _table(("name", "value"), [(name, _json(value)) for name, value in part.items()])
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
+def _table(head: Sequence[str], rows: Sequence[Iterable[object]]) -> list[str]:
+    """The lines of a table in Markdown; none if it has no rows."""
     cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    head = list(head)
-    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *cells)]
+    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *cells)] if cells else []
 
 
 def _json(value: object) -> str:

@@ -1,8 +1,8 @@
 """Runs a suite on a backend, batch by batch in the order of its tasks, and leaves a folder that tells all about it."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,6 @@ from ling3export.runners.evals.trials import (
 )
 
 
-@dataclass(frozen=True)
-class Item:
-    """A trial to be run: the task's place in the suite, the task, and the number of the try."""
-
-    place: int
-    task: Task
-    trial: int
-
-
 def run_suite(
     suite: Suite, backend: Backend, folder: Path, config: RunConfig, *, force: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -65,19 +56,21 @@ def run_suite(
     if not suite.tasks:
         raise EvalError(f"suite `{suite.name}`: expected at least one task, found none")
     config = replace(config, **suite.settings)
-    items = [Item(p, task, trial) for p, task in enumerate(suite.tasks) for trial in range(config.trials)]
     run = RunRecord.of(_suite_record(suite), config, backend.environment())
+    trials = [
+        Trial(task.id, n, trial_seed(config.seed, task.id, n)) for task in suite.tasks for n in range(config.trials)
+    ]
     with open_folder(folder, run, suite.tasks, force=force) as opened:
         runner = _Runner(suite, backend, config, opened)
         try:
-            for batch in _batches(items, config.batch):
-                runner.run([item for item in batch if (item.task.id, item.trial) not in opened.done])
+            for start in range(0, len(trials), config.batch):
+                runner.run([each for each in trials[start : start + config.batch] if each.pair not in opened.done])
                 if progress:
-                    progress(len(opened.done), len(items))
+                    progress(len(opened.done), len(trials))
         except EngineStopped as error:
-            kept = f"{len(opened.done)} of {len(items)} trials are kept: the same command goes on from there"
+            kept = f"{len(opened.done)} of {len(trials)} trials are kept: the same command goes on from there"
             raise EngineStopped(error.message, kept) from error
-        records = [opened.done[item.task.id, item.trial] for item in items]
+        records = [opened.done[trial.pair] for trial in trials]
         thresholds = {task.id: task.threshold if config.threshold is None else config.threshold for task in suite.tasks}
         summary = Summary([(record.task_id, record.passed) for record in records], thresholds)
         totals = {**summary.record(), "invalid": summary.invalid(config.max_infra)}
@@ -91,110 +84,110 @@ class _Runner:
 
     def __init__(self, suite: Suite, backend: Backend, config: RunConfig, folder: RunFolder) -> None:
         self._suite = suite
+        self._tasks = {task.id: (place, task) for place, task in enumerate(suite.tasks)}
         self._backend = backend
         self._config = config
         self._folder = folder
         self._worked = bool(folder.done)
 
-    def run(self, items: list[Item]) -> None:
-        if not items:
+    def run(self, trials: list[Trial]) -> None:
+        if not trials:
             return
-        trials = [
-            Trial(i.task.id, i.trial, trial_seed(self._config.seed, i.task.id, i.trial)) for i in items
-        ]  # fmt: skip
-        asks = [self.ask(item, trial) for item, trial in zip(items, trials, strict=True)]
-        before = self._backend.stats() if self._suite.product else {}
-        completions, refusal = _complete(self._backend, asks, trials, self._config.retry)
-        if not self._worked and refusal is not None and not any(completions):
-            raise refusal  # all trials of the first batch were refused: that is no accident, but a wrong set-up
+        before = self._counters()
+        answers = _answers(self._backend, [self.ask(trial) for trial in trials], trials, self._config.retry)
+        refusals = [each for each in answers if isinstance(each, Ling3Error)]
+        if not self._worked and refusals and all(isinstance(each, Exception) for each in answers):
+            raise refusals[-1]  # all trials of the first batch were refused: that is no accident, but a wrong set-up
         self._worked = True
         check_digests(self._backend.digests())
-        after = self._backend.stats() if self._suite.product else {}
-        for item, trial, completion in zip(items, trials, completions, strict=True):
-            if completion is None:
+        after = self._counters()
+        for trial, answer in zip(trials, answers, strict=True):
+            place, task = self._tasks[trial.task_id]
+            if isinstance(answer, Exception):
                 trial.status = "infra_error"
             else:
-                outcome = self.outcome(item.task, completion, before, after)
-                graded(trial, item.task, transcript_of(completion), outcome)
+                graded(trial, task, transcript_of(answer), self.outcome(task, answer, before, after))
             if self._config.transcripts:
-                self.write_transcript(item, trial)
-            self._folder.add(Prediction.of(item.place, item.task, trial))
+                folder = self._folder.path / "transcripts"
+                folder.mkdir(exist_ok=True)
+                text = json.dumps(trial.record(), ensure_ascii=False, indent=1) + "\n"
+                (folder / f"{place}-{trial.trial}.json").write_text(text, encoding="utf-8")
+            self._folder.add(Prediction.of(place, task, trial))
 
-    def ask(self, item: Item, trial: Trial) -> Ask:
-        config = self._config
-        sampling = config.sampling(trial.seed)
-        return Ask(f"task `{item.task.id}`", item.task.prompt, config.max_tokens, sampling, config.stop)
+    def _counters(self) -> dict[str, Any]:
+        return self._backend.stats() if self._suite.product else {}
+
+    def ask(self, trial: Trial) -> Ask:
+        task, config = self._tasks[trial.task_id][1], self._config
+        return Ask(f"task `{task.id}`", task.prompt, config.max_tokens, config.sampling(trial.seed), config.stop)
 
     def outcome(self, task: Task, completion: Completion, before: dict[str, Any], after: dict[str, Any]) -> Outcome:
-        text = completion.text or ""
+        """What came of a trial; with what it left behind, for suites whose graders look at the product."""
+        text, ids = completion.text or "", completion.token_ids
         extracted = extract_answer(text) if task.choices is None else choice_letter(text, len(task.choices))
-        state = {"text": text, "extracted": extracted, "tokens_digest": tokens_digest(completion.token_ids)}
+        state: dict[str, Any] = {
+            "text": text,
+            "extracted": extracted,
+            "tokens_digest": tokens_digest(completion.token_ids),
+        }
         if self._suite.product:
-            folder = self._folder
-            output = len(completion.token_ids)
-            state |= _product_state(before, after, folder.path, len(folder.done), output)
+            contents = {path.name: path.read_bytes() for path in self._folder.path.iterdir() if path.is_file()}
+            files = {name: {"bytes": len(data), "lines": data.count(b"\n")} for name, data in sorted(contents.items())}
+            state |= {"counters": after, "delta": _grown(before, after), "files": files, "output": len(ids)}
+            state["records"] = len(self._folder.done)
         return Outcome(state)
 
-    def write_transcript(self, item: Item, trial: Trial) -> None:
-        folder = self._folder.path / "transcripts"
-        folder.mkdir(exist_ok=True)
-        path = folder / f"{item.place}-{item.trial}.json"
-        path.write_text(json.dumps(trial.record(), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
-
-def _complete(
+def _answers(
     backend: Backend, asks: Sequence[Ask], trials: Sequence[Trial], retry: int
-) -> tuple[list[Completion | None], Ling3Error | None]:
+) -> Sequence[Completion | Exception]:
     """Completes a batch. After an error it tries the halves, down to the trials that are at fault, each alone.
 
     Returns:
-        For each trial its completion or None; and the last refusal that has a message for the user, if there was one.
+        For each trial its completion, or the error that ended it.
     """
-    done, error = _attempt(backend, asks)
-    if error is None:
-        return list(done), None
+    found = _attempt(backend, asks)
+    if not isinstance(found, Exception):
+        return found
     for trial in trials:
-        trial.attempts.append(InfraError.of(error))
+        trial.attempts.append(InfraError.of(found))
     # The failure of a batch says nothing yet about any one of its trials: each gets another attempt in any case.
     tries = retry if len(asks) == 1 else max(retry, 1)
-    found = _halved(backend, list(zip(asks, trials, strict=True)), tries, error)
-    refusals = [error for completion, error in found if completion is None and isinstance(error, Ling3Error)]
-    return [completion for completion, _ in found], refusals[-1] if refusals else None
+    return _halved(backend, list(zip(asks, trials, strict=True)), tries, found)
 
 
 def _halved(
     backend: Backend, pairs: list[tuple[Ask, Trial]], tries: int, error: Exception
-) -> list[tuple[Completion | None, Exception]]:
-    """Tries the halves of a batch that failed: for each trial its completion or None, and the last error."""
-    if len(pairs) > 1:
-        middle, found = len(pairs) // 2, []
-        for half in (pairs[:middle], pairs[middle:]):
-            if len(half) == 1:
-                found += _halved(backend, half, tries, error)
-                continue
-            done, again = _attempt(backend, [ask for ask, _ in half])
-            found += [(one, error) for one in done] if again is None else _halved(backend, half, tries, again)
-        return found
-    ((ask, trial),) = pairs
-    for _ in range(tries):
-        done, again = _attempt(backend, [ask])
-        if again is None:
-            return [(done[0], error)]
-        error = again
-        trial.attempts.append(InfraError.of(error))
-    return [(None, error)]
+) -> Sequence[Completion | Exception]:
+    """Tries the halves of a batch that failed with ``error``; a trial alone is tried ``tries`` times."""
+    found: Sequence[Completion] | Exception
+    if len(pairs) == 1:
+        ((ask, trial),) = pairs
+        for _ in range(tries):
+            found = _attempt(backend, [ask])
+            if not isinstance(found, Exception):
+                return found
+            error = found
+            trial.attempts.append(InfraError.of(error))
+        return [error]
+    answers: list[Completion | Exception] = []
+    for half in (pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]):
+        found = error if len(half) == 1 else _attempt(backend, [ask for ask, _ in half])
+        answers += _halved(backend, half, tries, found) if isinstance(found, Exception) else found
+    return answers
 
 
-def _attempt(backend: Backend, asks: Sequence[Ask]) -> tuple[list[Completion], Exception | None]:
+def _attempt(backend: Backend, asks: Sequence[Ask]) -> list[Completion] | Exception:
+    """The completions of a batch, or the error that it ended with, unless that ends the run."""
     try:
         done = backend.generate(asks)
     except (RankDivergence, EngineStopped):
         raise
     except Exception as error:
-        return [], error
+        return error
     if len(done) != len(asks):
         raise EvalError(f"backend: expected {len(asks)} completions, found {len(done)}")
-    return done, None
+    return done
 
 
 def transcript_of(completion: Completion) -> Transcript:
@@ -206,33 +199,11 @@ def transcript_of(completion: Completion) -> Transcript:
     )  # fmt: skip
 
 
-def _batches(items: list[Item], size: int) -> Iterator[list[Item]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
-
-
 def _suite_record(suite: Suite) -> dict[str, Any]:
     return {
         "name": suite.name, "tasks": len(suite.tasks), "files": suite.files, "notes": list(suite.notes),
         "reference": suite.reference, "tasks_sha256": sha256_of([task.record() for task in suite.tasks]),
     }  # fmt: skip
-
-
-def _product_state(
-    before: dict[str, Any], after: dict[str, Any], folder: Path, records: int, output: int
-) -> dict[str, Any]:
-    """The state that a trial left behind, for suites whose graders look at the product.
-
-    Args:
-        before: The backend's counters before the trial.
-        after: The backend's counters after it.
-        folder: The run's folder.
-        records: Number of records that the run has written so far.
-        output: Number of tokens that came back.
-    """
-    contents = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
-    files = {name: {"bytes": len(data), "lines": data.count(b"\n")} for name, data in contents.items()}
-    return {"counters": after, "delta": _grown(before, after), "files": files, "records": records, "output": output}
 
 
 def _grown(before: Any, after: Any) -> Any:

@@ -16,9 +16,7 @@ def pass_at_k(n: int, c: int, k: int) -> float | None:
 
     ``1 - C(n-c, k) / C(n, k)``: unbiased (Chen et al. 2021). None if ``n < k``, where it is undefined.
     """
-    if n < k:
-        return None
-    return 1.0 - comb(n - c, k) / comb(n, k)
+    return None if n < k else 1.0 - comb(n - c, k) / comb(n, k)
 
 
 def pass_hat_k(n: int, c: int, k: int) -> float | None:
@@ -26,9 +24,7 @@ def pass_hat_k(n: int, c: int, k: int) -> float | None:
 
     ``C(c, k) / C(n, k)``: unbiased (tau-bench). None if ``n < k``, where it is undefined.
     """
-    if n < k:
-        return None
-    return comb(c, k) / comb(n, k)
+    return None if n < k else comb(c, k) / comb(n, k)
 
 
 def plug_in(p: float, k: int) -> tuple[float, float]:

@@ -4,7 +4,7 @@ Data sets are the user's: none is downloaded, and the digests of the files that 
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,17 @@ from ling3export.runners.evals.demo import SEED, demo_records
 from ling3export.runners.evals.folder import PARTIAL
 from ling3export.runners.evals.graders import LETTERS, GraderSpec, Verdict
 from ling3export.runners.evals.task_files import check_unique, load_tasks, read_records
-from ling3export.runners.evals.tasks import Place, Task, task_from
+from ling3export.runners.evals.tasks import Place, Task
 from ling3export.runners.evals.trials import EvalError, Outcome
 
 SHOTS = 4
-SHORT, LONG = 5, 40  # tokens of the smoke test's prompts: 1, 2, 3, …, which any vocabulary has
+# The tasks of product-smoke: tokens of the prompt, which are 1, 2, 3, … (any vocabulary has those), and the looks.
+SMOKE: dict[str, tuple[int, list[str]]] = {
+    "short-prompt": (5, ["tokens_in", "nothing_compiles", "tokens_out", "one_prefill"]),
+    "long-prompt": (40, ["tokens_in", "nothing_compiles", "tokens_out"]),
+    "cells-again": (5, ["tokens_in", "nothing_compiles", "one_prefill"]),
+    "records-on-disk": (5, ["tokens_in", "records"]),
+}
 MMLU_SHOTS = 5
 STEP_BY_STEP = "Let's think step by step."
 # Scores of the reference evaluation, with the published weights and the settings in REFERENCE_SETTINGS.
@@ -69,7 +75,7 @@ def load_suite(name: str, data: Path | None = None, limit: int | None = None) ->
         raise EvalError(f"--data `{data}`: expected one of the suites {', '.join(SUITES)}, found `{name}`")
     elif Path(name).is_file():
         path = Path(name)
-        suite = Suite(path.stem, load_tasks(path), {path.name: sha256(path)})
+        suite = Suite(path.stem, load_tasks(path), {path.name: hashlib.sha256(path.read_bytes()).hexdigest()})
     else:
         raise EvalError(f"suite `{name}`: expected a task file, or one of {', '.join(SUITES)}, found neither")
     if limit is None:
@@ -85,22 +91,17 @@ def gsm8k(data: Path | None) -> Suite:
     """
     data = _given("gsm8k", data, "a folder with train.jsonl and test.jsonl, or a JSON file of prompts")
     if data.is_file() and data.suffix == ".json":
-        return Suite("gsm8k", _renamed(load_tasks(data), "gsm8k"), {data.name: sha256(data)}, REFERENCE["gsm8k"])
-    files = {name: _one(data, (f"{name}.jsonl", f"{name}.json")) for name in ("train", "test")}
-    train, test = (read_records(file) for file in files.values())
-    for name, records in (("train", train), ("test", test)):
-        _need(records, ("question", "answer"), files[name])
+        return _suite("gsm8k", load_tasks(data), [data])
+    train_file, test_file = _file(data, "train"), _file(data, "test")
+    train = _records(train_file, ("question", "answer"))
     if len(train) < SHOTS:
-        raise EvalError(f"gsm8k: expected {SHOTS} problems for shots, found {len(train)}, in {files['train']}")
+        raise EvalError(f"gsm8k: expected {SHOTS} problems for shots, found {len(train)}, in {train_file}")
     shots = "".join(f"Question: {item['question']}\nAnswer: {item['answer']}\n\n" for item in train[:SHOTS])
     tasks = [
-        _task(
-            f"gsm8k-{place}", "gsm8k", f"{shots}Question: {item['question']}\nAnswer:", "last_numeric",
-            target=item["answer"],
-        )
-        for place, item in enumerate(test)
-    ]  # fmt: skip
-    return Suite("gsm8k", tasks, {file.name: sha256(file) for file in files.values()}, REFERENCE["gsm8k"])
+        _task(f"gsm8k-{place}", f"{shots}Question: {item['question']}\nAnswer:", "last_numeric", target=item["answer"])
+        for place, item in enumerate(_records(test_file, ("question", "answer")))
+    ]
+    return _suite("gsm8k", tasks, [train_file, test_file])
 
 
 def mmlu_pro(data: Path | None) -> Suite:
@@ -110,45 +111,52 @@ def mmlu_pro(data: Path | None) -> Suite:
     validation there are no shots. A record with ``prompt`` is used verbatim.
     """
     data = _given("mmlu-pro", data, "a folder with test.jsonl and validation.jsonl, or a file")
-    test = data if data.is_file() else _one(data, ("test.jsonl", "test.json"))
-    files = [test]
+    files = [data if data.is_file() else _file(data, "test")]
     shots: dict[str, str] = {}
     notes: tuple[str, ...] = ("no validation file: 0 shots",)
-    if data.is_dir() and any((data / name).is_file() for name in ("validation.jsonl", "validation.json")):
-        files.append(_one(data, ("validation.jsonl", "validation.json")))
-        examples = _need(read_records(files[1]), ("question", "options", "answer", "category", "cot_content"), files[1])
+    if data.is_dir() and _found(data, "validation"):
+        files.append(_file(data, "validation"))
+        examples = _records(files[1], ("question", "options", "answer", "category", "cot_content"))
         shots, notes = _mmlu_shots(examples), ()
     tasks = []
-    for place, item in enumerate(read_records(test)):
-        _need([item], ("answer",) if "prompt" in item else ("question", "options", "answer"), test, place)
+    for place, item in enumerate(read_records(files[0])):
+        _need(item, ("answer",) if "prompt" in item else ("question", "options", "answer"), files[0], place)
         category = str(item.get("category", ""))
         prompt = item.get("prompt")
         if prompt is None:
             prompt = f"{shots.get(category, '')}{_mmlu_question(item)}{STEP_BY_STEP}"
         name = f"mmlu-pro-{item.get('question_id', place)}"
-        extra = {"choices": item["options"]} if "options" in item else {}
-        extra |= {"category": category} if category else {}
-        tasks.append(_task(name, "mmlu-pro", prompt, "choice_letter", target=item["answer"], **extra))
-    check_unique(tasks, test.name)
-    return Suite("mmlu-pro", tasks, {file.name: sha256(file) for file in files}, REFERENCE["mmlu-pro"], notes=notes)
+        tasks.append(
+            _task(
+                name,
+                prompt,
+                "choice_letter",
+                target=item["answer"],
+                choices=item.get("options"),
+                category=category or None,
+            )
+        )
+    check_unique(tasks, files[0].name)
+    return _suite("mmlu-pro", tasks, files, notes=notes)
 
 
 def product_smoke(data: Path | None) -> Suite:
     """Four tasks whose graders look at counters and files only, never at what the model said."""
-    return Suite(
-        "product-smoke", _smoke_tasks(), settings={"batch": 1, "max_tokens": 8, "transcripts": True}, product=True
-    )
+    tasks = [
+        Task(f"product-smoke-{name}", {"prompt_ids": [*range(1, length + 1)]}, graders=[_look(each) for each in looks])
+        for name, (length, looks) in SMOKE.items()
+    ]
+    return _suite("product-smoke", tasks, settings={"batch": 1, "max_tokens": 8, "transcripts": True}, product=True)
 
 
 def demo(data: Path | None) -> Suite:
     """Problems that were kept from the demo checkpoint's training, behind four worked problems that were not."""
     tasks = [
-        _task(f"demo-{place}", "demo", f"{shots}Question: {problem.question}\nAnswer:", "last_numeric",
-              target=problem.answer)
+        _task(f"demo-{place}", f"{shots}Question: {problem.question}\nAnswer:", "last_numeric", target=problem.answer)
         for place, (shots, problem) in enumerate(demo_records())
-    ]  # fmt: skip
+    ]
     notes = (f"generated: seed {SEED}; names and pairs of numbers that training never saw",)
-    return Suite("demo", tasks, settings={"max_tokens": 32, "stop": ("\n\n",)}, notes=notes)
+    return _suite("demo", tasks, settings={"max_tokens": 32, "stop": ("\n\n",)}, notes=notes)
 
 
 SUITES: dict[str, Callable[[Path | None], Suite]] = {
@@ -156,20 +164,17 @@ SUITES: dict[str, Callable[[Path | None], Suite]] = {
 }  # fmt: skip
 
 
-def sha256(path: Path) -> str:
-    """The digest of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _task(name: str, suite: str, prompt: Any, grader: str, **fields: Any) -> Task:
-    record = {"id": name, "input": {"prompt": prompt}, "graders": [grader], **fields}
-    return task_from(record, Place(where=lambda path: f"in record {name}"), suite=suite)
-
-
-def _renamed(tasks: list[Task], suite: str) -> list[Task]:
+def _suite(name: str, tasks: list[Task], files: Sequence[Path] = (), **more: Any) -> Suite:
+    """A ready suite: its name goes to its tasks, too."""
     for task in tasks:
-        task.suite = suite
-    return tasks
+        task.suite = name
+    digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    return Suite(name, tasks, digests, REFERENCE.get(name), **more)
+
+
+def _task(name: str, prompt: Any, grader: str, **fields: Any) -> Task:
+    place = Place(where=lambda path: f"in record {name}")
+    return Task(name, {"prompt": prompt}, graders=[grader], place=place, **fields)
 
 
 def _given(suite: str, data: Path | None, wanted: str) -> Path:
@@ -179,19 +184,26 @@ def _given(suite: str, data: Path | None, wanted: str) -> Path:
     return data
 
 
-def _one(folder: Path, names: tuple[str, ...]) -> Path:
-    for name in names:
-        if (folder / name).is_file():
-            return folder / name
-    raise EvalError(f"data `{names[0]}`: expected {' or '.join(names)}, found neither, in {folder}")
+def _found(folder: Path, name: str) -> list[Path]:
+    return [path for end in ("jsonl", "json") if (path := folder / f"{name}.{end}").is_file()]
 
 
-def _need(records: list[dict[str, Any]], fields: tuple[str, ...], file: Path, first: int = 0) -> list[dict[str, Any]]:
-    for place, record in enumerate(records, first):
-        missing = [name for name in fields if name not in record]
-        if missing:
-            raise EvalError(f"record {place}: expected {listed(list(fields))}, found no {listed(missing)}, in {file}")
+def _file(folder: Path, name: str) -> Path:
+    if not (found := _found(folder, name)):
+        raise EvalError(f"data `{name}.jsonl`: expected {name}.jsonl or {name}.json, found neither, in {folder}")
+    return found[0]
+
+
+def _records(file: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
+    records = read_records(file)
+    for place, record in enumerate(records):
+        _need(record, fields, file, place)
     return records
+
+
+def _need(record: dict[str, Any], fields: Sequence[str], file: Path, place: int) -> None:
+    if missing := [name for name in fields if name not in record]:
+        raise EvalError(f"record {place}: expected {listed(list(fields))}, found no {listed(missing)}, in {file}")
 
 
 def _mmlu_question(item: dict[str, Any]) -> str:
@@ -214,57 +226,24 @@ def _mmlu_shots(examples: list[dict[str, Any]]) -> dict[str, str]:
     return {category: intro.format(category) + "".join(blocks) for category, blocks in shots.items()}
 
 
-def _smoke_tasks() -> list[Task]:
-    checks: tuple[tuple[str, int, tuple[Callable[[dict[str, Any]], str], ...]], ...] = (
-        ("short-prompt", SHORT, (_nothing_compiles, _tokens_out, _one_prefill)),
-        ("long-prompt", LONG, (_nothing_compiles, _tokens_out)),
-        ("cells-again", SHORT, (_nothing_compiles, _one_prefill)),
-        ("records-on-disk", SHORT, (_records,)),
-    )
-    return [
-        Task(
-            id=f"product-smoke-{name}",
-            suite="product-smoke",
-            input={"prompt_ids": list(range(1, length + 1))},
-            graders=[_spec(check) for check in (_tokens_in(length), *looks)],
-        )
-        for name, length, looks in checks
-    ]
+def _looks(task: Task, state: dict[str, Any]) -> dict[str, tuple[str, object, object]]:
+    """What the graders of product-smoke look at, by name: in words, what it has to be, and what it is."""
+    delta = state["delta"]
+    prefills = sum(cell["calls"] for name, cell in delta["cells"].items() if name.startswith("prefill@"))
+    lines = state["files"].get(PARTIAL, {}).get("lines")
+    return {
+        "tokens_in": ("tokens in", len(task.prompt), delta["tokens_in"]),
+        "tokens_out": ("tokens out", state["output"], delta["tokens_out"]),
+        "nothing_compiles": ("compile events", 0, delta["compile_events"]),
+        "one_prefill": ("prefill calls", 1, prefills),
+        "records": ("lines in the predictions file", state["records"], lines),
+    }
 
 
-def _spec(check: Callable[[dict[str, Any]], str]) -> GraderSpec:
-    """A state check from a function that says what is wrong, or nothing."""
-
+def _look(name: str) -> GraderSpec:
     def function(task: Task, transcript: object, outcome: Outcome) -> Verdict:
-        wrong = check(outcome.state)
+        what, wanted, found = _looks(task, outcome.state)[name]
+        wrong = "" if wanted == found else f"{what}: expected {wanted}, found {found}"
         return {"passed": not wrong, "explanation": wrong or "as it should be"}
 
-    return GraderSpec("state_check", check.__name__.strip("_"), {}, function)
-
-
-def _tokens_in(length: int) -> Callable[[dict[str, Any]], str]:
-    def tokens_in(state: dict[str, Any]) -> str:
-        return _differs("tokens in", length, state["delta"]["tokens_in"])
-
-    return tokens_in
-
-
-def _tokens_out(state: dict[str, Any]) -> str:
-    return _differs("tokens out", state["output"], state["delta"]["tokens_out"])
-
-
-def _nothing_compiles(state: dict[str, Any]) -> str:
-    return _differs("compile events", 0, state["delta"]["compile_events"])
-
-
-def _one_prefill(state: dict[str, Any]) -> str:
-    calls = sum(cell["calls"] for name, cell in state["delta"]["cells"].items() if name.startswith("prefill@"))
-    return _differs("prefill calls", 1, calls)
-
-
-def _records(state: dict[str, Any]) -> str:
-    return _differs("lines in the predictions file", state["records"], state["files"].get(PARTIAL, {}).get("lines"))
-
-
-def _differs(what: str, wanted: object, found: object) -> str:
-    return "" if wanted == found else f"{what}: expected {wanted}, found {found}"
+    return GraderSpec("state_check", name, {}, function)

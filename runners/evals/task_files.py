@@ -6,31 +6,27 @@
 import json
 import os
 import re
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ling3export.errors import Ling3Error
-from ling3export.runners.evals.graders import grade
-from ling3export.runners.evals.tasks import FieldPath, Place, Predicates, Task, task_from
+from ling3export.runners.evals.graders import KINDS, grade
+from ling3export.runners.evals.tasks import FieldPath, Place, Predicates, Task, known, task_from
 from ling3export.runners.evals.trials import EvalError, Outcome, Transcript
 
 YAML = (".yaml", ".yml")
-PROBLEM_FIELDS = {"id", "prompt", "question", "answer", "target"}
-TEMPLATE = """\
-task:
-  id: {name}
-  category: ""
-  input:
-    prompt: "Question: How many legs do 3 cats have?\\nAnswer:"
-  target: "12"
-  graders:  # last_numeric, choice_letter, exact, regex, response_contains, state_check, transcript_constraints, …
-    - kind: last_numeric
-  grading:
-    threshold: 1.0  # share of the trials that must pass
-  reference_solution: "3 cats have 3 * 4 = 12 legs."
-"""
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
+PROBLEM_FIELDS = ("answer", "id", "prompt", "question", "target")
+TEMPLATE = {
+    "input": {"prompt": "Question: How many legs do 3 cats have?\nAnswer:"},
+    "target": "12",
+    "graders": ["last_numeric"],
+    "grading": {"threshold": 1.0},
+    "reference_solution": "3 cats have 3 * 4 = 12 legs.",
+}
+COMMENTS = {"graders": f"  # of {', '.join(KINDS)}", "grading": "  # share of the trials that must pass"}
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]|[^\s{}\[\],:"]+')
 LineOf = Callable[[FieldPath], int]
 
 
@@ -58,19 +54,12 @@ def load_tasks(path: str | Path, predicates: Predicates | None = None) -> list[T
     for value, field in _items(document):
         place = Place(field, where)
         if isinstance(value, dict) and "input" not in value and value.keys() & {"prompt", "question"}:
-            made = _problem(value, f"{path.stem}-{len(tasks)}", place)
-            tasks.append(task_from(made, Place((), _always(str(place))), suite=path.stem))
-            continue
+            value = _problem(value, f"{path.stem}-{len(tasks)}", place)
         tasks.append(task_from(value, place, suite=path.stem, predicates=predicates))
     if not tasks:
         raise EvalError(f"task file `{path.name}`: expected at least one task, found none, in {path.parent}")
     check_unique(tasks, path.name)
     return tasks
-
-
-def _always(text: str) -> Callable[[FieldPath], str]:
-    """The line of a problem, for every field of the task that is made of it."""
-    return lambda path: text
 
 
 def check_unique(tasks: list[Task], where: str) -> None:
@@ -118,14 +107,12 @@ def new_task(path: Path, *, force: bool = False) -> None:
         raise EvalError(f"task file `{path.name}`: expected a name that ends in .yaml, .yml or .json")
     if not path.parent.is_dir():
         raise EvalError(f"task file `{path.name}`: expected an existing folder, found none, at {path.parent}")
-    text = TEMPLATE.format(name=json.dumps(path.stem))
+    task = {"id": path.stem, **TEMPLATE}
     if path.suffix == ".json":
-        task = {
-            "id": path.stem, "input": {"prompt": "Question: How many legs do 3 cats have?\nAnswer:"}, "target": "12",
-            "graders": [{"kind": "last_numeric"}], "grading": {"threshold": 1.0},
-            "reference_solution": "3 cats have 3 * 4 = 12 legs.",
-        }  # fmt: skip
         text = json.dumps({"task": task}, ensure_ascii=False, indent=2) + "\n"
+    else:  # every JSON value is YAML, too
+        lines = [f"  {name}: {json.dumps(each)}{COMMENTS.get(name, '')}\n" for name, each in task.items()]
+        text = "".join(["task:\n", *lines])
     try:
         flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if force else os.O_EXCL)
         with open(os.open(path, flags, 0o666), "w", encoding="utf-8") as file:
@@ -160,15 +147,8 @@ def _failed(task: Task, text: str) -> list[str]:
 
 
 def _problem(value: dict[str, Any], name: str, place: Place) -> dict[str, Any]:
-    """A problem with its prompt, as the JSON of a task that is graded by the last number.
-
-    Raises:
-        EvalError: A field is unknown or missing.
-    """
-    for key in value:
-        if key not in PROBLEM_FIELDS:
-            wanted = ", ".join(sorted(PROBLEM_FIELDS))
-            raise EvalError(f"key `{key}`: expected one of {wanted}, found `{key}`, {place.at(key)}")
+    """A problem with its prompt, as the JSON of a task that is graded by the last number."""
+    known(value, PROBLEM_FIELDS, place)
     answers = [value[key] for key in ("answer", "target") if key in value]
     if len(answers) != 1 or ("prompt" in value) == ("question" in value):
         raise EvalError(
@@ -198,11 +178,6 @@ def _items(document: Any) -> list[tuple[Any, FieldPath]]:
 
 
 def _text(path: Path) -> str:
-    """The text of a UTF-8 file.
-
-    Raises:
-        EvalError: It cannot be read.
-    """
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -214,11 +189,7 @@ def _text(path: Path) -> str:
 
 
 def _parsed(text: str) -> Any:
-    """The value of a JSON text without NaN and without halves of characters.
-
-    Raises:
-        ValueError: It is not such a text.
-    """
+    """The value of a JSON text; a ValueError if it has NaN or halves of characters."""
     value = json.loads(text)
     json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     return value
@@ -263,7 +234,10 @@ def _json(text: str, path: Path) -> tuple[Any, LineOf]:
         raise EvalError(f"task file `{path.name}`: expected JSON, found {error}, in {path.parent}") from error
 
     def line_of(field: FieldPath) -> int:
-        return json_lines(text).get(field, 1)
+        lines = json_lines(text)
+        while field not in lines:
+            field = field[:-1]
+        return lines[field]
 
     return document, line_of
 
@@ -271,27 +245,19 @@ def _json(text: str, path: Path) -> tuple[Any, LineOf]:
 def json_lines(text: str) -> dict[FieldPath, int]:
     """The line of every field and item of a valid JSON text, by its path."""
     lines: dict[FieldPath, int] = {}
-    stack: list[list[Any]] = []  # the open containers: [current key or index, whether it is an object]
-    key_next = False
-    line, counted = 1, 0
-    for token in _TOKEN.finditer(text):
-        word = token.group()
-        line, counted = line + text.count("\n", counted, token.start()), token.start()
-        if key_next and word.startswith('"'):
-            stack[-1][0] = json.loads(word)
-            lines[tuple(part for part, _ in stack)] = line
-            key_next = False
-            continue
-        if word == ",":
-            key_next = stack[-1][1]
-            if not key_next:
-                stack[-1][0] += 1
-        elif word in "}]":
-            stack.pop()
-            key_next = False
-        elif word != ":":
-            lines.setdefault(tuple(part for part, _ in stack), line)
-            if word in "{[":
-                key_next = word == "{"
-                stack.append([None if key_next else 0, key_next])
+    breaks = [place for place, character in enumerate(text) if character == "\n"]
+    tokens = _TOKEN.finditer(text)  # without commas and colons
+
+    def note(path: FieldPath, token: re.Match[str], start: int) -> None:
+        lines[path] = bisect(breaks, start) + 1
+        if token[0] == "{":
+            while (key := next(tokens))[0] != "}":
+                note((*path, json.loads(key[0])), next(tokens), key.start())
+        elif token[0] == "[":
+            number = 0
+            while (item := next(tokens))[0] != "]":
+                note((*path, number), item, item.start())
+                number += 1
+
+    note((), next(tokens), 0)
     return lines

@@ -5,13 +5,14 @@ Every message names the field that is wrong and where it stands.
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import InitVar, dataclass, field
-from typing import Any, cast
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import InitVar, dataclass, field, fields
+from types import NoneType, UnionType
+from typing import Any, cast, get_args, get_origin
 
 from ling3export.artifacts.records import canonical
 from ling3export.errors import listed
-from ling3export.runners.evals.graders import KINDS, Grader, GraderSpec, Verdict, parse_path
+from ling3export.runners.evals.graders import KINDS, Grader, GraderSpec, Verdict, arguments_of, parse_path
 from ling3export.runners.evals.trials import EvalError
 
 FieldPath = tuple[str | int, ...]  # names and indices that lead from a document's root to a field
@@ -19,11 +20,22 @@ Prompt = str | list[int] | list[dict[str, str]]
 Predicates = Mapping[str, Callable[..., Any]]
 
 PROMPTS = ("prompt", "messages", "prompt_ids", "message", "user_message")
-FIELDS = (
-    "id", "suite", "input", "target", "choices", "graders", "metadata", "difficulty", "category", "grading",
-    "reference_solution", "expected_outcome",
-)  # fmt: skip
-EXPECTED = ("response_contains", "state_checks", "tool_calls_required", "transcript_constraints")
+WORDS = {
+    str: "a text",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    dict: "an object",
+    list: "a list",
+    list[str]: "a list of texts",
+    list[int]: "a list of token ids",
+}
+# Fields of ``expected_outcome`` beside ``state_checks``: the grader that each stands for, and the argument that it is.
+SHORTHANDS = {
+    "tool_calls_required": ("steps_required", "steps"),
+    "response_contains": ("response_contains", "value"),
+    "transcript_constraints": ("transcript_constraints", None),
+}
 
 
 def in_code(path: FieldPath) -> str:
@@ -51,6 +63,9 @@ class Place:
         return self.where(self.path)
 
 
+IN_CODE = Place()
+
+
 @dataclass
 class Task:
     """One thing to be done, with what tells whether it was done.
@@ -61,7 +76,8 @@ class Task:
         suite: The suite's name; for tasks of a file, by default the file's name.
         target: The right answer, in the form that the graders read.
         choices: The options of a multiple-choice question.
-        graders: GraderSpec, or callables; at least one, those made from ``expected_outcome`` and ``grader`` included.
+        graders: Each is a GraderSpec, a callable, the name of a kind, or an object with ``kind`` and its arguments. All
+            are GraderSpec once the task is made, those of ``expected_outcome`` and ``grader`` included.
         metadata: Anything.
         difficulty: A word for reports.
         category: A word for reports, which count by it.
@@ -72,6 +88,7 @@ class Task:
         expected_outcome: Shorthand for graders.
         grader: Shorthand for one callable grader.
         predicates: What state checks call by name, such as ``database``: ``(arguments, outcome) -> bool``.
+        place: Where the task stands, for messages.
 
     Raises:
         EvalError: A field is missing or unknown, or has the wrong type.
@@ -91,17 +108,25 @@ class Task:
     expected_outcome: InitVar[dict[str, Any] | None] = None
     grader: InitVar[Grader | None] = None
     predicates: InitVar[Predicates | None] = None
+    place: InitVar[Place] = IN_CODE
 
     def __post_init__(
-        self, expected_outcome: dict[str, Any] | None, grader: Grader | None, predicates: Predicates | None
+        self, expected_outcome: object, grader: Grader | None, predicates: Predicates | None, place: Place
     ) -> None:
-        _check_input(self.input, Place(("input",)))
-        _check_grading(self.grading, Place(("grading",)))
-        self.graders = [_named(grader) if callable(grader) else grader for grader in self.graders]
+        for each in fields(self):
+            _typed(getattr(self, each.name), each.type, place.at(each.name))
+        if not self.id:
+            raise EvalError(f"task id: expected a text, found an empty one, {place.at('id')}")
+        _check_input(self.input, place.at("input"))
+        known(self.grading, ["threshold"], place.at("grading"))
+        here = place.at("grading", "threshold")
+        if not 0 < _typed(self.threshold, float, here) <= 1:
+            raise EvalError(f"`threshold`: expected a number above 0, at most 1, found {self.threshold}, {here}")
+        self.graders = [_grader(each, place.at("graders", number)) for number, each in enumerate(self.graders)]
         if expected_outcome is not None:
-            self.graders += _expected_graders(expected_outcome, predicates or {}, Place(("expected_outcome",)))
+            self.graders += _expected_graders(expected_outcome, predicates or {}, place.at("expected_outcome"))
         if grader is not None:
-            self.graders.append(_named(grader))
+            self.graders.append(_grader(grader, place.at("grader")))
 
     @property
     def threshold(self) -> float:
@@ -125,8 +150,8 @@ class Task:
             {"kind": g.kind, "name": g.name, "arguments": g.arguments, "required": g.required, "weight": g.weight}
             for g in self.graders
         ]
-        fields = {name: getattr(self, name) for name in ("id", "suite", "input", "target", "choices", "category")}
-        return {**fields, "threshold": self.threshold, "graders": graders}
+        plain = {name: getattr(self, name) for name in ("id", "suite", "input", "target", "choices", "category")}
+        return {**plain, "threshold": self.threshold, "graders": graders}
 
 
 def prompt_of(fields: dict[str, Any]) -> Prompt:
@@ -138,83 +163,59 @@ def prompt_of(fields: dict[str, Any]) -> Prompt:
 
 
 def task_from(value: object, place: Place, *, suite: str = "", predicates: Predicates | None = None) -> Task:
-    """A task from JSON.
+    """A task from JSON. A field that is null counts as one that is not there.
 
     Raises:
         EvalError: A field is missing or unknown, or has the wrong type.
     """
-    fields = _object(value, place)
-    _known(fields, FIELDS, place)
+    given = {name: each for name, each in _typed(value, dict, place).items() if each is not None}
+    known(given, [*(each.name for each in fields(Task)), "expected_outcome"], place)
     for name in ("id", "input"):
-        if name not in fields:
-            raise EvalError(f"task `{fields.get('id', '?')}`: expected the field {name}, found none, {place}")
-    texts = {}
-    for name in ("id", "suite", "target", "difficulty", "category", "reference_solution"):
-        if fields.get(name) is not None:
-            texts[name] = _typed(fields[name], str, "a text", place.at(name))
-    if not texts.get("id"):
-        raise EvalError(f"task id: expected a text, found an empty one, {place.at('id')}")
-    _check_input(fields["input"], place.at("input"))
-    choices = fields.get("choices")
-    if choices is not None:
-        choices = _texts(choices, place.at("choices"))
-    graders = [
-        _grader(item, place.at("graders", number))
-        for number, item in enumerate(_typed(fields.get("graders", []), list, "a list", place.at("graders")))
-    ]
-    expected = fields.get("expected_outcome")
-    if expected is not None:
-        graders += _expected_graders(expected, predicates or {}, place.at("expected_outcome"))
-    if not graders:
+        if name not in given:
+            raise EvalError(f"task `{given.get('id', '?')}`: expected the field {name}, found none, {place}")
+    task = Task(**{"suite": suite, **given}, predicates=predicates, place=place)
+    if not task.graders:
         hint = "add graders: or expected_outcome:"
-        raise EvalError(f"task `{texts['id']}`: expected at least one grader, found none, {place}", hint)
-    return Task(
-        input=fields["input"], choices=choices, graders=graders,
-        metadata=_object(fields.get("metadata", {}), place.at("metadata")),
-        grading=_check_grading(fields.get("grading", {}), place.at("grading")), **{"suite": suite, **texts},
-    )  # fmt: skip
+        raise EvalError(f"task `{task.id}`: expected at least one grader, found none, {place}", hint)
+    return task
 
 
 def _grader(value: object, place: Place) -> GraderSpec:
-    """A grader from JSON: the name of a kind, or an object with ``kind`` and its arguments."""
-    fields = {"kind": value} if isinstance(value, str) else dict(_object(value, place))
-    kind = fields.pop("kind", None)
+    """A grader in any of the forms that ``Task.graders`` may have."""
+    if isinstance(value, GraderSpec):
+        return value
+    if callable(value):
+        return GraderSpec("callable", getattr(value, "__name__", "grader"), {}, value)
+    given = {"kind": value} if isinstance(value, str) else dict(_typed(value, dict, place))
+    kind = given.pop("kind", None)
     if kind not in KINDS:
         raise EvalError(f"grader: expected one of {', '.join(KINDS)}, found {kind!r}, {place}")
-    name = _typed(fields.pop("name", kind), str, "a text", place.at("name"))
-    required = _typed(fields.pop("required", True), bool, "true or false", place.at("required"))
-    weight = _typed(fields.pop("weight", 1.0), (int, float), "a number", place.at("weight"))
+    name = _typed(given.pop("name", kind), str, place.at("name"))
+    required = _typed(given.pop("required", True), bool, place.at("required"))
+    weight = _typed(given.pop("weight", 1.0), float, place.at("weight"))
     if weight < 0:
         raise EvalError(f"`weight`: expected 0 or more, found {weight}, {place.at('weight')}")
-    _check_arguments(kind, fields, place)
-    return GraderSpec(kind, name, fields, None, required, float(weight))
+    _check_arguments(kind, given, place)
+    return GraderSpec(kind, name, given, None, required, float(weight))
 
 
 def _expected_graders(value: object, predicates: Predicates, place: Place) -> list[GraderSpec]:
     """The graders that ``expected_outcome`` stands for."""
-    fields = _object(value, place)
-    _known(fields, EXPECTED, place)
-    graders = []
-    checks = _typed(fields.get("state_checks", []), list, "a list", place.at("state_checks"))
-    for number, check in enumerate(checks):
-        graders.append(_state_check(check, predicates, place.at("state_checks", number)))
-    if "tool_calls_required" in fields:
-        steps = _texts(fields["tool_calls_required"], place.at("tool_calls_required"))
-        graders.append(GraderSpec("steps_required", "tool_calls_required", {"steps": steps}))
-    if "transcript_constraints" in fields:
-        here = place.at("transcript_constraints")
-        arguments = _object(fields["transcript_constraints"], here)
-        _check_arguments("transcript_constraints", arguments, here)
-        graders.append(GraderSpec("transcript_constraints", arguments=arguments))
-    if "response_contains" in fields:
-        arguments = {"value": fields["response_contains"]}
-        _check_arguments("response_contains", arguments, place)
-        graders.append(GraderSpec("response_contains", arguments=arguments))
+    fields = _typed(value, dict, place)
+    known(fields, ("state_checks", *SHORTHANDS), place)
+    here = place.at("state_checks")
+    checks = _typed(fields.get("state_checks", []), list, here)
+    graders = [_state_check(check, predicates, here.at(number)) for number, check in enumerate(checks)]
+    for name, (kind, argument) in SHORTHANDS.items():
+        if name in fields:
+            arguments = {argument: fields[name]} if argument else _typed(fields[name], dict, place.at(name))
+            _check_arguments(kind, arguments, place.at(name))
+            graders.append(GraderSpec(kind, name, arguments))
     return graders
 
 
 def _state_check(value: object, predicates: Predicates, place: Place) -> GraderSpec:
-    fields = _object(value, place)
+    fields = _typed(value, dict, place)
     if "path" in fields:
         _check_arguments("state_check", fields, place)
         return GraderSpec("state_check", f"state_check {fields['path']}", fields)
@@ -238,77 +239,67 @@ def _state_check(value: object, predicates: Predicates, place: Place) -> GraderS
 
 
 def _check_arguments(kind: str, arguments: dict[str, Any], place: Place) -> None:
-    needs, takes = KINDS[kind].needs, KINDS[kind].takes
-    _known(arguments, (*sorted(needs), *sorted(takes)), place)
-    for name in sorted(needs - arguments.keys()):
-        raise EvalError(f"grader `{kind}`: expected {name}, found none, {place}")
-    for name, value in arguments.items():
-        here = place.at(name)
-        if name in ("must_contain", "must_not_contain", "steps") or (name == "value" and not isinstance(value, str)):
-            _texts(value, here)
-        elif name == "max_turns":
-            _typed(value, int, "a whole number", here)
-        elif name == "ordered":
-            _typed(value, bool, "true or false", here)
-        elif name in ("pattern", "path"):
-            try:
-                (re.compile if name == "pattern" else parse_path)(_typed(value, str, "a text", here))
-            except (ValueError, re.error) as error:
-                raise EvalError(f"`{name}`: {error}, {here}") from error
+    takes = arguments_of(kind)
+    known(arguments, takes, place)
+    for name, (type_, needed) in takes.items():
+        if name not in arguments:
+            if needed:
+                raise EvalError(f"grader `{kind}`: expected {name}, found none, {place}")
+            continue
+        value = _typed(arguments[name], type_, place.at(name))
+        try:
+            if name in ("pattern", "path"):
+                (re.compile if name == "pattern" else parse_path)(value)
+        except (ValueError, re.error) as error:
+            raise EvalError(f"`{name}`: {error}, {place.at(name)}") from error
 
 
-def _check_input(value: object, place: Place) -> None:
-    fields = _object(value, place)
-    _known(fields, (*PROMPTS, "context"), place)
+def _check_input(fields: dict[str, Any], place: Place) -> None:
+    known(fields, (*PROMPTS, "context"), place)
     given = [name for name in PROMPTS if name in fields]
     if len(given) != 1:
         raise EvalError(f"input: expected one of {', '.join(PROMPTS)}, found {' and '.join(given) or 'none'}, {place}")
     name, prompt, here = given[0], fields[given[0]], place.at(given[0])
     if name == "prompt_ids":
-        for item in _typed(prompt, list, "a list of token ids", here):
-            _typed(item, int, "a list of token ids", here)
+        _typed(prompt, list[int], here)
     elif name == "messages":
-        for item in _typed(prompt, list, "a list of messages", here):
+        for item in _typed(prompt, list, here):
             if not isinstance(item, dict) or not {"role", "content"} <= item.keys():
                 raise EvalError(f"`messages`: expected objects with role and content, found {item!r}, {here}")
     else:
-        _typed(prompt, str, "a text", here)
+        _typed(prompt, str, here)
     if "context" in fields and name in ("prompt_ids", "messages"):
         raise EvalError(f"`context`: expected it beside a text, found it beside {name}, {place.at('context')}")
 
 
-def _named(grader: Grader) -> GraderSpec:
-    return GraderSpec("callable", getattr(grader, "__name__", "grader"), {}, grader)
+def known(fields: dict[str, Any], names: Collection[str], place: Place) -> None:
+    """Refuses a field that has none of the names.
 
-
-def _check_grading(value: object, place: Place) -> dict[str, float]:
-    fields = _object(value, place)
-    _known(fields, ("threshold",), place)
-    here = place.at("threshold")
-    threshold = _typed(fields.get("threshold", 1.0), (int, float), "a number", here)
-    if not 0 < threshold <= 1:
-        raise EvalError(f"`threshold`: expected a number above 0, at most 1, found {threshold}, {here}")
-    return fields
-
-
-def _known(fields: dict[str, Any], names: tuple[str, ...], place: Place) -> None:
+    Raises:
+        EvalError: There is one; its line is named.
+    """
     for name in fields:
         if name not in names:
             raise EvalError(f"key `{name}`: expected one of {', '.join(names)}, found `{name}`, {place.at(name)}")
 
 
-def _object(value: object, place: Place) -> dict[str, Any]:
-    return cast("dict[str, Any]", _typed(value, dict, "an object", place))
-
-
-def _texts(value: object, place: Place) -> list[str]:
-    for item in _typed(value, list, "a list of texts", place):
-        _typed(item, str, "a list of texts", place)
-    return cast("list[str]", value)
-
-
-def _typed(value: Any, kind: type | tuple[type, ...], wanted: str, place: Place) -> Any:
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+def _typed(value: Any, kind: Any, place: Place) -> Any:
+    """The value, if it is of the type ``kind``, which may be a union."""
+    kinds = get_args(kind) if isinstance(kind, UnionType) else [kind]
+    wrong = [_wrong(value, each) for each in kinds]
+    if all(wrong):
         name = next((str(part) for part in reversed(place.path) if isinstance(part, str)), "task")
-        raise EvalError(f"`{name}`: expected {wanted}, found {value!r}, {place}")
+        wanted = " or ".join(WORDS.get(each) or WORDS[get_origin(each)] for each in kinds if each is not NoneType)
+        raise EvalError(f"`{name}`: expected {wanted}, found {wrong[0][0]!r}, {place}")
     return value
+
+
+def _wrong(value: Any, kind: Any) -> list[Any]:
+    """What is not of the type ``kind``: the value itself, or items of a list; nothing if all is right."""
+    outer, items = get_origin(kind) or kind, get_args(kind)
+    if outer is Any:
+        return []
+    types: Any = (int, float) if kind is float else outer
+    if isinstance(value, bool) != (kind is bool) or not isinstance(value, types):
+        return [value]
+    return [item for item in value if _wrong(item, items[0])] if outer is list and items else []

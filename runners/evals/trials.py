@@ -213,6 +213,11 @@ class Trial:
     score: float | None = None
 
     @property
+    def pair(self) -> tuple[str, int]:
+        """Which trial this is: the task's id and the try's number."""
+        return self.task_id, self.trial
+
+    @property
     def infra(self) -> InfraError | None:
         """The error that the trial ended in."""
         return self.attempts[-1] if self.status == "infra_error" else None
@@ -224,13 +229,7 @@ class Trial:
 
     def record(self) -> dict[str, Any]:
         """The whole trial as JSON."""
-        return {
-            "task_id": self.task_id, "trial": self.trial, "seed": self.seed, "status": self.status,
-            "attempts": [asdict(attempt) for attempt in self.attempts],
-            "transcript": asdict(self.transcript) if self.transcript else None,
-            "outcome": self.outcome.state if self.outcome else None,
-            "grades": [asdict(grade) for grade in self.grades], "passed": self.passed, "score": self.score,
-        }  # fmt: skip
+        return asdict(self) | {"outcome": self.outcome.state if self.outcome else None}
 
 
 def text_of(transcript: object) -> str:

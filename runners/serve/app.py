@@ -21,7 +21,7 @@ from ling3export.runners.engine.handle import EngineStopped, QueueFull
 from ling3export.runners.serve import calls
 from ling3export.runners.serve.calls import Call
 from ling3export.runners.serve.metrics import Metrics
-from ling3export.runners.serve.responses import Answer, Stream, logged, release, stopped, whole
+from ling3export.runners.serve.responses import Answer, Stream, release, stopped, whole
 from ling3export.runners.serve.schema import ApiError, parse
 
 if TYPE_CHECKING:
@@ -62,11 +62,18 @@ def application(engine: "Engine", policy: Policy) -> ASGIApp:
     paths = frozenset(route.path for route in routes)
     return Starlette(
         routes=routes,
-        middleware=[Middleware(_Counted, server.counters, paths), Middleware(_Keyed, policy.api_key)],
+        middleware=[Middleware(_Front, server.counters, paths, policy.api_key)],
         exception_handlers={
-            ApiError: _refused, HTTPException: _no_route, ClientDisconnect: _left, Exception: _failed,
+            ApiError: _handler(lambda request, error: error),
+            QueueFull: _handler(_full),
+            EngineStopped: _handler(lambda request, error: stopped(error)),
+            HTTPException: _handler(_no_route),
+            ClientDisconnect: _handler(lambda request, error: ApiError(LEFT, "client: expected to wait, found gone")),
+            Exception: _handler(
+                lambda request, error: ApiError(500, "server: expected no error, found one: see its log")
+            ),
         },
-    )  # fmt: skip
+    )
 
 
 class _Server:
@@ -77,10 +84,10 @@ class _Server:
         self.counters = Metrics(engine)
 
     async def completions(self, request: Request) -> Response:
-        body = await self._body(request)
-        policy = self._policy
-        read = partial(calls.completions, body, self._engine, policy.model, policy.max_requests)
-        return await self._answer(request, read)
+        body, policy = await self._body(request), self._policy
+        return await self._answer(
+            request, partial(calls.completions, body, self._engine, policy.model, policy.max_requests)
+        )
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request)
@@ -97,28 +104,21 @@ class _Server:
 
     async def health(self, request: Request) -> Response:
         if (error := self._engine.stopped) is not None:
-            raise stopped(error)
+            raise stopped(error, log=False)
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self.counters.text(), media_type="text/plain; version=0.0.4")
 
     async def _answer(self, request: Request, read: Callable[[], Call]) -> Response:
-        try:
-            # In a thread: the event loop must not wait while long texts are tokenized.
-            call = await asyncio.to_thread(read)
-            handles = self._engine.submit(*call.requests)
-        except QueueFull as error:
-            raise ApiError(429, error.message, code="queue_full", headers={"Retry-After": "1"}) from None
-        except EngineStopped as error:
-            raise logged(error) from None
+        # In a thread: the event loop must not wait while long texts are tokenized.
+        call = await asyncio.to_thread(read)
+        handles = self._engine.submit(*call.requests)
         answer = Answer(call, self._policy.model)
         if call.stream:
             return Stream(handles, answer, self.counters)
         try:
             completions = await whole(handles, request.receive)
-        except EngineStopped as error:
-            raise logged(error) from None
         finally:
             release(handles, self.counters)
         for completion in completions:
@@ -148,41 +148,23 @@ class _Server:
         return parse(bytes(data))
 
     def _model(self) -> dict[str, Any]:
-        context = self._engine.limits.context
         return {
             "id": self._policy.model, "object": "model", "created": self._since, "owned_by": "ling3export",
-            "max_model_len": context,
+            "max_model_len": self._engine.limits.context,
         }  # fmt: skip
 
 
-class _Keyed:
-    """Refuses calls without the bearer token."""
+class _Front:
+    """Counts responses by route and status, and refuses calls without the bearer token.
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self._app = app
-        self._wanted = None if key is None else b"Bearer " + key.encode()
+    Paths that are no routes count as ``other``: clients choose them, without a bound.
+    """
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._wanted is not None and scope["path"] != HEALTH:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            # In constant time: how long a comparison takes must not tell how much of a guess is right.
-            if not hmac.compare_digest(given, self._wanted):
-                error = ApiError(
-                    401, "`Authorization`: expected `Bearer KEY` with this server's key, found "
-                    + ("another" if given else "none"), code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
-                )  # fmt: skip
-                await _response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-class _Counted:
-    """Counts responses by route and status. Other paths count as ``other``: clients choose them, without a bound."""
-
-    def __init__(self, app: ASGIApp, counters: Metrics, paths: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, counters: Metrics, paths: frozenset[str], key: str | None) -> None:
         self._app = app
         self._counters = counters
         self._paths = paths
+        self._wanted = None if key is None else b"Bearer " + key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def counted(message: Message) -> None:
@@ -191,7 +173,16 @@ class _Counted:
                 self._counters.responded(path, message["status"])
             await send(message)
 
-        await self._app(scope, receive, counted if scope["type"] == "http" else send)
+        app = self._app
+        if scope["type"] == "http" and self._wanted is not None and scope["path"] != HEALTH:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            # In constant time: how long a comparison takes must not tell how much of a guess is right.
+            if not hmac.compare_digest(given, self._wanted):
+                found = "another" if given else "none"
+                message = f"`Authorization`: expected `Bearer KEY` with this server's key, found {found}"
+                headers = {"WWW-Authenticate": "Bearer"}
+                app = _response(ApiError(401, message, code="invalid_api_key", headers=headers))
+        await app(scope, receive, counted if scope["type"] == "http" else send)
 
 
 def _response(error: ApiError) -> Response:
@@ -206,13 +197,10 @@ def _handler(make: Callable[[Request, Any], ApiError]) -> Callable[[Request, Exc
     return handle
 
 
-_refused = _handler(lambda request, error: error)
-_left = _handler(lambda request, error: ApiError(LEFT, "client: expected it to wait, found it gone"))
-_failed = _handler(lambda request, error: ApiError(500, "server: expected an answer, found an error: see its log"))
-_no_route = _handler(
-    lambda request, error: ApiError(
-        error.status_code,
-        f"{request.method} {request.url.path[:100]}: expected an endpoint, found {error.detail}",
-        headers=dict(error.headers or {}),
-    )
-)
+def _full(request: Request, error: QueueFull) -> ApiError:
+    return ApiError(429, error.message, code="queue_full", headers={"Retry-After": "1"})
+
+
+def _no_route(request: Request, error: HTTPException) -> ApiError:
+    message = f"{request.method} {request.url.path[:100]}: expected an endpoint, found {error.detail}"
+    return ApiError(error.status_code, message, headers=dict(error.headers or {}))

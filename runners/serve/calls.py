@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ling3export.errors import ArtifactError, RequestError
 from ling3export.runners.engine.request import SEEDS, Request, Sampling
-from ling3export.runners.serve.schema import ApiError, Body, ChatBody, CompletionsBody, checked, malformed
+from ling3export.runners.serve.schema import ApiError, Body, ChatBody, CompletionsBody, checked, refusal
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine, Prompt
@@ -49,12 +49,9 @@ def completions(body: dict[str, Any], engine: "Engine", model: str, most: int) -
     asked = checked(CompletionsBody, body, model)
     prompts = asked.prompts
     if len(prompts) > most:
-        raise malformed("prompt", f"at most {most} prompts", str(len(prompts)))
+        raise refusal("prompt", f"at most {most} prompts", str(len(prompts)))
     if isinstance(prompts[0], str) and not engine.files.there:
-        raise ApiError(
-            400, "`prompt`: expected token ids, found text: this model has no tokenizer", param="prompt",
-            code="no_tokenizer",
-        )  # fmt: skip
+        raise refusal("prompt", "token ids", "text: this model has no tokenizer", "no_tokenizer")
     return _call(asked, engine, prompts, chat=False)
 
 
@@ -67,18 +64,14 @@ def chat(body: dict[str, Any], engine: "Engine", model: str) -> Call:
     """
     asked = checked(ChatBody, body, model)
     if not engine.files.there or not engine.files.chats:
-        raise ApiError(
-            400, "`messages`: expected a model with a chat template, found none: use /v1/completions", param="messages",
-            code="no_chat_template",
-        )  # fmt: skip
+        raise refusal("messages", "a model with a chat template", "none: use /v1/completions", "no_chat_template")
     messages = [message.model_dump(exclude_none=True) for message in asked.messages]
     return _call(asked, engine, [messages], chat=True)
 
 
 def _call(asked: Body, engine: "Engine", prompts: "list[Prompt]", *, chat: bool) -> Call:
     if asked.stop and not engine.files.there:
-        raise ApiError(400, "`stop`: expected none, found some: this model has no tokenizer", param="stop",
-                       code="no_tokenizer")  # fmt: skip
+        raise refusal("stop", "none", "some: this model has no tokenizer", "no_tokenizer")
     engine.check_room(len(prompts))  # before the work of rendering and tokenizing them
     limit = asked.max_tokens or asked.max_completion_tokens
     name = "messages" if chat else "prompt"

@@ -19,23 +19,17 @@ from ling3export.runners.serve.calls import Call
 from ling3export.runners.serve.metrics import Metrics
 from ling3export.runners.serve.schema import ApiError
 
-STOPPED = "engine: expected it running, found it stopped"
-HOST_GONE = "engine: expected every host to run, found one gone: the server ends"
 LOG = logging.getLogger(__name__)
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
-def stopped(error: EngineStopped) -> ApiError:
-    """What clients are told when the engine ended. The details go to the log only."""
+def stopped(error: EngineStopped, *, log: bool = True) -> ApiError:
+    """What clients are told when the engine ended. The details go to the log alone."""
+    if log:
+        LOG.error("%s", error)
     if isinstance(error, HostGone):
-        return ApiError(503, HOST_GONE, code="host_gone")
-    return ApiError(503, STOPPED, code="engine_stopped")
-
-
-def logged(error: EngineStopped) -> ApiError:
-    """What clients are told when the engine ended, with the details written to the log."""
-    LOG.error("%s", error)
-    return stopped(error)
+        return ApiError(503, "engine: expected every host to run, found one gone: the server ends", code="host_gone")
+    return ApiError(503, "engine: expected it running, found it stopped", code="engine_stopped")
 
 
 async def whole(handles: Sequence[RequestHandle], receive: Receive) -> list[Completion]:
@@ -170,7 +164,7 @@ async def events(handles: Sequence[RequestHandle], answer: Answer, metrics: Metr
                 for chunk in answer.piece(index, piece):
                     yield _event(chunk)
     except EngineStopped as error:
-        yield _event(logged(error).body())
+        yield _event(stopped(error).body())
         return
     if (counts := answer.counts(list(done.values()))) is not None:
         yield _event(counts)

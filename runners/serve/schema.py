@@ -84,9 +84,9 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def malformed(param: str, wanted: str, found: str) -> ApiError:
-    """The refusal of a field's value."""
-    return ApiError(400, f"`{param}`: expected {wanted}, found {found}", param=param, code="invalid_value")
+def refusal(param: str, wanted: str, found: str, code: str = "invalid_value", status: int = 400) -> ApiError:
+    """The refusal of a field of the body."""
+    return ApiError(status, f"`{param}`: expected {wanted}, found {found}", param=param, code=code)
 
 
 def shown(value: object) -> str:
@@ -108,25 +108,20 @@ class _Object(BaseModel):
         if not isinstance(value, dict):
             return value
         given = {name: each for name, each in value.items() if each is not None}
-        for name, each in given.items():
-            if name not in cls.model_fields:
-                cls._refuse_unless_neutral(name, each)
-        return {name: each for name, each in given.items() if name in cls.model_fields}
+        for name in [name for name in given if name not in cls.model_fields]:
+            cls._refuse_unless_neutral(name, given.pop(name))
+        return given
 
     @classmethod
     def _refuse_unless_neutral(cls, name: str, value: Any) -> None:
-        raise ApiError(
-            400, f"`{name[:SHOWN]}`: expected fields that this server knows, found another",
-            param=name[:SHOWN], code="unsupported_parameter",
-        )  # fmt: skip
+        raise refusal(name[:SHOWN], "fields that this server knows", "another", "unsupported_parameter")
 
 
 def _setting(name: str) -> Any:
     """The bounds of a sampling setting."""
     bounds = BOUNDS[name]
-    if bounds.above:
-        return Field(gt=bounds.low, le=bounds.high, description=str(bounds))
-    return Field(ge=bounds.low, le=bounds.high, description=str(bounds))
+    least = (bounds.low, None) if bounds.above else (None, bounds.low)
+    return Field(gt=least[0], ge=least[1], le=bounds.high, description=str(bounds))
 
 
 def _one_or_many(value: Any) -> Any:
@@ -207,8 +202,7 @@ class Body(_Object):
     @classmethod
     def _served(cls, name: str, info: ValidationInfo) -> str:
         if name != info.context:
-            message = f"`model`: expected {shown(info.context)}, found {shown(name)}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise refusal("model", shown(info.context), shown(name), "model_not_found", 404)
         return name
 
     @classmethod
@@ -219,10 +213,8 @@ class Body(_Object):
             super()._refuse_unless_neutral(name, value)
         if repr(value) not in map(repr, NEUTRAL[name]):  # by repr, since 1 equals True
             wanted = " or ".join(json.dumps(each) for each in NEUTRAL[name])
-            raise ApiError(
-                400, f"`{name}`: expected it left out or {wanted}, found {shown(value)}: not supported here",
-                param=name, code="unsupported_parameter",
-            )  # fmt: skip
+            found = f"{shown(value)}: not supported here"
+            raise refusal(name, f"it left out or {wanted}", found, "unsupported_parameter")
 
 
 class CompletionsBody(Body):
@@ -286,10 +278,10 @@ def checked(kind: type[AnyBody], body: dict[str, Any], model: str) -> AnyBody:
         raise _named(error, kind, body) from None
     if asked.stream_options is not None and not asked.stream:
         wanted = kind.model_fields["stream_options"].description
-        raise malformed("stream_options", str(wanted), shown(body["stream_options"]))
+        raise refusal("stream_options", str(wanted), shown(body["stream_options"]))
     one, other = asked.max_tokens, asked.max_completion_tokens
     if one is not None and other is not None and one != other:
-        raise malformed("max_tokens", f"the same as `max_completion_tokens`, {other}", str(one))
+        raise refusal("max_tokens", f"the same as `max_completion_tokens`, {other}", str(one))
     return asked
 
 
@@ -310,4 +302,4 @@ def _named(error: ValidationError, kind: type[Body], body: dict[str, Any]) -> Ap
         elif field:
             found = shown(given[int(number)])
     context = first.get("ctx", {})
-    return malformed(str(param), str(context.get("wanted", info.description)), f"{context.get('found', found)}{place}")
+    return refusal(str(param), str(context.get("wanted", info.description)), f"{context.get('found', found)}{place}")

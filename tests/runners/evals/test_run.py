@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -161,8 +162,7 @@ def test_an_empty_suite_is_a_usage_error(evaluate, tmp_path):
 
 def test_a_broken_grader_fails_the_run_and_keeps_what_was_done(tmp_path):
     tasks = numbered(4)
-    tasks[2].graders = [lambda *_: 1 / 0]
-    tasks[2].__post_init__(None, None, None)
+    tasks[2] = replace(tasks[2], graders=[lambda *_: 1 / 0])
     with pytest.raises(GraderError, match="of task `t2`"):
         run_suite(Suite("s", tasks), FakeBackend(half), tmp_path / "r", RunConfig(batch=1))
     assert len((tmp_path / "r/predictions.jsonl.partial").read_text().splitlines()) == 2
