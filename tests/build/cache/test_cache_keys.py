@@ -19,7 +19,7 @@ from ling3export.cache.keys import cell_fields, program_fields
 from ling3export.cache.store import Cache
 from ling3export.cache.use import CacheUse
 from ling3export.compile.lower import Compiled
-from ling3export.compile.worker import Compilation, compiled_program
+from ling3export.compile.worker import Job, compiled_program
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Cell, Plan, make_plan
@@ -176,8 +176,12 @@ def test_the_policies_of_cells(tmp_path):
     cells("redo").keep(CONFIG, plan(), CELL, folder_with(tmp_path, "second", b"2"), built())
     assert fetched("on", "b-on") == b"2exec"
     assert said == []
-    assert cells("off").use.record() == {"policy": "off", "folder": str(tmp_path / "cache")}
-    assert CacheUse.read(cells("redo").use.record()) == CacheUse("redo", tmp_path / "cache")
+
+
+def test_a_compiling_process_is_told_how_the_cache_is_used(tmp_path):
+    whole = plan()
+    job = Job(whole.target, whole.geometry, CONFIG, tmp_path / "built", CacheUse("redo", tmp_path / "cache"))
+    assert Job.read(json.loads(json.dumps(job.record()))) == job
 
 
 @pytest.mark.parametrize(
@@ -198,7 +202,7 @@ def test_a_crafted_cell_with_right_digests_is_broken_and_made_again(tmp_path, ed
     whole = cells.keep(CONFIG, plan(), CELL, folder_with(tmp_path, "first", b"1"), built())
     record, data = to_json(whole), {"stablehlo": b"1", "exec": b"2"}
     edit(record, data)
-    Cache.of(use, said.append).write("cells", cell_fields(CONFIG, plan(), CELL), record, data)
+    Cache(use, said.append).write("cells", cell_fields(CONFIG, plan(), CELL), record, data)
     folder = tmp_path / "second"
     folder.mkdir()
     assert cells.fetch(CONFIG, plan(), CELL, folder) is None
@@ -207,7 +211,7 @@ def test_a_crafted_cell_with_right_digests_is_broken_and_made_again(tmp_path, ed
         "made again"
     ]
     assert list(folder.iterdir()) == []
-    assert not Cache.of(use, said.append).path("cells", key_of()).exists()
+    assert not Cache(use, said.append).path("cells", key_of()).exists()
 
 
 def test_a_folder_that_cannot_be_written_is_named_once_and_what_it_has_is_used(tmp_path, monkeypatch):
@@ -267,13 +271,14 @@ def test_the_policies_of_programs(tmp_path, policy, compiled):
     fields = {"modules": {"portable": "0"}}
     for expected in compiled:
         source = "compiler" if expected else "program cache"
-        found = compiled_program(Cache.of(use, pytest.fail), fields, compile_it)
-        assert found == Compilation(b"code", made, source, sha256_of(fields))
+        found = compiled_program(Cache(use, pytest.fail), fields, compile_it)
+        assert found == (b"code", made, source)
     assert len(runs) == sum(compiled)
     said: list[str] = []
-    Cache(use.where, said.append).write("programs", fields, {"flops": 8.0}, {"exec": b"code"})
-    found = compiled_program(Cache(use.where, said.append), fields, compile_it)
-    assert (found.source, len(runs)) == ("compiler", sum(compiled) + 1)  # a crafted record is no program
+    cache = Cache(CacheUse("on", use.where), said.append)
+    cache.write("programs", fields, {"flops": 8.0}, {"exec": b"code"})
+    found = compiled_program(cache, fields, compile_it)
+    assert (found[2], len(runs)) == ("compiler", sum(compiled) + 1)  # a crafted record is no program
     assert ["expected the field executable" in line for line in said] == [True]
 
 
