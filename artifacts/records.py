@@ -175,7 +175,7 @@ def _decoder(kind: Any) -> Decoder:
     if kind in SCALARS:
         return SCALARS[kind]
     if origin is Annotated:
-        return _ruled(parameters[0], parameters[1:])
+        return _ruled(parameters[0], tuple(each for each in parameters[1:] if isinstance(each, Rule)))
     if origin in (typing.Union, types.UnionType):
         return _union([_decoder(each) for each in parameters])
     if origin is tuple and len(parameters) == 2 and parameters[1] is Ellipsis:

@@ -1,6 +1,7 @@
 """What is in a cell's and a program's key, and what the policies do at both levels. Nothing is traced or compiled."""
 
 import errno
+import json
 import os
 import shutil
 import subprocess
