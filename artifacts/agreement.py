@@ -7,7 +7,7 @@ that its target has.
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import NoReturn
 
 from ling3export.artifacts.records import WrongRecordError, shown
@@ -38,10 +38,10 @@ def check_agreement(manifest: Manifest) -> None:
     for name, target in manifest.targets.items():
         with _at("targets", name):
             _same("its platform, kind, topology and TP", f"{target.text}-tp{target.tp}".replace(":", "-"), name)
-            _check_target(target, manifest.plan)
             for at, parameter in enumerate(target.parameters):
                 with _at("parameters", at):
                     _check_parameter(parameter, index.get(parameter.tensor))
+            _check_target(target, manifest.plan)
     with _at("vectors"):
         _check_vectors(manifest.vectors, vocabulary, manifest.targets)
 
@@ -65,6 +65,12 @@ def _same(what: str, expected: object, found: object, *path: object) -> None:
         _wrong(f"{_short(expected)}, {what}", found, *path)
 
 
+def _same_each(what: str, expected: Iterable[object], found: Iterable[object], *path: object) -> None:
+    """Compares lists, and shows the first pair that differs; its number takes the place of the braces in ``what``."""
+    for at, (one, other) in enumerate(zip_longest(expected, found)):
+        _same(what.format(at), one, other, *path)
+
+
 def _short(value: object) -> str:
     if isinstance(value, (list, tuple, set, frozenset)):
         items = sorted(value) if isinstance(value, (set, frozenset)) else value
@@ -74,7 +80,7 @@ def _short(value: object) -> str:
 
 def _check_tensor(tensor: StoredTensor, size: int) -> None:
     if tensor.slabs:
-        _same("the slabs", (tensor.slabs,), tensor.shape[:1], "shape")
+        _same("a leading axis of its slabs", (tensor.slabs,), tensor.shape[:1], "shape")
     _same("the bytes of a slab of its shape", tensor.nbytes // tensor.parts, tensor.slab_bytes, "slab_bytes")
     _same("one digest a slab", tensor.parts, len(tensor.sha256), "sha256")
     if tensor.offset + tensor.nbytes > size:
@@ -87,20 +93,21 @@ def _check_target(target: Target, plan: Plan) -> None:
         _wrong("every device once", mesh.devices, "mesh", "devices")
     if len(mesh.hosts) != target.tp or set(mesh.hosts) != set(range(target.processes)):
         _wrong(f"for each of {target.tp} devices its host, counted from 0", mesh.hosts, "mesh", "hosts")
-    facts: dict[str, object] = {
-        "slots": plan.max_running,
-        "pages": state.pages,
-        "page_size": plan.page_size,
-        "max_pages": -(-plan.context // plan.page_size),
-        "placement": state.placement,
-        "tp": target.tp,
-        "dtype": plan.dtype,
+    facts: dict[str, tuple[object, str]] = {
+        "slots": (plan.max_running, "as the plan says"),
+        "pages": (state.pages, "as the state says"),
+        "page_size": (plan.page_size, "as the plan says"),
+        "max_pages": (-(-plan.context // plan.page_size), "what the plan's context needs"),
+        "placement": (state.placement, "as the state says"),
+        "tp": (target.tp, "as the mesh says"),
+        "dtype": (plan.dtype, "as the plan says"),
     }
     if "form" in geometry:
-        facts["placement"] = "striped" if geometry["form"] == "tiles" and target.tp > 1 else "replicated"
+        striped = geometry["form"] == "tiles" and target.tp > 1
+        facts["placement"] = "striped" if striped else "replicated", "as the geometry's form and TP say"
     for where, said in (("state", vars(state)), ("geometry", geometry)):
-        for name in (each for each in facts if each in said):
-            _same("as the plan, the mesh and the form of the programs say", facts[name], said[name], where, name)
+        for name, (fact, source) in ((each, facts[each]) for each in facts if each in said):
+            _same(source, fact, said[name], where, name)
     dummies = target.tp if state.placement == "striped" else 1
     sizes = {"slots": state.slots + 1, "pages": state.pages + dummies, "page": state.page_size}
     for at, array in enumerate(state.arrays):
@@ -127,7 +134,7 @@ def _check_parameter(parameter: Parameter, stored: StoredTensor | None) -> None:
     _same("as the weight index says", BY_CODE[stored.dtype].name, parameter.dtype, "dtype")
     index, axis, shape = parameter.index, parameter.axis, parameter.shape
     if (index is None) != (axis is None):
-        _wrong("`index` and `axis` together, or neither", "index" if axis is None else "axis")
+        _wrong("`index` and `axis` together, or neither", "only index" if axis is None else "only axis")
     if axis is not None and index is not None and (axis >= len(shape) or index >= shape[axis]):
         _wrong(f"an index within {_short(shape)}", f"{index} of axis {axis}")
 
@@ -156,12 +163,13 @@ def _check_cell(cell: Cell, target: Target) -> None:
     for name, count in results.items():
         _same(f"the rows of the result {name}", (count,), found.get(name), "outputs")
     if (cell.exec is None) != (cell.call is None):
-        _wrong("`exec` and `call` together, or neither", "exec" if cell.call is None else "call")
+        _wrong("`exec` and `call` together, or neither", "only call" if cell.exec is None else "only exec")
     if cell.call is not None:
         donated = [each.donated for each in cell.call.inputs]
-        _same("the state donated", [leaf.group == "state" for leaf in cell.inputs], donated, "call", "inputs")
-        for side, called in (("inputs", cell.call.inputs), ("outputs", cell.call.outputs)):
-            _same(f"the {side} of the cell", _kinds(getattr(cell, side)), _kinds(called), "call", side)
+        state = [leaf.group == "state" for leaf in cell.inputs]
+        _same_each("whether input {} is state, which is donated", state, donated, "call", "inputs")
+        _same_each("input {} of the cell", _kinds(cell.inputs), _kinds(cell.call.inputs), "call", "inputs")
+        _same_each("output {} of the cell", _kinds(cell.outputs), _kinds(cell.call.outputs), "call", "outputs")
 
 
 def _check_leaves(cell: Cell, target: Target) -> None:
@@ -175,7 +183,7 @@ def _check_leaves(cell: Cell, target: Target) -> None:
         if len({(leaf.group, leaf.name) for leaf in leaves}) != len(leaves):
             _wrong("each name once in a group", [leaf.name for leaf in leaves], side)
         found = [_array(leaf) for leaf in leaves if leaf.group == "state"]
-        _same("the target's state arrays", list(map(_array, arrays)), found, side)
+        _same_each("the target's state array {}", map(_array, arrays), found, side)
     arguments = {parameter.argument: parameter for parameter in target.parameters}
     for leaf in (each for each in cell.inputs if each.group == "params"):
         parameter = arguments.get(leaf.name)

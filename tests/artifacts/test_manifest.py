@@ -155,10 +155,10 @@ def test_each_failure_has_its_own_text(tmp_path: Path, raw: dict[str, Any]) -> N
         "hint: this is no artifact, or its build was interrupted: build it again"
     )
     path.mkdir()
-    assert failure(tmp_path) == f"manifest.json: expected a readable file, found a folder, in {tmp_path}"
+    assert failure(tmp_path) == f"manifest.json: expected a readable file, found a folder, in {tmp_path}\n{HINT}"
     path.rmdir()
     path.symlink_to(GOLDEN / MANIFEST)
-    assert failure(tmp_path) == f"manifest.json: expected a readable file, found a symbolic link, in {tmp_path}"
+    assert failure(tmp_path) == f"manifest.json: expected a readable file, found a symbolic link, in {tmp_path}\n{HINT}"
     path.unlink()
     os.mkfifo(path)
     assert failure(tmp_path).startswith("manifest.json: expected a readable file, found something that is no regular")
@@ -220,6 +220,11 @@ def at(*path: Any, value: Any = ...) -> Callable[[dict[str, Any]], None]:
     return edit
 
 
+def both(*edits: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+    """Several edits as one."""
+    return lambda raw: [edit(raw) for edit in edits].clear()
+
+
 CPU = ("targets", TARGET)
 CELL = (*CPU, "cells", "decode@2")
 
@@ -246,14 +251,15 @@ CELL = (*CPU, "cells", "decode@2")
         (at(*CPU, "state", "slots", value=100),
          "`targets.cpu-tp2.state.slots`: expected 2, as the plan says, found 100"),
         (at(*CPU, "state", "pages", value=100),
-         "`targets.cpu-tp2.state.arrays[3].shape`: expected 101, the size of the "
-         "axis `pages`, found 9"),
+         "`targets.cpu-tp2.geometry.pages`: expected 100, as the state says, found 8"),
+        (both(at(*CPU, "state", "pages", value=100), at(*CPU, "geometry", "pages", value=100)),
+         "`targets.cpu-tp2.state.arrays[3].shape`: expected 101, the size of the axis `pages`, found 9"),
         (at(*CPU, "state", "max_pages", value=5),
          "state.max_pages`: expected 4, what the plan's context needs, found 5"),
         (at(*CPU, "state", "arrays", 0, "shape", 1, value=9),
          "state.arrays[0].shape`: expected 3, the size of the axis"),
         (at(*CPU, "geometry", "tp", value=4),
-         "geometry.tp`: expected 2, as the target's mesh, state and plan say, found"),
+         "geometry.tp`: expected 2, as the mesh says, found 4"),
         (at(*CPU, "geometry", "placement", value="striped"), "geometry.placement`: expected 'replicated', as the "),
         (at(*CPU, "geometry", "form", value="tiles"),
          "cpu-tp2.state.placement`: expected 'striped', as the geometry's form and TP say, found 'replicated'"),
@@ -262,16 +268,18 @@ CELL = (*CPU, "cells", "decode@2")
         (at(*CPU, "mesh", "hosts", value=[0, 2]), "mesh.hosts`: expected for each of 2 devices its host"),
         (at(*CPU, "mesh", "devices", value=list(range(5000))),
          "mesh.devices`: expected at most 4,096 entries, found a"),
-        (at(*CELL, "padding", value=3), "`targets.cpu-tp2.cells.decode@2`: expected its phase and padding, decode@3, "),
+        (at(*CELL, "padding", value=3),
+         "`targets.cpu-tp2.cells.decode@2`: expected 'decode@3', its phase and padding, "),
         (at(*CELL, "fields", 1, "offset", value=1),
          "fields[1].offset`: expected 2, where the field before it ends, found"),
         (at(*CELL, "fields", 2, "shape", value=[2, 9]),
-         "fields[2].shape`: expected [2, 4], the page table's shape, found"),
+         "fields[2].shape`: expected [2, 4], the shape of the field, found [2, 9]"),
         (at(*CELL, "inputs", 0, "shape", 0, value=5), "decode@2.inputs`: expected "),
         (at(*CELL, "call", "inputs", 3, "shape", value=[1]),
-         "decode@2.call.inputs`: expected the 34 inputs of the cell"),
-        (at(*CELL, "call", "inputs", 3, "donated", value=True), "decode@2.call.inputs`: expected "),
-        (at(*CELL, "exec"), "decode@2`: expected `exec` and `call` together, or neither, found one of them"),
+         "decode@2.call.inputs`: expected [[64], 'float32'], input 3 of the cell, found [[1], "),
+        (at(*CELL, "call", "inputs", 3, "donated", value=True),
+         "decode@2.call.inputs`: expected False, whether input 3 is state, which is donated, found True"),
+        (at(*CELL, "exec"), "decode@2`: expected `exec` and `call` together, or neither, found 'only call'"),
         (at(*CELL, "stablehlo"), "decode@2`: expected the field stablehlo, found none"),
         (at(*CELL), "`targets.cpu-tp2.cells`: expected [2], the plan's decode paddings, found []"),
         (at(*CPU, "cells", "sample@2"), "`targets.cpu-tp2.cells`: expected a program sample@2, for as many rows"),
@@ -282,13 +290,17 @@ CELL = (*CPU, "cells", "decode@2")
          "`weights.index.mla.dense.offset`: expected a tensor"
          " that ends within the "),
         (at("weights", "index", "mla.dense", "slab_bytes", value=1), "`weights.index.mla.dense.slab_bytes`: expected "),
-        (at("weights", "files", value={}), "`weights.files`: expected the files that the index names, found []"),
+        (at("weights", "index", "mla.dense", "sha256", value=["0" * 64] * 3),
+         "`weights.index.mla.dense.sha256`: expected 4, one digest a slab, found 3"),
+        (at("weights", "index", "mla.dense", "slabs", value=3),
+         "`weights.index.mla.dense.shape`: expected [3], a leading axis of its slabs, found ["),
+        (at("weights", "files", value={}), "`weights.files`: expected ['weights/dense.safetensors', "),
         (at("vectors", "sequences", 0, "ids", 0, value=10**6),
          "`vectors.sequences[0].ids`: expected token ids below 320"),
         (at("vectors", "sequences", 0, "prompt", value=99), "`vectors.sequences[0].prompt`: expected 1 to 24 tokens"),
         (at("vectors", "receipts", "x", value={"tolerance": {"measure": "median", "bound": 1}, "cells": {}, "agreement":
          {"a": "b"}}), "`vectors.receipts.x.agreement.a`: expected a finite number, found 'b'"),
-        (at("config", "vocab_size", value=[320]), "`config`: expected a positive `vocab_size`, found a list of 1"),
+        (at("config", "vocab_size", value=[320]), "`config`: expected a positive `vocab_size`, found [320]"),
         (at("config", "eos_token_id", value=[320]),
          "`config`: expected `eos_token_id` to be a list of token ids below 320"),
     ],

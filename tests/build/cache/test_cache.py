@@ -26,7 +26,8 @@ WRITER = """
 import os, sys
 from pathlib import Path
 from ling3export.cache.store import Cache
-cache = Cache(Path(sys.argv[1]), lambda text: print(text, file=sys.stderr))
+from ling3export.cache.use import CacheUse
+cache = Cache(CacheUse("on", Path(sys.argv[1])), lambda text: print(text, file=sys.stderr))
 print("ready", flush=True)
 while True:
     raw = os.urandom(3000)
@@ -42,7 +43,7 @@ def said() -> list[str]:
 @pytest.fixture
 def cache(tmp_path, said) -> Cache:
     """A cache with one entry."""
-    cache = Cache(tmp_path / "cache", said.append)
+    cache = Cache(CacheUse("on", tmp_path / "cache"), said.append)
     cache.write("programs", FIELDS, {"seconds": 1.5}, {"exec": RAW})
     return cache
 
@@ -134,7 +135,7 @@ def test_a_lock_is_not_taken_through_a_link(cache, said, tmp_path):
 
 
 def test_readonly_uses_what_is_there_and_changes_nothing(cache, said, tmp_path):
-    reader = Cache(cache.folder, said.append, writes=False)
+    reader = Cache(CacheUse("readonly", cache.folder), said.append)
     before = everything(cache.folder)
     entry = reader.read("programs", KEY)
     assert entry is not None and entry.data["exec"] == RAW
@@ -145,7 +146,7 @@ def test_readonly_uses_what_is_there_and_changes_nothing(cache, said, tmp_path):
     assert reader.read("programs", KEY) is None
     assert said[0].endswith("; not used")
     assert everything(cache.folder) == before
-    absent = Cache(tmp_path / "absent", said.append, writes=False)
+    absent = Cache(CacheUse("readonly", tmp_path / "absent"), said.append)
     assert absent.read("programs", KEY) is None
     assert not (tmp_path / "absent").exists()
 
@@ -157,7 +158,7 @@ def test_the_policies():
 
 def test_a_folder_that_cannot_be_made_is_named_and_nothing_else_happens(tmp_path, said):
     (tmp_path / "file").write_text("")
-    cache = Cache(tmp_path / "file" / "cache", said.append)
+    cache = Cache(CacheUse("on", tmp_path / "file" / "cache"), said.append)
     cache.write("programs", FIELDS, {}, {"exec": RAW})
     path = f"{tmp_path}/file/cache/programs"
     assert said == [f"not cached: write `{KEY}.json`: expected a writable file, found Not a directory, in {path}"]
@@ -192,7 +193,7 @@ def test_a_kill_at_any_point_leaves_only_whole_entries(tmp_path, said):
             process.stdout.readline()
             time.sleep(moments.uniform(0, 0.02 * (1 + number)))  # the later ones write on a busy machine, too
             process.send_signal(signal.SIGKILL)
-        cache = Cache(tmp_path / "cache", said.append)
+        cache = Cache(CacheUse("on", tmp_path / "cache"), said.append)
         for entry in entries(cache.folder, "programs"):
             read = cache.read("programs", entry.key)
             assert read is not None
@@ -203,7 +204,7 @@ def test_a_kill_at_any_point_leaves_only_whole_entries(tmp_path, said):
 
 def test_two_that_write_the_same_entry_and_one_that_reads_it_never_meet_half_of_one(tmp_path, said):
     """A blob named by its entry's key would be overwritten between the two files of the other process's entry."""
-    cache = Cache(tmp_path / "cache", said.append)
+    cache = Cache(CacheUse("on", tmp_path / "cache"), said.append)
     processes = [writer(cache.folder), writer(cache.folder)]
     try:
         for process in processes:

@@ -18,7 +18,7 @@ from ling3export.cache.cleanup import Cleaned, clean_up, status, total_bytes
 from ling3export.cache.cleanup import found_entries as found
 from ling3export.cache.explain import Looked, lookup
 from ling3export.cache.store import Cache
-from ling3export.cache.use import lease
+from ling3export.cache.use import CacheUse, lease
 from ling3export.cli import main as cli
 
 TARGET = {"platform": "cpu", "kind": None, "topology": None, "tp": 2, "processes": 1, "machine": "m"}
@@ -43,7 +43,7 @@ def program(padding: int) -> dict[str, object]:
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """Three cells with their programs, of 1,000, 2,000 and 3,000 bytes, used 3, 2 and 1 days ago."""
-    cache = Cache(tmp_path / "cache", pytest.fail)
+    cache = Cache(CacheUse("on", tmp_path / "cache"), pytest.fail)
     for number in (1, 2, 3):
         add(cache, number)
     for path in cache.folder.rglob("*"):
@@ -67,7 +67,7 @@ def set_age(cache: Cache, number: int, days: float) -> None:
 
 def left(folder: Path) -> list[int]:
     """The cells that are there whole, with their programs; both or neither."""
-    cache = Cache(folder, pytest.fail, writes=False)
+    cache = Cache(CacheUse("readonly", folder), pytest.fail)
     numbers = [n for n in (1, 2, 3) if cache.read("cells", sha256_of(fields(n)))]
     assert numbers == [n for n in (1, 2, 3) if cache.read("programs", sha256_of(program(n)))]
     return numbers
@@ -88,7 +88,7 @@ def test_age_removes_what_was_not_used_for_longer(folder):
 def test_size_removes_the_least_recently_used_and_no_more(folder):
     whole = total_bytes(found(folder), {p.name: p.stat().st_size for p in (folder / "blobs").iterdir()})
     assert status(folder).bytes == whole
-    set_age(Cache(folder, pytest.fail), 1, 0)
+    set_age(Cache(CacheUse("on", folder), pytest.fail), 1, 0)
     assert clean_up(folder, max_bytes=whole).removed == 0
     done = clean_up(folder, max_bytes=whole - 2000)
     assert left(folder) == [1, 3]
@@ -104,7 +104,7 @@ def test_all_leaves_nothing_and_a_missing_folder_is_empty(folder, tmp_path):
 
 
 def test_what_a_running_build_has_used_or_written_stays(folder):
-    cache = Cache(folder, pytest.fail)
+    cache = Cache(CacheUse("on", folder), pytest.fail)
     with lease(folder):
         assert cache.read("cells", sha256_of(fields(1))) is not None
         (folder / "blobs" / ("f" * 64)).write_bytes(b"written, not named yet")
@@ -124,7 +124,7 @@ def test_a_killed_build_protects_nothing(folder):
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=environment({})) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert Cache(folder, pytest.fail).read("cells", sha256_of(fields(2))) is not None
+        assert Cache(CacheUse("on", folder), pytest.fail).read("cells", sha256_of(fields(2))) is not None
         assert clean_up(folder, everything=True).in_use == 2
         process.send_signal(signal.SIGKILL)
         process.wait()

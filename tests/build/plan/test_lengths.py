@@ -150,16 +150,17 @@ def test_a_histogram_is_read_and_equal_lengths_are_added_up(tmp_path):
     [
         ("{", "--lengths: expected JSON, found Expecting property name enclosed in double quotes: line 1 column 2 "
          "(char 1), in line 2 of x.jsonl"),
-        ("[1]", "--lengths: expected a JSON object, found [1], in line 2 of x.jsonl"),
-        ('{"prompt": 1}', "--lengths field `prompt`: expected no such field, found it, in line 2 of x.jsonl"),
+        ("[1]", "--lengths: expected an object, found a list of 1, in line 2 of x.jsonl"),
+        ('{"prompt": 1}', "--lengths: expected only the fields prompt_tokens, output_tokens, count, found "
+         "'prompt', in line 2 of x.jsonl"),
         ('{"prompt_tokens": 1}',
-         "--lengths field `output_tokens`: expected a positive integer, found none, in line 2 of x.jsonl"),
+         "--lengths: expected the field output_tokens, found none, in line 2 of x.jsonl"),
         ('{"prompt_tokens": 0, "output_tokens": 1}',
-         "--lengths field `prompt_tokens`: expected a positive integer, found 0, in line 2 of x.jsonl"),
+         "--lengths: expected a number from 1 to 1,099,511,627,776, found 0, at prompt_tokens, in line 2 of x.jsonl"),
         ('{"prompt_tokens": 1, "output_tokens": 1, "count": true}',
-         "--lengths field `count`: expected a positive integer, found true, in line 2 of x.jsonl"),
+         "--lengths: expected a whole number, found True, at count, in line 2 of x.jsonl"),
         ('{"prompt_tokens": 1, "output_tokens": 1.0}',
-         "--lengths field `output_tokens`: expected a positive integer, found 1.0, in line 2 of x.jsonl"),
+         "--lengths: expected a whole number, found 1.0, at output_tokens, in line 2 of x.jsonl"),
     ],
 )  # fmt: skip
 def test_what_is_no_histogram_is_refused_with_its_line(tmp_path, line, message):
