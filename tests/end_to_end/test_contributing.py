@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +17,18 @@ CHECKING = {"raises", "fail", "refusal"}
 
 
 def steps(walk: str) -> list[tuple[str, str]]:
-    """(file, function) of every step of a walk."""
+    """(file, function) of every step of a walk, those in brackets too."""
+    return STEP.findall(paragraph(walk))
+
+
+def paragraph(walk: str) -> str:
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    return STEP.findall(text[text.index(f"**{walk}**") :].split("\n\n")[0])
+    return text[text.index(f"**{walk}**") :].split("\n\n")[0]
+
+
+def where(file: str) -> str:
+    """The room of a file."""
+    return room(f"ling3export.{file.removeprefix('ling3export/').replace('/', '.')}")
 
 
 def defined(file: Path) -> set[str]:
@@ -41,8 +49,12 @@ def test_a_walk_names_functions_that_exist_and_goes_down_only(walk: str):
     found = steps(walk)
     assert len(found) >= 6
     assert [f"{file}:{name}" for file, name in found if name not in defined(ROOT / file)] == []
-    rooms = [room(f"ling3export.{file.removeprefix('ling3export/').replace('/', '.')}") for file, _ in found]
-    climbs = [(one, two) for one, two in itertools.pairwise(rooms) if one != two and two not in below(one)]
+    here, climbs = where(found[0][0]), []
+    for way, aside in re.findall(r"([^()]*)(\([^()]*\))?", paragraph(walk)):
+        for file, _ in STEP.findall(way):
+            climbs += [(here, file)] if where(file) not in {here, *below(here)} else []
+            here = where(file)
+        climbs += [(here, file) for file, _ in STEP.findall(aside) if where(file) not in {here, *below(here)}]
     assert climbs == []
 
 
