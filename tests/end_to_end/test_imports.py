@@ -24,6 +24,7 @@ PACKAGES = {
     "runners.cli": {"click", "numpy"},
     "runners.engine": {"numpy"},
     "runners.evals": {"numpy", "yaml"},
+    "runners.ffn": {"numpy"},
     "runners.hosts": {"jax"},
     "runners.load": {"flatbuffers", "jax", "jaxlib", "ml_dtypes", "numpy"},
     "runners.serve": {"prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"},

@@ -9,6 +9,7 @@ RUNNERS = (
     ("runners.cli",),
     ("runners.serve", "runners.evals", "runners.adapters"),
     ("runners.engine",),
+    ("runners.ffn",),
     ("runners.load",),
     ("runners.hosts", "runners.text"),
     ("artifacts",),

@@ -1,0 +1,178 @@
+"""What attention sessions publish in shared memory, and which of it an FFN worker computes next.
+
+A session writes its data, then layer and expert ids, then the flag 1. The worker takes rows whose flag is set, then
+masks the ids and clears the flag, so that a row is taken once. A row has one writer and one reader and its flag is
+written last, which needs no lock where stores become visible in order (x86-64).
+"""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from ling3export.errors import Ling3Error
+from ling3export.runners.ffn.context import HEAD, SIZE, ContextError, ScheduleContext, get, put
+
+MASK = 1_000_000  # an expert id from here on means "no expert"
+FLAG, LAYER = 0, 1  # places in a row of the token info
+LONGEST_NAP = 0.001  # seconds between two looks
+
+
+class ScheduleTimeout(Ling3Error):
+    """Sessions did not publish in time."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """Rows to be computed, in the operator's terms; those from ``out_num`` on are masked.
+
+    Attributes:
+        session_ids: int32 ``[A]``.
+        micro_batch_ids: int32 ``[A]``.
+        layer_ids: int32 ``[A]``.
+        expert_ids: int32 ``[A, BS, K1]``.
+        out_num: How many rows there are; 0 once the run ended.
+    """
+
+    session_ids: np.ndarray
+    micro_batch_ids: np.ndarray
+    layer_ids: np.ndarray
+    expert_ids: np.ndarray
+    out_num: int
+
+    def check(self, experts: int) -> None:
+        """Refuses expert ids that are neither masked nor one of a layer's ``experts``.
+
+        Raises:
+            ContextError: Names the first, with its row and token.
+        """
+        ids = self.expert_ids[: self.out_num]
+        wrong = np.argwhere((ids >= experts) & (ids < MASK))
+        if len(wrong):
+            row, token, _ = wrong[0]
+            found = f"{ids[tuple(wrong[0])]} for token {token} of session {self.session_ids[row]}"
+            raise ContextError(f"expert ids: expected them below {experts}, found {found}")
+
+
+class TokenBuffers:
+    """The buffers of one segment, which begins with its context.
+
+    Args:
+        memory: The segment, writable.
+        row_bytes: Bytes of one pair's data, with its scale.
+
+    Attributes:
+        context: As it was when the buffers were opened.
+        data: uint8 ``[A, M, BS, K1, HS]``, a view.
+
+    Raises:
+        ContextError: The context does not fit the segment.
+    """
+
+    def __init__(self, memory: memoryview, row_bytes: int = 1) -> None:
+        self.context = context = ScheduleContext.parse(memory)
+        context.check(row_bytes, len(memory))
+        self._memory = memory
+        self._info = self._view(context.ffn_token_info_buf, np.int32, context.info_shape)
+        self.data = self._view(context.ffn_token_data_buf, np.uint8, context.data_shape)
+
+    def _view(self, start: int, dtype: type[np.generic], shape: tuple[int, ...]) -> np.ndarray:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        if start % 4 or start + size > len(self._memory):
+            where = f"within the {len(self._memory)} bytes of the segment"
+            raise ContextError(f"context buffer: expected {size} bytes {where}, found them at {start}")
+        return np.frombuffer(self._memory[start : start + size], dtype).reshape(shape)
+
+    @property
+    def running(self) -> bool:
+        """Whether the run flag is set."""
+        return get(self._memory, "run_flag") != 0
+
+    def stop(self) -> None:
+        """Clears the run flag: the worker ends when it looks next."""
+        put(self._memory, "run_flag", 0)
+
+    def publish(self, session: int, micro_batch: int, layer: int, expert_ids: np.ndarray, rows: np.ndarray) -> None:
+        """What a session does for one micro batch.
+
+        Args:
+            session: Its number.
+            micro_batch: Which one.
+            layer: The layer that the tokens are in.
+            expert_ids: int32 ``[BS, K1]``.
+            rows: uint8 ``[BS, K1, bytes]``, no more bytes than a pair has room for.
+
+        Raises:
+            ContextError: What was published there before has not been taken.
+        """
+        info = self._info[session, micro_batch]
+        if info[FLAG]:
+            raise ContextError(f"session {session}: expected micro batch {micro_batch} to be free, found it published")
+        self.data[session, micro_batch, ..., : rows.shape[-1]] = rows
+        info[LAYER] = layer
+        info[HEAD:] = expert_ids.reshape(-1)
+        info[FLAG] = 1
+
+    def take(self, timeout: float, *, synchronous: bool = True) -> Published:
+        """Waits for rows and takes them.
+
+        Args:
+            timeout: Seconds.
+            synchronous: Whether all sessions are waited for, at the micro batch whose turn it is; otherwise the first
+                micro batch from there on for which any session is ready is taken, with the sessions that are.
+
+        Returns:
+            The rows; none once the run flag is 0.
+
+        Raises:
+            ScheduleTimeout: Names the micro batch and the sessions that did not come.
+        """
+        deadline, nap = time.monotonic() + timeout, LONGEST_NAP / 64
+        while self.running:
+            first = get(self._memory, "polling_index") % self.context.micro_batch_num
+            for step in range(1 if synchronous else self.context.micro_batch_num):
+                micro_batch = (first + step) % self.context.micro_batch_num
+                ready = np.flatnonzero(self._info[:, micro_batch, FLAG] == 1)
+                if len(ready) == self.context.session_num or (len(ready) and not synchronous):
+                    return self._taken(ready, micro_batch)
+            if time.monotonic() > deadline:
+                missing = np.flatnonzero(self._info[:, first, FLAG] != 1).tolist()
+                raise ScheduleTimeout(
+                    f"micro batch {first}: expected sessions {missing} within {timeout:g} s, found nothing published",
+                    "see whether their processes live; run_flag 0 ends a worker without an error",
+                )
+            time.sleep(nap)
+            nap = min(2 * nap, LONGEST_NAP)
+        return self._taken(np.zeros(0, np.int64), 0)
+
+    def _taken(self, ready: np.ndarray, micro_batch: int) -> Published:
+        context, count = self.context, len(ready)
+        numbers = np.zeros((3, context.session_num), np.int32)
+        ids = np.full((context.session_num, *context.data_shape[2:4]), MASK, np.int32)
+        if count:
+            info = self._info[ready, micro_batch]
+            numbers[:, :count] = ready, np.full(count, micro_batch), info[:, LAYER]
+            ids[:count] = info[:, HEAD:].reshape(count, *ids.shape[1:])
+            self._info[ready, micro_batch, HEAD:] = MASK
+            self._info[ready, micro_batch, FLAG] = 0
+            put(self._memory, "polling_index", (micro_batch + 1) % context.micro_batch_num)
+        return Published(numbers[0], numbers[1], numbers[2], ids, count)
+
+    def scheduled(self) -> Published:
+        """What a scheduler of its own wrote into the context's result buffers (``need_schedule=0``).
+
+        Raises:
+            ContextError: A buffer does not lie within the segment, or more rows than sessions are named.
+        """
+        now = ScheduleContext.parse(self._memory[:SIZE])
+        sessions = now.session_num
+        if now.out_num > sessions:
+            raise ContextError(f"context `out_num`: expected at most {sessions} rows, found {now.out_num}")
+
+        def read(start: int, *shape: int) -> np.ndarray:
+            return self._view(start, np.int32, (sessions, *shape)).copy()
+
+        ids = read(now.expert_ids_buf, *now.data_shape[2:4])
+        return Published(
+            read(now.session_ids_buf), read(now.micro_batch_ids_buf), read(now.layer_ids_buf), ids, now.out_num
+        )

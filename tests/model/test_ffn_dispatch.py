@@ -1,0 +1,226 @@
+"""ffn_worker_batching against the published example, against a numpy oracle written from its contract, and exported."""
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from ling3export.model.ffn import FfnBatch, combine, ffn_worker_batching, group_sizes
+
+MASK = 1_000_000
+IDS = np.array([[[3, 0, 4], [0, MASK, 4]], [[3, 1, 4], [MASK, MASK, MASK]]], np.int32)
+EXAMPLE: dict[str, Any] = {"session_ids": np.arange(2, dtype=np.int32), "micro_batch_ids": np.array([1, 0], np.int32)}
+OPTIONS: dict[str, Any] = {"expert_num": 5, "max_out_shape": (2, 2, 3, 4)}
+
+
+def values() -> np.ndarray:
+    """A row's value in the example: 1000 s + 100 m + 10 b + k."""
+    s, m, b, k = np.indices((2, 2, 2, 3))
+    return 1000 * s + 100 * m + 10 * b + k
+
+
+def example(**options: Any) -> FfnBatch:
+    data = np.repeat(values()[..., None], 4, -1).astype(np.float16)
+    batch = ffn_worker_batching(data, IDS, **EXAMPLE, **OPTIONS, **options)
+    return FfnBatch(*map(np.asarray, batch))
+
+
+def padded(*rows: float) -> list[float]:
+    return [*rows, *[0] * (12 - len(rows))]
+
+
+@pytest.mark.parametrize(("mode", "offsets"), [("group", (0, 1, 0, 0, 1, 0, 1, 2)), ("slot", (1, 0, 1, 0, 0, 2, 2, 2))])
+def test_the_published_example(mode, offsets):
+    batch = example(expert_offsets=mode)
+    assert batch.gather_idx.tolist() == padded(1, 3, 7, 0, 6, 2, 5, 8)
+    assert (batch.y == np.array(padded(101, 110, 1001, 100, 1000, 102, 112, 1002))[:, None]).all()
+    assert batch.session_ids.tolist() == padded(0, 0, 1, 0, 1, 0, 0, 1)
+    assert batch.micro_batch_ids.tolist() == padded(1, 1, 0, 1, 0, 1, 1, 0)
+    assert batch.token_ids.tolist() == padded(0, 1, 0, 0, 0, 0, 1, 0)
+    assert batch.expert_offsets.tolist() == padded(*offsets)
+    assert batch.group_list.tolist() == [[0, 2], [1, 1], [3, 2], [4, 3], [0, 0]]
+    assert (batch.actual_token_num, batch.dropped, batch.dynamic_scale.shape) == (8, 0, (0,))
+    assert np.asarray(group_sizes(jnp.asarray(batch.group_list))).tolist() == [2, 1, 0, 2, 3]
+
+
+def test_the_example_in_int8_carries_its_scales():
+    scales = (values() / 8).astype("<f4")
+    data = np.zeros((2, 2, 2, 3, 512), np.uint8)
+    data[..., :4] = values()[..., None] % 128
+    data[..., 4:8] = scales[..., None].view(np.uint8)
+    batch = ffn_worker_batching(data, IDS, **EXAMPLE, **OPTIONS, token_dtype=2)
+    wanted = padded(12.625, 13.75, 125.125, 12.5, 125.0, 12.75, 14.0, 125.25)
+    assert np.asarray(batch.dynamic_scale).tolist() == wanted
+    assert batch.y.dtype == jnp.int8
+    assert (np.asarray(batch.y) == np.array(wanted)[:, None] * 8 % 128).all()
+    assert np.asarray(batch.group_list).tolist() == [[0, 2], [1, 1], [3, 2], [4, 3], [0, 0]]
+
+
+def oracle(data, ids, sessions, micro, layers, out_num, expert_num, layer_num, mode):
+    """The contract in loops: (rows of every per-token output, group_list, dropped)."""
+    found: list[tuple[int, int]] = []
+    dropped = 0
+    _, tokens, each = ids.shape
+    for g, expert in enumerate(ids.reshape(-1).tolist()):
+        a = g // (tokens * each)
+        if a >= out_num or not 0 <= expert < MASK:
+            continue
+        share = expert_num // layer_num if layer_num else expert_num
+        layer = int(layers[a])
+        good = expert < share and 0 <= layer < max(layer_num, 1)
+        if not good or not (0 <= sessions[a] < data.shape[0] and 0 <= micro[a] < data.shape[1]):
+            dropped += 1
+            continue
+        found.append((layer * share + expert, g))
+    found.sort()
+    out, groups = [], []
+    for i, (expert, g) in enumerate(found):
+        a, b, k = g // (tokens * each), g % (tokens * each) // each, g % each
+        if i == 0 or found[i - 1][0] != expert:
+            groups.append([expert, 0])
+        offset = k if mode == "slot" else groups[-1][1]
+        groups[-1][1] += 1
+        s, m = int(sessions[a]), int(micro[a])
+        out.append((data[s, m, b, k], s, m, b, offset, g))
+    return out, groups + [[0, 0]] * (expert_num - len(groups)), dropped
+
+
+# Sessions, micro batches, tokens, experts a token, values a row; experts, layers; the kind of expert_offsets.
+SHAPES = (
+    (1, 1, 1, 1, 1, 3, 0, "group"), (4, 2, 3, 1, 7, 5, 0, "slot"), (2, 3, 5, 3, 7, 4, 0, "group"),
+    (3, 2, 4, 4, 8, 6, 3, "group"), (4, 1, 2, 2, 8, 1, 1, "slot"), (1, 4, 7, 3, 5, 9, 0, "group"),
+    (4, 4, 4, 2, 7, 12, 3, "slot"), (2, 2, 1, 5, 2, 2, 0, "group"), (3, 3, 3, 3, 3, 3, 3, "group"),
+    (4, 2, 4, 4, 16, 8, 2, "slot"),
+)  # fmt: skip
+
+
+def random_case(
+    rng: np.random.Generator, kind: int, a: int, m: int, bs: int, k1: int, width: int, experts: int, layers: int
+) -> tuple[Any, ...]:
+    """Arguments of one case: 0 masks everything, 1 gives all to one expert, 2 names sessions that do not exist."""
+    ids = rng.integers(-2, experts + 2, (a, bs, k1)).astype(np.int32)
+    ids[rng.random(ids.shape) < 0.3] = MASK + int(rng.integers(0, 5))
+    if kind < 2:
+        ids[:] = (MASK, experts // max(layers, 1) - 1)[kind]
+    data = rng.integers(0, 2**16, (a, m, bs, k1, width)).astype(np.uint16).view(np.float16)
+    sessions = rng.integers(-1, a + 1, a) if kind == 2 else rng.permutation(a)
+    numbers = (sessions, rng.integers(0, m, a), rng.integers(-1, layers + 1, a) if layers else np.zeros(a))
+    return data, ids, *(each.astype(np.int32) for each in numbers), np.int32(rng.integers(0, a + 1))
+
+
+@pytest.mark.parametrize("seed", range(len(SHAPES)))
+def test_random_cases_equal_the_oracle_to_the_bit(seed):
+    """50 cases a shape: every bit pattern of a float, also NaN with payload, and every masking."""
+    rng, compared = np.random.default_rng(seed), 0
+    a, _, bs, k1, width, experts, layers, mode = SHAPES[seed]
+
+    @jax.jit
+    def call(data, ids, sessions, micro, layer_ids, out_num):
+        return ffn_worker_batching(
+            data, ids, sessions, micro, expert_num=experts, max_out_shape=(a, bs, k1, width), expert_offsets=mode,
+            layer_num=layers, layer_ids=layer_ids if layers else None, out_num=out_num,
+        )  # fmt: skip
+
+    for case in range(50):
+        arguments = random_case(rng, case % 8, *SHAPES[seed][:7])
+        batch = FfnBatch(*map(np.asarray, call(*arguments)))
+        rows, groups, dropped = oracle(*arguments, experts, layers, mode)
+        count = len(rows)
+        assert (batch.actual_token_num, batch.dropped) == (count, dropped)
+        assert batch.group_list.tolist() == groups
+        names = ("session_ids", "micro_batch_ids", "token_ids", "expert_offsets", "gather_idx")
+        for at, name in enumerate(names, 1):
+            found = getattr(batch, name).tolist()
+            assert found == [row[at] for row in rows] + [0] * (len(found) - count), name
+        bits = batch.y.view(np.uint8)
+        assert bits[:count].tobytes() == b"".join(row[0].tobytes() for row in rows)
+        assert not bits[count:].any()
+        places = batch.gather_idx[:count].tolist()
+        assert len(set(places)) == count  # a permutation of what was not masked
+        compared += count
+    assert compared > 0
+
+
+def test_pairs_of_an_expert_keep_their_order():
+    ids = np.zeros((3, 4, 2), np.int32)
+    data = np.arange(3 * 4 * 2, dtype=np.float32).reshape(3, 1, 4, 2, 1)
+    zeros = np.zeros(3, np.int32)
+    batch = ffn_worker_batching(
+        data, ids, np.arange(3, dtype=np.int32), zeros, expert_num=2, max_out_shape=(3, 4, 2, 1)
+    )
+    assert np.asarray(batch.gather_idx).tolist() == list(range(24))
+    assert np.asarray(batch.y)[:, 0].tolist() == list(range(24))
+
+
+def test_experts_that_change_nothing_give_the_tokens_back():
+    rng = np.random.default_rng(0)
+    token = rng.standard_normal((3, 2, 4, 1, 8)).astype(np.float32)
+    data = np.repeat(token, 3, axis=3)  # each of three experts gets the token
+    ids = rng.permuted(np.tile(np.arange(6), (3, 4, 1)), axis=-1)[..., :3].astype(np.int32)
+    weights = rng.random((3, 4, 3)).astype(np.float32)
+    weights = jnp.asarray(weights / weights.sum(-1, keepdims=True))
+    sessions, micro = np.arange(3, dtype=np.int32), np.array([1, 0, 1], np.int32)
+    batch = ffn_worker_batching(data, ids, sessions, micro, expert_num=6, max_out_shape=(3, 4, 3, 8))
+    np.testing.assert_allclose(combine(batch.y, batch, weights), token[sessions, micro, :, 0], rtol=1e-6)
+    ids[1, 2] = MASK  # a token without experts gets nothing
+    batch = ffn_worker_batching(data, ids, sessions, micro, expert_num=6, max_out_shape=(3, 4, 3, 8))
+    assert not np.asarray(combine(batch.y, batch, weights))[1, 2].any()
+
+
+def test_the_exported_program_equals_the_function_in_a_fresh_process(tmp_path):
+    """One program for every number of published rows, which is an argument."""
+    rng = np.random.default_rng(3)
+    data = rng.standard_normal((3, 2, 5, 2, 8)).astype(np.float16)
+    ids = rng.integers(0, 6, (3, 5, 2)).astype(np.int32)
+    rows, micro = np.arange(3, dtype=np.int32), np.array([0, 1, 0], np.int32)
+
+    def call(data, ids, rows, micro, out_num):
+        return ffn_worker_batching(data, ids, rows, micro, expert_num=6, max_out_shape=(3, 5, 2, 8), out_num=out_num)
+
+    arguments = (data, ids, rows, micro)
+    exported = export.export(jax.jit(lambda *args: tuple(call(*args))))(*arguments, np.int32(0))
+    (tmp_path / "program").write_bytes(exported.serialize())
+    np.savez(tmp_path / "in.npz", *arguments)
+    code = """
+import sys, numpy as np
+from jax import export
+folder = sys.argv[1]
+program = export.deserialize(open(folder + "/program", "rb").read())
+arguments = [*np.load(folder + "/in.npz").values()]
+for rows in range(4):
+    np.savez(f"{folder}/out{rows}.npz", *program.call(*arguments, np.int32(rows)))
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=300)
+    for published in range(4):
+        expected = call(*arguments, np.int32(published))
+        found = [*np.load(tmp_path / f"out{published}.npz").values()]
+        assert int(expected.actual_token_num) == 10 * published
+        for name, left, right in zip(FfnBatch._fields, found, expected, strict=True):
+            assert left.tobytes() == np.asarray(right).tobytes(), name
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"max_out_shape": (2, 2, 3)}, "`max_out_shape`: expected A, BS, K1 and H"),
+        ({"expert_num": 0}, "`expert_num`: expected 1 to 8,192 experts, found 0"),
+        ({"expert_num": 8193}, "found 8193"),
+        ({"token_dtype": 3}, "`token_dtype`: expected 0 (fp16), 1 (bf16) or 2 (int8), found 3"),
+        ({"token_dtype": 2}, "`token_data`: expected uint8 rows for int8 data"),
+        ({"expert_offsets": "row"}, "`expert_offsets`: expected `group` or `slot`, found row"),
+        ({"layer_num": 2, "layer_ids": np.zeros(2, np.int32)}, "`layer_num`: expected a divisor of 5 experts"),
+        ({"layer_num": 5}, "`layer_ids`: expected them with a layer_num"),
+        ({"max_out_shape": (2, 2, 3, 5)}, "`token_data`: expected [2, M, 2, 3, 5], found (2, 2, 2, 3, 4)"),
+        ({"max_out_shape": (2, 3, 2, 4)}, "`expert_ids`: expected the shape (2, 3, 2)"),
+    ],
+)
+def test_what_does_not_fit_is_refused_while_tracing(changed, message):
+    data = np.zeros((2, 2, 2, 3, 4), np.float16)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ffn_worker_batching(data, IDS, **EXAMPLE, **(OPTIONS | changed))

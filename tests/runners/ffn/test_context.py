@@ -1,0 +1,179 @@
+"""The codec of the schedule context, and what a worker takes of what sessions publish."""
+
+import random
+import struct
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ling3export.runners.ffn.context import LAYOUT, SIZE, ContextError, ScheduleContext
+from ling3export.runners.ffn.schedule import MASK, ScheduleTimeout, TokenBuffers
+
+FORM = "<7Ii96xi124x4QI92x5Q88x8QI60x384x"  # the published layout in one format
+SESSIONS, MICRO, TOKENS, EXPERTS, ROW = 3, 2, 2, 2, 512
+INFO, DATA = SIZE, SIZE + 4 * SESSIONS * MICRO * (2 + TOKENS * EXPERTS)
+CONTEXT = ScheduleContext(
+    session_num=SESSIONS, micro_batch_num=MICRO, micro_batch_size=TOKENS, selected_expert_num=EXPERTS, expert_num=8,
+    attn_to_ffn_token_size=ROW, run_flag=1, ffn_token_info_buf=INFO, ffn_token_info_size=DATA - INFO,
+    ffn_token_data_buf=DATA, ffn_token_data_size=SESSIONS * MICRO * TOKENS * EXPERTS * ROW,
+)  # fmt: skip
+WHOLE = DATA + CONTEXT.ffn_token_data_size
+
+
+def segment(context: ScheduleContext = CONTEXT, size: int = WHOLE) -> TokenBuffers:
+    memory = memoryview(bytearray(size))
+    memory[:SIZE] = context.build()
+    return TokenBuffers(memory)
+
+
+def publish(buffers: TokenBuffers, session: int, micro: int, layer: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Row (session, micro) with ids and bytes that name it."""
+    ids = np.arange(4, dtype=np.int32).reshape(2, 2) + session
+    rows = np.full((2, 2, 7), 16 * session + micro, np.uint8)
+    buffers.publish(session, micro, layer, ids, rows)
+    return ids, rows
+
+
+def test_fields_lie_where_the_published_layout_has_them():
+    assert struct.calcsize(FORM) == SIZE
+    numbers = list(range(1, len(LAYOUT) + 1))
+    context = ScheduleContext(**{each.name: number for each, number in zip(LAYOUT, numbers, strict=True)})
+    assert context.build() == struct.pack(FORM, *numbers)
+    assert ScheduleContext.parse(struct.pack(FORM, *numbers)) == context
+    assert context.build().hex().startswith("0100000002000000030000000400000005000000060000000700000008000000")
+
+
+def test_reserved_bytes_and_every_number_survive():
+    generator = random.Random(0)
+    for _ in range(200):
+        data = generator.randbytes(SIZE)
+        context = ScheduleContext.parse(data)
+        assert context.build() == data
+        assert ScheduleContext.parse(context.build() + b"more") == context
+        changed = replace(context, out_num=7).build()
+        assert changed == data[:576] + (7).to_bytes(4, "little") + data[580:]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"session_num": 1025}, "`session_num`: expected 1 to 1024, found 1025"),
+        ({"micro_batch_num": 65}, "`micro_batch_num`: expected 1 to 64, found 65"),
+        ({"micro_batch_num": 0}, "`micro_batch_num`"),
+        ({"selected_expert_num": 65}, "`selected_expert_num`: expected 1 to 64, found 65"),
+        ({"polling_index": 2}, "`polling_index`: expected 0 to 1, found 2"),
+        ({"attn_to_ffn_token_size": 513}, "a multiple of 512 of at least 1 bytes, found 513"),
+        ({"attn_to_ffn_token_size": 0}, "a multiple of 512 of at least 1 bytes, found 0"),
+        ({"ffn_token_data_size": 1}, "`ffn_token_data_size`: expected at least 12288 bytes, found 1"),
+        ({"ffn_token_info_size": 143}, "`ffn_token_info_size`: expected at least 144 bytes, found 143"),
+        ({"ffn_token_data_buf": WHOLE}, "`ffn_token_data_buf`: expected a place within"),
+        ({"ffn_token_info_buf": 2**63}, "`ffn_token_info_buf`: expected a place within"),
+    ],
+)
+def test_a_context_that_does_not_fit_is_refused(changed, message):
+    with pytest.raises(ContextError) as caught:
+        segment(replace(CONTEXT, **changed))
+    assert message in str(caught.value)
+
+
+def test_device_addresses_are_left_alone():
+    replace(CONTEXT, ffn_token_data_buf=2**63, ffn_token_info_buf=2**62).check(row_bytes=ROW)
+    with pytest.raises(ContextError, match="of at least 513 bytes, found 512"):
+        CONTEXT.check(row_bytes=513)
+
+
+def test_a_cut_context_and_a_number_that_does_not_fit_are_refused():
+    with pytest.raises(ContextError, match="expected 1024 bytes, found 1023"):
+        ScheduleContext.parse(bytes(SIZE - 1))
+    with pytest.raises(ContextError, match="`out_num`: expected a number of 32 bits, found -1"):
+        replace(CONTEXT, out_num=-1).build()
+
+
+def test_a_synchronous_worker_takes_all_sessions_in_turn():
+    buffers = segment()
+    for micro in (0, 1, 0):
+        wanted = [publish(buffers, session, micro, layer=5) for session in range(SESSIONS)]
+        taken = buffers.take(timeout=1)
+        assert (taken.out_num, taken.session_ids.tolist()) == (3, [0, 1, 2])
+        assert (taken.micro_batch_ids.tolist(), taken.layer_ids.tolist()) == ([micro] * 3, [5] * 3)
+        for session, (ids, rows) in enumerate(wanted):
+            assert (taken.expert_ids[session] == ids).all()
+            assert (buffers.data[session, micro, ..., :7] == rows).all()
+    with pytest.raises(ScheduleTimeout, match=r"micro batch 1: expected sessions \[0, 1, 2\] within 0.01 s"):
+        buffers.take(timeout=0.01)  # what was taken is not taken again
+
+
+def test_an_expert_that_does_not_exist_is_refused_before_the_program_is_called():
+    buffers = segment()
+    for session in range(SESSIONS):
+        publish(buffers, session, 0)  # ids up to 3, 4 and 5
+    taken = buffers.take(timeout=1)
+    taken.check(6)
+    with pytest.raises(ContextError, match="expert ids: expected them below 5, found 5 for token 1 of session 2"):
+        taken.check(5)
+
+
+def test_a_session_that_does_not_come_is_named():
+    buffers = segment()
+    publish(buffers, 0, 0)
+    publish(buffers, 2, 0)
+    publish(buffers, 1, 1)
+    with pytest.raises(ScheduleTimeout, match=r"expected sessions \[1\] within 0.05 s"):
+        buffers.take(timeout=0.05)
+    with pytest.raises(ContextError, match="session 0: expected micro batch 0 to be free, found it published"):
+        publish(buffers, 0, 0)
+
+
+def test_an_asynchronous_worker_takes_whoever_is_ready():
+    buffers = segment()
+    publish(buffers, 2, 1, layer=3)
+    taken = buffers.take(timeout=1, synchronous=False)
+    assert (taken.out_num, taken.session_ids[0], taken.micro_batch_ids[0], taken.layer_ids[0]) == (1, 2, 1, 3)
+    assert (taken.expert_ids[1:] == MASK).all()
+    publish(buffers, 0, 1)
+    publish(buffers, 1, 0)
+    order = [buffers.take(timeout=1, synchronous=False) for _ in range(2)]
+    assert [(each.session_ids[0], each.micro_batch_ids[0]) for each in order] == [(1, 0), (0, 1)]
+
+
+def test_a_cleared_run_flag_ends_a_waiting_worker():
+    buffers = segment()
+    ends = threading.Timer(0.1, buffers.stop)
+    ends.start()
+    started = time.monotonic()
+    assert buffers.take(timeout=60).out_num == 0
+    ends.join()
+    assert time.monotonic() - started < 30
+
+
+def test_a_worker_waits_for_a_session_that_publishes_late():
+    buffers = segment()
+    publish(buffers, 0, 0)
+    publish(buffers, 1, 0)
+    late = threading.Timer(0.1, lambda: publish(buffers, 2, 0))
+    late.start()
+    assert buffers.take(timeout=60).out_num == SESSIONS
+    late.join()
+
+
+def test_what_another_scheduler_found_is_read():
+    size = WHOLE + 4 * (3 * SESSIONS + SESSIONS * TOKENS * EXPERTS)
+    starts = [WHOLE + 4 * SESSIONS * n for n in range(4)]
+    context = replace(CONTEXT, session_ids_buf=starts[0], micro_batch_ids_buf=starts[1], layer_ids_buf=starts[2],
+                      expert_ids_buf=starts[3], out_num=2)  # fmt: skip
+    memory = memoryview(bytearray(size))
+    memory[:SIZE] = context.build()
+    memory[WHOLE:] = np.arange((size - WHOLE) // 4, dtype=np.int32).tobytes()
+    found = TokenBuffers(memory).scheduled()
+    assert (found.session_ids.tolist(), found.micro_batch_ids.tolist()) == ([0, 1, 2], [3, 4, 5])
+    assert (found.layer_ids.tolist(), found.expert_ids.reshape(-1).tolist()) == ([6, 7, 8], list(range(9, 21)))
+    assert found.out_num == 2
+    memory[:SIZE] = replace(context, out_num=4).build()
+    with pytest.raises(ContextError, match="`out_num`: expected at most 3 rows, found 4"):
+        TokenBuffers(memory).scheduled()
+    memory[:SIZE] = replace(context, expert_ids_buf=size - 4).build()
+    with pytest.raises(ContextError, match="context buffer: expected 48 bytes within"):
+        TokenBuffers(memory).scheduled()
