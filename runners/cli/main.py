@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from ling3export.errors import RequestError
+from ling3export.runners.cli.batch import batch
 from ling3export.runners.cli.errors import require
 from ling3export.runners.cli.eval import evaluate
 from ling3export.runners.cli.hosts import announced, host_options, leading
@@ -48,7 +49,7 @@ class _Ids(click.ParamType):
 
 @click.group(
     cls=Group,
-    sections={"Run": ("generate", "serve"), "Evaluate": ("eval", "lm-eval")},
+    sections={"Run": ("generate", "batch", "serve"), "Evaluate": ("eval", "lm-eval")},
     context_settings={"show_default": True},
 )
 @click.version_option(package_name="ling3export")
@@ -56,6 +57,7 @@ def main() -> None:
     """Run a prebuilt Ling3-Tiny artifact."""
 
 
+main.add_command(batch)
 main.add_command(serve)
 main.add_command(evaluate)
 

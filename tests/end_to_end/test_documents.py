@@ -36,6 +36,7 @@ GIVEN = {
     "docs/targets.md": ["micro"],
     "docs/cache.md": ["micro"],
     "docs/engine.md": ["micro.ling3"],
+    "docs/fleet.md": ["micro.ling3"],
     "docs/serving.md": ["micro.ling3"],
     "docs/evaluation.md": ["gsm8k", "mmlu", "task.py"],
 }

@@ -7,13 +7,14 @@ PACKAGE = Path(__file__).parents[2] / "ling3export"
 # From the top down. A room may import what stands in a later line of its tower, nothing beside it in its own line.
 RUNNERS = (
     ("runners.cli",),
+    ("runners.batch",),
     ("runners.serve", "runners.evals", "runners.adapters"),
     ("runners.engine",),
     ("runners.ffn",),
     ("runners.load",),
     ("runners.hosts", "runners.text"),
     ("artifacts",),
-    ("dtypes", "errors", "strict_json"),
+    ("dtypes", "errors", "shards", "strict_json"),
 )
 BUILD = (
     ("cli",),
@@ -24,7 +25,7 @@ BUILD = (
     ("plan",),
     ("checkpoint",),
     ("model", "artifacts"),
-    ("dtypes", "errors", "strict_json"),
+    ("dtypes", "errors", "shards", "strict_json"),
 )
 # Single modules at the bottom, for the whole build side; and what it may import of the runners.
 BOTTOM = {"processes", "tables"}
@@ -32,6 +33,7 @@ FROM_RUNNERS = {"runners.load", "runners.engine.inputs", "runners.hosts", "runne
 BESIDES = {
     "cli": {"runners.cli"},
     "processes": {"errors"},
+    "shards": {"errors"},
     "tables": {"errors"},
 }
 

@@ -24,6 +24,7 @@ Options:
 
 Run:
   generate  Complete prompts with ARTIFACT.
+  batch     Answer a file of requests; merge the answers of shards.
   serve     Serve ARTIFACT over HTTP, in the shapes of OpenAI's API.
 
 Evaluate:

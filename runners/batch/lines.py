@@ -1,0 +1,100 @@
+"""One line of a batch: OpenAI's batch format or a plain prompt on its way in, OpenAI's output format on its way out."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ling3export.runners.engine.request import SEEDS, Completion
+from ling3export.runners.serve import calls
+from ling3export.runners.serve.calls import Call
+from ling3export.runners.serve.responses import Answer
+from ling3export.runners.serve.schema import ApiError, refusal, shown
+from ling3export.strict_json import parse_json
+
+if TYPE_CHECKING:
+    from ling3export.runners.engine.engine import Engine
+
+LONGEST = 8 << 20  # bytes of a line
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+REQUEST = ("custom_id", "method", "url", "body")
+PLAIN = {"prompt": COMPLETIONS, "prompt_ids": COMPLETIONS, "messages": CHAT}
+MOST_PROMPTS = 256  # of one line
+WANTED = "a request with custom_id, method, url and body, or one of prompt, prompt_ids and messages"
+
+
+class Line:
+    """A line that was read, and what the engine is asked for it.
+
+    Args:
+        number: Its place in the input, from 0.
+        text: Its bytes.
+        engine: What is to answer.
+        model: The name of the model, which a body may leave out.
+        defaults: Fields of a body that the line does not say.
+
+    Attributes:
+        call: What the engine is asked; None where the line is refused.
+        refused: Why, and None where it is not.
+        custom_id: The line's own name; ``line-7`` where it has none.
+    """
+
+    def __init__(self, number: int, text: bytes, engine: "Engine", model: str, defaults: Mapping[str, Any]) -> None:
+        self.number, self._model = number, model
+        self.custom_id = f"line-{number}"
+        self.call: Call | None = None
+        self.refused: ApiError | None = None
+        try:
+            url, body = self._read(text)
+            seed = {"seed": (defaults["seed"] + number) % SEEDS}  # not a random one: a run can be repeated
+            given = {"model": model, **defaults, **seed, **body}
+            if "max_completion_tokens" in body and "max_tokens" not in body:  # a newer name of the same
+                del given["max_tokens"]
+            self.call = self._checked(url, given, engine, model)
+        except ApiError as error:
+            self.refused = error
+
+    def _read(self, text: bytes) -> tuple[str, dict[str, Any]]:
+        try:
+            value = parse_json(text, LONGEST)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"line: expected JSON, found {error}", code="invalid_json") from None
+        if not isinstance(value, dict):
+            raise ApiError(400, f"line: expected {WANTED}, found {shown(value)}", code="invalid_line")
+        if isinstance(name := value.get("custom_id"), str):
+            self.custom_id = name
+        plain = [field for field in PLAIN if field in value]
+        if len(plain) == 1 and value.keys() <= {plain[0], "custom_id"}:
+            asked = value[plain[0]]
+            return PLAIN[plain[0]], {"messages" if plain[0] == "messages" else "prompt": asked}
+        if value.keys() != set(REQUEST) or not isinstance(value["body"], dict):
+            fields = ", ".join(sorted(value)[:8]) or "no field"
+            raise ApiError(400, f"line: expected {WANTED}, found {fields[:200]}", code="invalid_line")
+        if value["method"] != "POST" or value["url"] not in (CHAT, COMPLETIONS):
+            found = f"{shown(value['method'])} {shown(value['url'])}"
+            raise refusal("url", f'"POST" to "{CHAT}" or "{COMPLETIONS}"', found, "invalid_url")
+        return value["url"], value["body"]
+
+    @staticmethod
+    def _checked(url: str, body: dict[str, Any], engine: "Engine", model: str) -> Call:
+        chat = url == CHAT
+        call = calls.chat(body, engine, model) if chat else calls.completions(body, engine, model, MOST_PROMPTS)
+        if call.stream:
+            raise refusal("stream", "false in a batch", "true")
+        return call
+
+    def answer(self, completions: Sequence[Completion], run: str) -> bytes:
+        """The line of the output, with its line break.
+
+        Args:
+            completions: One for each request of ``call``.
+            run: Names the run; with the line's number it is the answer's id.
+        """
+        name = f"batch_req_{run}_{self.number}"
+        if self.refused is not None:
+            status, body = self.refused.status, self.refused.body()
+        else:
+            assert self.call is not None
+            status, body = 200, Answer(self.call, self._model).whole(completions) | {"id": name}
+        response = {"status_code": status, "request_id": name, "body": body}
+        record = {"id": name, "custom_id": self.custom_id, "response": response, "error": None}
+        return json.dumps(record, ensure_ascii=True).encode() + b"\n"

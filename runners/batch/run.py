@@ -1,0 +1,278 @@
+"""A shard of a batch: it can be killed at any moment and begun again, and shards are merged into what one run gives.
+
+Answers are written in the order of the input, so that a file that was broken off is a beginning of the whole one.
+``OUTPUT.batch.json`` says what the run was asked; ``OUTPUT.partial`` grows by a line for each answer, then becomes
+OUTPUT.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from ling3export.artifacts.files import open_lock, replace_file, replacing, writing
+from ling3export.artifacts.records import WrongRecordError, from_json
+from ling3export.errors import Ling3Error, RequestError
+from ling3export.runners.batch.lines import LONGEST, Line
+from ling3export.shards import Shard
+from ling3export.strict_json import read_json
+
+if TYPE_CHECKING:
+    from ling3export.runners.engine.engine import Engine
+
+FORMAT = 1
+WHOLE = Shard()
+WINDOW = 16  # requests in flight for each slot: short answers go on behind a long one
+ANEW = "nothing was changed: choose another output, or begin anew with --force"
+
+
+class BatchError(Ling3Error):
+    """Shards or outputs that do not belong together."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run was asked.
+
+    Attributes:
+        format: Version of this record.
+        artifact: The sha256 of the artifact's manifest.
+        model: The model's name in answers.
+        input_sha256: The input's digest.
+        lines: Lines of the input.
+        settings: Fields of requests that lines do not say, as JSON.
+        shard: Which share, as ``I/N``.
+    """
+
+    format: int
+    artifact: str
+    model: str
+    input_sha256: str
+    lines: int
+    settings: str
+    shard: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended: lines that were answered, of these refused, and how many an earlier run had done already."""
+
+    answered: int
+    refused: int
+    earlier: int
+
+
+def run_batch(
+    engine: "Engine", source: Path, output: Path, *, model: str, settings: dict[str, Any], shard: Shard = WHOLE,
+    force: bool = False, progress: Callable[[int], None] = lambda done: None,
+) -> Summary:  # fmt: skip
+    """Answers the lines of ``source`` that are in ``shard``, or goes on with what an earlier run left.
+
+    Args:
+        engine: The artifact, loaded.
+        source: JSON lines.
+        output: Gets one line for each.
+        model: The model's name in answers.
+        settings: Fields of a request that lines do not say; ``seed`` is that of line 0.
+        shard: Which share of the lines.
+        force: Begin anew, whatever was there.
+        progress: Told how many lines are done.
+
+    Raises:
+        BatchError: Another run's output is there, or another process writes it.
+        RequestError: The input cannot be read.
+        EngineStopped: The engine ended; the same call goes on with what is there.
+    """
+    digest, count = _scanned(source)
+    asked = Record(
+        FORMAT,
+        engine.manifest.sha256 or "",
+        model,
+        digest,
+        count,
+        json.dumps(dict(settings), sort_keys=True),
+        str(shard),
+    )
+    record, partial = record_path(output), output.with_name(f"{output.name}.partial")
+    mine = range(shard.index, count, shard.count)
+    with _opened(partial) as file:
+        if force:
+            output.unlink(missing_ok=True)
+            file.truncate(0)
+        elif record.exists() or output.exists():
+            _same(asked, read_record(output), output)
+            if output.exists():
+                partial.unlink()
+                return Summary(len(mine), 0, len(mine))
+        else:
+            file.truncate(0)
+        replace_file(record, json.dumps(asdict(asked), indent=1).encode() + b"\n")
+        earlier = _whole_lines(file)
+        todo = mine[earlier:]
+        refused = 0
+        for number, line in enumerate(_answers(engine, source, todo, asked, settings), earlier + 1):
+            answer, wrong = line
+            refused += wrong
+            with writing(partial):
+                file.write(answer)
+                file.flush()
+            progress(number)
+        with writing(partial):
+            os.fsync(file.fileno())
+            os.replace(partial, output)
+    return Summary(len(mine), refused, earlier)
+
+
+def _answers(
+    engine: "Engine", source: Path, todo: Sequence[int], asked: Record, settings: Mapping[str, Any]
+) -> Iterator[tuple[bytes, bool]]:
+    """The answers to the lines ``todo``, in order, and whether each is a refusal; WINDOW of them run at a time."""
+    running: deque[tuple[Line, list[Any]]] = deque()
+    window = WINDOW * engine.manifest.targets[engine.target].state.slots
+    run = asked.input_sha256[:12]
+
+    def ended() -> tuple[bytes, bool]:
+        line, handles = running.popleft()
+        return line.answer([handle.result() for handle in handles], run), line.refused is not None
+
+    with ExitStack() as stack:
+        stack.callback(lambda: [handle.cancel() for _, handles in running for handle in handles])
+        for number, text in _lines(source, todo):
+            line = Line(number, text, engine, asked.model, settings)
+            running.append((line, engine.submit(*line.call.requests) if line.call else []))
+            while sum(len(handles) for _, handles in running) >= window or (running and not running[0][1]):
+                yield ended()
+        while running:
+            yield ended()
+
+
+def merge(outputs: Sequence[Path], output: Path, *, force: bool = False) -> int:
+    """Puts the outputs of all shards of one run together, in the order of the input; returns the number of lines.
+
+    Raises:
+        BatchError: They are not of one run, one is missing, unfinished or there twice, or ``output`` is there.
+    """
+    found: dict[int, Path] = {}
+    first: Record | None = None
+    for path in outputs:
+        record = read_record(path)
+        shard = Shard.parse(record.shard)
+        first = first or record
+        _same(replace(first, shard=record.shard), record, path)
+        if Shard.parse(first.shard).count != shard.count:
+            raise BatchError(f"batch merge: expected shards of {first.shard}, found {record.shard}, in {path}")
+        if shard.index in found:
+            raise BatchError(f"batch merge: expected shard {shard} once, found it in {found[shard.index]} and {path}")
+        found[shard.index] = path
+    if first is None:
+        raise BatchError("batch merge: expected outputs of shards, found none")
+    count = Shard.parse(first.shard).count
+    if missing := sorted(set(range(count)) - found.keys()):
+        raise BatchError(f"batch merge: expected {count} shards, found none with the index {missing[0]}")
+    if output.exists() and not force:
+        raise BatchError(f"batch merge: expected no such file, found one, at {output}", "replace it with --force")
+    with ExitStack() as stack:
+        files = [stack.enter_context(_readable(found[index])) for index in range(count)]
+        target = stack.enter_context(replacing(output))
+        for number in range(first.lines):
+            line = files[number % count].readline()
+            if not line.endswith(b"\n"):
+                path = found[number % count]
+                raise BatchError(f"batch merge: expected an answer to line {number}, found the end, in {path}")
+            target.write(line)
+        for file in files:
+            if file.read(1):
+                raise BatchError(f"batch merge: expected the end, found more lines, in {file.name}")
+    replace_file(record_path(output), json.dumps(asdict(replace(first, shard="0/1")), indent=1).encode() + b"\n")
+    return first.lines
+
+
+def record_path(output: Path) -> Path:
+    """Where the record of the run that wrote ``output`` is."""
+    return output.with_name(f"{output.name}.batch.json")
+
+
+def read_record(output: Path) -> Record:
+    """The record of the run that wrote ``output``.
+
+    Raises:
+        BatchError: There is none, or it is no such record.
+    """
+    path = record_path(output)
+    try:
+        return from_json(Record, read_json(path))
+    except OSError as error:
+        found = f"found {error.strerror}, at {path}"
+        raise BatchError(f"batch output `{output}`: expected its record beside it, {found}", ANEW) from error
+    except (WrongRecordError, ValueError) as error:
+        raise BatchError(f"batch record `{path}`: expected what a run writes, found {error}", ANEW) from error
+
+
+def _same(asked: Record, found: Record, output: Path) -> None:
+    for name, value in vars(asked).items():
+        other = getattr(found, name)
+        if other != value:
+            raise BatchError(f"batch output `{output}`: expected {name} {value}, found {other} in its record", ANEW)
+
+
+def _scanned(source: Path) -> tuple[str, int]:
+    """The input's sha256 and its number of lines."""
+    digest, count, last = hashlib.sha256(), 0, b"\n"
+    with _readable(source) as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+            count += block.count(b"\n")
+            last = block
+    return digest.hexdigest(), count + (not last.endswith(b"\n"))
+
+
+def _lines(source: Path, wanted: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+    """The wanted lines of the input, which are in ascending order; of a line that is too long, its beginning."""
+    numbers = iter(wanted)
+    next_one = next(numbers, None)
+    with _readable(source) as file:
+        number = 0
+        while next_one is not None and (line := file.readline(LONGEST + 2)):
+            rest = line
+            while not rest.endswith(b"\n") and (rest := file.readline(1 << 20)):
+                pass
+            if number == next_one:
+                yield number, line.rstrip(b"\r\n") if line.endswith(b"\n") or len(line) <= LONGEST else line
+                next_one = next(numbers, None)
+            number += 1
+
+
+def _readable(path: Path) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise RequestError(f"batch input `{path}`: expected a readable file, found {error.strerror}") from error
+
+
+@contextmanager
+def _opened(partial: Path) -> Iterator[BinaryIO]:
+    """The growing output, which one process at a time may write."""
+    with open(open_lock(partial, os.O_RDWR | os.O_CREAT), "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BatchError(f"batch output `{partial}`: expected no other run, found one that writes it") from None
+        yield file
+
+
+def _whole_lines(file: BinaryIO) -> int:
+    """How many answers there are; a line that was broken off is cut away."""
+    file.seek(0)
+    count = end = 0
+    for line in file:
+        if line.endswith(b"\n"):
+            count, end = count + 1, end + len(line)
+    file.truncate(end)
+    file.seek(end)
+    return count

@@ -1,0 +1,82 @@
+"""``ling3-runner batch``: a file of requests, answered in shards."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ling3export.runners.cli.errors import require
+from ling3export.runners.cli.hosts import announced, host_options, leading
+from ling3export.runners.cli.options import PATH, Group, artifact_options, sampling_option, section, temperature_option
+from ling3export.shards import Shard
+
+
+class _Batch(Group):
+    """``batch ARTIFACT INPUT OUTPUT`` is short for ``batch run ARTIFACT INPUT OUTPUT``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            args.insert(0, "run")
+        return super().parse_args(ctx, args)
+
+
+@click.group("batch", cls=_Batch, sections={"Commands": ("run", "merge")})
+def batch() -> None:
+    """Answer a file of requests; merge the answers of shards.
+
+    `batch ARTIFACT INPUT OUTPUT` is short for `batch run`.
+    """
+
+
+@batch.command()
+@click.argument("artifact", type=PATH)
+@click.argument("source", metavar="INPUT", type=PATH)
+@click.argument("output", type=PATH)
+@section(
+    "Requests",
+    click.option("--model", help="Name of the model in answers.  [default: the artifact's, without .ling3]"),
+    click.option("--max-tokens", type=click.IntRange(1), default=256, help="Where a line does not say it."),
+    temperature_option,
+    sampling_option("seed", "Seed of the first line; each line has the next, unless it says one."),
+)
+@section(
+    "Work",
+    click.option("--shard", default="0/1", metavar="I/N", help="Every N-th line from line I on; auto in a Slurm array, "
+                 "auto/N in an indexed job."),
+    click.option("--force", is_flag=True, help="Begin anew, whatever OUTPUT is there."),
+)  # fmt: skip
+@artifact_options
+@host_options
+def run(
+    artifact: Path, source: Path, output: Path, model: str | None, shard: str, force: bool, target: str | None,
+    programs: str, check: str, place: dict[str, Any], **settings: Any,
+) -> None:  # fmt: skip
+    """Answer each line of INPUT with a line of OUTPUT, or go on where an earlier run was broken off.
+
+    A line is a request in OpenAI's batch format, or one of {"prompt": TEXT}, {"prompt_ids": [ID, ...]} and
+    {"messages": [...]}. A line that cannot be served gets an error as its answer.
+    """
+    share = Shard.parse(shard)
+    hosts = leading(artifact, place, target=target, programs=programs, check=check)
+    with announced(hosts):
+        require("batch", "serve", "starlette", "prometheus_client", "pydantic")
+        from ling3export.runners.batch.run import run_batch
+    from ling3export.runners.engine.engine import Engine
+
+    name = model or artifact.resolve().name.removesuffix(".ling3")
+    with Engine(artifact, target=target, programs=programs, check=check, hosts=hosts) as engine:
+        done = run_batch(engine, source, output, model=name, settings=settings, shard=share, force=force)
+    earlier = f", {done.earlier} of them by an earlier run" if done.earlier else ""
+    click.echo(f"{output}: {done.answered} lines of shard {share}{earlier}; refused now: {done.refused}", err=True)
+
+
+@batch.command()
+@click.argument("shards", nargs=-1, required=True, metavar="OUTPUT...", type=PATH)
+@click.option("--to", "output", required=True, type=PATH, help="Where all answers go.")
+@click.option("--force", is_flag=True, help="Replace it if it is there.")
+def merge(shards: tuple[Path, ...], output: Path, force: bool) -> None:
+    """Put the OUTPUTs of all shards of one run together, in the order of the input."""
+    from ling3export.runners.batch.run import merge as merged
+
+    lines = merged(shards, output, force=force)
+    click.echo(f"{output}: {lines} lines of {len(shards)} shards", err=True)

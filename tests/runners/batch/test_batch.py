@@ -1,0 +1,285 @@
+"""Batches: each line gets an answer, shards and broken-off runs give what one run gives."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import toy_artifact
+from ling3export.errors import Ling3Error, RequestError
+from ling3export.runners.batch.run import BatchError, merge, read_record, run_batch
+from ling3export.runners.cli.main import main
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.handle import EngineStopped
+from ling3export.shards import Shard
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SETTINGS: dict[str, Any] = {"max_tokens": 4, "temperature": 1.0, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine(toy_artifact.shared(), report=lambda text: None) as engine:
+        yield engine
+
+
+def request(url: str, custom_id: str = "mine", **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def written(path: Path, lines: list[Any]) -> Path:
+    text = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path.write_text("".join(f"{line}\n" for line in text))
+    return path
+
+
+def numbered(path: Path, count: int) -> Path:
+    return written(path, [{"prompt_ids": [1, 2, 3 + number % 5], "custom_id": f"n{number}"} for number in range(count)])
+
+
+def answers(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def timeless(path: Path) -> str:
+    """An output without the moment of its answers."""
+    return re.sub(r'"created": \d+', "", path.read_text())
+
+
+def run(engine: Engine, source: Path, output: Path, shard: str = "0/1", **more: Any) -> Any:
+    return run_batch(engine, source, output, model="toy", settings=SETTINGS, shard=Shard.parse(shard), **more)
+
+
+def test_each_line_is_answered_in_order_with_what_the_engine_says(engine, tmp_path):
+    source = written(tmp_path / "in.jsonl", [
+        request(COMPLETIONS, "a", prompt=[1, 2, 3], max_tokens=3, temperature=0),
+        {"prompt_ids": [4, 5]},
+        request(CHAT, "c", messages=[{"role": "user", "content": "A"}], max_completion_tokens=2),
+        {"messages": [{"role": "user", "content": "A"}], "custom_id": "d"},
+        {"prompt": "AB"},
+    ])  # fmt: skip
+    summary = run(engine, source, tmp_path / "out.jsonl")
+    assert (summary.answered, summary.refused, summary.earlier) == (5, 0, 0)
+    found = answers(tmp_path / "out.jsonl")
+    assert [line["custom_id"] for line in found] == ["a", "line-1", "c", "d", "line-4"]
+    assert {line["response"]["status_code"] for line in found} == {200}
+    assert len({line["id"] for line in found}) == 5
+    bodies = [line["response"]["body"] for line in found]
+    kinds = ["text_completion", "text_completion", "chat.completion", "chat.completion", "text_completion"]
+    assert [body["object"] for body in bodies] == kinds
+    assert [body["usage"]["completion_tokens"] for body in bodies] == [3, 4, 2, 4, 4]
+    (greedy,) = engine.generate([[1, 2, 3]], max_tokens=3)
+    (drawn,) = engine.generate([[4, 5]], max_tokens=4, temperature=1.0, seed=6)  # line 1 has the second seed
+    assert [body["choices"][0]["text"] for body in bodies[:2]] == [greedy.text, drawn.text]
+    assert not (tmp_path / "out.jsonl.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        ("no JSON", "invalid_json", "line: expected JSON, found"),
+        ("", "invalid_json", "line: expected JSON, found"),
+        ("[" * 40, "invalid_json", "more than 16 levels"),
+        ("[1]", "invalid_line", "found a list"),
+        ({"prompt": "A", "prompt_ids": [1]}, "invalid_line", "found prompt, prompt_ids"),
+        (
+            {"custom_id": "x", "method": "POST", "url": COMPLETIONS, "body": 3},
+            "invalid_line",
+            "line: expected a request",
+        ),
+        (request("/v1/embeddings", input="A"), "invalid_url", 'found "POST" "/v1/embeddings"'),
+        (request(COMPLETIONS, prompt=[1], stream=True), "invalid_value", "`stream`: expected false in a batch"),
+        (request(COMPLETIONS, prompt=[1], model="other"), "model_not_found", 'expected "toy", found "other"'),
+        (request(COMPLETIONS, prompt=[10**6]), "invalid_value", "1000000"),
+        (request(CHAT, messages=[]), "invalid_value", "`messages`"),
+        ({"prompt_ids": [1] * 5000}, "invalid_value", "expected"),
+    ],
+)
+def test_a_line_that_cannot_be_served_is_answered_with_an_error_and_costs_the_others_nothing(
+    engine, tmp_path, line, code, message
+):
+    source = written(tmp_path / "in.jsonl", [{"prompt_ids": [1]}, line, {"prompt_ids": [2]}])
+    assert run(engine, source, tmp_path / "out.jsonl").refused == 1
+    found = answers(tmp_path / "out.jsonl")
+    assert [each["response"]["status_code"] for each in found][::2] == [200, 200]
+    wrong = found[1]["response"]
+    assert wrong["status_code"] in (400, 404)
+    assert wrong["body"]["error"]["code"] == code
+    assert message in wrong["body"]["error"]["message"]
+
+
+def test_a_line_that_is_too_long_is_refused_and_the_next_one_is_read(engine, tmp_path):
+    source = written(tmp_path / "in.jsonl", ['{"prompt": "' + "A" * (9 << 20) + '"}', {"prompt_ids": [2]}])
+    assert run(engine, source, tmp_path / "out.jsonl").refused == 1
+    found = answers(tmp_path / "out.jsonl")
+    assert "more than 8,388,608 bytes" in found[0]["response"]["body"]["error"]["message"]
+    assert found[1]["response"]["status_code"] == 200
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+def test_merged_shards_are_what_one_run_gives(engine, tmp_path, shards):
+    source = numbered(tmp_path / "in.jsonl", 7)
+    run(engine, source, tmp_path / "whole")
+    parts = [tmp_path / f"part{index}" for index in range(shards)]
+    for index, part in enumerate(parts):
+        run(engine, source, part, f"{index}/{shards}")
+    assert merge(parts[::-1], tmp_path / "merged") == 7
+    assert timeless(tmp_path / "merged") == timeless(tmp_path / "whole")
+    assert read_record(tmp_path / "merged") == read_record(tmp_path / "whole")
+
+
+def test_more_shards_than_lines_leave_some_empty(engine, tmp_path):
+    source = numbered(tmp_path / "in.jsonl", 2)
+    parts = [tmp_path / f"part{index}" for index in range(3)]
+    assert [run(engine, source, part, f"{index}/3").answered for index, part in enumerate(parts)] == [1, 1, 0]
+    assert merge(parts, tmp_path / "merged") == 2
+
+
+def test_a_run_that_was_broken_off_goes_on(engine, tmp_path):
+    """Broken off behind three answers and in the middle of the fourth."""
+    source, output = numbered(tmp_path / "in.jsonl", 9), tmp_path / "out"
+    run(engine, source, tmp_path / "whole")
+
+    def interrupt(done: int) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, source, output, progress=interrupt)
+    assert not output.exists()
+    with open(f"{output}.partial", "ab") as file:
+        file.write(b'{"id": "batch')
+    summary = run(engine, source, output)
+    assert (summary.answered, summary.earlier) == (9, 3)
+    assert timeless(output) == timeless(tmp_path / "whole")
+    assert run(engine, source, output).earlier == 9  # nothing is left to do
+
+
+def test_an_engine_that_ends_leaves_what_was_answered(tmp_path):
+    source, output = numbered(tmp_path / "in.jsonl", 40), tmp_path / "out"
+    with Engine(toy_artifact.shared(), report=lambda text: None) as engine, pytest.raises(EngineStopped):
+        run(engine, source, output, progress=lambda done: engine.close() if done == 4 else None)
+    kept = len(Path(f"{output}.partial").read_bytes().splitlines())
+    assert kept >= 4
+    with Engine(toy_artifact.shared(), report=lambda text: None) as engine:
+        assert run(engine, source, output).earlier == kept
+    assert len(answers(output)) == 40
+
+
+def test_a_killed_command_goes_on_where_it_was(tmp_path):
+    source, output = numbered(tmp_path / "in.jsonl", 400), tmp_path / "out"
+    command = [sys.executable, "-m", "ling3export.runners.cli", "batch", toy_artifact.shared(), source, output]
+    command += ["--max-tokens", "20", "--model", "toy"]
+    process = subprocess.Popen([str(part) for part in command], stderr=subprocess.DEVNULL)
+    partial, end = Path(f"{output}.partial"), time.monotonic() + 120
+    while not (partial.exists() and partial.stat().st_size > 2000) and time.monotonic() < end:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL
+    assert not output.exists()
+    done = CliRunner().invoke(main, [str(part) for part in command[3:]], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert re.search(r"400 lines of shard 0/1, [1-9]\d* of them by an earlier run", done.stderr)
+    assert [line["custom_id"] for line in answers(output)] == [f"n{number}" for number in range(400)]
+
+
+def test_another_run_is_not_mixed_in(engine, tmp_path):
+    source, output = numbered(tmp_path / "in.jsonl", 3), tmp_path / "out"
+    run(engine, source, output)
+    with pytest.raises(BatchError, match="expected shard 0/2, found 0/1 in its record"):
+        run(engine, source, output, "0/2")
+    numbered(source, 4)
+    with pytest.raises(BatchError, match="expected input_sha256") as caught:
+        run(engine, source, output)
+    assert "--force" in str(caught.value)
+    assert run(engine, source, output, force=True).answered == 4
+    Path(f"{output}.batch.json").write_text('{"format": 1}')
+    with pytest.raises(BatchError, match="expected what a run writes, found expected the field artifact"):
+        run(engine, source, output)
+
+
+def test_one_process_at_a_time_writes_an_output(engine, tmp_path):
+    source, output = numbered(tmp_path / "in.jsonl", 3), tmp_path / "out"
+
+    def meanwhile(done: int) -> None:
+        with pytest.raises(BatchError, match="expected no other run, found one that writes it"):
+            run(engine, source, output)
+
+    assert run(engine, source, output, progress=meanwhile).answered == 3
+
+
+def test_shards_that_do_not_belong_together_are_refused(engine, tmp_path):
+    source, other = numbered(tmp_path / "in.jsonl", 4), numbered(tmp_path / "other.jsonl", 5)
+    parts = [tmp_path / f"part{index}" for index in range(2)]
+    for index, part in enumerate(parts):
+        run(engine, source, part, f"{index}/2")
+    run(engine, other, tmp_path / "foreign", "1/2")
+    run(engine, source, tmp_path / "third", "1/3")
+    (tmp_path / "short").write_bytes(parts[1].read_bytes().splitlines(keepends=True)[0])
+    Path(f"{tmp_path}/short.batch.json").write_bytes(Path(f"{parts[1]}.batch.json").read_bytes())
+    for outputs, message in (
+        ([parts[0]], "expected 2 shards, found none with the index 1"),
+        ([parts[0], parts[0]], "expected shard 0/2 once, found it in"),
+        ([parts[0], tmp_path / "foreign"], "expected input_sha256"),
+        ([parts[0], tmp_path / "third"], "expected shards of 0/2, found 1/3"),
+        ([parts[0], tmp_path / "short"], "expected an answer to line 3, found the end"),
+        ([parts[0], tmp_path / "none"], "expected its record beside it, found No such file"),
+        ([], "expected outputs of shards, found none"),
+    ):
+        with pytest.raises(BatchError, match=re.escape(message)):
+            merge(outputs, tmp_path / "merged")
+        assert not (tmp_path / "merged").exists()
+    merge(parts, tmp_path / "merged")
+    with pytest.raises(BatchError, match="expected no such file, found one"):
+        merge(parts, tmp_path / "merged")
+    assert merge(parts, tmp_path / "merged", force=True) == 4
+
+
+def test_an_input_that_is_not_there_is_named_before_anything_is_written(engine, tmp_path):
+    with pytest.raises(RequestError, match=r"batch input `.*nothing`: expected a readable file, found No such file"):
+        run(engine, tmp_path / "nothing", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+SLURM = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_MIN": "3", "SLURM_ARRAY_TASK_STEP": "2"}
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "expected"),
+    [
+        ("2/5", {}, "2/5"),
+        ("auto", SLURM | {"SLURM_ARRAY_TASK_COUNT": "4"}, "2/4"),
+        ("auto/8", SLURM, "2/8"),
+        ("auto/8", {"JOB_COMPLETION_INDEX": "7"}, "7/8"),
+        ("auto", {"JOB_COMPLETION_INDEX": "7", "JOB_COMPLETIONS": "9"}, "7/9"),
+    ],
+)
+def test_a_share_is_said_or_found(text, environment, expected):
+    assert str(Shard.parse(text, environment)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "environment"),
+    [
+        ("5/5", {}), ("1", {}), ("-1/2", {}), ("0/0", {}), ("a/b", {}), ("auto", {}), ("auto/2", {}),
+        ("auto/2", {"JOB_COMPLETION_INDEX": "2"}), ("auto", {"JOB_COMPLETION_INDEX": "1"}),
+        ("auto/4", SLURM | {"SLURM_ARRAY_TASK_ID": "x"}), ("auto/4", SLURM | {"SLURM_ARRAY_TASK_STEP": "0"}),
+        ("1/99999999999", {}),
+    ],
+)  # fmt: skip
+def test_what_is_no_share_is_refused(text, environment):
+    with pytest.raises(Ling3Error, match="--shard: expected a share I/N, found"):
+        Shard.parse(text, environment)
+
+
+def test_the_shares_of_a_work_are_all_of_it():
+    shards = [Shard(index, 3) for index in range(3)]
+    assert [[n for n in range(7) if shard.has(n)] for shard in shards] == [[0, 3, 6], [1, 4], [2, 5]]
