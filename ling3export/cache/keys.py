@@ -7,7 +7,6 @@ by following imports, so that no list can forget one.
 import ast
 import functools
 import hashlib
-import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib import metadata
@@ -22,8 +21,6 @@ from ling3export.plan.targets import Target
 from ling3export.plan.toolchain import CUDA_PACKAGES
 from ling3export.runners.load import environment
 
-# Environment variables that compilers read; a build hands its environment down to its workers.
-FLAGS = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
 # Packages that take part in tracing, besides jax and jaxlib, which stand in every key.
 TRACING = ("flax", "ml_dtypes", "numpy")
 ROOT = Path(ling3export.__file__).parent
@@ -38,11 +35,6 @@ def toolchain(target: Target) -> dict[str, str]:
     return {name: metadata.version(name) for name in names}
 
 
-def flags() -> dict[str, str]:
-    """The environment variables that tell the compilers something."""
-    return {name: os.environ[name] for name in FLAGS if name in os.environ}
-
-
 def fingerprint(config: Config, plan: Plan) -> str:
     """The sha256 of everything that decides a target's programs: targets that agree in it have the same ones."""
     return sha256_of({
@@ -51,7 +43,7 @@ def fingerprint(config: Config, plan: Plan) -> str:
         "target": asdict(plan.target),
         "sources": sha256_of(source_digests()),
         "toolchain": toolchain(plan.target),
-        "flags": flags(),
+        "flags": environment.compiler_flags(),
     })  # fmt: skip
 
 
@@ -67,7 +59,7 @@ def cell_fields(config: Config, plan: Plan, cell: Cell) -> dict[str, Any]:
         "target": asdict(plan.target) | _host(plan.target),
         "sources": source_digests(),
         "toolchain": toolchain(plan.target) | {name: metadata.version(name) for name in TRACING},
-        "flags": flags(),
+        "flags": environment.compiler_flags(),
     }
 
 
@@ -87,7 +79,7 @@ def program_fields(target: Target, modules: dict[str, str], devices: dict[str, A
         "priced": priced,
         "sources": source_digests()["lowering"],  # model/ counts through the modules alone
         "toolchain": toolchain(target),
-        "flags": flags(),
+        "flags": environment.compiler_flags(),
     }
 
 

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 # The packages that hold a platform's compiler, where that is not jaxlib itself.
 PLUGINS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}
+FLAGS = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")  # what compilers and runtimes read
+# When a virtual device is late for a collective, XLA warns after 20 s and ends the process (SIGABRT) 40 s later. On a
+# loaded machine a device may be later than that and come all the same: docs/log.md, 2026-11-22.
+PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 # XLA:CPU writes the features that it was allowed to use beside the code, as LLVM spells them: "+avx,+avx2,-amx-tile".
 TARGET_FEATURES = re.compile(rb"\+[a-z0-9.-]+(?:,[+-][a-z0-9.-]+){8,}")
 
@@ -53,7 +57,8 @@ def prepare_cpu(devices: int) -> None:
 
     Sets JAX_NUM_CPU_DEVICES; NPROC to at least ``devices`` + 2 (jax 0.10.2 waits forever in a collective when its
     thread pool has fewer threads than devices; measured: no cost in any version); OPENBLAS_NUM_THREADS=1 (one pool per
-    virtual device makes a LAPACK call ten times slower), and JAX_PLATFORMS=cpu. The last two only where unset.
+    virtual device makes a LAPACK call ten times slower), JAX_PLATFORMS=cpu, and PATIENCE in XLA_FLAGS. The last three
+    only where unset.
 
     Raises:
         Ling3Error: jax runs already, with fewer devices.
@@ -65,6 +70,9 @@ def prepare_cpu(devices: int) -> None:
     os.environ["NPROC"] = str(max(devices + 2, os.cpu_count() or 1, int(given) if given.isdigit() else 0))
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if PATIENCE.partition("=")[0] not in flags and flags[:1] in ("", "-"):  # anything else is the name of a file
+        os.environ["XLA_FLAGS"] = f"{flags} {PATIENCE}".strip()
     jax = sys.modules.get("jax")
     if jax is None:
         return
@@ -118,8 +126,14 @@ def toolchain() -> dict[str, Any]:
         "plugins": plugins(*PLUGINS),
         "machine": machine(),
         "cpu_features": cpu_features(),
-        "flags": {name: os.environ[name] for name in ("LIBTPU_INIT_ARGS", "XLA_FLAGS") if name in os.environ},
+        "flags": compiler_flags(),
     }
+
+
+def compiler_flags() -> dict[str, str]:
+    """The environment variables that tell compilers something. PATIENCE does not: it decides no program."""
+    found = {name: os.environ.get(name, "").replace(PATIENCE, "").strip() for name in FLAGS}
+    return {name: value for name, value in found.items() if value}
 
 
 def plugins(*platforms: str) -> dict[str, str]:

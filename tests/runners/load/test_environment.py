@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 from ling3export.errors import Ling3Error
 from ling3export.runners.load import environment
 
+LIMIT = environment.PATIENCE.partition("=")[0]
 SHOW = """
 import json, os, sys
 names = ["JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS", "NPROC", "OPENBLAS_NUM_THREADS"]
@@ -34,6 +36,56 @@ def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 )
 def test_what_is_set_and_what_is_left(given, expected):
     assert json.loads(run("prepare_cpu(500)" + SHOW, **given).stdout) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, environment.PATIENCE),
+        ({"XLA_FLAGS": " --xla_cpu_max_isa=AVX2"}, f"--xla_cpu_max_isa=AVX2 {environment.PATIENCE}"),
+        ({"XLA_FLAGS": f"{LIMIT}=9"}, f"{LIMIT}=9"),
+        ({"XLA_FLAGS": "flags.txt"}, "flags.txt"),
+    ],
+)
+def test_a_late_device_is_waited_for_unless_the_user_says_how_long(given, expected):
+    """Pins that ``generate`` ended with SIGABRT: XLA's own limit of 40 s. A file of flags is the user's affair."""
+    assert run("prepare_cpu(2); import os; print(os.environ['XLA_FLAGS'])", **given).stdout == f"{expected}\n"
+
+
+def test_the_patience_decides_no_program(monkeypatch):
+    """Else every key of the caches would change with it, and a run of an evaluation could not be resumed."""
+    for flags, kept in (
+        (environment.PATIENCE, {}),
+        ("", {}),
+        (f"--a=1 {environment.PATIENCE}", {"XLA_FLAGS": "--a=1"}),
+    ):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        monkeypatch.setenv("LIBTPU_INIT_ARGS", "--b")
+        assert environment.compiler_flags() == {"LIBTPU_INIT_ARGS": "--b", **kept}
+
+
+LATE = """
+prepare_cpu(2)
+import time, jax, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+def wait(number):
+    time.sleep(6 * int(number))
+    return np.int32(1)
+def add(x):
+    late = jax.pure_callback(wait, jax.ShapeDtypeStruct((), np.int32), jax.lax.axis_index("tp"))
+    return jax.lax.psum(x + late, "tp")
+mesh = Mesh(np.array(jax.devices()), ("tp",))
+print(jax.jit(jax.shard_map(add, mesh=mesh, in_specs=P("tp"), out_specs=P()))(np.arange(2)))
+"""
+
+
+@pytest.mark.jit
+@pytest.mark.parametrize(("seconds", "code", "said"), [(1, -signal.SIGABRT, ""), (60, 0, "[3]\n")])
+def test_xla_obeys_the_limit_for_a_device_that_is_six_seconds_late(seconds, code, said):
+    """Pins that this jaxlib knows both flags and that the second one is what ends such a process."""
+    done = run(LATE, XLA_FLAGS=f"--xla_cpu_collective_call_warn_stuck_timeout_seconds=1 {LIMIT}={seconds}")
+    assert (done.returncode, done.stdout) == (code, said), done.stderr
+    assert ("Termination timeout" in done.stderr) == (code != 0)
 
 
 def test_jax_imported_but_not_started_still_takes_the_number():
