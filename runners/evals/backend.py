@@ -10,9 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
-from ling3export.runners.engine.request import Completion, Sampling
+from ling3export.runners.engine.request import Completion, Request, Sampling
 from ling3export.runners.evals.tasks import Prompt
 from ling3export.runners.hosts.hosts import Hosts
+from ling3export.runners.load.environment import compiler_flags
 
 OVERLAP = False  # the setting of the reference evaluation
 
@@ -40,6 +41,9 @@ class Ask:
 
 class Backend(Protocol):
     """What answers prompts."""
+
+    def check(self, ask: Ask) -> None:
+        """Raises RequestError for a prompt that can never be served: it is too long, for example."""
 
     def generate(self, asks: Sequence[Ask]) -> list[Completion]:
         """Completes a batch, in order. An exception is an infrastructure error of the whole batch."""
@@ -77,16 +81,16 @@ class EngineBackend(Backend, AbstractContextManager["EngineBackend"]):
 
         self._engine = Engine(artifact, target=target, programs=programs, check=check, overlap=OVERLAP, hosts=hosts)
 
+    def check(self, ask: Ask) -> None:
+        self._engine.check(self._request(ask))
+
     def generate(self, asks: Sequence[Ask]) -> list[Completion]:
         """Completes a batch, in order.
 
         Raises:
             RequestError: One of the prompts can never be served; then none is started.
         """
-        make = self._engine.request
-        return self._engine.complete(
-            [make(ask.prompt, ask.max_tokens, ask.sampling, ask.stop, logits=ask.logits, name=ask.name) for ask in asks]
-        )
+        return self._engine.complete([self._request(ask) for ask in asks])
 
     def stats(self) -> dict[str, Any]:
         return self._engine.stats()
@@ -98,7 +102,7 @@ class EngineBackend(Backend, AbstractContextManager["EngineBackend"]):
         manifest = self._engine.manifest
         plan, target = manifest.plan, manifest.targets[self._engine.target]
         jax = sys.modules["jax"]
-        devices = jax.devices()
+        devices, flags = jax.devices(), compiler_flags()
         return {
             "artifact": manifest.sha256,
             "weights": manifest.weights_digest,
@@ -117,12 +121,17 @@ class EngineBackend(Backend, AbstractContextManager["EngineBackend"]):
             "devices": f"{len(devices)} × {devices[0].device_kind}",
             "python": ".".join(map(str, sys.version_info[:3])),
             "versions": {name: _version(name) for name in ("ling3export", "jax", "jaxlib", "numpy", "tokenizers")},
-            "xla_flags": os.environ.get("XLA_FLAGS", ""),
-            "libtpu_init_args": os.environ.get("LIBTPU_INIT_ARGS", ""),
+            "xla_flags": flags.get("XLA_FLAGS", ""),
+            "libtpu_init_args": flags.get("LIBTPU_INIT_ARGS", ""),
             "memory_fraction": os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"),
             "memory_limit": _memory_limit(),
-            "git_commit": _git_commit(Path(__file__).resolve().parent),
+            "git_commit": _git_commit(Path(__file__).resolve()),
         }
+
+    def _request(self, ask: Ask) -> Request:
+        return self._engine.request(
+            ask.prompt, ask.max_tokens, ask.sampling, ask.stop, logits=ask.logits, name=ask.name
+        )
 
     def __exit__(self, *_: object) -> None:
         self._engine.close()
@@ -144,12 +153,18 @@ def _memory_limit(path: Path = Path("/sys/fs/cgroup/memory.max")) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _git_commit(folder: Path) -> str | None:
-    """The commit that is checked out in the code's folder; None outside a checkout."""
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=10, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
+def _git_commit(file: Path) -> str | None:
+    """The commit that is checked out where ``file`` lies; None if that repository does not track it.
+
+    An installed package may lie in a repository of something else: in a project's virtual environment, for example.
+    """
+    for command in (["ls-files", "--error-unmatch", str(file)], ["rev-parse", "HEAD"]):
+        try:
+            done = subprocess.run(
+                ["git", *command], cwd=file.parent, capture_output=True, text=True, timeout=10, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        if done.returncode:
+            return None
+    return done.stdout.strip()

@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 from ling3export.artifacts.files import replace_file
 from ling3export.artifacts.records import sha256_of
 from ling3export.errors import listed
-from ling3export.runners.evals.tasks import Task
-from ling3export.runners.evals.trials import EvalError, RunConfig, Transcript, Trial
+from ling3export.runners.evals.tasks import RECORDED, Task
+from ling3export.runners.evals.trials import REFUSED, EvalError, RunConfig, Transcript, Trial
 from ling3export.strict_json import parse_json, read_json
 
 PREDICTIONS, RUN, TASKS, REPORT = "predictions.jsonl", "run.json", "tasks.jsonl", "report.md"
@@ -36,14 +36,15 @@ class Prediction:
         task_id: Which task.
         trial: Number of the try, from 0.
         prompt_sha256: Digest of the prompt.
-        text: What the model wrote; empty after an infrastructure error.
+        text: What the model wrote; empty if it wrote nothing.
         output_token_ids: The generated tokens.
-        stop_reason: ``eos``, ``length``, ``stop``, or ``error`` after an infrastructure error.
+        stop_reason: ``eos``, ``length``, ``stop``; ``error`` after an infrastructure error, ``refused`` for a prompt
+            that can never be served.
         answer: What a grader took for the answer.
         target: The right answer.
         passed: Whether all required graders pass; None after an infrastructure error.
-        infra: None if nothing failed; else ``ended``, whether the trial ended so, and ``attempts``, each with ``kind``
-            and ``message``.
+        infra: None if nothing failed; else ``ended``, whether the trial ended in an infrastructure error, and
+            ``attempts``, each with ``kind`` (``refused`` for a prompt that can never be served) and ``message``.
         ttft_ms: Milliseconds to the first token.
         e2e_ms: Milliseconds to the last token.
         n_prompt: Number of prompt tokens.
@@ -69,7 +70,8 @@ class Prediction:
     @classmethod
     def of(cls, idx: int, task: Task, trial: Trial) -> "Prediction":
         """The record of a trial at the task with the place ``idx``."""
-        said, ran = trial.transcript or Transcript(stop_reason="error"), trial.transcript is not None
+        ran, reason = trial.transcript is not None, REFUSED if trial.status == REFUSED else "error"
+        said = trial.transcript or Transcript(stop_reason=reason)
         attempts = [vars(attempt) for attempt in trial.attempts]
         return cls(
             idx, task.id, trial.trial, task.prompt_sha256, said.text, said.output_token_ids, said.stop_reason,
@@ -172,11 +174,12 @@ def open_folder(path: Path, run: RunRecord, tasks: Sequence[Task], *, force: boo
         raise EvalError(
             f"run `{path.name}`: expected a folder that can be written, found {error.strerror}, in {path.parent}"
         ) from error
+    listed_tasks = b"".join(json_line(task.record()) for task in tasks)
     try:
-        _prepare(path, descriptor, run, force)
-        if not (path / RUN).exists():
-            replace_file(path / TASKS, b"".join(json_line(task.record()) for task in tasks))
-            replace_file(path / RUN, json_line(vars(run), indent=1))
+        _prepare(path, descriptor, run, listed_tasks, force)
+        for name, data in ((RUN, json_line(vars(run), indent=1)), (TASKS, listed_tasks)):  # RUN says whose the rest is
+            if not (path / name).exists():
+                replace_file(path / name, data)
         with open(path / PARTIAL, "a+b") as file:
             yield RunFolder(path, file, _whole_lines(file, path, {task.id: task.prompt_sha256 for task in tasks}))
     finally:
@@ -233,8 +236,11 @@ def json_line(value: object, indent: int | None = None) -> bytes:
     return (json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent) + "\n").encode()
 
 
-def _prepare(path: Path, descriptor: int, run: RunRecord, force: bool) -> None:
-    """Locks a folder, and refuses one that must not be overwritten; with ``force``, removes the run in it."""
+def _prepare(path: Path, descriptor: int, run: RunRecord, tasks: bytes, force: bool) -> None:
+    """Locks a folder, and refuses one that must not be overwritten; with ``force``, removes the run in it.
+
+    A folder that holds ``tasks`` and nothing else is a run's that was killed at its begin, before run.json was written.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -243,10 +249,13 @@ def _prepare(path: Path, descriptor: int, run: RunRecord, force: bool) -> None:
             "wait until it ends, or choose another folder",
         ) from error
     there = (path / RUN).exists()
-    if not there and any(not item.name.startswith(".") for item in path.iterdir()):
+    begun = [item for item in path.iterdir() if not item.name.startswith(".")] == [path / TASKS] and (
+        _of_a_run(path / TASKS) if force else (path / TASKS).read_bytes() == tasks
+    )
+    if not there and not begun and any(not item.name.startswith(".") for item in path.iterdir()):
         raise EvalError(f"run `{path.name}`: expected a new or empty folder, found other files, in {path.parent}")
     if force:
-        for name in (RUN, PREDICTIONS, PARTIAL, TASKS, REPORT):  # first the name without which the rest is nothing
+        for name in (PREDICTIONS, PARTIAL, TASKS, REPORT, RUN):  # last the name that says whose the rest is
             (path / name).unlink(missing_ok=True)
     elif (path / PREDICTIONS).exists():
         raise EvalError(
@@ -262,6 +271,14 @@ def _prepare(path: Path, descriptor: int, run: RunRecord, force: bool) -> None:
             f"run `{path.name}`: expected the same run to resume, found another {listed(differing)}, in {path.parent}",
             UNCHANGED,
         )
+
+
+def _of_a_run(path: Path) -> bool:
+    """Whether a file of tasks is one that a run wrote."""
+    try:
+        return all(tuple(record) == RECORDED for record in read_lines(path))
+    except EvalError:
+        return False
 
 
 def _whole_lines(file: BinaryIO, path: Path, prompts: dict[str, str]) -> dict[Pair, Prediction]:

@@ -26,9 +26,15 @@ LETTERS = "ABCDEFGHIJ"
 
 _PATH = re.compile(r"\.([A-Za-z_]\w*)|\['([^']*)'\]|\[(\d+)\]")
 _DASHES = str.maketrans("\u2212\u2013", "--")
+# `1{,}234` in LaTeX. And a power, which is not computed: `10²`, `10^2`, `10^{2}`.
+_LATEX_GROUPING = re.compile(r"(?<=\d)\{,\}(?=\d)")
+_POWER = re.compile(r"[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+|\^\{?[-−]?\d+\}?")
 _GROUPING = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-_NUMBER = re.compile(r"(?<![A-Za-z0-9_)\].])-?[$¥€£]?(?:\d+(?:\.\d+)?|\.\d+)")
+_NUMBER = re.compile(r"(?<![A-Za-z0-9_)\].])-?[$¥€£]?(?:\d+(?:\.\d+)?|\.\d+)(\^?)")
 _CURRENCY = re.compile(r"[$¥€£]")
+# `\boxed{C}` and `\boxed{\text{C}}` are `(C)`. An I that thinks is nobody's choice.
+_BOXED = re.compile(r"\\boxed\{\s*(?:\\\w+\{\s*)?\(?([A-J])\)?\s*\}+")
+_SPEAKER = re.compile(r"\bI(?=['’]|\s+(?:also|am|believe|can|cannot|do|guess|have|need|suppose|think|will|would)\b)")
 # The first stage that matches wins, and its last match counts. Only the letter itself must be upper case.
 _STAGES = (
     re.compile(r"(?i:answer\s+is)[\s:*]*\(?([A-J])\)?(?![A-Za-z])"),
@@ -82,13 +88,14 @@ class Gradable(Protocol):
 def extract_answer(text: str) -> str | None:
     """The last number in a text, without currency sign and grouping commas; None if there is none.
 
-    A minus behind a digit, a letter or a closing bracket is no sign. The last number of ``3/4`` is 4, by definition.
+    A minus behind a digit, a letter or a closing bracket is no sign. Nothing is computed: the last number of ``3/4`` is
+    4, by definition, and where the last number has an exponent (``10²``), none is found.
     """
-    plain = _GROUPING.sub("", unicodedata.normalize("NFKC", text).translate(_DASHES))
-    found = None
-    for match in _NUMBER.finditer(plain):
-        found = match.group()
-    return None if found is None else _CURRENCY.sub("", found)
+    plain = unicodedata.normalize("NFKC", _POWER.sub("^", _LATEX_GROUPING.sub(",", text)))
+    found, power = None, ""
+    for match in _NUMBER.finditer(_GROUPING.sub("", plain.translate(_DASHES))):
+        found, power = match.group(), match.group(1)
+    return None if found is None or power else _CURRENCY.sub("", found)
 
 
 def gold_answer(target: str) -> str | None:
@@ -106,6 +113,7 @@ def choice_letter(text: str, choices: int = len(LETTERS)) -> str | None:
 
     There is no random guess: a text without a letter is a wrong answer.
     """
+    text = _SPEAKER.sub("i", _BOXED.sub(r"(\1)", text))
     for stage in _STAGES:
         letters = [next(filter(None, match.groups())) for match in stage.finditer(text)]
         letters = [letter for letter in letters if LETTERS.index(letter) < choices]

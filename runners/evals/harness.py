@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from ling3export.errors import RequestError
 from ling3export.runners.evals.graders import grade
 from ling3export.runners.evals.statistics import Summary
 from ling3export.runners.evals.tasks import Task
@@ -53,6 +54,9 @@ class MinimalEvalHarness:
         for _ in range(1 + self.retry):
             try:
                 answer = await asyncio.wait_for(self.agent(task.input, env), self.timeout)
+            except RequestError as error:
+                trial.refuse(error)
+                return trial
             except Exception as error:
                 trial.attempts.append(InfraError.of(error))
                 continue

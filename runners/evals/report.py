@@ -10,11 +10,13 @@ from ling3export.runners.evals.folder import Prediction, RunRecord
 from ling3export.runners.evals.statistics import Summary, completion_line, wilson
 from ling3export.runners.evals.suites import REFERENCE_SETTINGS
 from ling3export.runners.evals.tasks import Task
+from ling3export.runners.evals.trials import REFUSED
 
 SHOWN = 10  # names in a list
 # Why a trial failed; it belongs to the first group that fits.
 GROUPS = {
     "infra": "ended in an infrastructure error",
+    "refused": "the prompt was refused: it can never be served",
     "loop": "repeated itself: 3 times the same 20 tokens or more",
     "truncated": "ended at max_tokens or at the context's end",
     "early_eos": "ended by itself within 16 tokens, without an answer",
@@ -183,6 +185,8 @@ def goes_on(text: str) -> bool:
 def _group(record: Prediction) -> str:
     if record.passed is None:
         return "infra"
+    if record.stop_reason == REFUSED:
+        return REFUSED
     if loops(record.output_token_ids):
         return "loop"
     if record.stop_reason == "length":

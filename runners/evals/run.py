@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.records import sha256_of
-from ling3export.errors import Ling3Error, RankDivergence
+from ling3export.errors import Ling3Error, RankDivergence, RequestError
 from ling3export.runners.engine.follower import check_digests
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Completion
@@ -94,7 +94,7 @@ class _Runner:
         if not trials:
             return
         before = self._counters()
-        answers = _answers(self._backend, [self.ask(trial) for trial in trials], trials, self._config.retry)
+        answers = self._answers(trials)
         refusals = [each for each in answers if isinstance(each, Ling3Error)]
         if not self._worked and refusals and all(isinstance(each, Exception) for each in answers):
             raise refusals[-1]  # all trials of the first batch were refused: that is no accident, but a wrong set-up
@@ -103,7 +103,9 @@ class _Runner:
         after = self._counters()
         for trial, answer in zip(trials, answers, strict=True):
             place, task = self._tasks[trial.task_id]
-            if isinstance(answer, Exception):
+            if isinstance(answer, RequestError):
+                trial.refuse(answer)
+            elif isinstance(answer, Exception):
                 trial.status = "infra_error"
             else:
                 graded(trial, task, transcript_of(answer), self.outcome(task, answer, before, after))
@@ -113,6 +115,20 @@ class _Runner:
                 text = json.dumps(trial.record(), ensure_ascii=False, indent=1) + "\n"
                 (folder / f"{place}-{trial.trial}.json").write_text(text, encoding="utf-8")
             self._folder.add(Prediction.of(place, task, trial))
+
+    def _answers(self, trials: list[Trial]) -> Sequence[Completion | Exception]:
+        """For each trial its completion, or the error that ended it. Prompts that are refused are left out first."""
+        refused: dict[int, RequestError] = {}
+        served: list[tuple[Ask, Trial]] = []
+        for place, trial in enumerate(trials):
+            ask = self.ask(trial)
+            try:
+                self._backend.check(ask)
+                served.append((ask, trial))
+            except RequestError as error:
+                refused[place] = error
+        done = iter(_answers(self._backend, served, self._config.retry) if served else ())
+        return [refused[place] if place in refused else next(done) for place in range(len(trials))]
 
     def _counters(self) -> dict[str, Any]:
         return self._backend.stats() if self._suite.product else {}
@@ -138,22 +154,20 @@ class _Runner:
         return Outcome(state)
 
 
-def _answers(
-    backend: Backend, asks: Sequence[Ask], trials: Sequence[Trial], retry: int
-) -> Sequence[Completion | Exception]:
+def _answers(backend: Backend, pairs: list[tuple[Ask, Trial]], retry: int) -> Sequence[Completion | Exception]:
     """Completes a batch. After an error it tries the halves, down to the trials that are at fault, each alone.
 
     Returns:
         For each trial its completion, or the error that ended it.
     """
-    found = _attempt(backend, asks)
+    found = _attempt(backend, [ask for ask, _ in pairs])
     if not isinstance(found, Exception):
         return found
-    for trial in trials:
-        trial.attempts.append(InfraError.of(found))
+    if not isinstance(found, RequestError):  # then nothing was started, and it is said of one prompt alone
+        for _, trial in pairs:
+            trial.attempts.append(InfraError.of(found))
     # The failure of a batch says nothing yet about any one of its trials: each gets another attempt in any case.
-    tries = retry if len(asks) == 1 else max(retry, 1)
-    return _halved(backend, list(zip(asks, trials, strict=True)), tries, found)
+    return _halved(backend, pairs, retry if len(pairs) == 1 else max(retry, 1), found)
 
 
 def _halved(
@@ -168,6 +182,8 @@ def _halved(
             if not isinstance(found, Exception):
                 return found
             error = found
+            if isinstance(error, RequestError):
+                break
             trial.attempts.append(InfraError.of(error))
         return [error]
     answers: list[Completion | Exception] = []

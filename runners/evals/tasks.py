@@ -19,6 +19,7 @@ FieldPath = tuple[str | int, ...]  # names and indices that lead from a document
 Prompt = str | list[int] | list[dict[str, str]]
 Predicates = Mapping[str, Callable[..., Any]]
 
+RECORDED = ("id", "suite", "input", "target", "choices", "category", "threshold", "graders")  # in tasks.jsonl
 PROMPTS = ("prompt", "messages", "prompt_ids", "message", "user_message")
 WORDS = {
     str: "a text",
@@ -150,8 +151,7 @@ class Task:
             {"kind": g.kind, "name": g.name, "arguments": g.arguments, "required": g.required, "weight": g.weight}
             for g in self.graders
         ]
-        plain = {name: getattr(self, name) for name in ("id", "suite", "input", "target", "choices", "category")}
-        return {**plain, "threshold": self.threshold, "graders": graders}
+        return {name: graders if name == "graders" else getattr(self, name) for name in RECORDED}
 
 
 def prompt_of(fields: dict[str, Any]) -> Prompt:

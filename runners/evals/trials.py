@@ -5,11 +5,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ling3export.errors import Ling3Error, RankDivergence
+from ling3export.errors import Ling3Error, RankDivergence, RequestError
 from ling3export.runners.engine.request import Sampling
 
 MAX_INFRA = 0.01
 INFRA_KINDS = ("oom", "timeout", "device_lost", "tokenizer_error", "rank_divergence", "nan_logits", "unknown")
+REFUSED = "refused"  # a prompt that can never be served: no infrastructure error, and no answer
 # Exceptions, and what runtimes write into messages in lower case, with the kind that they show. The first row counts.
 _TYPES: tuple[tuple[str, type[Exception]], ...] = (
     ("rank_divergence", RankDivergence), ("oom", MemoryError), ("timeout", TimeoutError),
@@ -106,7 +107,7 @@ class Transcript:
         text: What the model wrote.
         prompt_token_ids: The prompt as it was run.
         output_token_ids: The generated tokens.
-        stop_reason: ``eos``, ``length``, ``stop`` or ``error``.
+        stop_reason: ``eos``, ``length``, ``stop``, ``error`` or ``refused``.
         steps: The steps in order, if the agent knows them.
         artifact: Digests of what ran, by name.
         ttft_ms: Milliseconds to the first token.
@@ -167,7 +168,7 @@ class InfraError:
     """An attempt that failed outside grading.
 
     Attributes:
-        kind: One of INFRA_KINDS.
+        kind: One of INFRA_KINDS; REFUSED for a prompt that was not tried.
         message: The exception's type and message.
     """
 
@@ -192,12 +193,12 @@ class Trial:
         task_id: Which task.
         trial: Number of the try, from 0.
         seed: Seed of its sampling.
-        status: ``ok`` or ``infra_error``.
-        attempts: Errors of the attempts that failed, those before an attempt that worked included.
+        status: ``ok``, ``infra_error``, or ``refused``: the prompt can never be served.
+        attempts: Errors of the attempts that failed, those before an attempt that worked included; or the refusal.
         transcript: What was said: a Transcript, or whatever the agent returned. None after an infrastructure error.
         outcome: What came of it: an Outcome, or whatever the agent returned.
         grades: The verdict of every grader, the most authoritative first.
-        passed: Whether all required graders pass; None after an infrastructure error.
+        passed: Whether all required graders pass; None after an infrastructure error, False after a refusal.
         score: Weighted mean of the grades.
     """
 
@@ -226,6 +227,11 @@ class Trial:
     def answer(self) -> str | None:
         """What the first grader that looks for an answer took for it."""
         return next((grade.answer for grade in self.grades if grade.answer is not None), None)
+
+    def refuse(self, error: RequestError) -> None:
+        """Ends the trial as a failure of its own kind: the prompt is too long, for example. Nothing was generated."""
+        self.status, self.passed, self.score = REFUSED, False, 0.0
+        self.attempts.append(InfraError(REFUSED, error.message))
 
     def record(self) -> dict[str, Any]:
         """The whole trial as JSON."""

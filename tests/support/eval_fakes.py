@@ -39,6 +39,9 @@ class FakeBackend:
         self.delay = delay
         self.batches: list[list[Ask]] = []
 
+    def check(self, ask: Ask) -> None:
+        pass
+
     def generate(self, asks: Sequence[Ask]) -> list[Completion]:
         self.batches.append(list(asks))
         time.sleep(self.delay)

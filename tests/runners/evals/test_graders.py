@@ -26,6 +26,14 @@ NUMBERS = [
     ("1,234,567 and 8", "8"),
     ("1,234,567", "1234567"),
     ("€ 5", "5"),
+    ("so $1{,}234$", "1234"),  # LaTeX
+    (r"\boxed{1{,}234{,}567}", "1234567"),
+    ("10²", None),  # was 102; a power is not computed, as 3/4 is not
+    ("2^{10}", None),
+    ("10^2", None),
+    ("10² = 100", "100"),
+    ("12 m²", "12"),
+    ("x² + 7", "7"),
 ]
 LETTERS = [
     ("The answer is (C).", "C"),
@@ -43,6 +51,12 @@ LETTERS = [
     ("maybe A or B", None),
     ("I think it is a good one", None),
     ("", None),
+    (r"\boxed{C}", "C"),
+    (r"The answer is $\boxed{\text{D}}$", "D"),
+    ("The answer is I think (C)", "C"),  # was I
+    ("The answer is: I'm not sure", None),
+    ("The answer is I.", "I"),
+    ("The answer is (I) I think", "I"),
 ]
 
 

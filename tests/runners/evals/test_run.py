@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from eval_fakes import FakeBackend, half, numbered
 from ling3export.errors import RequestError
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.handle import EngineStopped
+from ling3export.runners.evals import folder
 from ling3export.runners.evals.folder import KEYS, read_predictions
 from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.suites import Suite
@@ -96,10 +98,43 @@ def test_one_infrastructure_error_of_ten(evaluate, tmp_path):
 
 
 def test_the_trial_at_fault_is_found_by_halves(tmp_path):
-    backend = FailsOn("5", RequestError("too long"))
+    backend = FailsOn("5", RuntimeError("no memory"))
     summary = run_suite(Suite("s", numbered(64)), backend, tmp_path / "r", RunConfig())
     assert (summary.passed, summary.infra) == (63, 1)
     assert [len(batch) for batch in backend.batches] == [4, 1, 2, 8, 16, 32]  # those that worked
+
+
+class TooLong(FakeBackend):
+    """Refuses the prompt 3 as the engine does: alone by ``check``, and with its whole batch by ``generate``."""
+
+    checks = True
+
+    def check(self, ask):
+        if self.checks and ask.prompt == "3":
+            raise RequestError(f"{ask.name}: too long", "shorten the prompt")
+
+    def generate(self, asks):
+        if any(ask.prompt == "3" for ask in asks):
+            raise RequestError("task `ten-3`: too long", "shorten the prompt")
+        return super().generate(asks)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_prompt_that_is_too_long_is_a_failure_of_its_own_and_no_infrastructure_error(evaluate, tmp_path, checks):
+    """Finding 9: such a run was INVALID, and the other trials' records carried the message of this one."""
+    backend = TooLong(half)
+    backend.checks = checks
+    done = evaluate(backend)
+    assert (done.exit_code, done.stdout) == (0, "正确率: 5/10 = 0.5000\n")
+    assert not checks or [len(batch) for batch in backend.batches] == [9]  # the others are run as one batch
+    records = read_predictions(tmp_path / "run")
+    assert [record.infra for record in records if record.idx != 3] == [None] * 9
+    refused = records[3]
+    assert (refused.passed, refused.stop_reason, refused.text, refused.answer) == (False, "refused", "", None)
+    assert refused.infra == {"ended": False, "attempts": [{"kind": "refused", "message": "task `ten-3`: too long"}]}
+    totals = json.loads((tmp_path / "run/run.json").read_text())["totals"]
+    assert (totals["infra"], totals["success_rate"], totals["adjusted_success_rate"]) == (0, 0.5, 0.5)
+    assert "| the prompt was refused: it can never be served | 1 | ten-3 |" in (tmp_path / "run/report.md").read_text()
 
 
 def test_an_error_that_passes_is_kept_and_not_counted(evaluate, tmp_path):
@@ -257,6 +292,58 @@ def test_folders_that_are_no_run(evaluate, tmp_path):
         (tmp_path / "run/run.json").write_text(text)
         with pytest.raises(EvalError, match=found):
             read_predictions(tmp_path / "run")
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_tasks_without_a_run_are_what_a_kill_left_and_are_gone_on_with(evaluate, tmp_path, force):
+    """Finding 26: a kill between two files left tasks.jsonl alone, and the folder was refused even with --force."""
+    assert evaluate(FakeBackend(half)).exit_code == 0
+    for name in ("run.json", "predictions.jsonl", "report.md"):
+        (tmp_path / "run" / name).unlink()
+    assert evaluate(FakeBackend(half), *(["--force"] if force else [])).exit_code == 0
+    assert len(read_predictions(tmp_path / "run")) == 10
+
+
+def test_tasks_of_another_run_are_replaced_with_force_only_and_those_of_a_user_never(evaluate, tmp_path):
+    evaluate(FakeBackend(half), "--limit", "3")
+    for name in ("run.json", "predictions.jsonl", "report.md"):
+        (tmp_path / "run" / name).unlink()
+    tasks = tmp_path / "run/tasks.jsonl"
+    for kept in (tasks.read_bytes(), b'{"prompt": "mine"}\n'):
+        tasks.write_bytes(kept)
+        done = evaluate(FakeBackend(half))
+        assert (done.exit_code, "expected a new or empty folder, found other files" in done.stderr) == (1, True)
+        assert tasks.read_bytes() == kept
+        if b"graders" not in kept:
+            assert evaluate(FakeBackend(half), "--force").exit_code == 1
+            assert tasks.read_bytes() == kept
+    tasks.write_bytes(tasks.read_bytes().replace(kept, b""))
+    assert evaluate(FakeBackend(half), "--force").exit_code == 0
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_a_run_killed_at_any_file_of_its_begin_can_be_gone_on_with(evaluate, tmp_path, monkeypatch, force):
+    """Finding 26: every write and every removal fails once, as if the process had been killed there."""
+    write, unlink, left = folder.replace_file, Path.unlink, [0]
+
+    def counted(real, *arguments, **named):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return real(*arguments, **named)
+
+    for count in range(8):
+        name, left[0] = f"run{count}", count
+        if force:
+            assert evaluate(FakeBackend(half), folder=name).exit_code == 0
+        with monkeypatch.context() as patched:
+            patched.setattr(folder, "replace_file", partial(counted, write))
+            patched.setattr(Path, "unlink", lambda path, missing_ok=False: counted(unlink, path, missing_ok=missing_ok))
+            evaluate(FakeBackend(half), *(["--force"] if force else []), folder=name)
+        done = evaluate(FakeBackend(half), folder=name)
+        assert done.exit_code == 0 or "found a finished one" in done.stderr, (count, done.stderr)
+        assert len(read_predictions(tmp_path / name)) == 10
+        assert len((tmp_path / name / "tasks.jsonl").read_text().splitlines()) == 10
 
 
 def test_two_processes_cannot_write_one_run(tmp_path):
