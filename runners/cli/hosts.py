@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from ling3export.errors import Ling3Error
+from ling3export.runners import flight
 from ling3export.runners.cli.options import section
 from ling3export.runners.hosts.hosts import Hosts, find_hosts
 from ling3export.runners.hosts.rendezvous import turn_away
@@ -40,7 +41,8 @@ def host_options(command: Callable[..., Any]) -> Any:
 
     @wraps(command)
     def placed(**given: Any) -> Any:
-        return command(place={name: given.pop(name) for name in HOST_NAMES}, **given)
+        with flight.watched():
+            return command(place={name: given.pop(name) for name in HOST_NAMES}, **given)
 
     return _host_section(placed)
 

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from ling3export.errors import RequestError
+from ling3export.runners import flight
 from ling3export.runners.cli.batch import batch
 from ling3export.runners.cli.errors import require
 from ling3export.runners.cli.eval import evaluate
@@ -74,7 +75,8 @@ def lm_eval(arguments: tuple[str, ...]) -> None:
     from ling3export.runners.adapters import lm_eval as adapter
 
     sys.argv = ["ling3-runner lm-eval", *arguments]
-    adapter.main()
+    with flight.watched():
+        adapter.main()
 
 
 @main.command()

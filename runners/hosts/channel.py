@@ -6,7 +6,6 @@ other process died, within SILENCE seconds if its machine or the network did.
 """
 
 import contextlib
-import os
 import socket
 import sys
 import threading
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
 from ling3export.errors import Ling3Error, RankDivergence
+from ling3export.runners import flight
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import FAILED, Identity, meet, receive, refuse, send, welcome
 from ling3export.runners.hosts.service import Service, join, leave
@@ -34,7 +34,7 @@ def end_process(text: str, code: int) -> None:
     """Says why, and ends this process: nothing else ends a collective that waits for a host that is gone."""
     print(f"error: {text}\nhint: hosts live and die together: start the command on all of them again", file=sys.stderr)
     sys.stderr.flush()
-    os._exit(code)
+    flight.leave(code)
 
 
 class Channel:
@@ -153,7 +153,7 @@ class Channel:
             return
         self._closing = True
         self.send(kind, text.encode())  # and jax's service goes on, or the others would end before they say why
-        stuck = threading.Timer(SETTLE, os._exit, (_code(kind),))  # threads of a collective never end
+        stuck = threading.Timer(SETTLE, flight.leave, (_code(kind),))  # threads of a collective never end
         stuck.daemon = True
         stuck.start()
 

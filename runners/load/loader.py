@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Manifest, Target
 from ling3export.errors import ArtifactError
+from ling3export.runners import flight
 from ling3export.runners.load.targets import choose_target, platforms_here, prepare
 from ling3export.runners.load.verdict import CHECKS, enforce, executable_fits, judge, machine_here
 
@@ -48,10 +49,11 @@ class Timings:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Measures a block; a stage that is entered again adds up."""
+        """Measures a block, which the flight record names meanwhile; a stage that is entered again adds up."""
         started = time.perf_counter()
         try:
-            yield
+            with flight.loading(name):
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
@@ -117,6 +119,7 @@ def load(
     with timings.stage("manifest"):
         manifest = read_manifest(folder) if manifest is None else manifest
         name = choose_target(manifest.targets, target, platforms_here(), 1 if hosts is None else hosts.count)
+        flight.target(name)
         prepare(manifest.targets[name])
     if hosts is not None:
         from ling3export.runners.hosts.channel import Channel

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ling3export.artifacts.schema import Cell, Target
+from ling3export.runners import flight
 from ling3export.runners.load.pjrt import Program
 
 # XLA:CPU uses host memory in place if it is aligned to 64 bytes. 8 is aligned for every dtype and never for XLA.
@@ -40,7 +41,7 @@ class ModelRunner:
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self.state = state
         self._parts = parts
-        self.cells = {name: _Cell(cell, programs[name], params) for name, cell in target.cells.items()}
+        self.cells = {name: _Cell(name, cell, programs[name], params) for name, cell in target.cells.items()}
 
     def step(self, phase: str, padding: int, fields: Mapping[str, np.ndarray]) -> jax.Array:
         """Runs ``prefill`` or ``decode``.
@@ -91,6 +92,7 @@ class ModelRunner:
         cell = self.cells[name]
         batch["packed"] = device_array(cell.pack(fields), self._replicated)
         arguments = [self.state[key] for key in cell.state_in]
+        flight.called(cell.name)
         outputs = cell.program(*cell.params, *arguments, *(batch[key] for key in cell.batch_in))
         count = len(cell.state_out)
         self.state.update(zip(cell.state_out, outputs[:count], strict=True))
@@ -100,7 +102,8 @@ class ModelRunner:
 class _Cell:
     """A program and what its flat inputs and outputs are."""
 
-    def __init__(self, cell: Cell, program: Program, params: Mapping[str, jax.Array]) -> None:
+    def __init__(self, name: str, cell: Cell, program: Program, params: Mapping[str, jax.Array]) -> None:
+        self.name = flight.name_of(name)
         self.program = program
         self._fields, self._packed = cell.fields, cell.packed
         self.params = [params[leaf.name] for leaf in cell.inputs if leaf.group == "params"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ling3export.artifacts.manifest import read_checked
 from ling3export.artifacts.schema import Call, Cell, Executable, Target
 from ling3export.errors import ArtifactError
+from ling3export.runners import flight
 from ling3export.runners.load.verdict import Status, Verdict
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ def load_programs(
     def load(name: str) -> "Program":
         raw, executable = parts[name]
         try:
-            return load_executable(raw, executable, mesh)
+            with flight.loading(f"program {name}"):
+                return load_executable(raw, executable, mesh)
         except (RuntimeError, ValueError) as error:
             raise ArtifactError(
                 f"program `{name}`: expected an executable that loads, found {error}",

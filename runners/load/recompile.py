@@ -17,6 +17,7 @@ from ling3export.artifacts.manifest import file_record, read_checked
 from ling3export.artifacts.records import canonical, from_json, sha256_of, to_json
 from ling3export.artifacts.schema import Executable, FileRecord, Target
 from ling3export.errors import ArtifactError
+from ling3export.runners import flight
 from ling3export.runners.load.environment import toolchain
 from ling3export.runners.load.verdict import Verdict, executable_fits
 from ling3export.strict_json import read_json
@@ -67,7 +68,8 @@ def compile_here(
 
     def compile_and_store(verdict: Verdict) -> Compiled:
         say(f"{verdict.cell}: RECOMPILE ({verdict.reason}): compiling")
-        result = _compile(verdict.cell, blobs[verdict.cell], mesh)
+        with flight.loading(f"program {verdict.cell}, which is compiled here"):
+            result = _compile(verdict.cell, blobs[verdict.cell], mesh)
         _store(folder, keys[verdict.cell], result, say)
         return result
 

@@ -14,7 +14,7 @@ RUNNERS = (
     ("runners.load",),
     ("runners.hosts", "runners.text"),
     ("artifacts",),
-    ("dtypes", "errors", "shards", "strict_json"),
+    ("dtypes", "errors", "shards", "strict_json", "runners.flight"),
 )
 BUILD = (
     ("cli",),
