@@ -13,15 +13,10 @@ parity: .venv-parity/installed
 .venv-parity/installed: pyproject.toml constraints.txt .ci/venv
 	.ci/venv .venv-parity parity,test 3.11 3.12 3.13
 
-# 1.3 GB of TensorFlow, which only tests of SavedModels need: not part of `setup`. The same environment, so that jax is
-# installed once.
-.venv/savedmodel: .venv/installed
-	$(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt -e '.[savedmodel]'
-	touch $@
-
-# The two evaluation libraries that can drive an artifact, for the tests of that. They leave jax and numpy as they are.
-.venv/adapters: .venv/installed
-	$(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt -e '.[inspect,lm-eval]'
+# What only tests need, 1.3 GB of TensorFlow in it: not part of `setup`. The same environment, so that jax is installed
+# once; neither TensorFlow nor the two evaluation libraries that can drive an artifact change jax or numpy.
+.venv/tests: .venv/installed
+	$(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt -e '.[savedmodel,inspect,lm-eval]'
 	touch $@
 
 fmt: setup
@@ -37,8 +32,9 @@ types: setup
 check: lint types
 	$(BIN)/python -m pytest -m "not (build or jit or tpu or hosts or install or browser)" $(ARGS)
 
-test: setup parity .venv/savedmodel .venv/adapters
-	$(BIN)/python -m pytest $(ARGS)
+# In two processes, which take whole files (tests/conftest.py says why): tracing uses one core alone.
+test: setup parity .venv/tests
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 bench: setup
 	$(BIN)/python -m bench $(ARGS)

@@ -5,6 +5,7 @@ pyproject.toml makes warnings errors.
 
 import os
 import tempfile
+from typing import Any
 
 import pytest
 from jaxtyping import install_import_hook
@@ -16,9 +17,11 @@ install_import_hook("ling3export.model", "beartype.beartype")
 from artifacts_fixture import artifact, tpu_artifact  # noqa: E402, F401  (fixtures)
 from ling3export.runners.load.environment import prepare_cpu  # noqa: E402
 
-# Never the user's cache; what one test builds may serve another. Removed when the process ends.
-_cache = tempfile.TemporaryDirectory(prefix="ling3-test-cache-")
-os.environ["LING3_CACHE"] = _cache.name
+# Never the user's cache; what one test builds may serve another. Removed when the process ends. With ``-n`` there is
+# one for all: the processes that run tests inherit it.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _cache = tempfile.TemporaryDirectory(prefix="ling3-test-cache-")
+    os.environ["LING3_CACHE"] = _cache.name
 
 # Before any test module imports jax. StepInputs that tests start inherit both.
 prepare_cpu(16)
@@ -30,6 +33,23 @@ jax.devices()  # started here: a test that changes the environment must not be t
 
 # A test that takes one of these fixtures gets the marker. Two modules have an `artifact` of their own, a toy.
 MARKED = {"artifact": "build", "tpu_artifact": "tpu"}
+
+
+# The tests of these files share no fixture but built artifacts: they need not run in one process.
+SPREAD = ("tests/end_to_end/test_documents.py",)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """With ``-n`` a file's tests run in one process, so that fixtures of a module are made once; files in order."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if nodeid.startswith(SPREAD) else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False  # by size: many small tests are no longer than a few large ones
+    return Files(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
