@@ -20,6 +20,7 @@ from ling3export.model.sampling.thresholds import by_row, keep_mask, numbers, to
 
 # Padded tokens whose logits exist at a time: 5 MB for a sixteenth of Ling3-Tiny's vocabulary, 80 MB for the whole.
 ROWS = 128
+NO_TOKEN = -1  # in place of a token where a row's logits are not usable: the runner fails that request by name
 
 
 def first_best(lines: Float32[Array, "L W"], rows: int) -> tuple[Float32[Array, "R"], Int32[Array, "R"]]:
@@ -36,11 +37,12 @@ def best_of_own(logits: Float32[Array, "R v"]) -> Float32[Array, "3 R"]:
     """Three rows about this device's vocabulary: the best logit, the sum of ``exp(logit - best)``, the best's token.
 
     The token is written as a number, which is exact up to 2^24: a bit-cast id is a denormal, which an accelerator may
-    flush to zero.
+    flush to zero. Where all logits of this device are -inf the sum is 0, and NaN where one is NaN or inf.
     """
     best, index = first_best(logits, len(logits))
     index += lax.axis_index(AXIS) * logits.shape[1]
-    return jnp.stack([best, jnp.sum(jnp.exp(logits - best[:, None]), axis=1), index.astype(jnp.float32)])
+    finite = jnp.maximum(best, jnp.finfo(jnp.float32).min)  # -inf less -inf would be NaN
+    return jnp.stack([best, jnp.sum(jnp.exp(logits - finite[:, None]), axis=1), index.astype(jnp.float32)])
 
 
 def best_of_all(
@@ -48,12 +50,14 @@ def best_of_all(
 ) -> tuple[Int32[Array, "R"], Float32[Array, "R"], Float32[Array, "R"]]:
     """(token, its logit, the logarithm of the sum of ``exp(logit - best)``) from :func:`best_of_own` of all devices.
 
-    Ties go to the lowest id.
+    Ties go to the lowest id. The token is NO_TOKEN where a logit is NaN or inf, or none is above -inf.
     """
     bests, totals, tokens = each[:, 0], each[:, 1], each[:, 2]
     maximum = jnp.max(bests, axis=0)
     token = jnp.min(jnp.where(bests == maximum, tokens, jnp.inf), axis=0)
-    return token.astype(jnp.int32), maximum, jnp.log(jnp.sum(totals * jnp.exp(bests - maximum), axis=0))
+    log_total = jnp.log(jnp.sum(totals * jnp.exp(bests - maximum), axis=0))
+    usable = jnp.isfinite(maximum + log_total)  # the sum sees every logit, whatever a machine's maximum makes of a NaN
+    return jnp.where(usable, token.astype(jnp.int32), NO_TOKEN), maximum, log_total
 
 
 def greedy(
@@ -61,7 +65,7 @@ def greedy(
 ) -> tuple[Int32[Array, "R"], Float32[Array, "R"], Float32[Array, "R"]]:
     """(token, its logit, the logarithm of the sum of all ``exp(logit)``), from this device's part of the vocabulary.
 
-    Ties go to the lowest id.
+    The token is that of :func:`best_of_all`.
     """
     token, maximum, log_total = best_of_all(lax.all_gather(best_of_own(logits), AXIS))
     return token, maximum, maximum + log_total
@@ -120,10 +124,11 @@ def sample(
         fields: ``slot, position, temperature, top_k, top_p, seed``, each ``[R]``.
 
     Returns:
-        The token and its log-probability under the plain softmax, the same on every device.
+        The token and its log-probability under the plain softmax, the same on every device. NO_TOKEN where a logit is
+        NaN or inf, or none is above -inf.
     """
     token, logit, log_sum = greedy(logits)
-    do_sample = fields["temperature"] > 0
+    do_sample = (fields["temperature"] > 0) & (token != NO_TOKEN)
 
     def mixed() -> tuple[jax.Array, jax.Array]:
         drawn = draw(logits, fields)
@@ -149,7 +154,8 @@ def score_next(
 
     Returns:
         The log-probability under the plain softmax, 0 where there is no next token; and the token with the largest
-        logit (of equals the lowest id), -1 where there is no next token. The same on every device.
+        logit (of equals the lowest id), -1 where there is no next token. The same on every device. Where a row's logits
+        are not usable the log-probability is not finite.
     """
     slots = x.shape[0]
     size = max(size for size in range(CHUNK, min(slots, ROWS) + 1, CHUNK) if slots % size == 0)

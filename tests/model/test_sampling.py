@@ -226,3 +226,36 @@ def test_draws_from_large_logits_at_a_small_temperature_follow_the_distribution(
         fields = {"seed": 11, "position": np.arange(start, start + 8)}
         drawn += samplers[1, 8](np.tile(logits, (8, 1)), temperature=temperature, **fields)[0].tolist()
     assert_follows(drawn, best, probability)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_whose_logits_are_not_usable_are_marked(samplers: dict, tp: int, temperature: float):
+    """A NaN among the logits once became token 2147483647, and a row of -inf token 0; neighbours keep their tokens."""
+    logits = np.random.default_rng(6).normal(size=(8, VOCAB)).astype(np.float32)
+    fields: dict[str, Any] = {"temperature": temperature, "top_p": 0.9, "top_k": 40, "seed": np.arange(8)}
+    expected = samplers[tp, 8](logits, **fields)[0]
+    bad = {1: (5, np.nan), 2: (VOCAB - 1, np.nan), 4: (slice(None), -np.inf), 5: (80, np.inf), 6: (slice(None), np.nan)}
+    spoiled = logits.copy()
+    for row, (place, value) in bad.items():
+        spoiled[row, place] = value
+    token, logprob, last = samplers[tp, 8](spoiled, **fields)
+    assert token.tolist() == [-1 if row in bad else expected[row] for row in range(8)]
+    assert last[1:].tolist() == token.tolist()
+    assert np.isfinite(logprob).tolist() == [row not in bad for row in range(8)]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_tokens_that_may_not_be_taken_make_no_nan(samplers: dict, tp: int, temperature: float):
+    """A device whose whole share of the vocabulary is -inf once gave a NaN log-probability, as a token mask would."""
+    logits = np.random.default_rng(7).normal(size=(8, VOCAB)).astype(np.float32)
+    allowed = np.zeros((8, VOCAB), bool)
+    for row in range(8):  # a few neighbours, so that other devices have none; the last row a single token
+        allowed[row, 40 * row : 40 * row + (1 if row == 7 else 9)] = True
+    masked = np.where(allowed, logits, -np.inf).astype(np.float32)
+    token, logprob, _ = samplers[tp, 8](masked, temperature=temperature, top_p=0.95, seed=np.arange(8))
+    assert allowed[np.arange(8), token].all()
+    if not temperature:
+        np.testing.assert_array_equal(token, masked.argmax(axis=1))
+    assert np.max(np.abs(logprob - log_softmax(masked)[np.arange(8), token])) < KERNEL
