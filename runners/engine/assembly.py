@@ -1,7 +1,8 @@
 """The parts of an engine, made from an artifact on every host alike. numpy is imported once the environment is set."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,13 @@ if TYPE_CHECKING:
     from ling3export.runners.engine.core import Arrival, EngineCore
     from ling3export.runners.engine.counters import Counters
 
+# A hundred times the temperature below which sample programs of old artifacts took wrong tokens.
+COLDEST = 1e-6
+COLD = (
+    f"temperatures below {COLDEST:g} are taken as 0: the sample programs of this artifact, which was built before they "
+    "were mended, would take wrong tokens there; build it again to have them sampled"
+)
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -27,6 +35,7 @@ class Parts:
         blocks: Slots and pages.
         counters: What the scheduler counts.
         core: Takes the steps; host 0 of several tells the others.
+        renew: Makes another core over the same weights, with fresh state and nothing held; None on several hosts.
     """
 
     loaded: Loaded
@@ -35,6 +44,7 @@ class Parts:
     blocks: "BlockManager"
     counters: "Counters"
     core: "EngineCore"
+    renew: "Callable[[], EngineCore] | None"
 
 
 def load_parts(
@@ -53,6 +63,7 @@ def load_parts(
     # numpy comes with these.
     from ling3export.runners.engine.block_manager import BlockManager
     from ling3export.runners.engine.core import EngineCore, SharedCore
+    from ling3export.runners.engine.counters import Counters
     from ling3export.runners.engine.inputs import Shapes
     from ling3export.runners.engine.scheduler import Scheduler
     from ling3export.runners.engine.sequence import Sequence
@@ -61,13 +72,29 @@ def load_parts(
     files = TokenizerFiles(loaded.folder, manifest.tokenizer, manifest.eos_token_ids)
     eos, tokenizer = files.eos_token_ids(), files.tokenizer("text out") if files.there else None
     limits = Limits(manifest.plan.context, manifest.vocab_size, record.state.pages, record.state.page_size)
-    blocks = BlockManager.of(record)
-    scheduler = Scheduler(loaded.runner, Shapes.of(record), blocks, ahead=1 if overlap else 0)
+    blocks, counters, runner, shapes = BlockManager.of(record), Counters(), loaded.runner, Shapes.of(record)
+
+    @cache
+    def takes_any_temperature() -> bool:
+        """Asks the sample programs, once a request needs to know; every host does in the same step."""
+        if not (right := runner.marks_unusable()):
+            report(COLD)
+        return right
 
     def sequence(arrival: "Arrival") -> Sequence:  # knows no engine, so that the engine's thread keeps none alive
         number, request, at = arrival
+        if 0 < request.sampling.temperature < COLDEST and not takes_any_temperature():
+            request = replace(request, sampling=replace(request.sampling, temperature=0.0))
         stream = tokenizer.stream(request.stop) if tokenizer else None
         return Sequence(request, number, limits.answer(request), eos, stream, at)
 
-    core = SharedCore(scheduler, sequence, channel) if channel else EngineCore(scheduler, sequence)
-    return Parts(loaded, files, limits, blocks, scheduler.counters, core)
+    def core() -> EngineCore:
+        scheduler = Scheduler(runner, shapes, blocks, limits.vocab_size, ahead=1 if overlap else 0, counters=counters)
+        return SharedCore(scheduler, sequence, channel) if channel else EngineCore(scheduler, sequence)
+
+    def renew() -> EngineCore:
+        blocks.reset()
+        runner.reset()
+        return core()
+
+    return Parts(loaded, files, limits, blocks, counters, core(), None if channel else renew)

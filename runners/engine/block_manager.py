@@ -55,7 +55,14 @@ class BlockManager:
             )
         self.page_size = page_size
         self.page_table = np.zeros((slots + 1, max_pages or pages), np.int32)
-        self._slots = list(range(slots, 0, -1))  # a stack: the lowest number is on top
+        self._pages, self._stripes = pages, stripes
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets who holds what: every slot and page is free."""
+        pages, stripes = self._pages, self._stripes
+        self.page_table[:] = 0
+        self._slots = list(range(len(self.page_table) - 1, 0, -1))  # a stack: the lowest number is on top
         self._held: set[int] = set()  # slots
         self._living: Counter[int] = Counter()  # sequences by home
         self._pools = [list(range(pages - stripes + 1 + d, 0, -stripes)) for d in range(stripes)]  # free pages

@@ -54,7 +54,7 @@ class StepOutputs(NamedTuple):
 
     Attributes:
         emitted: The tokens that were read.
-        ended: Sequences that ended, cancelled ones too.
+        ended: Sequences that ended, cancelled and failed ones too.
         digests: If the hosts compared their tokens: the digest of each host's, by host.
     """
 
@@ -93,7 +93,7 @@ class EngineCore:
                 self.scheduler.cancel(found)
                 ended.append(found)
         emitted = self.scheduler.step()
-        over = [*self.scheduler.take_scored(), *(each.sequence for each in emitted if each.sequence.over)]
+        over = self.scheduler.take_ended()
         ended += [sequence for sequence in over if self._live.pop(sequence.number, None) is not None]
         return StepOutputs(emitted, ended)
 
@@ -139,9 +139,9 @@ class SharedCore(EngineCore):
 
     def step(self, inputs: StepInputs) -> StepOutputs:
         """Sends the inputs where this is host 0, and takes them."""
-        if self._channel.leads:
-            self._channel.send(STEP, self._read.digest()[:SHORT] + encode(inputs))
         with self._channel.together():
+            if self._channel.leads:
+                self._channel.send(STEP, self._read.digest()[:SHORT] + encode(inputs))
             digests: tuple[bytes, ...] = ()
             if inputs.compare:  # what each host read since the last time
                 mine, self._read = self._read.digest(), hashlib.sha256()
@@ -171,8 +171,8 @@ def decode(payload: bytes) -> StepInputs:
     if not payload:
         return StepInputs()
     said = json.loads(payload)
-    arrivals = []
-    for number, fields in said["arrivals"]:
-        whole = {"prompt_ids": tuple(fields["prompt_ids"]), "stop": tuple(fields["stop"])}
-        arrivals.append(Arrival(number, Request(**{**fields, **whole, "sampling": Sampling(**fields["sampling"])})))
+    arrivals = (
+        Arrival(number, Request(**{**fields, "sampling": Sampling(**fields["sampling"])}))
+        for number, fields in said["arrivals"]
+    )
     return StepInputs(tuple(arrivals), tuple(said["cancelled"]), said["compare"])

@@ -19,9 +19,10 @@ class Counters:
 
     Attributes:
         cells: A counter for each cell, by its name.
-        tokens_in: Tokens of the prompts that were submitted.
+        tokens_in: Tokens of prompts whose prefill was dispatched, each counted once.
         tokens_out: Generated tokens that were read.
         preempted: How often a sequence gave its pages back to start again.
+        failed: Requests that ended because their logits are not finite.
         started: Requests whose first call was dispatched.
         queue_seconds: How long they waited for that call, all together.
         queue_longest: How many seconds one of them waited at most.
@@ -31,6 +32,7 @@ class Counters:
     tokens_in: int = 0
     tokens_out: int = 0
     preempted: int = 0
+    failed: int = 0
     started: int = 0
     queue_seconds: float = 0.0
     queue_longest: float = 0.0
@@ -41,9 +43,11 @@ class Counters:
         self.queue_seconds += seconds
         self.queue_longest = max(self.queue_longest, seconds)
 
-    def count(self, phase: str, padding: int, used: int) -> None:
-        """Notes a call of ``phase@padding`` that filled ``used`` of its slots."""
-        cell = self.cells.setdefault(f"{phase}@{padding}", CellCounter())
+    def count(self, name: str, padding: int, used: int) -> None:
+        """Notes a call of the cell ``name`` that filled ``used`` of its ``padding`` slots."""
+        cell = self.cells.get(name)
+        if cell is None:
+            cell = self.cells[name] = CellCounter()
         cell.calls += 1
         cell.used += used
         cell.slots += padding
@@ -60,6 +64,7 @@ class Counters:
             "tokens_in": self.tokens_in,
             "tokens_out": self.tokens_out,
             "preempted": self.preempted,
+            "failed": self.failed,
             "requests": self.started,
             "queue_ms": {"mean": round(1e3 * mean, 3), "max": round(1e3 * self.queue_longest, 3)},
         }

@@ -1,5 +1,6 @@
 """An artifact that answers requests, in process: many at once, over the slots and pages of its pools."""
 
+import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as Many
@@ -10,14 +11,24 @@ from typing import Any
 from ling3export.errors import RequestError
 from ling3export.runners.engine.assembly import load_parts
 from ling3export.runners.engine.handle import EngineStopped, Piece, RequestHandle
-from ling3export.runners.engine.request import Completion, Limits, Request, Sampling, token_ids
-from ling3export.runners.engine.score import Score, Text, check_cells, pair_ids, score_request, scored
+from ling3export.runners.engine.request import (
+    Bounds,
+    Completion,
+    Limits,
+    Request,
+    Sampling,
+    shown,
+    stop_strings,
+    token_ids,
+)
+from ling3export.runners.engine.score import Score, Text, check_cells, pair_ids, scored
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.load.loader import say
 from ling3export.runners.text.chat import Message
 from ling3export.runners.text.tokenizer import TokenizerFiles
 
 Prompt = str | Many[int] | Many[Message]
+SECONDS = Bounds(0, threading.TIMEOUT_MAX, above=True)
 
 
 class Engine:
@@ -33,6 +44,7 @@ class Engine:
         hosts: This process's place where several run together, which is the first; the others call ``follower.follow``.
         linger: Seconds that this process goes on once another host is gone, and refuses everything with HostGone; then
             it ends.
+        step_timeout: Seconds after which a call of the devices that did not return stops the engine; None for any time.
         report: Told what was chosen and why; stderr by default.
 
     Attributes:
@@ -51,10 +63,12 @@ class Engine:
     def __init__(
         self, artifact: str | Path, *, target: str | None = None, programs: str = "prebuilt-only", check: str = "all",
         overlap: bool = True, max_requests: int | None = None, hosts: Hosts | None = None, linger: float = 0.0,
-        report: Callable[[str], None] = say,
+        step_timeout: float | None = None, report: Callable[[str], None] = say,
     ) -> None:  # fmt: skip
         if hosts is not None and hosts.number:
             raise RequestError(f"engine: expected it on host 0, found host {hosts.number}", "the others call follow()")
+        if step_timeout is not None:
+            step_timeout = SECONDS.number(step_timeout, "step_timeout")
         parts = load_parts(
             artifact, target=target, programs=programs, check=check, overlap=overlap, hosts=hosts, report=report
         )
@@ -71,7 +85,7 @@ class Engine:
         self._blocks, self._counters = parts.blocks, parts.counters
         self._compiles, self._weight_bytes = loaded.compiles, loaded.weight_bytes
         self._several = hosts is not None
-        self._loop = Loop(parts.core, self.timings, max_requests)
+        self._loop = Loop(parts.core, self.timings, max_requests, renew=parts.renew, step_timeout=step_timeout)
         if loaded.channel is not None and linger:
             loaded.channel.outlive(self._loop.abandon, linger)
         self._close = weakref.finalize(self, self._loop.close)  # also at the end of the process
@@ -103,7 +117,8 @@ class Engine:
             RequestError: A prompt that can never be served; then none is started.
             EngineStopped: The engine was closed, or a step failed.
         """
-        if isinstance(prompts, str) or any(isinstance(prompt, (int, dict)) for prompt in prompts):
+        one = isinstance(prompts, str) or not isinstance(prompts, Iterable)
+        if one or any(isinstance(prompt, (int, dict)) for prompt in prompts):
             raise RequestError("prompts: expected a list of prompts, found a single one", "write [prompt]")
         how = Sampling(temperature, top_k, top_p, seed)
         names = [f"prompt {number}" for number in range(len(prompts))] if names is None else names
@@ -134,7 +149,7 @@ class Engine:
         requests = []
         for (context, continuation), name in zip(pairs, names, strict=True):
             ids, first = pair_ids(context, continuation, partial(self._prompt_ids, name=name), name)
-            requests.append(score_request(ids, first, name))
+            requests.append(Request(ids, 0, name=name, score_from=first))
         done = self.complete(requests)
         return [scored(completion, request) for completion, request in zip(done, requests, strict=True)]
 
@@ -163,11 +178,11 @@ class Engine:
         """A request of a text, token ids or messages.
 
         Raises:
-            RequestError: The prompt is none of them, or the artifact has no tokenizer or chat template for it.
+            RequestError: The prompt is none of them, another argument is of a wrong type or out of its bounds, or the
+                artifact has no tokenizer or chat template for it.
         """
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        ids = self._prompt_ids(prompt, name)
-        return Request(ids, max_tokens, sampling or Sampling(), stops, ignore_eos, logits, name)
+        ids, stops = self._prompt_ids(prompt, name), stop_strings(stop, name)
+        return Request(ids, max_tokens, Sampling() if sampling is None else sampling, stops, ignore_eos, logits, name)
 
     def submit(self, *requests: Request) -> list[RequestHandle]:
         """Starts requests, and returns at once: a handle each, to wait for, read from, or cancel. They arrive together.
@@ -216,15 +231,13 @@ class Engine:
         Raises:
             RequestError: Why, with the sum where something is too large.
         """
+        if not isinstance(request, Request):
+            raise RequestError(f"request: expected a Request, found {shown(request)}", "engine.request makes one")
         self.limits.check(request)
         if request.score_from is not None:
             check_cells(self._record, self.target, self._artifact)
         if request.stop:
             self.files.tokenizer(f"{request.name}: stop strings")
-            if "" in request.stop:
-                raise RequestError(
-                    f"{request.name}: expected stop strings of at least one character, found an empty one"
-                )
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start and what is held now, as JSON; and the seconds of the start's stages."""
@@ -244,6 +257,20 @@ class Engine:
     def stopped(self) -> EngineStopped | None:
         """Why it takes no requests; None while it does."""
         return self._loop.stopped
+
+    def restart(self) -> int:
+        """Starts the engine again, after a failed step or at any time: fresh state, and the weights that are loaded.
+
+        Nothing is read or transferred but the state's zeros. Requests that have not ended get EngineStopped.
+
+        Returns:
+            How many requests failed since the last start, by what stopped the engine and by this.
+
+        Raises:
+            EngineStopped: The engine was closed, or runs on several hosts; or it stalled, and the call of the devices
+                that did not return in time has not returned yet.
+        """
+        return self._loop.restart()
 
     def close(self) -> None:
         """Ends the engine's thread and drops programs, weights and state; unfinished requests get EngineStopped.
@@ -269,8 +296,8 @@ class Engine:
     def _prompt_ids(self, prompt: Prompt, name: str) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return self._text_ids(prompt, name, special=True)
-        if len(prompt) and isinstance(prompt[0], dict):
-            rendered = self.files.render_chat(prompt, name=name)  # type: ignore[arg-type]
+        if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
+            rendered = self.files.render_chat(prompt, name=name)
             return self._text_ids(rendered, name, special=False)
         return token_ids(prompt, name)
 

@@ -9,8 +9,20 @@ from ling3export.errors import Ling3Error
 from ling3export.runners.engine.request import Completion, Request
 
 
-class EngineStopped(Ling3Error):
+class RequestFailed(Ling3Error):
+    """A request that was accepted ended without an answer."""
+
+
+class LogitsError(RequestFailed):
+    """No token can be taken from a request's logits. Other requests go on."""
+
+
+class EngineStopped(RequestFailed):
     """The engine was closed, or failed: what it had not finished will not be."""
+
+
+class EngineStalled(EngineStopped):
+    """A call of the devices did not return in time; nothing can cancel it."""
 
 
 class HostGone(EngineStopped):
@@ -80,6 +92,7 @@ class RequestHandle:
 
         Raises:
             TimeoutError: The request has not ended; it goes on.
+            LogitsError: Its logits are not finite.
             EngineStopped: The engine ended first.
         """
         if not self._over.wait(timeout):
@@ -90,7 +103,7 @@ class RequestHandle:
         """``result()`` for a coroutine. If the coroutine is cancelled, so is the request.
 
         Raises:
-            EngineStopped: The engine ended first.
+            RequestFailed: For the reasons that ``result`` gives.
         """
         event = self._listen(every_token=False)
         try:
@@ -105,7 +118,7 @@ class RequestHandle:
         Leaving is: the task is cancelled, ``aclose()``, or a ``break`` (then when the generator is collected).
 
         Raises:
-            EngineStopped: The engine ended first.
+            RequestFailed: For the reasons that ``result`` gives.
         """
         event = self._listen(every_token=True)
         try:

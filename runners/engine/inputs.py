@@ -144,7 +144,7 @@ def decode_fields(
 
 
 def sample_fields(
-    count: int, rows: Many[int], slots: Many[int], positions: Many[int], sampling: np.ndarray | None = None
+    count: int, rows: Many[int] | slice, slots: Many[int], positions: Many[int], sampling: np.ndarray | None = None
 ) -> Fields:
     """The fields of a sample call of ``count`` rows; those that are not among ``rows`` are padding.
 

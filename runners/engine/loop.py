@@ -1,11 +1,11 @@
 """The thread that owns the device loop: everybody else hands it requests and cancellations, and takes handles."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from ling3export.runners.engine.core import Arrival, EngineCore, StepInputs, StepOutputs
-from ling3export.runners.engine.handle import EngineStopped, HostGone, QueueFull, RequestHandle, wake
+from ling3export.runners.engine.handle import EngineStalled, EngineStopped, HostGone, QueueFull, RequestHandle, wake
 from ling3export.runners.engine.request import Request
 from ling3export.runners.engine.sequence import now
 from ling3export.runners.load.loader import Timings
@@ -14,29 +14,79 @@ from ling3export.runners.load.loader import Timings
 class Loop:
     """Takes steps while there is work, and sleeps otherwise. Thread-safe.
 
-    An error in a step ends the loop: what the devices hold is in doubt then. Every handle gets it.
+    An error in a step stops the loop: what the devices hold is in doubt then. Every handle gets it.
 
     Args:
         core: Takes the steps; belongs to the thread from now on.
         timings: Gets the seconds to the first token that was ever read.
         max_requests: At most this many at once, waiting ones too; None for any number.
+        renew: Makes another core, over fresh state, once the thread of the one before has ended; None if none can be.
+        step_timeout: Seconds after which a call that did not return stops the loop; None for any time.
     """
 
-    def __init__(self, core: EngineCore, timings: Timings, max_requests: int | None = None) -> None:
-        self._core: EngineCore | None = core
+    def __init__(
+        self, core: EngineCore, timings: Timings, max_requests: int | None = None, *,
+        renew: Callable[[], EngineCore] | None = None, step_timeout: float | None = None,
+    ) -> None:  # fmt: skip
         self._timings = timings
         self._max_requests = max_requests
+        self._renew = renew
+        self._step_timeout = step_timeout
         self._changed = threading.Condition()
+        self._restarting = threading.Lock()
+        self._handles: dict[int, RequestHandle] = {}
+        self._count = 0
+        self._failed = 0  # requests, since the last start
+        self._closing = False
+        self._start(core)
+
+    def _start(self, core: EngineCore) -> None:
+        self._core: EngineCore | None = core
         self._arrivals: list[Arrival] = []
         self._cancelled: list[int] = []
         self._comparing: list[Future[tuple[bytes, ...]]] = []  # asked for in the next step
         self._compared: list[Future[tuple[bytes, ...]]] = []  # and in this one
-        self._handles: dict[int, RequestHandle] = {}
-        self._count = 0
-        self._closing = False
         self._failure: BaseException | None = None
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ling3-engine", daemon=True)
         self._thread.start()
+        if self._step_timeout is not None:
+            watch = threading.Thread(
+                target=self._watch, args=(core, self._ended, self._step_timeout), name="ling3-watchdog", daemon=True
+            )
+            watch.start()
+
+    def restart(self) -> int:
+        """Starts anew with another core; requests that have not ended get EngineStopped. May be called at any time.
+
+        Returns:
+            How many requests failed since the last start, by what stopped the loop and by this.
+
+        Raises:
+            EngineStopped: The loop was closed, runs on several hosts, or a call has still not returned.
+        """
+        with self._restarting:
+            with self._changed:
+                if self._closing:
+                    raise self._reason()
+                if self._renew is None:
+                    raise EngineStopped(
+                        "engine: expected one host where it is to be restarted, found several",
+                        "hosts live and die together: start the command on all of them again",
+                    )
+                if self._failure is None:
+                    self._failure = EngineStopped("engine: expected it to go on, found it restarted", "ask again")
+                self._changed.notify()
+            self._thread.join(0 if isinstance(self._failure, EngineStalled) else None)
+            if self._thread.is_alive():
+                raise self._reason()
+            core = self._renew()
+            with self._changed:
+                if self._closing:
+                    raise self._reason()
+                failed, self._failed = self._failed, 0
+                self._start(core)
+            return failed
 
     def submit(self, requests: Sequence[Request]) -> list[RequestHandle]:
         """Hands over requests; they arrive together, in order.
@@ -99,7 +149,7 @@ class Loop:
     @property
     def stopped(self) -> EngineStopped | None:
         """Why it takes no requests; None while it does."""
-        return self._reason() if self._closing or self._failure is not None else None
+        return self._reason() if self._over else None
 
     def abandon(self, text: str) -> None:
         """Another host is gone: requests get HostGone from now on. The thread may be in a step that never ends."""
@@ -108,11 +158,15 @@ class Loop:
         self._fail_all()
 
     def close(self) -> None:
-        """Ends the thread; requests that have not ended get EngineStopped. May be called again, from any thread."""
+        """Ends the thread; requests that have not ended get EngineStopped. May be called again, from any thread.
+
+        A thread whose call does not return is left: nothing can end it but the end of the process.
+        """
         with self._changed:
             self._closing = True
+            self._renew = None
             self._changed.notify()
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread and not isinstance(self._failure, EngineStalled):
             self._thread.join()
 
     def _run(self) -> None:
@@ -126,20 +180,36 @@ class Loop:
                 if outputs.emitted:
                     self._timings.seconds.setdefault("first_step", now() - started)
                 self._deliver(outputs)
-            core.cancel_all()
+            if self._failure is None:
+                core.cancel_all()
         except BaseException as error:
             self._failure = self._failure or error
         finally:
-            self._core = None  # programs, weights and state go with it
+            self._core = None  # programs, weights and state go with it, unless it may be restarted
             del core
+            self._ended.set()
             self._fail_all()
+
+    def _watch(self, core: EngineCore, ended: threading.Event, seconds: float) -> None:
+        """Stops the loop once the devices have worked on one call for so many seconds."""
+        left = seconds
+        while not ended.wait(left):
+            doing = core.scheduler.doing
+            left = seconds if doing is None else doing[1] + seconds - now()
+            if doing is not None and left <= 0:
+                with self._changed:
+                    self._failure = self._failure or EngineStalled(
+                        f"engine: expected `{doing[0]}` to return within {seconds:g} s, found it still running",
+                        "a device does not answer, and nothing can cancel its call: end this process",
+                    )
+                return self._fail_all()
 
     def _next(self, core: EngineCore) -> StepInputs | None:
         """The inputs of the next step, once there are some or there is work; None when the loop is to end."""
         with self._changed:
-            while not (self._closing or self._arrivals or self._cancelled or self._comparing or core.busy):
+            while not (self._over or self._arrivals or self._cancelled or self._comparing or core.busy):
                 self._changed.wait()
-            if self._closing:
+            if self._over:
                 return None
             inputs = StepInputs(tuple(self._arrivals), tuple(self._cancelled), bool(self._comparing))
             self._arrivals, self._cancelled = [], []
@@ -158,7 +228,7 @@ class Loop:
             with self._changed:
                 handle = self._handles.pop(sequence.number, None)
             if handle is not None:  # else the loop was abandoned meanwhile
-                handle.finish(sequence.completion())
+                handle.finish(sequence.error or sequence.completion())
                 touched[handle.number] = handle
         wake(touched.values())
         for asked in self._compared:
@@ -168,12 +238,17 @@ class Loop:
         with self._changed:
             handles = list(self._handles.values())
             self._handles.clear()
+            self._failed += len(handles)
             asked = [each for each in (*self._compared, *self._comparing) if not each.done()]
         for handle in handles:
             handle.finish(self._reason())
         for each in asked:
             each.set_exception(self._reason())
         wake(handles)
+
+    @property
+    def _over(self) -> bool:
+        return self._closing or self._failure is not None
 
     def _check_open(self) -> None:
         if (stopped := self.stopped) is not None:
@@ -183,11 +258,11 @@ class Loop:
         if self._failure is None:
             return EngineStopped("engine: expected it open, found it closed")
         error = self._failure
-        if isinstance(error, HostGone):
-            return HostGone(error.message, error.hint)
+        if isinstance(error, EngineStopped):  # another one for each who waits: a traceback belongs to one thread
+            return type(error)(error.message, error.hint)
         stopped = EngineStopped(
             f"engine: expected every step to run, found {type(error).__name__}: {error}",
-            "what the devices held is lost: load the artifact again",
+            "what the devices held is lost: restart() goes on with the weights that are loaded",
         )
         stopped.__cause__ = error
         return stopped

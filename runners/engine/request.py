@@ -1,8 +1,14 @@
-"""What a user asks for, and what comes back. A request that can never be served is refused at once."""
+"""What a user asks for, and what comes back. A request that can never be served is refused at once.
+
+``Sampling`` and ``Request`` check and convert what they are made of, so that the same is refused wherever it enters:
+Python, the command line, prompt files, HTTP, evaluations, other hosts. What an engine is given has exact types.
+"""
 
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,11 +19,21 @@ if TYPE_CHECKING:
 
 SEEDS = 1 << 32
 SHORTEN = "shorten the prompt, or build the artifact with a larger --context"
+SHOWN = 60  # characters of a wrong value that a message repeats
+
+
+def shown(value: object) -> str:
+    """A wrong value in a message: how Python writes it, cut; its type where Python cannot write it."""
+    try:
+        text = repr(value)
+    except Exception:  # whatever the value's own class raises; a whole number of too many digits does, too
+        text = type(value).__name__
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a setting of the sampling may be: a number from ``low`` to ``high``, both included.
+    """What a setting may be: a number from ``low`` to ``high``, both included.
 
     Attributes:
         low: Least.
@@ -36,7 +52,17 @@ class Bounds:
         if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
             return False
         number: Any = value
-        return (self.low < number if self.above else self.low <= number) and number <= self.high  # none holds of NaN
+        return bool((self.low < number if self.above else self.low <= number) and number <= self.high)  # NaN: neither
+
+    def number(self, value: object, what: str) -> Any:
+        """``value`` as Python's own int or float; numpy's numbers are numbers, too.
+
+        Raises:
+            RequestError: ``value`` is no number within the bounds; ``what`` says whose it is.
+        """
+        if not self.hold(value):
+            raise RequestError(f"{what}: expected {self}, found {shown(value)}")
+        return int(value) if self.whole else float(value)  # type: ignore[call-overload, arg-type]
 
     def __str__(self) -> str:
         if self.above:
@@ -53,6 +79,8 @@ BOUNDS = {
     "top_p": Bounds(0, 1, above=True),
     "seed": Bounds(0, SEEDS - 1, whole=True),
 }
+MAX_TOKENS = Bounds(1, (1 << 31) - 1, whole=True)
+PLACE, NONE = Bounds(0, (1 << 31) - 1, whole=True), Bounds(0, 0, whole=True)
 
 
 @dataclass(frozen=True)
@@ -76,9 +104,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, bounds in BOUNDS.items():
-            value = getattr(self, name)
-            if not bounds.hold(value):
-                raise RequestError(f"sampling `{name}`: expected {bounds}, found {value}")
+            object.__setattr__(self, name, bounds.number(getattr(self, name), f"sampling `{name}`"))
 
 
 @dataclass(frozen=True)
@@ -89,11 +115,14 @@ class Request:
         prompt_ids: Token ids, at least one.
         max_tokens: At most this many are generated; the context may end it sooner. 0 where tokens are scored.
         sampling: How tokens are taken.
-        stop: Strings that end the text; they are not part of it.
+        stop: Strings of at least one character that end the text; they are not part of it.
         ignore_eos: Go on behind an end-of-text token.
         logits: Also return the logits that each token was taken from.
         name: What messages call it.
         score_from: Generate nothing: score the prompt's tokens from this place on, each behind those before it.
+
+    Raises:
+        RequestError: A value of another type, or one that no artifact can serve; the message begins with ``name``.
     """
 
     prompt_ids: tuple[int, ...]
@@ -104,6 +133,37 @@ class Request:
     logits: bool = False
     name: str = "request"
     score_from: int | None = None
+
+    def __post_init__(self) -> None:
+        put = partial(object.__setattr__, self)
+        if not isinstance(self.name, str):
+            raise RequestError(f"request `name`: expected a text, found {shown(self.name)}")
+        name = str(self.name)
+        put("name", name)
+        put("prompt_ids", token_ids(self.prompt_ids, name))
+        put("stop", stop_strings(self.stop, name))
+        if not isinstance(self.sampling, Sampling):
+            raise RequestError(f"{name}: expected sampling of the type Sampling, found {shown(self.sampling)}")
+        for flag in ("ignore_eos", "logits"):
+            if not isinstance(getattr(self, flag), bool):
+                raise RequestError(f"{name}: expected {flag} to be True or False, found {shown(getattr(self, flag))}")
+        if self.score_from is not None:
+            put("score_from", PLACE.number(self.score_from, f"{name}: score_from"))
+            put("max_tokens", NONE.number(self.max_tokens, f"{name}: max_tokens where tokens are scored"))
+            self._check_scores(self.score_from)
+        elif not self.prompt_ids:
+            raise RequestError(f"{name}: expected a prompt of at least one token, found an empty one")
+        else:
+            put("max_tokens", MAX_TOKENS.number(self.max_tokens, f"{name}: max_tokens"))
+
+    def _check_scores(self, first: int) -> None:
+        if first == 0:
+            raise RequestError(
+                f"{self.name}: expected a context of at least one token, found an empty one",
+                "begin with the token that begins or ends texts: the model says nothing of a first token",
+            )
+        if first >= len(self.prompt_ids):
+            raise RequestError(f"{self.name}: expected a continuation of at least one token, found an empty one")
 
 
 class Step(NamedTuple):
@@ -199,23 +259,19 @@ class Limits:
             )
 
     def check(self, request: Request) -> None:
-        """Refuses a request that can never be served.
+        """Refuses a request that this artifact can never serve.
 
         Raises:
-            RequestError: An empty prompt, an id outside the vocabulary, a prompt that leaves no room for a token, more
-                pages than exist, or no token asked for.
+            RequestError: An id outside the vocabulary, a prompt that leaves no room for a token, or more pages than
+                exist.
         """
-        length, name = len(request.prompt_ids), request.name
-        if length == 0:
-            raise RequestError(f"{name}: expected a prompt of at least one token, found an empty one")
-        scores = request.score_from is not None
-        if request.max_tokens < 1 and not scores:
-            raise RequestError(f"{name}: expected max_tokens of at least 1, found {request.max_tokens}")
-        for place, token in enumerate(request.prompt_ids):
-            if not 0 <= token < self.vocab_size:
-                raise RequestError(
-                    f"{name}: expected token ids from 0 to {self.vocab_size - 1}, found {token} at place {place}"
-                )
+        ids, name, scores = request.prompt_ids, request.name, request.score_from is not None
+        length = len(ids)
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            place, token = next((place, id) for place, id in enumerate(ids) if not 0 <= id < self.vocab_size)
+            raise RequestError(
+                f"{name}: expected token ids from 0 to {self.vocab_size - 1}, found {shown(token)} at place {place}"
+            )
         if scores and length > self.context:
             raise RequestError(
                 f"{name}: expected context and continuation within {self.context} tokens, found {request.score_from} + "
@@ -239,15 +295,48 @@ class Limits:
             )
 
 
-def token_ids(values: Sequence[object], name: str = "request") -> tuple[int, ...]:
-    """``values`` as token ids.
+def token_ids(values: object, name: str = "request") -> tuple[int, ...]:
+    """``values``, a sequence or an array of one axis, as token ids.
 
     Raises:
-        RequestError: One of them is not a whole number.
+        RequestError: They are no sequence, or one of them is not a whole number.
     """
+    listed = values.tolist() if hasattr(values, "tolist") else values  # an array's own types become Python's
+    if not isinstance(listed, Sequence) or isinstance(listed, (str, bytes, bytearray)):
+        raise RequestError(f"{name}: expected token ids, found {shown(values)}")
+    if set(map(type, listed)) <= {int}:
+        return tuple(listed)
     ids = []
-    for place, value in enumerate(values):
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise RequestError(f"{name}: expected token ids, found {value!r} at place {place}")
-        ids.append(value.__index__())
+    for place, value in enumerate(listed):
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            ids.append(int(operator.index(value)))
+        except TypeError:
+            raise RequestError(f"{name}: expected token ids, found {shown(value)} at place {place}") from None
     return tuple(ids)
+
+
+def stop_strings(values: object, name: str = "request") -> tuple[str, ...]:
+    """``values``, a text or several, as stop strings.
+
+    Raises:
+        RequestError: One of them is no text, is empty, or has half a character.
+    """
+    if isinstance(values, str):
+        values = (values,)
+    try:
+        texts: tuple[object, ...] = tuple(values)  # type: ignore[arg-type]
+    except TypeError:
+        raise RequestError(f"{name}: expected stop strings, found {shown(values)}") from None
+    for text in texts:
+        if not isinstance(text, str):
+            raise RequestError(f"{name}: expected stop strings, found {shown(text)} among them")
+        if not text:
+            raise RequestError(f"{name}: expected stop strings of at least one character, found an empty one")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            found = f"half a character in {shown(text)}"
+            raise RequestError(f"{name}: expected stop strings in Unicode, found {found}") from None
+    return tuple(map(str, texts))

@@ -30,6 +30,7 @@ import numpy as np
 
 from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.counters import Counters
+from ling3export.runners.engine.handle import LogitsError
 from ling3export.runners.engine.inputs import (
     GREEDY,
     Shapes,
@@ -82,16 +83,18 @@ class Row(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """A call in flight that samples. One in the middle of a prompt samples no row, and has no tokens."""
+    """A call of ``cell`` in flight that samples. One in the middle of a prompt samples no row, and has no tokens."""
 
+    cell: str
     rows: list[Row]
     tokens: Pending
     logits: Pending
 
 
 class Scored(NamedTuple):
-    """A call in flight that scores: log-probabilities and best tokens, of each padded token."""
+    """A call of ``cell`` in flight that scores: log-probabilities and best tokens, of each padded token."""
 
+    cell: str
     parts: list[Part]
     logprob: Pending
     best: Pending
@@ -112,11 +115,22 @@ class Scheduler:
         backend: Runs the programs.
         shapes: The paddings of the programs.
         blocks: Slots and pages.
+        vocab_size: Token ids are below it; a sequence that samples another fails.
         ahead: Calls that may be dispatched before an earlier one was waited for; 0 waits for each at once.
+        counters: Those of an earlier scheduler, to go on with.
+
+    Attributes:
+        counters: What was done.
+        doing: The cell whose call a step dispatches or waits for, and since when; None between steps.
     """
 
-    def __init__(self, backend: Backend, shapes: Shapes, blocks: BlockManager, *, ahead: int = 1) -> None:
-        self.counters = Counters()
+    def __init__(
+        self, backend: Backend, shapes: Shapes, blocks: BlockManager, vocab_size: int, *, ahead: int = 1,
+        counters: Counters | None = None,
+    ) -> None:  # fmt: skip
+        self.counters = Counters() if counters is None else counters
+        self.doing: tuple[str, float] | None = None
+        self._vocab_size = vocab_size
         self._backend = backend
         self._shapes = shapes
         self._blocks = blocks
@@ -127,7 +141,7 @@ class Scheduler:
         self._running: deque[Sequence] = deque()  # the one that decoded longest ago comes first
         self._flight: deque[Sampled | Scored] = deque()
         self._emitted: list[Emitted] = []
-        self._scored: list[Sequence] = []
+        self._ended: list[Sequence] = []
         self._decoded_last = False
 
     @property
@@ -137,7 +151,6 @@ class Scheduler:
 
     def submit(self, sequence: Sequence) -> None:
         """Queues a new sequence behind those that arrived before it."""
-        self.counters.tokens_in += sequence.length
         insort(self._waiting, sequence, key=BY_ARRIVAL)
 
     def cancel(self, sequence: Sequence) -> None:
@@ -158,12 +171,13 @@ class Scheduler:
         while len(self._flight) > (self._ahead if dispatched else 0):
             self._collect()
         emitted, self._emitted = self._emitted, []
+        self.doing = None
         return emitted
 
-    def take_scored(self) -> list[Sequence]:
-        """Sequences whose scores became complete since this was asked last."""
-        scored, self._scored = self._scored, []
-        return scored
+    def take_ended(self) -> list[Sequence]:
+        """Sequences that ended by themselves since this was asked last: cancelled ones are not among them."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def _admit(self) -> None:
         while self._waiting:
@@ -188,17 +202,18 @@ class Scheduler:
         else:
             beside_decode = any(s.sampled < s.limit for s in self._running)
             phase, padding = "prefill", self._shapes.paying(work, beside_decode=beside_decode)
-        parts = self._pack(phase, padding, waiting)
+        cell, parts = f"{phase}@{padding}", self._pack(phase, padding, waiting)
         self._prefilling = [s for s in self._prefilling if s.unstored]
         self._decoded_last = False
-        self.counters.count(phase, padding, sum(part.call.tokens for part in parts))
+        self.counters.count(cell, padding, sum(part.call.tokens for part in parts))
+        self.doing = cell, parts[0].call.at
         spans = [part.span for part in parts]
         fields = prefill_fields(padding, spans, chunk, self._blocks.page_table, score=scores)
         if scores:
             for part in parts:
                 part.sequence.calls.append(part.call)
             out = self._backend.score(padding, fields)
-            self._flight.append(Scored(parts, out["logprob"], out["best"]))
+            self._flight.append(Scored(cell, parts, out["logprob"], out["best"]))
             return True
         rows = []
         for sequence, span, row, call in parts:
@@ -209,9 +224,9 @@ class Scheduler:
                 rows.append(Row(row + (len(span.tokens) - 1) // chunk, sequence, call))
         logits = self._backend.step(phase, padding, fields)
         if rows:
-            self._sample(logits, padding // chunk, rows)
+            self._sample(cell, logits, padding // chunk, rows)
         else:
-            self._flight.append(Sampled([], None, logits))
+            self._flight.append(Sampled(cell, [], None, logits))
         return True
 
     def _pack(self, phase: str, padding: int, waiting: list[Sequence]) -> list[Part]:
@@ -229,6 +244,9 @@ class Scheduler:
                 sequence.started = at
                 self.counters.queued(at - sequence.arrived)
             sequence.stored = stop
+            new = max(0, min(stop, sequence.length) - sequence.prefilled)  # 0 where it starts again
+            sequence.prefilled += new
+            self.counters.tokens_in += new
             parts.append(Part(sequence, span, row, Call(at, phase, padding, stop - start)))
             row += -(-(stop - start) // chunk)
         return parts
@@ -239,18 +257,20 @@ class Scheduler:
         if not taken:
             return False
         padding = fitting(len(taken), self._shapes.decode)
-        call = Call(now(), "decode", padding, 1)
+        cell, call = f"decode@{padding}", Call(now(), "decode", padding, 1)
         slots, positions = [s.slot for s in taken], [s.stored for s in taken]
         fields = decode_fields(padding, slots, positions, self._blocks.page_table)
         for sequence in taken:
             sequence.stored += 1
         # The sequences of this call go behind those that found no room in it; both keep their order.
-        left = set(self._running).difference(taken)
-        self._running = deque([*(s for s in self._running if s in left), *taken])
+        if len(taken) < len(self._running):
+            left = set(self._running).difference(taken)
+            self._running = deque([*(s for s in self._running if s in left), *taken])
         self._decoded_last = True
-        self.counters.count("decode", padding, len(taken))
+        self.counters.count(cell, padding, len(taken))
+        self.doing = cell, call.at
         logits = self._backend.step("decode", padding, fields)
-        self._sample(logits, padding, [Row(row, sequence, call) for row, sequence in enumerate(taken)])
+        self._sample(cell, logits, padding, [Row(row, sequence, call) for row, sequence in enumerate(taken)])
         return True
 
     def _decodable(self) -> list[Sequence]:
@@ -280,21 +300,24 @@ class Scheduler:
         sequence.stored = 0
         insort(self._waiting, sequence, key=BY_ARRIVAL)
 
-    def _sample(self, logits: Pending, count: int, rows: list[Row]) -> None:
+    def _sample(self, cell: str, logits: Pending, count: int, rows: list[Row]) -> None:
         """Dispatches the sampling of the rows that end what is known of their sequences."""
         sequences = [row.sequence for row in rows]
         slots, positions = [s.slot for s in sequences], [s.stored for s in sequences]
-        fields = sample_fields(count, [row.row for row in rows], slots, positions, self._sampling)
+        # Rows ascend: these are the first ones, or some of many. numpy takes a slice in a third of a list's time.
+        places = slice(len(rows)) if rows[-1].row < len(rows) else [row.row for row in rows]
+        fields = sample_fields(count, places, slots, positions, self._sampling)
         for sequence in sequences:
             sequence.sampled += 1
-        self.counters.count("sample", count, len(rows))
+        self.counters.count(f"sample@{count}", count, len(rows))
         tokens = self._backend.sample(logits, count, fields)
         kept = any(s.request.logits for s in sequences)
-        self._flight.append(Sampled(rows, tokens, logits if kept else None))
+        self._flight.append(Sampled(cell, rows, tokens, logits if kept else None))
 
     def _collect(self) -> None:
         """Waits for the oldest call in flight, and takes what it brought."""
         call = self._flight.popleft()
+        self.doing = call.cell, now()
         if isinstance(call, Scored):
             self._take_scores(call)
         elif call.rows:
@@ -305,11 +328,16 @@ class Scheduler:
     def _take_scores(self, call: Scored) -> None:
         logprob, best = self._backend.read(call.logprob), self._backend.read(call.best)
         for sequence, span, row, _ in call.parts:
+            if sequence.over:
+                continue
             at = row * self._shapes.chunk
             taken = slice(at, at + len(span.tokens))
-            if not sequence.over and sequence.accept_scores(span.start, logprob[taken].tolist(), best[taken].tolist()):
-                self._scored.append(sequence)
-                self._leave(sequence)
+            first = max((sequence.request.score_from or 0) - 1, span.start)  # behind it is the first token to score
+            finite = np.isfinite(logprob[taken][first - span.start :])
+            if not finite.all():
+                self._fail(sequence, "NaN or infinity", first + int(finite.argmin()) + 1)
+            elif sequence.accept_scores(span.start, logprob[taken].tolist(), best[taken].tolist()):
+                self._end(sequence)
 
     def _take_tokens(self, call: Sampled) -> None:
         tokens, at = self._backend.read(call.tokens).tolist(), now()
@@ -317,16 +345,36 @@ class Scheduler:
         for row, sequence, made in call.rows:
             if sequence.over:
                 continue
+            token = tokens[row]
+            if not 0 <= token < self._vocab_size:
+                # Sample programs give -1; those of artifacts that were built before give another that is none.
+                found = "NaN or infinity" if token == -1 else f"token {token} of {self._vocab_size}"
+                self._fail(sequence, found, sequence.known)
+                continue
             taken_from = None
             if sequence.request.logits:
                 logits = self._backend.read(call.logits) if logits is None else logits
                 taken_from = logits[row].copy()
             sequence.calls.append(made)
-            text = sequence.accept(tokens[row], at, taken_from)
+            text = sequence.accept(token, at, taken_from)
             self.counters.tokens_out += 1
-            self._emitted.append(Emitted(sequence, tokens[row], text))
+            self._emitted.append(Emitted(sequence, token, text))
             if sequence.stop_reason is not None:
-                self._leave(sequence)
+                self._end(sequence)
+
+    def _fail(self, sequence: Sequence, found: str, position: int) -> None:
+        """Ends a sequence from whose logits no token can be taken."""
+        sequence.stop_reason = "failed"
+        sequence.error = LogitsError(
+            f"logits of {sequence.request.name}: expected finite numbers, found {found}, at position {position}",
+            "some weight is not finite, or a number left its range: `ling3export verify` compares the programs",
+        )
+        self.counters.failed += 1
+        self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        self._ended.append(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         """Takes a sequence out of every queue, and its slot and pages back."""

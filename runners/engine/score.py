@@ -61,35 +61,15 @@ def pair_ids(
     return (*token_ids(context, name), *token_ids(continuation, name)), len(context)
 
 
-def score_request(ids: Many[int], context: int, name: str) -> Request:
-    """A request that scores ``ids`` behind the first ``context`` of them.
-
-    Raises:
-        RequestError: Context or continuation is empty.
-    """
-    if context < 1:
-        raise RequestError(
-            f"{name}: expected a context of at least one token, found an empty one",
-            "begin with the token that begins or ends texts: the model says nothing of a first token",
-        )
-    if context >= len(ids):
-        raise RequestError(f"{name}: expected a continuation of at least one token, found an empty one")
-    return Request(tuple(ids), 0, name=name, score_from=context)
-
-
 def scored(completion: Completion, request: Request) -> Score:
     """The score of a request that ended.
 
     Raises:
-        Ling3Error: The request was cancelled, or the model gives a number that is not finite.
+        Ling3Error: The request was cancelled.
     """
     first = request.score_from
     if first is None or completion.logprobs is None or completion.best_ids is None:
         raise Ling3Error(f"{request.name}: expected it scored, found it {completion.stop_reason}")
-    if not all(math.isfinite(value) for value in completion.logprobs):
-        raise Ling3Error(
-            f"{request.name}: expected finite log-probabilities, found NaN or infinity", "some weight is not finite"
-        )
     ids = list(request.prompt_ids)
     return Score(ids[:first], ids[first:], completion.logprobs, completion.best_ids)
 

@@ -37,7 +37,9 @@ class Sequence:
         sampled: Tokens whose sampling was dispatched: those, and at most a few in flight.
         stored: Positions whose state was dispatched. The last sampled token is not among them.
         table: Its slot and pages, while it has them.
-        stop_reason: ``eos``, ``stop``, ``length``, ``scored`` or ``cancelled`` once it ended.
+        prefilled: How many tokens of the prompt were ever dispatched.
+        stop_reason: ``eos``, ``stop``, ``length``, ``scored``, ``cancelled`` or ``failed`` once it ended.
+        error: Why it failed.
         started: When its first call was dispatched.
         times: When each token was read.
         calls: Those that it took part in, in order.
@@ -56,8 +58,10 @@ class Sequence:
         self.rows: list[np.ndarray] = []
         self.sampled = 0
         self.stored = 0
+        self.prefilled = 0
         self.table: BlockTable | None = None
         self.stop_reason: str | None = None
+        self.error: Exception | None = None
         self.text: str | None = None if stream is None else ""
         self.arrived = now() if arrived is None else arrived
         self.started: float | None = None

@@ -39,9 +39,15 @@ class ModelRunner:
         state: dict[str, jax.Array], mesh: Mesh, parts: Callable[[bytes], list[bytes]] | None = None,
     ) -> None:  # fmt: skip
         self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._target, self._mesh = target, mesh
         self.state = state
         self._parts = parts
         self.cells = {name: _Cell(name, cell, programs[name], params) for name, cell in target.cells.items()}
+
+    def reset(self) -> None:
+        """Replaces the state by zeros; the parameters stay where they are. No call may be running."""
+        self.state.clear()  # the memory of the old one, first
+        self.state = fresh_state(self._target, self._mesh)
 
     def step(self, phase: str, padding: int, fields: Mapping[str, np.ndarray]) -> jax.Array:
         """Runs ``prefill`` or ``decode``.
@@ -77,6 +83,19 @@ class ModelRunner:
         token = self._run(f"sample@{rows}", fields, {"logits": logits})["token"]
         token.copy_to_host_async()
         return token
+
+    def marks_unusable(self) -> bool:
+        """Whether the sample programs mark logits that are not usable with -1: those of older artifacts do not.
+
+        Runs the smallest one on logits that are NaN, and waits; every host has to ask in the same step.
+        """
+        rows = min(self._target.paddings("sample"))
+        cell = self._target.cells[f"sample@{rows}"]
+        (leaf,) = (leaf for leaf in cell.inputs if leaf.name == "logits")
+        sharding = NamedSharding(self._mesh, PartitionSpec(*leaf.spec))
+        logits = device_array(np.full(leaf.shape, np.nan, np.float32), sharding)
+        fields = {row.name: np.zeros(row.shape, row.dtype) for row in cell.fields}
+        return bool((self.read(self.sample(logits, rows, fields)) == -1).all())
 
     def read(self, array: jax.Array) -> np.ndarray:
         """Waits for an array, and fetches it; if it is split over hosts, host 0 gets it whole and the others a part."""

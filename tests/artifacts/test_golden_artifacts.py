@@ -53,3 +53,20 @@ def test_an_old_manifest_of_every_kind_of_target_is_read() -> None:
     assert manifest.vectors.receipts["cpu-tp2"].passed
     assert manifest.weights.index["dense.down_proj"].file == "weights/dense.safetensors"
     assert manifest.weights.nbytes == sum(manifest.weights.files.values())
+
+
+def test_temperatures_that_old_sample_programs_get_wrong_are_taken_as_0(golden: tuple[Path, dict]) -> None:
+    """At 1e-9 those of format 1 took token 0; the engine says so, once, where a request asks for it."""
+    folder, said = golden
+    lines: list[str] = []
+    with Engine(folder, programs="allow-compile", report=lines.append) as engine:
+        for each in said["completions"]:
+            (completion,) = engine.generate([each["prompt"]], max_tokens=3, temperature=1e-4, top_p=0.9)
+        assert not [line for line in lines if "temperature" in line]
+        for each in said["completions"]:
+            count = len(each["tokens"])
+            options = {"max_tokens": count, "ignore_eos": True, "temperature": 1e-9, "top_p": 0.9}
+            (completion,) = engine.generate([each["prompt"]], **options)
+            assert completion.token_ids == each["tokens"], each["prompt"]
+        (line,) = (line for line in lines if "temperature" in line)
+    assert line.startswith("temperatures below 1e-06 are taken as 0: the sample programs of this artifact")

@@ -32,7 +32,14 @@ def answer(prompt: list[int], count: int, eos: frozenset[int] = frozenset(), see
 
 
 class FakeBackend:
-    """Checks each call against the step contract, and keeps state only where the contract does."""
+    """Checks each call against the step contract, and keeps state only where the contract does.
+
+    Attributes:
+        poison: A sequence that has this token has logits that are not usable: then ``marked`` is sampled.
+    """
+
+    poison: int | None = None
+    marked = -1
 
     def __init__(self, slots: int, pages: int, page_size: int, chunk: int) -> None:
         self.page_size, self.chunk = page_size, chunk
@@ -41,6 +48,11 @@ class FakeBackend:
         self.last_token = np.full(slots + 1, -7, np.int64)
         self.calls: list[tuple[str, int]] = []
         self.waited = 0
+
+    def reset(self) -> None:
+        """The state is as at the start."""
+        self.pool[:] = self.last_token[:] = -7
+        self.recurrent = [None] * len(self.recurrent)
 
     def _store(self, table: np.ndarray, position: int, token: int) -> None:
         page = int(table[position // self.page_size])
@@ -111,6 +123,8 @@ class FakeBackend:
             if slot:
                 assert state is not None and int(fields["position"][n]) == len(state)
                 tokens[n] = next_token(state, int(fields["seed"].view(np.uint32)[n]), float(fields["temperature"][n]))
+                if self.poison in state:
+                    tokens[n] = self.marked
                 self.last_token[slot] = tokens[n]
         return tokens
 

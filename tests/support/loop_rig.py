@@ -7,6 +7,7 @@ import tokenizers
 from fake_backend import VOCAB, FakeBackend, answer
 from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.core import EngineCore
+from ling3export.runners.engine.counters import Counters
 from ling3export.runners.engine.inputs import Shapes
 from ling3export.runners.engine.loop import Loop
 from ling3export.runners.engine.request import Limits, Request
@@ -74,13 +75,23 @@ class GatedBackend(FakeBackend):
 class Rig:
     """A loop on a fake backend; text of a token is a letter."""
 
-    def __init__(self, ahead=1, max_requests=None):
+    def __init__(self, ahead=1, max_requests=None, step_timeout=None):
         self.backend = GatedBackend()
         self.blocks = BlockManager(SLOTS, PAGES, PAGE, CONTEXT // PAGE)
         self.limits = Limits(CONTEXT, VOCAB, PAGES, PAGE)
-        self.scheduler = Scheduler(self.backend, Shapes((4, 16), (2, 4), CHUNK), self.blocks, ahead=ahead)
-        self.timings = Timings()
-        self.loop = Loop(EngineCore(self.scheduler, self._sequence), self.timings, max_requests)
+        self.timings, self.counters, self._ahead = Timings(), Counters(), ahead
+        self.loop = Loop(self._core(), self.timings, max_requests, renew=self._renew, step_timeout=step_timeout)
+
+    def _core(self):
+        self.scheduler = Scheduler(
+            self.backend, Shapes((4, 16), (2, 4), CHUNK), self.blocks, VOCAB, ahead=self._ahead, counters=self.counters
+        )
+        return EngineCore(self.scheduler, self._sequence)
+
+    def _renew(self):
+        self.blocks.reset()
+        self.backend.reset()
+        return self._core()
 
     def _sequence(self, arrival):
         request = arrival.request

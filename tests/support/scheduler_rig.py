@@ -21,7 +21,7 @@ class Rig:
         self.blocks = BlockManager(slots, pages, page_size, -(-context // page_size), stripes)
         self.limits = Limits(context, VOCAB, pages, page_size)
         shapes = Shapes(prefill, decode, CHUNK)
-        self.scheduler = Scheduler(self.backend, shapes, self.blocks, ahead=ahead)
+        self.scheduler = Scheduler(self.backend, shapes, self.blocks, VOCAB, ahead=ahead)
         self.sequences: list[Sequence] = []
         self.size = slots, pages
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from fake_backend import FakeBackend
+from fake_backend import VOCAB, FakeBackend
 from ling3export.errors import PlanError
 from ling3export.plan.paddings import (
     Histogram,
@@ -35,7 +35,7 @@ def scheduled(groups):
     """Counters of the runner's scheduler over groups of requests, each group waiting at once."""
     slots = max(map(len, groups))
     blocks = BlockManager(slots, slots * 32, 16)
-    scheduler = Scheduler(FakeBackend(slots, slots * 32, 16, 16), Shapes(PADDINGS, DECODE, 16), blocks)
+    scheduler = Scheduler(FakeBackend(slots, slots * 32, 16, 16), Shapes(PADDINGS, DECODE, 16), blocks, VOCAB)
     for group in groups:
         for index, (prompt, output) in enumerate(group):
             scheduler.submit(Sequence(Request((1,) * prompt, output, Sampling()), index, output, frozenset()))

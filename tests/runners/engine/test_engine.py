@@ -115,6 +115,18 @@ def test_striped_pages_give_the_same_tokens(
     assert stats["free"] == stats["pools"] == {"slots": 8, "pages": 24}
 
 
+def test_giving_pages_back_changes_no_token_in_fp32(artifact: Artifacts, naive: list[list[int]]):
+    """Eight sequences in eight pages all want a second one. docs/engine.md says what holds in bf16."""
+    place = LENGTHS.index(50)
+    with Engine(artifact(NAME), report=silent) as engine:
+        del engine._blocks._pools[0][8:]
+        done = engine.complete([greedy(prompts()[place]) for _ in range(8)])
+        stats = engine.stats()
+    assert [each.token_ids for each in done] == [naive[place]] * 8
+    assert stats["preempted"] > 0
+    assert stats["tokens_in"] == 8 * 50, "what is stored again does not count again"
+
+
 class Quiet:
     """Reports nothing."""
 

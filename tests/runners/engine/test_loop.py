@@ -12,7 +12,7 @@ import pytest
 
 from fake_backend import VOCAB, answer
 from ling3export.runners.engine.block_manager import BlockManager
-from ling3export.runners.engine.handle import EngineStopped, QueueFull
+from ling3export.runners.engine.handle import EngineStalled, EngineStopped, LogitsError, QueueFull
 from ling3export.runners.engine.request import Sampling
 from ling3export.runners.evals.run import transcript_of
 from loop_rig import PAGE, PAGES, SLOTS, WAIT, Rig, expected, request
@@ -152,6 +152,117 @@ def test_an_error_in_a_step_reaches_every_waiter():
             rig.submit(request([1], 1))
         rig.loop.close()
         rig.blocks = BlockManager(SLOTS, PAGES, PAGE)  # what the devices held is lost
+
+
+def test_a_request_whose_logits_are_not_usable_fails_alone():
+    """A NaN once became a token of no vocabulary, with which the answer went on."""
+    said = "logits of mine: expected finite numbers, found NaN or infinity, at position 3"
+
+    async def read(handle):
+        return [piece async for piece in handle.pieces()]
+
+    with Rig() as rig:
+        rig.backend.poison = 7
+        others = [request([n, n], 12) for n in (1, 2, 3)]
+        bad, streamed, *handles = rig.submit(
+            request([7, 1, 2], 30, name="mine"), request([1, 7, 2], 30, name="mine"), *others
+        )
+        with pytest.raises(LogitsError) as raised:
+            bad.result(WAIT)
+        assert raised.value.message == said
+        with pytest.raises(LogitsError, match=said):
+            asyncio.run(read(streamed))
+        assert [handle.result(WAIT).token_ids for handle in handles] == [expected(asked) for asked in others]
+        assert (rig.loop.stopped, rig.loop.live, rig.counters.failed) == (None, 0, 2)
+
+
+def fail(rig, count):
+    """A step fails while ``count`` requests are there; the errors that they get."""
+    rig.backend.hold()
+    handles = rig.submit(*(request([n, 3], 20) for n in range(count)))
+    rig.backend.reach()
+    rig.backend.failure = RuntimeError("DATA_LOSS: gone")
+    rig.backend.let_go()
+    for handle in handles:
+        with pytest.raises(EngineStopped, match="found RuntimeError: DATA_LOSS"):
+            handle.result(WAIT)
+    rig.backend.failure = None
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_an_engine_whose_step_failed_starts_again(ahead):
+    """Twice: with fresh state, all slots and pages, counters that go on; and it says how many requests it failed."""
+    with Rig(ahead) as rig:
+        for count in (7, 2):
+            fail(rig, count)
+            with pytest.raises(EngineStopped, match="found RuntimeError"):
+                rig.submit(request([1], 1))
+            assert rig.loop.restart() == count
+            assert (rig.loop.stopped, rig.free()) == (None, (SLOTS, PAGES))
+            asked = [request([n, 5], 9) for n in range(6)]
+            assert [each.result(WAIT).token_ids for each in rig.submit(*asked)] == [expected(each) for each in asked]
+        assert rig.counters.tokens_out >= 2 * 6 * 9
+
+
+def test_restarting_what_runs_fails_what_has_not_ended():
+    with Rig() as rig:
+        (done,) = rig.submit(request([1], 2))
+        done.result(WAIT)
+        rig.backend.hold()
+        handles = rig.submit(*(request([n], 50) for n in range(7)))
+        rig.backend.reach()
+        threading.Timer(0.05, rig.backend.let_go).start()
+        assert rig.loop.restart() == 7
+        for handle in handles:
+            with pytest.raises(EngineStopped, match=r"^engine: expected it to go on, found it restarted"):
+                handle.result(WAIT)
+        (again,) = rig.submit(request([5], 4))
+        assert again.result(WAIT).token_ids == answer([5], 4)
+        assert rig.loop.restart() == 0
+
+
+def test_what_cannot_be_restarted_says_so():
+    with Rig() as rig:
+        rig.loop._renew, renew = None, rig.loop._renew
+        with pytest.raises(EngineStopped, match="expected one host where it is to be restarted, found several"):
+            rig.loop.restart()
+        rig.loop._renew = renew
+        rig.loop.close()
+        with pytest.raises(EngineStopped, match="expected it open, found it closed"):
+            rig.loop.restart()
+
+
+def test_a_call_that_does_not_return_stops_the_engine_by_name():
+    """The devices are held; the watchdog names the cell and the seconds. Once they answer, it can start again."""
+    said = "^engine: expected `prefill@16` to return within 0.2 s, found it still running"
+    with Rig(step_timeout=0.2) as rig:
+        (first,) = rig.submit(request([5], 4))
+        assert first.result(WAIT).token_ids == answer([5], 4)
+        rig.backend.hold()
+        handles = rig.submit(request([1, 2], 20), request([3], 5))
+        for handle in handles:
+            with pytest.raises(EngineStalled, match=said):
+                handle.result(WAIT)
+        assert isinstance(rig.loop.stopped, EngineStalled)
+        for refused in (rig.loop.restart, lambda: rig.submit(request([1], 1))):
+            with pytest.raises(EngineStalled, match=said):
+                refused()
+        rig.backend.let_go()
+        rig.loop._thread.join(WAIT)
+        assert rig.loop.restart() == 2
+        (again,) = rig.submit(request([5], 4))
+        assert again.result(WAIT).token_ids == answer([5], 4)
+
+
+def test_steps_that_return_in_time_are_let_be():
+    """As many calls as take several times the timeout together, and idle time beyond it."""
+    with Rig(step_timeout=0.3) as rig:
+        read = rig.backend.read
+        rig.backend.read = lambda handle: time.sleep(0.02) or read(handle)
+        (handle,) = rig.submit(request([1, 2, 3], 40))
+        assert handle.result(WAIT).token_ids == answer([1, 2, 3], 40)
+        time.sleep(0.4)
+        assert rig.loop.stopped is None
 
 
 def test_closing_ends_what_runs_and_may_be_repeated():

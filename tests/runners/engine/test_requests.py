@@ -1,16 +1,23 @@
 """Requests to the engine on a toy artifact: what comes out, what ends an answer, and what is refused at once."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy as np
 import pytest
 
 import toy_artifact
 from ling3export.artifacts.manifest import read_manifest, write_manifest
 from ling3export.errors import RequestError
+from ling3export.runners.cli.prompts import read_prompts
+from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.engine.handle import RequestHandle
+from ling3export.runners.engine.handle import EngineStopped, RequestHandle
+from ling3export.runners.engine.request import Request, Sampling
 from manifests import changed_targets
 
 
@@ -66,6 +73,17 @@ def test_sampling_depends_on_seed_and_position_alone(built):
     assert alone.token_ids != other.token_ids
 
 
+def test_temperatures_next_to_0_are_sampled_where_programs_can(built):
+    """They are taken as 0 only with artifacts whose sample programs are older (tests/artifacts)."""
+    lines: list[str] = []
+    with Engine(built, report=lines.append) as engine:
+        cold = engine.generate([[1, 2, 3]], max_tokens=12, temperature=1e-9, top_p=0.9, ignore_eos=True)[0]
+        (runner,) = {engine._loop._core.scheduler._backend}
+        assert runner.marks_unusable()
+    assert cold.token_ids == toy_artifact.answer([1, 2, 3], 12)[0]
+    assert not [line for line in lines if "temperature" in line]
+
+
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
@@ -74,7 +92,7 @@ def test_sampling_depends_on_seed_and_position_alone(built):
         ([[1, -1]], {}, "prompt 0: expected token ids from 0 to 319, found -1 at place 1"),
         ([[1] * 64], {}, "within the context of 64 tokens, found a prompt of 64 tokens + 1 = 65"),
         ([[1.5]], {}, "prompt 0: expected token ids, found 1.5 at place 0"),
-        ([[1]], {"max_tokens": 0}, "expected max_tokens of at least 1, found 0"),
+        ([[1]], {"max_tokens": 0}, "prompt 0: max_tokens: expected a whole number from 1 to 2147483647, found 0"),
         ([[1]], {"temperature": -1.0}, "sampling `temperature`: expected a number from 0 to 2, found -1.0"),
         ([[1]], {"temperature": 2.5}, "sampling `temperature`: expected a number from 0 to 2, found 2.5"),
         ([[1]], {"temperature": float("nan")}, "sampling `temperature`: expected a number from 0 to 2, found nan"),
@@ -85,6 +103,16 @@ def test_sampling_depends_on_seed_and_position_alone(built):
         ([[1]], {"stop": ""}, "prompt 0: expected stop strings of at least one character, found an empty one"),
         ("hello", {}, "prompts: expected a list of prompts, found a single one"),
         ([1, 2], {}, "prompts: expected a list of prompts, found a single one"),
+        (None, {}, "prompts: expected a list of prompts, found a single one"),
+        ([[1]], {"stop": [5]}, "prompt 0: expected stop strings, found 5 among them"),
+        ([[1]], {"stop": None}, "prompt 0: expected stop strings, found None"),
+        ([[1]], {"stop": "\ud83d"}, "prompt 0: expected stop strings in Unicode, found half a character in '\\ud83d'"),
+        ([[1]], {"max_tokens": 3.5}, "max_tokens: expected a whole number from 1 to 2147483647, found 3.5"),
+        ([[1]], {"max_tokens": float("nan")}, "max_tokens: expected a whole number from 1 to 2147483647, found nan"),
+        ([[1]], {"max_tokens": True}, "max_tokens: expected a whole number from 1 to 2147483647, found True"),
+        ([[1]], {"ignore_eos": 1}, "prompt 0: expected ignore_eos to be True or False, found 1"),
+        ([b"abc"], {}, "prompt 0: expected token ids, found b'abc'"),
+        ([np.array([[1, 2]])], {}, "prompt 0: expected token ids, found [1, 2] at place 0"),
     ],
 )  # fmt: skip
 def test_what_can_never_be_served_is_refused_at_once(built, prompts, options, message):
@@ -93,6 +121,127 @@ def test_what_can_never_be_served_is_refused_at_once(built, prompts, options, me
             engine.generate(prompts, **({"max_tokens": 4} | options))
         assert message in caught.value.message
         assert engine.stats()["tokens_in"] == 0
+
+
+class Unprintable:
+    """Its own class cannot write it."""
+
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+
+# What a caller may put where a number, a text, a flag or a list belongs.
+WEIRD = [
+    None, True, 0, 3, -1, 3.5, math.nan, math.inf, 10**30, 10**5000, 1j, Fraction(1, 2), Decimal("0.5"), "", "x", "3",
+    "\ud83d", b"x", bytearray(b"x"), [], [5], [1.5], ["x"], ["x", 5], [None], [[1]], [True], (1, 2), range(3), {},
+    {"a": 1}, {3}, iter((1, 2)), object(), Unprintable(), Request, len, np.int64(3), np.uint8(3), np.int64(-1),
+    np.float32(0.5), np.float64("nan"), np.bool_(True), np.str_("x"), np.array(3), np.array([1, 2]), np.array([[1]]),
+    np.array([0.5]), np.array(["x"]), np.datetime64("2026-11-22"),
+]  # fmt: skip
+FIELDS = ("prompt_ids", "max_tokens", "stop", "ignore_eos", "logits", "name", "score_from", "sampling")
+SETTINGS = ("temperature", "top_k", "top_p", "seed")
+
+
+def built_of(field, value):
+    """A request with ``value`` in one place, or why there can be none."""
+    try:
+        if field in SETTINGS:
+            return Request((1, 2, 3), 4, Sampling(**{field: value}))
+        fields = {"prompt_ids": (1, 2, 3), "max_tokens": 0 if field == "score_from" else 4} | {field: value}
+        return Request(**fields)
+    except RequestError as error:
+        return error
+
+
+@pytest.mark.parametrize("field", [*FIELDS, *SETTINGS])
+def test_whatever_a_request_is_made_of_the_engine_lives_on(built, field):
+    """A list of a number among the stop strings once ended the engine, a max_tokens of NaN once held its slot for ever.
+
+    And a seed of numpy's once ended several hosts: what is accepted travels, and is what it was.
+    """
+    taken = []
+    with Engine(built) as engine:
+        for value in WEIRD:
+            request = built_of(field, value)
+            if isinstance(request, RequestError):
+                assert len(request.message) < 200 and ": expected " in request.message
+                continue
+            taken.append(request)
+            travelled = decode(encode(StepInputs((Arrival(0, request),))))
+            assert travelled.arrivals[0].request == request
+            if request.score_from is None:
+                (completion,) = engine.complete([request])
+                assert 1 <= len(completion.token_ids) <= request.max_tokens
+            assert engine.stopped is None
+        toy_artifact.check_tokens(engine)
+        assert (engine.stats()["live"], engine.stats()["free"]) == (0, engine.stats()["pools"])
+    wanted = {
+        "prompt_ids": {(5,), (1, 2), (0, 1, 2)}, "max_tokens": {3}, "stop": {(), ("x",), ("3",), ("a",)},
+        "ignore_eos": {True}, "logits": {True}, "name": {"", "x", "3", "\ud83d"}, "score_from": set(),
+        "sampling": set(), "temperature": {0.0, 0.5}, "top_k": {0, 3}, "top_p": {0.5}, "seed": {0, 3},
+    }  # fmt: skip
+    found = [getattr(each.sampling if field in SETTINGS else each, field) for each in taken]
+    assert set(found) == wanted[field]
+    exact = {int, float, bool, str, type(None), tuple}
+    assert {type(value) for value in found} <= exact
+    assert {type(part) for value in found if isinstance(value, tuple) for part in value} <= exact
+
+
+def test_the_same_is_refused_wherever_it_enters(built, tmp_path):
+    """Python, the other hosts' channel and a prompt file say the same of a token id that is none."""
+    said = "expected token ids, found 1.5 at place 1"
+    with pytest.raises(RequestError, match=said):
+        Request((1, 1.5), 4)  # type: ignore[arg-type]
+    sent = encode(StepInputs((Arrival(0, Request((1, 2), 4)),))).replace(b"[1, 2]", b"[1, 1.5]")
+    with pytest.raises(RequestError, match=said):
+        decode(sent)
+    (tmp_path / "prompts").write_text('{"prompt_ids": [1, 1.5]}\n')
+    with pytest.raises(RequestError, match=f"line 1: {said}"):
+        read_prompts(tmp_path / "prompts")
+    with Engine(built) as engine, pytest.raises(RequestError, match=said):
+        engine.generate([[1, 1.5]], max_tokens=4)
+
+
+def test_an_engine_starts_again_over_the_weights_that_it_has(built, monkeypatch):
+    """A program that fails in the middle of a step; twice, and once more while requests run."""
+    with Engine(built) as engine:
+        runner = engine._loop._core.scheduler._backend
+        weights = [array for cell in runner.cells.values() for array in cell.params]
+        toy_artifact.check_tokens(engine)
+        seconds = dict(engine.timings.seconds)
+        for count in (1, 3):
+            with monkeypatch.context() as patch:
+                patch.setattr(runner, "sample", lambda *_: (_ for _ in ()).throw(RuntimeError("INTERNAL: no device")))
+                for handle in (handles := engine.submit(*(engine.request([n + 1], 30) for n in range(count)))):
+                    with pytest.raises(EngineStopped, match="found RuntimeError: INTERNAL: no device"):
+                        handle.result(60)
+            with pytest.raises(EngineStopped, match="no device"):
+                engine.generate([[1]], max_tokens=1)
+            assert engine.restart() == len(handles)
+            assert engine.stopped is None
+            toy_artifact.check_tokens(engine)
+        engine.submit(*(engine.request([n + 1], 60, ignore_eos=True) for n in range(3)))
+        assert engine.restart() <= 3
+        toy_artifact.check_tokens(engine)
+        stats = engine.stats()
+        assert (stats["live"], stats["free"], stats["compile_events"]) == (0, stats["pools"], 0)
+        assert engine.timings.seconds == seconds, "nothing was loaded again"
+        assert all(a is b for a, b in zip(weights, [w for c in runner.cells.values() for w in c.params], strict=True))
+    with pytest.raises(EngineStopped, match="found it closed"):
+        engine.restart()
+
+
+@pytest.mark.parametrize("value", [0, -1, math.nan, "3", True])
+def test_a_step_timeout_is_a_number_of_seconds(built, value):
+    with pytest.raises(RequestError, match="step_timeout: expected a number above 0, at most"):
+        Engine(built, step_timeout=value)
+
+
+def test_only_requests_are_submitted(built):
+    with Engine(built) as engine:
+        with pytest.raises(RequestError, match="request: expected a Request, found 'hello'"):
+            engine.submit("hello")  # type: ignore[arg-type]
+        assert engine.stats()["live"] == 0
 
 
 def test_text_without_a_tokenizer_is_refused_by_name(artifact):

@@ -233,3 +233,40 @@ def test_a_long_prompt_takes_shorter_calls_once_it_is_waited_for():
         rig.run()
         assert [padding for phase, padding in rig.backend.calls if phase == "prefill"] == paddings
         rig.check()
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("marked", "found"),
+    [(-1, "NaN or infinity"), (2147483647, f"token 2147483647 of {VOCAB}"), (VOCAB, "token 97 of 97")],
+)
+def test_a_sequence_that_samples_no_token_fails_and_the_others_go_on(ahead, marked, found):
+    """Sample programs mark such rows with -1; those of older artifacts gave 2147483647, which went into the answer."""
+    rig = Rig(slots=3, ahead=ahead)
+    rig.backend.poison, rig.backend.marked = 7, marked
+    others = [rig.submit([n, n + 1], 9) for n in (1, 2, 3)]
+    bad = rig.submit([1, 7], 9)
+    rig.run()
+    assert (bad.stop_reason, bad.generated, bad.over) == ("failed", [], True)
+    assert str(bad.error).startswith(
+        f"logits of request: expected finite numbers, found {found}, at position 2\nhint: "
+    )
+    rig.sequences.remove(bad)
+    rig.check()
+    assert {other.stop_reason for other in others} == {"length"}
+    assert sorted(each.number for each in rig.scheduler.take_ended()) == [0, 1, 2, 3]
+    assert rig.scheduler.counters.failed == 1
+
+
+def test_tokens_of_prompts_count_once_they_are_prefilled():
+    """Prompts that were cancelled before any call once counted, and those prefilled again must not count twice."""
+    rig = Rig(slots=3, pages=20)
+    for seed in range(3):
+        rig.submit(prompt(random.Random(seed), 20), 50)
+    waiting = rig.submit(prompt(random.Random(9), 30), 4)
+    rig.run(2)
+    rig.scheduler.cancel(waiting)
+    rig.run()
+    rig.check()
+    assert rig.scheduler.counters.preempted > 0
+    assert rig.scheduler.counters.tokens_in == 3 * 20

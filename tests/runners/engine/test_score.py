@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import math
 import random
 import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.inputs import Shapes
 from ling3export.runners.engine.request import Completion, Request
 from ling3export.runners.engine.scheduler import Scheduler
-from ling3export.runners.engine.score import pair_ids, score_request, scored
+from ling3export.runners.engine.score import pair_ids, scored
 from ling3export.runners.engine.sequence import Sequence
 from ling3export.verify.receipts import Scored, log_softmax, score_receipt
 from ling3export.verify.reference import Reference
@@ -40,8 +42,14 @@ def likelihood(tokens: list[int], following: int) -> float:
     return -float(hashlib.sha256(repr((tokens, following)).encode()).digest()[0]) / 16
 
 
+def score_request(ids, context, name="pair"):
+    return Request(tuple(ids), 0, name=name, score_from=context)
+
+
 class ScoringBackend(FakeBackend):
-    """Scores what it finds through slots and pages."""
+    """Scores what it finds through slots and pages; ``unlikely`` has log-probabilities that some tokens get instead."""
+
+    unlikely: ClassVar[dict[int, float]] = {}
 
     def score(self, padding, fields):
         self.calls.append(("score", padding))
@@ -52,6 +60,7 @@ class ScoringBackend(FakeBackend):
                 n, offset = divmod(place, self.chunk)
                 tokens = rows[n][: int(fields["chunk_start"][n]) + offset + 1]
                 logprob[place], best[place] = likelihood(tokens, following), next_token(tokens)
+                logprob[place] = self.unlikely.get(following, logprob[place])
         return {"logprob": logprob, "best": best}
 
 
@@ -62,7 +71,7 @@ class ScoreRig(Rig):
         super().__init__(slots, pages, page_size, ahead=ahead, **options)
         self.backend = ScoringBackend(slots, pages, page_size, CHUNK)
         shapes = Shapes((4, 16), (2, 4), CHUNK, score=score)
-        self.scheduler = Scheduler(self.backend, shapes, self.blocks, ahead=ahead)
+        self.scheduler = Scheduler(self.backend, shapes, self.blocks, VOCAB, ahead=ahead)
         self.done: list[Sequence] = []
 
     def ask(self, ids, context):
@@ -75,7 +84,7 @@ class ScoreRig(Rig):
 
     def step(self):
         self.scheduler.step()
-        self.done += self.scheduler.take_scored()
+        self.done += [sequence for sequence in self.scheduler.take_ended() if sequence.scoring]
 
     def check(self):
         super().check()
@@ -182,18 +191,28 @@ def test_other_hosts_are_told_what_is_scored():
     assert decode(encode(inputs)) == inputs
 
 
-@pytest.mark.parametrize(
-    ("logprobs", "message"),
-    [
-        (None, "pair: expected it scored, found it cancelled"),
-        ([0.5, float("nan")], "pair: expected finite log-probabilities, found NaN or infinity"),
-    ],
-)
-def test_what_is_no_score_is_an_error(logprobs, message):
-    completion = Completion([1, 2, 3], [], None, "cancelled", 0.0, 0.0, logprobs=logprobs, best_ids=logprobs and [2, 3])
+def test_what_was_cancelled_is_no_score():
+    completion = Completion([1, 2, 3], [], None, "cancelled", 0.0, 0.0)
     with pytest.raises(Ling3Error) as raised:
-        scored(completion, Request((1, 2, 3), 0, name="pair", score_from=1))
-    assert raised.value.message == message
+        scored(completion, score_request((1, 2, 3), 1))
+    assert raised.value.message == "pair: expected it scored, found it cancelled"
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_score_that_is_not_finite_fails_alone(value):
+    """The pair that has the token 7 at place 5 of 12, in calls that it shares with others."""
+    rig = ScoreRig(score=(8, 16))
+    rig.backend.unlikely = {7: value}
+    bad = rig.ask([1, 2, 3, 4, 5, 7, *range(10, 16)], 1)
+    others = [rig.ask(list(range(20, 20 + length)), 1) for length in (3, 9)]
+    while rig.scheduler.busy:
+        rig.step()
+    assert (bad.stop_reason, {other.stop_reason for other in others}) == ("failed", {"scored"})
+    assert bad.error is not None
+    assert bad.error.message == "logits of pair: expected finite numbers, found NaN or infinity, at position 5"
+    rig.sequences.remove(bad)
+    rig.done.remove(bad)
+    rig.check()
 
 
 def receipt(change, measure="largest"):

@@ -229,7 +229,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 def core(channel: Channel, ahead: int) -> SharedCore:
     """On the fake model; every host has the same."""
-    scheduler = Scheduler(FakeBackend(2, 16, 4, 4), Shapes((4, 16), (2,), 4), BlockManager(2, 16, 4), ahead=ahead)
+    backend, blocks = FakeBackend(2, 16, 4, 4), BlockManager(2, 16, 4)
+    scheduler = Scheduler(backend, Shapes((4, 16), (2,), 4), blocks, VOCAB, ahead=ahead)
     return SharedCore(scheduler, lambda arrival: Sequence(arrival.request, arrival.number, 20, frozenset()), channel)
 
 

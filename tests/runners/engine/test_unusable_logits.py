@@ -1,0 +1,126 @@
+"""Weights that are not finite: the requests that meet them fail by name, in every way in, and the others go on."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import httpx2
+import pytest
+
+import toy_artifact
+from artifacts_fixture import Artifacts
+from bench.faults import put_nan
+from eval_fakes import NUMERIC
+from ling3export.runners.cli.main import main
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.handle import LogitsError
+from ling3export.runners.engine.request import Sampling
+from ling3export.runners.evals.backend import EngineBackend
+from ling3export.runners.evals.folder import read_predictions
+from ling3export.runners.evals.run import run_suite
+from ling3export.runners.evals.suites import Suite
+from ling3export.runners.evals.tasks import Task
+from ling3export.runners.evals.trials import RunConfig
+from ling3export.runners.serve.app import Policy, application
+from refusals import refusal
+
+VOCAB = toy_artifact.VOCAB
+
+
+def sums(prompt: list[int], count: int) -> list[int]:
+    """The rows of the toy's table that an answer of ``count`` tokens is taken from."""
+    tokens = toy_artifact.answer(prompt, count)[0]
+    return [(sum(prompt) + sum(tokens[:n])) % VOCAB for n in range(count)]
+
+
+USED = {row for prompt in toy_artifact.PROMPTS for row in sums(prompt, 12)}
+# A row that no answer to PROMPTS reads, and a prompt that begins with it.
+ROW = next(row for row in range(1, VOCAB) if row not in USED)
+SAID = "expected finite numbers, found NaN or infinity, at position 1"
+
+
+@pytest.fixture(scope="module")
+def spoiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy with one NaN, in the logits of one row alone, on the second device."""
+    folder = shutil.copytree(toy_artifact.shared(), tmp_path_factory.mktemp("nan") / "toy.ling3")
+    put_nan(folder, "toy.table", 1, ROW, 3)
+    return folder
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_p=0.9)])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_request_fails_and_the_others_go_on(spoiled: Path, overlap: bool, sampling: Sampling):
+    """Also those that get its slot and pages after it."""
+    with Engine(spoiled, check="programs", overlap=overlap, report=lambda text: None) as engine:
+        for round_ in range(1, 4):
+            (handle,) = engine.submit(engine.request([ROW], 8, sampling, name="mine"))
+            toy_artifact.check_tokens(engine)
+            with pytest.raises(LogitsError) as raised:
+                handle.result(60)
+            assert raised.value.message == f"logits of mine: {SAID}"
+            stats = engine.stats()
+            assert (stats["failed"], stats["live"], stats["free"]) == (round_, 0, stats["pools"])
+
+
+def test_generate_says_which_prompt(spoiled: Path, tmp_path: Path):
+    """It once printed 2147483647 among the tokens, with exit code 0."""
+    (tmp_path / "prompts").write_text(f'{{"prompt_ids": [1, 2, 3]}}\n{{"prompt_ids": [{ROW}]}}\n')
+    command = ("generate", spoiled, "--prompt-file", tmp_path / "prompts", "--max-tokens", 4, "--check", "programs")
+    said = refusal(main, *command)
+    assert f"error: logits of prompt file `{tmp_path / 'prompts'}` line 2: {SAID}\nhint: some weight" in said
+
+
+def test_a_server_answers_500_by_name_and_goes_on(spoiled: Path):
+    """A stream once never ended: what carried its pieces was gone."""
+    body = {"model": "toy", "prompt": [ROW], "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+    error = {"message": f"logits of prompt: {SAID}", "type": "server_error", "param": None, "code": "logits_not_finite"}
+
+    async def ask(app, **changes) -> httpx2.Response:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://toy") as client:
+            return await client.post("/v1/completions", json=body | changes)
+
+    with Engine(spoiled, check="programs", report=lambda text: None) as engine:
+        app = application(engine, Policy("toy", None, 4, 5000))
+        whole = asyncio.run(ask(app))
+        assert (whole.status_code, whole.json()) == (500, {"error": error})
+        stream = asyncio.run(ask(app, stream=True))
+        events = [line.removeprefix("data: ") for line in stream.text.splitlines() if line]
+        assert (stream.status_code, json.loads(events[-1])) == (200, {"error": error})
+        fine = asyncio.run(ask(app, prompt=[1, 2, 3]))
+        assert fine.json()["choices"][0]["token_ids"] == toy_artifact.answer([1, 2, 3], 4)[0]
+        assert engine.stopped is None
+
+
+def test_an_evaluation_records_which_trial(spoiled: Path, tmp_path: Path):
+    """The others of its batch are answered."""
+    prompts = {"good": [1, 2, 3], "bad": [ROW], "also": [5] * 20}
+    tasks = [Task(id=name, input={"prompt_ids": ids}, target="42", graders=[NUMERIC]) for name, ids in prompts.items()]
+    with EngineBackend(spoiled, check="programs") as backend:
+        run_suite(Suite("nan", tasks), backend, tmp_path / "run", RunConfig(max_tokens=4))
+    good, bad, also = read_predictions(tmp_path / "run")
+    assert bad.infra is not None and bad.infra["ended"]
+    assert bad.infra["attempts"][-1]["message"].startswith(f"LogitsError: logits of task `bad`: {SAID}")
+    for record, name in ((good, "good"), (also, "also")):
+        assert record.output_token_ids == toy_artifact.answer(prompts[name], 4)[0]
+        assert record.infra is None or not record.infra["ended"]
+
+
+def test_a_layer_that_is_not_finite_fails_every_request(artifact: Artifacts, tmp_path: Path):
+    """The model itself: a NaN in one row of a layer's weight. And in an embedding: the prompts that have its token."""
+    for name, (tensor, place) in {
+        "layer": ("kda.o_norm", (0,)), "token": ("embeddings.word_embeddings", (0, 5)),
+    }.items():  # fmt: skip
+        folder = shutil.copytree(artifact("micro-tp1"), tmp_path / f"{name}.ling3")
+        put_nan(folder, tensor, *place)
+        with Engine(artifact("micro-tp1"), report=lambda text: None) as engine:
+            expected = [done.token_ids for done in engine.generate([[1, 2, 3], [9] * 40], max_tokens=6)]
+        with Engine(folder, check="programs", report=lambda text: None) as engine:
+            handles = engine.submit(*(engine.request(ids, 6) for ids in ([5, 1], [1, 2, 3], [9] * 40, [2, 5])))
+            for handle, tokens in zip(handles, (None, *expected, None), strict=True):
+                if tokens is None or name == "layer":
+                    with pytest.raises(LogitsError, match="expected finite numbers, found NaN or infinity"):
+                        handle.result(60)
+                else:
+                    assert handle.result(60).token_ids == tokens
+            assert engine.stopped is None
