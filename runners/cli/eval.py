@@ -19,6 +19,7 @@ from ling3export.runners.cli.options import (
     Group,
     programs_option,
     section,
+    step_timeout_option,
     stop_option,
     target_option,
     temperature_option,
@@ -93,11 +94,11 @@ def evaluate() -> None:
     click.option("--transcripts", is_flag=True, help="Also write every transcript with its grades."),
     click.option("--force", is_flag=True, help="Begin anew, whatever run is in RUN."),
 )
-@section("Artifact", target_option, programs_option)
+@section("Artifact", target_option, programs_option, step_timeout_option)
 @host_options
 def run(
     artifact: Path, run_folder: Path, suite: str, data: Path | None, limit: int | None, force: bool,
-    target: str | None, programs: str, place: dict[str, Any], **settings: Any,
+    target: str | None, programs: str, step_timeout: float | None, place: dict[str, Any], **settings: Any,
 ) -> None:  # fmt: skip
     """Run a suite on ARTIFACT, or go on with it; write RUN.
 
@@ -111,7 +112,8 @@ def run(
     hosts = leading(artifact, place, target=target, programs=programs, overlap=OVERLAP)
     with announced(hosts):
         loaded, config = _suite_of(suite, data, limit), replace(DEFAULTS, **settings)
-    with open_backend(artifact, target, programs, hosts) as backend, _progress(f"eval {loaded.name}") as told:
+    opened = open_backend(artifact, target, programs, hosts, step_timeout)
+    with opened as backend, _progress(f"eval {loaded.name}") as told:
         summary = run_suite(loaded, backend, run_folder, config, force=force, progress=told)
     click.echo(f"report: {run_folder / 'report.md'}", err=True)
     click.echo(f"solved: {len(summary.solved)} of {len(summary.by_task)} tasks", err=True)
@@ -131,11 +133,12 @@ def run(
     ),
 )
 @section("Answers", max_tokens_option, stop_option, batch_option)
-@section("Artifact", target_option, programs_option)
+@section("Artifact", target_option, programs_option, step_timeout_option)
 @host_options
 def determinism(
     artifact: Path, suite: str, data: Path | None, limit: int | None, runs: int, alone: int, max_tokens: int,
-    stop: tuple[str, ...], batch: int, target: str | None, programs: str, place: dict[str, Any],
+    stop: tuple[str, ...], batch: int, target: str | None, programs: str, step_timeout: float | None,
+    place: dict[str, Any],
 ) -> None:  # fmt: skip
     """Run a suite again; exit with 3 if a token id differs.
 
@@ -149,7 +152,8 @@ def determinism(
         loaded = _suite_of(suite, data, limit)
     max_tokens = loaded.settings.get("max_tokens", max_tokens)
     asks = [Ask(task.id, task.prompt, max_tokens, stop=stop) for task in loaded.tasks]
-    with open_backend(artifact, target, programs, hosts) as backend, _progress("determinism") as told:
+    opened = open_backend(artifact, target, programs, hosts, step_timeout)
+    with opened as backend, _progress("determinism") as told:
         found = compare.determinism(backend, asks, runs=runs, batch=batch, alone=alone, progress=told)
     click.echo(json.dumps(asdict(found), ensure_ascii=False, indent=1))
     sys.exit(NOT_DETERMINISTIC if found.first_divergence else 0)
@@ -233,11 +237,13 @@ def check(task: Path) -> None:
     click.echo(f"{len(tasks)} tasks: the reference solution passes, an empty answer fails")
 
 
-def open_backend(artifact: Path, target: str | None, programs: str, hosts: Hosts | None) -> "EngineBackend":
+def open_backend(
+    artifact: Path, target: str | None, programs: str, hosts: Hosts | None, step_timeout: float | None
+) -> "EngineBackend":
     """The engine that answers an evaluation's prompts; loads jax."""
     from ling3export.runners.evals.backend import EngineBackend
 
-    return EngineBackend(artifact, target=target, programs=programs, hosts=hosts)
+    return EngineBackend(artifact, target=target, programs=programs, hosts=hosts, step_timeout=step_timeout)
 
 
 def _suite_of(suite: str, data: Path | None, limit: int | None) -> "Suite":

@@ -120,7 +120,7 @@ def lm_eval(arguments: tuple[str, ...]) -> None:
 def generate(
     artifact: Path, prompt: str | None, prompt_ids: tuple[int, ...] | None, prompt_file: Path | None,
     logits: Path | None, force: bool, as_json: bool, stats: bool, target: str | None, programs: str, check: str,
-    place: dict[str, Any], **settings: Any,
+    step_timeout: float | None, place: dict[str, Any], **settings: Any,
 ) -> None:  # fmt: skip
     """Complete prompts with ARTIFACT.
 
@@ -133,7 +133,9 @@ def generate(
             _check_output(logits, force)
     from ling3export.runners.engine.engine import Engine
 
-    with Engine(artifact, target=target, programs=programs, check=check, hosts=hosts) as engine:
+    with Engine(
+        artifact, target=target, programs=programs, check=check, hosts=hosts, step_timeout=step_timeout
+    ) as engine:
         names = ["prompt"] if prompt_file is None else line_names(prompt_file, len(prompts))
         completions = engine.generate(prompts, names=names, logits=logits is not None, **settings)
         if logits is not None:

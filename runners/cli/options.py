@@ -142,5 +142,11 @@ programs_option = click.option(
 check_option = click.option(
     "--check", type=click.Choice(CHECKS), default="all", help="Which digests to check: programs leaves out the weights."
 )
+step_timeout_option = click.option(
+    "--step-timeout",
+    type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS",
+    help="Fail what runs once a call of the devices takes longer.  [default: any time]",
+)
 stop_option = click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this; may be repeated.")
-artifact_options = section("Artifact", target_option, programs_option, check_option)
+artifact_options = section("Artifact", target_option, programs_option, check_option, step_timeout_option)

@@ -30,12 +30,14 @@ from ling3export.runners.cli.options import PATH, Command, artifact_options, sec
     ),
     click.option("--max-body", type=click.IntRange(1), default=4 << 20, help="Bytes of a request; more get 413."),
     click.option("--grace", type=click.IntRange(0), default=30, help="Seconds that calls have to end after SIGTERM."),
+    click.option("--restarts", type=click.IntRange(0), default=0, help="After failed steps, in ten minutes at most."),
 )
 @artifact_options
 @host_options
 def serve(
     artifact: Path, host: str, port: int, model: str | None, api_key_file: Path | None, max_requests: int,
-    max_body: int, grace: int, target: str | None, programs: str, check: str, place: dict[str, Any],
+    max_body: int, grace: int, restarts: int, target: str | None, programs: str, check: str,
+    step_timeout: float | None, place: dict[str, Any],
 ) -> None:  # fmt: skip
     """Serve ARTIFACT over HTTP, in the shapes of OpenAI's API.
 
@@ -52,4 +54,7 @@ def serve(
         listener = bound(host, port)
     name = model or artifact.resolve().name.removesuffix(".ling3")
     policy = Policy(name, key, max_requests, max_body)
-    run(artifact, policy, listener, grace=grace, target=target, programs=programs, check=check, hosts=hosts)
+    run(
+        artifact, policy, listener, grace=grace, restarts=restarts, step_timeout=step_timeout, target=target,
+        programs=programs, check=check, hosts=hosts,
+    )  # fmt: skip

@@ -67,6 +67,7 @@ class EngineBackend(Backend, AbstractContextManager["EngineBackend"]):
         programs: ``prebuilt-only``, or ``allow-compile``.
         check: ``all``, or ``programs``.
         hosts: This process's place among several hosts, which is the first; None if it runs alone.
+        step_timeout: Seconds after which a call of the devices that did not return stops the engine.
 
     Raises:
         ArtifactError: The artifact is missing, damaged, or not for this machine under this policy.
@@ -75,11 +76,14 @@ class EngineBackend(Backend, AbstractContextManager["EngineBackend"]):
 
     def __init__(
         self, artifact: str | Path, *, target: str | None = None, programs: str = "prebuilt-only", check: str = "all",
-        hosts: Hosts | None = None,
+        hosts: Hosts | None = None, step_timeout: float | None = None,
     ) -> None:  # fmt: skip
         from ling3export.runners.engine.engine import Engine
 
-        self._engine = Engine(artifact, target=target, programs=programs, check=check, overlap=OVERLAP, hosts=hosts)
+        self._engine = Engine(
+            artifact, target=target, programs=programs, check=check, overlap=OVERLAP, hosts=hosts,
+            step_timeout=step_timeout,
+        )  # fmt: skip
 
     def check(self, ask: Ask) -> None:
         self._engine.check(self._request(ask))

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ling3export.runners.engine.handle import EngineStopped, QueueFull
+from ling3export.runners.engine.handle import QueueFull, RequestFailed
 from ling3export.runners.serve import calls
 from ling3export.runners.serve.calls import Call
 from ling3export.runners.serve.metrics import Metrics
@@ -66,7 +66,7 @@ def application(engine: "Engine", policy: Policy) -> ASGIApp:
         exception_handlers={
             ApiError: _handler(lambda request, error: error),
             QueueFull: _handler(_full),
-            EngineStopped: _handler(lambda request, error: stopped(error)),
+            RequestFailed: _handler(lambda request, error: stopped(error)),
             HTTPException: _handler(_no_route),
             ClientDisconnect: _handler(lambda request, error: ApiError(LEFT, "client: expected to wait, found gone")),
             Exception: _handler(

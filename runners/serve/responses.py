@@ -13,7 +13,14 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ling3export.runners.engine.handle import EngineStopped, HostGone, Piece, RequestHandle
+from ling3export.runners.engine.handle import (
+    EngineStalled,
+    HostGone,
+    LogitsError,
+    Piece,
+    RequestFailed,
+    RequestHandle,
+)
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve.calls import Call
 from ling3export.runners.serve.metrics import Metrics
@@ -23,10 +30,14 @@ LOG = logging.getLogger(__name__)
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
-def stopped(error: EngineStopped, *, log: bool = True) -> ApiError:
-    """What clients are told when the engine ended. The details go to the log alone."""
+def stopped(error: RequestFailed, *, log: bool = True) -> ApiError:
+    """What clients are told when a request ended without an answer. Other details go to the log alone."""
     if log:
         LOG.error("%s", error)
+    if isinstance(error, LogitsError):
+        return ApiError(500, error.message, code="logits_not_finite")
+    if isinstance(error, EngineStalled):
+        return ApiError(503, error.message, code="engine_stalled")
     if isinstance(error, HostGone):
         return ApiError(503, "engine: expected every host to run, found one gone: the server ends", code="host_gone")
     return ApiError(503, "engine: expected it running, found it stopped", code="engine_stopped")
@@ -41,7 +52,7 @@ async def whole(handles: Sequence[RequestHandle], receive: Receive) -> list[Comp
 
     Raises:
         ClientDisconnect: The client left first.
-        EngineStopped: The engine ended first.
+        RequestFailed: A request ended without an answer.
     """
     answers = asyncio.gather(*(handle.wait() for handle in handles))
     left = asyncio.create_task(_left(receive))
@@ -163,7 +174,7 @@ async def events(handles: Sequence[RequestHandle], answer: Answer, metrics: Metr
                     metrics.ended(piece.completion)
                 for chunk in answer.piece(index, piece):
                     yield _event(chunk)
-    except EngineStopped as error:
+    except RequestFailed as error:
         yield _event(stopped(error).body())
         return
     if (counts := answer.counts(list(done.values()))) is not None:
@@ -175,7 +186,7 @@ async def merged(handles: Sequence[RequestHandle]) -> AsyncGenerator[tuple[int, 
     """The pieces of all requests as they come, each with the place of its request.
 
     Raises:
-        EngineStopped: The engine ended first.
+        RequestFailed: A request ended without an answer.
     """
     # A queue of one: what a slow client does not take yet is joined in the handles, and piles up nowhere.
     pieces: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(1)
@@ -185,7 +196,7 @@ async def merged(handles: Sequence[RequestHandle]) -> AsyncGenerator[tuple[int, 
             async with aclosing(handle.pieces()) as source:
                 async for piece in source:
                     await pieces.put((index, piece))
-        except EngineStopped as error:
+        except RequestFailed as error:
             await pieces.put((index, error))
 
     pumps = [asyncio.create_task(pump(index, handle)) for index, handle in enumerate(handles)]

@@ -13,6 +13,7 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.load.loader import say
 from ling3export.runners.serve.app import Policy, application
+from ling3export.runners.serve.supervisor import supervised
 
 LINGER = 5.0  # seconds that the server still answers when another host is gone, so that clients hear why
 LOOPBACK = ("127.0.0.1", "::1")
@@ -20,12 +21,15 @@ LOOPBACK = ("127.0.0.1", "::1")
 
 def serve(
     artifact: Path, policy: Policy, listener: socket.socket, *, grace: int, target: str | None, programs: str,
-    check: str, hosts: Hosts | None = None,
+    check: str, hosts: Hosts | None = None, restarts: int = 0, step_timeout: float | None = None,
 ) -> None:  # fmt: skip
     """Serves at the address of ``listener`` (``bound``) until SIGTERM or SIGINT; prints it once clients may connect.
 
     On several hosts, this is the first and the others follow it. When one of them is gone, calls get 503 for LINGER
     seconds, then the process ends.
+
+    After a failed step the engine is restarted, up to ``restarts`` times in ten minutes. A call of the devices that
+    takes longer than ``step_timeout`` seconds stops the engine.
 
     At the signal it takes no new connections; calls that run have ``grace`` seconds to end, then they are cancelled.
 
@@ -37,8 +41,9 @@ def serve(
         listener,
         Engine(
             artifact, target=target, programs=programs, check=check, max_requests=policy.max_requests, hosts=hosts,
-            linger=LINGER,
+            linger=LINGER, step_timeout=step_timeout,
         ) as engine,
+        supervised(engine, restarts),
     ):  # fmt: skip
         if engine.files.there:
             # A broken tokenizer fails here, not at the first client.
