@@ -20,6 +20,9 @@ from ling3export.artifacts.files import open_lock, replace_file, replacing, writ
 from ling3export.artifacts.records import WrongRecordError, from_json
 from ling3export.errors import Ling3Error, RequestError
 from ling3export.runners.batch.lines import LONGEST, Line
+from ling3export.runners.engine.handle import LogitsError
+from ling3export.runners.engine.request import Completion
+from ling3export.runners.serve.responses import stopped
 from ling3export.shards import Shard
 from ling3export.strict_json import read_json
 
@@ -139,7 +142,14 @@ def _answers(
 
     def ended() -> tuple[bytes, bool]:
         line, handles = running.popleft()
-        return line.answer([handle.result() for handle in handles], run), line.refused is not None
+        completions: list[Completion] = []
+        try:
+            completions = [handle.result() for handle in handles]
+        except LogitsError as error:  # of this line alone: the others go on
+            line.refused = stopped(error, log=False)
+            for handle in handles:
+                handle.cancel()
+        return line.answer(completions, run), line.refused is not None
 
     with ExitStack() as stack:
         stack.callback(lambda: [handle.cancel() for _, handles in running for handle in handles])

@@ -49,7 +49,7 @@ def batch() -> None:
 @host_options
 def run(
     artifact: Path, source: Path, output: Path, model: str | None, shard: str, force: bool, target: str | None,
-    programs: str, check: str, place: dict[str, Any], **settings: Any,
+    programs: str, check: str, step_timeout: float | None, place: dict[str, Any], **settings: Any,
 ) -> None:  # fmt: skip
     """Answer each line of INPUT with a line of OUTPUT, or go on where an earlier run was broken off.
 
@@ -64,7 +64,9 @@ def run(
     from ling3export.runners.engine.engine import Engine
 
     name = model or artifact.resolve().name.removesuffix(".ling3")
-    with Engine(artifact, target=target, programs=programs, check=check, hosts=hosts) as engine:
+    with Engine(
+        artifact, target=target, programs=programs, check=check, hosts=hosts, step_timeout=step_timeout
+    ) as engine:
         done = run_batch(engine, source, output, model=name, settings=settings, shard=share, force=force)
     earlier = f", {done.earlier} of them by an earlier run" if done.earlier else ""
     click.echo(f"{output}: {done.answered} lines of shard {share}{earlier}; refused now: {done.refused}", err=True)

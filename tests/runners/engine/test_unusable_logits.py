@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from click.testing import CliRunner
 
 import toy_artifact
 from artifacts_fixture import Artifacts
@@ -69,6 +70,17 @@ def test_generate_says_which_prompt(spoiled: Path, tmp_path: Path):
     command = ("generate", spoiled, "--prompt-file", tmp_path / "prompts", "--max-tokens", 4, "--check", "programs")
     said = refusal(main, *command)
     assert f"error: logits of prompt file `{tmp_path / 'prompts'}` line 2: {SAID}\nhint: some weight" in said
+
+
+def test_a_line_of_a_batch_gets_the_error_as_its_answer(spoiled: Path, tmp_path: Path):
+    source, output = tmp_path / "in", tmp_path / "out"
+    source.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in ([1, 2, 3], [ROW], [5] * 20)))
+    command = ["batch", "run", spoiled, source, output, "--max-tokens", 4, "--temperature", 0, "--check", "programs"]
+    done = CliRunner().invoke(main, [str(part) for part in command])
+    assert done.exit_code == 0, done.stderr
+    good, bad, also = (json.loads(line)["response"] for line in output.read_text().splitlines())
+    assert (good["status_code"], bad["status_code"], also["status_code"]) == (200, 500, 200)
+    assert bad["body"]["error"]["message"] == f"logits of prompt: {SAID}"
 
 
 def test_a_server_answers_500_by_name_and_goes_on(spoiled: Path):
