@@ -41,8 +41,10 @@ GIVEN = {
     "docs/evaluation.md": ["gsm8k", "mmlu", "task.py"],
 }
 SWAPS = {
-    "README.md": [("--paddings 16,128,512", "--paddings 16 --max-running 4 --context 512")],
-    "docs/hosts.md": [("--target cpu:4x4", "--target cpu:4x4 --paddings 16 --max-running 4 --context 512")],
+    "README.md": [("--paddings 16,128,512", "--paddings 16 --decode-paddings 16 --max-running 4 --context 512")],
+    "docs/hosts.md": [
+        ("--target cpu:4x4", "--target cpu:4x4 --paddings 16 --decode-paddings 16 --max-running 4 --context 512")
+    ],
     "docs/evaluation.md": [
         ("--score-paddings 512", "--tp 1 --paddings 128 --max-running 16 --context 4096 --score-paddings 128"),
         ("--suite gsm8k", "--suite gsm8k --limit 2 --max-tokens 32"),

@@ -139,7 +139,7 @@ def test_decode_rows_are_independent_of_their_place(case: Case, direct: Direct):
 @pytest.mark.parametrize(("tp", "form"), [(2, "tiles"), (4, "loops")])
 def test_tensor_parallelism_changes_nothing(case: Case, direct: Direct, tp: int, form: Form):
     """Also pins the form for accelerators, with unrolled layers, against the one for cpu."""
-    split = case.direct(tp=tp, form=form)
+    split = Quick(case.config, case.read, tp=tp, form=form)
     found: list[np.ndarray] = []
     one: list[np.ndarray] = []
     for model, out in ((direct, one), (split, found)):
