@@ -72,6 +72,7 @@ class _EngineCounters(Collector):
             ("prompt_tokens", "Tokens of prompts that were stored.", stats["tokens_in"]),
             ("generated_tokens", "Tokens that were generated.", stats["tokens_out"]),
             ("preempted", "Times that a sequence gave its pages back.", stats["preempted"]),
+            ("failed", "Prompts whose logits were not finite.", stats["failed"]),
             ("compile_events", "Programs that were compiled here; 0 unless allowed.", stats["compile_events"]),
         ):
             yield CounterMetricFamily(f"ling3_{name}", text, value)
