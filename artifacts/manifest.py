@@ -15,14 +15,7 @@ from typing import Any
 from ling3export.artifacts.agreement import check_agreement
 from ling3export.artifacts.files import REBUILD, leftovers, open_regular, replace_file, writing
 from ling3export.artifacts.format_1 import check_bytes, upgraded
-from ling3export.artifacts.records import (
-    CANONICAL,
-    WrongRecordError,
-    from_json,
-    laid_out,
-    shown,
-    to_json,
-)
+from ling3export.artifacts.records import CANONICAL, WrongRecordError, from_json, laid_out, shown, to_json
 from ling3export.artifacts.schema import FileRecord, Manifest
 from ling3export.errors import ArtifactError
 from ling3export.strict_json import LARGEST, parse_json

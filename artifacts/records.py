@@ -1,9 +1,9 @@
 """Records as JSON: strict reading of text, one canonical spelling, and frozen dataclasses checked type by type.
 
-A dataclass is its own schema. Field types are ``str``, ``int``, ``float``, ``bool``, ``None``, unions,
-``tuple[X, ...]``, ``dict[str, X]`` and other dataclasses; ``Annotated[X, Rule(...)]`` narrows one. Whole numbers lie in
-0 … 2**53, floats are finite, texts are printable (so that no terminal escape passes) unless a rule says otherwise. A
-field with the default None is left out of the JSON where it is None, and never null there.
+A dataclass is its own schema. Field types are ``str``, ``int``, ``float``, ``bool``, ``None``, ``Literal``, ``Path``,
+unions, ``tuple[X, ...]``, ``dict[str, X]`` and other dataclasses; ``Annotated[X, Rule(...)]`` narrows one. Whole
+numbers lie in 0 … 2**53, floats are finite, texts are printable (so that no terminal escape passes) unless a rule says
+otherwise. A field with the default None is left out of the JSON where it is None, and never null there.
 """
 
 import functools
@@ -15,7 +15,8 @@ import types
 import typing
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Annotated, Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
 from ling3export.errors import listed
 
@@ -148,7 +149,7 @@ def to_json(value: object) -> Any:
         return [to_json(item) for item in value]
     if isinstance(value, dict):
         return {key: to_json(item) for key, item in value.items()}
-    return value
+    return str(value) if isinstance(value, Path) else value
 
 
 def from_json(kind: type[T], value: object) -> T:
@@ -174,6 +175,8 @@ def _decoder(kind: Any) -> Decoder:
     origin, parameters = typing.get_origin(kind), typing.get_args(kind)
     if kind in SCALARS:
         return SCALARS[kind]
+    if origin is Literal:
+        return _checked(lambda value: value in parameters, one_of(*parameters).words)
     if origin is Annotated:
         return _ruled(parameters[0], tuple(each for each in parameters[1:] if isinstance(each, Rule)))
     if origin in (typing.Union, types.UnionType):
@@ -218,6 +221,7 @@ SCALARS: dict[object, Decoder] = {
     float: _number,
     bool: _checked(lambda value: type(value) is bool, "true or false"),
     type(None): _checked(lambda value: value is None, "null"),
+    Path: lambda value: Path(str(value)),  # of messages between our own processes, where any name may stand
 }
 
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from types import MappingProxyType
@@ -29,17 +29,11 @@ START_TIMEOUT = 120.0  # seconds for all processes of a target of several hosts 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a piece of work failed, in a form that goes through a pipe and into a file.
+    """Why a piece of work failed, in a form that goes through a pipe and into a file."""
 
-    Attributes:
-        error: The message.
-        hint: What the user can do about it.
-        kind: The name of the error's class; None where a process died.
-    """
-
-    error: str
-    hint: str | None = None
-    kind: str | None = None
+    error: str  # the message
+    hint: str | None = None  # what the user can do about it
+    kind: str | None = None  # the name of the error's class; None where a process died
 
     @classmethod
     def of(cls, error: Exception) -> "Failure":
@@ -47,10 +41,6 @@ class Failure:
         if isinstance(error, Ling3Error):
             return cls(error.message, error.hint, type(error).__name__)
         return cls(f"{type(error).__name__}: {error}")
-
-    def record(self) -> dict[str, Any]:
-        """The failure as JSON: ``Failure(**record)`` reads it."""
-        return asdict(self)
 
 
 class Child:

@@ -20,19 +20,12 @@ from ling3export.model.mla.paged import PageList, list_pages
 
 @dataclass(frozen=True)
 class Field:
-    """A named range of the packed vector. Floats are bit-cast.
+    """A named range of the packed vector. Floats are bit-cast."""
 
-    Attributes:
-        name: Field name of the step contract.
-        offset: First element in the vector.
-        shape: Shape after unpacking; ``()`` never occurs.
-        dtype: ``"int32"`` or ``"float32"``.
-    """
-
-    name: str
-    offset: int
-    shape: tuple[int, ...]
-    dtype: str
+    name: str  # field name of the step contract
+    offset: int  # first element in the vector
+    shape: tuple[int, ...]  # shape after unpacking; ``()`` never occurs
+    dtype: str  # ``"int32"`` or ``"float32"``
 
     @property
     def size(self) -> int:
@@ -141,17 +134,9 @@ def chunks_of(fields: dict[str, Int32[Array, "..."]], conv_history: int | None =
     head = lax.cummax(jnp.where(first, index, 0))
     within = jnp.arange(CHUNK, dtype=jnp.int32)
     return Chunks(
-        slot=slot,
-        length=length,
-        fresh=fresh,
-        first=first,
-        last=last,
-        from_zero=fresh[head],
-        run_start=start[head],
-        page_table=fields["page_table"],
-        used=jnp.max(jnp.where(slot > 0, index + 1, 0)),
-        token_slot=jnp.repeat(slot, CHUNK),
+        slot, length, fresh, first, last, from_zero=fresh[head], run_start=start[head], page_table=fields["page_table"],
+        used=jnp.max(jnp.where(slot > 0, index + 1, 0)), token_slot=jnp.repeat(slot, CHUNK),
         position=(start[:, None] + within).reshape(-1),
         valid=((within < length[:, None]) & (slot > 0)[:, None]).reshape(-1),
         tiles=None if conv_history is None else tiles_of(first, fresh, length, conv_history),
-    )
+    )  # fmt: skip

@@ -34,21 +34,16 @@ class Source:
 
     Every tensor is cut into ``groups`` equal parts along its output axis. The parts lie group after group, within a
     group in the order of ``names``, and every TP shard takes as many neighbouring groups as any other.
-
-    Attributes:
-        names: Published names, below ``model.layers.N.`` for a stacked parameter; torch's order, ``[out, in]``.
-        shape: The shape of each of them.
-        groups: Heads, experts or TP shards. With experts each group is a tensor of its own, whose name has its number.
-        columns: The input axis is cut instead, and every part transposed to ``[in, out]``.
-        rows: Which rows of each part are taken, ``(start, stop)``; None for all.
-        dtypes: What safetensors may call the stored dtype; the first one is what a synthetic checkpoint gets.
     """
 
+    # Published names, below ``model.layers.N.`` for a stacked parameter; torch's order, ``[out, in]``.
     names: tuple[str, ...]
-    shape: Shape
+    shape: Shape  # the shape of each of them
+    # Heads, experts or TP shards. With experts each group is a tensor of its own, whose name has its number.
     groups: int = 1
-    columns: bool = False
-    rows: tuple[int, int] | None = None
+    columns: bool = False  # the input axis is cut instead, and every part transposed to ``[in, out]``
+    rows: tuple[int, int] | None = None  # which rows of each part are taken, ``(start, stop)``; None for all
+    # What safetensors may call the stored dtype; the first one is what a synthetic checkpoint gets.
     dtypes: tuple[str, ...] = BF16
 
     @property
@@ -59,21 +54,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One stacked weight, as the store holds it.
+    """One stacked weight, as the store holds it."""
 
-    Attributes:
-        name: ``stack.name``, the checkpoint's module name where one exists.
-        shape: The whole shape, ``[tp_shards, ...]`` when split.
-        split: The logical axis that is cut over devices, or None for a replicated parameter.
-        layers: For each row of the stack axis, the layer it belongs to; empty when the parameter is not stacked.
-        source: Where it comes from. What may be fp32 there is an fp32 island of docs/model.md.
-    """
-
-    name: str
-    shape: Shape
-    split: str | None
+    name: str  # ``stack.name``, the checkpoint's module name where one exists
+    shape: Shape  # the whole shape, ``[tp_shards, ...]`` when split
+    split: str | None  # the logical axis that is cut over devices, or None for a replicated parameter
+    # For each row of the stack axis, the layer it belongs to; empty when the parameter is not stacked.
     layers: tuple[int, ...]
-    source: Source
+    source: Source  # where it comes from. What may be fp32 there is an fp32 island of docs/model.md
 
     @property
     def stack(self) -> str:
@@ -269,15 +257,10 @@ LAYERED = ("moe.experts_gate_up_proj", "moe.experts_down_proj", "kda.qkvfg_proj"
 
 @dataclass(frozen=True)
 class Argument:
-    """One weight argument of a program: a parameter, or one layer of it.
+    """One weight argument of a program: a parameter, or one layer of it."""
 
-    Attributes:
-        parameter: The row of the table.
-        layer: Index along the stack axis; None for the whole stack.
-    """
-
-    parameter: Parameter
-    layer: int | None = None
+    parameter: Parameter  # the row of the table
+    layer: int | None = None  # index along the stack axis; None for the whole stack
 
     @property
     def path(self) -> tuple[str, ...]:

@@ -36,21 +36,13 @@ OUTPUTS: dict[str, Tree] = {
 
 @dataclass(frozen=True)
 class Step:
-    """A program before lowering.
+    """A program before lowering."""
 
-    Attributes:
-        call: ``(params, state, batch) -> (state, out)`` on global arrays.
-        arguments: Abstract values of (params, state, batch).
-        specs: Their partition specs, of the same structure.
-        out_specs: Partition specs of (state, out).
-        fields: Layout of ``batch["packed"]``.
-    """
-
-    call: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
-    arguments: tuple[Tree, Tree, Tree]
-    specs: tuple[Tree, Tree, Tree]
-    out_specs: tuple[Tree, Tree]
-    fields: tuple[Field, ...]
+    call: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]  # ``(params, state, batch) -> (state, out)`` on global arrays
+    arguments: tuple[Tree, Tree, Tree]  # abstract values of (params, state, batch)
+    specs: tuple[Tree, Tree, Tree]  # their partition specs, of the same structure
+    out_specs: tuple[Tree, Tree]  # partition specs of (state, out)
+    fields: tuple[Field, ...]  # layout of ``batch["packed"]``
 
 
 def parameter_tree(config: Config, geometry: Geometry) -> tuple[Tree, Tree]:

@@ -9,21 +9,13 @@ from ling3export.model.geometry import AXIS, Geometry
 
 @dataclass(frozen=True)
 class StateArray:
-    """One donated state array.
+    """One donated state array."""
 
-    Attributes:
-        name: Key in the state dict.
-        shape: Whole shape.
-        dtype: numpy dtype name.
-        axes: A word for each axis.
-        split: The axis that is cut over devices, ``heads`` or ``pages``; None for a replicated array.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    axes: tuple[str, ...]
-    split: str | None
+    name: str  # key in the state dict
+    shape: tuple[int, ...]  # whole shape
+    dtype: str  # numpy dtype name
+    axes: tuple[str, ...]  # a word for each axis
+    split: str | None  # the axis that is cut over devices, ``heads`` or ``pages``; None for a replicated array
 
     @property
     def spec(self) -> tuple[str | None, ...]:

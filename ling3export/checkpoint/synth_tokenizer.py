@@ -32,13 +32,7 @@ CHAT_TEMPLATE = (
 )
 
 # Where the published tokenizer has them, counted from the end-of-text token.
-SPECIALS = {
-    "<|startoftext|>": -1,
-    "<|endoftext|>": 0,
-    "<|role_end|>": 1,
-    "<role>": 2,
-    "</role>": 3,
-}
+SPECIALS = {"<|startoftext|>": -1, "<|endoftext|>": 0, "<|role_end|>": 1, "<role>": 2, "</role>": 3}
 
 
 def write_tokenizer(folder: Path, eos_token_id: int) -> None:

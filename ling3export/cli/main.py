@@ -65,23 +65,16 @@ def main() -> None:
     click.option("--into", type=PATH, metavar="ARTIFACT", help="Add the targets to this artifact instead."),
     click.option("--force", is_flag=True, help="Replace ARTIFACT, or targets of --into, if they are there."),
     click.option(
-        "--format",
-        "kind",
-        type=click.Choice(["artifact", "savedmodel"]),
-        default="artifact",
-        show_default=True,
+        "--format", "kind", type=click.Choice(["artifact", "savedmodel"]), default="artifact", show_default=True,
         help="savedmodel: TensorFlow signatures of the TP=1 steps (extra savedmodel).",
     ),
     IGNORE,
-)
+)  # fmt: skip
 @section(
     "Compiling",
     click.option("--jobs", type=click.IntRange(1), metavar="N", help="Cells built at a time.  [default: one a core]"),
     click.option(
-        "--cache",
-        type=click.Choice(POLICIES),
-        default=CacheUse.policy,
-        show_default=True,
+        "--cache", type=click.Choice(POLICIES), default=CacheUse.policy, show_default=True,
         help="Use programs of earlier builds; redo makes all anew, readonly adds none.",
     ),
     cache_dir,
@@ -91,7 +84,7 @@ def main() -> None:
         metavar="[TARGET/]CELL",
         help="Build one cell of ARTIFACT, or of its failed build, again, and show all that its compiler says.",
     ),
-)
+)  # fmt: skip
 def build(
     checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], into: Path | None, replay: str | None,
     force: bool, kind: str, cache: str, cache_dir: Path | None, explain: bool, **options: Any,

@@ -19,13 +19,9 @@ from ling3export.verify.receipts import ERROR_COLUMNS, error_columns, explained
 
 COLUMNS = ("cell", "status", "seconds", "peak MB")
 LABELS = {
-    "programs": "compile programs",
-    "weights": "write weights",
-    "compare": "compare weights",
-    "vectors": "compute vectors",
-    "receipts": "check receipts",
-    "signatures": "trace signatures",
-}
+    "programs": "compile programs", "weights": "write weights", "compare": "compare weights",
+    "vectors": "compute vectors", "receipts": "check receipts", "signatures": "trace signatures",
+}  # fmt: skip
 
 
 class Console:

@@ -60,17 +60,11 @@ def topology_mesh(target: Target) -> Mesh:
 
 @dataclass(frozen=True)
 class Direct:
-    """A cell that is lowered for the devices of one target, not yet compiled.
+    """A cell that is lowered for the devices of one target, not yet compiled."""
 
-    Attributes:
-        lowered: jax's.
-        mesh: The target's devices.
-        seconds: How long lowering took.
-    """
-
-    lowered: Any
-    mesh: Mesh
-    seconds: float
+    lowered: Any  # jax's
+    mesh: Mesh  # the target's devices
+    seconds: float  # how long lowering took
 
     @property
     def digest(self) -> str:

@@ -51,13 +51,9 @@ class Compiled:
 
 @dataclass(frozen=True, kw_only=True)
 class Lowered:
-    """The portable tier of one cell. The fields but ``blob`` are those of a Program.
+    """The portable tier of one cell. The fields but ``blob`` are those of a Program."""
 
-    Attributes:
-        blob: Serialized ``jax.export.Exported``, one platform.
-    """
-
-    blob: bytes
+    blob: bytes  # serialized ``jax.export.Exported``, one platform
     phase: str
     padding: int
     fields: tuple[Field, ...]

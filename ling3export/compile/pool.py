@@ -9,7 +9,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import MappingProxyType
 
-from ling3export.artifacts.records import from_json
+from ling3export.artifacts.records import from_json, to_json
 from ling3export.cache.cells import Built, Cells
 from ling3export.cache.use import CacheUse
 from ling3export.compile.worker import MODULE, Job
@@ -24,17 +24,11 @@ Done = Callable[[Cell, Built], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a target's cells.
+    """What became of a target's cells."""
 
-    Attributes:
-        plan: The target's plan.
-        built: Each cell that was built, by name.
-        failures: Why each of the others was not, by name.
-    """
-
-    plan: Plan
-    built: dict[str, Built]
-    failures: dict[str, Failure]
+    plan: Plan  # the target's plan
+    built: dict[str, Built]  # each cell that was built, by name
+    failures: dict[str, Failure]  # why each of the others was not, by name
 
 
 class Compilers:
@@ -140,7 +134,7 @@ class Compilers:
                     worker = stack.enter_context(Child(MODULE, shown=self._shown))
                 except OSError as error:
                     raise PlanError(f"no compiling process could be started: {error}") from error
-                worker.send({"job": self._job.record()})
+                worker.send({"job": to_json(self._job)})
                 self._workers.append(worker)
             return worker
 

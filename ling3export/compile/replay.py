@@ -36,17 +36,11 @@ from ling3export.verify.measure import measure_apart
 
 @dataclass(frozen=True)
 class Failed:
-    """A build that failed: enough to build one of its cells again.
+    """A build that failed: enough to build one of its cells again."""
 
-    Attributes:
-        config: The model.
-        options: The options of the build.
-        cells: The names of the cells that failed, by target.
-    """
-
-    config: Config
-    options: Options
-    cells: dict[str, tuple[str, ...]]
+    config: Config  # the model
+    options: Options  # the options of the build
+    cells: dict[str, tuple[str, ...]]  # the names of the cells that failed, by target
 
 
 def failed_path(artifact: Path) -> Path:

@@ -43,33 +43,13 @@ MODULE = "ling3export.compile.worker"
 
 @dataclass(frozen=True)
 class Job:
-    """What a compiling process is told first.
+    """What a compiling process is told first."""
 
-    Attributes:
-        target: The machine to compile for.
-        geometry: Parallelism, pools, dtype.
-        config: The model.
-        folder: Where programs are written.
-        cache: How compiled programs of earlier builds are used.
-    """
-
-    target: Target
-    geometry: Geometry
-    config: Config
-    folder: Path
-    cache: CacheUse
-
-    def record(self) -> dict[str, Any]:
-        """The job as JSON."""
-        cache = {"policy": self.cache.policy, "folder": str(self.cache.where)}
-        return asdict(self) | {"folder": str(self.folder), "cache": cache}
-
-    @classmethod
-    def read(cls, record: dict[str, Any]) -> "Job":
-        """The job that :meth:`record` wrote."""
-        cache = CacheUse(record["cache"]["policy"], Path(record["cache"]["folder"]))
-        target, geometry = Target(**record["target"]), Geometry(**record["geometry"])
-        return cls(target, geometry, from_json(Config, record["config"]), Path(record["folder"]), cache)
+    target: Target  # the machine to compile for
+    geometry: Geometry  # parallelism, pools, dtype
+    config: Config  # the model
+    folder: Path  # where programs are written
+    cache: CacheUse  # how compiled programs of earlier builds are used
 
 
 def join_peers(target: Target) -> list[object]:
@@ -191,7 +171,7 @@ def _reply(job: Job, cell: Cell) -> dict[str, Any]:
     except Exception as error:
         if not isinstance(error, Ling3Error):
             traceback.print_exc()
-        return {"failure": Failure.of(error).record()}
+        return {"failure": vars(Failure.of(error))}
 
 
 def main() -> None:
@@ -201,7 +181,7 @@ def main() -> None:
     if "peer" in first:
         become(*first["peer"])
         parent.receive()  # never comes: the process ends with the one that compiles
-    job = Job.read(first["job"])
+    job = from_json(Job, first["job"])
     _peers = prepare(job.target)  # which end when nothing names them any more
     while True:
         parent.send(_reply(job, Cell(**parent.receive())))

@@ -28,30 +28,22 @@ UNKNOWN = "unknown: counted once"  # the source of a loop's trips that nobody st
 
 @dataclass
 class Costs:
-    """Sums over a program, every instruction as often as it runs.
+    """Sums over a program, every instruction as often as it runs."""
 
-    Attributes:
-        seconds: The compiler's estimates, by opcode.
-        bounded: Seconds by bytes of instructions without an estimate, by opcode.
-        kinds: Seconds of both, by kind of operation (``operations.py``).
-        memory_bytes: Bytes through the large memory, without collectives and custom calls.
-        overlapped: Seconds by bytes of moves that run beside other work.
-        collectives: By kind, a count and bytes.
-        custom_calls: By target, a count and bytes.
-        copies: Bytes of copies over 1 MB within the large memory, by name.
-        loops: Where every trip count came from.
-        instructions: How many there are in the program (not how often they run), by opcode.
-    """
-
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # the compiler's estimates, by opcode
+    # Seconds by bytes of instructions without an estimate, by opcode.
     bounded: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    # Seconds of both, by kind of operation (``operations.py``).
     kinds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    memory_bytes: float = 0.0
-    overlapped: float = 0.0
+    memory_bytes: float = 0.0  # bytes through the large memory, without collectives and custom calls
+    overlapped: float = 0.0  # seconds by bytes of moves that run beside other work
+    # By kind, a count and bytes.
     collectives: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0]))
+    # By target, a count and bytes.
     custom_calls: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0]))
-    copies: dict[str, int] = field(default_factory=dict)
-    loops: list[Loop] = field(default_factory=list)
+    copies: dict[str, int] = field(default_factory=dict)  # bytes of copies over 1 MB within the large memory, by name
+    loops: list[Loop] = field(default_factory=list)  # where every trip count came from
+    # How many there are in the program (not how often they run), by opcode.
     instructions: Counter[str] = field(default_factory=Counter)
 
     @property

@@ -20,25 +20,15 @@ SAME = {"copy", "bitcast", "reshape", "convert", "copy-done", "broadcast", "copy
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
+    """One line of a computation."""
 
-    Attributes:
-        name: Without the percent sign.
-        opcode: ``fusion``, ``while``, ...
-        shape: The type of its result as text.
-        operands: Names of its operands.
-        literal: The text between the parentheses: a constant's value, a parameter's number, or the operands.
-        attributes: The rest of the line.
-        root: Whether it is its computation's result.
-    """
-
-    name: str
-    opcode: str
-    shape: str
-    operands: tuple[str, ...]
-    literal: str
-    attributes: str
-    root: bool
+    name: str  # without the percent sign
+    opcode: str  # ``fusion``, ``while`` and their like
+    shape: str  # the type of its result as text
+    operands: tuple[str, ...]  # names of its operands
+    literal: str  # the text between the parentheses: a constant's value, a parameter's number, or the operands
+    attributes: str  # the rest of the line
+    root: bool  # whether it is its computation's result
 
     @property
     def bytes(self) -> int:

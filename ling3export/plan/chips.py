@@ -25,33 +25,19 @@ HERE = "here"  # stands where a TPU target has its topology: compiled, and autot
 
 @dataclass(frozen=True)
 class Chip:
-    """One kind of accelerator, as jax sees it: per device, not per chip.
+    """One kind of accelerator, as jax sees it: per device, not per chip."""
 
-    Attributes:
-        platform: ``tpu`` or ``cuda``.
-        kind: Its name in a target.
-        memory: Bytes a program may have.
-        bandwidth: Bytes a second to and from that memory.
-        flops: bf16 operations a second, dense.
-        devices: jax devices of a chip (two where a chip has two cores that are not fused).
-        chips_per_host: How many chips each host of a slice has.
-        topologies: Names that the compiler knows, of up to 16 devices.
-        lanes: The multiple that the memory layout pads the minor dimension to.
-        clock: Cycles a second that the compiler's cycle estimates are divided by (assumed, not published).
-        sources: Where the numbers come from.
-    """
-
-    platform: str
-    kind: str
-    memory: int
-    bandwidth: float
-    flops: float
-    devices: int
-    chips_per_host: int
-    topologies: tuple[str, ...]
-    lanes: int
-    clock: float
-    sources: tuple[str, ...]
+    platform: str  # ``tpu`` or ``cuda``
+    kind: str  # its name in a target
+    memory: int  # bytes a program may have
+    bandwidth: float  # bytes a second to and from that memory
+    flops: float  # bf16 operations a second, dense
+    devices: int  # jax devices of a chip (two where a chip has two cores that are not fused)
+    chips_per_host: int  # how many chips each host of a slice has
+    topologies: tuple[str, ...]  # names that the compiler knows, of up to 16 devices
+    lanes: int  # the multiple that the memory layout pads the minor dimension to
+    clock: float  # cycles a second that the compiler's cycle estimates are divided by (assumed, not published)
+    sources: tuple[str, ...]  # where the numbers come from
 
     def count(self, topology: str) -> int:
         """Devices of a topology."""

@@ -116,40 +116,24 @@ class Padded:
 
 @dataclass(frozen=True)
 class PrefillWaste:
-    """What prefill pads.
+    """What prefill pads."""
 
-    Attributes:
-        tokens: Tokens of all prompts.
-        alone: The sums when every request is prefilled by itself.
-        paddings: The same by padding.
-        packed: The sums when all requests wait at once.
-    """
-
-    tokens: int
-    alone: Padded
-    paddings: dict[int, Padded]
-    packed: Padded
+    tokens: int  # tokens of all prompts
+    alone: Padded  # the sums when every request is prefilled by itself
+    paddings: dict[int, Padded]  # the same by padding
+    packed: Padded  # the sums when all requests wait at once
 
 
 @dataclass(frozen=True)
 class DecodeWaste:
-    """What decode pads; a request's first token comes from its prefill.
+    """What decode pads; a request's first token comes from its prefill."""
 
-    Attributes:
-        rows: Rows that are decoded.
-        alone_padding: The padding of one sequence at a time.
-        alone: The sums when every request is decoded by itself.
-        running: Sequences that are decoded together in ``full``.
-        full_padding: Their padding.
-        full: The sums when ``running`` sequences are decoded together all the time.
-    """
-
-    rows: int
-    alone_padding: int
-    alone: Padded
-    running: int
-    full_padding: int
-    full: Padded
+    rows: int  # rows that are decoded
+    alone_padding: int  # the padding of one sequence at a time
+    alone: Padded  # the sums when every request is decoded by itself
+    running: int  # sequences that are decoded together in ``full``
+    full_padding: int  # their padding
+    full: Padded  # the sums when ``running`` sequences are decoded together all the time
 
 
 def prefill_waste(lengths: Sequence[Length], paddings: Sequence[int]) -> PrefillWaste:

@@ -29,25 +29,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class Plan:
-    """A checked plan for one target.
+    """A checked plan for one target."""
 
-    Attributes:
-        target: The machine.
-        geometry: What its programs are compiled for.
-        paddings: Prefill's.
-        decode_paddings: Decode's.
-        context: Longest sequence in tokens.
-        notes: Lines for the user: what was chosen, and why.
-        score_paddings: Score's.
-    """
-
-    target: Target
-    geometry: Geometry
-    paddings: tuple[int, ...]
-    decode_paddings: tuple[int, ...]
-    context: int
-    notes: tuple[str, ...] = ()
-    score_paddings: tuple[int, ...] = ()
+    target: Target  # the machine
+    geometry: Geometry  # what its programs are compiled for
+    paddings: tuple[int, ...]  # prefill's
+    decode_paddings: tuple[int, ...]  # decode's
+    context: int  # longest sequence in tokens
+    notes: tuple[str, ...] = ()  # lines for the user: what was chosen, and why
+    score_paddings: tuple[int, ...] = ()  # score's
 
     @property
     def named_notes(self) -> list[str]:
@@ -68,16 +58,11 @@ class Plan:
     def record(self) -> dict[str, Any]:
         """The plan as JSON, for keys of the cache and for a SavedModel."""
         return {
-            "paddings": list(self.paddings),
-            "decode_paddings": list(self.decode_paddings),
-            "score_paddings": list(self.score_paddings),
-            "max_running": self.geometry.slots,
-            "page_size": self.geometry.page_size,
-            "context": self.context,
-            "pages": self.geometry.pages,
-            "dtype": self.geometry.dtype,
-            "geometry": asdict(self.geometry),
-        }
+            "paddings": list(self.paddings), "decode_paddings": list(self.decode_paddings),
+            "score_paddings": list(self.score_paddings), "max_running": self.geometry.slots,
+            "page_size": self.geometry.page_size, "context": self.context, "pages": self.geometry.pages,
+            "dtype": self.geometry.dtype, "geometry": asdict(self.geometry),
+        }  # fmt: skip
 
 
 def derive_decode_paddings(paddings: Sequence[int], max_running: int) -> tuple[tuple[int, ...], str]:
@@ -136,14 +121,9 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
     if chosen and target.tp != DEFAULT_CPU_TP:
         notes.append(f"tp {target.tp}: the most of up to {DEFAULT_CPU_TP} devices that this model splits over")
     geometry = Geometry(
-        tp=target.tp,
-        dtype=options.dtype,
-        slots=options.max_running,
-        pages=0,
-        page_size=options.page_size,
-        max_pages=-(-context // options.page_size),
-        **forms(config, target),
-    )
+        tp=target.tp, dtype=options.dtype, slots=options.max_running, pages=0, page_size=options.page_size,
+        max_pages=-(-context // options.page_size), **forms(config, target),
+    )  # fmt: skip
     geometry, note = size_pages(config, geometry, options, target)
     notes.append(note)
     scored = tuple(options.score_paddings)

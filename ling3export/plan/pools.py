@@ -1,7 +1,8 @@
 """How many latent pages a target gets: what is asked for, or what its memory holds beside weights and slots."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from ling3export.dtypes import BY_NAME
 from ling3export.errors import PlanError
@@ -28,27 +29,16 @@ def state_of_device(config: Config, geometry: Geometry) -> int:
     return -(-state_bytes(config, geometry) // geometry.tp)
 
 
-@dataclass(frozen=True)
-class _Room:
-    """What a pool has to fit, and how the user says so.
+class _Room(NamedTuple):
+    """What a pool has to fit, and how the user says so."""
 
-    Attributes:
-        option: The option that limits it, as it is named in a refusal.
-        where: What the bytes are counted on.
-        budget: Bytes there may be.
-        limit: The budget in words.
-        fixed: What is there before the first page: bytes by name.
-        page: Bytes of a page.
-        hint: What to change.
-    """
-
-    option: str
-    where: str
-    budget: int
-    limit: str
-    fixed: dict[str, int]
-    page: float
-    hint: str
+    option: str  # limits it, as it is named in a refusal
+    where: str  # the bytes are counted
+    budget: int  # bytes there may be
+    limit: str  # the budget in words
+    fixed: dict[str, int]  # what is there before the first page: bytes by name
+    page: float  # bytes of a page
+    hint: str  # what to change
 
     def need(self, pages: int) -> float:
         """Bytes with ``pages`` pages."""
@@ -66,15 +56,11 @@ def _room(config: Config, geometry: Geometry, options: Options, target: Target, 
         return _Room("--state-memory", devices, options.state_memory, limit, {slots: empty}, page, hint)
     budget = int(options.memory_fraction * target.chip.memory)
     share = f"{options.memory_fraction:g} of {readable(target.chip.memory)}"
-    return _Room(
-        f"--memory-fraction of `{target.text}`",
-        "a device",
-        budget,
-        f"{readable(budget)}, which is {share}",
-        {"weights": weight_bytes(config, geometry), slots: state_of_device(config, geometry)},
-        page / geometry.tp,
-        "lower --max-running, --context or --pages, raise --memory-fraction, or take a larger topology",
-    )
+    limit = f"{readable(budget)}, which is {share}"
+    fixed = {"weights": weight_bytes(config, geometry), slots: state_of_device(config, geometry)}
+    hint = "lower --max-running, --context or --pages, raise --memory-fraction, or take a larger topology"
+    option = f"--memory-fraction of `{target.text}`"
+    return _Room(option, "a device", budget, limit, fixed, page / geometry.tp, hint)
 
 
 def size_pages(config: Config, geometry: Geometry, options: Options, target: Target) -> tuple[Geometry, str]:

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
 
 from ling3export.errors import PlanError, listed
 from ling3export.model.config import Config
@@ -13,22 +12,15 @@ DEFAULT_CPU_TP = 16
 
 @dataclass(frozen=True)
 class Target:
-    """A machine to build for, at a tensor parallelism.
+    """A machine to build for, at a tensor parallelism."""
 
-    Attributes:
-        platform: ``cpu``, ``tpu`` or ``cuda``.
-        kind: The kind of accelerator; None for cpu.
-        topology: The slice, ``4x4``; on cpu the hosts and the devices of each; on cuda ``here``, if the card of this
-            machine compiles; else None.
-        tp: Devices that share the model.
-        processes: How many a running model has: one a host.
-    """
-
-    platform: str
-    kind: str | None
+    platform: str  # ``cpu``, ``tpu`` or ``cuda``
+    kind: str | None  # the kind of accelerator; None for cpu
+    # The slice, ``4x4``; on cpu the hosts and the devices of each; on cuda ``here``, if the card of this machine
+    # compiles; else None.
     topology: str | None
-    tp: int
-    processes: int = 1
+    tp: int  # devices that share the model
+    processes: int = 1  # how many a running model has: one a host
 
     @property
     def text(self) -> str:
@@ -45,7 +37,7 @@ class Target:
         """Whether the card itself compiles the programs, and so tries kernels."""
         return self.platform == "cuda" and self.topology == HERE
 
-    @cached_property
+    @property
     def chip(self) -> Chip | None:
         """Facts about the accelerator; None for cpu."""
         return CHIPS.get((self.platform, self.kind or ""))

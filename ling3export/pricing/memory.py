@@ -16,26 +16,17 @@ from ling3export.tables import readable
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes on one device.
+    """Bytes on one device."""
 
-    Attributes:
-        weights: Its share of the parameters.
-        state: Its share of slots and pages.
-        temporaries: What the cell with the most needs, its outputs that reuse no donated buffer included; None while
-            nothing is compiled.
-        programs: The code of all cells; None while nothing is compiled.
-        dearest: The cell with the most temporaries.
-        total: The sum of what is known.
-        memory: What a device has; None where no table says so.
-    """
-
-    weights: int
-    state: int
+    weights: int  # its share of the parameters
+    state: int  # its share of slots and pages
+    # What the cell with the most needs, its outputs that reuse no donated buffer included; None while nothing is
+    # compiled.
     temporaries: int | None
-    programs: int | None
-    dearest: str | None
-    total: int
-    memory: int | None
+    programs: int | None  # the code of all cells; None while nothing is compiled
+    dearest: str | None  # the cell with the most temporaries
+    total: int  # the sum of what is known
+    memory: int | None  # what a device has; None where no table says so
 
 
 def held(config: Config, plan: Plan, cells: Mapping[str, Program]) -> Held:

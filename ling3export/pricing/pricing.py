@@ -40,16 +40,11 @@ class PricedBound(RooflineBound):
 
 @dataclass(frozen=True)
 class PricedCell:
-    """What one cell would cost.
+    """What one cell would cost."""
 
-    Attributes:
-        bound: The roofline bound; None where no table knows the machine.
-        temporaries: Bytes on one device; None while nothing is compiled.
-        estimated_seconds: The compiler's estimate; None while nothing is compiled, or where it estimates nothing.
-    """
-
-    bound: PricedBound | None
-    temporaries: int | None
+    bound: PricedBound | None  # the roofline bound; None where no table knows the machine
+    temporaries: int | None  # bytes on one device; None while nothing is compiled
+    # The compiler's estimate; None while nothing is compiled, or where it estimates nothing.
     estimated_seconds: float | None
 
 
@@ -66,29 +61,17 @@ class Pool:
 
 @dataclass(frozen=True)
 class PricedTarget:
-    """What one target would hold and cost.
+    """What one target would hold and cost."""
 
-    Attributes:
-        target: The target as a user writes it.
-        tp: Its devices.
-        hosts: Its hosts.
-        notes: What was chosen, and why.
-        pool: Slots and pages.
-        device: Bytes on one device.
-        unknown: Why temporaries are not known; None where they are.
-        tokens_a_sequence: Cached tokens that loops over pages are counted for.
-        cells: By name.
-    """
-
-    target: str
-    tp: int
-    hosts: int
-    notes: tuple[str, ...]
-    pool: Pool
-    device: Held
-    unknown: str | None
-    tokens_a_sequence: int
-    cells: dict[str, PricedCell]
+    target: str  # the target as a user writes it
+    tp: int  # its devices
+    hosts: int  # its hosts
+    notes: tuple[str, ...]  # what was chosen, and why
+    pool: Pool  # slots and pages
+    device: Held  # bytes on one device
+    unknown: str | None  # why temporaries are not known; None where they are
+    tokens_a_sequence: int  # cached tokens that loops over pages are counted for
+    cells: dict[str, PricedCell]  # by name
 
 
 @dataclass(frozen=True)
@@ -103,21 +86,13 @@ class BetterPaddings:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a histogram of requests would pad.
+    """What a histogram of requests would pad."""
 
-    Attributes:
-        requests: How many the context holds.
-        refused: How many it does not.
-        prefill: What prefill pads; None where the context holds no request, like the next two.
-        decode: What decode pads.
-        better: Paddings that cost less, as many and no larger; None where none were found.
-    """
-
-    requests: int
-    refused: int
-    prefill: PrefillWaste | None
-    decode: DecodeWaste | None
-    better: BetterPaddings | None
+    requests: int  # how many the context holds
+    refused: int  # how many it does not
+    prefill: PrefillWaste | None  # what prefill pads; None where the context holds no request, like the next two
+    decode: DecodeWaste | None  # what decode pads
+    better: BetterPaddings | None  # paddings that cost less, as many and no larger; None where none were found
 
 
 @dataclass(frozen=True)

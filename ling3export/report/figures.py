@@ -58,19 +58,12 @@ def memory_parts(cell: Cell, tp: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Bars:
-    """A figure of horizontal bars that are made of segments.
+    """A figure of horizontal bars that are made of segments."""
 
-    Attributes:
-        series: Names of the segments, in the order of their colours.
-        rows: From the top: the label of a bar, and a value for each segment.
-        unit: The unit of the values.
-        limit: A value that bars may reach, and its name; None where there is none.
-    """
-
-    series: tuple[str, ...]
-    rows: list[tuple[str, list[float]]]
-    unit: str
-    limit: tuple[float, str] | None = None
+    series: tuple[str, ...]  # names of the segments, in the order of their colours
+    rows: list[tuple[str, list[float]]]  # from the top: the label of a bar, and a value for each segment
+    unit: str  # the unit of the values
+    limit: tuple[float, str] | None = None  # a value that bars may reach, and its name; None where there is none
 
     @property
     def full(self) -> tuple[float, str]:

@@ -7,12 +7,12 @@ TensorFlow runs in a process of its own (``ling3export/savedmodel/worker.py``).
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.records import from_json, to_json
+from ling3export.artifacts.records import to_json
 from ling3export.artifacts.schema import Weights
 from ling3export.artifacts.staging import staged
 from ling3export.checkpoint.convert import Progress, write_weights
@@ -31,37 +31,14 @@ EXTRA = ("orbax-export", "tensorflow-cpu")
 
 @dataclass(frozen=True)
 class Job:
-    """What the exporting process is told.
+    """What the exporting process is told."""
 
-    Attributes:
-        config: The model.
-        geometry: Pools and dtype of the one device.
-        cells: A signature is made of each.
-        folder: The folder that the weight store's paths start from.
-        weights: The weight store.
-        model: The folder to write.
-    """
-
-    config: Config
-    geometry: Geometry
-    cells: tuple[Cell, ...]
-    folder: Path
-    weights: Weights
-    model: Path
-
-    def record(self) -> dict[str, Any]:
-        """The job as JSON."""
-        paths = {"folder": str(self.folder), "model": str(self.model)}
-        return asdict(self) | {"weights": to_json(self.weights), **paths}
-
-    @classmethod
-    def read(cls, record: dict[str, Any]) -> "Job":
-        """The job that :meth:`record` wrote."""
-        return cls(
-            from_json(Config, record["config"]), Geometry(**record["geometry"]),
-            tuple(Cell(**cell) for cell in record["cells"]), Path(record["folder"]),
-            from_json(Weights, record["weights"]), Path(record["model"]),
-        )  # fmt: skip
+    config: Config  # the model
+    geometry: Geometry  # pools and dtype of the one device
+    cells: tuple[Cell, ...]  # a signature is made of each
+    folder: Path  # the folder that the weight store's paths start from
+    weights: Weights  # the weight store
+    model: Path  # the folder to write
 
 
 def check_packages() -> None:
@@ -149,7 +126,7 @@ def run_worker(job: Job, report: Progress) -> dict[str, Any]:
         ArtifactError: It failed; with the end of what it printed.
     """
     with Child(WORKER, {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}) as child:
-        child.send(job.record())
+        child.send(to_json(job))
         while (message := child.receive()) is not None:
             if "record" in message:
                 return dict(message["record"])

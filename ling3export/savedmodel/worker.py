@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jaxlib.mlir.dialects import stablehlo
 
+from ling3export.artifacts.records import from_json
 from ling3export.artifacts.store import Store
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
@@ -131,7 +132,7 @@ def main() -> None:
     """Serves one job."""
     os.environ.update(SETTINGS)
     parent = Parent()
-    parent.send({"record": export(Job.read(parent.receive()), parent.send)})
+    parent.send({"record": export(from_json(Job, parent.receive()), parent.send)})
     os._exit(0)  # TensorFlow's own teardown has nothing left to do, and takes a second
 
 

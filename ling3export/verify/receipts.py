@@ -20,17 +20,11 @@ TOLERANCES = {"float32": Tolerance("largest", 1e-5), "bfloat16": Tolerance("medi
 
 @dataclass(frozen=True)
 class Scored:
-    """What a score program returns for one sequence of T tokens.
+    """What a score program returns for one sequence of T tokens."""
 
-    Attributes:
-        logits: By position, at the ends of chunks: [V] each.
-        logprob: [T-1], the log-probability of the next token, at each position but the last.
-        best: [T-1], the most likely next token, at each position but the last.
-    """
-
-    logits: dict[int, np.ndarray]
-    logprob: np.ndarray
-    best: np.ndarray
+    logits: dict[int, np.ndarray]  # by position, at the ends of chunks: [V] each
+    logprob: np.ndarray  # [T-1], the log-probability of the next token, at each position but the last
+    best: np.ndarray  # [T-1], the most likely next token, at each position but the last
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:

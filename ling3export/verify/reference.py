@@ -15,21 +15,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ling3export.errors import RequestError, listed
-from ling3export.verify.formulas import (
-    NO_MARGINS,
-    Array,
-    causal_attention,
-    causal_conv,
-    kda_log_decay,
-    kda_recurrence,
-    l2_norm,
-    rms_norm,
-    rope,
-    rope_angles,
-    route,
-    sigmoid,
-    silu,
-)
+from ling3export.verify import formulas
+from ling3export.verify.formulas import NO_MARGINS, Array
 
 if TYPE_CHECKING:
     from ling3export.model.config import Config
@@ -118,7 +105,7 @@ class Reference:
         return x @ self._weight(name).T
 
     def _norm(self, x: Array, name: str, eps: float | None = None) -> Array:
-        return rms_norm(x, self._weight(name), self.config.rms_norm_eps if eps is None else eps)
+        return formulas.rms_norm(x, self._weight(name), self.config.rms_norm_eps if eps is None else eps)
 
     def _kda(self, x: Array, spans: list[slice], prefix: str) -> Array:
         """Kimi delta attention of all sequences: x [T, D] → [T, D]."""
@@ -128,20 +115,20 @@ class Reference:
         for name in "qkv":
             raw, taps = self._linear(x, f"{prefix}{name}_proj"), self._weight(f"{prefix}{name}_conv1d")[:, 0]
             for span in spans:
-                raw[span] = silu(causal_conv(raw[span], taps))
+                raw[span] = formulas.silu(formulas.causal_conv(raw[span], taps))
             mixed[name] = raw.reshape(split)
-        q, k = l2_norm(mixed["q"]) * width**-0.5, l2_norm(mixed["k"])
-        log_decay = kda_log_decay(
+        q, k = formulas.l2_norm(mixed["q"]) * width**-0.5, formulas.l2_norm(mixed["k"])
+        log_decay = formulas.kda_log_decay(
             self._linear(x, f"{prefix}f_proj").reshape(split),
             self._read(f"{prefix}A_log").astype(self.dtype),
             self._read(f"{prefix}dt_bias").astype(self.dtype).reshape(heads, width),
             self.config.kda_lower_bound if self.config.kda_safe_gate else None,
         )
-        beta = sigmoid(self._linear(x, f"{prefix}b_proj"))
+        beta = formulas.sigmoid(self._linear(x, f"{prefix}b_proj"))
         out = mixed["v"]
         for span in spans:
-            out[span] = kda_recurrence(q[span], k[span], out[span], log_decay[span], beta[span])
-        gate = sigmoid(self._linear(x, f"{prefix}g_proj")).reshape(split)
+            out[span] = formulas.kda_recurrence(q[span], k[span], out[span], log_decay[span], beta[span])
+        gate = formulas.sigmoid(self._linear(x, f"{prefix}g_proj")).reshape(split)
         return self._linear((self._norm(out, f"{prefix}o_norm") * gate).reshape(len(x), -1), f"{prefix}o_proj")
 
     def _mla(self, x: Array, spans: list[slice], prefix: str) -> Array:
@@ -159,25 +146,25 @@ class Reference:
         expanded = self._linear(latent, f"{prefix}kv_b_proj").reshape(tokens, heads, nope + config.v_head_dim)
         out = np.empty((tokens, heads, config.v_head_dim), self.dtype)
         for span in spans:
-            angles = rope_angles(span.stop - span.start, config.qk_rope_head_dim, config.rope_theta)
-            shared = np.repeat(rope(kv[span, None, rank:], angles), heads, axis=1)
+            angles = formulas.rope_angles(span.stop - span.start, config.qk_rope_head_dim, config.rope_theta)
+            shared = np.repeat(formulas.rope(kv[span, None, rank:], angles), heads, axis=1)
             keys = np.concatenate([expanded[span, :, :nope], shared], axis=-1)
-            queries = np.concatenate([q[span, :, :nope], rope(q[span, :, nope:], angles)], axis=-1)
-            out[span] = causal_attention(queries, keys, expanded[span, :, nope:], q.shape[-1] ** -0.5)
-        gate = sigmoid(self._linear(x, f"{prefix}g_proj"))
+            queries = np.concatenate([q[span, :, :nope], formulas.rope(q[span, :, nope:], angles)], axis=-1)
+            out[span] = formulas.causal_attention(queries, keys, expanded[span, :, nope:], q.shape[-1] ** -0.5)
+        gate = formulas.sigmoid(self._linear(x, f"{prefix}g_proj"))
         return self._linear((out * gate[:, :, None]).reshape(tokens, -1), f"{prefix}dense")
 
     def _mlp(self, x: Array, prefix: str) -> Array:
         """down(silu(gate x) * up x): x [T, D] → [T, D]."""
-        hidden = silu(self._linear(x, f"{prefix}gate_proj")) * self._linear(x, f"{prefix}up_proj")
+        hidden = formulas.silu(self._linear(x, f"{prefix}gate_proj")) * self._linear(x, f"{prefix}up_proj")
         return self._linear(hidden, f"{prefix}down_proj")
 
     def _moe(self, x: Array, prefix: str) -> Array:
         """Σ weight · expert(x) over the chosen experts + shared_expert(x): x [T, D] → [T, D]."""
         config = self.config
-        scores = sigmoid(self._linear(x, f"{prefix}gate"))
+        scores = formulas.sigmoid(self._linear(x, f"{prefix}gate"))
         bias = self._read(f"{prefix}gate.expert_bias").astype(self.dtype)
-        routing = route(
+        routing = formulas.route(
             scores, bias, config.n_group, config.topk_group, config.num_experts_per_tok, config.routed_scaling_factor
         )
         self.margins = self.margins.smaller(routing.margins)

@@ -18,17 +18,11 @@ from ling3export.verify.receipts import ERROR_COLUMNS, error_columns, explained
 
 @dataclass(frozen=True)
 class Result:
-    """What ``ling3export verify`` found.
+    """What ``ling3export verify`` found."""
 
-    Attributes:
-        files: How many digests of files agreed.
-        slabs: How many of weight slabs.
-        targets: By name its receipts, or why it could not run here.
-    """
-
-    files: int
-    slabs: int
-    targets: dict[str, Receipts | str]
+    files: int  # how many digests of files agreed
+    slabs: int  # how many of weight slabs
+    targets: dict[str, Receipts | str]  # by name its receipts, or why it could not run here
 
     @property
     def passed(self) -> bool:

@@ -142,13 +142,10 @@ def chunk_terms(x: Inputs, factored: bool) -> ChunkTerms:
         jnp.pad(g[..., 1:, :], [(0, 0)] * (g.ndim - 2) + [(0, 1), (0, 0)]), axis=g.ndim - 2, reverse=True
     )
     return ChunkTerms(
-        u=jnp.matmul(inverse, v, precision=HIGHEST),
-        w=jnp.matmul(inverse, k * grown, precision=HIGHEST),
-        q_in=q * grown,
-        mix=jnp.where(causal, scores(q, k, g), 0.0) * beta[..., None, :],
-        k_out=k * jnp.exp(after) * beta[..., None],
-        decay=grown[..., -1, :],
-    )
+        u=jnp.matmul(inverse, v, precision=HIGHEST), w=jnp.matmul(inverse, k * grown, precision=HIGHEST),
+        q_in=q * grown, mix=jnp.where(causal, scores(q, k, g), 0.0) * beta[..., None, :],
+        k_out=k * jnp.exp(after) * beta[..., None], decay=grown[..., -1, :],
+    )  # fmt: skip
 
 
 def chunk_step(

@@ -45,9 +45,7 @@ def best_of_own(logits: Float32[Array, "R v"]) -> Float32[Array, "3 R"]:
     return jnp.stack([best, jnp.sum(jnp.exp(logits - finite[:, None]), axis=1), index.astype(jnp.float32)])
 
 
-def best_of_all(
-    each: Float32[Array, "TP 3 R"],
-) -> tuple[Int32[Array, "R"], Float32[Array, "R"], Float32[Array, "R"]]:
+def best_of_all(each: Float32[Array, "TP 3 R"]) -> tuple[Int32[Array, "R"], Float32[Array, "R"], Float32[Array, "R"]]:
     """(token, its logit, the logarithm of the sum of ``exp(logit - best)``) from :func:`best_of_own` of all devices.
 
     Ties go to the lowest id. The token is NO_TOKEN where a logit is NaN or inf, or none is above -inf.
@@ -60,9 +58,7 @@ def best_of_all(
     return jnp.where(usable, token.astype(jnp.int32), NO_TOKEN), maximum, log_total
 
 
-def greedy(
-    logits: Float32[Array, "R v"],
-) -> tuple[Int32[Array, "R"], Float32[Array, "R"], Float32[Array, "R"]]:
+def greedy(logits: Float32[Array, "R v"]) -> tuple[Int32[Array, "R"], Float32[Array, "R"], Float32[Array, "R"]]:
     """(token, its logit, the logarithm of the sum of all ``exp(logit)``), from this device's part of the vocabulary.
 
     The token is that of :func:`best_of_all`.

@@ -86,14 +86,12 @@ def evaluate() -> None:
 @section(
     "Record",
     click.option(
-        "--max-infra",
-        type=click.FloatRange(0, 1),
-        default=DEFAULTS.max_infra,
+        "--max-infra", type=click.FloatRange(0, 1), default=DEFAULTS.max_infra,
         help="Share of trials that may end in infrastructure errors.",
     ),
     click.option("--transcripts", is_flag=True, help="Also write every transcript with its grades."),
     click.option("--force", is_flag=True, help="Begin anew, whatever run is in RUN."),
-)
+)  # fmt: skip
 @section("Artifact", target_option, programs_option, step_timeout_option)
 @host_options
 def run(

@@ -86,13 +86,10 @@ def lm_eval(arguments: tuple[str, ...]) -> None:
     click.option("--prompt", cls=Once, metavar="TEXT", help="Text to complete."),
     click.option("--prompt-ids", cls=Once, type=_Ids(), help="Token ids to complete."),
     click.option(
-        "--prompt-file",
-        cls=Once,
-        type=PATH,
-        metavar="FILE",
+        "--prompt-file", cls=Once, type=PATH, metavar="FILE",
         help='JSON lines, {"prompt": TEXT}, {"prompt_ids": [ID, ...]} or {"messages": [...]}, run as one batch.',
     ),
-)
+)  # fmt: skip
 @section(
     "Answers",
     click.option("--max-tokens", type=click.IntRange(1), required=True, help="Generate at most this many tokens."),
@@ -107,14 +104,12 @@ def lm_eval(arguments: tuple[str, ...]) -> None:
     "Output",
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each prompt."),
     click.option(
-        "--logits",
-        type=PATH,
-        metavar="OUT.npz",
+        "--logits", type=PATH, metavar="OUT.npz",
         help="Write tokens [n] and the logits [n, vocab] that they were taken from.",
     ),
     click.option("--force", is_flag=True, help="Replace OUT.npz if it is there."),
     click.option("--stats", is_flag=True, help="Print counters and the times of the start on stderr."),
-)
+)  # fmt: skip
 @artifact_options
 @host_options
 def generate(

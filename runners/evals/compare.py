@@ -14,21 +14,14 @@ SHOWN = 20  # divergences that are reported in detail
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two answers to a prompt part.
+    """Where two answers to a prompt part."""
 
-    Attributes:
-        task: The prompt's name.
-        pos: Place of the first token that differs.
-        id_a: The first answer's token there; None if that answer ended before.
-        id_b: The other answer's token there; None if that answer ended before.
-        logit_gap: The logit of ``id_a`` less that of ``id_b``, from a prompt that holds all tokens before. None if the
-            backend gives no logits, or if one of the answers ended before.
-    """
-
-    task: str
-    pos: int
-    id_a: int | None
-    id_b: int | None
+    task: str  # the prompt's name
+    pos: int  # place of the first token that differs
+    id_a: int | None  # the first answer's token there; None if that answer ended before
+    id_b: int | None  # the other answer's token there; None if that answer ended before
+    # The logit of ``id_a`` less that of ``id_b``, from a prompt that holds all tokens before. None if the backend gives
+    # no logits, or if one of the answers ended before.
     logit_gap: float | None
 
 
@@ -120,20 +113,13 @@ def _divergence(backend: Backend, ask: Ask, a: list[int], b: list[int]) -> Diver
 
 @dataclass(frozen=True)
 class Difference:
-    """What changed from a run A to a run B.
+    """What changed from a run A to a run B."""
 
-    Attributes:
-        broken: Tasks that A solves and B does not: regressions.
-        fixed: Tasks that B solves and A does not.
-        both: Number of tasks that both solve.
-        neither: Number of tasks that neither solves.
-        apart: Tasks that are not compared: they are in one run only, have another prompt, or no scored trial in one.
-    """
-
-    broken: list[str]
-    fixed: list[str]
-    both: int
-    neither: int
+    broken: list[str]  # tasks that A solves and B does not: regressions
+    fixed: list[str]  # tasks that B solves and A does not
+    both: int  # number of tasks that both solve
+    neither: int  # number of tasks that neither solves
+    # Tasks that are not compared: they are in one run only, have another prompt, or no scored trial in one.
     apart: list[str]
 
     @property

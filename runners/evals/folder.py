@@ -29,43 +29,27 @@ Pair = tuple[str, int]  # task id, trial
 
 @dataclass(frozen=True)
 class Prediction:
-    """The record of a trial: one line of predictions.jsonl, its keys in this order.
+    """The record of a trial: one line of predictions.jsonl, its keys in this order."""
 
-    Attributes:
-        idx: The task's place in the suite.
-        task_id: Which task.
-        trial: Number of the try, from 0.
-        prompt_sha256: Digest of the prompt.
-        text: What the model wrote; empty if it wrote nothing.
-        output_token_ids: The generated tokens.
-        stop_reason: ``eos``, ``length``, ``stop``; ``error`` after an infrastructure error, ``refused`` for a prompt
-            that can never be served.
-        answer: What a grader took for the answer.
-        target: The right answer.
-        passed: Whether all required graders pass; None after an infrastructure error.
-        infra: None if nothing failed; else ``ended``, whether the trial ended in an infrastructure error, and
-            ``attempts``, each with ``kind`` (``refused`` for a prompt that can never be served) and ``message``.
-        ttft_ms: Milliseconds to the first token.
-        e2e_ms: Milliseconds to the last token.
-        n_prompt: Number of prompt tokens.
-        n_output: Number of generated tokens.
-    """
-
-    idx: int
-    task_id: str
-    trial: int
-    prompt_sha256: str
-    text: str
-    output_token_ids: list[int]
+    idx: int  # the task's place in the suite
+    task_id: str  # which task
+    trial: int  # number of the try, from 0
+    prompt_sha256: str  # digest of the prompt
+    text: str  # what the model wrote; empty if it wrote nothing
+    output_token_ids: list[int]  # the generated tokens
+    # ``eos``, ``length``, ``stop``; ``error`` after an infrastructure error, ``refused`` for a prompt that can never be
+    # served.
     stop_reason: str
-    answer: str | None
-    target: str
-    passed: bool | None
+    answer: str | None  # what a grader took for the answer
+    target: str  # the right answer
+    passed: bool | None  # whether all required graders pass; None after an infrastructure error
+    # None if nothing failed; else ``ended``, whether the trial ended in an infrastructure error, and ``attempts``, each
+    # with ``kind`` (``refused`` for a prompt that can never be served) and ``message``.
     infra: dict[str, Any] | None
-    ttft_ms: float | None
-    e2e_ms: float | None
-    n_prompt: int | None
-    n_output: int
+    ttft_ms: float | None  # milliseconds to the first token
+    e2e_ms: float | None  # milliseconds to the last token
+    n_prompt: int | None  # number of prompt tokens
+    n_output: int  # number of generated tokens
 
     @classmethod
     def of(cls, idx: int, task: Task, trial: Trial) -> "Prediction":
@@ -97,25 +81,15 @@ KEYS = tuple(field.name for field in fields(Prediction))
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The record of a run, which run.json holds.
+    """The record of a run, which run.json holds."""
 
-    Attributes:
-        format: FORMAT.
-        suite: Name, notes, reference score and digests of the suite.
-        config: The settings (RunConfig).
-        environment: What decides the tokens beside the prompts (``Backend.environment``).
-        sha256: Digest of suite, settings and environment: of all that decides the predictions.
-        totals: The totals (Summary), and whether the run is ``invalid``; None while it runs.
-        status: ``running`` or ``complete``.
-    """
-
-    format: int
-    suite: dict[str, Any]
-    config: dict[str, Any]
-    environment: dict[str, Any]
-    sha256: str
-    totals: dict[str, Any] | None = None
-    status: str = "running"
+    format: int  # FORMAT
+    suite: dict[str, Any]  # name, notes, reference score and digests of the suite
+    config: dict[str, Any]  # the settings (RunConfig)
+    environment: dict[str, Any]  # what decides the tokens beside the prompts (``Backend.environment``)
+    sha256: str  # digest of suite, settings and environment: of all that decides the predictions
+    totals: dict[str, Any] | None = None  # the totals (Summary), and whether the run is ``invalid``; None while it runs
+    status: str = "running"  # ``running`` or ``complete``
 
     @classmethod
     def of(cls, suite: dict[str, Any], config: RunConfig, environment: dict[str, Any]) -> "RunRecord":
@@ -292,8 +266,7 @@ def _whole_lines(file: BinaryIO, path: Path, prompts: dict[str, str]) -> dict[Pa
         if record.pair in done or prompts.get(record.task_id) != record.prompt_sha256:
             found = "it again" if record.pair in done else "a record of another run"
             raise EvalError(
-                f"line {number}: expected each trial of this run once, found {found}, in {partial}",
-                UNCHANGED,
+                f"line {number}: expected each trial of this run once, found {found}, in {partial}", UNCHANGED
             )
         done[record.pair] = record
     if whole != len(data):

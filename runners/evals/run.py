@@ -141,11 +141,7 @@ class _Runner:
         """What came of a trial; with what it left behind, for suites whose graders look at the product."""
         text, ids = completion.text or "", completion.token_ids
         extracted = extract_answer(text) if task.choices is None else choice_letter(text, len(task.choices))
-        state: dict[str, Any] = {
-            "text": text,
-            "extracted": extracted,
-            "tokens_digest": tokens_digest(completion.token_ids),
-        }
+        state: dict[str, Any] = {"text": text, "extracted": extracted, "tokens_digest": tokens_digest(ids)}
         if self._suite.product:
             contents = {path.name: path.read_bytes() for path in self._folder.path.iterdir() if path.is_file()}
             files = {name: {"bytes": len(data), "lines": data.count(b"\n")} for name, data in sorted(contents.items())}

@@ -56,38 +56,25 @@ def mcnemar(broken: int, fixed: int) -> float:
 
 
 class Rate(NamedTuple):
-    """Figures at one k; None where a figure is undefined.
+    """Figures at one k; None where a figure is undefined."""
 
-    Attributes:
-        k: Number of trials drawn.
-        tasks: How many tasks have k scored trials or more; the unbiased figures are means over them.
-        at_k: Unbiased pass@k.
-        hat_k: Unbiased pass^k.
-        plug_at_k: ``1 - (1 - p)^k`` of the mean rate p.
-        plug_hat_k: ``p^k`` of the mean rate p.
-    """
-
-    k: int
-    tasks: int
-    at_k: float | None
-    hat_k: float | None
-    plug_at_k: float | None
-    plug_hat_k: float | None
+    k: int  # number of trials drawn
+    tasks: int  # how many tasks have k scored trials or more; the unbiased figures are means over them
+    at_k: float | None  # unbiased pass@k
+    hat_k: float | None  # unbiased pass^k
+    plug_at_k: float | None  # ``1 - (1 - p)^k`` of the mean rate p
+    plug_hat_k: float | None  # ``p^k`` of the mean rate p
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Totals of a run.
+    """Totals of a run."""
 
-    Attributes:
-        results: (task id, passed) of every trial; None for a trial that ended in an infrastructure error.
-        thresholds: By task id, the share of scored trials that must pass for the task to count as solved; 1 by default.
-        trials: The trials themselves, if they are at hand.
-    """
-
+    # (task id, passed) of every trial; None for a trial that ended in an infrastructure error.
     results: list[tuple[str, bool | None]]
+    # By task id, the share of scored trials that must pass for the task to count as solved; 1 by default.
     thresholds: dict[str, float] = field(default_factory=dict)
-    trials: Sequence[Trial] = ()
+    trials: Sequence[Trial] = ()  # the trials themselves, if they are at hand
 
     @property
     def total(self) -> int:

@@ -125,17 +125,9 @@ def mmlu_pro(data: Path | None) -> Suite:
         prompt = item.get("prompt")
         if prompt is None:
             prompt = f"{shots.get(category, '')}{_mmlu_question(item)}{STEP_BY_STEP}"
-        name = f"mmlu-pro-{item.get('question_id', place)}"
-        tasks.append(
-            _task(
-                name,
-                prompt,
-                "choice_letter",
-                target=item["answer"],
-                choices=item.get("options"),
-                category=category or None,
-            )
-        )
+        name, choices = f"mmlu-pro-{item.get('question_id', place)}", item.get("options")
+        fields = {"target": item["answer"], "choices": choices, "category": category or None}
+        tasks.append(_task(name, prompt, "choice_letter", **fields))
     check_unique(tasks, files[0].name)
     return _suite("mmlu-pro", tasks, files, notes=notes)
 

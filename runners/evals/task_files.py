@@ -4,13 +4,13 @@
 """
 
 import json
-import os
 import re
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ling3export.artifacts.files import replace_file
 from ling3export.errors import Ling3Error
 from ling3export.runners.evals.graders import KINDS, grade
 from ling3export.runners.evals.tasks import FieldPath, Place, Predicates, Task, known, task_from
@@ -81,19 +81,16 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     Raises:
         EvalError: The file is something else.
     """
-    text = _text(path)
-    records: Any
+    text, records = _text(path), None
     try:
-        if path.suffix == ".jsonl":
-            records = [_parsed(line) for line in text.split("\n") if line.strip()]
-        else:
-            records = _parsed(text)
+        lined = path.suffix == ".jsonl"
+        records = [_parsed(line) for line in text.split("\n") if line.strip()] if lined else _parsed(text)
     except ValueError as error:
-        raise EvalError(f"file `{path.name}`: expected JSON, found {error}, in {path.parent}") from error
+        raise _refused(path, "JSON", error) from error
     if isinstance(records, dict) and set(records) == {"data"}:
         records = records["data"]
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        raise EvalError(f"file `{path.name}`: expected a list of objects, found something else, in {path.parent}")
+        raise _refused(path, "a list of objects", "something else")
     return records
 
 
@@ -113,13 +110,10 @@ def new_task(path: Path, *, force: bool = False) -> None:
     else:  # every JSON value is YAML, too
         lines = [f"  {name}: {json.dumps(each)}{COMMENTS.get(name, '')}\n" for name, each in task.items()]
         text = "".join(["task:\n", *lines])
-    try:
-        flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if force else os.O_EXCL)
-        with open(os.open(path, flags, 0o666), "w", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
+    if path.exists() and not force:
         hint = "choose another name, or replace it with --force"
-        raise EvalError(f"task file `{path.name}`: expected no such file, found one, in {path.parent}", hint) from error
+        raise EvalError(f"task file `{path.name}`: expected no such file, found one, in {path.parent}", hint)
+    replace_file(path, text.encode())
 
 
 def check_tasks(tasks: Sequence[Task]) -> list[str]:
@@ -181,11 +175,13 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise EvalError(
-            f"file `{path.name}`: expected a readable file, found {error.strerror}, in {path.parent}"
-        ) from error
+        raise _refused(path, "a readable file", error.strerror) from error
     except UnicodeDecodeError as error:
-        raise EvalError(f"file `{path.name}`: expected UTF-8, found {error}, in {path.parent}") from error
+        raise _refused(path, "UTF-8", error) from error
+
+
+def _refused(path: Path, expected: str, found: object) -> EvalError:
+    return EvalError(f"file `{path.name}`: expected {expected}, found {found}, in {path.parent}")
 
 
 def _parsed(text: str) -> Any:
@@ -209,7 +205,7 @@ def _yaml(text: str, path: Path) -> tuple[Any, LineOf]:
         document = None if root is None else loader.construct_document(root)
         document = _parsed(json.dumps(document, default=str))  # dates become texts
     except (yaml.YAMLError, ValueError) as error:
-        raise EvalError(f"task file `{path.name}`: expected YAML, found {' '.join(str(error).split())}") from error
+        raise _refused(path, "YAML", " ".join(str(error).split())) from error
 
     def line_of(field: FieldPath) -> int:
         node, line = root, 1
@@ -231,7 +227,7 @@ def _json(text: str, path: Path) -> tuple[Any, LineOf]:
     try:
         document = _parsed(text)
     except ValueError as error:
-        raise EvalError(f"task file `{path.name}`: expected JSON, found {error}, in {path.parent}") from error
+        raise _refused(path, "JSON", error) from error
 
     def line_of(field: FieldPath) -> int:
         lines = json_lines(text)

@@ -22,15 +22,9 @@ Predicates = Mapping[str, Callable[..., Any]]
 RECORDED = ("id", "suite", "input", "target", "choices", "category", "threshold", "graders")  # in tasks.jsonl
 PROMPTS = ("prompt", "messages", "prompt_ids", "message", "user_message")
 WORDS = {
-    str: "a text",
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    dict: "an object",
-    list: "a list",
-    list[str]: "a list of texts",
-    list[int]: "a list of token ids",
-}
+    str: "a text", bool: "true or false", int: "a whole number", float: "a number", dict: "an object",
+    list: "a list", list[str]: "a list of texts", list[int]: "a list of token ids",
+}  # fmt: skip
 # Fields of ``expected_outcome`` beside ``state_checks``: the grader that each stands for, and the argument that it is.
 SHORTHANDS = {
     "tool_calls_required": ("steps_required", "steps"),
@@ -46,15 +40,10 @@ def in_code(path: FieldPath) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a field stands. Its text ends a message: ``in tasks.yaml line 7``.
+    """Where a field stands. Its text ends a message: ``in tasks.yaml line 7``."""
 
-    Attributes:
-        path: The field's path in its document.
-        where: Says where a path stands.
-    """
-
-    path: FieldPath = ()
-    where: Callable[[FieldPath], str] = in_code
+    path: FieldPath = ()  # the field's path in its document
+    where: Callable[[FieldPath], str] = in_code  # says where a path stands
 
     def at(self, *parts: str | int) -> "Place":
         """The place of a field below this one."""
@@ -220,9 +209,8 @@ def _state_check(value: object, predicates: Predicates, place: Place) -> GraderS
         _check_arguments("state_check", fields, place)
         return GraderSpec("state_check", f"state_check {fields['path']}", fields)
     if len(fields) != 1:
-        raise EvalError(
-            f"state check: expected path:, or one predicate by name, found {listed(list(fields))}, {place}"
-        )  # fmt: skip
+        found = listed(list(fields))
+        raise EvalError(f"state check: expected path:, or one predicate by name, found {found}, {place}")
     name, arguments = next(iter(fields.items()))
     if name not in predicates:
         raise EvalError(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ling3export.artifacts.records import sha256_of, to_json
+from ling3export.artifacts.records import from_json, sha256_of, to_json
 from ling3export.artifacts.schema import Call, Executable, Memory, Mesh, Origin, Program, Requirements
 from ling3export.cache import keys
 from ling3export.cache.cells import Built, Cells, counts, opened, summary
@@ -182,7 +182,7 @@ def test_the_policies_of_cells(tmp_path):
 def test_a_compiling_process_is_told_how_the_cache_is_used(tmp_path):
     whole = plan()
     job = Job(whole.target, whole.geometry, CONFIG, tmp_path / "built", CacheUse("redo", tmp_path / "cache"))
-    assert Job.read(json.loads(json.dumps(job.record()))) == job
+    assert from_json(Job, json.loads(json.dumps(to_json(job)))) == job
 
 
 @pytest.mark.parametrize(

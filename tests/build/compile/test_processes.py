@@ -84,7 +84,7 @@ def test_a_child_does_not_outlive_a_parent_that_is_killed():
 
 def test_failures_go_through_the_pipe():
     failure = Failure.of(PlanError("too large", "lower it"))
-    assert failure == Failure("too large", "lower it", "PlanError") == Failure(**failure.record())
+    assert failure == Failure("too large", "lower it", "PlanError") == Failure(**vars(failure))
     assert Failure.of(KeyError("x")) == Failure("KeyError: 'x'")
 
 

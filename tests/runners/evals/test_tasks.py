@@ -81,7 +81,7 @@ def test_a_database_check_without_a_predicate_is_an_error(tmp_path):
         ("user_message:", "text:", "key `text`: expected one of prompt, .*, in t.yaml line 6"),
         ('id: "refund-processing-001"', "id: 7", "`id`: expected a text, found 7, in t.yaml line 2"),
         ("{max_turns: 10,", "{max_turns: ten,", "`max_turns`: expected a whole number, found 'ten', in t.yaml line 13"),
-        ("task:\n", "task: [\n", "task file `t.yaml`: expected YAML, found while parsing"),
+        ("task:\n", "task: [\n", "file `t.yaml`: expected YAML, found while parsing"),
     ],
 )  # fmt: skip
 def test_mistakes_in_yaml_are_named_with_their_line(tmp_path, old, new, message):
@@ -112,9 +112,9 @@ GOOD = {"id": "a", "input": {"prompt": "?"}, "graders": ["exact"], "target": "x"
         ({**GOOD, "input": {"prompt": "?", "message": "!"}}, "found prompt and message, in t.json line 3"),
         ({**GOOD, "input": {"prompt_ids": [1, "2"]}}, "expected a list of token ids, found '2', in t.json line 4"),
         ({"input": {"prompt": "?"}}, r"task `\?`: expected the field id, found none, in t.json line 1"),
-        ('{"id": NaN}', "task file `t.json`: expected JSON, found Out of range float values"),
-        (r'{"id": "\ud800"}', "task file `t.json`: expected JSON, found .* surrogates not allowed"),
-        ("[1, 2", "task file `t.json`: expected JSON, found Expecting"),
+        ('{"id": NaN}', "file `t.json`: expected JSON, found Out of range float values"),
+        (r'{"id": "\ud800"}', "file `t.json`: expected JSON, found .* surrogates not allowed"),
+        ("[1, 2", "file `t.json`: expected JSON, found Expecting"),
         ([{"question": "?", "answer": "1", "hint": "2"}], "key `hint`: expected one of answer, .* in t.json line 5"),
         ([{"question": "?"}], "problem: expected prompt or question, .*, found question, in t.json line 2"),
     ],
