@@ -1,8 +1,16 @@
 """Errors a user can act on. The command line prints the message and the hint, and exits with ``exit_code``."""
 
 
+def shown_whole(text: str) -> str:
+    """The text with an escape in place of each character that is not printable; lines stay lines."""
+    return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
+
+
 class Ling3Error(Exception):
     """A clear failure: ``what `name`: expected …, found …, where``, and an optional hint.
+
+    What a terminal would obey instead of showing it, such as an escape sequence in a name that was read, is written as
+    Python writes it in a literal.
 
     Args:
         message: What was expected, what was found, and where.
@@ -16,8 +24,8 @@ class Ling3Error(Exception):
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = shown_whole(message)
+        self.hint = None if hint is None else shown_whole(hint)
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"

@@ -58,6 +58,13 @@ def test_an_error_of_a_command_is_printed_with_its_hint():
     assert (told.exit_code, told.stdout, told.stderr) == (1, "", "error: x: expected y, found z\nhint: try w\n")
 
 
+def test_no_error_sends_an_escape_sequence_to_the_terminal():
+    """Names that were read from a checkpoint once did, and half a character could not be printed everywhere."""
+    error = Ling3Error("tensor `\x1b[31m\u202eé 正\ud800`: expected y,\nfound z", "try \x07w")
+    told = CliRunner().invoke(group_that(error), ["go"])
+    assert told.stderr == "error: tensor `\\x1b[31m\\u202eé 正\\ud800`: expected y,\nfound z\nhint: try \\x07w\n"
+
+
 def test_the_package_runs_as_a_module():
     done = subprocess.run([sys.executable, "-m", "ling3export", "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

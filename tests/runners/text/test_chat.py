@@ -1,12 +1,14 @@
 """Chat templates: the published one, where it may stand, what it sees, and clear errors for what is broken."""
 
 import json
+import sys
 
 import pytest
 
 from ling3export.artifacts.manifest import file_record
 from ling3export.checkpoint.synth_tokenizer import write_tokenizer
 from ling3export.errors import ArtifactError, RequestError
+from ling3export.runners.text import chat
 from ling3export.runners.text.chat import ChatTemplate
 from ling3export.runners.text.tokenizer import TokenizerFiles
 
@@ -109,6 +111,37 @@ def test_a_broken_template_is_a_clear_error(tmp_path, template, message):
         files(tmp_path, template).render_chat(HELLO)
     assert caught.value.message.startswith("chat template `tokenizer_config.json`: expected ")
     assert message in caught.value.message
+
+
+LOOP = "{% for i in range(9999) %}"
+ENDLESS = "no end within 0.2 s"
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        (f"{LOOP}{LOOP}{{% endfor %}}{{% endfor %}}", ENDLESS),
+        ("{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(99) }}", ENDLESS),
+        (f"{LOOP}{{{{ 'x' * 9999 }}}}{{% endfor %}}", "more than 100,000 characters"),
+        ("{{ 'ab' * 10 ** 11 }}", "a value of 200,000,000,000 elements"),
+        ("{{ 10 ** (10 ** 10) }}", "a power of 40,000,000,000 bits"),
+    ],
+)
+def test_a_template_that_takes_too_much_is_ended(tmp_path, monkeypatch, template, found):
+    """Nested loops once ran for hours, and a power of constants while the template was compiled."""
+    monkeypatch.setattr(chat, "SECONDS", 0.2)
+    monkeypatch.setattr(chat, "LARGEST", 100_000)
+    whole = files(tmp_path, template)
+    with pytest.raises(ArtifactError) as caught:
+        whole.render_chat(HELLO)
+    assert caught.value.message == f"chat template `tokenizer_config.json`: expected it to end, found {found}"
+    assert sys.gettrace() is None
+
+
+def test_a_template_without_memory_is_a_clear_error():
+    """A format may ask for any width; here for more than any machine has."""
+    with pytest.raises(ArtifactError, match=r"expected it to render messages, found (MemoryError|OverflowError)"):
+        chat.ChatTemplate("{{ messages[0].content | center(2 ** 62) }}", {}, "t").render(HELLO)
 
 
 def test_no_template_is_refused_by_name(tmp_path):
