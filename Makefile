@@ -1,5 +1,5 @@
 # Each target does its own set-up. A second run finds the stamp of the first and does none again.
-.PHONY: setup parity fmt lint types check test bench budgets demo smoke runner
+.PHONY: setup parity fmt lint types check test fuzz bench budgets demo smoke runner
 .NOTPARALLEL:
 BIN := .venv/bin
 
@@ -30,11 +30,15 @@ types: setup
 
 # What takes minutes or more than `setup` is marked: pyproject.toml says what the markers mean.
 check: lint types
-	$(BIN)/python -m pytest -m "not (build or jit or tpu or hosts or install or browser)" $(ARGS)
+	$(BIN)/python -m pytest -m "not (build or jit or tpu or hosts or install or browser or fuzz)" $(ARGS)
 
 # In two processes, which take whole files (tests/conftest.py says why): tracing uses one core alone.
 test: setup parity .venv/tests
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# Damaged input, more of it than the tests have: ARGS="--times 25 --seed 1", or a case that failed; --help says more.
+fuzz: setup
+	$(BIN)/python tests/fuzz $(ARGS)
 
 bench: setup
 	$(BIN)/python -m bench $(ARGS)

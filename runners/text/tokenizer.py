@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.manifest import read_checked
+from ling3export.artifacts.records import canonical
 from ling3export.artifacts.schema import FileRecord
 from ling3export.errors import ArtifactError, RequestError
 from ling3export.runners.text import chat
 from ling3export.runners.text.detokenize import TextStream
+from ling3export.strict_json import parse_json
 
 FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -187,7 +189,8 @@ class TokenizerFiles:
         if name not in self._records:
             return {}
         try:
-            value = json.loads(read_checked(self._folder, self._records[name]))
+            value = parse_json(read_checked(self._folder, self._records[name]))
+            canonical(value)  # no half of a character, which no token's name can hold
         except ValueError as error:
             raise ArtifactError(f"tokenizer file `{name}`: expected JSON, found {error}, in {self._folder}") from error
         return value if isinstance(value, dict) else {}

@@ -9,7 +9,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TARGETS = ["setup", "parity", "fmt", "lint", "types", "check", "test", "bench", "budgets", "demo", "smoke", "runner"]
+TARGETS = [
+    "setup",
+    "parity",
+    "fmt",
+    "lint",
+    "types",
+    "check",
+    "test",
+    "fuzz",
+    "bench",
+    "budgets",
+    "demo",
+    "smoke",
+    "runner",
+]
 ENVIRONMENTS = [".venv", ".venv-parity"]
 
 

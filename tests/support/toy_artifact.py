@@ -121,9 +121,10 @@ def build_toy(folder: Path, *, seed: int = 0, tokenizer: bool = True) -> Manifes
         weights = schema.Weights({file: 0}, writer.finish())
     weights.files[file] = (folder / file).stat().st_size
     (folder / "vectors").mkdir()
-    save_file({"logits.0": answer([1, 2], 1, seed)[1]}, folder / "vectors" / "expected.safetensors")
+    (token, _), logits = answer([1, 2], 2, seed)
+    save_file({"logits.0": logits}, folder / "vectors" / "expected.safetensors")
     vectors = schema.Vectors(
-        "the table", 0, schema.Margins(), (schema.Sequence((1, 2), 2, (1,), "logits.0"),),
+        "the table", 0, schema.Margins(), (schema.Sequence((1, 2, token), 2, (1, 2), "logits.0"),),
         file_record(folder, "vectors/expected.safetensors"),
     )  # fmt: skip
     records: tuple[schema.FileRecord, ...] = ()

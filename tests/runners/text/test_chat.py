@@ -144,6 +144,25 @@ def test_a_template_without_memory_is_a_clear_error():
         chat.ChatTemplate("{{ messages[0].content | center(2 ** 62) }}", {}, "t").render(HELLO)
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('{"eos_token": ' + "[" * 100_000, "more than 16 levels of objects and lists"),
+        (r'{"eos_token": "\ud800"}', "'utf-8' codec can't encode character"),
+        ('{"eos_token": 1e999}', "Out of range float values are not JSON compliant"),
+        ('{"eos_token": "a", "eos_token": "b"}', "a key that stands twice in one object"),
+        ("[", "Expecting value"),
+    ],
+)
+def test_a_broken_configuration_of_a_tokenizer_is_a_clear_error(tmp_path, text, found):
+    """A deep one once ended a start with a traceback, and half a character as the end of texts did."""
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    broken = TokenizerFiles(tmp_path, [file_record(tmp_path, "tokenizer_config.json")], [EOS])
+    with pytest.raises(ArtifactError) as caught:
+        broken.eos_token_ids()
+    assert caught.value.message.startswith(f"tokenizer file `tokenizer_config.json`: expected JSON, found {found}")
+
+
 def test_no_template_is_refused_by_name(tmp_path):
     records = files(tmp_path)
     records._records.pop("tokenizer_config.json")

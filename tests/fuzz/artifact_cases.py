@@ -1,0 +1,215 @@
+"""Damaged artifacts, on the toy: a manifest with right digests, tokenizer files, programs compiled beside it.
+
+Whatever is taken must answer the toy's prompts as numpy does.
+"""
+
+import contextlib
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from harness import Case, WrongResultError
+from ling3export.artifacts.manifest import MANIFEST, file_record, read_checked, read_manifest
+from ling3export.artifacts.records import sha256_of, to_json
+from ling3export.artifacts.schema import Executable
+from ling3export.report.inspect import describe
+from ling3export.runners.load import recompile
+from ling3export.runners.load.environment import prepare_cpu
+from ling3export.runners.text import chat
+from ling3export.runners.text.tokenizer import TokenizerFiles
+from ling3export.verify.measure import measure_target
+from ling3export.verify.verify import check_digests
+from manifests import changed_targets, sealed
+from mutations import json_text, mutated, mutated_bytes, spelled
+
+TEXT = "How many apples has the old man? \x00é😀 <|endoftext|> 12"
+MESSAGES = ({"role": "user", "content": "Hi <role>"}, {"role": "assistant", "content": "12"})
+LOOP = "{% for i in range(9999) %}"
+TEMPLATES = (
+    "{% for i in range(10 ** 9) %}x{% endfor %}",
+    f"{LOOP}{LOOP}{{% endfor %}}{{% endfor %}}",
+    f"{LOOP}{{{{ 'x' * 9999 }}}}{{% endfor %}}",
+    "{% set n = namespace(a=[]) %}" + LOOP + "{% set n.a = n.a + [n.a] %}{% endfor %}{{ n.a }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ 'a' * 10 ** 11 }}",
+    "{{ [messages] * 10 ** 11 }}",
+    "{{ 10 ** (10 ** 10) }}",
+    "{{ '%99999999999d' % 1 }}",
+    "{{ '{:99999999999}'.format(1) }}",
+    "{{ messages[0]['content'] | center(10 ** 11) }}",
+    "{{ messages | tojson(indent=10 ** 10) }}",
+    "{{ ''.__class__.__mro__ }}",
+    "{{ 'x'.format(1) ~ '{0.__class__}'.format(1) }}",
+    "{{ messages.append(1) }}",
+    "{% include 'x' %}",
+    "{{ raise_exception('\x1b[31mno') }}",
+    "{{ strftime_now('%Y' * 999) }}",
+    "{{ nothing.at.all }}",
+)
+
+
+@contextmanager
+def manifests(folder: Path) -> Iterator[Case]:
+    """A manifest whose digests are right: read, inspected, verified, and asked for two tokens."""
+    toy = toy_copy(folder)
+    original = json.loads((toy / MANIFEST).read_text())
+
+    def case(rng: Random) -> None:
+        look(_manifest(rng, original), measured=rng.random() < 0.2)
+
+    def look(data: bytes, measured: bool) -> None:
+        (toy / MANIFEST).write_bytes(data)
+        manifest = read_manifest(toy)
+        for text in (describe(manifest), describe(manifest, wide=True)):
+            if not all(line.isprintable() for line in text.split("\n")):
+                raise WrongResultError(f"inspect shows control characters: {text!r}")
+        json.dumps(to_json(manifest), allow_nan=False).encode()
+        check_digests(toy, manifest)
+        check_answers(toy)
+        if measured:
+            for name in manifest.targets:
+                measure_target(toy, name, manifest)
+
+    look(sealed(original), measured=True)
+    yield case
+
+
+@contextmanager
+def recompiled(folder: Path) -> Iterator[Case]:
+    """Programs that were compiled on this machine: their records with right digests, their bytes without."""
+    toy = toy_copy(folder)
+    from ling3export.runners.load.pjrt import recorded_mesh
+
+    (target,) = read_manifest(toy).targets.values()
+    mesh, files, small = recorded_mesh(target.mesh), {}, []
+    for cell in target.cells.values():  # the programs of the build: compiling them would take half a minute
+        key, raw = recompile.cache_key(cell.stablehlo.sha256, mesh), read_checked(toy, cell.exec)
+        compiled = raw, Executable(target.requires, target.mesh, cell.call)
+        recompile._store(recompile.cache_folder(toy), key, compiled, lambda text: None)
+        pair = sorted(recompile.cache_folder(toy).glob(f"{key}.*"))
+        files |= {path: path.read_bytes() for path in pair}
+        small += pair if cell.phase != "sample" else []  # a sampler takes four seconds to compile again
+    changed_targets(toy, lambda target: replace(target, requires=replace(target.requires, jaxlib="0.0.0")))
+    check_answers(toy, "allow-compile")
+    if files != {path: path.read_bytes() for path in recompile.cache_folder(toy).iterdir()}:
+        raise WrongResultError("programs were compiled again that were there")
+
+    def case(rng: Random) -> None:
+        path = rng.choice(small)
+        try:
+            if path.suffix == ".json" and rng.random() < 0.8:
+                tree = json.loads(files[path])
+                del tree["sha256"]
+                path.write_bytes(_digested(mutated(rng, tree)))
+            else:
+                path.write_bytes(mutated_bytes(rng, files[path]))
+            check_answers(toy, "allow-compile")
+        finally:
+            for name, data in files.items():
+                name.write_bytes(data)
+
+    yield case
+
+
+@contextmanager
+def tokenizers(folder: Path) -> Iterator[Case]:
+    """Files of a tokenizer, by right digests: ids, text, streams, and conversations."""
+    from ling3export.checkpoint.synth_tokenizer import write_tokenizer
+    from toy_artifact import EOS
+
+    chat.SECONDS = 0.3  # templates that never end are many
+    write_tokenizer(folder, EOS)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, 1], "pad_token_id": 0}))
+    files = {path: path.read_bytes() for path in folder.glob("*.json")}
+    template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
+    files[folder / "chat_template.jinja"] = template.encode()
+
+    def case(rng: Random) -> None:
+        changed = rng.choice(sorted(files))
+        for path, data in files.items():
+            path.write_bytes(_damaged(rng, data) if path == changed else data)
+        there = [path for path in files if path == changed or rng.random() < 0.7]
+        look([path.name for path in there])
+
+    def look(names: list[str]) -> None:
+        found = TokenizerFiles(folder, [file_record(folder, name) for name in names], (EOS,))
+        found.eos_token_ids()
+        if found.chats:
+            found.render_chat(MESSAGES)
+        if found.there:
+            tokenizer = found.tokenizer("text")
+            stream, ids = tokenizer.stream(["a", "é"]), tokenizer.encode(TEXT)
+            for token in (*ids[:20], 0, EOS, 2**31):
+                stream.push(token)
+            stream.finish()
+            tokenizer.decode(ids)
+            longest = tokenizer.longest
+            if longest is not None and len(TEXT.encode()) > longest * len(tokenizer.encode(TEXT, special=False)):
+                raise WrongResultError(f"{len(TEXT.encode())} bytes of text in {len(ids)} tokens of at most {longest}")
+
+    look([path.name for path in files if path.suffix == ".json"])
+    yield case
+
+
+def toy_copy(folder: Path) -> Path:
+    """The toy artifact, to be damaged, in a process whose jax has its devices."""
+    prepare_cpu(2)
+    from toy_artifact import shared
+
+    return Path(shutil.copytree(shared(), folder / "toy.ling3"))
+
+
+def check_answers(toy: Path, programs: str = "prebuilt-only") -> None:
+    """Loads the artifact, and compares its answers with numpy's."""
+    from ling3export.runners.engine.engine import Engine
+    from toy_artifact import PROMPTS, answer
+
+    with Engine(toy, programs=programs, report=lambda text: None) as engine:
+        found = [each.token_ids for each in engine.generate(PROMPTS, max_tokens=2, ignore_eos=True)]
+    if found != (wanted := [answer(prompt, 2)[0] for prompt in PROMPTS]):
+        raise WrongResultError(f"silently different tokens: {found} instead of {wanted}")
+
+
+def _manifest(rng: Random, original: dict[str, Any]) -> bytes:
+    """A damaged manifest, its digests made anew where it still has a place for them."""
+    tree = mutated(rng, original)
+    try:
+        text = sealed(tree)
+    except (ArithmeticError, AttributeError, KeyError, LookupError, TypeError, ValueError):
+        if not isinstance(tree, dict):
+            return json_text(tree)
+        text = (
+            json_text({**{key: value for key, value in tree.items() if key != "sha256"}, "sha256": "0" * 64}, 2) + b"\n"
+        )
+    text = spelled(text.decode(errors="surrogatepass")).encode(errors="surrogatepass")
+    covered, line, _ = text.rpartition(b'  "sha256": "')
+    if rng.random() < 0.05:
+        covered = mutated_bytes(rng, covered)
+    return covered + line + hashlib.sha256(covered).hexdigest().encode() + b'"\n}\n'
+
+
+def _digested(tree: Any) -> bytes:
+    """A record of the recompile cache with a digest of itself."""
+    with contextlib.suppress(ValueError, TypeError, AttributeError):
+        tree["sha256"] = sha256_of(tree)
+    return json_text(tree)
+
+
+def _damaged(rng: Random, data: bytes) -> bytes:
+    """JSON as a tree or as bytes, a template as bytes or another one."""
+    try:
+        tree = json.loads(data)
+    except ValueError:
+        return mutated_bytes(rng, data) if rng.random() < 0.5 else rng.choice(TEMPLATES).encode()
+    if rng.random() < 0.2:
+        return mutated_bytes(rng, data)
+    tree = mutated(rng, tree)
+    if isinstance(tree, dict) and "chat_template" in tree and rng.random() < 0.2:
+        tree["chat_template"] = rng.choice(TEMPLATES)
+    return json_text(tree)

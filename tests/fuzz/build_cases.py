@@ -1,0 +1,194 @@
+"""Damaged files of the build side: a checkpoint's config, index and shards, the build cache, a histogram of lengths."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from harness import Case, WrongResultError
+from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.records import sha256_of
+from ling3export.artifacts.schema import Origin, Program
+from ling3export.cache.cells import SUFFIXES, Built, Cells
+from ling3export.cache.cleanup import clean_up, status
+from ling3export.cache.explain import lookup
+from ling3export.cache.store import known_folder
+from ling3export.cache.use import CacheUse
+from ling3export.checkpoint.reader import INDEX, Checkpoint
+from ling3export.model.config import Config
+from ling3export.plan.options import Options
+from ling3export.plan.paddings import read_lengths
+from ling3export.plan.plan import make_plans
+from ling3export.pricing.pricing import config_of, priced
+from ling3export.pricing.text import described
+from ling3export.runners.load.environment import prepare_cpu
+from mutations import json_text, mutated, mutated_bytes
+from tiny import tiny_fields, tiny_weights, write_tiny
+
+SMALL = {"num_hidden_layers": 2, "layer_group_size": 2, "num_experts": 4, "n_group": 2, "topk_group": 2}
+OPTIONS = Options(paddings=(16, 32), decode_paddings=(4,), tp=2, max_running=4, page_size=16, context=128)
+
+
+@contextmanager
+def configs(folder: Path) -> Iterator[Case]:
+    """config.json: read, and the plan of what it takes."""
+    path, original = folder / "config.json", tiny_fields()
+
+    def case(rng: Random) -> None:
+        data = json_text(mutated(rng, original), 1)
+        path.write_bytes(mutated_bytes(rng, data) if rng.random() < 0.1 else data)
+        look()
+
+    def look() -> None:
+        printable(described(priced(config_of(path, ()), OPTIONS, [], None, ()), wide=True))
+
+    path.write_bytes(json_text(original))
+    look()
+    yield case
+
+
+@contextmanager
+def shards(folder: Path) -> Iterator[Case]:
+    """A safetensors file of a checkpoint: its header as JSON of the right length, or any of its bytes."""
+    path = next(_checkpoint(folder).glob("*00001-of*.safetensors"))
+    data = path.read_bytes()
+    size = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:size])
+
+    def case(rng: Random) -> None:
+        if rng.random() < 0.7:
+            text = json_text(mutated(rng, header))
+            path.write_bytes(len(text).to_bytes(8, "little") + text + data[size:])
+        else:
+            path.write_bytes(mutated_bytes(rng, data[: size + 64]) + data[size + 64 :])
+        read_checkpoint(folder)
+
+    read_checkpoint(folder)
+    yield case
+
+
+@contextmanager
+def indexes(folder: Path) -> Iterator[Case]:
+    """The index of a checkpoint; what it takes must be read as it was written."""
+    path = _checkpoint(folder) / INDEX
+    original, wanted = json.loads(path.read_text()), read_checkpoint(folder)
+
+    def case(rng: Random) -> None:
+        data = json_text(mutated(rng, original), 1)
+        path.write_bytes(mutated_bytes(rng, data) if rng.random() < 0.2 else data)
+        if (found := read_checkpoint(folder)) != wanted:
+            raise WrongResultError(f"weights of sum {found} instead of {wanted}")
+
+    yield case
+
+
+@contextmanager
+def caches(folder: Path) -> Iterator[Case]:
+    """An entry of the build cache, its key and digest right, or any file of the cache; used, counted and cleaned up."""
+    prepare_cpu(2)  # where the toy is not there yet
+    from toy_artifact import shared
+
+    toy, where, out = shared(), folder / "entries", folder / "out"
+    target = next(iter(read_manifest(toy).targets.values()))
+    record = target.cells["prefill@16"]
+    out.mkdir()
+    for file, suffix in zip(record.files, SUFFIXES, strict=True):
+        (out / f"prefill@16.{suffix}").write_bytes((toy / file.path).read_bytes())
+    config = Config.from_dict(tiny_fields())
+    (plan,) = make_plans(config, OPTIONS)
+    cell = next(each for each in plan.cells if each.name == "prefill@16")
+    fields = {name: value for name, value in vars(record).items() if name not in ("status", "stablehlo", "exec")}
+    program = Program(**fields | {"origin": Origin("compiler", "0" * 64, 1, 1)})
+    cells = Cells(CacheUse("on", where, explain=True), lambda text: None)
+    cells.keep(config, plan, cell, out, Built(program, target.requires, target.mesh))
+    files = {path: path.read_bytes() for path in where.rglob("*") if path.is_file()}
+    entry = next(path for path in files if path.suffix == ".json")
+    wanted = {suffix: (out / f"prefill@16.{suffix}").read_bytes() for suffix in SUFFIXES}
+
+    def case(rng: Random) -> None:
+        for path in where.rglob("*"):
+            if path.is_file():
+                path.unlink()
+        for path, data in files.items():
+            path.write_bytes(data)
+        path, data, name = entry, files[entry], entry
+        if rng.random() < 0.7:
+            data, name = _entry(mutated(rng, json.loads(data)), entry)
+            entry.unlink()
+        else:
+            path = name = rng.choice(sorted(files))
+            data = mutated_bytes(rng, files[path])
+        name.write_bytes(data)
+        look(name.stem)
+
+    def look(key: str) -> None:
+        known_folder(CacheUse("on", where))
+        status(where)
+        lookup(where, key if len(key) == 64 else "0" * 64)
+        opened = Cells(CacheUse("on", where, explain=True), lambda text: None)
+        if opened.fetch(config, plan, cell, out) is not None:
+            found = {suffix: (out / f"prefill@16.{suffix}").read_bytes() for suffix in SUFFIXES}
+            if found not in (wanted, dict(zip(SUFFIXES, reversed(list(wanted.values())), strict=True))):
+                raise WrongResultError("the cache gave other bytes")
+        status(where)
+        clean_up(where, max_bytes=1 << 20)
+
+    look(entry.stem)
+    yield case
+
+
+@contextmanager
+def lengths(folder: Path) -> Iterator[Case]:
+    """A histogram of requests: read, and what the runner would pad on it."""
+    path = folder / "lengths.jsonl"
+    config = config_of(_checkpoint(folder), ())
+    rows = [{"prompt_tokens": 17 * n, "output_tokens": 5 + n, "count": n} for n in range(1, 5)]
+
+    def case(rng: Random) -> None:
+        lines = [json_text(each) for each in rows]
+        at = rng.randrange(len(lines))
+        lines[at] = json_text(mutated(rng, rows[at], 1))
+        data = rng.choice((b"\n", b"\n", b"\r\n", b"\n\n")).join(lines)
+        path.write_bytes(mutated_bytes(rng, data) if rng.random() < 0.2 else data)
+        look()
+
+    def look() -> None:
+        printable(described(priced(config, OPTIONS, read_lengths(path), None, ()), wide=True))
+
+    path.write_bytes(b"\n".join(map(json_text, rows)))
+    look()
+    yield case
+
+
+def printable(text: str) -> None:
+    """Refuses what a terminal would not show as it stands."""
+    if not all(line.isprintable() for line in text.split("\n")):
+        raise WrongResultError(f"control characters: {text!r}")
+
+
+def read_checkpoint(folder: Path) -> float:
+    """Opens a checkpoint and reads every tensor; their sum."""
+    checkpoint = Checkpoint.open(folder)
+    checkpoint.digests()
+    with np.errstate(all="ignore"):
+        return sum(float(np.sum(checkpoint.tensor(name), dtype=np.float64)) for name in checkpoint._homes)
+
+
+def _checkpoint(folder: Path) -> Path:
+    fields = tiny_fields(**SMALL)
+    return write_tiny(folder, fields, tiny_weights(fields))
+
+
+def _entry(tree: Any, path: Path) -> tuple[bytes, Path]:
+    """A changed entry with a digest of itself, under the name that its fields have; as it is where it has no digest."""
+    try:
+        del tree["sha256"]
+        tree["sha256"] = sha256_of(tree)
+        path = path.with_name(f"{sha256_of(tree['fields'])}.json")
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    return json_text(tree), path

@@ -1,0 +1,151 @@
+"""Runs seeded cases in a process of their own, so that a crash ends that process and not the run.
+
+A target is a context manager that is given an empty folder and yields its case: a function of a ``Random`` that does
+one thing with damaged input. A case is fine if it returns, or raises an error of the project with a printable message.
+It fails with any other exception, with a crash of the process, after LIMIT seconds (more on a machine that is busy), or
+when it takes more than MEMORY.
+"""
+
+import faulthandler
+import importlib
+import os
+import random
+import resource
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ling3export.errors import Ling3Error
+from ling3export.processes import Child, Parent
+
+LIMIT = 10.0  # seconds of a case
+MEMORY = 4 << 30  # bytes of address space that cases may add to what the process has when it is ready
+Case = Callable[[random.Random], object]
+Target = Callable[[Path], AbstractContextManager[Case]]
+FAULT = "fault"  # the file in a target's folder that holds the stacks of a crash or a hang
+TABLE = "targets"  # the module whose TARGETS names every target
+
+
+class WrongResultError(Exception):
+    """Damaged input was taken, and what came of it is not right: other tokens, a dead server, an escape sequence."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A case that failed.
+
+    Attributes:
+        target: Of which target.
+        seed: The run's.
+        case: Its number.
+        kind: ``traceback``, ``wrong``, ``abort`` or ``hang``.
+        text: What was raised, or what the process said last.
+    """
+
+    target: str
+    seed: int
+    case: int
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        again = f"make fuzz ARGS='--target {self.target} --seed {self.seed} --case {self.case}'"
+        return f"{self.target}: seed {self.seed}, case {self.case}: {self.kind}\n{self.text}\nagain: {again}"
+
+
+@dataclass
+class Found:
+    """What a run of cases came to: how many were ``accepted`` and ``refused``, and those that failed."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+
+
+def run(target: str, cases: Sequence[int], seed: int = 0, table: str = TABLE, limit: float = LIMIT) -> Found:
+    """Runs cases of a target, each as if it were alone: its randomness follows from target, seed and number."""
+    found, left = Found(), list(cases)
+    while left:
+        with (
+            tempfile.TemporaryDirectory(prefix="ling3-fuzz-") as folder,
+            _worker(target, folder, table, limit) as child,
+        ):
+            while left:
+                case = left.pop(0)
+                child.send({"seed": f"{target} {seed} {case}"})
+                reply = child.receive()
+                if reply is None:
+                    text = f"{child.ended()[1]}\n{Path(folder, FAULT).read_text()[:6000]}"
+                    kind = "hang" if "\nTimeout (" in text else "abort"
+                else:
+                    kind, text = reply["kind"], reply["text"]
+                found.counts[kind] += 1
+                if kind not in ("accepted", "refused"):
+                    found.failures.append(Failure(target, seed, case, kind, text))
+                if reply is None:
+                    break
+            else:
+                child.send({"seed": None})  # it ends what it has started
+                child.receive()
+    return found
+
+
+@contextmanager
+def _worker(target: str, folder: str, table: str, limit: float) -> Iterator[Child]:
+    with Child("harness", {"LING3_CACHE": f"{folder}/cache"}) as child:
+        child.send({"table": table, "target": target, "folder": folder, "limit": limit})
+        if child.receive() is None:
+            raise RuntimeError(f"fuzz target `{target}`: expected it to start, found that it {child.ended()[1]}")
+        yield child
+
+
+def judged(case: Case, rng: random.Random) -> tuple[str, str]:
+    """How a case ended, and what is to be said of it."""
+    try:
+        case(rng)
+    except Ling3Error as error:
+        if all(line.isprintable() for line in str(error).split("\n")):
+            return "refused", ""
+        return "wrong", f"a message with control characters: {str(error)!r}"
+    except WrongResultError as error:
+        return "wrong", str(error)
+    except BaseException:  # panics of Rust libraries are no Exception
+        return "traceback", traceback.format_exc()[-4000:]
+    return "accepted", ""
+
+
+def patience(limit: float) -> float:
+    """Seconds until a case hangs: ``limit``, and as many times more as processes share a core at the moment."""
+    return limit * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def limit_memory() -> None:
+    """Bounds what this process may take beside what it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def main() -> None:
+    """Runs cases for the process that started this one."""
+    parent = Parent()
+    job = parent.receive()
+    target: Target = importlib.import_module(job["table"]).TARGETS[job["target"]][0]
+    folder = Path(job["folder"])
+    with open(folder / FAULT, "w") as fault, target(folder) as case:
+        faulthandler.enable(fault)
+        limit_memory()
+        parent.send({})
+        while (seed := parent.receive()["seed"]) is not None:
+            faulthandler.dump_traceback_later(patience(job["limit"]), exit=True, file=fault)
+            kind, text = judged(case, random.Random(seed))
+            faulthandler.cancel_dump_traceback_later()
+            parent.send({"kind": kind, "text": text})
+    parent.send({})
+
+
+if __name__ == "__main__":
+    importlib.import_module("harness").main()  # the one that targets import: its classes are theirs

@@ -1,0 +1,232 @@
+"""Damaged bytes on sockets: bodies and whole requests for a server, greetings for hosts that meet."""
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from artifact_cases import toy_copy
+from harness import MEMORY, Case, WrongResultError
+from ling3export.errors import Ling3Error
+from ling3export.processes import LOOPBACK, free_port
+from ling3export.runners.hosts.hosts import Hosts
+from ling3export.runners.hosts.rendezvous import HEAD, HELLO, PROTOCOL, WELCOME, meet
+from mutations import json_text, mutated, mutated_bytes
+from serving import RUNNER, Server
+
+WAIT = 8.0  # seconds for a response: less than a case may take
+HEARD: dict[Server, int] = {}  # characters of what a server said that a case has looked at
+PAUSE = 0.2  # seconds, after which a client that sent half a request says that there is no more
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+PART = {"type": "text", "text": "x"}
+ASKED = {"model": "toy", "max_tokens": 2, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
+    (COMPLETIONS, {**ASKED, "prompt": [1, 2, 3]}),
+    (COMPLETIONS, {**ASKED, "prompt": [[1, 2], [300]], "seed": 7}),
+    (COMPLETIONS, {**ASKED, "prompt": "How many", "stop": ["a"], "top_p": 0.5, "top_k": 3}),
+    (COMPLETIONS, {**ASKED, "prompt": ["a", "b"], "stream": True, "stream_options": {"include_usage": True}}),
+    (CHAT, {**ASKED, "messages": [{"role": "system", "content": "Hi"}, {"role": "user", "content": [PART, PART]}]}),
+)  # fmt: skip
+IDENTITY = {"artifact": "a" * 64, "target": "cpu-tp2", "overlap": True}
+
+
+@contextmanager
+def bodies(folder: Path) -> Iterator[Case]:
+    """JSON bodies in right requests, on a server that has to live on."""
+    with _server(folder) as server:
+
+        def case(rng: Random) -> None:
+            path, body = rng.choice(BODIES)
+            tree = mutated(rng, body)
+            data = json_text(tree)
+            data = mutated_bytes(rng, data) if rng.random() < 0.1 else data
+            status, found = _response(_exchange(server, _request(path, data)))
+            if status is None:
+                raise WrongResultError("a right request got no response")
+            if status == 200 and isinstance(tree, dict) and tree.get("temperature") == 0:
+                _check_choices(found, tree.get("prompt"))
+            _check_alive(server, rng)
+
+        yield case
+
+
+@contextmanager
+def requests(folder: Path) -> Iterator[Case]:
+    """Whole requests, their bytes damaged."""
+    with _server(folder) as server:
+
+        def case(rng: Random) -> None:
+            path, body = rng.choice(BODIES)
+            data = json.dumps(body).encode()
+            whole = rng.choice(
+                (_request(path, data), _chunked(path, data), _request("/health", b""), _request("/metrics", b""))
+            )
+            head = whole.index(b"\r\n\r\n") + 4 if rng.random() < 0.5 else len(whole)  # most bytes mean something there
+            whole = mutated_bytes(rng, whole[:head]) + whole[head:]
+            _response(_exchange(server, whole, PAUSE))
+            _check_alive(server, rng)
+
+        yield case
+
+
+@contextmanager
+def greetings(folder: Path) -> Iterator[Case]:
+    """Strangers call host 0 before the other host does; or a stranger answers in its place."""
+    hello = {"protocol": PROTOCOL, "host": 1, "hosts": 2, "identity": IDENTITY}
+
+    def case(rng: Random) -> None:
+        kind, tree = (HELLO, hello) if rng.random() < 0.7 else (WELCOME, {"port": 4711})
+        said = []
+        for _ in range(rng.randint(1, 3)):
+            text = json_text(mutated(rng, tree))
+            whole = HEAD.pack(rng.choice((kind, kind, kind, b"F", b"\xff")), len(text)) + text
+            said.append(mutated_bytes(rng, whole) if rng.random() < 0.3 else whole)
+        first, second = (Hosts(f"{LOOPBACK}:{free_port()}", 2, 0, 1.5) for _ in range(2))
+        second = Hosts(first.coordinator, 2, 1, 1.5)
+        calls = [lambda: meet(second, IDENTITY)]
+        calls.append((lambda: _answer(first, said[0])) if kind == WELCOME else lambda: meet(first, IDENTITY))
+        if kind == HELLO:
+            for each in said:
+                calls.append(lambda each=each: _call(first, each))
+        refused = [each for each in _together(calls) if isinstance(each, BaseException)]
+        for each in refused:
+            raise each
+
+    yield case
+
+
+@contextmanager
+def _server(folder: Path) -> Iterator[Server]:
+    """A server of the toy with bounded memory, which does not outlive this process."""
+    bounded = ("prlimit", f"--as={4 * MEMORY}", "setpriv", "--pdeathsig", "KILL", *RUNNER)
+    with Server(toy_copy(folder), "--max-requests", 8, "--max-body", 1 << 20, runner=bounded) as server:
+        _check_alive(server, None)
+        yield server
+
+
+def _request(path: str, data: bytes) -> bytes:
+    """A request whose head is right; the connection is closed behind the response."""
+    verb = "POST" if data else "GET"
+    lines = (
+        f"{verb} {path} HTTP/1.1",
+        "Host: 127.0.0.1",
+        "Content-Type: application/json",
+        f"Content-Length: {len(data)}",
+        "Connection: close",
+    )
+    return "\r\n".join((*lines, "", "")).encode() + data
+
+
+def _chunked(path: str, data: bytes) -> bytes:
+    """The same request, its body in two chunks."""
+    head = (
+        _request(path, data)
+        .partition(b"\r\n\r\n")[0]
+        .replace(f"Content-Length: {len(data)}".encode(), b"Transfer-Encoding: chunked")
+    )
+    parts = (data[:20], data[20:], b"")
+    return head + b"\r\n\r\n" + b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+
+
+def _exchange(server: Server, data: bytes, patience: float = WAIT) -> bytes:
+    """Sends bytes, and reads until the server closes; one that waits for more hears that there is no more."""
+    host, port = server.url.removeprefix("http://").split(":")
+    received = bytearray()
+    with socket.create_connection((host, int(port)), patience) as peer, suppress(ConnectionError):
+        for wait in (patience, WAIT):  # a server takes a client that says so at once for one that has left
+            try:
+                if not received and wait == patience:
+                    peer.sendall(data)
+                while part := peer.recv(1 << 16):
+                    received += part
+                return bytes(received)
+            except TimeoutError:
+                peer.shutdown(socket.SHUT_WR)
+                peer.settimeout(WAIT)
+        raise WrongResultError(f"no end of the response within {WAIT:g} s, after {bytes(received)[:200]!r}")
+    return bytes(received)
+
+
+def _response(data: bytes) -> tuple[int | None, Any]:
+    """Status and JSON of a response, None where the connection was closed without one."""
+    if not data:
+        return None, None
+    head, _, body = data.partition(b"\r\n\r\n")
+    words = head.split(b" ", 2)
+    if words[0] != b"HTTP/1.1" or len(words) < 3 or not words[1].isdigit():
+        raise WrongResultError(f"no HTTP: {data[:200]!r}")
+    status = int(words[1])
+    if status >= 500:
+        raise WrongResultError(f"status {status}: {data[:500]!r}")
+    with suppress(ValueError):
+        return status, json.loads(body)
+    return status, None
+
+
+def _check_choices(found: Any, prompt: Any) -> None:
+    """Compares the tokens of each answer to token ids with numpy's."""
+    from toy_artifact import answer
+
+    prompts = [prompt] if isinstance(prompt, list) and all(type(each) is int for each in prompt) else prompt
+    if not isinstance(found, dict) or not isinstance(prompts, list) or any(isinstance(each, str) for each in prompts):
+        return
+    for choice, ids in zip(found["choices"], prompts, strict=True):
+        if (tokens := choice.get("token_ids")) is not None and tokens != answer(ids, len(tokens))[0]:
+            raise WrongResultError(f"silently different tokens: {choice} for {ids}")
+
+
+def _check_alive(server: Server, rng: Random | None) -> None:
+    """Whether the server runs and has said nothing of an error; now and then, whether its answers are right."""
+    new = server.said()[HEARD.get(server, 0) :]
+    HEARD[server] = HEARD.get(server, 0) + len(new)
+    if server.process.poll() is not None or "Traceback" in new:
+        raise WrongResultError(f"the server said: {new[-4000:]}")
+    if rng is None or rng.random() < 0.02:
+        path, body = BODIES[0]
+        status, found = _response(_exchange(server, _request(path, json_text(body))))
+        if status != 200:
+            raise WrongResultError(f"status {status} for a right request")
+        _check_choices(found, body["prompt"])
+
+
+def _call(host: Hosts, data: bytes) -> None:
+    """Says something to host 0 as soon as it listens, and leaves."""
+    for _ in range(100):
+        with suppress(OSError), socket.create_connection(host.address, 1) as peer:
+            peer.sendall(data)
+            return
+
+
+def _answer(host: Hosts, data: bytes) -> None:
+    """Answers the next caller as host 0."""
+    with socket.create_server(host.address) as listener:
+        listener.settimeout(3)
+        with suppress(OSError):
+            peer, _ = listener.accept()
+            with peer:
+                peer.recv(1 << 16)
+                peer.sendall(data)
+
+
+def _together(calls: list[Callable[[], Any]]) -> list[Any]:
+    """What calls in threads return or raise."""
+    results: list[Any] = [None] * len(calls)
+
+    def work(place: int) -> None:
+        try:
+            results[place] = calls[place]()
+            for peer in (results[place] or ({}, 0))[0].values():
+                peer.close()
+        except BaseException as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=work, args=(place,), daemon=True) for place in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sorted(results, key=lambda each: isinstance(each, Ling3Error))  # what is no error of ours comes first

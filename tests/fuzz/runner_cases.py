@@ -1,0 +1,148 @@
+"""Damaged input of the runner: prompt files on a running engine, folders of evaluations, and task files."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+from artifact_cases import toy_copy
+from eval_fakes import FakeBackend, half, numbered
+from harness import Case, WrongResultError
+from ling3export.errors import Ling3Error
+from ling3export.runners.cli.prompts import line_names, read_prompts
+from ling3export.runners.evals import compare, export, report, task_files
+from ling3export.runners.evals import folder as folders
+from ling3export.runners.evals.run import run_suite
+from ling3export.runners.evals.suites import Suite
+from ling3export.runners.evals.trials import RunConfig
+from mutations import json_text, mutated, mutated_bytes
+
+LINES = (
+    {"prompt_ids": [1, 2, 3]}, {"prompt": "How many apples"}, {"prompt_ids": [300]},
+    {"messages": [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}]},
+)  # fmt: skip
+
+
+@contextmanager
+def prompts(folder: Path) -> Iterator[Case]:
+    """A prompt file: read, and completed by an engine that has to live on."""
+    toy, path = toy_copy(folder), folder / "prompts.jsonl"
+    from ling3export.runners.engine.engine import Engine
+    from toy_artifact import answer
+
+    with Engine(toy, report=lambda text: None) as engine:
+
+        def case(rng: Random) -> None:
+            lines = [json_text(each) for each in rng.sample(LINES, 3)]
+            lines[rng.randrange(3)] = json_text(mutated(rng, rng.choice(LINES), 2))
+            data = rng.choice((b"\n", b"\n", b"\r\n", b"\n\n")).join(lines)
+            path.write_bytes(mutated_bytes(rng, data) if rng.random() < 0.2 else data)
+            try:
+                look()
+            finally:
+                if engine.stopped is not None:
+                    raise WrongResultError(f"the engine ended: {engine.stopped}")
+
+        def look() -> None:
+            found = read_prompts(path)
+            names = line_names(path, len(found))
+            for done in engine.generate(found, max_tokens=2, ignore_eos=True, names=names):
+                if done.token_ids != answer(done.prompt_ids, len(done.token_ids))[0]:
+                    raise WrongResultError(f"silently different tokens: {done}")
+
+        path.write_bytes(b"\n".join(map(json_text, LINES)))
+        look()
+        yield case
+
+
+@contextmanager
+def evaluations(folder: Path) -> Iterator[Case]:
+    """The folder of a run, finished or not: read, compared, exported, reported, and gone on with."""
+    suite, config = Suite("s", numbered(4)), RunConfig(batch=2)
+    whole, begun, copy = folder / "whole", folder / "begun", folder / "copy"
+    run_suite(suite, FakeBackend(half), whole, config)
+    shutil.copytree(whole, begun)
+    (begun / folders.REPORT).unlink()
+    lines = (begun / folders.PREDICTIONS).read_bytes().split(b"\n")
+    (begun / folders.PARTIAL).write_bytes(b"\n".join(lines[:2]) + b"\n" + lines[2][:30])
+    (begun / folders.PREDICTIONS).unlink()
+
+    def case(rng: Random) -> None:
+        original = rng.choice((whole, begun))
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(original, copy)
+        path = rng.choice(sorted(path for path in copy.iterdir() if path.name != folders.REPORT))
+        path.write_bytes(_damaged(rng, path.read_bytes(), in_lines=path.name != folders.RUN))
+        refusals = []
+        for look in (read, compared, exported, resumed):
+            try:
+                look()
+            except Ling3Error as error:
+                refusals.append(error)
+        if refusals:
+            raise refusals[0]
+
+    def read() -> None:
+        records = folders.read_predictions(copy)
+        report.diagnose(records)
+
+    def compared() -> None:
+        compare.diff(whole, copy)
+        compare.diff(copy, whole)
+
+    def exported() -> None:
+        folders.json_line(export.inspect_log(copy))
+
+    def resumed() -> None:
+        if not (copy / folders.PREDICTIONS).exists():
+            done = run_suite(suite, FakeBackend(half), copy, config)
+            if done.total != 4:
+                raise WrongResultError(f"{done.total} trials of 4")
+
+    yield case
+
+
+@contextmanager
+def tasks(folder: Path) -> Iterator[Case]:
+    """A task file, JSON or YAML: read, and its tasks checked."""
+    made = folder / "made.json"
+    task_files.new_task(made)
+    task = json.loads(made.read_text())["task"]
+    problem = {"question": "2 + 3?", "answer": 5}
+    kinds = {"choices": ["a", "b"], "target": "A", "graders": [{"type": "choice"}], "threshold": 1}
+
+    def case(rng: Random) -> None:
+        tree = rng.choice(
+            (
+                {"task": task},
+                {"tasks": [task, {**task, "id": "b"}]},
+                [problem, problem],
+                {"data": [problem]},
+                {"task": task | kinds},
+            )
+        )
+        path = folder / rng.choice(("t.json", "t.yaml"))
+        data = json_text(mutated(rng, tree), rng.choice((None, 1)))
+        path.write_bytes(mutated_bytes(rng, data) if rng.random() < 0.3 else data)
+        look(path)
+
+    def look(path: Path) -> None:
+        task_files.check_tasks(task_files.load_tasks(path))
+
+    look(made)
+    yield case
+
+
+def _damaged(rng: Random, data: bytes, in_lines: bool) -> bytes:
+    """A JSON text, or one line of several, as a tree or as bytes."""
+    if rng.random() < 0.2:
+        return mutated_bytes(rng, data)
+    parts = data.split(b"\n") if in_lines else [data]
+    at = rng.randrange(max(1, len(parts) - 1))
+    try:
+        parts[at] = json_text(mutated(rng, json.loads(parts[at])))
+    except ValueError:
+        return mutated_bytes(rng, data)
+    return b"\n".join(parts)

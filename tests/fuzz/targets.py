@@ -1,0 +1,18 @@
+"""The targets by name, each with its number of cases in `make test`: more where a case is cheap."""
+
+import artifact_cases
+import build_cases
+import network_cases
+import runner_cases
+
+TARGETS = {
+    "manifest": (artifact_cases.manifests, 50),
+    "recompiled": (artifact_cases.recompiled, 15),
+    "tokenizer": (artifact_cases.tokenizers, 150),
+    "config": (build_cases.configs, 150),
+    "shard": (build_cases.shards, 200),
+    "index": (build_cases.indexes, 150),
+    "lengths": (build_cases.lengths, 150),
+    "prompts": (runner_cases.prompts, 150),
+    "body": (network_cases.bodies, 150),
+}
