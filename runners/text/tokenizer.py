@@ -34,7 +34,9 @@ class Tokenizer:
 
         try:
             self._tokenizer: tokenizers.Tokenizer = tokenizers.Tokenizer.from_str(data.decode())
-        except Exception as error:  # the library raises a plain Exception
+        except BaseException as error:  # the library raises a plain Exception, or panics, which is not even that
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ArtifactError(f"tokenizer `{where}`: expected one that `tokenizers` reads, found {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

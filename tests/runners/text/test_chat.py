@@ -163,6 +163,16 @@ def test_a_broken_configuration_of_a_tokenizer_is_a_clear_error(tmp_path, text, 
     assert caught.value.message.startswith(f"tokenizer file `tokenizer_config.json`: expected JSON, found {found}")
 
 
+def test_a_tokenizer_at_which_the_library_panics_is_a_clear_error(tmp_path):
+    """A prefix that is longer than what it is cut from; a panic is no Exception, and once passed every handler."""
+    write_tokenizer(tmp_path, EOS)
+    path = tmp_path / "tokenizer.json"
+    value = json.loads(path.read_text())
+    path.write_text(json.dumps(value | {"model": value["model"] | {"continuing_subword_prefix": "true"}}))
+    with pytest.raises(ArtifactError, match=r"expected one that `tokenizers` reads, found range end index"):
+        TokenizerFiles(tmp_path, [file_record(tmp_path, "tokenizer.json")], [EOS]).tokenizer("test")
+
+
 def test_no_template_is_refused_by_name(tmp_path):
     records = files(tmp_path)
     records._records.pop("tokenizer_config.json")
