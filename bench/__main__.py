@@ -113,11 +113,23 @@ def demo(artifact: Path) -> None:
 @click.option("--seconds", type=click.FloatRange(1), default=60, show_default=True)
 @click.option("--max-requests", type=click.IntRange(1), default=150, show_default=True, help="Of the server.")
 @click.option("--tp", default=1, show_default=True)
-def serve(checkpoint: Path | None, clients: int, seconds: float, max_requests: int, tp: int) -> None:
+@click.option("--faults", is_flag=True, help="Some prompts cannot fit, and some calls break off.")
+def serve(checkpoint: Path | None, clients: int, seconds: float, max_requests: int, tp: int, faults: bool) -> None:
     """A server under many clients at once: answers, 429, times; fails on anything else."""
     from bench.serve import main as run
 
-    run(checkpoint, clients, seconds, max_requests, tp)
+    run(checkpoint, clients, seconds, max_requests, tp, faults)
+
+
+@main.command("serve-gap")
+@click.option("--checkpoint", type=click.Path(path_type=Path, exists=True), help="[default: the demo checkpoint]")
+@click.option("--clients", type=click.IntRange(1), default=50, show_default=True)
+@click.option("--seconds", type=click.FloatRange(1), default=20, show_default=True, help="Of each phase.")
+def serve_gap(checkpoint: Path | None, clients: int, seconds: float) -> None:
+    """The longest gap of /health and of a stream while many send 4 MB that cannot fit, and while nobody does."""
+    from bench.serve_gap import main as run
+
+    run(checkpoint, clients, seconds)
 
 
 @main.command("all")

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,15 @@ from ling3export.artifacts.manifest import read_manifest
 LEAVES = 0.05  # of the clients' calls are left before their end
 STREAMS = 0.5  # are streams
 PAUSE = 0.2  # seconds that a client waits after 429
+FAULTS = 0.2  # of the calls have a fault, if any have: see Load
+OVERSIZE = 4_000_000  # bytes of a prompt that cannot fit
 
 
 class Load:
     """Clients that call again and again until the time is over.
+
+    A call with a fault has a prompt that cannot fit (400, or 503 where too many come), or breaks off within its headers
+    or its body (``dropped``).
 
     Attributes:
         answers: How many calls ended how: a status, ``left``, or the name of an error.
@@ -34,12 +41,13 @@ class Load:
         tokens: Generated for those that were answered whole.
     """
 
-    def __init__(self, url: str, model: str, vocabulary: int, until: float) -> None:
+    def __init__(self, url: str, model: str, vocabulary: int, until: float, faults: float = 0.0) -> None:
         self.answers: Counter[str] = Counter()
         self.seconds: list[float] = []
         self.first: list[float] = []
         self.tokens = 0
         self._url, self._model, self._vocabulary, self._until = url, model, vocabulary, until
+        self._faults = faults
 
     async def run(self, clients: int) -> None:
         """Runs them."""
@@ -55,7 +63,9 @@ class Load:
                 "stream": rng.random() < STREAMS,
             }  # fmt: skip
             try:
-                if ask["stream"] and rng.random() < LEAVES / STREAMS:
+                if rng.random() < self._faults:
+                    await self._fault(http, rng)
+                elif ask["stream"] and rng.random() < LEAVES / STREAMS:
                     await self._leave(http, ask)
                 else:
                     await self._ask(http, ask)
@@ -79,6 +89,20 @@ class Load:
             if ask["stream"]:
                 self.first.append(first)
 
+    async def _fault(self, http: httpx2.AsyncClient, rng: random.Random) -> None:
+        if rng.random() < 0.5:
+            ask = {"model": self._model, "prompt": "a" * OVERSIZE}
+            self.answers[str((await http.post(self._url, json=ask)).status_code)] += 1
+            return
+        address = httpx2.URL(self._url)
+        _, writer = await asyncio.open_connection(address.host, address.port)
+        request = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        request += b"Content-Length: 1000\r\n\r\n{"
+        writer.write(request[: rng.randrange(len(request) + 1)])
+        await asyncio.sleep(rng.random())
+        writer.close()
+        self.answers["dropped"] += 1
+
     async def _leave(self, http: httpx2.AsyncClient, ask: dict[str, Any]) -> None:
         async with http.stream("POST", self._url, json=ask) as answer:
             if answer.status_code == 200:
@@ -92,45 +116,57 @@ def quantile(values: list[float], share: float) -> float | None:
     return sorted(values)[math.ceil(share * len(values)) - 1] if values else None
 
 
-def measure(folder: Path, clients: int, seconds: float, max_requests: int) -> dict[str, Any]:
-    """Starts a server, loads it, and ends it."""
-    command = [sys.executable, "-m", "ling3export.runners.cli", "serve", str(folder), "--port", "0", "--model", "m"]
+@contextmanager
+def served(folder: Path, *options: object) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server of an artifact as the model ``m``, its address and its process; it ends with the block, in order."""
+    command = [sys.executable, "-m", "ling3export.runners.cli", "serve", folder, "--port", 0, "--model", "m", *options]
     environment = {name: value for name, value in os.environ.items() if name != "LING3_API_KEY"}
-    server = subprocess.Popen(
-        [*command, "--max-requests", str(max_requests)], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    server = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True, env=environment)
     try:
         assert server.stdout is not None
-        url = server.stdout.readline().strip()
+        yield server.stdout.readline().strip(), server
+    finally:
+        server.terminate()
+        server.wait(120)
+
+
+def counters(url: str) -> dict[str, str]:
+    """A server's metrics by name and labels."""
+    text = httpx2.get(f"{url}/metrics").text
+    return dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+
+
+def measure(folder: Path, clients: int, seconds: float, max_requests: int, faults: bool) -> dict[str, Any]:
+    """Starts a server, loads it, and ends it."""
+    with served(folder, "--max-requests", max_requests) as (url, server):
         vocabulary = read_manifest(folder).vocab_size
         say(f"{clients} clients for {seconds:g} s at {url}")
         started = time.perf_counter()
-        load = Load(f"{url}/v1/completions", "m", vocabulary, started + seconds)
+        load = Load(f"{url}/v1/completions", "m", vocabulary, started + seconds, FAULTS if faults else 0.0)
         asyncio.run(load.run(clients))
         took = time.perf_counter() - started
-        text = httpx2.get(f"{url}/metrics").text
-        metrics = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    finally:
-        server.terminate()
-        code = server.wait(120)
+        metrics = counters(url)
     return {
         "seconds": took, "answers": dict(load.answers), "tokens_per_second": load.tokens / took,
         "median_s": statistics.median(load.seconds), "p99_s": quantile(load.seconds, 0.99),
         "first_median_s": statistics.median(load.first), "first_p99_s": quantile(load.first, 0.99),
         "slots_free": [metrics["ling3_slots_free"], metrics["ling3_slots"]],
-        "pages_free": [metrics["ling3_pages_free"], metrics["ling3_pages"]], "exit_code": code,
+        "pages_free": [metrics["ling3_pages_free"], metrics["ling3_pages"]], "exit_code": server.returncode,
     }  # fmt: skip
 
 
-def main(given: Path | None, clients: int, seconds: float, max_requests: int, tp: int) -> dict[str, Any]:
+def main(
+    given: Path | None, clients: int, seconds: float, max_requests: int, tp: int, faults: bool
+) -> dict[str, Any]:  # fmt: skip
     """Measures, and prints.
 
     Raises:
-        SystemExit: A call got neither its answer nor 429.
+        SystemExit: A call got neither its answer nor 429 (nor, of those with faults, their refusal), or something is
+            still held at the end.
     """
     source = (given or DEMO).resolve()
     options = ["--paddings", "16,128,512", "--decode-paddings", "1,16,64", "--tp", tp]
-    found = measure(artifact(source, f"serve-tp{tp}", options), clients, seconds, max_requests)
+    found = measure(artifact(source, f"serve-tp{tp}", options), clients, seconds, max_requests, faults)
     result = {"benchmark": "serve", "machine": machine(), "tp": tp, "clients": clients, "max_requests": max_requests,
               **found}  # fmt: skip
     names = ("median_s", "p99_s", "first_median_s", "first_p99_s", "tokens_per_second")
@@ -140,6 +176,8 @@ def main(given: Path | None, clients: int, seconds: float, max_requests: int, tp
         [table(names, [[found[name] for name in names]])],
         result,
     )
-    if set(found["answers"]) - {"200", "429", "left"} or found["exit_code"]:
-        raise SystemExit("serve: expected answers and 429 alone, found others")
+    expected = {"200", "429", "left", *(("400", "503", "dropped") if faults else ())}
+    kept = all(free == every for free, every in (found["slots_free"], found["pages_free"]))
+    if set(found["answers"]) - expected or found["exit_code"] or not kept:
+        raise SystemExit("serve: expected answers and 429 alone, found others, or slots or pages that are not free")
     return result

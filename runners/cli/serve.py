@@ -16,6 +16,12 @@ from ling3export.runners.cli.options import PATH, Command, artifact_options, sec
     "Clients",
     click.option("--host", default="127.0.0.1", help="Address to listen at; by default only this machine's."),
     click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0 takes a free one."),
+    click.option(
+        "--allow-host",
+        multiple=True,
+        help="Name by which clients may call, beside this machine's; again for more.  [default: with --host of others, "
+        "any]",
+    ),
     click.option("--model", help="Name that clients ask for.  [default: the artifact's, without .ling3]"),
     click.option(
         "--api-key-file",
@@ -29,15 +35,21 @@ from ling3export.runners.cli.options import PATH, Command, artifact_options, sec
         "--max-requests", type=click.IntRange(1), default=256, help="Prompts at once, waiting ones too; more get 429."
     ),
     click.option("--max-body", type=click.IntRange(1), default=4 << 20, help="Bytes of a request; more get 413."),
+    click.option(
+        "--max-connections",
+        type=click.IntRange(1),
+        default=512,
+        help="Connections at once; one more ends the one that waits longest for its client, else gets 503.",
+    ),
     click.option("--grace", type=click.IntRange(0), default=30, help="Seconds that calls have to end after SIGTERM."),
     click.option("--restarts", type=click.IntRange(0), default=0, help="After failed steps, in ten minutes at most."),
 )
 @artifact_options
 @host_options
 def serve(
-    artifact: Path, host: str, port: int, model: str | None, api_key_file: Path | None, max_requests: int,
-    max_body: int, grace: int, restarts: int, target: str | None, programs: str, check: str,
-    step_timeout: float | None, place: dict[str, Any],
+    artifact: Path, host: str, port: int, allow_host: tuple[str, ...], model: str | None, api_key_file: Path | None,
+    max_requests: int, max_body: int, max_connections: int, grace: int, restarts: int, target: str | None,
+    programs: str, check: str, step_timeout: float | None, place: dict[str, Any],
 ) -> None:  # fmt: skip
     """Serve ARTIFACT over HTTP, in the shapes of OpenAI's API.
 
@@ -47,14 +59,15 @@ def serve(
     with announced(hosts):
         require("serve", "serve", "starlette", "uvicorn", "prometheus_client", "pydantic")
         from ling3export.runners.serve.app import Policy
-        from ling3export.runners.serve.run import api_key, bound
+        from ling3export.runners.serve.connection import Bounds
+        from ling3export.runners.serve.run import api_key, bound, own_names
         from ling3export.runners.serve.run import serve as run
 
         key = api_key(api_key_file)
         listener = bound(host, port)
     name = model or artifact.resolve().name.removesuffix(".ling3")
-    policy = Policy(name, key, max_requests, max_body)
+    policy = Policy(name, key, max_requests, max_body, own_names(listener, allow_host))
     run(
-        artifact, policy, listener, grace=grace, restarts=restarts, step_timeout=step_timeout, target=target,
-        programs=programs, check=check, hosts=hosts,
+        artifact, policy, listener, bounds=Bounds(max_connections), grace=grace, restarts=restarts,
+        step_timeout=step_timeout, target=target, programs=programs, check=check, hosts=hosts,
     )  # fmt: skip

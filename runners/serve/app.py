@@ -2,14 +2,15 @@
 
 import asyncio
 import hmac
-import json
+import re
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
@@ -21,13 +22,15 @@ from ling3export.runners.engine.handle import QueueFull, RequestFailed
 from ling3export.runners.serve import calls
 from ling3export.runners.serve.calls import Call
 from ling3export.runners.serve.metrics import Metrics
-from ling3export.runners.serve.responses import Answer, Stream, release, stopped, whole
+from ling3export.runners.serve.responses import Answer, Stream, event, refused, release, stopped, whole
 from ling3export.runners.serve.schema import ApiError, parse
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine
 
 HEALTH = "/health"
+SMALL = 1 << 16  # bytes of a body that is read at once
+BODIES = 16  # of the largest size may be held at once, beside small ones
 LEFT = 499  # the status for a client that left: only the metrics show it
 
 
@@ -40,12 +43,14 @@ class Policy:
         api_key: Bearer token that every call but /health needs; None if calls need none.
         max_requests: Most prompts at once, those that wait included. The engine must be made with the same number.
         max_body: Most bytes of a request's body.
+        hosts: Names that a call's `Host` may have, without the port; None if it may have any.
     """
 
     model: str
     api_key: str | None
     max_requests: int
     max_body: int
+    hosts: frozenset[str] | None = None
 
 
 def application(engine: "Engine", policy: Policy) -> ASGIApp:
@@ -62,7 +67,7 @@ def application(engine: "Engine", policy: Policy) -> ASGIApp:
     paths = frozenset(route.path for route in routes)
     return Starlette(
         routes=routes,
-        middleware=[Middleware(_Front, server.counters, paths, policy.api_key)],
+        middleware=[Middleware(_Front, server.counters, paths, policy)],
         exception_handlers={
             ApiError: _handler(lambda request, error: error),
             QueueFull: _handler(_full),
@@ -81,17 +86,19 @@ class _Server:
         self._engine = engine
         self._policy = policy
         self._since = int(time.time())
+        self._held = 0  # bytes of large bodies that are being received or read
+        self._readers = ThreadPoolExecutor(2, "ling3-read")
+        self._slow_readers = ThreadPoolExecutor(1, "ling3-read-large")
         self.counters = Metrics(engine)
 
     async def completions(self, request: Request) -> Response:
-        body, policy = await self._body(request), self._policy
+        policy = self._policy
         return await self._answer(
-            request, partial(calls.completions, body, self._engine, policy.model, policy.max_requests)
+            request, lambda body: calls.completions(body, self._engine, policy.model, policy.max_requests)
         )
 
     async def chat(self, request: Request) -> Response:
-        body = await self._body(request)
-        return await self._answer(request, partial(calls.chat, body, self._engine, self._policy.model))
+        return await self._answer(request, lambda body: calls.chat(body, self._engine, self._policy.model))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -110,9 +117,8 @@ class _Server:
     async def metrics(self, request: Request) -> Response:
         return Response(self.counters.text(), media_type="text/plain; version=0.0.4")
 
-    async def _answer(self, request: Request, read: Callable[[], Call]) -> Response:
-        # In a thread: the event loop must not wait while long texts are tokenized.
-        call = await asyncio.to_thread(read)
+    async def _answer(self, request: Request, read: Callable[[dict[str, Any]], Call]) -> Response:
+        call = await self._call(request, read)
         handles = self._engine.submit(*call.requests)
         answer = Answer(call, self._policy.model)
         if call.stream:
@@ -125,27 +131,38 @@ class _Server:
             self.counters.ended(completion)
         return JSONResponse(answer.whole(completions))
 
-    async def _body(self, request: Request) -> dict[str, Any]:
-        """The JSON object that a request carries, if it is small enough."""
+    async def _call(self, request: Request, read: Callable[[dict[str, Any]], Call]) -> Call:
+        """What a request asks for: its body is received, and read in one of a few threads.
+
+        Not in the event loop, which must not wait while long texts are tokenized; and not in a thread each, since many
+        large bodies at once would leave nobody else any time or memory. Small ones wait for no large one.
+        """
         kind = request.headers.get("content-type", "none").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(
                 415, f"`Content-Type`: expected application/json, found {kind[:100]}", code="unsupported_media_type"
             )
         most = self._policy.max_body
-        data = bytearray()
         # The header is looked at first, so that a body that is too large is not even received.
         claimed = request.headers.get("content-length", "0")
-        size = int(claimed) if claimed.isdecimal() else 0
-        if size <= most:
+        if claimed.isdecimal() and int(claimed) > most:
+            raise _too_large(most, int(claimed))
+        data, held = bytearray(), 0
+        try:
             async for chunk in request.stream():
                 data += chunk
-                size = max(size, len(data))
-                if size > most:
-                    break
-        if size > most:
-            raise ApiError(413, f"body: expected at most {most} bytes, found {size} or more", code="body_too_large")
-        return parse(bytes(data))
+                if len(data) > most:
+                    raise _too_large(most, len(data))
+                if len(data) > SMALL:
+                    self._held += len(data) - held
+                    held = len(data)
+                    if self._held > BODIES * most:
+                        found = f"expected at most {BODIES * most} bytes of them at once, found more"
+                        raise ApiError(503, f"bodies: {found}", code="busy", headers={"Retry-After": "1"})
+            readers = self._readers if len(data) <= SMALL else self._slow_readers
+            return await asyncio.get_running_loop().run_in_executor(readers, lambda: read(parse(bytes(data))))
+        finally:
+            self._held -= held
 
     def _model(self) -> dict[str, Any]:
         return {
@@ -155,44 +172,82 @@ class _Server:
 
 
 class _Front:
-    """Counts responses by route and status, and refuses calls without the bearer token.
+    """Counts responses by route and status, and refuses calls for what their headers say.
 
     Paths that are no routes count as ``other``: clients choose them, without a bound.
     """
 
-    def __init__(self, app: ASGIApp, counters: Metrics, paths: frozenset[str], key: str | None) -> None:
+    def __init__(self, app: ASGIApp, counters: Metrics, paths: frozenset[str], policy: Policy) -> None:
         self._app = app
         self._counters = counters
         self._paths = paths
-        self._wanted = None if key is None else b"Bearer " + key.encode()
+        self._policy = policy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun: Message | None = None
+
         async def counted(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = message
                 path = scope["path"] if scope["path"] in self._paths else "other"
                 self._counters.responded(path, message["status"])
             await send(message)
 
-        app = self._app
-        if scope["type"] == "http" and self._wanted is not None and scope["path"] != HEALTH:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            # In constant time: how long a comparison takes must not tell how much of a guess is right.
-            if not hmac.compare_digest(given, self._wanted):
-                found = "another" if given else "none"
-                message = f"`Authorization`: expected `Bearer KEY` with this server's key, found {found}"
-                headers = {"WWW-Authenticate": "Bearer"}
-                app = _response(ApiError(401, message, code="invalid_api_key", headers=headers))
-        await app(scope, receive, counted if scope["type"] == "http" else send)
+        headers = Headers(scope=scope)
+        error = _misframed(scope, headers) or self._misdirected(headers) or self._unknown(scope, headers)
+        try:
+            await (self._app if error is None else refused(error))(scope, receive, counted)
+        except asyncio.CancelledError:  # so uvicorn ends what runs when the grace is over
+            over = ApiError(503, "server: expected the call to end before the server, found it running", code="ending")
+            if begun is None:
+                await refused(over)(scope, receive, counted)
+            else:  # a stream: nothing else takes time between its start and its end
+                await send({"type": "http.response.body", "body": event(over.body()).encode()})
+
+    def _misdirected(self, headers: Headers) -> ApiError | None:
+        """The refusal of a name that is not this server's.
+
+        A page of any site may have its own name lead to this machine, and its scripts call a server here under it.
+        """
+        hosts, host = self._policy.hosts, headers.get("host")
+        if hosts is None or host is None or re.sub(r":\d*$", "", host).lower() in hosts:
+            return None
+        wanted = f"one of {', '.join(sorted(hosts))}"
+        return ApiError(421, f"`Host`: expected {wanted}, found {host[:100]}: see --allow-host", code="unknown_host")
+
+    def _unknown(self, scope: Scope, headers: Headers) -> ApiError | None:
+        """The refusal of a call without the key."""
+        key = self._policy.api_key
+        if key is None or scope["path"] == HEALTH:
+            return None
+        header = headers.get("authorization", "")
+        scheme, _, given = header.partition(" ")
+        # In constant time: how long a comparison takes must not tell how much of a guess is right.
+        if hmac.compare_digest(given.strip().encode(), key.encode()) and scheme.lower() == "bearer":
+            return None
+        message = (
+            f"`Authorization`: expected `Bearer KEY` with this server's key, found {'another' if header else 'none'}"
+        )
+        return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-def _response(error: ApiError) -> Response:
-    # JSONResponse would fail here: a message may repeat half a character of the client's, which has no UTF-8 form.
-    return Response(json.dumps(error.body()), error.status, error.headers, "application/json")
+def _misframed(scope: Scope, headers: Headers) -> ApiError | None:
+    """The refusal of a request whose end others may see elsewhere (RFC 9112, 6.1); nothing behind it is read."""
+    if "transfer-encoding" not in headers or ("content-length" not in headers and scope["http_version"] != "1.0"):
+        return None
+    beside = "`Content-Length` beside it" if "content-length" in headers else "HTTP/1.0"
+    message = f"`Transfer-Encoding`: expected it alone and in HTTP/1.1, found {beside}"
+    return ApiError(400, message, code="invalid_http", headers={"Connection": "close"})
+
+
+def _too_large(most: int, size: int) -> ApiError:
+    return ApiError(413, f"body: expected at most {most} bytes, found {size} or more", code="body_too_large")
 
 
 def _handler(make: Callable[[Request, Any], ApiError]) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def handle(request: Request, error: Exception) -> Response:
-        return _response(make(request, error))
+        return refused(make(request, error))
 
     return handle
 

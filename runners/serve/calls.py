@@ -46,10 +46,9 @@ def completions(body: dict[str, Any], engine: "Engine", model: str, most: int) -
         ApiError: The call can never be served.
         QueueFull: The engine has no room for the call now.
     """
+    _check_lengths(body.get("prompt"), most, engine.limits.context)
     asked = checked(CompletionsBody, body, model)
     prompts = asked.prompts
-    if len(prompts) > most:
-        raise refusal("prompt", f"at most {most} prompts", str(len(prompts)))
     if isinstance(prompts[0], str) and not engine.files.there:
         raise refusal("prompt", "token ids", "text: this model has no tokenizer", "no_tokenizer")
     return _call(asked, engine, prompts, chat=False)
@@ -62,11 +61,14 @@ def chat(body: dict[str, Any], engine: "Engine", model: str) -> Call:
         ApiError: The call can never be served.
         QueueFull: The engine has no room for the call now.
     """
+    messages, context = body.get("messages"), engine.limits.context
+    if isinstance(messages, list) and len(messages) > context:
+        raise refusal("messages", f"at most {context} messages", str(len(messages)))
     asked = checked(ChatBody, body, model)
     if not engine.files.there or not engine.files.chats:
         raise refusal("messages", "a model with a chat template", "none: use /v1/completions", "no_chat_template")
-    messages = [message.model_dump(exclude_none=True) for message in asked.messages]
-    return _call(asked, engine, [messages], chat=True)
+    conversation = [message.model_dump(exclude_none=True) for message in asked.messages]
+    return _call(asked, engine, [conversation], chat=True)
 
 
 def _call(asked: Body, engine: "Engine", prompts: "list[Prompt]", *, chat: bool) -> Call:
@@ -92,6 +94,18 @@ def _call(asked: Body, engine: "Engine", prompts: "list[Prompt]", *, chat: bool)
         requests.append(request)
     usage = asked.stream_options is not None and asked.stream_options.include_usage
     return Call(requests, chat, asked.stream, usage, asked.return_token_ids or not engine.files.there)
+
+
+def _check_lengths(prompt: object, most: int, context: int) -> None:
+    """Refuses lists that can never fit before anybody looks at all that is in them."""
+    if not isinstance(prompt, list) or not prompt:
+        return
+    lists = [prompt] if type(prompt[0]) is int else prompt
+    if len(lists) > most:
+        raise refusal("prompt", f"at most {most} prompts", str(len(lists)))
+    longest = max(len(ids) for ids in lists if isinstance(ids, list)) if isinstance(lists[0], list) else 0
+    if longest > context:
+        raise refusal("prompt", f"at most {context} token ids", str(longest))
 
 
 def _room(engine: "Engine", length: int) -> int:

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import ClientDisconnect
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ling3export.runners.engine.handle import (
@@ -41,6 +41,12 @@ def stopped(error: RequestFailed, *, log: bool = True) -> ApiError:
     if isinstance(error, HostGone):
         return ApiError(503, "engine: expected every host to run, found one gone: the server ends", code="host_gone")
     return ApiError(503, "engine: expected it running, found it stopped", code="engine_stopped")
+
+
+def refused(error: ApiError) -> Response:
+    """The response that refuses a request."""
+    # JSONResponse would fail here: a message may repeat half a character of the client's, which has no UTF-8 form.
+    return Response(json.dumps(error.body()), error.status, error.headers, "application/json")
 
 
 async def whole(handles: Sequence[RequestHandle], receive: Receive) -> list[Completion]:
@@ -165,7 +171,7 @@ async def events(handles: Sequence[RequestHandle], answer: Answer, metrics: Metr
     done: dict[int, Completion] = {}
     for index in range(len(handles)):
         if (first := answer.first(index)) is not None:
-            yield _event(first)
+            yield event(first)
     try:
         async with aclosing(merged(handles)) as pieces:
             async for index, piece in pieces:
@@ -173,12 +179,12 @@ async def events(handles: Sequence[RequestHandle], answer: Answer, metrics: Metr
                     done[index] = piece.completion
                     metrics.ended(piece.completion)
                 for chunk in answer.piece(index, piece):
-                    yield _event(chunk)
+                    yield event(chunk)
     except RequestFailed as error:
-        yield _event(stopped(error).body())
+        yield event(stopped(error).body())
         return
     if (counts := answer.counts(list(done.values()))) is not None:
-        yield _event(counts)
+        yield event(counts)
     yield "data: [DONE]\n\n"
 
 
@@ -219,5 +225,6 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-def _event(data: dict[str, Any]) -> str:
+def event(data: dict[str, Any]) -> str:
+    """A server-sent event."""
     return f"data: {json.dumps(data)}\n\n"

@@ -2,26 +2,36 @@
 
 import logging
 import os
+import resource
 import signal
 import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from ling3export.errors import Ling3Error
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.hosts.hosts import Hosts
+from ling3export.runners.hosts.service import is_loopback
 from ling3export.runners.load.loader import say
 from ling3export.runners.serve.app import Policy, application
+from ling3export.runners.serve.connection import Bounds, Connection
 from ling3export.runners.serve.supervisor import supervised
 
 LINGER = 5.0  # seconds that the server still answers when another host is gone, so that clients hear why
-LOOPBACK = ("127.0.0.1", "::1")
+BACKLOG = 512  # connections that the system keeps until they are taken
+TURN = 16  # of them are taken at once
+SPARE = 64  # files beside connections that a server may open, connections that were just taken or ended among them
 
 
 def serve(
-    artifact: Path, policy: Policy, listener: socket.socket, *, grace: int, target: str | None, programs: str,
-    check: str, hosts: Hosts | None = None, restarts: int = 0, step_timeout: float | None = None,
+    artifact: Path, policy: Policy, listener: socket.socket, *, bounds: Bounds, grace: int, target: str | None,
+    programs: str, check: str, hosts: Hosts | None = None, restarts: int = 0, step_timeout: float | None = None,
 ) -> None:  # fmt: skip
     """Serves at the address of ``listener`` (``bound``) until SIGTERM or SIGINT; prints it once clients may connect.
 
@@ -31,7 +41,8 @@ def serve(
     After a failed step the engine is restarted, up to ``restarts`` times in ten minutes. A call of the devices that
     takes longer than ``step_timeout`` seconds stops the engine.
 
-    At the signal it takes no new connections; calls that run have ``grace`` seconds to end, then they are cancelled.
+    At the signal it takes no new connections; calls that run have ``grace`` seconds to end, then they are cancelled,
+    and their clients get an error.
 
     Raises:
         Ling3Error: The artifact cannot be loaded.
@@ -50,21 +61,56 @@ def serve(
             engine.files.tokenizer("text in")
             say(f"serve: {'a' if engine.files.chats else 'no'} chat template")
         host = listener.getsockname()[0]
-        if host not in LOOPBACK and policy.api_key is None:
+        if not is_loopback(host) and policy.api_key is None:
             say(f"serve: {host} may be reached by other machines, and no key is asked for: see --api-key-file")
-        config = uvicorn.Config(
-            application(engine, policy), log_config=None, access_log=False, server_header=False, lifespan="off",
-            timeout_graceful_shutdown=grace, ws="none",
-        )  # fmt: skip
-        server = uvicorn.Server(config)
+        server = http_server(application(engine, policy), affordable(bounds), grace)
         # These handlers take a signal that comes before uvicorn sets its own handlers, and the one that uvicorn raises
         # again after its end, when the engine has still to end.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(server, "should_exit", True))
-        listener.listen(config.backlog)
+        listener.listen(BACKLOG)
         print(address(listener), flush=True)
         server.run(sockets=[listener])
         say("serve: ended")
+
+
+def http_server(app: ASGIApp, bounds: Bounds, grace: float) -> uvicorn.Server:
+    """A server of ``app`` that holds its clients to ``bounds``, and ends as ``serve`` says."""
+    # The same event loop and the same parser wherever it runs: uvicorn would take others where they are installed.
+    config = uvicorn.Config(
+        app, http=cast("type[Connection]", partial(Connection, bounds)), loop="asyncio", ws="none", lifespan="off",
+        backlog=TURN, timeout_keep_alive=bounds.idle, timeout_graceful_shutdown=cast("int", grace), log_config=None,
+        access_log=False, server_header=False,
+    )  # fmt: skip
+    return _Server(config)
+
+
+class _Server(uvicorn.Server):
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # asyncio lets as many wait as it takes in one turn
+
+
+def affordable(bounds: Bounds) -> Bounds:
+    """``bounds`` with no more connections than this process may still open files."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd")) - SPARE
+    if bounds.connections <= most:
+        return bounds
+    most = max(most, TURN)
+    say(f"serve: {most} connections at once instead of {bounds.connections}: few files may be open (ulimit -n)")
+    return replace(bounds, connections=most)
+
+
+def own_names(listener: socket.socket, more: Sequence[str]) -> frozenset[str] | None:
+    """The names by which clients may call a server: ``more``, and those of this machine where it listens there only.
+
+    None, which is any, where others can reach it and no names are given.
+    """
+    host = listener.getsockname()[0]
+    if not is_loopback(host):
+        return frozenset(name.lower() for name in more) or None
+    return frozenset({"localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host, *map(str.lower, more)})
 
 
 def bound(host: str, port: int) -> socket.socket:

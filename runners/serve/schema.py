@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 STOPS, STOP_LENGTH = 16, 1000
 SHOWN = 60  # characters of a wrong value that a message repeats
+QUICK = 1 << 18  # bytes of JSON that the decoder in C reads within milliseconds, whatever they are
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 # Fields of OpenAI's API that this server does not implement, and the values under which they ask for nothing.
@@ -246,6 +247,14 @@ class ChatBody(Body):
     ]
 
 
+class _Decoder(json.JSONDecoder):
+    """The decoder in Python, which takes longer than that in C, and lets other threads run meanwhile."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
+
+
 def parse(data: bytes) -> dict[str, Any]:
     """The JSON object of a body.
 
@@ -256,8 +265,9 @@ def parse(data: bytes) -> dict[str, Any]:
     def refuse(word: str) -> float:
         raise ValueError(f"{word}, which is no JSON")
 
+    decoder = json.JSONDecoder if len(data) <= QUICK else _Decoder
     try:
-        body = json.loads(data.decode(), parse_constant=refuse)
+        body = json.loads(data.decode(), cls=decoder, parse_constant=refuse)
     except RecursionError:
         raise ApiError(400, "body: expected JSON, found it nested too deeply", code="invalid_json") from None
     except ValueError as error:  # also for bytes that are no UTF-8, and for numbers of thousands of digits

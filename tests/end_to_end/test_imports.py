@@ -27,7 +27,7 @@ PACKAGES = {
     "runners.ffn": {"numpy"},
     "runners.hosts": {"jax"},
     "runners.load": {"flatbuffers", "jax", "jaxlib", "ml_dtypes", "numpy"},
-    "runners.serve": {"prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"},
+    "runners.serve": {"h11", "prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"},
     "runners.text": {"jinja2", "tokenizers"},
     "savedmodel": {"jax", "jaxlib", "numpy", "orbax", "tensorflow"},
     "verify": {"numpy", "safetensors"},
