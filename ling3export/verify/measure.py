@@ -4,6 +4,7 @@ A target is measured in a process of its own: the number of devices is fixed whe
 """
 
 import contextlib
+import secrets
 from dataclasses import asdict
 from pathlib import Path
 
@@ -67,10 +68,11 @@ def measure_apart(artifact: Path, target: str, manifest: Manifest) -> Receipts:
     """
     count = manifest.targets[target].processes if target in manifest.targets else 1
     address = f"{LOOPBACK}:{free_port()}"
+    secret = secrets.token_hex(16)  # of these processes alone, among all of this machine
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(Child(MODULE)) for _ in range(count)]
         for number, child in enumerate(children):
-            hosts = asdict(Hosts(address, count, number, START_TIMEOUT)) if count > 1 else None
+            hosts = asdict(Hosts(address, count, number, START_TIMEOUT, secret=secret)) if count > 1 else None
             child.send({"artifact": str(artifact), "target": target, "manifest": to_json(manifest), "hosts": hosts})
         reply = children[0].receive()
         if reply is not None and "receipts" in reply:

@@ -6,8 +6,9 @@ from typing import Any
 import click
 
 from ling3export.runners.cli.errors import require
-from ling3export.runners.cli.hosts import announced, host_options, leading
+from ling3export.runners.cli.hosts import host_options, leading
 from ling3export.runners.cli.options import PATH, Group, artifact_options, sampling_option, section, temperature_option
+from ling3export.runners.hosts.rendezvous import announced
 from ling3export.shards import Shard
 
 

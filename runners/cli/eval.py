@@ -12,7 +12,7 @@ import click
 
 from ling3export.errors import Ling3Error, listed
 from ling3export.runners.cli.errors import INVALID, NOT_DETERMINISTIC, REGRESSION
-from ling3export.runners.cli.hosts import announced, host_options, leading
+from ling3export.runners.cli.hosts import host_options, leading
 from ling3export.runners.cli.options import (
     PATH,
     Decorator,
@@ -26,6 +26,7 @@ from ling3export.runners.cli.options import (
 )
 from ling3export.runners.evals.trials import RunConfig
 from ling3export.runners.hosts.hosts import Hosts
+from ling3export.runners.hosts.rendezvous import announced
 
 if TYPE_CHECKING:
     from ling3export.runners.evals.backend import EngineBackend

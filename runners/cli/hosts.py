@@ -1,22 +1,22 @@
 """Commands that run on several hosts: the options that say which host this is, and what each host does with them."""
 
-import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ling3export.errors import Ling3Error
 from ling3export.runners import flight
-from ling3export.runners.cli.options import section
+from ling3export.runners.cli.options import PATH, section
 from ling3export.runners.hosts.hosts import Hosts, find_hosts
-from ling3export.runners.hosts.rendezvous import turn_away
 
-HOST_NAMES = ("coordinator", "num_hosts", "host_id", "start_timeout")
+SECONDS = click.FloatRange(0, min_open=True)
+HOST_NAMES = (
+    "coordinator", "num_hosts", "host_id", "start_timeout", "host_timeout", "secret_file", "trust_network",
+)  # fmt: skip
 _host_section = section(
     "Several hosts",
     click.option(
@@ -28,11 +28,22 @@ _host_section = section(
     click.option("--host-id", type=click.IntRange(0), help="Which of several hosts this is.  [default: NODE_RANK]"),
     click.option(
         "--start-timeout",
-        type=click.FloatRange(0, min_open=True),
+        type=SECONDS,
         default=Hosts.start_timeout,
         metavar="SECONDS",
         help="How long to wait for the other hosts.",
     ),
+    click.option(
+        "--host-timeout",
+        type=SECONDS,
+        default=Hosts.host_timeout,
+        metavar="SECONDS",
+        help="How long another host may be silent or behind before all end.",
+    ),
+    click.option(
+        "--secret-file", type=PATH, help="File (0600) with what all hosts know.  [default: LING3_SECRET, if set]"
+    ),
+    click.option("--trust-network", is_flag=True, help="Meet other machines without a secret."),
 )
 
 
@@ -47,12 +58,13 @@ def host_options(command: Callable[..., Any]) -> Any:
     return _host_section(placed)
 
 
-def leading(artifact: Path, place: Mapping[str, Any], **engine: Any) -> Hosts | None:
+def leading(artifact: Path, place: Mapping[str, Any], *, grace: float | None = None, **engine: Any) -> Hosts | None:
     """This process's place among several hosts, None where it is alone. Returns on host 0 only: the others follow it.
 
     Args:
         artifact: Its folder.
         place: What ``host_options`` gave.
+        grace: Seconds that host 0 goes on after SIGTERM, so the others do, too; None where the signal ends it at once.
         engine: The arguments with which host 0 makes its engine; ``follower.follow`` takes them.
 
     Raises:
@@ -66,21 +78,9 @@ def leading(artifact: Path, place: Mapping[str, Any], **engine: Any) -> Hosts | 
     if hosts.number:
         from ling3export.runners.engine.follower import follow
 
-        follow(artifact, hosts, **engine)
+        follow(artifact, hosts, grace=grace, **engine)
         sys.exit(0)
     return hosts
-
-
-@contextlib.contextmanager
-def announced(hosts: Hosts | None) -> Iterator[None]:
-    """Covers what host 0 does before it meets the others: if that fails, they are told why, and none waits for it."""
-    try:
-        yield
-    except (Ling3Error, click.ClickException) as error:
-        if hosts is not None:
-            with contextlib.suppress(OSError):
-                turn_away(hosts, error.message)
-        raise
 
 
 def _keep_stdout() -> None:

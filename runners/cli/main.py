@@ -14,7 +14,7 @@ from ling3export.runners import flight
 from ling3export.runners.cli.batch import batch
 from ling3export.runners.cli.errors import require
 from ling3export.runners.cli.eval import evaluate
-from ling3export.runners.cli.hosts import announced, host_options, leading
+from ling3export.runners.cli.hosts import host_options, leading
 from ling3export.runners.cli.options import (
     PATH,
     Group,
@@ -28,6 +28,7 @@ from ling3export.runners.cli.options import (
 from ling3export.runners.cli.prompts import Prompt, line_names, read_prompts
 from ling3export.runners.cli.serve import serve
 from ling3export.runners.engine.request import Completion
+from ling3export.runners.hosts.rendezvous import announced
 
 # Everything behind lm-eval's first word is lm-eval's, its --help included.
 VERBATIM = {"ignore_unknown_options": True, "allow_interspersed_args": False}

@@ -6,8 +6,9 @@ from typing import Any
 import click
 
 from ling3export.runners.cli.errors import require
-from ling3export.runners.cli.hosts import announced, host_options, leading
+from ling3export.runners.cli.hosts import host_options, leading
 from ling3export.runners.cli.options import PATH, Command, artifact_options, section
+from ling3export.runners.hosts.rendezvous import announced
 
 
 @click.command(cls=Command)
@@ -55,7 +56,7 @@ def serve(
 
     On several hosts, run the same command on each; host 0 listens for clients.
     """
-    hosts = leading(artifact, place, target=target, programs=programs, check=check)
+    hosts = leading(artifact, place, grace=grace, target=target, programs=programs, check=check)
     with announced(hosts):
         require("serve", "serve", "starlette", "uvicorn", "prometheus_client", "pydantic")
         from ling3export.runners.serve.app import Policy

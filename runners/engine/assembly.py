@@ -1,6 +1,7 @@
 """The parts of an engine, made from an artifact on every host alike. numpy is imported once the environment is set."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -60,6 +61,11 @@ def load_parts(
         artifact, target=target, programs=programs, check=check, report=report, hosts=hosts,
         agreed={"overlap": overlap},
     )  # fmt: skip
+    with loaded.channel.together() if loaded.channel else nullcontext():
+        return _assembled(loaded, overlap, report)
+
+
+def _assembled(loaded: Loaded, overlap: bool, report: Callable[[str], None]) -> Parts:
     # numpy comes with these.
     from ling3export.runners.engine.block_manager import BlockManager
     from ling3export.runners.engine.core import EngineCore, SharedCore
@@ -97,4 +103,6 @@ def load_parts(
         runner.reset()
         return core()
 
+    if channel and channel.leads:
+        channel.parts(b"")  # the others give theirs when they begin to follow
     return Parts(loaded, files, limits, blocks, counters, core(), None if channel else renew)

@@ -105,6 +105,9 @@ class EngineCore:
         while self.busy:
             self.scheduler.step()
 
+    def fail(self, error: BaseException) -> None:
+        """No step follows, because of ``error``: whoever waits for one is told."""
+
 
 class SharedCore(EngineCore):
     """Steps that all hosts take alike: host 0 sends the inputs of each to the others.
@@ -138,7 +141,7 @@ class SharedCore(EngineCore):
         return self.step(inputs)
 
     def step(self, inputs: StepInputs) -> StepOutputs:
-        """Sends the inputs where this is host 0, and takes them."""
+        """Sends the inputs where this is host 0, and takes them. Whatever fails here ends every host."""
         with self._channel.together():
             if self._channel.leads:
                 self._channel.send(STEP, self._read.digest()[:SHORT] + encode(inputs))
@@ -147,7 +150,7 @@ class SharedCore(EngineCore):
                 mine, self._read = self._read.digest(), hashlib.sha256()
                 digests = self._channel.gather(mine)
             outputs = super().step(inputs)
-        self._read.update(b"".join(each.token.to_bytes(4, "little", signed=True) for each in outputs.emitted))
+            self._read.update(b"".join(each.token.to_bytes(4, "little", signed=True) for each in outputs.emitted))
         return outputs._replace(digests=digests)
 
     def cancel_all(self) -> None:
@@ -156,6 +159,10 @@ class SharedCore(EngineCore):
             self._channel.send(END)
         super().cancel_all()
         self._channel.finish()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends all hosts, if what failed has not done so."""
+        self._channel.fail(f"the engine failed: {error}")
 
 
 def encode(inputs: StepInputs) -> bytes:

@@ -1,11 +1,13 @@
 """The hosts beside host 0: each takes the steps that host 0 takes, and prints nothing."""
 
+import signal
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ling3export.errors import RankDivergence
+from ling3export.errors import Ling3Error, RankDivergence
 from ling3export.runners.engine.assembly import load_parts
-from ling3export.runners.hosts.channel import END
+from ling3export.runners.hosts.channel import END, Channel, end_process
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.load.loader import say
 
@@ -29,7 +31,7 @@ def check_digests(digests: Sequence[bytes]) -> None:
 
 def follow(
     artifact: str | Path, hosts: Hosts, *, target: str | None = None, programs: str = "prebuilt-only",
-    check: str = "all", overlap: bool = True, report: Callable[[str], None] = say,
+    check: str = "all", overlap: bool = True, grace: float | None = None, report: Callable[[str], None] = say,
 ) -> None:  # fmt: skip
     """Loads the artifact on a host other than 0, and takes the steps that host 0 takes until host 0 ends.
 
@@ -40,6 +42,8 @@ def follow(
         programs: ``prebuilt-only``, or ``allow-compile``.
         check: ``all``, or ``programs``.
         overlap: Dispatch the next step before the tokens of the last one are read.
+        grace: At SIGTERM or SIGINT, which host 0 gets as well, go on until host 0 ends: for so many seconds and
+            ``host_timeout`` at most. Only in the main thread. By default the signals end this process.
         report: Told what was chosen and why.
 
     Raises:
@@ -54,9 +58,12 @@ def follow(
 
     channel, core = parts.loaded.channel, parts.core
     assert channel is not None and isinstance(core, SharedCore)
+    if grace is not None:
+        _outlive_signals(channel, grace)
     report(f"host {hosts.number}: {parts.loaded.weight_bytes:,} bytes of weights; following host 0")
     diverged: RankDivergence | None = None
     with channel.together():
+        channel.parts(b"")  # host 0 waits for all of these
         while (message := channel.take())[0] != END:
             digests = core.received(message[1]).digests
             try:
@@ -66,3 +73,23 @@ def follow(
         core.cancel_all()
     if diverged is not None:
         raise diverged
+
+
+def _outlive_signals(channel: Channel, grace: float) -> None:
+    """From now on the first SIGTERM or SIGINT sets the time by which host 0 has to have ended, and nothing else."""
+    most = grace + channel.hosts.host_timeout
+
+    def late() -> None:
+        text = f"host {channel.hosts.number}: expected host 0 to end within {most:g} s of a signal, found it running"
+        channel.fail(text)
+        end_process(text, Ling3Error.exit_code)
+
+    def told(*_: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        timer = threading.Timer(most, late)
+        timer.daemon = True
+        timer.start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, told)

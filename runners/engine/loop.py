@@ -182,8 +182,11 @@ class Loop:
                 self._deliver(outputs)
             if self._failure is None:
                 core.cancel_all()
+            else:
+                core.fail(self._failure)
         except BaseException as error:
             self._failure = self._failure or error
+            core.fail(error)
         finally:
             self._core = None  # programs, weights and state go with it, unless it may be restarted
             del core
@@ -202,7 +205,8 @@ class Loop:
                         f"engine: expected `{doing[0]}` to return within {seconds:g} s, found it still running",
                         "a device does not answer, and nothing can cancel its call: end this process",
                     )
-                return self._fail_all()
+                self._fail_all()
+                return core.fail(self._failure)
 
     def _next(self, core: EngineCore) -> StepInputs | None:
         """The inputs of the next step, once there are some or there is work; None when the loop is to end."""

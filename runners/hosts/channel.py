@@ -1,8 +1,9 @@
 """The connection between hosts that run together: inputs of steps, parts of arrays, and a watch over every host.
 
 A host that is gone leaves the others in a collective that never ends, which nothing can interrupt. So a thread watches
-each connection, and ends this process with a message when the connection is closed or silent: within seconds if the
-other process died, within SILENCE seconds if its machine or the network did.
+each connection, and ends this process with a message when the connection is closed or silent: at once if the other
+process died, after ``host_timeout`` seconds if it is stopped, or its machine or the network is gone. Host 0 also counts
+the messages that another host has not taken, and gives up one that takes none for so long.
 """
 
 import contextlib
@@ -19,8 +20,7 @@ from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import FAILED, Identity, meet, receive, refuse, send, welcome
 from ling3export.runners.hosts.service import Service, join, leave
 
-BEAT = 5.0  # seconds between two signs of life
-SILENCE = 30.0  # seconds without one
+BEATS = 6  # signs of life in the seconds without one that end everything
 SETTLE = 5.0  # seconds that a failed step waits for the watch to find its cause on another host
 PART, STEP, END, DONE, RELEASE, ALIVE = b"P", b"T", b"E", b"D", b"R", b"A"
 GONE, DIVERGED = b"G", b"V"  # what is told to all: a host is gone, or it read other tokens
@@ -64,11 +64,12 @@ class Channel:
         self._closing = False  # whoever is gone from now on is expected to be
         self._over = threading.Event()  # no more beats
         self._lock = threading.Lock()  # one sender at a time
+        self._sent = self._taken = 0  # messages for the other hosts, or of host 0; signs of life do not count
         self._inbox: dict[int, SimpleQueue[tuple[bytes, bytes]]] = {number: SimpleQueue() for number in self._peers}
         self._watches: list[threading.Thread] = []
         for number, peer in self._peers.items():
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            peer.settimeout(SILENCE)
+            peer.settimeout(hosts.host_timeout)
             watch = threading.Thread(target=self._watch, args=(number, peer), name=f"ling3-host-{number}", daemon=True)
             self._watches.append(watch)
             watch.start()
@@ -86,6 +87,7 @@ class Channel:
 
     def send(self, kind: bytes, payload: bytes = b"") -> None:
         """Sends a message to host 0, or from host 0 to all others."""
+        self._sent += kind != ALIVE
         for peer in self._peers.values():
             # Whoever is gone is found by its watch, which says so.
             with self._lock, contextlib.suppress(OSError):
@@ -93,7 +95,9 @@ class Channel:
 
     def take(self, number: int = 0) -> tuple[bytes, bytes]:
         """Waits for a host's next message; returns its kind and payload. If the host is gone, this process ends."""
-        return self._inbox[number].get()
+        message = self._inbox[number].get()
+        self._taken += 1
+        return message
 
     def parts(self, payload: bytes) -> list[bytes]:
         """Collects all hosts' payloads on host 0, by host; returns nothing on the others. Every host calls this."""
@@ -125,10 +129,16 @@ class Channel:
             self.send(DONE)
             self.take()  # host 0 may be gone even now: then the watch ends this process
             self._closing = True
+        # From here on connections may be closed, so a host that ends too early is missed only by jax, minutes later.
+        text = f"hosts: expected all to leave within {self.hosts.host_timeout:g} s, found one that did not"
+        stuck = threading.Timer(self.hosts.host_timeout, self._lost, (text, Ling3Error.exit_code))
+        stuck.daemon = True
+        stuck.start()
         leave()
+        stuck.cancel()
         if self.leads:  # jax's service has to live until the others have left it: then they close their connections
             for watch in self._watches:
-                watch.join(SILENCE)
+                watch.join(self.hosts.host_timeout)
         self.close()
 
     @contextlib.contextmanager
@@ -153,7 +163,7 @@ class Channel:
             return
         self._closing = True
         self.send(kind, text.encode())  # and jax's service goes on, or the others would end before they say why
-        stuck = threading.Timer(SETTLE, flight.leave, (_code(kind),))  # threads of a collective never end
+        stuck = threading.Timer(SETTLE, end_process, (text, _code(kind)))  # threads of a collective never end
         stuck.daemon = True
         stuck.start()
 
@@ -180,29 +190,38 @@ class Channel:
             self._service = None
 
     def _watch(self, number: int, peer: socket.socket) -> None:
+        silence = self.hosts.host_timeout
+        taken, since = 0, time.monotonic()
         try:
             while True:
                 kind, payload = receive(peer)
                 text = payload.decode(errors="replace") if kind in (FAILED, GONE, DIVERGED) else ""
                 if kind == FAILED:
-                    return self._gone(number, f"host {number} ended: {text}")
+                    return self._gone(f"host {number} ended: {text}")
                 if kind in (GONE, DIVERGED):
-                    return self._gone(number, text, kind)
+                    return self._gone(text, kind)
                 if kind != ALIVE:
                     self._inbox[number].put((kind, payload))
+                    continue
+                before, taken = taken, int.from_bytes(payload)
+                if not self.leads or taken != before or taken >= self._sent:
+                    since = time.monotonic()
+                elif time.monotonic() - since > silence:
+                    text = f"host {number}: expected it to take its steps, found none taken for {silence:g} s"
+                    return self._gone(text)
         except TimeoutError:
-            self._gone(number, f"host {number}: expected a sign of life, found none for {SILENCE:g} s")
+            self._gone(f"host {number}: expected a sign of life, found none for {silence:g} s")
         except OSError:
-            self._gone(number, f"host {number}: expected its process to run, found that it ended")
+            self._gone(f"host {number}: expected its process to run, found that it ended")
         finally:
             peer.close()
 
-    def _gone(self, number: int, text: str, kind: bytes = GONE) -> None:
+    def _gone(self, text: str, kind: bytes = GONE) -> None:
         if self._closing:
             return
         self._closing = True
-        for other, peer in self._peers.items():
-            if other != number and self._lock.acquire(timeout=1):
+        for peer in self._peers.values():  # the lost one as well: it may go on later, and then says why it ends
+            if self._lock.acquire(timeout=1):
                 try:
                     with contextlib.suppress(OSError):
                         peer.settimeout(1)
@@ -212,5 +231,5 @@ class Channel:
         self._lost(text, _code(kind))
 
     def _beat(self) -> None:
-        while not self._over.wait(BEAT):
-            self.send(ALIVE)
+        while not self._over.wait(self.hosts.host_timeout / BEATS):
+            self.send(ALIVE, self._taken.to_bytes(8))

@@ -1,30 +1,49 @@
 """How hosts find each other before anything is loaded: host 0 listens, the others call until it answers.
 
-A message is a letter for its kind, its length in four bytes, and JSON or an array's bytes; never pickle. Hosts trust
-each other and the network between them, as jax's own service does.
+A message is a letter for its kind, its length in four bytes, and JSON or an array's bytes; never pickle. Host 0 and a
+caller prove to each other that they know the secret of this start (HMAC-SHA256 over a nonce of each) before either says
+what it loads:
+
+    host 0 to caller  CHALLENGE  protocol, nonce
+    caller to host 0  HELLO      host, nonce, proof
+    host 0 to caller  PROVEN     proof
+    caller to host 0  IDENTITY   hosts, identity
+    host 0 to caller  WELCOME    port, once all are there; or REFUSED or FAILED, with the reason
+
+Who does not get through this is dropped and counted, and nobody waits for it. Without a secret every caller proves the
+empty one. What hosts send each other afterwards is neither signed nor encrypted.
 """
 
 import contextlib
+import hmac
 import json
 import os
+import re
+import secrets
 import socket
 import struct
 import sys
+import threading
 import time
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from ling3export.errors import Ling3Error
-from ling3export.runners.hosts.hosts import Hosts
-from ling3export.runners.hosts.service import is_loopback
+from ling3export.runners.hosts.hosts import SHARE, Hosts
+from ling3export.runners.hosts.service import own_address
 from ling3export.strict_json import parse_json
 
 HEAD = struct.Struct("!cI")
 LARGEST = 1 << 30  # bytes of a message
-PROTOCOL = 1
-HELLO, WELCOME, FAILED = b"L", b"W", b"F"
+SMALL = 4096  # bytes of a message before both ends have met
+PROTOCOL = 2
+CHALLENGE, HELLO, PROVEN, IDENTITY, WELCOME, REFUSED, FAILED = b"C", b"L", b"O", b"I", b"W", b"X", b"F"
+NONCE = re.compile("[0-9a-f]{32}")
 ANSWERING = 10.0  # seconds that host 0 stays to say why it ends before it has met the others
-GREETING = 5.0  # seconds that a caller has to say who it is
+GREETING = 5.0  # seconds that a caller has for everything up to its identity
+CALLERS = 64  # at most that many are answered at once; more are dropped
 PAUSE = 0.1  # seconds between two calls
+SHOWN = 100  # characters of what another host says that go into a message
 
 
 Identity = dict[str, object]  # what must be the same on all hosts, by name
@@ -42,32 +61,78 @@ class Greeting(NamedTuple):
     identity: Identity
 
 
+class Refusal(NamedTuple):
+    """Why a host cannot take part: what host 0 says of it, and what the host is told, without host 0's own values."""
+
+    said: str
+    told: str
+    kind: bytes = REFUSED
+
+
 def send(peer: socket.socket, kind: bytes, payload: bytes) -> None:
     """Sends a message of ``kind``."""
     peer.sendall(HEAD.pack(kind, len(payload)) + payload)
 
 
-def receive(peer: socket.socket) -> tuple[bytes, bytes]:
+def receive(peer: socket.socket, largest: int = LARGEST, until: float | None = None) -> tuple[bytes, bytes]:
     """Waits for the next message; returns its kind and payload.
+
+    Args:
+        peer: The other end.
+        largest: Bytes that the payload may have.
+        until: When the whole message has to be here, on the monotonic clock; by default the socket's timeout counts
+            for each of its parts.
 
     Raises:
         ConnectionError: The other end is gone, or does not speak this protocol.
-        TimeoutError: It has been silent for the socket's timeout.
+        TimeoutError: It has been silent for the socket's timeout, or is too slow.
     """
-    kind, length = HEAD.unpack(_exactly(peer, HEAD.size))
-    if length > LARGEST:
+    kind, length = HEAD.unpack(_exactly(peer, HEAD.size, until))
+    if length > largest:
         raise ConnectionError(f"a message of {length:,} bytes")
-    return kind, _exactly(peer, length)
+    return kind, _exactly(peer, length, until)
 
 
-def _exactly(peer: socket.socket, count: int) -> bytes:
+def _exactly(peer: socket.socket, count: int, until: float | None) -> bytes:
     data = bytearray()
     while len(data) < count:
+        if until is not None:
+            peer.settimeout(max(0.001, until - time.monotonic()))
         part = peer.recv(min(count - len(data), 1 << 20))
         if not part:
             raise ConnectionError("its connection was closed")
         data += part
     return bytes(data)
+
+
+def _tell(peer: socket.socket, kind: bytes, **said: object) -> None:
+    send(peer, kind, json.dumps(said).encode())
+
+
+def _hear(peer: socket.socket, kind: bytes, until: float, **types: type) -> dict[str, Any]:
+    """The members of the next message, a JSON object of these names and types.
+
+    Raises:
+        OSError, ValueError: It does not come, or it is another one.
+    """
+    found, payload = receive(peer, SMALL, until)
+    said = parse_json(payload, SMALL) if found == kind else None
+    if not isinstance(said, dict) or {name: type(value) for name, value in said.items()} != types:
+        raise ConnectionError("another message than the one expected")
+    return said
+
+
+def _proof(secret: str, role: str, nonces: tuple[str, str], host: int) -> str:
+    """That whoever plays ``role`` knows the secret: HMAC-SHA256, in hexadecimal.
+
+    Args:
+        secret: The key.
+        role: ``caller`` or ``host 0``, so that neither can send the other's proof back.
+        nonces: Host 0's and the caller's.
+        host: Number of the caller.
+    """
+    text = " ".join(("ling3", str(PROTOCOL), role, *nonces, str(host)))
+    return hmac.new(secret.encode(), text.encode(), "sha256").hexdigest()
 
 
 def meet(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket], int]:
@@ -82,147 +147,297 @@ def meet(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket], in
         to host 0. And a port for jax's own service, which was free on host 0's machine.
 
     Raises:
-        HostsError: Not all hosts are there in time, or they do not fit together; every host that is there gets it.
+        HostsError: Not all hosts are there in time, or this one does not fit to host 0.
     """
     return _gather(hosts, identity) if hosts.number == 0 else _call(hosts, identity)
 
 
+class _Door:
+    """Host 0's listener. Every caller is answered in a thread of its own, so that a slow one delays nobody.
+
+    Args:
+        hosts: Host 0's place.
+        refusal: Why a host that proved the secret cannot take part; None if it can.
+
+    Attributes:
+        peers: The connection of each host that is there. One that calls again takes the place of its old connection.
+        refused: Why a host could not take part the last time it called.
+        dropped: How many callers were no hosts of this start.
+
+    Raises:
+        OSError: The coordinator's port is taken, or its address is another machine's.
+    """
+
+    def __init__(self, hosts: Hosts, refusal: Callable[[Greeting], Refusal | None]) -> None:
+        self.peers: dict[int, socket.socket] = {}
+        self.refused: dict[int, str] = {}
+        self.dropped = 0
+        self._hosts, self._refusal = hosts, refusal
+        self._changed = threading.Condition()
+        self._closed = False
+        self._room = threading.BoundedSemaphore(CALLERS)
+        address, port = own_address(hosts.address[0]), hosts.address[1]
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, port), family=family, backlog=2 * CALLERS)
+        threading.Thread(target=self._listen, name="ling3-door", daemon=True).start()
+
+    def __enter__(self) -> "_Door":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens
+        self._listener.close()
+
+    def wait(self, done: Callable[[], bool], seconds: float) -> bool:
+        """Waits until ``done``, which is asked after each caller; whether it was in time. Then nobody is let in."""
+        with self._changed:
+            reached = self._changed.wait_for(done, seconds)
+            self._closed = True
+        return reached
+
+    def all_there(self) -> bool:
+        """Whether every host is there; those that ended meanwhile are forgotten."""
+        for number, peer in list(self.peers.items()):
+            if _ended(peer):
+                self.peers.pop(number).close()
+        return len(self.peers) == self._hosts.count - 1
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                caller, _ = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(PAUSE)  # the system lacks something now; callers call again
+                continue
+            if self._room.acquire(blocking=False):
+                threading.Thread(target=self._answer, args=(caller,), name="ling3-caller", daemon=True).start()
+            else:
+                self._drop(caller)
+
+    def _answer(self, caller: socket.socket) -> None:
+        try:
+            greeting = _greeting(caller, self._hosts)
+        except (OSError, ValueError):
+            return self._drop(caller)
+        finally:
+            self._room.release()
+        refusal = self._refusal(greeting)
+        with self._changed:
+            if self._closed:
+                return caller.close()
+            if refusal is None:
+                old = self.peers.get(greeting.host)
+                self.peers[greeting.host] = caller
+                self.refused.pop(greeting.host, None)
+            else:
+                self.refused[greeting.host] = refusal.said
+            self._changed.notify_all()
+        if refusal is not None:
+            _part({greeting.host: caller}, refusal.kind, refusal.told)
+        elif old is not None:
+            _part({greeting.host: old}, REFUSED, f"another process called as host {greeting.host} and took its place")
+
+    def _drop(self, caller: socket.socket) -> None:
+        caller.close()
+        with self._changed:
+            self.dropped += 1
+
+
+def _ended(peer: socket.socket) -> bool:
+    """Whether a host that has nothing to say closed its connection."""
+    peer.settimeout(0)
+    try:
+        return peer.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        peer.settimeout(GREETING)
+
+
+def _greeting(caller: socket.socket, hosts: Hosts) -> Greeting:
+    """What the host that called says of itself, within GREETING seconds and once both have proven the secret.
+
+    Raises:
+        OSError, ValueError: The caller is no host of this start.
+    """
+    until, mine = time.monotonic() + GREETING, secrets.token_hex(16)
+    caller.settimeout(GREETING)
+    _tell(caller, CHALLENGE, protocol=PROTOCOL, nonce=mine)
+    said = _hear(caller, HELLO, until, host=int, nonce=str, proof=str)
+    if not NONCE.fullmatch(said["nonce"]):
+        raise ConnectionError("no nonce")
+    nonces, number = (mine, said["nonce"]), said["host"]
+    if not hmac.compare_digest(said["proof"].encode(), _proof(hosts.secret, "caller", nonces, number).encode()):
+        send(caller, REFUSED, b"")
+        raise ConnectionError("no proof")
+    send(caller, PROVEN, _proof(hosts.secret, "host 0", nonces, number).encode())
+    said = _hear(caller, IDENTITY, until, hosts=int, identity=dict)
+    caller.settimeout(GREETING)
+    return Greeting(number, said["hosts"], said["identity"])
+
+
 def _gather(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket], int]:
-    peers: dict[int, socket.socket] = {}
-    until = time.monotonic() + hosts.start_timeout
-    with contextlib.ExitStack() as stack:
-        try:
-            listener = stack.enter_context(_listening(hosts))
-        except OSError as error:
-            raise HostsError(
-                f"coordinator {hosts.coordinator}: expected a free port on this machine, found {_system(error)}"
-            ) from error
-        try:
-            while len(peers) < hosts.count - 1:
-                listener.settimeout(max(0.001, until - time.monotonic()))
-                caller, _ = listener.accept()
-                caller.settimeout(GREETING)
-                number = _admitted(caller, hosts, identity, peers)
-                if number is not None:
-                    peers[number] = caller
-        except TimeoutError:
-            missing = ", ".join(str(number) for number in range(1, hosts.count) if number not in peers)
-            text = f"hosts: expected {hosts.count} within {hosts.start_timeout:g} s, found no word of host {missing}"
-            refuse(peers, text)
-            raise HostsError(text, "start the same command on every host; --start-timeout waits longer") from None
-        except HostsError as error:
-            refuse(peers, error.message)
-            raise
-    with socket.create_server(("", 0)) as free:
-        chosen = int(free.getsockname()[1])
-    return peers, chosen
+    def refusal(greeting: Greeting) -> Refusal | None:
+        found = _refusal(greeting, hosts, identity)
+        if found is not None:
+            print(f"host 0: refused a host and waits on: {found.said}", file=sys.stderr, flush=True)
+        return found
+
+    try:
+        with _Door(hosts, refusal) as door:
+            there = door.wait(door.all_there, hosts.start_timeout)
+            chosen = _free_port(hosts)
+    except OSError as error:
+        raise HostsError(
+            f"coordinator {hosts.coordinator}: expected a free port on this machine, found {_system(error)}"
+        ) from error
+    strangers = f"callers dropped that were no hosts of this start: {door.dropped}"
+    if not there:
+        door.all_there()
+        missing = ", ".join(str(number) for number in range(1, hosts.count) if number not in door.peers)
+        found = [f"no word of host {missing}", *(f"refused: {why}" for why in door.refused.values())]
+        found += [strangers] if door.dropped else []
+        text = f"hosts: expected {hosts.count} within {hosts.start_timeout:g} s, found {'; '.join(found)}"
+        refuse(door.peers, text)
+        raise HostsError(text, "start the same command on every host; --start-timeout waits longer")
+    if door.dropped:
+        print(f"hosts: all {hosts.count} are there; {strangers}", file=sys.stderr, flush=True)
+    return door.peers, chosen
+
+
+def _free_port(hosts: Hosts) -> int:
+    """A port for jax's service, which listens at the same address as host 0."""
+    address = own_address(hosts.address[0])
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as free:
+        free.bind((address, 0))
+        return int(free.getsockname()[1])
+
+
+def _refusal(greeting: Greeting, hosts: Hosts, identity: Identity) -> Refusal | None:
+    number, count, theirs = greeting
+    if count != hosts.count:
+        what = f"hosts: expected {hosts.count} as on host 0, found {_shown(count)} on host {_shown(number)}"
+        return Refusal(what, what)
+    if not 0 < number < hosts.count:
+        what = f"hosts: expected ids from 1 to {hosts.count - 1} of those that call, found {_shown(number)}"
+        return Refusal(what, what)
+    for name, mine in identity.items():
+        if (found := theirs.get(name)) != mine:
+            where, what = f"host {number}: expected {name}", f"as on host 0, found {_shown(found)}"
+            return Refusal(f"{where} {mine} {what}", f"{where} {what}")
+    return None
+
+
+def _shown(value: object, most: int = SHOWN) -> str:
+    """What another host said, short and without what a terminal would obey."""
+    return "".join(each if each.isprintable() else "?" for each in str(value)[:most])
 
 
 def welcome(peers: dict[int, socket.socket], port: int) -> None:
     """Tells the other hosts that all are there, and where jax's own service listens."""
     for peer in peers.values():
-        send(peer, WELCOME, json.dumps({"port": port}).encode())
-
-
-def _admitted(caller: socket.socket, hosts: Hosts, identity: Identity, peers: dict[int, socket.socket]) -> int | None:
-    """The number of the host that called; None if the caller is no host."""
-    greeting = _greeting(caller)
-    if greeting is None:
-        return None
-    number, count, theirs = greeting
-    other = next((name for name, expected in identity.items() if theirs.get(name) != expected), None)
-    if count != hosts.count:
-        what = f"hosts: expected {hosts.count} as on host 0, found {count} on host {number}"
-    elif number in peers or not 0 < number < hosts.count:
-        what = f"hosts: expected each id from 1 to {hosts.count - 1} once, found another {number}"
-    elif other is not None:
-        what = f"host {number}: expected {other} {identity[other]} as on host 0, found {theirs.get(other)}"
-    else:
-        return number
-    refuse({number: caller}, what)
-    raise HostsError(what, "start the same command with the same artifact on every host")
-
-
-def _greeting(caller: socket.socket) -> Greeting | None:
-    """What the host that called says of itself; None, and the connection closed, if the caller is no host."""
-    try:
-        kind, payload = receive(caller)
-        said = parse_json(payload)
-        if kind != HELLO or said["protocol"] != PROTOCOL:
-            raise ValueError
-        return Greeting(int(said["host"]), int(said["hosts"]), dict(said["identity"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        caller.close()
-        return None
+        with contextlib.suppress(OSError):  # whoever is gone again is found by its watch
+            send(peer, WELCOME, str(port).encode())
 
 
 def refuse(peers: dict[int, socket.socket], text: str) -> None:
-    """Tells hosts why they end, and closes their connections."""
+    """Tells hosts why host 0 ends, and closes their connections."""
+    _part(peers, FAILED, text)
+
+
+def _part(peers: dict[int, socket.socket], kind: bytes, text: str) -> None:
     for peer in peers.values():
         with contextlib.suppress(OSError), peer:
-            send(peer, FAILED, text.encode())
+            send(peer, kind, text.encode(errors="replace")[:SMALL])
 
 
-def turn_away(hosts: Hosts, text: str) -> None:
-    """Tells every host that calls why host 0 ends before it meets them, so that none waits for it in vain.
+@contextlib.contextmanager
+def announced(hosts: Hosts | None) -> Iterator[None]:
+    """Covers what host 0 does before it meets the others: if that fails, they are told why, and none waits for it.
 
-    It answers for ANSWERING seconds at most; a host that calls later finds nobody.
+    It answers them for ANSWERING seconds at most; a host that calls later finds nobody.
 
-    Raises:
-        OSError: The coordinator's port is taken, or not all hosts called in time.
+    Args:
+        hosts: This process's place. Only host 0 tells; the others may be started again until all are there.
     """
+    try:
+        yield
+    except Exception as error:
+        if hosts is not None and hosts.number == 0:
+            with contextlib.suppress(OSError):
+                _turn_away(hosts, str(getattr(error, "message", error)))
+        raise
+
+
+def _turn_away(hosts: Hosts, text: str) -> None:
     print(f"host 0: telling the others that it ends, for at most {ANSWERING:g} s", file=sys.stderr, flush=True)
-    until = time.monotonic() + min(ANSWERING, hosts.start_timeout)
-    told: set[int] = set()
-    with _listening(hosts) as listener:
-        while len(told) < hosts.count - 1:
-            listener.settimeout(max(0.001, until - time.monotonic()))
-            caller, _ = listener.accept()
-            caller.settimeout(GREETING)
-            greeting = _greeting(caller)
-            if greeting is not None:
-                refuse({greeting.host: caller}, text)
-                told.add(greeting.host)
-
-
-def _listening(hosts: Hosts) -> socket.socket:
-    """The socket at which host 0 waits for the others; on loopback it is open to this machine alone."""
-    host, port = hosts.address
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host if is_loopback(host) else "", port), family=family, backlog=hosts.count)
+    with _Door(hosts, lambda _: Refusal(text, text, FAILED)) as door:
+        door.wait(lambda: len(door.refused) == hosts.count - 1, min(ANSWERING, hosts.start_timeout))
 
 
 def _call(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket], int]:
-    until = time.monotonic() + hosts.start_timeout
-    hello = {"protocol": PROTOCOL, **Greeting(hosts.number, hosts.count, identity)._asdict()}
-    while True:
-        left = until - time.monotonic()
+    """Calls host 0 until it answers. One that ends before all are there may be started again, too."""
+    until, found = time.monotonic() + hosts.start_timeout, "nobody"
+    while (left := until - time.monotonic()) > 0:
         try:
-            peer = socket.create_connection(hosts.address, timeout=max(0.1, min(5.0, left)))
-            break
+            peer = socket.create_connection(hosts.address, timeout=max(0.1, min(GREETING, left)))
         except OSError as error:
-            if left <= 0:
-                raise HostsError(
-                    f"host 0: expected it at {hosts.coordinator} within {hosts.start_timeout:g} s, "
-                    f"found {_system(error)}",
-                    "start the same command on every host; --start-timeout waits longer",
-                ) from error
-            time.sleep(PAUSE)
+            found = _system(error)
+        else:
+            try:
+                return {0: peer}, _introduce(peer, hosts, identity)
+            except BaseException as error:
+                peer.close()
+                if not isinstance(error, (OSError, ValueError)):
+                    raise
+                found = "that it is silent" if isinstance(error, TimeoutError) else _system(error)
+        time.sleep(PAUSE)
+    raise HostsError(
+        f"host 0: expected it at {hosts.coordinator} within {hosts.start_timeout:g} s, found {found}",
+        "start the same command on every host; --start-timeout waits longer",
+    )
+
+
+def _introduce(peer: socket.socket, hosts: Hosts, identity: Identity) -> int:
+    """The caller's side of :func:`_greeting`; returns the port of jax's service once all hosts are there.
+
+    Raises:
+        HostsError: Host 0 does not know the secret, or it refuses this host.
+        OSError, ValueError: It ended, or is no host 0.
+    """
+    until, mine = time.monotonic() + GREETING, secrets.token_hex(16)
+    said = _hear(peer, CHALLENGE, until, protocol=int, nonce=str)
+    if said["protocol"] != PROTOCOL or not NONCE.fullmatch(said["nonce"]):
+        raise HostsError(
+            f"host 0: expected protocol {PROTOCOL}, found {_shown(said['protocol'])}",
+            "install the same version of ling3export on every host",
+        )
+    nonces = (said["nonce"], mine)
+    _tell(peer, HELLO, host=hosts.number, nonce=mine, proof=_proof(hosts.secret, "caller", nonces, hosts.number))
+    kind, payload = receive(peer, SMALL, until)
+    if kind not in (PROVEN, REFUSED):
+        raise ConnectionError("another message than a proof")
+    wanted = _proof(hosts.secret, "host 0", nonces, hosts.number).encode()
+    if kind == REFUSED or not hmac.compare_digest(payload, wanted):
+        raise HostsError("host 0: expected it to have this host's secret, found that it has another one", SHARE)
+    _tell(peer, IDENTITY, hosts=hosts.count, identity=identity)
     # Host 0 waits for the others, and tells us if it gives up; so we wait a little longer than it does.
-    peer.settimeout(hosts.start_timeout + 2 * GREETING)
-    try:
-        send(peer, HELLO, json.dumps(hello).encode())
-        kind, payload = receive(peer)
-    except OSError as error:
-        peer.close()
-        found = "that it is silent" if isinstance(error, TimeoutError) else f"that {error}"
-        raise HostsError(f"host 0: expected it to wait for all hosts, found {found}") from error
-    if kind != WELCOME:
-        peer.close()
-        raise HostsError(f"host 0 gave up: {payload.decode()}")
-    return {0: peer}, int(parse_json(payload)["port"])
+    peer.settimeout(hosts.start_timeout + GREETING)
+    kind, payload = receive(peer, SMALL)
+    if kind == WELCOME:
+        return int(payload)
+    how = "gave up" if kind == FAILED else "refused this host"
+    raise HostsError(f"host 0 {how}: {_shown(payload.decode(errors='replace'), SMALL)}")
 
 
-def _system(error: OSError) -> str:
+def _system(error: Exception) -> str:
     """The system's own words for an error, without what Python adds to them."""
-    return os.strerror(error.errno) if error.errno else str(error)
+    number = getattr(error, "errno", None) or 0
+    return os.strerror(number) if number > 0 else str(getattr(error, "strerror", None) or error)

@@ -9,6 +9,7 @@ host 0 missing (``channel.py``), say so, and end.
 import contextlib
 import ipaddress
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -35,7 +36,7 @@ class Service:
     """
 
     def __init__(self, host: str, port: int, count: int, grace: int = GRACE) -> None:
-        bind = _joined(host, port) if is_loopback(host) else f"[::]:{port}"
+        bind = _joined(own_address(host) or "::", port)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "ling3export.runners.hosts.service", bind, str(count), str(grace)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -119,6 +120,24 @@ def is_loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
+
+
+def own_address(host: str) -> str:
+    """The one address of host 0's machine at which it listens for the others; empty for all of them.
+
+    Where the coordinator is a name, host 0 listens at the IPv4 address that the name has there. Only where that is the
+    machine's own name for itself (127.0.1.1 in many a /etc/hosts), which no other machine reaches, it listens at all.
+
+    Args:
+        host: The coordinator's, without its port.
+
+    Raises:
+        OSError: The name is not known here.
+    """
+    if ":" in host or is_loopback(host):
+        return host
+    found = socket.gethostbyname(host)
+    return "" if is_loopback(found) else found
 
 
 def launched(count: int | None, number: int | None, timeout: float) -> tuple[str | None, int | None, int | None]:

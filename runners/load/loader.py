@@ -20,6 +20,7 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Manifest, Target
 from ling3export.errors import ArtifactError
 from ling3export.runners import flight
+from ling3export.runners.hosts.rendezvous import announced
 from ling3export.runners.load.targets import choose_target, platforms_here, prepare
 from ling3export.runners.load.verdict import CHECKS, enforce, executable_fits, judge, machine_here
 
@@ -113,10 +114,10 @@ def load(
         HostsError: The other hosts are not there in time, or load something else.
         Ling3Error: jax runs already in this process, with too few devices.
     """
-    if check not in CHECKS:
-        raise ArtifactError(f"check: expected {' or '.join(CHECKS)}, found {check}")
     timings, channel, folder = Timings(), None, Path(artifact)
-    with timings.stage("manifest"):
+    with timings.stage("manifest"), announced(hosts):
+        if check not in CHECKS:
+            raise ArtifactError(f"check: expected {' or '.join(CHECKS)}, found {check}")
         manifest = read_manifest(folder) if manifest is None else manifest
         name = choose_target(manifest.targets, target, platforms_here(), 1 if hosts is None else hosts.count)
         flight.target(name)
@@ -128,6 +129,7 @@ def load(
         same = {"ling3export": version("ling3export"), "artifact": manifest.sha256, "target": name, **(agreed or {})}
         with timings.stage("hosts"):
             channel = Channel(hosts, same)
+        report(f"host {hosts.number}: all {hosts.count} hosts are there")
     # Loading a program is one core's work: more threads than cores only fight over memory (measured: 2 times slower).
     pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ling3-load")
     try:

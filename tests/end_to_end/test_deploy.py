@@ -15,13 +15,16 @@ JOBSET = ROOT / "deploy/jobset-v6e-4x4.yaml"
 TARGET = parse_target("tpu:v6e:4x4", None, Config.from_dict(config_fields("full", {})))
 
 # What it holds, by the references of JobSet v1alpha2, batch/v1 Job and v1 Pod: a mapping of field to schema, a
-# list of one schema for every item, or a type. Every field is required; `...` as a key allows any.
+# list of one schema for every item, a tuple of schemas of which one holds, or a type. Every field is required; `...` as
+# a key allows any.
 CONTAINER = {
     "name": str,
     "image": str,
     "command": [str],
     "args": [str],
-    "env": [{"name": str, "value": str}],
+    "env": [
+        ({"name": str, "value": str}, {"name": str, "valueFrom": {"secretKeyRef": {"name": str, "key": str}}}),
+    ],
     "ports": [{"containerPort": int}],
     "resources": {"requests": {"google.com/tpu": str}, "limits": {"google.com/tpu": str}},
     "volumeMounts": [{"name": str, "mountPath": str, "readOnly": bool}],
@@ -55,6 +58,8 @@ def misfits(value: Any, schema: Any, at: str = "") -> list[str]:
     """Where ``value`` is not what ``schema`` says."""
     if isinstance(schema, type):
         return [] if type(value) is schema else [f"{at}: {type(value).__name__}"]
+    if isinstance(schema, tuple):
+        return min((misfits(value, each, at) for each in schema), key=len)
     if isinstance(schema, list):
         if not isinstance(value, list) or not value:
             return [f"{at}: no list of something"]
@@ -99,8 +104,9 @@ def test_the_jobset_asks_for_the_hosts_and_chips_of_the_target():
     assert container["resources"]["limits"] == {"google.com/tpu": str(chip.chips_per_host)}
     assert container["resources"]["requests"] == container["resources"]["limits"]
     assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == TARGET.topology
-    environment = {row["name"]: row["value"] for row in container["env"]}
+    environment = {row["name"]: row.get("value") for row in container["env"]}
     assert environment["NNODES"] == str(TARGET.processes)
+    assert environment["LING3_SECRET"] is None  # from a secret of the cluster
     host, port = environment["DIST_INIT_ADDR"].split(":")
     name = manifest["metadata"]["name"]
     assert host == f"{name}-{runner['name']}-0-0.{name}"

@@ -80,6 +80,8 @@ class Recipe:
 RECIPES = {
     "small-tp16": Recipe(16, paddings=(16, 128, 512)),
     "small-4x4": Recipe(16, target="cpu:4x4"),
+    # Two hosts of one device each: the cheapest artifact of several hosts.
+    "micro-2x1": Recipe(2, "micro", paddings=(16,), decode=2, target="cpu:2x1"),
     "small-tp8": Recipe(8),
     "small-tp1": Recipe(1),
     "small-tp16-bf16": Recipe(16, dtype="bfloat16"),

@@ -74,6 +74,8 @@ Artifact:
                                   only]
   --check [all|programs]          Which digests to check: programs leaves out
                                   the weights.  [default: all]
+  --step-timeout SECONDS          Fail what runs once a call of the devices
+                                  takes longer.  [default: any time]  [x>0]
 
 Several hosts:
   --coordinator HOST:PORT    Where host 0 listens for the others; auto asks the
@@ -84,6 +86,11 @@ Several hosts:
                              NODE_RANK]  [x>=0]
   --start-timeout SECONDS    How long to wait for the other hosts.  [default:
                              300.0; x>0]
+  --host-timeout SECONDS     How long another host may be silent or behind
+                             before all end.  [default: 30.0; x>0]
+  --secret-file PATH         File (0600) with what all hosts know.  [default:
+                             LING3_SECRET, if set]
+  --trust-network            Meet other machines without a secret.
 
 Options:
   -h, --help  Show this message and exit.

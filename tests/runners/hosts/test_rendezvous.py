@@ -1,5 +1,8 @@
 """How hosts find each other, what they compare, and how they learn that one is gone; without devices."""
 
+import contextlib
+import json
+import os
 import socket
 import threading
 import time
@@ -12,22 +15,27 @@ import click
 import pytest
 
 from fake_backend import VOCAB, FakeBackend
-from ling3export.errors import Ling3Error, RankDivergence
+from ling3export.errors import ArtifactError, Ling3Error, RankDivergence
 from ling3export.processes import free_port
-from ling3export.runners.cli.hosts import announced
+from ling3export.runners.engine import core as cores
 from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.core import Arrival, SharedCore, StepInputs
+from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.inputs import Shapes
+from ling3export.runners.engine.loop import Loop
 from ling3export.runners.engine.request import Request
 from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.evals.trials import tokens_digest
 from ling3export.runners.hosts import channel as channels
 from ling3export.runners.hosts import rendezvous
-from ling3export.runners.hosts.channel import END, STEP, Channel
-from ling3export.runners.hosts.hosts import Hosts
-from ling3export.runners.hosts.rendezvous import HEAD, HELLO, HostsError, meet
+from ling3export.runners.hosts.channel import STEP, Channel
+from ling3export.runners.hosts.hosts import Hosts, find_hosts, read_secret
+from ling3export.runners.hosts.rendezvous import HEAD, HELLO, REFUSED, HostsError, Identity, announced, meet
+from ling3export.runners.hosts.rendezvous import IDENTITY as IDENTIFIES
+from ling3export.runners.load.loader import Timings, load
 
+SECRET = "correct horse battery staple".replace(" ", "-")
 IDENTITY = {"artifact": "a1", "target": "cpu-4x4-tp16", "overlap": True}
 
 
@@ -49,9 +57,25 @@ def in_threads(*calls: Callable[[], Any]) -> list[Any]:
     return results
 
 
-def hosts(count: int = 2, timeout: float = 20.0) -> list[Hosts]:
+def hosts(count: int = 2, timeout: float = 20.0, **settings: Any) -> list[Hosts]:
     address = f"127.0.0.1:{free_port()}"
-    return [Hosts(address, count, number, timeout) for number in range(count)]
+    return [Hosts(address, count, number, timeout, **settings) for number in range(count)]
+
+
+def lead(place: Hosts) -> tuple[list[int], int]:
+    """What host 0 does: the hosts that it met, and the port for jax's service."""
+    peers, port = meet(place, IDENTITY)
+    rendezvous.welcome(peers, port)
+    for peer in peers.values():
+        peer.close()
+    return sorted(peers), port
+
+
+def join(place: Hosts, identity: Identity = IDENTITY) -> int:
+    """What another host does: the port for jax's service."""
+    peers, port = meet(place, identity)
+    peers[0].close()
+    return port
 
 
 class NoService:
@@ -65,11 +89,11 @@ class NoService:
 
 
 @contextmanager
-def connected(lost: list[tuple[str, int]]) -> Iterator[list[Channel]]:
+def connected(lost: list[tuple[str, int]], **settings: Any) -> Iterator[list[Channel]]:
     def gone(text: str, code: int) -> None:
         lost.append((text, code))
 
-    two = in_threads(*(lambda place=place: Channel(place, IDENTITY, gone) for place in hosts()))
+    two = in_threads(*(lambda place=place: Channel(place, IDENTITY, gone) for place in hosts(**settings)))
     try:
         yield two
     finally:
@@ -115,63 +139,280 @@ def test_a_first_host_that_does_not_come_is_named():
     assert error.message == f"host 0: expected it at {second.coordinator} within 0.5 s, found Connection refused"
 
 
-def test_hosts_that_load_another_artifact_overlap_or_count_otherwise_are_refused_on_both():
+@pytest.mark.parametrize(
+    ("other", "count", "said", "told"),
+    [
+        ({"artifact": "b2"}, 2, "host 1: expected artifact a1 as on host 0, found b2",
+         "host 1: expected artifact as on host 0, found b2"),
+        ({"overlap": False}, 2, "host 1: expected overlap True as on host 0, found False",
+         "host 1: expected overlap as on host 0, found False"),
+        ({}, 4, "hosts: expected 2 as on host 0, found 4 on host 1",
+         "hosts: expected 2 as on host 0, found 4 on host 1"),
+    ],
+    ids=["artifact", "overlap", "count"],
+)  # fmt: skip
+def test_a_host_that_does_not_fit_is_refused_and_comes_again_as_it_should(capsys, other, count, said, told):
+    """It once ended host 0, and heard what host 0 loads."""
     first, second = hosts()
-    other = IDENTITY | {"artifact": "b2"}
-    one, two = in_threads(lambda: meet(first, IDENTITY), lambda: meet(second, other))
-    text = "host 1: expected artifact a1 as on host 0, found b2"
-    assert (one.message, two.message) == (text, f"host 0 gave up: {text}")
-    first, second = hosts()
-    one, two = in_threads(
-        lambda: meet(first, IDENTITY | {"overlap": True}), lambda: meet(second, IDENTITY | {"overlap": False})
-    )  # fmt: skip
-    text = "host 1: expected overlap True as on host 0, found False"
-    assert (one.message, two.message) == (text, f"host 0 gave up: {text}")
-    first, second = hosts()
-    one, two = in_threads(lambda: meet(first, IDENTITY), lambda: meet(replace(second, count=4), IDENTITY))
-    text = "hosts: expected 2 as on host 0, found 4 on host 1"
-    assert (one.message, two.message) == (text, f"host 0 gave up: {text}")
+
+    def wrong_then_right() -> Any:
+        with pytest.raises(HostsError) as caught:
+            join(replace(second, count=count), IDENTITY | other)
+        assert caught.value.message == f"host 0 refused this host: {told}"
+        return join(second)
+
+    one, two = in_threads(lambda: lead(first), wrong_then_right)
+    assert one == ([1], two)
+    assert capsys.readouterr().err == f"host 0: refused a host and waits on: {said}\n"
+
+
+def test_who_was_refused_is_named_when_the_time_is_over():
+    first, second = hosts(2, timeout=1.0)
+    one, two = in_threads(lambda: lead(first), lambda: join(second, IDENTITY | {"artifact": "b2"}))
+    assert one.message == (
+        "hosts: expected 2 within 1 s, found no word of host 1; refused: host 1: expected artifact a1 as on host 0, "
+        "found b2"
+    )
+    assert two.message == "host 0 refused this host: host 1: expected artifact as on host 0, found b2"
 
 
 def test_a_port_that_is_taken_is_named():
     first, _ = hosts()
     with socket.create_server(first.address), pytest.raises(HostsError) as caught:
-        meet(first, IDENTITY)
+        join(first, IDENTITY)
     assert caught.value.message == (
         f"coordinator {first.coordinator}: expected a free port on this machine, found Address already in use"
     )
 
 
-@pytest.mark.parametrize(
-    "said", [b"GET / HTTP/1.1\r\n\r\n", HEAD.pack(HELLO, 1_000_000) + b"[" * 1_000_000], ids=["HTTP", "deep JSON"]
-)
-def test_a_stranger_is_not_taken_for_a_host(no_service, said):
-    """JSON nested a million deep once ended host 0 with a traceback."""
+def called(place: Hosts) -> socket.socket:
+    """A connection to host 0, as soon as it listens."""
+    end = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection(place.address, timeout=10)
+        except OSError:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+
+def heard(caller: socket.socket) -> bytes:
+    """All that host 0 says until it closes the connection."""
+    said = b""
+    with contextlib.suppress(ConnectionError):
+        while part := caller.recv(1 << 16):
+            said += part
+    return said
+
+
+def message(kind: bytes, text: bytes) -> bytes:
+    return HEAD.pack(kind, len(text)) + text
+
+
+STRANGERS = {
+    "nothing": b"",
+    "HTTP": b"GET / HTTP/1.1\r\n\r\n",
+    "deep JSON": message(HELLO, b"[" * 4000),
+    "an infinity": message(HELLO, b'{"host": Infinity, "nonce": "", "proof": ""}'),
+    "a number of 3,000 digits": message(HELLO, b'{"host": 1' + b"0" * 3000 + b', "nonce": "", "proof": ""}'),
+    "half a character": message(HELLO, b'{"host": 1, "nonce": "' + b"0" * 32 + b'", "proof": "\\ud800"}'),
+    "a list": message(HELLO, b"[]"),
+    "900 MiB": HEAD.pack(HELLO, 900 << 20) + b"x" * 10_000,
+    "the greeting of protocol 1": message(
+        HELLO, json.dumps({"protocol": 1, "host": 1, "hosts": 2, "identity": IDENTITY}).encode()
+    ),
+    "a greeting without a proof": message(IDENTIFIES, json.dumps({"hosts": 2, "identity": IDENTITY}).encode()),
+    "the proof of another secret": message(
+        HELLO, json.dumps({"host": 1, "nonce": "0" * 32, "proof": "0" * 64}).encode()
+    ),
+}
+
+
+@pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS)
+def test_a_stranger_is_dropped_counted_and_told_nothing(monkeypatch, capsys, said):
+    """Some of these ended host 0 with a traceback; one that knew the digest was taken for host 1."""
+    monkeypatch.setattr(rendezvous, "GREETING", 1.0)
+    first, second = hosts(secret=SECRET)
+
+    def stranger() -> Any:
+        with called(first) as caller:
+            with contextlib.suppress(ConnectionError):
+                caller.sendall(said)
+            answer = heard(caller)
+        size = HEAD.unpack(answer[: HEAD.size])[1] + HEAD.size
+        assert json.loads(answer[HEAD.size : size]).keys() == {"protocol", "nonce"}
+        assert answer[size:] in (b"", message(REFUSED, b""))
+        return join(second)
+
+    one, two = in_threads(lambda: lead(first), stranger)
+    assert one == ([1], two)
+    assert capsys.readouterr().err == "hosts: all 2 are there; callers dropped that were no hosts of this start: 1\n"
+
+
+def test_a_caller_has_one_deadline_for_all_its_bytes(monkeypatch):
+    """One byte now and then once outlasted the start timeout."""
+    monkeypatch.setattr(rendezvous, "GREETING", 0.5)
+    first, _ = hosts(2, timeout=3.0)
+
+    def slow() -> float:
+        with called(first) as caller:
+            begun = time.monotonic()
+            with contextlib.suppress(OSError):
+                while time.monotonic() - begun < 20:
+                    caller.sendall(b"L")
+                    time.sleep(0.1)
+            return time.monotonic() - begun
+
+    one, seconds = in_threads(lambda: lead(first), slow)
+    assert seconds < 3
+    assert one.message == (
+        "hosts: expected 2 within 3 s, found no word of host 1; callers dropped that were no hosts of this start: 1"
+    )
+
+
+def test_silent_callers_delay_nobody(monkeypatch):
+    """However many they are: those beyond CALLERS are dropped at once, and a host calls again."""
+    monkeypatch.setattr(rendezvous, "GREETING", 2.0)
+    monkeypatch.setattr(rendezvous, "CALLERS", 3)
     first, second = hosts()
 
-    def stranger() -> Channel:
-        until = time.monotonic() + 10
-        while time.monotonic() < until:
-            try:
-                with socket.create_connection(first.address) as caller:
-                    caller.sendall(said)
-                break
-            except OSError:
-                time.sleep(0.05)
-        return Channel(second, IDENTITY, print)
+    def crowded() -> Any:
+        with contextlib.ExitStack() as stack:
+            for _ in range(20):
+                stack.enter_context(called(first))
+            return join(second)
 
-    one, two = in_threads(lambda: Channel(first, IDENTITY, print), stranger)
-    one.send(END)
-    assert two.take() == (END, b"")
-    one.close()
-    two.close()
+    one, two = in_threads(lambda: lead(first), crowded)
+    assert one == ([1], two)
+
+
+def test_hosts_of_different_secrets_do_not_meet(capsys):
+    first, second = hosts(2, timeout=2.0, secret=SECRET)
+    one, two = in_threads(
+        lambda: lead(first), lambda: join(replace(second, secret=SECRET[::-1]), IDENTITY)
+    )  # fmt: skip
+    assert one.message == (
+        "hosts: expected 2 within 2 s, found no word of host 1; callers dropped that were no hosts of this start: 1"
+    )
+    assert two.message == "host 0: expected it to have this host's secret, found that it has another one"
+
+
+def test_a_host_tells_nothing_to_who_cannot_prove_to_be_host_0():
+    first, second = hosts(secret=SECRET)
+    told = []
+
+    def impostor() -> None:
+        with socket.create_server(first.address) as listener:
+            caller, _ = listener.accept()
+            with caller:
+                nonce = json.dumps({"protocol": rendezvous.PROTOCOL, "nonce": "0" * 32}).encode()
+                caller.sendall(message(rendezvous.CHALLENGE, nonce))
+                _, hello = rendezvous.receive(caller)
+                # What it can do without the secret: send the caller's own proof back.
+                caller.sendall(message(rendezvous.PROVEN, json.loads(hello)["proof"].encode()))
+                told.extend([hello, heard(caller)])
+
+    _, two = in_threads(impostor, lambda: join(second))
+    assert two.message == "host 0: expected it to have this host's secret, found that it has another one"
+    assert json.loads(told[0]).keys() == {"host", "nonce", "proof"} and told[1] == b""
+
+
+def test_a_host_that_restarts_takes_its_place_while_others_are_awaited():
+    """It once failed the whole start."""
+    first, second, third = hosts(3)
+
+    def restarted() -> Any:
+        killed = threading.Thread(target=lambda: told.append(in_threads(lambda: join(second))[0]))
+        killed.start()
+        time.sleep(0.5)
+        again = threading.Thread(target=lambda: met.append(join(second)))
+        again.start()
+        killed.join(10)
+        met.append(join(third))
+        again.join(10)
+
+    told: list[Any] = []
+    met: list[Any] = []
+    one, _ = in_threads(lambda: lead(first), restarted)
+    assert one == ([1, 2], met[0]) and met == [one[1]] * 2
+    assert told[0].message == "host 0 refused this host: another process called as host 1 and took its place"
+
+
+def test_a_host_that_ended_before_all_were_there_is_waited_for_again():
+    first, second, third = hosts(3, timeout=3.0)
+
+    def gone_then_there() -> Any:
+        with called(first) as caller:
+            threading.Timer(0.5, lambda: caller.shutdown(socket.SHUT_RDWR)).start()
+            with pytest.raises(ConnectionError):  # not before host 0 has let it in
+                rendezvous._introduce(caller, second, IDENTITY)
+        return join(third)
+
+    one, two = in_threads(lambda: lead(first), gone_then_there)
+    text = "hosts: expected 3 within 3 s, found no word of host 1"
+    assert (one.message, two.message) == (text, f"host 0 gave up: {text}")
+
+
+def test_other_machines_are_met_with_a_secret_or_with_trust():
+    """Whoever reached the port could once be host 1."""
+    for coordinator in ("10.0.0.1:9", "node1:9", "[fe80::1]:9", "0.0.0.0:9"):
+        with pytest.raises(Ling3Error) as caught:
+            Hosts(coordinator, 2, 1)
+        assert caught.value.message == (
+            f"coordinator {coordinator}: expected a secret where other machines reach host 0, found none"
+        )
+        assert "--secret-file" in str(caught.value.hint) and "--trust-network" in str(caught.value.hint)
+        assert SECRET not in repr(Hosts(coordinator, 2, 1, secret=SECRET))
+        assert Hosts(coordinator, 2, 1, trust_network=True).secret == ""
+        assert Hosts(coordinator, 1, 0).count == 1
+    for coordinator in ("127.0.0.1:9", "[::1]:9", "localhost:9"):
+        assert Hosts(coordinator, 2, 1).secret == ""
+
+
+def test_the_secret_is_in_a_file_of_this_user_alone_or_in_the_environment(tmp_path):
+    file, variables = tmp_path / "secret", {"LING3_SECRET": SECRET[::-1]}
+    assert read_secret(None, {}) == ""
+    assert read_secret(None, variables) == SECRET[::-1]
+    file.write_text(f"{SECRET}\n")
+    file.chmod(0o600)
+    assert read_secret(file, variables) == SECRET
+    found = find_hosts("10.0.0.1:9", 2, 1, secret_file=file, environment={})
+    assert found is not None and found.secret == SECRET
+    for mode in (0o640, 0o604, 0o620):
+        file.chmod(mode)
+        with pytest.raises(Ling3Error, match=r"expected a file of this user alone \(0600\), found mode 06[024]{2} of"):
+            read_secret(file, variables)
+    file.chmod(0o600)
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(Ling3Error, match="expected a regular file, found something else"):
+        read_secret(tmp_path / "pipe")
+    for text in ("", "short", "x" * 2000, "two words of some length", "é" * 20):
+        file.write_text(text)
+        for how in ((file, {}), (None, {"LING3_SECRET": text})):
+            with pytest.raises(Ling3Error, match="expected 16 to 1,024 characters of printable ASCII without blanks"):
+                read_secret(*how)
+
+
+def test_host_0_listens_at_the_coordinators_address_alone():
+    first, second = hosts()
+    elsewhere = ("127.0.0.2", first.address[1])
+
+    def reach() -> Any:
+        called(first).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(elsewhere, timeout=5)
+        return join(second)
+
+    one, _ = in_threads(lambda: lead(first), reach)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", one[1]))  # where jax's service is to listen
 
 
 def test_a_silent_host_is_given_up(no_service, monkeypatch):
     """Its machine or the network is gone: nothing closes the connection."""
-    monkeypatch.setattr(channels, "SILENCE", 0.5)
+    monkeypatch.setattr(channels, "BEATS", 0.1)
     lost: list[tuple[str, int]] = []
-    with connected(lost):  # both beat every 5 s only
+    with connected(lost, host_timeout=0.5):  # both beat every 5 s only
         until = time.monotonic() + 10
         while len(lost) < 2 and time.monotonic() < until:
             time.sleep(0.05)
@@ -283,3 +524,63 @@ def test_hosts_compare_digests_of_the_little_endian_tokens(no_service):
 def test_every_host_gets_what_all_gave(no_service):
     with connected([]) as (one, two):
         assert in_threads(lambda: one.gather(b"one"), lambda: two.gather(b"two")) == [(b"one", b"two")] * 2
+
+
+def test_what_host_0_cannot_send_ends_the_others(no_service, monkeypatch):
+    """A seed of numpy's once ended host 0 where it was encoded, and left the others waiting for the step."""
+    monkeypatch.setattr(channels, "SETTLE", 0.01)
+    ended: list[tuple[str, int]] = []
+    monkeypatch.setattr(channels, "end_process", lambda *how: ended.append(how))
+    lost: list[tuple[str, int]] = []
+    with connected(lost) as (one, two):
+        first, _ = core(one, 0), core(two, 0)
+        monkeypatch.setattr(cores, "encode", lambda inputs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            first.step(StepInputs((Arrival(0, Request((1, 2, 3), 20)),)))
+        until(lambda: bool(lost and ended))
+    text = "a step failed: division by zero"
+    assert lost == [(f"host 0 ended: {text}", 1)] and ended == [(text, 1)]
+
+
+def test_an_engine_that_fails_between_two_steps_ends_the_others(no_service, monkeypatch):
+    """Its clients were told; the other hosts waited for the next step."""
+    monkeypatch.setattr(channels, "end_process", lambda *_: None)
+    lost: list[tuple[str, int]] = []
+    with connected(lost) as (one, _):
+        loop = Loop(core(one, 0), Timings())
+        monkeypatch.setattr(loop, "_deliver", lambda outputs: 1 / 0)
+        (handle,) = loop.submit([Request((1, 2, 3), 20)])
+        with pytest.raises(EngineStopped, match="division by zero"):
+            handle.result()
+        until(lambda: bool(lost))
+    assert lost == [("host 0 ended: the engine failed: division by zero", 1)]
+
+
+def test_a_host_that_takes_no_step_is_given_up_by_name(no_service):
+    """Its process gives signs of life, and what drives its devices does not."""
+    lost: list[tuple[str, int]] = []
+    with connected(lost, host_timeout=2) as (one, two):
+        one.send(STEP)
+        two.take()
+        one.send(STEP)  # which it never takes
+        until(lambda: len(lost) == 2)
+    assert lost == [("host 1: expected it to take its steps, found none taken for 2 s", 1)] * 2
+
+
+def test_a_slow_host_that_takes_steps_is_no_failure(no_service):
+    lost: list[tuple[str, int]] = []
+    with connected(lost, host_timeout=4) as (one, two):
+        for _ in range(12):
+            one.send(STEP)
+        for _ in range(12):
+            time.sleep(0.4)
+            two.take()
+        assert lost == []
+
+
+def test_host_0_that_cannot_load_tells_the_others(tmp_path, capsys):
+    """They waited for the whole start timeout."""
+    first, second = hosts()
+    one, two = in_threads(lambda: load(tmp_path / "none.ling3", hosts=first), lambda: join(second))
+    assert isinstance(one, ArtifactError)
+    assert two.message == f"host 0 gave up: {one.message}"

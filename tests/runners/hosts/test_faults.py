@@ -1,0 +1,70 @@
+"""Two hosts, one of which is killed, stopped, slowed or cut off; and a server on two hosts that is told to end."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import httpx2
+import pytest
+
+import faults
+from faults import Fault
+from hosting import hosting, wait_until_following
+
+pytestmark = pytest.mark.hosts
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("killed", "running", 0, 0.3),
+        Fault("stopped", "starting", 1, 0.1),
+        Fault("stopped", "running", 0, 0.3),
+        Fault("slowed", "running", 1, 20),
+        Fault("partitioned", "running", 1, 0.3),
+    ],
+    ids=lambda fault: f"{fault.kind} {fault.phase}",
+)
+def test_a_fault_ends_every_host_with_its_name_within_the_stated_time(artifact, fault):
+    """A host that only did not take its steps once left the others waiting without end."""
+    assert faults.inject(artifact("micro-2x1"), fault).wrong == []
+
+
+def test_the_page_states_the_time_that_is_tested():
+    page = " ".join((Path(__file__).parents[3] / "docs/hosts.md").read_text().split())
+    assert f"Every process has ended {faults.STATED} s later at most" in page
+
+
+def test_sigterm_to_all_hosts_lets_running_calls_end(artifact):
+    """The followers had no handler: calls were cut when the first of them ended."""
+    command = ["serve", artifact("micro-2x1"), "--port", 0, "--grace", 60, "--check", "programs"]
+    ask = {"model": "micro-2x1", "prompt": [1, 2, 3], "max_tokens": 100, "ignore_eos": True}
+    ask |= {"stream": True, "stream_options": {"include_usage": True}}
+    with hosting([command] * 2) as processes:
+        assert processes[0].stdout is not None
+        url = processes[0].stdout.readline().strip()
+        with httpx2.stream("POST", f"{url}/v1/completions", json=ask, timeout=60) as reply:
+            lines = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
+            events = [json.loads(next(lines))]
+            for process in processes:
+                os.kill(process.pid, signal.SIGTERM)
+            events += [json.loads(line) for line in lines if line != "[DONE]"]
+        said = [process.communicate(timeout=60)[1] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], said
+    assert [event["choices"][0]["finish_reason"] for event in events if event["choices"]][-1] == "length"
+    assert events[-1]["usage"]["completion_tokens"] == 100
+
+
+def test_a_follower_that_alone_is_told_to_end_does_so_when_its_time_is_over(artifact):
+    command = ["serve", artifact("micro-2x1"), "--port", 0, "--grace", 0, "--host-timeout", 6, "--check", "programs"]
+    with hosting([command] * 2) as processes:
+        wait_until_following(processes[1])
+        assert processes[0].stdout is not None
+        processes[0].stdout.readline()
+        os.kill(processes[1].pid, signal.SIGTERM)
+        said = [process.communicate(timeout=60)[1] for process in processes]
+        assert [process.returncode for process in processes] == [1, 1], said
+    text = "host 1: expected host 0 to end within 6 s of a signal, found it running"
+    assert f"error: {text}\n" in said[1]
+    assert f"error: host 1 ended: {text}\n" in said[0]
