@@ -3,14 +3,21 @@
 A host is a process with devices of its own; the same command runs on every one. Imports no jax but to ask a launcher.
 """
 
+import contextlib
+import ipaddress
 import os
+import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from ling3export.errors import Ling3Error
 
 DETECT = "auto"  # as a coordinator: ask the cluster's launcher
 FIXES = "give --coordinator HOST:PORT --num-hosts N --host-id I, or set DIST_INIT_ADDR, NNODES and NODE_RANK"
+SECRET = "LING3_SECRET"
+SHORTEST, LONGEST = 16, 1024  # characters of a secret
+SHARE = "give every host the same secret with --secret-file FILE or LING3_SECRET: head -c 24 /dev/urandom | base64"
 
 
 @dataclass(frozen=True)
@@ -22,12 +29,21 @@ class Hosts:
         count: How many hosts there are.
         number: Which one this is; host 0 leads.
         start_timeout: Seconds to wait until all are there.
+        host_timeout: Seconds that another host may be silent or behind, before it counts as gone.
+        secret: What every host of this start knows, and nobody else.
+        trust_network: Without a secret, take whoever reaches the coordinator's address for a host.
+
+    Raises:
+        Ling3Error: A value is out of its bounds. Or other machines reach the coordinator, and there is no secret.
     """
 
     coordinator: str
     count: int
     number: int
     start_timeout: float = 300.0
+    host_timeout: float = 30.0
+    secret: str = field(default="", repr=False)
+    trust_network: bool = False
 
     def __post_init__(self) -> None:
         _, colon, port = self.coordinator.rpartition(":")
@@ -35,8 +51,15 @@ class Hosts:
             raise Ling3Error(f"coordinator: expected HOST:PORT, found {self.coordinator}", "e.g. 10.0.0.1:6379")
         if not 0 <= self.number < self.count:
             raise Ling3Error(f"host id: expected 0 to {self.count - 1} of {self.count} hosts, found {self.number}")
-        if self.start_timeout <= 0:
-            raise Ling3Error(f"start timeout: expected seconds above 0, found {self.start_timeout:g}")
+        for name, seconds in (("start", self.start_timeout), ("host", self.host_timeout)):
+            if seconds <= 0:
+                raise Ling3Error(f"{name} timeout: expected seconds above 0, found {seconds:g}")
+        alone = self.count == 1 or is_loopback(self.address[0])
+        if not (alone or self.secret or self.trust_network):
+            raise Ling3Error(
+                f"coordinator {self.coordinator}: expected a secret where other machines reach host 0, found none",
+                f"{SHARE}; or trust the whole network with --trust-network",
+            )
 
     @property
     def address(self) -> tuple[str, int]:
@@ -47,6 +70,7 @@ class Hosts:
 
 def find_hosts(
     coordinator: str | None, num_hosts: int | None, host_id: int | None, start_timeout: float = Hosts.start_timeout,
+    *, host_timeout: float = Hosts.host_timeout, secret_file: Path | None = None, trust_network: bool = False,
     environment: Mapping[str, str] = os.environ,
 ) -> Hosts | None:  # fmt: skip
     """This process's place among several hosts; None where it runs alone.
@@ -58,11 +82,21 @@ def find_hosts(
         num_hosts: How many hosts there are.
         host_id: Which one this is.
         start_timeout: Seconds to wait until all are there.
+        host_timeout: Seconds that another host may be silent or behind.
+        secret_file: Holds the secret; by default LING3_SECRET does.
+        trust_network: Whether other machines may take part without a secret.
         environment: Where the variables are looked up.
 
     Raises:
-        Ling3Error: Only a part of the three is known, they contradict each other, or the launcher is not known.
+        Ling3Error: Only a part of the three is known, they contradict each other, or the launcher is not known. Or
+            the secret is missing, no secret, or readable by others.
     """
+    secret = read_secret(secret_file, environment)
+
+    def placed(coordinator: str, count: int, number: int) -> Hosts | None:
+        hosts = Hosts(coordinator, count, number, start_timeout, host_timeout, secret, trust_network)
+        return hosts if count > 1 else None
+
     coordinator = coordinator or environment.get("DIST_INIT_ADDR") or None
     if coordinator == DETECT:
         from ling3export.runners.hosts.service import launched
@@ -70,7 +104,7 @@ def find_hosts(
         coordinator, count, number = launched(num_hosts, host_id, start_timeout)
         if coordinator is None or count is None or number is None:
             raise Ling3Error("--coordinator auto: expected a cluster's launcher that jax knows, found none", FIXES)
-        return Hosts(coordinator, count, number, start_timeout) if count > 1 else None
+        return placed(coordinator, count, number)
     count = _number("NNODES", environment) if num_hosts is None else num_hosts
     if coordinator is None and host_id is None and count in (None, 1):
         return None
@@ -81,8 +115,49 @@ def find_hosts(
     if missing := [name for name, value in given.items() if value is None]:
         raise Ling3Error(f"hosts: expected coordinator, number of hosts and host id, found no {missing[0]}", FIXES)
     assert coordinator is not None and count is not None and number is not None
-    hosts = Hosts(coordinator, count, number, start_timeout)
-    return hosts if count > 1 else None
+    return placed(coordinator, count, number)
+
+
+def read_secret(file: Path | None, environment: Mapping[str, str] = os.environ) -> str:
+    """The secret in ``file``, else the one in LING3_SECRET, else an empty one.
+
+    Raises:
+        Ling3Error: The file is not this user's alone, or what was found is no secret.
+    """
+    if file is None:
+        where, secret = f"`{SECRET}`", environment.get(SECRET)
+        if secret is None:
+            return ""
+    else:
+        where, secret = f"--secret-file `{file}`", _private(file)
+    secret = secret.strip()
+    if not SHORTEST <= len(secret) <= LONGEST or not all("!" <= character <= "~" for character in secret):
+        raise Ling3Error(
+            f"{where}: expected {SHORTEST} to {LONGEST:,} characters of printable ASCII without blanks, found others "
+            "or another number of them", SHARE,
+        )  # fmt: skip
+    return secret
+
+
+def _private(file: Path) -> str:
+    """The text of a file that nobody but this user may read or write; a pipe or a device is not waited for."""
+    with open(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as opened:
+        found = os.fstat(opened.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise Ling3Error(f"--secret-file `{file}`: expected a regular file, found something else")
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise Ling3Error(
+                f"--secret-file `{file}`: expected a file of this user alone (0600), found mode "
+                f"{stat.S_IMODE(found.st_mode):04o} of user {found.st_uid}", f"chmod 600 {file}",
+            )  # fmt: skip
+        return opened.read(2 * LONGEST).decode("ascii", "replace")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` is this machine to itself alone."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def _number(name: str, environment: Mapping[str, str]) -> int | None:

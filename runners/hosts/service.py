@@ -6,15 +6,15 @@ other dies with it. Here that service is a process of its own. It outlives host 
 host 0 missing (``channel.py``), say so, and end.
 """
 
-import contextlib
-import ipaddress
 import os
+import socket
 import subprocess
 import sys
 import time
 from typing import Any
 
 from ling3export.errors import Ling3Error
+from ling3export.runners.hosts.hosts import is_loopback
 
 HEARTBEAT = 120  # seconds of silence after which jax gives a host up; the channel gives it up sooner
 GRACE = 15  # seconds: long enough for every host to see that host 0 is gone
@@ -35,7 +35,7 @@ class Service:
     """
 
     def __init__(self, host: str, port: int, count: int, grace: int = GRACE) -> None:
-        bind = _joined(host, port) if is_loopback(host) else f"[::]:{port}"
+        bind = _joined(own_address(host) or "::", port)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "ling3export.runners.hosts.service", bind, str(count), str(grace)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -114,11 +114,22 @@ def _joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def is_loopback(host: str) -> bool:
-    """Whether ``host`` is this machine to itself alone."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
+def own_address(host: str) -> str:
+    """The one address of host 0's machine at which it listens for the others; empty for all of them.
+
+    Where the coordinator is a name, host 0 listens at the IPv4 address that the name has there. Only where that is the
+    machine's own name for itself (127.0.1.1 in many a /etc/hosts), which no other machine reaches, it listens at all.
+
+    Args:
+        host: The coordinator's, without its port.
+
+    Raises:
+        OSError: The name is not known here.
+    """
+    if ":" in host or is_loopback(host):
+        return host
+    found = socket.gethostbyname(host)
+    return "" if is_loopback(found) else found
 
 
 def launched(count: int | None, number: int | None, timeout: float) -> tuple[str | None, int | None, int | None]:
