@@ -8,13 +8,16 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader, BufferedWriter
 from pathlib import Path, PurePosixPath
 
 from ling3export.errors import ArtifactError
+from ling3export.reading import opened
 
 REBUILD = "copy the artifact again, or build it again"
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+PARTIAL = r"partial-\d+-[0-9a-f]{8}"
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -55,7 +58,7 @@ def refuse_links(folder: Path, relatives: Iterable[str]) -> None:
                 raise ArtifactError(
                     f"file `{relative}`: expected no symbolic link on the way to it, found one at `{part}`, "
                     f"in {folder}",
-                    "put what the link names in its place: an artifact holds its files itself",
+                    "put what the link names in its place: an artifact and a cache hold their files themselves",
                 )
             seen.add(part)
 
@@ -73,24 +76,13 @@ def open_regular(folder: Path, relative: str, what: str) -> Iterator[BufferedRea
         ArtifactError: The path leaves the folder, the file is missing or cannot be read, or it is something else: a
             link, a folder, a pipe, a device.
     """
-    path, flags = inside(folder, relative), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    inside(folder, relative)
     try:
-        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            for parent in PurePosixPath(relative).parts[:-1]:
-                deeper = os.open(parent, flags | os.O_DIRECTORY, dir_fd=place)
-                os.close(place)
-                place = deeper
-            file = open(path.name, "rb", opener=lambda name, _: os.open(name, flags, dir_fd=place))  # noqa: SIM115
-        finally:
-            os.close(place)
-        with file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError(errno.EINVAL, "something that is no regular file")
+        with opened(folder, relative) as file:
             yield file
     except OSError as error:
-        found = {errno.ELOOP: "a symbolic link", errno.EISDIR: "a folder"}.get(error.errno or 0, error.strerror)
-        raise ArtifactError(f"{what}: expected a readable file, found {found}, in {folder}", REBUILD) from error
+        message = f"{what}: expected a readable file, found {error.strerror}, in {folder}"
+        raise ArtifactError(message, REBUILD) from error
 
 
 def write_error(error: OSError, path: Path, needed: int | None = None) -> ArtifactError:
@@ -109,7 +101,8 @@ def write_error(error: OSError, path: Path, needed: int | None = None) -> Artifa
             found = "a file larger than its volume takes"
         hint = "raise the limit (ulimit -f) or write to another volume"
     elif error.errno in DISK_FULL:
-        free = shutil.disk_usage(path.parent if path.parent.is_dir() else "/").free
+        there = next(folder for folder in path.absolute().parents if folder.is_dir())
+        free = shutil.disk_usage(there).free
         found, hint = f"a full disk ({free:,} bytes free)", "free some space or write to another volume"
     else:
         room, found = "a writable file", "a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
@@ -125,14 +118,30 @@ def writing(path: Path, needed: int | None = None) -> Iterator[None]:
         raise write_error(error, path, needed) from error
 
 
+def user_cache() -> Path:
+    """The folder that LING3_CACHE names, else ``ling3export`` in XDG_CACHE_HOME or in ``~/.cache``.
+
+    An XDG_CACHE_HOME that is not absolute does not count, as its specification says.
+    """
+    if given := os.environ.get("LING3_CACHE"):
+        return Path(given)
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(home if os.path.isabs(home) else os.path.expanduser("~/.cache")) / "ling3export"
+
+
 def try_writing(folder: Path) -> None:
     """Makes a file in ``folder`` and removes it: whether that can be done is told by doing it.
+
+    Where the file system allows it, the file has no name, which a kill could leave.
 
     Raises:
         OSError: It cannot.
     """
-    path = folder / f".partial-{os.getpid()}-{secrets.token_hex(4)}"
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    with suppress(OSError):
+        os.close(os.open(folder, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600))
+        return
+    path = partial_path(folder / "trial")
+    os.close(os.open(path, NEW, 0o600))
     path.unlink()
 
 
@@ -167,8 +176,22 @@ def partial_path(path: Path) -> Path:
 
 def leftovers(path: Path) -> list[Path]:
     """What stands beside ``path`` under a name that :func:`partial_path` gave, by a writer that was killed."""
-    name = re.compile(rf"\.{re.escape(path.name)}\.partial-\d+-[0-9a-f]{{8}}")
+    name = re.compile(rf"\.{re.escape(path.name)}\.{PARTIAL}")
     return [each for each in path.parent.iterdir() if name.fullmatch(each.name)]
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Writes a new file into a folder that is to become durable as a whole.
+
+    What has the name is removed first: a link is not written through.
+
+    Raises:
+        ArtifactError: It cannot be written.
+    """
+    with writing(path, len(data)):
+        path.unlink(missing_ok=True)
+        with open(os.open(path, NEW, 0o666), "wb") as file:
+            file.write(data)
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -193,8 +216,7 @@ def replacing(path: Path, needed: int | None = None) -> Iterator[BufferedWriter]
     partial = partial_path(path)
     try:
         with writing(path, needed):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(partial, flags, 0o666), "wb") as file:
+            with open(os.open(partial, NEW, 0o666), "wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

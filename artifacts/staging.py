@@ -1,5 +1,6 @@
 """Folders that appear whole or not at all, and the right to write one: a build at a time."""
 
+import ctypes
 import fcntl
 import os
 import shutil
@@ -28,7 +29,8 @@ def staged(destination: Path, *, force: bool = False, mark: str = MANIFEST) -> I
 
     Holds ``destination``'s lock, so whatever else is named ``.NAME.partial-…`` belongs to a dead build and is removed.
     When the block raises, the temporary folder is removed and ``destination`` is as before. A kill leaves at most
-    the temporary folder; one between the two renames of a replacement leaves the old folder under such a name too.
+    the temporary folder, and a whole folder under the name: a replacement swaps the two names. On a file system that
+    cannot, it takes two renames, and a kill between them leaves both folders under temporary names.
 
     Args:
         destination: The folder to make. Its parent must exist.
@@ -113,6 +115,8 @@ def _rename(partial: Path, destination: Path) -> None:
     if not destination.exists():
         partial.rename(destination)
         return
+    if _swap(partial, destination):
+        return
     old = partial_path(destination)
     destination.rename(old)
     try:
@@ -120,6 +124,13 @@ def _rename(partial: Path, destination: Path) -> None:
     except BaseException:
         old.rename(destination)
         raise
+
+
+def _swap(one: Path, other: Path) -> bool:
+    """Exchanges two names at once; False where this system cannot, and nothing has changed."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return renameat2 is not None and renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
 def _remove_leftovers(destination: Path) -> None:

@@ -34,9 +34,11 @@ class Store:
     Args:
         folder: What the index's paths are relative to: the artifact.
         index: What `StoreWriter.finish` returned, or a manifest that was read: its numbers agree with each other.
+        copied: Whether a file is read into memory of this process instead, which nobody else can write.
     """
 
-    def __init__(self, folder: Path, index: Mapping[str, StoredTensor]) -> None:
+    def __init__(self, folder: Path, index: Mapping[str, StoredTensor], *, copied: bool = False) -> None:
+        self._copied = copied
         self.folder = Path(folder)
         self.index = index
         self._maps: dict[str, mmap.mmap] = {}
@@ -50,6 +52,7 @@ class Store:
         """
         stored = self._stored(name)
         data = np.frombuffer(self._map(stored.file), np.uint8, stored.nbytes, stored.offset)
+        data.flags.writeable = False
         return data.view(BY_CODE[stored.dtype].numpy).reshape(stored.shape)
 
     def check_many(self, ranges: Iterable[Slabs], threads: int | None = None) -> None:
@@ -121,4 +124,9 @@ class Store:
             if opened.read(len(expected)) != expected:
                 wanted = "expected the header that the manifest describes, found another"
                 raise ArtifactError(f"{what}: {wanted}, in {self.folder}", REBUILD)
-            return mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ)
+            if not self._copied:
+                return mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ)
+            copy = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            opened.seek(0)
+            opened.readinto(copy)  # what is missing, if the file became shorter meanwhile, no digest lets pass
+            return copy

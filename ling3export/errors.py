@@ -1,9 +1,11 @@
 """Errors a user can act on. The command line prints the message and the hint, and exits with ``exit_code``."""
 
 
-def shown_whole(text: str) -> str:
-    """The text with an escape in place of each character that is not printable; lines stay lines."""
-    return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
+def printable(text: str) -> str:
+    """``text`` as a terminal may print it: characters that it could take for commands are escaped, line ends apart."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
 
 
 class Ling3Error(Exception):
@@ -23,9 +25,9 @@ class Ling3Error(Exception):
     exit_code = 1
 
     def __init__(self, message: str, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = shown_whole(message)
-        self.hint = None if hint is None else shown_whole(hint)
+        super().__init__(printable(message))
+        self.message = printable(message)
+        self.hint = None if hint is None else printable(hint)
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"

@@ -1,14 +1,15 @@
 """JSON that others wrote, read strictly: bounded in size and depth before it is parsed, each key once, no NaN."""
 
 import json
-import os
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
+from ling3export.reading import read_bytes
+
 LARGEST = 8 << 20  # bytes of a text, unless its reader says otherwise
 DEPTH = 16  # levels of objects and lists
+HALVES = re.compile(rb"\\u[dD][89a-fA-F]")  # of characters beyond U+FFFF; both together are one
 STRINGS = re.compile(rb'"[^"]*"?')
 BRACKETS = bytes.maketrans(b"{}", b"[]")
 NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
@@ -27,8 +28,8 @@ def parse_json(data: bytes, largest: int = LARGEST) -> Any:
 
     Raises:
         DoubledKeyError: A key stands twice in one object.
-        ValueError: The text is longer than ``largest`` bytes, deeper than DEPTH, no UTF-8 or no JSON, or it has NaN or
-            an infinity. The error's text follows "found".
+        ValueError: The text is longer than ``largest`` bytes, deeper than DEPTH, no UTF-8 or no JSON, or it has NaN, an
+            infinity or half a character. The error's text follows "found".
     """
     if len(data) > largest:
         raise ValueError(f"more than {largest:,} bytes")
@@ -39,20 +40,23 @@ def parse_json(data: bytes, largest: int = LARGEST) -> Any:
             brackets = brackets.replace(b"[]", b"")  # the innermost ones
     if brackets.count(b"[") > DEPTH or (brackets and brackets.count(b"[") == brackets.count(b"]")):
         raise ValueError(f"more than {DEPTH} levels of objects and lists")
-    return json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    if HALVES.search(data):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("half a character (a lone surrogate)") from None
+    return value
 
 
-def read_json(path: Path, largest: int = LARGEST) -> Any:
-    """The value of a JSON file; a pipe or a device is not waited for.
+def read_json(path: Path, largest: int = LARGEST, *, links: bool = False) -> Any:
+    """The value of a JSON file, opened as ``reading.opened`` does it.
 
     Raises:
-        OSError: The file is missing, no regular file, or cannot be read.
+        OSError: The file cannot be opened so, or has more than ``largest`` bytes; ``strerror`` follows "found".
         DoubledKeyError, ValueError: The file's text is none that :func:`parse_json` takes.
     """
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(0, "something that is no regular file", str(path))
-        return parse_json(file.read(largest + 1), largest)
+    return parse_json(read_bytes(path.parent, path.name, largest, links=links), largest)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 
+from ling3export.errors import printable
+
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Columns of equal width, two spaces in: the first to the left, the others to the right."""
     if not rows:
         return []
+    rows = [tuple(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  "

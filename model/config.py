@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from ling3export.errors import ConfigError, listed
-from ling3export.strict_json import DoubledKeyError, read_json
+from ling3export.reading import read_bytes
+from ling3export.strict_json import LARGEST, DoubledKeyError, parse_json
 
 AttentionKind = Literal["kda", "mla"]
 MlpKind = Literal["dense", "moe"]
@@ -127,6 +128,9 @@ class Config:
             ConfigError: a field is missing, unknown, ill-typed, not modelled, or at odds with another one.
         """
         found = _with_score_function(d, where)
+        for name in ARCHITECTURE:  # before all fields of ours that another architecture lacks
+            if found.get(name) is not None and not RULES[name].accepts(found[name]):
+                raise refused(name, RULES[name].expected, shown(found[name]), where, ONLY)
         _check_fields(found, frozenset(ignore), where)
         config = cls(**{f.name: _normal(found[f.name], get_args(f.type)[0]) for f in fields(cls)})
         _check_structure(config, where)
@@ -136,7 +140,12 @@ class Config:
     @classmethod
     def from_file(cls, path: str | Path, ignore: Iterable[str] = ()) -> "Config":
         """Reads a config.json. Raises ``ConfigError``, also where the file is absent or not a JSON object."""
-        return cls.from_dict(_read_object(Path(path)), ignore=ignore, where=str(path))
+        return cls.from_json(read_config(Path(path)), ignore, str(path))
+
+    @classmethod
+    def from_json(cls, data: bytes, ignore: Iterable[str] = (), where: str = "config.json") -> "Config":
+        """Parses the bytes of a config.json. Raises ``ConfigError``, also where they are no JSON object."""
+        return cls.from_dict(_parsed(data, where), ignore=ignore, where=where)
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
@@ -216,6 +225,9 @@ PUBLISHED: dict[str, Any] = {
     "seq_aux": True,
 }
 
+ARCHITECTURE = ("architectures", "model_type")
+ONLY = "no other value is modelled"
+MOST_LAYERS, MOST_EXPERTS = 1024, 2**17  # of all layers together: a name is made for each of their tensors
 RULES = READ | {name: only(value) for name, value in (FIXED | PUBLISHED).items()}
 
 # These repeat other fields: they may be absent, and must agree where present (checked against the finished Config).
@@ -245,7 +257,7 @@ def _check_fields(found: dict[str, Any], ignore: frozenset[str], where: str) -> 
             hint = f"if it does not change what the model computes, --ignore-config-field {name}"
             raise refused(name, "no such field", shown(value), where, hint)
         if not RULES[name].accepts(value):
-            raise refused(name, RULES[name].expected, shown(value), where, "no other value is modelled")
+            raise refused(name, RULES[name].expected, shown(value), where, ONLY)
 
 
 def _with_score_function(d: dict[str, Any], where: str) -> dict[str, Any]:
@@ -280,6 +292,10 @@ def _normal(value: Any, annotation: Any) -> Any:
 def _check_structure(config: Config, where: str) -> None:
     """Refuses fields that are well typed but contradict each other."""
     c = config
+    if c.num_hidden_layers > MOST_LAYERS:
+        raise refused("num_hidden_layers", f"at most {MOST_LAYERS:,}", str(c.num_hidden_layers), where)
+    if c.num_experts > (most := MOST_EXPERTS // c.num_hidden_layers):
+        raise refused("num_experts", f"at most {most:,} in each of so many layers", str(c.num_experts), where)
     if c.num_experts % c.n_group or c.num_experts // c.n_group < 2:
         raise refused("n_group", f"groups of two or more that divide {c.num_experts} experts", str(c.n_group), where)
     kept = c.num_experts // c.n_group * c.topk_group
@@ -313,20 +329,28 @@ def _check_repeated(config: Config, d: dict[str, Any], where: str) -> None:
         raise refused("rope_parameters", shown(wanted), shown(rope), where)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """The object of a JSON file, read strictly."""
+def read_config(path: Path) -> bytes:
+    """The bytes of a config.json. Raises ``ConfigError`` where they cannot be read."""
     try:
-        value = read_json(path)
+        return read_bytes(path.parent, path.name, LARGEST, links=True)
     except FileNotFoundError:
         raise ConfigError(
             f"config `{path}`: expected a file, found none", "a checkpoint is a folder that holds one"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config `{path}`: expected a readable file, found {error}") from None
+    except OSError as error:
+        raise ConfigError(f"config `{path}`: expected a readable file, found {error.strerror}") from None
+
+
+def _parsed(data: bytes, where: str) -> dict[str, Any]:
+    """The object of a JSON text, read strictly."""
+    try:
+        value = parse_json(data)
     except DoubledKeyError as error:
-        raise refused(error.key, "once", "twice", str(path)) from None
+        raise refused(error.key, "once", "twice", where) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config `{where}`: expected a readable file, found {error}") from None
     except ValueError as error:
-        raise ConfigError(f"config `{path}`: expected JSON, found {error}") from None
+        raise ConfigError(f"config `{where}`: expected JSON, found {error}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"config `{path}`: expected a JSON object, found {shown(value)}")
+        raise ConfigError(f"config `{where}`: expected a JSON object, found {shown(value)}")
     return value

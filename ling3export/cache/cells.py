@@ -10,15 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.files import try_writing, writing
+from ling3export.artifacts.files import refuse_links, try_writing, write_new
 from ling3export.artifacts.records import sha256_of, to_json
 from ling3export.artifacts.schema import Mesh, Origin, Program, Requirements
 from ling3export.cache.explain import explain
 from ling3export.cache.keys import cell_fields
-from ling3export.cache.store import KINDS, Cache, Entry, Say, entries, record_of
-from ling3export.cache.use import CacheUse, lease
+from ling3export.cache.store import KINDS, LARGEST_BLOB, Cache, Entry, Say, entries, record_of
+from ling3export.cache.use import LEASES, CacheUse, lease
+from ling3export.errors import ArtifactError
 from ling3export.model.config import Config
 from ling3export.plan.plan import Cell, Plan
+from ling3export.reading import read_bytes
 
 SUFFIXES = ("stablehlo", "exec")
 COMPILED, PROGRAM, CELL = "compiler", "program cache", "cache"  # where a program came from
@@ -70,9 +72,7 @@ class Cells:
         if entry is None:
             return None
         for suffix in SUFFIXES:
-            path = folder / f"{cell.name}.{suffix}"
-            with writing(path, len(entry.data[suffix])):
-                path.write_bytes(entry.data[suffix])
+            write_new(folder / f"{cell.name}.{suffix}", entry.data[suffix])
         built, program = _built(entry)
         return _from(built, Origin(CELL, program, 0, 0, key))
 
@@ -82,9 +82,16 @@ class Cells:
         assert built.program.origin is not None
         whole = _from(built, replace(built.program.origin, key=sha256_of(fields)))
         if self.use.writes:
-            data = {suffix: (folder / f"{cell.name}.{suffix}").read_bytes() for suffix in SUFFIXES}
+            data = {suffix: read_bytes(folder, f"{cell.name}.{suffix}", LARGEST_BLOB) for suffix in SUFFIXES}
             self._cache.write("cells", fields, to_json(whole), data)
         return whole
+
+    def forget(self, programs: Iterable[Program]) -> None:
+        """Removes what this build took or made and receipts refused: the next build makes it again."""
+        for origin in (program.origin for program in programs if self.use.writes and program.origin is not None):
+            for kind, key in (("cells", origin.key), ("programs", origin.program)):
+                if key is not None:
+                    self._cache.path(kind, key).unlink(missing_ok=True)
 
     def say(self, messages: list[str]) -> None:
         """Passes on what a compiling process had to tell."""
@@ -116,6 +123,7 @@ def _writable(use: CacheUse, say: Say) -> CacheUse:
     if not use.writes:
         return use
     try:
+        refuse_links(folder, (*KINDS, "blobs", LEASES))
         folder.mkdir(parents=True, exist_ok=True)
         for place in (folder, *(folder / name for name in (*KINDS, "blobs"))):
             if place.exists():
@@ -125,8 +133,11 @@ def _writable(use: CacheUse, say: Say) -> CacheUse:
             f"not cached: cache `{folder.name}`: expected a folder that can be written, found {error.strerror}, "
             f"in {folder.parent}"
         )
-        return replace(use, policy="readonly" if use.reads else "off")
-    return use
+    except ArtifactError as error:
+        say(f"not cached: {error.message}")
+    else:
+        return use
+    return replace(use, policy="readonly" if use.reads else "off")
 
 
 def _built(entry: Entry) -> tuple[Built, str]:

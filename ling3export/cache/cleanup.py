@@ -1,14 +1,20 @@
 """How much the cache holds, and making room in it: by age, by size, or all; never what a running build has used."""
 
 import contextlib
+import os
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ling3export.artifacts.files import writing
+from ling3export.artifacts.files import PARTIAL, writing
 from ling3export.cache.store import DIGEST, KINDS, Entry, read_entry
 from ling3export.cache.use import EXCLUSIVE, LOCK, locked, oldest_build
+from ling3export.runners.load.recompile import RECOMPILED
+
+LEFT = re.compile(rf"\.(.+\.)?{PARTIAL}")  # what was being written
+WRITING = 3600  # seconds after which no runner still writes one file
 
 
 @dataclass(frozen=True)
@@ -39,13 +45,23 @@ def found_entries(folder: Path) -> list[Found]:
     found: dict[str, list[Found]] = {}  # by the executable, which several entries may name
     for path in (path for kind in KINDS for path in (folder / kind).glob("*.json")):
         with contextlib.suppress(FileNotFoundError):
-            stat, entry = path.stat(), None
+            stat, entry = path.lstat(), None
             with contextlib.suppress(OSError, ValueError):
-                entry = read_entry(path)
+                entry = read_entry(folder, path.parent.name, path.stem)
             each = Found(path, stat.st_mtime, stat.st_size, entry)
             found.setdefault(each.blobs.get("exec", path.name), []).append(each)
     used = [replace(each, used=max(other.used for other in group)) for group in found.values() for each in group]
     return sorted(used, key=lambda each: (each.used, each.path.name))
+
+
+def recompiled_programs(folder: Path) -> list[Found]:
+    """What runners compiled here: of each program one file that says what it is, and the executable beside it."""
+    found = []
+    for path in (folder / RECOMPILED).glob("*.json"):
+        with contextlib.suppress(FileNotFoundError):
+            said, executable = path.lstat(), path.with_suffix(".exec").lstat()
+            found.append(Found(path, said.st_mtime, said.st_size + executable.st_size, None))
+    return found
 
 
 def blob_sizes(folder: Path) -> dict[str, int]:
@@ -86,6 +102,7 @@ class Status:
         folder: The cache's folder.
         cells: How many whole entries of cells there are.
         programs: How many whole entries of programs there are.
+        recompiled: How many programs runners compiled here.
         bytes: The size of everything.
         broken: Entries that cannot be used and will be made again.
         targets: The share of each target, by name.
@@ -94,6 +111,7 @@ class Status:
     folder: str
     cells: int
     programs: int
+    recompiled: int
     bytes: int
     broken: int
     targets: dict[str, Share]
@@ -109,8 +127,10 @@ def status(folder: Path) -> Status:
         own = [entry for entry in cells if entry.target == name]
         blobs = {digest for entry in own for digest in entry.blobs.values()}
         targets[name] = Share(len(own), sum(sizes.get(digest, 0) for digest in blobs))
-    size = sum(each.bytes for each in found) + sum(sizes.values())
-    return Status(str(folder), len(cells), len(whole) - len(cells), size, len(found) - len(whole), targets)
+    runners = recompiled_programs(folder)
+    size = sum(each.bytes for each in found + runners) + sum(sizes.values())
+    programs, broken = len(whole) - len(cells), len(found) - len(whole)
+    return Status(str(folder), len(cells), programs, len(runners), size, broken, targets)
 
 
 @dataclass(frozen=True)
@@ -146,17 +166,20 @@ def clean_up(
     Raises:
         ArtifactError: The folder cannot be written.
     """
-    if not (folder / LOCK).is_file():  # no build has used it
+    if not any(os.path.lexists(folder / name) for name in (LOCK, RECOMPILED)):  # nobody has used it
         return Cleaned()
     with writing(folder / LOCK), locked(folder, EXCLUSIVE):
         protected = oldest_build(folder)
-        found, sizes = found_entries(folder), blob_sizes(folder)
+        found, sizes = found_entries(folder) + recompiled_programs(folder), blob_sizes(folder)
+        found.sort(key=lambda each: (each.used, each.path.name))
         before = sum(entry.bytes for entry in found) + sum(sizes.values())
         free = [entry for entry in found if protected is None or entry.used < protected]
         going = _chosen(found, free, sizes, older_than, max_bytes, everything)
         wanted = len(_chosen(found, found, sizes, older_than, max_bytes, everything))
         for entry in going:
             entry.path.unlink(missing_ok=True)
+            if entry.path.parent.name == RECOMPILED:
+                entry.path.with_suffix(".exec").unlink(missing_ok=True)
         left = [entry for entry in found if entry not in going]
         gone = _drop_unnamed(folder, {digest for entry in left for digest in entry.blobs.values()}, protected)
         after = sum(entry.bytes for entry in left) + sum(size for name, size in sizes.items() if name not in gone)
@@ -193,11 +216,13 @@ def _drop_unnamed(folder: Path, named: set[str], protected: float | None) -> set
         The names of the files that were removed.
     """
     blobs = [path for path in (folder / "blobs").glob("*") if DIGEST.fullmatch(path.name) and path.name not in named]
-    partial = [path for place in (*KINDS, "blobs") for path in (folder / place).glob(".*.partial-*")]
+    places = [folder / place for place in (".", *KINDS, "blobs", RECOMPILED)]
+    partial = [path for place in places for path in place.glob(".*partial-*") if LEFT.fullmatch(path.name)]
     gone = set()
     for path in blobs + partial:
+        until = time.time() - WRITING if path.parent.name == RECOMPILED else protected  # runners are not announced
         with contextlib.suppress(FileNotFoundError):
-            if protected is None or path.stat().st_mtime < protected:
+            if until is None or path.lstat().st_mtime < until:
                 path.unlink()
                 gone.add(path.name)
     return gone

@@ -51,7 +51,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def _distance(fields: dict[str, Any], other: dict[str, Any]) -> tuple[bool, bool, int]:
     return (
         other.get("cell") != fields["cell"],
-        other.get("target", {}).get("platform") != fields["target"]["platform"],
+        dict(_flat(other)).get("target.platform") != fields["target"]["platform"],
         len(differences(other, fields)),
     )
 
@@ -127,8 +127,11 @@ def lookup(folder: Path, what: str) -> list[Looked]:
     found = []
     for entry in (entry for kind in KINDS for entry in entries(folder, kind) if entry.key.startswith(what)):
         if entry.kind == "cells":
-            name, program = Cell(**entry.fields["cell"]).name, entry.record["program"]["origin"]["program"]
-            found.append(looked(entry.target, name, entry.key, program))
+            try:
+                name, program = Cell(**entry.fields["cell"]).name, str(entry.record["program"]["origin"]["program"])
+            except (KeyError, TypeError):  # none that a build wrote
+                name, program = None, ""
+            found.append(looked(entry.target, name, entry.key, program if DIGEST.fullmatch(program) else None))
         else:
             found.append(looked(entry.target, None, None, entry.key))
     return found or [looked(None, None, what, None)]

@@ -7,7 +7,7 @@ by following imports, so that no list can forget one.
 import ast
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +20,7 @@ from ling3export.plan.plan import Cell, Plan
 from ling3export.plan.targets import Target
 from ling3export.plan.toolchain import CUDA_PACKAGES
 from ling3export.runners.load import environment
+from ling3export.sources import IMPORTED
 
 # Packages that take part in tracing, besides jax and jaxlib, which stand in every key.
 TRACING = ("flax", "ml_dtypes", "numpy")
@@ -90,21 +91,39 @@ def _host(target: Target) -> dict[str, Any]:
     return {"machine": environment.machine(), "cpu_features": environment.cpu_features()}
 
 
-@functools.cache
 def source_digests() -> dict[str, dict[str, str]]:
-    """The sha256 of every source that decides a program, by its path below the package.
+    """The sha256 of every source that decides a program, by its path below the package; of what was imported, if known.
 
     Returns:
         ``model``: all files of ``model/``. ``lowering``: STARTS and all that they import from this package, directly or
         not, apart from ``model/``.
     """
+    return _source_digests(len(IMPORTED))
+
+
+def imported() -> dict[str, str]:
+    """The sha256 of the sources that this compiling process has imported, by their paths below the package."""
+    return {Path(path).relative_to(ROOT).as_posix(): digest for path, digest in IMPORTED.items()}
+
+
+def changed(sources: Mapping[str, str]) -> list[str]:
+    """Which of the sources that decide programs a compiling process imported with other bytes than are known here."""
+    known = {name: digest for group in source_digests().values() for name, digest in group.items()}
+    return sorted(name for name, digest in sources.items() if known.get(name, digest) != digest)
+
+
+@functools.cache
+def _source_digests(_: int) -> dict[str, dict[str, str]]:
     model = set((ROOT / "model").rglob("*.py"))
     followed = _followed([ROOT / name for name in STARTS])
     return {"model": _digests(model), "lowering": _digests(followed - model)}
 
 
 def _digests(files: set[Path]) -> dict[str, str]:
-    return {file.relative_to(ROOT).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}
+    def digest(file: Path) -> str:
+        return IMPORTED.get(str(file)) or hashlib.sha256(file.read_bytes()).hexdigest()
+
+    return {file.relative_to(ROOT).as_posix(): digest(file) for file in sorted(files)}
 
 
 def _followed(files: list[Path]) -> set[Path]:

@@ -21,15 +21,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ling3export.artifacts.files import replace_file, writing
+from ling3export.artifacts.files import refuse_links, replace_file, writing
 from ling3export.artifacts.records import WrongRecordError, from_json, sha256_of
 from ling3export.cache.use import LEASES, LOCK, SHARED, CacheUse, locked
 from ling3export.errors import ArtifactError, listed
 from ling3export.plan.targets import Target
-from ling3export.strict_json import read_json
+from ling3export.reading import read_bytes
+from ling3export.runners.load.recompile import RECOMPILED
+from ling3export.strict_json import LARGEST, parse_json
 
 VERSION = 2  # the form of entries; those of another version are not read
 KINDS = ("cells", "programs")
+LARGEST_BLOB = 2 << 30  # bytes
 DIGEST = re.compile(r"[0-9a-f]{64}")
 Say = Callable[[str], None]
 Record = TypeVar("Record")
@@ -57,9 +60,12 @@ class Entry:
 
     @property
     def target(self) -> str:
-        """The name of the target that the entry is for."""
-        known = Target.__dataclass_fields__
-        return Target(**{name: value for name, value in self.fields["target"].items() if name in known}).name
+        """The name of the target that the entry is for; ``unknown`` if no build wrote its fields."""
+        try:
+            said = self.fields["target"]
+            return from_json(Target, {name: said.get(name) for name in Target.__dataclass_fields__}).name
+        except (KeyError, AttributeError, WrongRecordError):
+            return "unknown"
 
 
 class Cache:
@@ -86,12 +92,12 @@ class Cache:
             check: Raises ValueError for a whole entry that cannot be used: it is broken, too.
         """
         path = self.path(kind, key)
-        if not self._reads or not path.exists():
+        if not self._reads or not os.path.lexists(path):
             return None
         try:
             with locked(self.folder, SHARED, create=False):
                 self._touch(path)
-                entry = read_entry(path)
+                entry = read_entry(self.folder, kind, key)
                 for name, digest in entry.blobs.items():
                     self._touch(self._blob(digest))
                     entry.data[name] = self._checked(digest)
@@ -100,7 +106,7 @@ class Cache:
             self._say(f"cache not used: {error.message}")
             return None
         except (OSError, ValueError) as error:
-            if path.exists():  # else a clean-up was faster
+            if os.path.lexists(path):  # else a clean-up was faster
                 self._discard(path, error)
             return None
         return entry
@@ -126,8 +132,7 @@ class Cache:
         return self.folder / "blobs" / digest
 
     def _checked(self, digest: str) -> bytes:
-        path = self._blob(digest)
-        data = path.read_bytes()
+        path, data = self._blob(digest), read_bytes(self.folder, f"blobs/{digest}", LARGEST_BLOB)
         if hashlib.sha256(data).hexdigest() != digest:
             if self._writes:
                 path.unlink(missing_ok=True)
@@ -138,11 +143,11 @@ class Cache:
         """Writes a blob that is not there: comparing one that is there is faster than making it durable again."""
         path = self._blob(digest)
         try:
-            if path.read_bytes() == raw:
+            if read_bytes(self.folder, f"blobs/{digest}", len(raw)) == raw:
                 self._touch(path)
                 return
-        except FileNotFoundError:
-            pass
+        except OSError:
+            pass  # there is none, or something else, which the next lines replace
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, raw)
 
@@ -165,25 +170,27 @@ class Cache:
             self._say(f"cache entry {path.stem[:12]}: could not be removed: {refused.strerror}")
 
 
-def read_entry(path: Path) -> Entry:
-    """Reads an entry without its bytes, and checks its own digest and its key.
+def read_entry(folder: Path, kind: str, key: str) -> Entry:
+    """Reads an entry of the cache in ``folder`` without its bytes, and checks its own digest and its key.
 
     Raises:
         OSError: The file cannot be read.
         ValueError: The file is no whole entry of this version; says so in words that follow "found".
     """
     try:
-        raw = read_json(path)
+        raw = parse_json(read_bytes(folder, f"{kind}/{key}.json", LARGEST))
         claimed = raw.pop("sha256")
         if raw["version"] != VERSION:
             raise ValueError(f"version {raw['version']} instead of {VERSION}")
         if claimed != sha256_of(raw):
             raise ValueError("another digest")
-        if sha256_of(raw["fields"]) != path.stem:
+        if sha256_of(raw["fields"]) != key:
             raise ValueError("the fields of another key")
         if not all(DIGEST.fullmatch(digest) for digest in raw["blobs"].values()):
             raise ValueError("bytes that no digest names")
-        return Entry(path.parent.name, path.stem, raw["fields"], raw["record"], raw["blobs"])
+        if not isinstance(raw["fields"], dict):
+            raise ValueError("no fields")
+        return Entry(kind, key, raw["fields"], raw["record"], raw["blobs"])
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"no entry ({type(error).__name__}: {error})") from error
 
@@ -213,7 +220,8 @@ def known_folder(use: CacheUse) -> Path:
     folder = use.where
     try:
         names = set(os.listdir(folder))
-        if names <= {LOCK} or (LOCK in names and names & {"cells", LEASES}):
+        refuse_links(folder, names)
+        if names <= {LOCK, RECOMPILED} or (LOCK in names and names & {"cells", LEASES}):
             return folder
         found = "other files"
     except FileNotFoundError:
@@ -234,6 +242,6 @@ def entries(folder: Path, kind: str) -> Iterator[Entry]:
     """Every whole entry of a kind, without bytes, in the order of their keys; broken ones are passed over."""
     for path in sorted((folder / kind).glob("*.json")):
         try:
-            yield read_entry(path)
+            yield read_entry(folder, kind, path.stem)
         except (OSError, ValueError):
             continue  # found, named and discarded where it is used

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ling3export.artifacts.files import open_lock
+from ling3export.artifacts.files import open_lock, user_cache
 from ling3export.errors import ArtifactError
 
 POLICIES = ("on", "off", "redo", "readonly")
 SHARED, EXCLUSIVE = fcntl.LOCK_SH, fcntl.LOCK_EX
-VARIABLE = "LING3_CACHE"
 LOCK, LEASES = "lock", "builds"
 
 
@@ -24,7 +23,7 @@ class CacheUse:
     Attributes:
         policy: ``on``: entries are read and written. ``off``: neither. ``redo``: everything is made again and replaces
             what is there. ``readonly``: what is there is used, and nothing in the folder is changed.
-        folder: The cache's folder; None is ``default_folder()``.
+        folder: The cache's folder; None is ``user_cache()``.
         explain: Whether the build says why each cell was not in the cache.
     """
 
@@ -45,21 +44,10 @@ class CacheUse:
     @property
     def where(self) -> Path:
         """The folder, absolute."""
-        return (default_folder() if self.folder is None else self.folder).absolute()
+        return (user_cache() if self.folder is None else self.folder).absolute()
 
 
 DEFAULT_USE = CacheUse()
-
-
-def default_folder() -> Path:
-    """The folder that LING3_CACHE names, else ``ling3export`` in XDG_CACHE_HOME or in ``~/.cache``.
-
-    An XDG_CACHE_HOME that is not absolute does not count, as its specification says.
-    """
-    if given := os.environ.get(VARIABLE):
-        return Path(given)
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "ling3export"
 
 
 @contextlib.contextmanager

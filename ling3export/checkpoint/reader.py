@@ -5,6 +5,7 @@ Opening reads config, index and the headers of the shards; the weights stay on d
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,25 +15,23 @@ from numpy.typing import NDArray
 from ling3export.artifacts.schema import SourceFile
 from ling3export.checkpoint.shard import Shard
 from ling3export.errors import CheckpointError, listed
-from ling3export.model.config import Config
+from ling3export.model.config import Config, read_config
 from ling3export.model.parameters import TensorInfo, expected_tensors, is_mtp
-from ling3export.strict_json import DoubledKeyError, read_json
+from ling3export.reading import read_bytes
+from ling3export.strict_json import LARGEST, DoubledKeyError, parse_json
 
 __all__ = ["Checkpoint", "TensorInfo", "expected_tensors", "is_mtp"]
 
 INDEX = "model.safetensors.index.json"
-LARGEST_INDEX = 64 << 20  # bytes, at about 100 a tensor
+LARGEST_INDEX = 32 << 20  # bytes, at about 100 a tensor
 SINGLE = "model.safetensors"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+# What a runner reads, and the most bytes of each.
+TOKENIZER_FILES = {
+    "tokenizer.json": 64 << 20,
+    "tokenizer_config.json": LARGEST,
+    "chat_template.jinja": 1 << 20,
+    "generation_config.json": LARGEST,
+}
 
 
 class Checkpoint:
@@ -41,9 +40,12 @@ class Checkpoint:
     Made by ``open``. The MTP layers are skipped: their tensors are neither required nor readable.
     """
 
-    def __init__(self, path: Path, config: Config, shards: dict[str, Shard], homes: dict[str, Shard]) -> None:
+    def __init__(
+        self, path: Path, config: Config, whole: dict[str, bytes], shards: dict[str, Shard], homes: dict[str, Shard]
+    ) -> None:
         self.path = path
         self.config = config
+        self._whole = {name: hashlib.sha256(data).hexdigest() for name, data in whole.items()}
         self._shards = shards
         self._homes = homes
 
@@ -63,15 +65,18 @@ class Checkpoint:
         folder = Path(path)
         if not folder.is_dir():
             raise CheckpointError(f"checkpoint `{folder}`: expected a folder, found {_what_is(folder)}")
-        config = Config.from_file(folder / "config.json", ignore)
-        weight_map = _read_index(folder)
+        whole = {"config.json": read_config(folder / "config.json")}
+        config = Config.from_json(whole["config.json"], ignore, str(folder / "config.json"))
+        if (index := _read(folder, INDEX, LARGEST_INDEX, f"index `{INDEX}`")) is not None:
+            whole[INDEX] = index
+        weight_map = None if index is None else _weight_map(index, folder)
         shards = {name: Shard(folder / name) for name in _shard_names(folder, weight_map)}
         homes = _locate(shards, weight_map)
         expected = expected_tensors(config)
         _check_names(homes, expected, config, folder)
         for name, info in expected.items():
             _check_tensor(name, info, homes[name])
-        return cls(folder, config, shards, {name: homes[name] for name in expected})
+        return cls(folder, config, whole, shards, {name: homes[name] for name in expected})
 
     def tensor(self, name: str) -> NDArray[Any]:
         """A tensor as a read-only view of its mapped shard: bfloat16 or float32, in torch's order and shape.
@@ -89,17 +94,21 @@ class Checkpoint:
         entries = (shard.entries[name] for name, shard in self._homes.items())
         return sum(entry.stop - entry.start for entry in entries)
 
-    @property
-    def tokenizer_files(self) -> list[Path]:
-        """The tokenizer's and generation's files that exist."""
-        return [self.path / name for name in TOKENIZER_FILES if (self.path / name).is_file()]
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """The files that exist of those that a runner reads for text and for the end of a text, by name.
+
+        Raises:
+            CheckpointError: One is too long, no regular file, or a link that leads out of the checkpoint.
+        """
+        found = {
+            name: _read(self.path, name, largest, f"tokenizer file `{name}`")
+            for name, largest in TOKENIZER_FILES.items()
+        }
+        return {name: data for name, data in found.items() if data is not None}
 
     def digests(self) -> dict[str, SourceFile]:
         """What identifies the source, by file name: sha256 of config and index, size and header's sha256 of shards."""
-        whole = [name for name in ("config.json", INDEX) if (self.path / name).is_file()]
-        digests = {
-            name: SourceFile(sha256=hashlib.sha256((self.path / name).read_bytes()).hexdigest()) for name in whole
-        }
+        digests = {name: SourceFile(sha256=digest) for name, digest in self._whole.items()}
         for name, shard in self._shards.items():
             digests[name] = SourceFile(shard.nbytes, header_sha256=shard.header_sha256)
         return digests
@@ -109,20 +118,29 @@ def _what_is(path: Path) -> str:
     return "a file" if path.exists() else "nothing"
 
 
-def _read_index(folder: Path) -> dict[str, str] | None:
-    """The index's map from tensor to shard; None where there is no index."""
-    path = folder / INDEX
+def _read(folder: Path, name: str, largest: int, what: str) -> bytes | None:
+    """The bytes of a file; None where there is none of that name."""
+    if not os.path.lexists(folder / name):
+        return None
+    try:
+        return read_bytes(folder, name, largest, links=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{what}: expected a readable file of at most {largest:,} bytes, found {error.strerror}, in {folder}"
+        ) from None
+
+
+def _weight_map(data: bytes, folder: Path) -> dict[str, str]:
+    """The index's map from tensor to shard."""
 
     def broken(expected: str, found: str) -> CheckpointError:
         return CheckpointError(f"index `{INDEX}`: expected {expected}, found {found}, in {folder}")
 
     try:
-        index = read_json(path, LARGEST_INDEX)
-    except FileNotFoundError:
-        return None
+        index = parse_json(data, LARGEST_INDEX)
     except DoubledKeyError as error:
         raise broken(f"`{error.key}` once", "it twice") from None
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise broken("readable JSON", str(error)) from None
     if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
         raise broken("an object with a `weight_map`", json.dumps(index)[:60])
@@ -130,7 +148,8 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         raise broken("`metadata` to be an object", json.dumps(index["metadata"])[:60])
     weight_map: dict[str, str] = index["weight_map"]
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or "/" in shard or "\\" in shard or not shard.endswith(".safetensors"):
+        named = isinstance(shard, str) and shard.isprintable() and shard.endswith(".safetensors")
+        if not named or "/" in shard or "\\" in shard:
             raise broken(f"a .safetensors file of the same folder for `{name}`", json.dumps(shard))
     return weight_map
 
@@ -145,7 +164,7 @@ def _shard_names(folder: Path, weight_map: dict[str, str] | None) -> list[str]:
         raise CheckpointError(f"checkpoint `{folder}`: expected {expected}, found {listed(present) or 'neither'}")
     named = sorted(set(weight_map.values()))
     for shard in named:
-        if not (folder / shard).is_file():
+        if not os.path.lexists(folder / shard):
             missing = [name for name, home in weight_map.items() if home == shard]
             raise CheckpointError(
                 f"shard `{shard}`: expected a file with {len(missing)} tensors ({listed(missing, 1)}), found none, "

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import mmap
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +17,11 @@ from numpy.typing import NDArray
 
 from ling3export.dtypes import TABLE
 from ling3export.errors import CheckpointError
+from ling3export.reading import opened
 from ling3export.strict_json import DoubledKeyError, parse_json
 
-LARGEST_HEADER = 100_000_000  # the format's own limit
+LARGEST_HEADER = 32 << 20  # bytes, at about 140 a tensor
+MOST_AXES = 8
 
 ITEM_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
@@ -54,14 +57,13 @@ class Shard:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._map: mmap.mmap | None = None
         try:
-            with open(path, "rb") as file:
-                self.nbytes = file.seek(0, 2)
-                file.seek(0)
+            with opened(path.parent, path.name, links=True) as file:
+                self.nbytes = os.fstat(file.fileno()).st_size
                 raw = self._header(file.read(8), file)
-        except OSError as error:
-            raise self._broken("a readable file", error.strerror or str(error)) from None
+                self._map = mmap.mmap(file.fileno(), self.nbytes, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:  # ValueError: the file became shorter meanwhile
+            raise self._broken("a readable file", getattr(error, "strerror", None) or str(error)) from None
         self.data_start = 8 + len(raw)
         self.header_sha256 = hashlib.sha256(len(raw).to_bytes(8, "little") + raw).hexdigest()
         self.entries = self._entries(raw)
@@ -69,9 +71,6 @@ class Shard:
     def tensor(self, name: str) -> NDArray[Any]:
         """A read-only view of a mapped BF16 or F32 tensor; its pages are read when touched."""
         entry = self.entries[name]
-        if self._map is None:
-            with open(self.path, "rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         count = math.prod(entry.shape)
         return np.frombuffer(self._map, READABLE[entry.dtype], count, entry.start).reshape(entry.shape)
 
@@ -117,8 +116,10 @@ class Shard:
         dtype = value.get("dtype") if isinstance(value, dict) else None
         if shape is None or offsets is None or len(offsets) != 2 or not isinstance(dtype, str):
             raise self._broken(f"dtype, shape and data_offsets of `{name}`", json.dumps(value)[:80])
+        if len(shape) > MOST_AXES:
+            raise self._broken(f"at most {MOST_AXES} axes of `{name}`", str(len(shape)))
         if dtype not in ITEM_BYTES:
-            raise self._broken(f"a known dtype of `{name}`", dtype)
+            raise self._broken(f"a known dtype of `{name}`", dtype[:80])
         entry = Entry(dtype, tuple(shape), *(self.data_start + offset for offset in offsets))
         wanted = math.prod(shape) * ITEM_BYTES[entry.dtype]
         if entry.stop - entry.start != wanted:

@@ -62,6 +62,8 @@ def status(cache_dir: Path | None, as_json: bool) -> None:
         return
     click.echo(f"folder    {found.folder}")
     click.echo(f"entries   {found.cells} cells, {found.programs} programs")
+    if found.recompiled:
+        click.echo(f"runners   {found.recompiled} programs compiled here")
     click.echo(f"size      {_megabytes(found.bytes)}")
     if found.broken:
         click.echo(f"broken    {found.broken} entries, which are made again when they are needed")

@@ -222,16 +222,17 @@ def report(artifact: Path, out: Path | None, force: bool) -> None:
 @main.command()
 @click.argument("artifact", type=PATH)
 @click.option("--target", help="Only this target.")
+@click.option("--no-run", is_flag=True, help="Check digests alone: nothing of ARTIFACT is executed.")
 @JSON
-def verify(artifact: Path, target: str | None, as_json: bool) -> None:
+def verify(artifact: Path, target: str | None, no_run: bool, as_json: bool) -> None:
     """Check ARTIFACT: every digest, then every vector in every cell.
 
-    Cells of machines unlike this one are not run. The worst error comes first. Exits with 1 when a cell is outside its
-    tolerance.
+    That executes native code of ARTIFACT, without --no-run. Cells of machines unlike this one are not run. The worst
+    error comes first. Exits with 1 when a cell is outside its tolerance.
     """
     from ling3export.verify.verify import verify_artifact
 
-    result = verify_artifact(artifact, target)
+    result = verify_artifact(artifact, target, run=not no_run)
     if as_json:
         click.echo(json.dumps(result.record))
     else:

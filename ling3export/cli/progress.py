@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from ling3export.artifacts.schema import Manifest, Program, Receipts, Target
 from ling3export.cache.cells import CELL, PROGRAM
 from ling3export.compile.pool import Outcome
-from ling3export.errors import listed
+from ling3export.errors import listed, printable
 from ling3export.tables import aligned
 from ling3export.verify.receipts import ERROR_COLUMNS, error_columns, explained
 
@@ -51,7 +51,7 @@ class Console:
 
     def note(self, text: str) -> None:
         """A line for the user."""
-        self._console.print(text, markup=False)
+        self._console.print(printable(text), markup=False)
 
     def start(self, stage: str, total: int) -> None:
         """A stage of ``total`` units begins."""

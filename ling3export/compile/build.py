@@ -5,7 +5,6 @@ stands; a kill at any moment leaves nothing that looks whole.
 """
 
 import platform
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import Protocol
 
 import ling3export
 from ling3export.artifacts import schema
-from ling3export.artifacts.files import writing
+from ling3export.artifacts.files import write_new
 from ling3export.artifacts.manifest import file_record, write_manifest
 from ling3export.artifacts.records import sha256_of, to_json
 from ling3export.artifacts.schema import Cell, FileRecord, Manifest, Mesh, Receipts, Requirements
@@ -96,7 +95,7 @@ def build(
             ),
             targets={}, weights=weights, vectors=vectors, tokenizer=tokenizer, notes=(),
         )  # fmt: skip
-        manifest = complete(folder, body, outcomes, report)
+        manifest = complete(folder, body, outcomes, report, cells)
         report.note(summary((cell for target in manifest.targets.values() for cell in target.cells.values()), cache))
         forget_failure(artifact)
         return manifest
@@ -161,7 +160,7 @@ def compiling(
 
 
 def complete(
-    folder: Path, manifest: Manifest, outcomes: Sequence[Outcome], report: Reporter,
+    folder: Path, manifest: Manifest, outcomes: Sequence[Outcome], report: Reporter, cells: Cells,
     programs: Mapping[str, str] = MappingProxyType({}),
 ) -> Manifest:  # fmt: skip
     """Adds compiled targets to a manifest, runs the vectors through what runs here, and writes it.
@@ -171,6 +170,7 @@ def complete(
         manifest: What is to be written; a target of the same name is replaced.
         outcomes: The targets.
         report: Told of the receipts.
+        cells: The cache, which forgets the programs of a target whose receipts are refused.
         programs: By target the name of its folder in ``programs/``, where that is not the target's.
 
     Returns:
@@ -192,7 +192,15 @@ def complete(
             producer={**toolchain(plan.target), **manifest.producer},
             notes=(*(note for note in manifest.notes if not note.startswith(f"{name}: ")), *plan.named_notes),
         )
-    found = receipts(folder, manifest, [outcome.plan for outcome in outcomes], report)
+    found, here = {}, [outcome for outcome in outcomes if outcome.plan.target.runs_here]
+    report.start("receipts", len(here))
+    for outcome in here:
+        try:
+            found[outcome.plan.target.name] = receipts(folder, manifest, outcome.plan.target.name)
+        except ArtifactError:
+            cells.forget(built.program for built in outcome.built.values())
+            raise
+        report.advance("receipts", 1)
     vectors = replace(manifest.vectors, receipts=manifest.vectors.receipts | found)
     return write_manifest(folder, replace(manifest, vectors=vectors))
 
@@ -204,11 +212,10 @@ def _copy_tokenizer(folder: Path, source: Checkpoint) -> tuple[FileRecord, ...]:
         CheckpointError: One is no JSON, or no tokenizer.
     """
     (folder / "tokenizer").mkdir()
-    for file in source.tokenizer_files:
-        copy = folder / "tokenizer" / file.name
-        with writing(copy, file.stat().st_size):
-            shutil.copyfile(file, copy)
-    records = tuple(file_record(folder, f"tokenizer/{file.name}") for file in source.tokenizer_files)
+    copied = source.tokenizer_files()
+    for name, data in copied.items():
+        write_new(folder / "tokenizer" / name, data)
+    records = tuple(file_record(folder, f"tokenizer/{name}") for name in copied)
     files = TokenizerFiles(folder, records)
     try:
         files.eos_token_ids()
@@ -283,24 +290,20 @@ def _needs(built: Sequence[Built]) -> tuple[Requirements, Mesh]:
     return replace(requires, cpu_features=tuple(sorted(features)) or None), mesh
 
 
-def receipts(folder: Path, manifest: Manifest, plans: list[Plan], report: Reporter) -> dict[str, Receipts]:
-    """Runs the vectors through every cell, and refuses a build whose programs are wrong.
+def receipts(folder: Path, manifest: Manifest, name: str) -> Receipts:
+    """Runs the vectors through every cell of a target, and refuses a build whose programs are wrong.
 
     They run in a fresh process, because an executable can work in the one that compiled it and fail in any other.
 
     Raises:
         ArtifactError: A cell differs from its expectation by more than its tolerance, or does not run.
     """
-    found, names = {}, [plan.target.name for plan in plans if plan.target.runs_here]
-    report.start("receipts", len(names))
-    for name in names:
-        found[name] = measured = measure_apart(folder, name, manifest)
-        if not measured.passed:
-            cell, worst = max(measured.cells.items(), key=lambda item: item[1].relative)
-            raise ArtifactError(
-                f"receipts of `{name}`: expected a {measured.tolerance.measure} relative error "
-                f"of at most {measured.tolerance.bound:g}, found {to_json(worst)}, in {cell}",
-                "the programs do not compute what the model computes: do not use them, and report this",
-            )
-        report.advance("receipts", 1)
-    return found
+    measured = measure_apart(folder, name, manifest)
+    if not measured.passed:
+        cell, worst = max(measured.cells.items(), key=lambda item: item[1].relative)
+        raise ArtifactError(
+            f"receipts of `{name}`: expected a {measured.tolerance.measure} relative error "
+            f"of at most {measured.tolerance.bound:g}, found {to_json(worst)}, in {cell}",
+            "the programs do not compute what the model computes: do not use them, and report this",
+        )
+    return measured

@@ -18,11 +18,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ling3export.artifacts.files import refuse_links, sync_folder, sync_tree, try_writing, writing
+from ling3export.artifacts.files import leftovers, refuse_links, sync_folder, sync_tree, try_writing, write_new, writing
 from ling3export.artifacts.manifest import MANIFEST, read_checked, read_manifest, recorded_files
 from ling3export.artifacts.schema import Manifest, Target
 from ling3export.artifacts.staging import adding
-from ling3export.cache.cells import SUFFIXES, Built, opened, summary
+from ling3export.cache.cells import SUFFIXES, Built, Cells, opened, summary
 from ling3export.cache.use import DEFAULT_USE, CacheUse
 from ling3export.checkpoint.convert import differing_tensors, store_bytes
 from ling3export.checkpoint.reader import Checkpoint
@@ -70,6 +70,8 @@ def add_targets(
         programs = artifact / "programs"
         for path, folder in ((artifact / MANIFEST, artifact), (programs, programs)):  # before any work
             with writing(path):
+                for left in leftovers(folder / "trial"):
+                    left.unlink(missing_ok=True)
                 try_writing(folder)
         if checkpoint is not None:
             _check_source(Checkpoint.open(checkpoint, ignore=ignore), manifest, artifact, report)
@@ -83,7 +85,7 @@ def add_targets(
         taken = {name: _copied(artifact, staging, name, there.get(name)) for name in (p.target.name for p in plans)}
         with compiling(artifact, config_of(manifest), options, plans, staging, cells, report, taken) as compiled:
             outcomes = compiled()
-        written = _take_in(staging, artifact, manifest, outcomes, report)
+        written = _take_in(staging, artifact, manifest, outcomes, report, cells)
         cells_of = [(name, cell) for name in taken for cell in written.targets[name].cells.values()]
         report.note(summary((cell for name, cell in cells_of if cell.name not in taken[name]), cache))
         return written, list(taken)
@@ -176,14 +178,12 @@ def _copied(artifact: Path, staging: Path, name: str, target: Target | None) -> 
         return {}
     for cell in target.cells.values():
         for tier, record in zip(SUFFIXES, cell.files, strict=True):
-            data, path = read_checked(artifact, record), folder / f"{cell.name}.{tier}"
-            with writing(path, len(data)):
-                path.write_bytes(data)
+            write_new(folder / f"{cell.name}.{tier}", read_checked(artifact, record))
     return {each: Built(cell, target.requires, target.mesh) for each, cell in target.cells.items()}
 
 
 def _take_in(
-    staging: Path, artifact: Path, manifest: Manifest, outcomes: Sequence[Outcome], report: Reporter
+    staging: Path, artifact: Path, manifest: Manifest, outcomes: Sequence[Outcome], report: Reporter, cells: Cells
 ) -> Manifest:
     """Moves the programs in, runs what runs here, and replaces the manifest."""
     sync_tree(staging)
@@ -193,7 +193,7 @@ def _take_in(
             moved[name] = _free_name(artifact, name)
             (staging / "programs" / name).rename(artifact / "programs" / moved[name])
         sync_folder(artifact / "programs")
-        written = complete(artifact, manifest, outcomes, report, moved)
+        written = complete(artifact, manifest, outcomes, report, cells, moved)
     except BaseException:
         if read_manifest(artifact).sha256 == manifest.sha256:
             for programs in moved.values():

@@ -11,9 +11,10 @@ from types import MappingProxyType
 
 from ling3export.artifacts.records import from_json, to_json
 from ling3export.cache.cells import Built, Cells
+from ling3export.cache.keys import changed
 from ling3export.cache.use import CacheUse
 from ling3export.compile.worker import MODULE, Job
-from ling3export.errors import ArtifactError, Ling3Error, PlanError
+from ling3export.errors import ArtifactError, Ling3Error, PlanError, listed
 from ling3export.model.config import Config
 from ling3export.plan.plan import Cell, Plan
 from ling3export.pricing.memory import check_memory
@@ -122,6 +123,8 @@ class Compilers:
         if "failure" in reply:
             return Failure(**reply["failure"])
         self._cells.say(reply["messages"])
+        if other := changed(reply["sources"]):
+            return Failure(f"expected the sources of the build's start, found another {listed(other)}", "build again")
         return self._cells.keep(self._job.config, self.plan, cell, self._job.folder, from_json(Built, reply["built"]))
 
     def _alive(self, worker: Child | None, stack: contextlib.ExitStack) -> Child | None:

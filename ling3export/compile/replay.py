@@ -22,8 +22,8 @@ from ling3export.cache.cells import SUFFIXES, Cells, opened
 from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.cache.use import CacheUse
 from ling3export.compile.pool import Compilers, Outcome
-from ling3export.errors import ArtifactError, PlanError, listed
-from ling3export.model.config import Config
+from ling3export.errors import ArtifactError, ConfigError, PlanError, listed
+from ling3export.model.config import FIXED, Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, make_plans
 from ling3export.plan.toolchain import check_toolchain
@@ -58,9 +58,11 @@ def note_failure(artifact: Path, config: Config, options: Options, outcomes: Seq
 def read_failure(artifact: Path) -> Failed | None:
     """The last build of ``artifact``; None where it did not fail, or its description is damaged."""
     try:
-        return from_json(Failed, read_json(failed_path(artifact)))
-    except (OSError, ValueError):
+        failed = from_json(Failed, read_json(failed_path(artifact)))
+        Config.from_dict({"model_type": "bailing_hybrid", **FIXED, **to_json(failed.config)})
+    except (OSError, ValueError, ConfigError):
         return None
+    return failed
 
 
 def forget_failure(artifact: Path) -> None:

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ling3export.artifacts.files import writing
+from ling3export.artifacts.files import write_new
 from ling3export.artifacts.records import from_json, sha256_of, to_json
 from ling3export.artifacts.schema import Origin
 from ling3export.cache.cells import COMPILED, PROGRAM, Built
-from ling3export.cache.keys import program_fields
+from ling3export.cache.keys import imported, program_fields, source_digests
 from ling3export.cache.store import Cache, record_of
 from ling3export.cache.use import CacheUse
 from ling3export.errors import Ling3Error
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     Compile = Callable[[], tuple[bytes, Compiled]]
 
-MODULE = "ling3export.compile.worker"
+MODULE = "ling3export.compile.recorded"  # which calls `main`
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ def compiled_program(cache: Cache, fields: dict[str, Any], compile_it: "Compile"
     if entry := cache.read("programs", sha256_of(fields), lambda entry: record_of(entry, Compiled, ("exec",))):
         return entry.data["exec"], from_json(Compiled, entry.record), PROGRAM
     data, compiled = compile_it()
-    cache.write("programs", fields, to_json(compiled), {"exec": data})
+    if fields["sources"] == source_digests()["lowering"]:  # compiling may have imported another source
+        cache.write("programs", fields, to_json(compiled), {"exec": data})
     return data, compiled, COMPILED
 
 
@@ -117,25 +118,20 @@ def run_cell(job: Job, cell: Cell) -> dict[str, Any]:
 
     Returns:
         ``built``, with its ``origin``: whether the program was compiled or came from the cache, and what jax traced
-        and compiled. ``messages`` for the user.
+        and compiled. ``messages`` for the user. ``sources``: the digests of the sources that did it.
     """
     from ling3export.compile.lower import lower_cell
     from ling3export.runners.load.pjrt import CompileCounter
 
     events, messages = CompileCounter(), list[str]()
     lowered = lower_cell(job.config, job.geometry, cell.phase, cell.padding, job.target.platform)
-    _write(job.folder / f"{cell.name}.stablehlo", lowered.blob)
+    write_new(job.folder / f"{cell.name}.stablehlo", lowered.blob)
     fields, compile_it = _compiler(lowered, job, cell)
     data, compiled, source = compiled_program(Cache(job.cache, messages.append), fields, compile_it)
-    _write(job.folder / f"{cell.name}.exec", data)
+    write_new(job.folder / f"{cell.name}.exec", data)
     origin = Origin(source, sha256_of(fields), events.traces, events.count)
     built = Built(lowered.program(compiled, origin), compiled.executable.requires, compiled.executable.mesh)
-    return {"built": to_json(built), "messages": messages}
-
-
-def _write(path: Path, data: bytes) -> None:
-    with writing(path, len(data)):
-        path.write_bytes(data)
+    return {"built": to_json(built), "messages": messages, "sources": imported()}
 
 
 def _compiler(lowered: "Lowered", job: Job, cell: Cell) -> tuple[dict[str, Any], "Compile"]:
@@ -185,7 +181,3 @@ def main() -> None:
     _peers = prepare(job.target)  # which end when nothing names them any more
     while True:
         parent.send(_reply(job, Cell(**parent.receive())))
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ling3export.errors import Ling3Error, listed
+from ling3export.errors import Ling3Error, listed, printable
 
 NOT_DETERMINISTIC = 3
 INVALID = 4  # too many infrastructure errors for the score to count
@@ -35,9 +35,8 @@ def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
             if error.errno == errno.EPIPE:  # the reader of stdout is gone; click ends in silence
                 raise
             where = "output" if error.filename is None else f"file `{str(error.filename)[:200]}`"
-            click.echo(
-                f"error: {where}: expected to be readable or writable, found {error.strerror or error}", err=True
-            )
+            message = f"error: {where}: expected to be readable or writable, found {error.strerror or error}"
+            click.echo(printable(message), err=True)
         sys.exit(1)
 
     return run

@@ -140,7 +140,10 @@ programs_option = click.option(
     help="Whether programs that do not fit this machine may be compiled here.",
 )
 check_option = click.option(
-    "--check", type=click.Choice(CHECKS), default="all", help="Which digests to check: programs leaves out the weights."
+    "--check",
+    type=click.Choice(CHECKS),
+    default="all",
+    help="Which digests to check: programs leaves out the weights; copy uses a copy of them in memory, and checks it.",
 )
 step_timeout_option = click.option(
     "--step-timeout",

@@ -3,6 +3,7 @@
 Imports no jax: it is imported once the environment is set.
 """
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -14,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.schema import Requirements
 from ling3export.errors import Ling3Error
+from ling3export.reading import read_bytes
 
 if TYPE_CHECKING:
     import jax
 
+LARGEST_FLAG_FILE = 64 << 20  # bytes
 # The packages that hold a platform's compiler, where that is not jaxlib itself.
 PLUGINS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}
 FLAGS = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")  # what compilers and runtimes read
@@ -130,10 +133,31 @@ def toolchain() -> dict[str, Any]:
     }
 
 
-def compiler_flags() -> dict[str, str]:
-    """The environment variables that tell compilers something. PATIENCE does not: it decides no program."""
-    found = {name: os.environ.get(name, "").replace(PATIENCE, "").strip() for name in FLAGS}
-    return {name: value for name, value in found.items() if value}
+def compiler_flags() -> dict[str, Any]:
+    """The environment variables that tell the compilers something, and the sha256 of the files that they name.
+
+    A value without a leading dash is a file of flags, as XLA reads it; a flag's value may be a file, too. PATIENCE does
+    not count: it decides no program.
+
+    Raises:
+        Ling3Error: A file cannot be read, or is very long.
+    """
+    said = {name: os.environ.get(name, "").replace(PATIENCE, "").strip() for name in FLAGS}
+    found: dict[str, Any] = {name: value for name, value in said.items() if value}
+    files, texts = dict[str, str](), list(found.values())
+    for text in texts:
+        for word in text.split():
+            path = word.partition("=")[2] if word.startswith("-") else word
+            if path and path not in files and os.path.isfile(path):
+                try:
+                    where, name = os.path.split(os.path.realpath(path))
+                    data = read_bytes(Path(where), name, LARGEST_FLAG_FILE)
+                except OSError as error:
+                    raise Ling3Error(f"flags: expected a readable file, found {error.strerror}, at {path}") from error
+                files[path] = hashlib.sha256(data).hexdigest()
+                if not word.startswith("-") or word.startswith("--flagfile="):
+                    texts.append(data.decode(errors="replace"))
+    return found | {"files": files} if files else found
 
 
 def plugins(*platforms: str) -> dict[str, str]:

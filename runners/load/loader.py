@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Manifest, Target
-from ling3export.errors import ArtifactError
+from ling3export.errors import ArtifactError, printable
 from ling3export.runners import flight
 from ling3export.runners.hosts.rendezvous import announced
 from ling3export.runners.load.targets import choose_target, platforms_here, prepare
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 def say(text: str) -> None:
     """A line for the user, on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -102,8 +102,9 @@ def load(
         artifact: Its folder.
         target: Which target; None takes the only one that fits this machine.
         programs: ``prebuilt-only``, or ``allow-compile``: portable programs are compiled here where executables do not
-            fit, and cached beside the artifact.
-        check: ``all``, or ``programs``: weights are used without checking their digests.
+            fit, and kept in the user's cache.
+        check: ``all``; ``programs``: weights are used without checking their digests; ``copy``: weight files are read
+            into memory of this process, so that writing into them later changes nothing, and that copy is checked.
         report: Told what was chosen and why.
         hosts: This process's place among several; every one of them calls this, and all return together.
         agreed: What else must be the same on all hosts, by name.
@@ -159,7 +160,8 @@ def _load(
         from ling3export.runners.load.weights import Weights
 
         executables = programs.read_executables(folder, record, pool)
-        weights = Weights(folder, manifest, record, 0 if channel is None else channel.hosts.number)
+        host = 0 if channel is None else channel.hosts.number
+        weights = Weights(folder, manifest, record, host, copied=check == "copy")
         if check == "programs":
             report("weights are not checked (--check programs)")
         else:

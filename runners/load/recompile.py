@@ -1,18 +1,20 @@
-"""RECOMPILE: portable programs compiled on this machine, and kept beside the artifact, never in it.
+"""RECOMPILE: portable programs compiled on this machine, and kept in the user's cache, never with the artifact.
 
-``NAME.ling3.cache/`` holds ``KEY.json`` and ``KEY.exec`` for each program. KEY is a digest of the portable program's
-own digest and of everything that decides what the compiler makes of it here. The JSON file holds the executable's
-digest and a digest of itself; a program whose files do not match them is compiled again. Files appear by rename, the
-JSON last, so that parallel runners and kills leave no half-written entry.
+They are native code that no digest of an artifact covers: nothing that came with one is taken, and nothing from a
+folder in which others can write. ``recompiled/`` holds ``KEY.json`` and ``KEY.exec`` for each program. KEY is a digest
+of the portable program's own digest and of everything that decides what the compiler makes of it here. The JSON file
+holds the executable's digest and a digest of itself; a program whose files do not match them is compiled again. Files
+appear by rename, the JSON last, so that parallel runners and kills leave no half-written entry.
 """
 
 import os
+import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ling3export.artifacts.files import replace_file, writing
+from ling3export.artifacts.files import replace_file, user_cache, writing
 from ling3export.artifacts.manifest import file_record, read_checked
 from ling3export.artifacts.records import canonical, from_json, sha256_of, to_json
 from ling3export.artifacts.schema import Executable, FileRecord, Target
@@ -25,13 +27,13 @@ from ling3export.strict_json import read_json
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+RECOMPILED = "recompiled"
 Compiled = tuple[bytes, Executable]  # the bytes of an executable, and how it is called
 
 
-def cache_folder(artifact: Path) -> Path:
-    """The folder beside an artifact that keeps what was compiled for it."""
-    artifact = artifact.resolve()
-    return artifact.with_name(f"{artifact.name}.cache")
+def cache_folder() -> Path:
+    """The folder that keeps what runners of this user compiled."""
+    return user_cache() / RECOMPILED
 
 
 def compile_here(
@@ -40,7 +42,7 @@ def compile_here(
     """Executables of ``cells`` for this machine, by cell: from the cache, or compiled now and cached.
 
     Args:
-        artifact: Its folder; the cache lies beside it.
+        artifact: Its folder.
         target: The manifest's.
         cells: What to compile, and why.
         mesh: What to compile for.
@@ -51,7 +53,7 @@ def compile_here(
     """
     from ling3export.runners.load.pjrt import no_compilation_cache
 
-    folder = cache_folder(artifact)
+    folder = cache_folder()
     portable = {verdict.cell: target.cells[verdict.cell].stablehlo for verdict in cells}
     keys = {cell: cache_key(file.sha256, mesh) for cell, file in portable.items()}
     out, missing = {}, []
@@ -117,9 +119,10 @@ def cache_key(stablehlo: str, mesh: "Mesh") -> str:
 
 def _lookup(folder: Path, key: str, say: Callable[[str], None]) -> Compiled | None:
     path = folder / f"{key}.json"
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     try:
+        _check_owner(folder)
         entry = read_json(path)
         if entry.pop("sha256") != sha256_of(entry):
             raise ValueError("another digest")
@@ -135,11 +138,27 @@ def _lookup(folder: Path, key: str, say: Callable[[str], None]) -> Compiled | No
     return raw, executable
 
 
+def _check_owner(folder: Path) -> None:
+    """Refuses a folder in which another user can put what would run here."""
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode):
+        found = "no folder"
+    elif status.st_uid != os.geteuid():
+        found = f"one of user {status.st_uid}"
+    elif status.st_mode & 0o022:
+        found = f"mode {stat.S_IMODE(status.st_mode):o}"
+    else:
+        return
+    raise ArtifactError(f"cache `{folder.name}`: expected a folder that this user alone can write, found {found}")
+
+
 def _store(folder: Path, key: str, result: Compiled, say: Callable[[str], None]) -> None:
     raw, executable = result
     try:
         with writing(folder):
-            folder.mkdir(exist_ok=True)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+        _check_owner(folder)
         replace_file(folder / f"{key}.exec", raw)
         entry = {"exec": to_json(file_record(folder, f"{key}.exec")), "executable": to_json(executable)}
         replace_file(folder / f"{key}.json", canonical({**entry, "sha256": sha256_of(entry)}))

@@ -15,7 +15,8 @@ from ling3export.runners.load import environment
 from ling3export.runners.load.targets import NAMES, on_all
 
 POLICIES = ("prebuilt-only", "allow-compile")
-CHECKS = ("all", "programs")  # whose digests a loader checks: programs leaves out the weights
+# Whose digests a loader checks: programs leaves out the weights, copy checks and uses a copy of them in memory.
+CHECKS = ("all", "programs", "copy")
 
 
 class Status(Enum):

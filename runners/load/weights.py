@@ -1,4 +1,4 @@
-"""Weights of one target: mapped, not copied, and checked in threads while other things load."""
+"""Weights of one target: mapped, or copied where that is asked for, and checked in threads while other things load."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +19,13 @@ class Weights:
         manifest: Its manifest.
         target: The one to run.
         host: Which of the target's hosts this process is.
+        copied: Whether the files are read into memory instead of mapped.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, target: Target, host: int = 0) -> None:
-        self._store = Store(folder, manifest.weights.index)
+    def __init__(
+        self, folder: Path, manifest: Manifest, target: Target, host: int = 0, *, copied: bool = False
+    ) -> None:
+        self._store = Store(folder, manifest.weights.index, copied=copied)
         self._target = target
         self._places = [place for place, number in enumerate(target.mesh.hosts) if number == host]
 

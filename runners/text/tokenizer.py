@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.manifest import read_checked
-from ling3export.artifacts.records import canonical
 from ling3export.artifacts.schema import FileRecord
 from ling3export.errors import ArtifactError, RequestError
 from ling3export.runners.text import chat
@@ -148,7 +147,8 @@ class TokenizerFiles:
             return chat.FILE, read_checked(self._folder, self._records[chat.FILE]).decode(errors="replace")
         source = self._json(CONFIG).get("chat_template")
         if isinstance(source, list):
-            source = {row.get("name"): row.get("template") for row in source if isinstance(row, dict)}.get("default")
+            rows = [row for row in source if isinstance(row, dict) and row.get("name") == "default"]
+            source = rows[-1].get("template") if rows else None
         return CONFIG, source
 
     @cached_property
@@ -192,10 +192,11 @@ class TokenizerFiles:
             return {}
         try:
             value = parse_json(read_checked(self._folder, self._records[name]))
-            canonical(value)  # no half of a character, which no token's name can hold
+            if not isinstance(value, dict):
+                raise ValueError("no object")
         except ValueError as error:
             raise ArtifactError(f"tokenizer file `{name}`: expected JSON, found {error}, in {self._folder}") from error
-        return value if isinstance(value, dict) else {}
+        return value
 
 
 def _token(value: object) -> str | None:
@@ -207,4 +208,4 @@ def _token(value: object) -> str | None:
 def _ids(value: object) -> list[int]:
     """The ids of a JSON field that holds one, or a list of them, or nothing."""
     values = value if isinstance(value, list) else [value]
-    return [item for item in values if isinstance(item, int)]
+    return [item for item in values if type(item) is int]

@@ -161,7 +161,7 @@ def test_each_failure_has_its_own_text(tmp_path: Path, raw: dict[str, Any]) -> N
     assert failure(tmp_path) == f"manifest.json: expected a readable file, found a symbolic link, in {tmp_path}\n{HINT}"
     path.unlink()
     os.mkfifo(path)
-    assert failure(tmp_path).startswith("manifest.json: expected a readable file, found something that is no regular")
+    assert failure(tmp_path).startswith("manifest.json: expected a readable file, found a pipe, in ")
     path.unlink()
     path.write_text("{")
     assert failure(path) == f"artifact `manifest.json`: expected a folder, found a file, at {path}\n{make}"
@@ -182,7 +182,7 @@ def test_each_failure_has_its_own_text(tmp_path: Path, raw: dict[str, Any]) -> N
         "hint: install a newer ling3export, or build the artifact again with this one"
     )
     path.write_text('{"format": 1, "a": "\\ud800"}')
-    assert failure(tmp_path).startswith("manifest.json: expected the spacing and spelling of a build, found another")
+    assert failure(tmp_path).startswith("manifest.json: expected JSON, found half a character (a lone surrogate), in ")
     text = whole.replace('"context": 64', '"context": 65')
     path.write_text(text)
     found = hashlib.sha256("".join(text.splitlines(keepends=True)[:-2]).encode()).hexdigest()
@@ -461,7 +461,7 @@ def test_only_regular_files_within_the_folder_are_read(tmp_path: Path) -> None:
     record = FileRecord("programs/a", 1, hashlib.sha256(b"x").hexdigest())
     place = folder / "programs" / "a"
     makers: list[tuple[Callable[[], object], str]] = [
-        (lambda: os.mkfifo(place), "found something that is no regular file"),
+        (lambda: os.mkfifo(place), "found a pipe"),
         (lambda: place.symlink_to(secret), "found a symbolic link"),
         (lambda: place.mkdir(), "found a folder"),
         (lambda: place.symlink_to("/dev/zero"), "found a symbolic link"),
@@ -478,5 +478,5 @@ def test_only_regular_files_within_the_folder_are_read(tmp_path: Path) -> None:
     (folder / "programs").rmdir()
     (tmp_path / "a").write_bytes(b"x")
     (folder / "programs").symlink_to(tmp_path)
-    with pytest.raises(ArtifactError, match=r"found a symbolic link|Not a directory"):
+    with pytest.raises(ArtifactError, match="found no folder on the way to it"):
         read_checked(folder, record)

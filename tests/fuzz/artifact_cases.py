@@ -6,6 +6,7 @@ Whatever is taken must answer the toy's prompts as numpy does.
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -84,6 +85,7 @@ def manifests(folder: Path) -> Iterator[Case]:
 def recompiled(folder: Path) -> Iterator[Case]:
     """Programs that were compiled on this machine: their records with right digests, their bytes without."""
     toy = toy_copy(folder)
+    os.environ["LING3_CACHE"] = str(folder / "cache")  # of this process alone
     from ling3export.runners.load.pjrt import recorded_mesh
 
     (target,) = read_manifest(toy).targets.values()
@@ -91,13 +93,13 @@ def recompiled(folder: Path) -> Iterator[Case]:
     for cell in target.cells.values():  # the programs of the build: compiling them would take half a minute
         key, raw = recompile.cache_key(cell.stablehlo.sha256, mesh), read_checked(toy, cell.exec)
         compiled = raw, Executable(target.requires, target.mesh, cell.call)
-        recompile._store(recompile.cache_folder(toy), key, compiled, lambda text: None)
-        pair = sorted(recompile.cache_folder(toy).glob(f"{key}.*"))
+        recompile._store(recompile.cache_folder(), key, compiled, lambda text: None)
+        pair = sorted(recompile.cache_folder().glob(f"{key}.*"))
         files |= {path: path.read_bytes() for path in pair}
         small += pair if cell.phase != "sample" else []  # a sampler takes four seconds to compile again
     changed_targets(toy, lambda target: replace(target, requires=replace(target.requires, jaxlib="0.0.0")))
     check_answers(toy, "allow-compile")
-    if files != {path: path.read_bytes() for path in recompile.cache_folder(toy).iterdir()}:
+    if files != {path: path.read_bytes() for path in recompile.cache_folder().iterdir()}:
         raise WrongResultError("programs were compiled again that were there")
 
     def case(rng: Random) -> None:

@@ -1,6 +1,7 @@
 """config.json is read strictly: what is accepted, what is refused and in which words."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +238,7 @@ BROKEN_FILES = [
     (b"[]", "config `{path}`: expected a JSON object, found []"),
     (b'{"rope_theta": NaN}', "config `{path}`: expected JSON, found the number NaN"),
     (b'{"a":' * 1_000_000, "config `{path}`: expected JSON, found more than 16 levels of objects and lists"),
-    (b" " * (8 << 20) + b"{}", "config `{path}`: expected JSON, found more than 8,388,608 bytes"),
+    (b" " * (8 << 20) + b"{}", "config `{path}`: expected a readable file, found more than 8,388,608 bytes"),
     (b'{"a": 1, "a": 2}', "config field `a`: expected once, found twice, in {path}"),
     (b"\xff", "config `{path}`: expected a readable file, found 'utf-8' codec can't decode byte 0xff"),
 ]
@@ -259,3 +260,48 @@ def test_an_absent_file(tmp_path: Path):
     assert str(error.value) == (
         f"config `{path}`: expected a file, found none\nhint: a checkpoint is a folder that holds one"
     )
+
+
+def test_another_architecture_is_refused_as_such():
+    """A Llama config was refused by 28 fields that it lacks."""
+    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "vocab_size": 32000}
+    assert refusal(llama) == (
+        'config field `architectures`: expected ["BailingMoeV3ForCausalLM"], found ["LlamaForCausalLM"], '
+        "in config.json\nhint: no other value is modelled"
+    )
+    assert 'config field `model_type`: expected "bailing_hybrid", found "llama"' in refusal({"model_type": "llama"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, "`num_hidden_layers`: expected at most 1,024, found 1000000000"),
+        ({"num_experts": 10**9}, "`num_experts`: expected at most 5,461 in each of so many layers, found 1000000000"),
+    ],
+)
+def test_a_config_whose_tensors_nobody_could_list_is_refused_at_once(fields, message):
+    """A billion experts listed a billion names first."""
+    assert message in refusal(TINY | fields)
+
+
+def test_many_fields_cost_no_more_than_their_number():
+    """40,000 fields were compared with each other."""
+    began = time.process_time()
+    Config.from_dict(TINY | {f"mtp_{number}": number for number in range(40_000)})
+    assert "such field" in refusal(TINY | {f"x{number}": number for number in range(40_000)})
+    assert time.process_time() - began < 5
+
+
+def test_a_config_may_be_a_link_into_the_blobs_of_its_hub_cache_and_nowhere_else(tmp_path: Path):
+    snapshot = tmp_path / "snapshots" / "abc"
+    for folder in (snapshot, tmp_path / "blobs"):
+        folder.mkdir(parents=True)
+    for place, loads in ((tmp_path / "blobs" / "123", True), (tmp_path / "config.json", False)):
+        place.write_text(json.dumps(TINY))
+        (snapshot / "config.json").unlink(missing_ok=True)
+        (snapshot / "config.json").symlink_to(place)
+        if loads:
+            assert Config.from_file(snapshot / "config.json") == Config.from_dict(TINY)
+        else:
+            with pytest.raises(ConfigError, match="found a symbolic link that leads out of the folder"):
+                Config.from_file(snapshot / "config.json")

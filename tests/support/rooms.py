@@ -14,7 +14,7 @@ RUNNERS = (
     ("runners.load",),
     ("runners.hosts", "runners.text"),
     ("artifacts",),
-    ("dtypes", "errors", "shards", "strict_json", "runners.flight"),
+    ("dtypes", "errors", "reading", "shards", "strict_json", "runners.flight"),
 )
 BUILD = (
     ("cli",),
@@ -25,12 +25,13 @@ BUILD = (
     ("plan",),
     ("checkpoint",),
     ("model", "artifacts"),
-    ("dtypes", "errors", "shards", "strict_json"),
+    ("dtypes", "errors", "reading", "shards", "strict_json"),
 )
 # Single modules at the bottom, for the whole build side; and what it may import of the runners.
-BOTTOM = {"processes", "tables"}
+BOTTOM = {"processes", "sources", "tables"}
 FROM_RUNNERS = {"runners.load", "runners.engine.inputs", "runners.hosts", "runners.text"}
 BESIDES = {
+    "strict_json": {"reading"},
     "cli": {"runners.cli"},
     "processes": {"errors"},
     "shards": {"errors"},

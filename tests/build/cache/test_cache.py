@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from builds import environment
+from ling3export.artifacts.files import user_cache
 from ling3export.artifacts.records import sha256_of
 from ling3export.cache.cleanup import clean_up
 from ling3export.cache.store import Cache, entries
-from ling3export.cache.use import CacheUse, default_folder
+from ling3export.cache.use import CacheUse
 from ling3export.errors import ArtifactError
 
 FIELDS = {"cell": {"phase": "decode", "padding": 16}, "toolchain": {"jaxlib": "0.11.2"}}
@@ -166,15 +167,15 @@ def test_a_folder_that_cannot_be_made_is_named_and_nothing_else_happens(tmp_path
 
 def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.setenv("LING3_CACHE", "/a/b")
-    assert default_folder() == Path("/a/b")
+    assert user_cache() == Path("/a/b")
     assert CacheUse(folder=Path("/c")).where == Path("/c")
     monkeypatch.delenv("LING3_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert default_folder() == Path("/x/ling3export")
+    assert user_cache() == Path("/x/ling3export")
     monkeypatch.setenv("HOME", "/home/someone")
     for unusable in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", unusable)
-        assert default_folder() == Path("/home/someone/.cache/ling3export")
+        assert user_cache() == Path("/home/someone/.cache/ling3export")
 
 
 def writer(folder: Path) -> subprocess.Popen[str]:

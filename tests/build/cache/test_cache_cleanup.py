@@ -14,12 +14,17 @@ from click.testing import CliRunner, Result
 
 from builds import environment
 from ling3export.artifacts.records import sha256_of
+from ling3export.cache.cells import Cells
 from ling3export.cache.cleanup import Cleaned, clean_up, status, total_bytes
 from ling3export.cache.cleanup import found_entries as found
 from ling3export.cache.explain import Looked, lookup
 from ling3export.cache.store import Cache
 from ling3export.cache.use import CacheUse, lease
 from ling3export.cli import main as cli
+from ling3export.model.config import Config
+from ling3export.plan.options import Options
+from ling3export.plan.plan import make_plan
+from tiny import tiny_fields
 
 TARGET = {"platform": "cpu", "kind": None, "topology": None, "tp": 2, "processes": 1, "machine": "m"}
 HOLDER = """
@@ -220,3 +225,76 @@ def test_what_cannot_be_meant_is_refused(arguments, code, message):
     done = cache_command(*arguments)
     assert (done.exit_code, done.stdout) == (code, "")
     assert message in done.stderr
+
+
+def crafted(folder: Path, value: object, kind: str = "cells") -> None:
+    """Adds an entry as somebody would who knows the format: its digests are right."""
+    entry = {"version": 2, "fields": value, "blobs": {}, "record": value}
+    text = json.dumps(entry | {"sha256": sha256_of(entry)})
+    (folder / kind / f"{sha256_of(value)}.json").write_text(text)
+
+
+def test_entries_that_no_build_wrote_stop_neither_status_nor_lookup_nor_cleanup(folder):
+    """Deep JSON in one entry ended all of them with a traceback, and builds, too."""
+    whole = status(folder)
+    (folder / "cells" / f"{'a' * 64}.json").write_bytes(b"[" * 10**6)
+    (folder / "cells" / f"{'b' * 64}.json").symlink_to("/dev/zero")
+    os.mkfifo(folder / "programs" / f"{'c' * 64}.json")
+    targets: list[object] = [{"target": 3}, {"target": {"platform": 3}}, {"target": {}, "cell": []}]
+    strange: list[object] = [[], "text", 3, None, {}, *targets]
+    for kind in ("cells", "programs"):
+        for value in strange:
+            crafted(folder, value, kind)
+    found = status(folder)
+    assert (found.cells, found.targets["unknown"].cells) == (whole.cells + 4, 4)
+    assert found.broken == 3 + 2 * 4
+    for value in strange:
+        lookup(folder, sha256_of(value))
+    said: list[str] = []
+    cells = Cells(CacheUse("readonly", folder, explain=True), said.append)
+    config = Config.from_dict(tiny_fields())
+    plan = make_plan(config, Options(paddings=(16,), tp=2, context=128), "cpu")
+    assert cells.fetch(config, plan, plan.cells[0], folder) is None
+    assert "not in the cache" in said[0]
+    assert clean_up(folder, everything=True).kept == 0
+    assert list(folder.glob("*/*.json")) == []
+
+
+def test_what_killed_writers_left_goes_with_a_cleanup(folder):
+    """``.partial-PID-…`` of a trial and ``.KEY.exec.PID`` of a runner stayed for ever."""
+    (folder / "recompiled").mkdir()
+    names = [
+        ".partial-1-0123abcd", ".trial.partial-1-0123abcd", "cells/.partial-1-0123abcd", "blobs/.x.partial-1-0123abcd",
+        "recompiled/.x.exec.partial-1-0123abcd",
+    ]  # fmt: skip
+    for name in (*names, ".mine-partial", "recompiled/.y.exec.partial-1-0123abcd"):
+        (folder / name).write_bytes(b"x")
+    for name in names:
+        os.utime(folder / name, (0, 0))
+    clean_up(folder, max_bytes=10**9)
+    there = sorted(path.relative_to(folder).as_posix() for path in folder.rglob(".*"))
+    assert there == [".mine-partial", "recompiled/.y.exec.partial-1-0123abcd"]  # which a runner may be writing now
+
+
+def test_programs_that_runners_compiled_are_counted_and_removed_by_age(tmp_path):
+    folder = tmp_path / "cache" / "recompiled"
+    folder.mkdir(parents=True)
+    for key, when in (("old", 0), ("new", time.time())):
+        for suffix in ("json", "exec"):
+            (folder / f"{key}.{suffix}").write_bytes(b"x" * 10)
+            os.utime(folder / f"{key}.{suffix}", (when, when))
+    found = status(folder.parent)
+    assert (found.recompiled, found.bytes, found.cells) == (2, 40, 0)
+    assert clean_up(folder.parent, older_than=3600) == Cleaned(removed=1, kept=1, freed=20, bytes=20)
+    assert sorted(path.name for path in folder.iterdir()) == ["new.exec", "new.json"]
+
+
+def test_a_cache_whose_folders_are_links_is_not_cleaned(folder, tmp_path):
+    """A link in the place of ``cells`` had another folder's files removed."""
+    outside = tmp_path / "outside"
+    (folder / "cells").rename(outside)
+    (folder / "cells").symlink_to(outside)
+    done = cache_command("cleanup", "--all", "--cache-dir", str(folder))
+    assert done.exit_code == 1
+    assert "expected no symbolic link on the way to it, found one at `cells`" in done.stderr
+    assert len(list(outside.iterdir())) == 3

@@ -1,14 +1,17 @@
 """What is in a cell's and a program's key, and what the policies do at both levels. Nothing is traced or compiled."""
 
 import errno
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,11 +22,17 @@ from ling3export.cache.cells import Built, Cells, counts, opened, summary
 from ling3export.cache.keys import cell_fields, program_fields
 from ling3export.cache.store import Cache
 from ling3export.cache.use import CacheUse
+from ling3export.compile import build
 from ling3export.compile.lower import Compiled
+from ling3export.compile.pool import Compilers, Outcome
 from ling3export.compile.worker import Job, compiled_program
+from ling3export.errors import ArtifactError
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Cell, Plan, make_plan
+from ling3export.processes import Failure
+from ling3export.runners.load import environment
+from package_copy import copied
 from tiny import tiny_fields
 
 CELL = Cell("decode", 16)
@@ -62,7 +71,7 @@ def test_a_changed_file_of_a_sub_package_changes_the_key(tmp_path, monkeypatch):
         shutil.copytree(keys.ROOT, tmp_path / "ling3export", ignore=shutil.ignore_patterns("demo", "__pycache__"))
     )
     monkeypatch.setattr(keys, "ROOT", tree)
-    monkeypatch.setattr(keys, "source_digests", keys.source_digests.__wrapped__)
+    monkeypatch.setattr(keys, "source_digests", lambda: keys._source_digests.__wrapped__(0))
     first, seen = key_of(), set()
     names = [name for group in keys.source_digests().values() for name in group]
     nested = {str(Path(name).parent): name for name in names if name.count("/") > 1}  # one file of each
@@ -235,7 +244,8 @@ def test_a_folder_that_cannot_be_written_is_named_once_and_what_it_has_is_used(t
     make = os.open
 
     def refuse(path: str, flags: int, *more: Any, **named: Any) -> int:
-        if flags & os.O_CREAT and Path(path).is_relative_to(use.where):
+        makes = flags & os.O_CREAT or flags & os.O_TMPFILE == os.O_TMPFILE
+        if makes and Path(path).is_relative_to(use.where):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return make(path, flags, *more, **named)
 
@@ -269,7 +279,11 @@ def test_the_policies_of_programs(tmp_path, policy, compiled):
         return b"code", made
 
     use = CacheUse(policy, tmp_path / "cache")
-    fields = {"modules": {"portable": "0"}}
+    fields = {"modules": {"portable": "0"}, "sources": keys.source_digests()["lowering"]}
+    other = fields | {"sources": {}}  # which a source that is imported late would have changed
+    assert compiled_program(Cache(use, pytest.fail), other, compile_it)[2] == "compiler"
+    assert not use.where.exists()
+    runs.clear()
     for expected in compiled:
         source = "compiler" if expected else "program cache"
         found = compiled_program(Cache(use, pytest.fail), fields, compile_it)
@@ -294,3 +308,105 @@ def test_the_line_of_a_build_without_a_cache():
     assert counts(programs)["cells"] == 2
     line = "cells: 2 compiled, 0 from the cache (off); jax traced 10 functions and compiled 2 programs"
     assert summary(programs, CacheUse("off")) == line
+
+
+def test_a_file_of_flags_counts_by_its_content(tmp_path, monkeypatch):
+    """``XLA_FLAGS=FILE`` counted by its name: another content gave the programs of the first."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")
+    assert environment.compiler_flags() == {"XLA_FLAGS": "--xla_cpu_max_isa=AVX2"}
+    flags, results = tmp_path / "flags", tmp_path / "autotuned"
+    results.write_text("first")
+    found = set()
+    for value in (str(flags), f"--flagfile={flags}", f"--xla_a=1 --xla_gpu_load_autotune_results_from={results}"):
+        monkeypatch.setenv("XLA_FLAGS", value)
+        for text in ("--xla_a=1", "--xla_a=2", f"--xla_gpu_load_autotune_results_from={results}"):
+            flags.write_text(text)
+            found.add(key_of())
+        results.write_text(f"{len(found)}")
+        found.add(key_of())
+    assert len(found) == 4 + 4 + 2
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "pipe"))
+    key_of()  # not waited for
+
+
+def test_a_compiling_process_says_what_it_imported(tmp_path):
+    """A source that is edited while the workers start, and restored later, once poisoned the restored one's entries."""
+    tree = copied(tmp_path / "tree")
+    code = """
+import importlib, sys
+from pathlib import Path
+from ling3export import sources
+sources.record()
+import ling3export.model.config
+path = Path(sys.argv[1])
+before = path.read_bytes()
+path.write_bytes(before + b"# edited\\n")
+import ling3export.model.geometry, ling3export.model.parameters
+path.write_bytes(before)  # restored before anybody looks
+from ling3export.cache import keys
+print(*keys.changed({}), *sorted(keys.imported()), keys.source_digests()["model"]["model/parameters.py"])
+"""
+    path = tree / "model" / "parameters.py"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, str(path)], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    *imported, said = done.stdout.split()
+    assert {"model/config.py", "model/geometry.py", "model/parameters.py"} <= set(imported)
+    assert said == hashlib.sha256(path.read_bytes() + b"# edited\n").hexdigest()
+    assert keys.changed({"model/parameters.py": said, "cli/main.py": "0"}) == ["model/parameters.py"]
+    assert keys.changed(keys.source_digests()["model"]) == []
+
+
+def test_a_worker_of_other_sources_fails_its_cell_and_keeps_nothing(tmp_path, monkeypatch):
+    said: list[str] = []
+    cells = Cells(CacheUse("on", tmp_path / "cache"), said.append)
+    folder = folder_with(tmp_path, "built", b"1")
+    compilers = Compilers(plan(), CONFIG, folder, 1, cells)
+    reply = {"built": to_json(built()), "messages": [], "sources": {"model/kda/layer.py": "0"}}
+    worker: Any = SimpleNamespace(send=lambda message: None, receive=lambda: reply)
+    failure = compilers._made(worker, CELL)
+    assert isinstance(failure, Failure)
+    assert failure.error == "expected the sources of the build's start, found another model/kda/layer.py"
+    assert not (tmp_path / "cache").exists()
+    reply["sources"] = {"model/kda/layer.py": keys.source_digests()["model"]["model/kda/layer.py"]}
+    assert isinstance(compilers._made(worker, CELL), Built)
+
+
+@dataclass(frozen=True)
+class Vectors:
+    receipts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Written:
+    """As much of a manifest as is changed before anything is measured."""
+
+    targets: dict[str, Any]
+    vectors: Vectors
+    producer: dict[str, str]
+    notes: tuple[str, ...]
+
+
+def refusing(*arguments: object) -> None:
+    raise ArtifactError("expected a cell that runs")
+
+
+def test_what_receipts_refuse_does_not_stay_in_the_cache(tmp_path, monkeypatch):
+    """A wrong program was given to every later build, whose receipts failed again."""
+    cells = Cells(CacheUse("on", tmp_path / "cache"), pytest.fail)
+    fields = {"n": 1}
+    origin = replace(MADE, program=sha256_of(fields))
+    Cache(cells.use, pytest.fail).write("programs", fields, {}, {"exec": b"wrong"})
+    whole = cells.keep(CONFIG, plan(), CELL, folder_with(tmp_path, "built", b"1"), built(origin))
+    outcome = Outcome(plan(), {CELL.name: whole}, {})
+    monkeypatch.setattr(build, "config_of", lambda manifest: CONFIG)
+    monkeypatch.setattr(build, "target_record", lambda *arguments: None)
+    monkeypatch.setattr(build, "measure_apart", refusing)
+    manifest: Any = Written({}, Vectors({}), {}, ())
+    assert len(list((tmp_path / "cache").glob("*/*.json"))) == 2
+    with pytest.raises(ArtifactError, match="expected a cell that runs"):
+        build.complete(tmp_path, manifest, [outcome], Mock(), cells)
+    assert list((tmp_path / "cache").glob("*/*.json")) == []

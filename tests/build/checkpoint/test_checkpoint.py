@@ -1,6 +1,7 @@
 """Checkpoints are opened strictly: every way in which files and config can disagree is an error that names both."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -105,7 +106,7 @@ def test_tensors_are_mapped_and_equal_to_what_safetensors_reads(pristine: Path):
 def test_what_a_checkpoint_tells_of_itself(pristine: Path):
     checkpoint = Checkpoint.open(pristine)
     assert checkpoint.config == Config.from_file(pristine / "config.json")
-    assert [path.name for path in checkpoint.tokenizer_files] == [
+    assert [*checkpoint.tokenizer_files()] == [
         "tokenizer.json",
         "tokenizer_config.json",
         "generation_config.json",
@@ -390,5 +391,75 @@ def test_a_header_of_absurd_length(folder: Path):
     path = home(folder, KDA_V)
     path.write_bytes(b"\xff" * 100)
     assert refusal(folder) == (
-        f"shard `{path.name}`: expected a header of at most 100000000 bytes, found {2**64 - 1}, in {folder}"
+        f"shard `{path.name}`: expected a header of at most 33554432 bytes, found {2**64 - 1}, in {folder}"
     )
+
+
+def test_a_shape_of_astronomic_size_is_an_error_that_names_it(folder: Path):
+    """Its product has more digits than Python prints: a raw ValueError."""
+    path = home(folder, KDA_V)
+    for shape, message in (([2**61] * 300, "at most 8 axes of `a`, found 300"), ([2**61] * 8, " bytes of `a`, found")):
+        write_raw(path, json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 1]}}).encode(), b"x")
+        assert message in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, None])
+def test_a_pipe_or_a_device_in_a_checkpoint_is_refused_and_not_waited_for(folder: Path, name: str | None):
+    """A pipe in the place of a shard hung the build."""
+    path = folder / name if name else home(folder, KDA_V)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises((ConfigError, CheckpointError), match=r"expected a readable file.*, found a pipe"):
+        Checkpoint.open(folder)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises((ConfigError, CheckpointError), match="found a symbolic link that leads out of the folder"):
+        Checkpoint.open(folder)
+
+
+def test_a_tokenizer_file_that_leads_out_is_refused_and_what_no_runner_reads_is_left(folder: Path, tmp_path: Path):
+    """``special_tokens_map.json → id_rsa`` and ``merges.txt → /etc/passwd`` were copied into the artifact."""
+    secret = tmp_path / "id_rsa"
+    secret.write_text("secret")
+    for name in ("special_tokens_map.json", "merges.txt", "vocab.json", "added_tokens.json"):
+        (folder / name).symlink_to(secret)
+    assert secret.read_bytes() not in Checkpoint.open(folder).tokenizer_files().values()
+    (folder / "chat_template.jinja").symlink_to(secret)
+    with pytest.raises(CheckpointError, match=r"tokenizer file `chat_template\.jinja`: .* found a symbolic link that"):
+        Checkpoint.open(folder).tokenizer_files()
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").write_bytes(b"x" * ((1 << 20) + 1))
+    with pytest.raises(CheckpointError, match="of at most 1,048,576 bytes, found more than 1,048,576 bytes"):
+        Checkpoint.open(folder).tokenizer_files()
+
+
+def test_a_snapshot_of_a_hub_cache_is_read_through_its_links(pristine: Path, tmp_path: Path):
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "abc", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(pristine, blobs)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    checkpoint = Checkpoint.open(snapshot)
+    assert checkpoint.digests() == Checkpoint.open(pristine).digests()
+    assert checkpoint.tokenizer_files() == Checkpoint.open(pristine).tokenizer_files()
+    np.testing.assert_array_equal(checkpoint.tensor(KDA_V), Checkpoint.open(pristine).tensor(KDA_V))
+
+
+def test_a_shard_is_the_file_whose_header_was_read(folder: Path):
+    """It was opened a second time for its tensors: another file could have taken the name."""
+    checkpoint, path = Checkpoint.open(folder), home(folder, KDA_V)
+    expected = np.array(checkpoint.tensor(KDA_V))
+    os.replace(shutil.copy(path, path.with_suffix(".new")), path)
+    path.write_bytes(bytes(path.stat().st_size))
+    np.testing.assert_array_equal(checkpoint.tensor(KDA_V), expected)
+
+
+def test_no_escape_of_an_index_or_a_header_reaches_the_terminal(folder: Path):
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"][KDA_V] = "model-\x1b[2J.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    assert refusal(folder).replace("\n", "").isprintable()
+    path = home(folder, KDA_V)
+    write_raw(path, b'{"\\u001b[2J": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}', b"x")
+    (folder / INDEX).unlink()
+    assert refusal(folder).replace("\n", "").isprintable()

@@ -101,7 +101,8 @@ def test_an_artifact_that_cannot_be_written_is_refused_before_any_work(whole, mo
     before, make = sorted(whole.parent.rglob("*")), os.open
 
     def refuse(path, flags, *more, **named):
-        if flags & os.O_CREAT and Path(path).parent == whole / folder:
+        unnamed = flags & os.O_TMPFILE == os.O_TMPFILE and Path(path) == whole / folder
+        if unnamed or (flags & os.O_CREAT and Path(path).parent == whole / folder):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return make(path, flags, *more, **named)
 

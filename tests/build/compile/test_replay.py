@@ -1,5 +1,7 @@
 """``build --replay CELL``: a cell of an artifact again, compared with what is recorded."""
 
+import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -8,12 +10,16 @@ import pytest
 from click.testing import CliRunner
 
 from builds import copying
+from ling3export.artifacts.records import to_json
 from ling3export.cli import main as cli
 from ling3export.compile import pool as compiling
 from ling3export.compile import replay
 from ling3export.errors import ArtifactError
+from ling3export.model.config import Config
+from ling3export.plan.options import Options
 from manifests import changed_targets
 from refusals import refusal
+from tiny import tiny_fields
 
 
 @pytest.fixture
@@ -94,3 +100,32 @@ def test_what_cannot_be_replayed_is_refused(artifact, tmp_path):
     )
     said = refusal(cli.main, "build", "--into", "x.ling3", "--replay", "decode@8", code=2)
     assert said.endswith("Error: --into names the artifact: no --replay beside it\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 10**6, "[]", "3", "null", '{"config": 3, "options": [], "cells": {}}', "\ud800",
+        '{"config": {}, "options": {}, "cells": {"a": 3}}',
+    ],
+)  # fmt: skip
+def test_a_description_of_a_failure_that_no_build_wrote_is_none(tmp_path, text):
+    """Other types in it were a raw traceback."""
+    replay.failed_path(tmp_path / "x.ling3").write_text(text, errors="replace")
+    assert replay.read_failure(tmp_path / "x.ling3") is None
+    said = refusal(cli.main, "build", tmp_path / "x.ling3", "--replay", "decode@8")
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": 0}, {"num_experts": 10**9}, {"router_dtype": "x"}])
+def test_a_description_with_a_configuration_of_nothing_is_none(tmp_path, change):
+    fields = Config.from_dict(tiny_fields())
+    failed = {"config": to_json(fields), "options": to_json(Options()), "cells": {"cpu-tp1": ["decode@1"]}}
+    path = replay.failed_path(tmp_path / "x.ling3")
+    path.write_text(json.dumps(failed))
+    assert replay.read_failure(tmp_path / "x.ling3") is not None
+    path.write_text(json.dumps(failed | {"config": to_json(fields) | change}))
+    assert replay.read_failure(tmp_path / "x.ling3") is None
+    path.unlink()
+    os.mkfifo(path)
+    assert replay.read_failure(tmp_path / "x.ling3") is None

@@ -216,3 +216,20 @@ def test_decode_takes_as_many_sequences_as_padding_slots_and_pages_hold(padding,
     assert {key: float(value[0]) for key, value in found.items()} == wanted
     live = [np.count_nonzero(fields["slot"]) for phase, _, fields in device.steps if phase == "decode"]
     assert max(live) == live[0] == together
+
+
+def test_no_run_checks_digests_and_executes_nothing(copy, monkeypatch):
+    """No command could look at an artifact's digests without running its native code."""
+    monkeypatch.setattr(verify, "measure_apart", lambda *_: pytest.fail("executed"))
+    done = run(copy, "--no-run")
+    assert done.exit_code == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("digests: ")
+    assert lines[1:] == ["cpu-tp2: not run here: --no-run"]
+    file = next((copy / "weights").iterdir())
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    done = run(copy, "--no-run")
+    assert done.exit_code == 1
+    assert "expected sha256" in done.stderr

@@ -72,8 +72,9 @@ Artifact:
                                   Whether programs that do not fit this machine
                                   may be compiled here.  [default: prebuilt-
                                   only]
-  --check [all|programs]          Which digests to check: programs leaves out
-                                  the weights.  [default: all]
+  --check [all|programs|copy]     Which digests to check: programs leaves out
+                                  the weights; copy uses a copy of them in
+                                  memory, and checks it.  [default: all]
   --step-timeout SECONDS          Fail what runs once a call of the devices
                                   takes longer.  [default: any time]  [x>0]
 

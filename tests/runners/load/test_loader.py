@@ -24,22 +24,30 @@ def built():
 
 @pytest.fixture(scope="module")
 def compiled(built, tmp_path_factory):
-    """An artifact of another jaxlib that was compiled here, and what was said; its cache lies beside it."""
+    """An artifact of another jaxlib that was compiled here, what was said, and the cache."""
     folder = shutil.copytree(built, tmp_path_factory.mktemp("compiled") / "moved.ling3")
     rebuilt_elsewhere(folder, jaxlib="0.1.2")
-    before = sorted(folder.rglob("*"))
+    before = sorted(folder.parent.rglob("*"))
     said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LING3_CACHE", str(tmp_path_factory.mktemp("cache")))
+        cache = cache_folder()
+        _compiled(folder, said)
+    assert sorted(folder.parent.rglob("*")) == before, "the cache is neither in the artifact nor beside it"
+    return folder, said, cache
+
+
+def _compiled(folder, said):
     with Engine(folder, programs="allow-compile", report=said.append) as engine:
         toy_artifact.check_tokens(engine)
         assert engine.stats()["compile_events"] == len(toy_artifact.CELLS)
-    assert sorted(folder.rglob("*")) == before, "the cache is beside the artifact, never in it"
-    return folder, said
 
 
 @pytest.fixture
-def foreign(compiled, tmp_path):
-    """A copy of the artifact of another jaxlib, and of its cache."""
-    shutil.copytree(cache_folder(compiled[0]), tmp_path / "moved.ling3.cache")
+def foreign(compiled, tmp_path, monkeypatch):
+    """A copy of the artifact of another jaxlib, with a copy of the cache."""
+    monkeypatch.setenv("LING3_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(compiled[2], cache_folder())
     return shutil.copytree(compiled[0], tmp_path / "moved.ling3")
 
 
@@ -117,6 +125,20 @@ def test_a_flipped_byte_in_the_weights_is_found_unless_told_not_to_look(artifact
     assert said == ["weights are not checked (--check programs)"]
 
 
+def test_a_copy_of_the_weights_is_checked_and_does_not_change_with_the_file(artifact):
+    """The weights are a shared mapping: written in place after the check, they gave garbage with exit 0."""
+    path = artifact / "weights" / "toy.safetensors"
+    before = path.read_bytes()
+    with Engine(artifact, check="copy") as engine:
+        with open(path, "r+b") as file:
+            file.write(bytes(len(before)))
+        toy_artifact.check_tokens(engine)
+    path.write_bytes(before)
+    flip(path, -1)
+    with pytest.raises(ArtifactError, match=r"`toy.table` slab 1: expected sha256"):
+        load(artifact, check="copy")
+
+
 def test_a_missing_weight_file_is_named(artifact):
     (artifact / "weights" / "toy.safetensors").unlink()
     with pytest.raises(ArtifactError, match=r"weight file `weights/toy.safetensors`: expected a readable file"):
@@ -138,10 +160,10 @@ def test_another_processor_is_refused_before_the_deserializer(artifact, monkeypa
 
 
 def test_allow_compile_says_what_it_compiles_and_why(compiled):
-    folder, said = compiled
+    _, said, cache = compiled
     assert len(said) == len(toy_artifact.CELLS)
     assert all(": RECOMPILE (jaxlib: built for 0.1.2, found " in line and line.endswith(": compiling") for line in said)
-    assert len(list(cache_folder(folder).iterdir())) == 2 * len(toy_artifact.CELLS)
+    assert len(list(cache.iterdir())) == 2 * len(toy_artifact.CELLS)
 
 
 def test_the_cache_makes_the_next_start_compile_nothing(foreign):
@@ -149,12 +171,12 @@ def test_the_cache_makes_the_next_start_compile_nothing(foreign):
     with Engine(foreign, programs="allow-compile", report=said.append) as engine:
         toy_artifact.check_tokens(engine)
         assert engine.stats()["compile_events"] == 0
-    assert all(line.endswith(": from moved.ling3.cache") for line in said)
+    assert all(line.endswith(": from recompiled") for line in said)
 
 
 def test_a_damaged_cache_entry_is_compiled_again(foreign):
     manifest = read_manifest(foreign)
-    small = sorted(cache_folder(foreign).glob("*.json"), key=lambda path: path.with_suffix(".exec").stat().st_size)
+    small = sorted(cache_folder().glob("*.json"), key=lambda path: path.with_suffix(".exec").stat().st_size)
     flip(small[0].with_suffix(".exec"), 500)
     flip(small[1], 50)
     small[2].with_suffix(".exec").unlink()
@@ -173,11 +195,25 @@ def test_a_damaged_portable_program_is_never_compiled(artifact):
         load(artifact, programs="allow-compile", report=lambda _: None)
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path):
-    cache_folder(tmp_path / "a.ling3").write_text("in the way")
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
+    monkeypatch.setenv("LING3_CACHE", str(tmp_path))
+    cache_folder().write_text("in the way")
     said, executable = [], Executable(Requirements("0", "cpu", "cpu"), Mesh("tp", (0,), (0,)), Call((), (), ()))
-    recompile._store(cache_folder(tmp_path / "a.ling3"), "key", (b"program", executable), said.append)
-    assert said == [f"not cached: write `a.ling3.cache`: expected a writable file, found File exists, in {tmp_path}"]
+    recompile._store(cache_folder(), "key", (b"program", executable), said.append)
+    assert said == [f"not cached: write `recompiled`: expected a writable file, found File exists, in {tmp_path}"]
+
+
+def test_a_recompiled_program_runs_only_from_a_folder_of_this_user_alone(foreign):
+    """A cache beside an artifact once came with it: native code that no digest of the artifact covers."""
+    shutil.copytree(cache_folder(), foreign.with_name("moved.ling3.cache"))
+    for mode, compiles in ((0o777, len(toy_artifact.CELLS)), (0o720, len(toy_artifact.CELLS)), (0o755, 0)):
+        cache_folder().chmod(mode)
+        said = []
+        with Engine(foreign, programs="allow-compile", report=said.append) as engine:
+            toy_artifact.check_tokens(engine)
+            assert engine.stats()["compile_events"] == compiles
+        refused = f"expected a folder that this user alone can write, found mode {mode:o}"
+        assert any(refused in line for line in said) == bool(compiles)
 
 
 def test_a_call_record_that_contradicts_its_cell_is_refused(artifact, monkeypatch):

@@ -220,3 +220,30 @@ def test_other_threads_run_while_a_text_is_tokenized(tokenizer):
     ended.set()
     counter.join()
     assert after - before > 20
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [
+        ("tokenizer_config.json", "[" * 10**6, "found more than 16 levels of objects and lists"),
+        ("tokenizer_config.json", '{"eos_token": "\\ud800"}', "found half a character"),
+        ("tokenizer_config.json", "[]", "found no object"),
+        ("generation_config.json", '{"eos_token_id": 1e999, "eos_token_id": 3}', "found a key that stands twice"),
+        ("generation_config.json", '{"eos_token_id": NaN}', "found the number NaN"),
+    ],
+)
+def test_a_file_of_strange_json_is_an_error_that_names_it(tmp_path, name, text, found):
+    """Deep JSON was a RecursionError, and a lone surrogate as ``eos_token`` a UnicodeEncodeError."""
+    write_tokenizer(tmp_path, EOS)
+    (tmp_path / name).write_text(text)
+    records = [file_record(tmp_path, path.name) for path in tmp_path.iterdir()]
+    with pytest.raises(ArtifactError, match=f"tokenizer file `{name}`: expected JSON, {found}"):
+        TokenizerFiles(tmp_path, records).eos_token_ids()
+
+
+def test_templates_of_other_types_are_no_template(tmp_path):
+    write_tokenizer(tmp_path, EOS)
+    for value in ([{"name": [], "template": "x"}], [3], [], None):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
+        records = [file_record(tmp_path, path.name) for path in tmp_path.iterdir()]
+        assert not TokenizerFiles(tmp_path, records).chats

@@ -1,0 +1,86 @@
+"""The one way to open a file that others may have written: of a checkpoint, an artifact, a cache."""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path, PurePosixPath
+
+KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+WORDS = {errno.ELOOP: "a symbolic link", errno.ENXIO: "a socket", errno.ENOTDIR: "no folder on the way to it"}
+
+
+@contextmanager
+def opened(folder: Path, relative: str, *, links: bool = False) -> Iterator[BufferedReader]:
+    """A regular file below ``folder``, open for reading; nothing is waited for.
+
+    Args:
+        folder: May be reached through links.
+        relative: The file's path below it, without ``..``.
+        links: Whether links below ``folder`` are followed, if they lead to a file below it or, from a snapshot of a
+            model hub's cache (``snapshots/REVISION``), to one in its ``blobs``. By default none is followed.
+
+    Raises:
+        OSError: The file is missing or cannot be read, or is no regular file; ``strerror`` follows "found".
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    whole = str(folder / relative)
+    if links:
+        folder, relative = _followed(folder, relative)
+    *parents, name = PurePosixPath(relative).parts or (".",)
+    place = -1
+    try:
+        if ".." in parents or os.path.isabs(relative):
+            raise OSError(errno.EPERM, "a path that leads out of the folder")
+        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        for parent in parents:
+            place = _replaced(place, os.open(parent, flags | os.O_DIRECTORY, dir_fd=place))
+        place = _replaced(place, os.open(name, flags, dir_fd=place))
+        mode = os.fstat(place).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, KINDS.get(stat.S_IFMT(mode), "no regular file"))
+        file, place = os.fdopen(place, "rb"), -1
+    except OSError as error:
+        found = WORDS.get(error.errno or 0, error.strerror)
+        raise OSError(error.errno, found, whole) from error
+    finally:
+        if place >= 0:
+            os.close(place)
+    with file:
+        yield file
+
+
+def read_bytes(folder: Path, relative: str, largest: int, *, links: bool = False) -> bytes:
+    """All bytes of a file that is opened as :func:`opened` does it.
+
+    Raises:
+        OSError: It cannot be opened so, or has more than ``largest`` bytes.
+    """
+    with opened(folder, relative, links=links) as file:
+        data = file.read(largest + 1)
+    if len(data) > largest:
+        raise OSError(errno.EFBIG, f"more than {largest:,} bytes", str(folder / relative))
+    return data
+
+
+def _replaced(old: int, new: int) -> int:
+    os.close(old)
+    return new
+
+
+def _followed(folder: Path, relative: str) -> tuple[Path, str]:
+    """Where a file is in truth: a folder that it may be in, without links, and its path below that."""
+    root, file = (Path(os.path.realpath(path)) for path in (folder, folder / relative))
+    blobs = [root.parent.parent / "blobs"] if root.parent.name == "snapshots" else []
+    for allowed in (root, *blobs):
+        if file.is_relative_to(allowed):
+            return allowed, str(file.relative_to(allowed))
+    raise OSError(errno.EPERM, f"a symbolic link that leads out of the folder, to {file}", str(folder / relative))
