@@ -367,8 +367,8 @@ def test_paths_stay_inside(raw: dict[str, Any], small: Manifest, tmp_path: Path,
 
 
 def test_a_builders_mistake_writes_nothing(small: Manifest, tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match=r"manifest.json `notes`: expected a list, found PosixPath"):
-        write_manifest(tmp_path, replace(small, notes=tmp_path))  # type: ignore[arg-type]
+    with pytest.raises(ArtifactError, match=r"manifest.json `notes`: expected a list, found 3, in"):
+        write_manifest(tmp_path, replace(small, notes=3))  # type: ignore[arg-type]
     with pytest.raises(ArtifactError, match=r"`plan.memory_fraction`: expected a finite number, found nan"):
         write_manifest(tmp_path, replace(small, plan=replace(small.plan, memory_fraction=float("nan"))))
     with pytest.raises(ArtifactError, match=r"`targets.cpu-tp2.state.slots`: expected 3, as the plan says, found 2"):
