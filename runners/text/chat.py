@@ -54,6 +54,10 @@ class ChatTemplate:
                 f"chat template `{where}`: expected one that jinja2 compiles, found {error.message}, "
                 f"at line {error.lineno}"
             ) from error
+        except RecursionError as error:
+            raise ArtifactError(
+                f"chat template `{where}`: expected one that jinja2 compiles, found it nested too deeply"
+            ) from error
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, name: str = "messages") -> str:
         """The text of a conversation.

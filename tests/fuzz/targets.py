@@ -15,4 +15,5 @@ TARGETS = {
     "lengths": (build_cases.lengths, 150),
     "prompts": (runner_cases.prompts, 150),
     "body": (network_cases.bodies, 150),
+    "request": (network_cases.requests, 100),
 }

@@ -104,6 +104,7 @@ def test_a_template_that_refuses_messages_is_the_messages_fault(tmp_path):
         ("{% for i in range(1000000) %}{% endfor %}", "found OverflowError: Range too big"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "expected it to end, found no end"),
         ({"a": 1}, "expected a text, found dict, in "),
+        ("{{" + "[" * 5000 + "}}", "expected one that jinja2 compiles, found it nested too deeply"),
     ],
 )
 def test_a_broken_template_is_a_clear_error(tmp_path, template, message):
