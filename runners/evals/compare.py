@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ling3export.runners.evals.backend import Ask, Backend
-from ling3export.runners.evals.folder import TASKS, Prediction, read_lines, read_predictions, read_run
+from ling3export.runners.evals.folder import Prediction, read_predictions, read_run, read_tasks
 from ling3export.runners.evals.statistics import Summary, mcnemar
 from ling3export.runners.evals.trials import EvalError
 
@@ -140,7 +140,7 @@ def diff(a: Path, b: Path) -> Difference:
     """
     runs = [read_predictions(path) for path in (a, b)]
     everywhere = read_run(a).config["threshold"]
-    thresholds = {task["id"]: task["threshold"] if everywhere is None else everywhere for task in read_lines(a / TASKS)}
+    thresholds = {name: everywhere or task["threshold"] for name, task in read_tasks(a).items()}
     prompts = [{record.task_id: record.prompt_sha256 for record in run} for run in runs]
     counts = [_scored(run) for run in runs]
     common = [

@@ -7,8 +7,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ling3export.runners.evals.folder import PREDICTIONS, TASKS, Prediction, read_lines, read_predictions, read_run
+from ling3export.runners.evals.folder import PREDICTIONS, TASKS, Prediction, read_predictions, read_run, read_tasks
 from ling3export.runners.evals.tasks import prompt_of
+from ling3export.runners.evals.trials import EvalError
 
 SCORER = "ling3"
 STOPS = {"eos": "stop", "stop": "stop", "length": "max_tokens"}
@@ -24,7 +25,9 @@ def inspect_log(folder: Path) -> dict[str, Any]:
         EvalError: The run is not finished, or damaged.
     """
     records, run = read_predictions(folder), read_run(folder)
-    tasks = {task["id"]: task for task in read_lines(folder / TASKS)}
+    tasks = read_tasks(folder)
+    if missing := [record.task_id for record in records if record.task_id not in tasks]:
+        raise EvalError(f"run `{folder.name}`: expected the task `{missing[0]}`, found none, in {folder / TASKS}")
     when = datetime.fromtimestamp((folder / PREDICTIONS).stat().st_mtime, UTC).isoformat()
     model = f"ling3/{run.environment.get('target', 'model')}"
     config = run.config

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import UnionType
+from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 
 from ling3export.artifacts.files import replace_file
 from ling3export.artifacts.records import sha256_of
@@ -77,6 +78,7 @@ class Prediction:
 
 
 KEYS = tuple(field.name for field in fields(Prediction))
+TYPES = get_type_hints(Prediction)
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,30 @@ def read_run(path: Path) -> RunRecord:
         raise EvalError(f"run `{path.name}`: expected format {FORMAT}, found {given.get('format')}, in {path / RUN}")
     if given.keys() != {field.name for field in fields(RunRecord)}:
         raise EvalError(f"run `{path.name}`: expected the record of a run, found {listed([*given])}, in {path / RUN}")
+    decided = {name: given[name] for name in ("suite", "config", "environment")}
+    parts = all(isinstance(part, dict) for part in decided.values()) and isinstance(decided["suite"].get("name"), str)
+    if not parts or {*decided["config"]} != {field.name for field in fields(RunConfig)}:
+        raise EvalError(f"run `{path.name}`: expected suite, config and environment, found others, in {path / RUN}")
+    if (found := sha256_of(decided)) != given["sha256"]:
+        wanted = str(given["sha256"])[:64]
+        raise EvalError(f"run `{path.name}`: expected settings of sha256 {wanted}, found {found}, in {path / RUN}")
     return RunRecord(**given)
+
+
+def read_tasks(path: Path) -> dict[str, dict[str, Any]]:
+    """The tasks of a run by id, as far as others look at them: ``input`` is an object and ``threshold`` a number.
+
+    Raises:
+        EvalError: There is no such file, or a line is something else.
+    """
+    tasks = {}
+    for number, task in enumerate(read_lines(path / TASKS), 1):
+        types = {"id": str, "input": dict, "threshold": float}
+        wrong = [name for name, kind in types.items() if not _is(task.get(name), kind)]
+        if wrong:
+            raise EvalError(f"line {number}: expected a task, found another `{wrong[0]}`, in {path / TASKS}")
+        tasks[task["id"]] = task
+    return tasks
 
 
 def read_predictions(path: Path) -> list[Prediction]:
@@ -278,7 +303,31 @@ def _predictions(records: Sequence[dict[str, Any]], path: Path) -> list[Predicti
     for number, record in enumerate(records, 1):
         if tuple(record) != KEYS:
             raise EvalError(f"line {number}: expected the record of a trial, found {listed(list(record))}, in {path}")
+        wrong = [name for name, kind in TYPES.items() if not _is(record[name], kind)]
+        if wrong or not _is_infra(record["infra"]):
+            name = wrong[0] if wrong else "infra"
+            raise EvalError(f"line {number}: expected the record of a trial, found another `{name}`, in {path}")
     return [Prediction(**record) for record in records]
+
+
+def _is(value: object, kind: Any) -> bool:
+    """Whether a value of JSON is one of the types that fields of a record have."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return any(_is(value, part) for part in parts)
+    if origin is list:
+        return type(value) is list and all(_is(each, parts[0]) for each in value)
+    return type(value) in (int, float) if kind is float else type(value) is (origin or kind)
+
+
+def _is_infra(value: dict[str, Any] | None) -> bool:
+    return value is None or (
+        value.keys() == {"ended", "attempts"}
+        and type(value["ended"]) is bool
+        and _is(value["attempts"], list[dict[str, Any]])
+        and len(value["attempts"]) > 0
+        and all(_is(attempt.get(name), str) for attempt in value["attempts"] for name in ("kind", "message"))
+    )
 
 
 def _objects(data: bytes, path: Path) -> list[dict[str, Any]]:

@@ -15,8 +15,10 @@ from ling3export.errors import Ling3Error
 from ling3export.runners.evals.graders import KINDS, grade
 from ling3export.runners.evals.tasks import FieldPath, Place, Predicates, Task, known, task_from
 from ling3export.runners.evals.trials import EvalError, Outcome, Transcript
+from ling3export.strict_json import parse_json
 
 YAML = (".yaml", ".yml")
+MOST_VALUES = 1_000_000  # of a document in YAML, once its aliases are written out
 PROBLEM_FIELDS = ("answer", "id", "prompt", "question", "target")
 TEMPLATE = {
     "input": {"prompt": "Question: How many legs do 3 cats have?\nAnswer:"},
@@ -84,7 +86,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     text, records = _text(path), None
     try:
         lined = path.suffix == ".jsonl"
-        records = [_parsed(line) for line in text.split("\n") if line.strip()] if lined else _parsed(text)
+        data = text.encode()
+        records = [parse_json(line) for line in data.split(b"\n") if line.strip()] if lined else parse_json(data)
     except ValueError as error:
         raise _refused(path, "JSON", error) from error
     if isinstance(records, dict) and set(records) == {"data"}:
@@ -184,11 +187,15 @@ def _refused(path: Path, expected: str, found: object) -> EvalError:
     return EvalError(f"file `{path.name}`: expected {expected}, found {found}, in {path.parent}")
 
 
-def _parsed(text: str) -> Any:
-    """The value of a JSON text; a ValueError if it has NaN or halves of characters."""
-    value = json.loads(text)
-    json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-    return value
+def _check_size(document: object) -> None:
+    """A ValueError if aliases of YAML stand for more than MOST_VALUES."""
+    count, waiting = 0, [document]
+    while waiting:
+        value = waiting.pop()
+        count += 1
+        if count > MOST_VALUES:
+            raise ValueError(f"more than {MOST_VALUES:,} values")
+        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _yaml(text: str, path: Path) -> tuple[Any, LineOf]:
@@ -203,7 +210,10 @@ def _yaml(text: str, path: Path) -> tuple[Any, LineOf]:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         document = None if root is None else loader.construct_document(root)
-        document = _parsed(json.dumps(document, default=str))  # dates become texts
+        _check_size(document)
+        document = parse_json(json.dumps(document, default=str).encode())  # dates become texts
+    except RecursionError:
+        raise _refused(path, "YAML", "too many levels") from None
     except (yaml.YAMLError, ValueError) as error:
         raise _refused(path, "YAML", " ".join(str(error).split())) from error
 
@@ -225,7 +235,7 @@ def _yaml(text: str, path: Path) -> tuple[Any, LineOf]:
 
 def _json(text: str, path: Path) -> tuple[Any, LineOf]:
     try:
-        document = _parsed(text)
+        document = parse_json(text.encode())
     except ValueError as error:
         raise _refused(path, "JSON", error) from error
 

@@ -145,7 +145,9 @@ class Task:
 
 def prompt_of(fields: dict[str, Any]) -> Prompt:
     """What the model gets of a task's input: a text, token ids, or messages. A context follows a text as JSON."""
-    value = next(fields[name] for name in PROMPTS if name in fields)
+    value = next((fields[name] for name in PROMPTS if name in fields), None)
+    if not isinstance(value, (str, list, tuple)):
+        raise EvalError(f"task: expected a text, token ids or messages under one of {', '.join(PROMPTS)}, found none")
     if "context" in fields:
         value = f"{value}\n\n{canonical(fields['context']).decode()}"
     return cast("Prompt", value)

@@ -14,6 +14,8 @@ TARGETS = {
     "index": (build_cases.indexes, 150),
     "lengths": (build_cases.lengths, 150),
     "prompts": (runner_cases.prompts, 150),
+    "evaluation": (runner_cases.evaluations, 100),
+    "tasks": (runner_cases.tasks, 100),
     "body": (network_cases.bodies, 150),
     "request": (network_cases.requests, 100),
 }

@@ -279,7 +279,7 @@ def test_an_artifact_with_a_link_on_the_way_to_its_files_is_refused(whole, tmp_p
     before = sorted(tmp_path.rglob("*"))
     message = (
         f"error: file `{LINKED[part]}`: expected no symbolic link on the way to it, found one at `{part}`, in {whole}\n"
-        "hint: put what the link names in its place: an artifact holds its files itself\n"
+        "hint: put what the link names in its place: an artifact and a cache hold their files themselves\n"
     )
     assert refusal(cli.main, "build", "--into", whole, "--target", "cpu@2", "--force") == message
     assert refusal(cli.main, "verify", whole) == message
