@@ -12,6 +12,7 @@ import os
 import random
 import resource
 import tempfile
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -102,6 +103,9 @@ def _worker(target: str, folder: str, table: str, limit: float) -> Iterator[Chil
         yield child
 
 
+IN_THREADS: list[str] = []  # what threads raised since the last case
+
+
 def judged(case: Case, rng: random.Random) -> tuple[str, str]:
     """How a case ended, and what is to be said of it."""
     try:
@@ -115,6 +119,11 @@ def judged(case: Case, rng: random.Random) -> tuple[str, str]:
     except BaseException:  # panics of Rust libraries are no Exception
         return "traceback", traceback.format_exc()[-4000:]
     return "accepted", ""
+
+
+def note_thread(raised: threading.ExceptHookArgs) -> None:
+    """Keeps what a thread raised: whoever started it does not hear of it."""
+    IN_THREADS.append("".join(traceback.format_exception(raised.exc_type, raised.exc_value, raised.exc_traceback)))
 
 
 def patience(limit: float) -> float:
@@ -134,7 +143,7 @@ def main() -> None:
     parent = Parent()
     job = parent.receive()
     target: Target = importlib.import_module(job["table"]).TARGETS[job["target"]][0]
-    folder = Path(job["folder"])
+    folder, threading.excepthook = Path(job["folder"]), note_thread
     with open(folder / FAULT, "w") as fault, target(folder) as case:
         faulthandler.enable(fault)
         limit_memory()
@@ -143,6 +152,8 @@ def main() -> None:
             faulthandler.dump_traceback_later(patience(job["limit"]), exit=True, file=fault)
             kind, text = judged(case, random.Random(seed))
             faulthandler.cancel_dump_traceback_later()
+            if IN_THREADS:
+                kind, text = "traceback", IN_THREADS.pop()[-4000:]
             parent.send({"kind": kind, "text": text})
     parent.send({})
 

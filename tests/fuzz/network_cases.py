@@ -14,7 +14,18 @@ from harness import MEMORY, Case, WrongResultError
 from ling3export.errors import Ling3Error
 from ling3export.processes import LOOPBACK, free_port
 from ling3export.runners.hosts.hosts import Hosts
-from ling3export.runners.hosts.rendezvous import HEAD, HELLO, PROTOCOL, WELCOME, meet
+from ling3export.runners.hosts.rendezvous import (
+    CHALLENGE,
+    HEAD,
+    HELLO,
+    PROTOCOL,
+    WELCOME,
+    _proof,
+    meet,
+    receive,
+    welcome,
+)
+from ling3export.runners.hosts.rendezvous import IDENTITY as IDENTITY_OF
 from mutations import json_text, mutated, mutated_bytes
 from serving import RUNNER, Server
 
@@ -75,26 +86,23 @@ def requests(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def greetings(folder: Path) -> Iterator[Case]:
-    """Strangers call host 0 before the other host does; or a stranger answers in its place."""
-    hello = {"protocol": PROTOCOL, "host": 1, "hosts": 2, "identity": IDENTITY}
+    """Hosts that meet while strangers, who have no secret to miss, call host 0; or a stranger answers in its place."""
 
     def case(rng: Random) -> None:
-        kind, tree = (HELLO, hello) if rng.random() < 0.7 else (WELCOME, {"port": 4711})
-        said = []
-        for _ in range(rng.randint(1, 3)):
-            text = json_text(mutated(rng, tree))
-            whole = HEAD.pack(rng.choice((kind, kind, kind, b"F", b"\xff")), len(text)) + text
-            said.append(mutated_bytes(rng, whole) if rng.random() < 0.3 else whole)
-        first, second = (Hosts(f"{LOOPBACK}:{free_port()}", 2, 0, 1.5) for _ in range(2))
-        second = Hosts(first.coordinator, 2, 1, 1.5)
-        calls = [lambda: meet(second, IDENTITY)]
-        calls.append((lambda: _answer(first, said[0])) if kind == WELCOME else lambda: meet(first, IDENTITY))
-        if kind == HELLO:
-            for each in said:
-                calls.append(lambda each=each: _call(first, each))
-        refused = [each for each in _together(calls) if isinstance(each, BaseException)]
-        for each in refused:
-            raise each
+        first, second = (
+            Hosts(address, 2, number, 2.0) for address in (f"{LOOPBACK}:{free_port()}",) for number in (0, 1)
+        )
+        calls: list[Callable[[], Any]] = [lambda: meet(second, IDENTITY)]
+        if rng.random() < 0.3:
+            said = [_message(rng, CHALLENGE, {"protocol": PROTOCOL, "nonce": "0" * 32}), _message(rng, WELCOME, 4711)]
+            calls.append(lambda: _answer(first, said))
+        else:
+            calls.append(lambda: _welcomed(first))
+            for seed in rng.sample(range(2**32), rng.randint(1, 3)):
+                calls.append(lambda seed=seed: _call(first, Random(seed)))
+        for each in _together(calls):
+            if isinstance(each, BaseException):
+                raise each
 
     yield case
 
@@ -193,23 +201,41 @@ def _check_alive(server: Server, rng: Random | None) -> None:
         _check_choices(found, body["prompt"])
 
 
-def _call(host: Hosts, data: bytes) -> None:
-    """Says something to host 0 as soon as it listens, and leaves."""
+def _message(rng: Random, kind: bytes, tree: Any) -> bytes:
+    """A message between hosts, damaged or not."""
+    text = json_text(mutated(rng, tree) if rng.random() < 0.6 else tree)
+    whole = HEAD.pack(kind if rng.random() < 0.9 else rng.randbytes(1), len(text)) + text
+    return mutated_bytes(rng, whole) if rng.random() < 0.2 else whole
+
+
+def _welcomed(host: Hosts) -> Any:
+    """Host 0's part until the other host is there and knows it."""
+    peers, port = meet(host, IDENTITY)
+    welcome(peers, port)
+    return peers, port
+
+
+def _call(host: Hosts, rng: Random) -> None:
+    """Greets host 0 as soon as it listens, as host 1 would or nearly so, and leaves."""
     for _ in range(100):
-        with suppress(OSError), socket.create_connection(host.address, 1) as peer:
-            peer.sendall(data)
+        with suppress(OSError, ValueError, KeyError), socket.create_connection(host.address, 1) as peer:
+            theirs = json.loads(receive(peer)[1])["nonce"]
+            proof = _proof(host.secret, "caller", (theirs, "0" * 32), 1)
+            peer.sendall(_message(rng, HELLO, {"host": 1, "nonce": "0" * 32, "proof": proof}))
+            peer.sendall(_message(rng, IDENTITY_OF, {"hosts": 2, "identity": IDENTITY}))
             return
 
 
-def _answer(host: Hosts, data: bytes) -> None:
+def _answer(host: Hosts, messages: list[bytes]) -> None:
     """Answers the next caller as host 0."""
     with socket.create_server(host.address) as listener:
         listener.settimeout(3)
         with suppress(OSError):
             peer, _ = listener.accept()
             with peer:
-                peer.recv(1 << 16)
-                peer.sendall(data)
+                for each in messages:
+                    peer.sendall(each)
+                    peer.recv(1 << 16)
 
 
 def _together(calls: list[Callable[[], Any]]) -> list[Any]:
@@ -219,8 +245,6 @@ def _together(calls: list[Callable[[], Any]]) -> list[Any]:
     def work(place: int) -> None:
         try:
             results[place] = calls[place]()
-            for peer in (results[place] or ({}, 0))[0].values():
-                peer.close()
         except BaseException as error:
             results[place] = error
 
@@ -229,4 +253,6 @@ def _together(calls: list[Callable[[], Any]]) -> list[Any]:
         thread.start()
     for thread in threads:
         thread.join()
+    for peer in (peer for each in results if isinstance(each, tuple) for peer in each[0].values()):
+        peer.close()
     return sorted(results, key=lambda each: isinstance(each, Ling3Error))  # what is no error of ours comes first
