@@ -21,7 +21,7 @@ from ling3export.artifacts.schema import Sequence as VectorSequence
 from ling3export.artifacts.schema import Tolerance
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.cli import main as cli
-from ling3export.compile import into
+from ling3export.compile import replay
 from ling3export.errors import ArtifactError, Ling3Error
 from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
@@ -326,7 +326,7 @@ def test_replay_and_more_paddings(extended: Path, monkeypatch: pytest.MonkeyPatc
         "error: --score-paddings: expected a positive multiple of 16, found 40\n"
         "hint: the next one that can be built is 48\n"
     )
-    monkeypatch.setattr(into, "fingerprint", lambda config, plan: "another")
+    monkeypatch.setattr(replay, "fingerprint", lambda config, plan: "another")
     assert refusal(cli.main, "build", "--into", extended, "--score-paddings", "16") == (
         "error: --score-paddings: expected `cpu-tp1` built with what builds here, found other sources of the model or "
         "of the lowering, or other flags\n"
