@@ -1,6 +1,7 @@
 """JSON that others wrote, read strictly: bounded in size and depth before it is parsed, each key once, no NaN."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def parse_json(data: bytes, largest: int = LARGEST) -> Any:
             brackets = brackets.replace(b"[]", b"")  # the innermost ones
     if brackets.count(b"[") > DEPTH or (brackets and brackets.count(b"[") == brackets.count(b"]")):
         raise ValueError(f"more than {DEPTH} levels of objects and lists")
-    value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite)
     if HALVES.search(data):
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -66,6 +67,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise DoubledKeyError(key)
         unique[key] = value
     return unique
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError("a number beyond the largest")
+    return value
 
 
 def _refuse_constant(name: str) -> None:
