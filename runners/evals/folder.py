@@ -304,6 +304,8 @@ def _predictions(records: Sequence[dict[str, Any]], path: Path) -> list[Predicti
         if tuple(record) != KEYS:
             raise EvalError(f"line {number}: expected the record of a trial, found {listed(list(record))}, in {path}")
         wrong = [name for name, kind in TYPES.items() if not _is(record[name], kind)]
+        if record["passed"] is None and record["infra"] is None:  # what has no verdict has an error
+            wrong.append("passed")
         if wrong or not _is_infra(record["infra"]):
             name = wrong[0] if wrong else "infra"
             raise EvalError(f"line {number}: expected the record of a trial, found another `{name}`, in {path}")
