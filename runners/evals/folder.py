@@ -178,7 +178,7 @@ def read_run(path: Path) -> RunRecord:
         raise EvalError(f"run `{path.name}`: expected format {FORMAT}, found {given.get('format')}, in {path / RUN}")
     if given.keys() != {field.name for field in fields(RunRecord)}:
         raise EvalError(f"run `{path.name}`: expected the record of a run, found {listed([*given])}, in {path / RUN}")
-    decided = {name: given[name] for name in ("suite", "config", "environment")}
+    decided: dict[str, Any] = {name: given[name] for name in ("suite", "config", "environment")}
     parts = all(isinstance(part, dict) for part in decided.values()) and isinstance(decided["suite"].get("name"), str)
     if not parts or {*decided["config"]} != {field.name for field in fields(RunConfig)}:
         raise EvalError(f"run `{path.name}`: expected suite, config and environment, found others, in {path / RUN}")
