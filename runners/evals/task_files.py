@@ -19,6 +19,7 @@ from ling3export.strict_json import parse_json
 
 YAML = (".yaml", ".yml")
 MOST_VALUES = 1_000_000  # of a document in YAML, once its aliases are written out
+LARGEST = 1 << 30  # bytes of a document in JSON: a data set may be one
 PROBLEM_FIELDS = ("answer", "id", "prompt", "question", "target")
 TEMPLATE = {
     "input": {"prompt": "Question: How many legs do 3 cats have?\nAnswer:"},
@@ -85,9 +86,10 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """
     text, records = _text(path), None
     try:
-        lined = path.suffix == ".jsonl"
-        data = text.encode()
-        records = [parse_json(line) for line in data.split(b"\n") if line.strip()] if lined else parse_json(data)
+        if path.suffix == ".jsonl":
+            records = [parse_json(line.encode()) for line in text.split("\n") if line.strip()]
+        else:
+            records = parse_json(text.encode(), LARGEST)
     except ValueError as error:
         raise _refused(path, "JSON", error) from error
     if isinstance(records, dict) and set(records) == {"data"}:
@@ -211,7 +213,7 @@ def _yaml(text: str, path: Path) -> tuple[Any, LineOf]:
         root = loader.get_single_node()
         document = None if root is None else loader.construct_document(root)
         _check_size(document)
-        document = parse_json(json.dumps(document, default=str).encode())  # dates become texts
+        document = parse_json(json.dumps(document, default=str).encode(), LARGEST)  # dates become texts
     except RecursionError:
         raise _refused(path, "YAML", "too many levels") from None
     except (yaml.YAMLError, ValueError) as error:
@@ -235,7 +237,7 @@ def _yaml(text: str, path: Path) -> tuple[Any, LineOf]:
 
 def _json(text: str, path: Path) -> tuple[Any, LineOf]:
     try:
-        document = parse_json(text.encode())
+        document = parse_json(text.encode(), LARGEST)
     except ValueError as error:
         raise _refused(path, "JSON", error) from error
 

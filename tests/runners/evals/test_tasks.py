@@ -8,7 +8,7 @@ import pytest
 
 from ling3export.errors import Ling3Error
 from ling3export.runners.evals.graders import grade, value_at
-from ling3export.runners.evals.task_files import json_lines, load_tasks
+from ling3export.runners.evals.task_files import json_lines, load_tasks, read_records
 from ling3export.runners.evals.tasks import Task
 from ling3export.runners.evals.trials import EvalError, Outcome, Step, Transcript
 
@@ -202,3 +202,10 @@ def test_a_task_written_in_python_is_checked_too():
         Task(id="a", input={"text": "?"})
     with pytest.raises(EvalError, match="`threshold`: expected a number above 0, at most 1, found 0"):
         Task(id="a", input={"prompt": "?"}, grading={"threshold": 0})
+
+
+def test_a_data_set_may_be_one_large_document(tmp_path):
+    """JSON of others has a bound of 8 MiB by default."""
+    path = write(tmp_path, "set.json", json.dumps({"data": [{"question": "q" * 1000, "n": n} for n in range(9000)]}))
+    assert path.stat().st_size > 9_000_000
+    assert [record["n"] for record in read_records(path)] == list(range(9000))
