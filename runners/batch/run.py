@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from ling3export.artifacts.files import open_lock, replace_file, replacing, writing
 from ling3export.artifacts.records import WrongRecordError, from_json
 from ling3export.errors import Ling3Error, RequestError
+from ling3export.reading import opened
 from ling3export.runners.batch.lines import LONGEST, Line
 from ling3export.runners.engine.handle import LogitsError
 from ling3export.runners.engine.request import Completion
@@ -258,9 +259,13 @@ def _lines(source: Path, wanted: Sequence[int]) -> Iterator[tuple[int, bytes]]:
             number += 1
 
 
-def _readable(path: Path) -> BinaryIO:
+@contextmanager
+def _readable(path: Path) -> Iterator[BinaryIO]:
+    """A regular file that a user named, perhaps by a link."""
+    real = path.resolve()
     try:
-        return open(path, "rb")
+        with opened(real.parent, real.name) as file:
+            yield file
     except OSError as error:
         raise RequestError(f"batch input `{path}`: expected a readable file, found {error.strerror}") from error
 

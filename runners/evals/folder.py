@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 from ling3export.artifacts.files import replace_file
 from ling3export.artifacts.records import sha256_of
 from ling3export.errors import listed
+from ling3export.reading import opened
 from ling3export.runners.evals.tasks import RECORDED, Task
 from ling3export.runners.evals.trials import REFUSED, EvalError, RunConfig, Transcript, Trial
 from ling3export.strict_json import parse_json, read_json
@@ -224,7 +225,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         EvalError: The file cannot be read, or a line is something else.
     """
     try:
-        return _objects(path.read_bytes(), path)
+        with opened(path.parent, path.name) as file:
+            return _objects(file.read(), path)
     except OSError as error:
         found = error.strerror
         raise EvalError(f"file `{path.name}`: expected a readable file, found {found}, in {path.parent}") from error

@@ -1,6 +1,7 @@
 """Batches: each line gets an answer, shards and broken-off runs give what one run gives."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -247,6 +248,14 @@ def test_an_input_that_is_not_there_is_named_before_anything_is_written(engine, 
     with pytest.raises(RequestError, match=r"batch input `.*nothing`: expected a readable file, found No such file"):
         run(engine, tmp_path / "nothing", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_input_may_be_a_link_and_a_pipe_is_not_waited_for(engine, tmp_path):
+    (tmp_path / "link").symlink_to(numbered(tmp_path / "in.jsonl", 2))
+    assert run(engine, tmp_path / "link", tmp_path / "out").answered == 2
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(RequestError, match=r"batch input `.*pipe`: expected a readable file, found a pipe"):
+        run(engine, tmp_path / "pipe", tmp_path / "other")
 
 
 SLURM = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_MIN": "3", "SLURM_ARRAY_TASK_STEP": "2"}

@@ -20,6 +20,7 @@ from ling3export.errors import RequestError
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.evals import folder
+from ling3export.runners.evals.export import inspect_log
 from ling3export.runners.evals.folder import KEYS, read_predictions
 from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.suites import Suite
@@ -428,3 +429,42 @@ Write tasks:
 
 def test_golden_help():
     assert CliRunner().invoke(main, ["eval", "--help"], prog_name="ling3-runner").stdout == HELP
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "message"),
+    [
+        (
+            folder.PREDICTIONS,
+            "output_token_ids",
+            [1, "2"],
+            "line 1: expected the record of a trial, found another `outp",
+        ),
+        (folder.PREDICTIONS, "n_output", True, "line 1: expected the record of a trial, found another `n_output`"),
+        (folder.PREDICTIONS, "infra", {"ended": True}, "line 1: expected the record of a trial, found another `infra`"),
+        (folder.PREDICTIONS, "passed", None, "line 1: expected the record of a trial, found another `passed`"),
+        (folder.PREDICTIONS, "task_id", "other", "expected the task `other`, found none, in"),
+        (folder.TASKS, "id", 3, "line 1: expected a task, found another `id`"),
+        (folder.TASKS, "input", "text", "line 1: expected a task, found another `input`"),
+        (folder.TASKS, "input", {"context": {}}, "task: expected a text, token ids or messages under one of prompt"),
+        (folder.RUN, "environment", [], "expected suite, config and environment, found others"),
+        (folder.RUN, "environment", {}, "expected settings of sha256"),
+    ],
+)
+def test_values_of_other_types_in_the_folder_of_a_run_are_refused_by_name(tmp_path, name, field, value, message):
+    """Each once ended `eval export` with a traceback, or went unseen."""
+    run = tmp_path / "r"
+    run_suite(Suite("s", numbered(2)), FakeBackend(half), run, RunConfig())
+    path = run / name
+    first, *rest = path.read_text().splitlines() if name != folder.RUN else [path.read_text()]
+    path.write_text("\n".join([json.dumps(json.loads(first) | {field: value}), *rest]) + "\n")
+    with pytest.raises(EvalError, match=re.escape(message)):
+        inspect_log(run)
+
+
+def test_a_pipe_in_the_folder_of_a_run_is_not_waited_for(tmp_path):
+    run_suite(Suite("s", numbered(2)), FakeBackend(half), tmp_path / "r", RunConfig())
+    (tmp_path / "r" / folder.TASKS).unlink()
+    os.mkfifo(tmp_path / "r" / folder.TASKS)
+    with pytest.raises(EvalError, match=r"file `tasks.jsonl`: expected a readable file, found a pipe"):
+        inspect_log(tmp_path / "r")
