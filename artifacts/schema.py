@@ -396,17 +396,12 @@ class Target:
         return tuple(sorted(cell.padding for cell in self.cells.values() if cell.phase == phase))
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of the weight store: where it lies, and a digest of each slab (of the whole where it is not split)."""
+class Slabbed:
+    """What follows from a tensor's shape, dtype and number of slabs."""
 
-    file: Relative
-    dtype: StoredDtype
-    shape: Shape
+    shape: tuple[int, ...]
+    dtype: str
     slabs: int
-    offset: int
-    slab_bytes: int
-    sha256: tuple[Digest, ...]
 
     @property
     def nbytes(self) -> int:
@@ -417,6 +412,19 @@ class StoredTensor:
     def parts(self) -> int:
         """How many slabs there are, and digests: one of a tensor that is not split."""
         return max(self.slabs, 1)
+
+
+@dataclass(frozen=True)
+class StoredTensor(Slabbed):
+    """A tensor of the weight store: where it lies, and a digest of each slab (of the whole where it is not split)."""
+
+    file: Relative
+    dtype: StoredDtype
+    shape: Shape
+    slabs: int
+    offset: int
+    slab_bytes: int
+    sha256: tuple[Digest, ...]
 
 
 @dataclass(frozen=True)

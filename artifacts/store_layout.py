@@ -1,11 +1,10 @@
 """Where each tensor lies in a weight file: specs, their order, and the safetensors header."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ling3export.artifacts.schema import StoredTensor
+from ling3export.artifacts.schema import Slabbed
 from ling3export.dtypes import BY_CODE
 
 ALIGNMENT = 64  # jax on CPU aliases mapped memory from here on, and copies below
@@ -13,7 +12,7 @@ HEADER_MULTIPLE = 4096
 
 
 @dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(Slabbed):
     """One tensor of a weight file.
 
     Args:
@@ -42,16 +41,6 @@ class TensorSpec:
             )
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return math.prod(self.shape) * BY_CODE[self.dtype].nbytes
-
-    @property
-    def parts(self) -> int:
-        """How many digests it has: one a slab, or one for an unsplit tensor."""
-        return max(self.slabs, 1)
-
-    @property
     def slab_bytes(self) -> int:
         """Bytes of one slab; of the whole tensor where it is not split."""
         return self.nbytes // self.parts
@@ -71,7 +60,7 @@ def arranged(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
     return sorted(specs, key=lambda spec: 0 if spec.aligned else ALIGNMENT - BY_CODE[spec.dtype].nbytes)
 
 
-def header(tensors: Mapping[str, TensorSpec | StoredTensor]) -> bytes:
+def header(tensors: Mapping[str, Slabbed]) -> bytes:
     """The first bytes of a file that holds ``tensors``, by name, in this order, without holes.
 
     Eight bytes of little-endian length, then JSON padded with spaces so that the data starts at a multiple of 4096.
