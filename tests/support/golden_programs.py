@@ -16,6 +16,8 @@ from importlib import metadata
 from pathlib import Path
 
 from ling3export.artifacts.schema import Program
+from ling3export.cache.cells import Cells
+from ling3export.cache.use import CacheUse
 from ling3export.checkpoint.synth import config_fields
 from ling3export.compile.pool import Compilers
 from ling3export.model.config import Config
@@ -43,14 +45,19 @@ def toolchain() -> str:
     return ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "libtpu"))
 
 
-def compile_cells(cells: tuple[Cell, ...] = CELLS, jobs: int | None = None) -> dict[str, Program]:
-    """Records of the cells by name, compiled as a build does it: in worker processes, for the whole slice."""
+def compile_cells(cache: Path | None = None) -> dict[str, Program]:
+    """Records of the cells by name, compiled as a build does it: in worker processes, for the whole slice.
+
+    Args:
+        cache: A build cache that knows a program again by its StableHLO, its toolchain and our sources; None compiles.
+    """
     config = Config.from_dict(config_fields("full", {}))
     plan = make_plan(config, Options(decode_paddings=(16, 64)), TARGET)
     with tempfile.TemporaryDirectory() as folder:
-        outcome = Compilers(plan, config, Path(folder), jobs).run(cells, lambda cell, record: None)
+        known = None if cache is None else Cells(CacheUse("on", cache), lambda text: None)
+        outcome = Compilers(plan, config, Path(folder), None, known).run(CELLS, lambda cell, record: None)
     assert not outcome.failures, outcome.failures
-    return {cell.name: outcome.built[cell.name].program for cell in cells}
+    return {cell.name: outcome.built[cell.name].program for cell in CELLS}
 
 
 def quantities(program: Program) -> Quantities:
