@@ -10,6 +10,7 @@ import numpy as np
 
 from ling3export.artifacts import schema
 from ling3export.artifacts.schema import Receipt, Receipts, Tolerance
+from ling3export.errors import ArtifactError
 
 Logits = dict[tuple[int, int], np.ndarray]  # (sequence, position) → logits [V]
 
@@ -41,8 +42,17 @@ def _status(errors: Sequence[float], tolerance: Tolerance) -> str:
 
 
 def logits_receipt(found: Logits, expected: Logits, tolerance: Tolerance) -> Receipt:
-    """The receipt of a cell's logits at every position that has an expectation."""
+    """The receipt of a cell's logits at every position that has an expectation.
+
+    Raises:
+        ArtifactError: The vectors hold no expectation for any of them.
+    """
     pairs = [(logits, expected[key]) for key, logits in found.items() if key in expected]
+    if not pairs:
+        raise ArtifactError(
+            "vectors: expected logits at a position that the cell gives, found none: nothing can be compared; "
+            "build the artifact again"
+        )
     errors = [relative_error(logits, wanted) for logits, wanted in pairs]
     absolute = max(float(np.max(np.abs(logits - wanted))) for logits, wanted in pairs)
     return Receipt(_status(errors, tolerance), max(errors), float(np.median(errors)), absolute, len(errors))

@@ -15,13 +15,13 @@ from safetensors.numpy import load_file, save_file
 from ling3export import processes
 from ling3export.artifacts.manifest import file_record, read_manifest, write_manifest
 from ling3export.artifacts.records import to_json
-from ling3export.artifacts.schema import Sequence
+from ling3export.artifacts.schema import Sequence, Tolerance
 from ling3export.cli import main as cli
 from ling3export.errors import ArtifactError
 from ling3export.verify import verify
 from ling3export.verify.measure import measure_apart
 from ling3export.verify.prober import Prober
-from ling3export.verify.receipts import relative_error
+from ling3export.verify.receipts import logits_receipt, relative_error
 from ling3export.verify.verify import check_digests
 
 VECTORS = "vectors/expected.safetensors"
@@ -187,6 +187,12 @@ def prober(device: FakeDevice, **state: int) -> Prober:
     record = {"chunk": 16, "page_size": 16, "max_pages": 4, "slots": 4, "pages": 12} | state
     target = SimpleNamespace(state=SimpleNamespace(**record), paddings=lambda phase: (16,))
     return Prober(SimpleNamespace(step=device.step, read=device.read), target, SEQUENCES)  # type: ignore[arg-type]
+
+
+def test_a_cell_without_an_expectation_is_not_called_compared():
+    row = np.ones(4, np.float32)
+    with pytest.raises(ArtifactError, match="expected logits at a position that the cell gives, found none"):
+        logits_receipt({(0, 3): row}, {(0, 2): row}, Tolerance("largest", 1e-5))
 
 
 def test_prompts_are_prefilled_in_calls_of_whole_chunks():
