@@ -2,11 +2,12 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
-from ling3export.errors import RequestError
+from ling3export.errors import Ling3Error, RequestError
 
 FORM = re.compile(r"(\d{1,9})/(\d{1,9})")
 HINT = "write I/N with I from 0 to N - 1, or auto in a Slurm array, or auto/N in an indexed job of Kubernetes"
@@ -50,6 +51,35 @@ class Shard:
             )
             raise RequestError(f"--shard: expected a share I/N, found `{text[:40]}`{said}", HINT)
         return cls(int(match[1]), int(match[2]))
+
+
+WHOLE = Shard()
+
+
+def in_order(found: Sequence[tuple[Shard, Path]], what: str, error: type[Ling3Error]) -> list[Path]:
+    """Where the shards of one work are, from the first to the last.
+
+    Args:
+        found: Each shard, and where it is.
+        what: What messages begin with.
+        error: What is raised.
+
+    Raises:
+        Ling3Error: There is none, one is missing or there twice, or they are shards of different counts.
+    """
+    places: dict[int, Path] = {}
+    for shard, path in found:
+        if shard.count != found[0][0].count:
+            raise error(f"{what}: expected shards of {found[0][0]}, found {shard}, in {path}")
+        if shard.index in places:
+            raise error(f"{what}: expected shard {shard} once, found it in {places[shard.index]} and {path}")
+        places[shard.index] = path
+    count = found[0][0].count if found else 0
+    if missing := sorted(set(range(count)) - places.keys()):
+        raise error(f"{what}: expected {count} shards, found none with the index {missing[0]}")
+    if not found:
+        raise error(f"{what}: expected shards, found none")
+    return [places[index] for index in range(count)]
 
 
 def _from_environment(environment: Mapping[str, str]) -> tuple[str, str]:

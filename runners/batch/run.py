@@ -24,14 +24,13 @@ from ling3export.runners.batch.lines import LONGEST, Line
 from ling3export.runners.engine.handle import LogitsError
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve.responses import stopped
-from ling3export.shards import Shard
+from ling3export.shards import WHOLE, Shard, in_order
 from ling3export.strict_json import read_json
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine
 
 FORMAT = 1
-WHOLE = Shard()
 WINDOW = 16  # requests in flight for each slot: short answers go on behind a long one
 ANEW = "nothing was changed: choose another output, or begin anew with --force"
 
@@ -169,38 +168,26 @@ def merge(outputs: Sequence[Path], output: Path, *, force: bool = False) -> int:
     Raises:
         BatchError: They are not of one run, one is missing, unfinished or there twice, or ``output`` is there.
     """
-    found: dict[int, Path] = {}
-    first: Record | None = None
-    for path in outputs:
-        record = read_record(path)
-        shard = Shard.parse(record.shard)
-        first = first or record
-        _same(replace(first, shard=record.shard), record, path)
-        if Shard.parse(first.shard).count != shard.count:
-            raise BatchError(f"batch merge: expected shards of {first.shard}, found {record.shard}, in {path}")
-        if shard.index in found:
-            raise BatchError(f"batch merge: expected shard {shard} once, found it in {found[shard.index]} and {path}")
-        found[shard.index] = path
-    if first is None:
-        raise BatchError("batch merge: expected outputs of shards, found none")
-    count = Shard.parse(first.shard).count
-    if missing := sorted(set(range(count)) - found.keys()):
-        raise BatchError(f"batch merge: expected {count} shards, found none with the index {missing[0]}")
+    records = [read_record(path) for path in outputs]
+    for record, path in zip(records, outputs, strict=True):
+        _same(replace(records[0], shard=record.shard), record, path)
+    places = [(Shard.parse(record.shard), path) for record, path in zip(records, outputs, strict=True)]
+    parts, first = in_order(places, "batch merge", BatchError), records[0]
     if output.exists() and not force:
         raise BatchError(f"batch merge: expected no such file, found one, at {output}", "replace it with --force")
     with ExitStack() as stack:
-        files = [stack.enter_context(_readable(found[index])) for index in range(count)]
+        files = [stack.enter_context(_readable(path)) for path in parts]
         target = stack.enter_context(replacing(output))
         for number in range(first.lines):
-            line = files[number % count].readline()
+            line = files[number % len(parts)].readline()
             if not line.endswith(b"\n"):
-                path = found[number % count]
+                path = parts[number % len(parts)]
                 raise BatchError(f"batch merge: expected an answer to line {number}, found the end, in {path}")
             target.write(line)
         for file in files:
             if file.read(1):
                 raise BatchError(f"batch merge: expected the end, found more lines, in {file.name}")
-    replace_file(record_path(output), json.dumps(asdict(replace(first, shard="0/1")), indent=1).encode() + b"\n")
+    replace_file(record_path(output), json.dumps(asdict(replace(first, shard=str(WHOLE))), indent=1).encode() + b"\n")
     return first.lines
 
 

@@ -7,7 +7,15 @@ import click
 
 from ling3export.runners.cli.errors import require
 from ling3export.runners.cli.hosts import host_options, leading
-from ling3export.runners.cli.options import PATH, Group, artifact_options, sampling_option, section, temperature_option
+from ling3export.runners.cli.options import (
+    PATH,
+    Group,
+    artifact_options,
+    sampling_option,
+    section,
+    shard_option,
+    temperature_option,
+)
 from ling3export.runners.hosts.rendezvous import announced
 from ling3export.shards import Shard
 
@@ -42,14 +50,13 @@ def batch() -> None:
 )
 @section(
     "Work",
-    click.option("--shard", default="0/1", metavar="I/N", help="Every N-th line from line I on; auto in a Slurm array, "
-                 "auto/N in an indexed job."),
+    shard_option("line"),
     click.option("--force", is_flag=True, help="Begin anew, whatever OUTPUT is there."),
 )  # fmt: skip
 @artifact_options
 @host_options
 def run(
-    artifact: Path, source: Path, output: Path, model: str | None, shard: str, force: bool, target: str | None,
+    artifact: Path, source: Path, output: Path, model: str | None, shard: Shard, force: bool, target: str | None,
     programs: str, check: str, step_timeout: float | None, place: dict[str, Any], **settings: Any,
 ) -> None:  # fmt: skip
     """Answer each line of INPUT with a line of OUTPUT, or go on where an earlier run was broken off.
@@ -57,7 +64,6 @@ def run(
     A line is a request in OpenAI's batch format, or one of {"prompt": TEXT}, {"prompt_ids": [ID, ...]} and
     {"messages": [...]}. A line that cannot be served gets an error as its answer.
     """
-    share = Shard.parse(shard)
     hosts = leading(artifact, place, target=target, programs=programs, check=check)
     with announced(hosts):
         require("batch", "serve", "starlette", "prometheus_client", "pydantic")
@@ -68,9 +74,9 @@ def run(
     with Engine(
         artifact, target=target, programs=programs, check=check, hosts=hosts, step_timeout=step_timeout
     ) as engine:
-        done = run_batch(engine, source, output, model=name, settings=settings, shard=share, force=force)
+        done = run_batch(engine, source, output, model=name, settings=settings, shard=shard, force=force)
     earlier = f", {done.earlier} of them by an earlier run" if done.earlier else ""
-    click.echo(f"{output}: {done.answered} lines of shard {share}{earlier}; refused now: {done.refused}", err=True)
+    click.echo(f"{output}: {done.answered} lines of shard {shard}{earlier}; refused now: {done.refused}", err=True)
 
 
 @batch.command()

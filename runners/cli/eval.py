@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -19,6 +19,7 @@ from ling3export.runners.cli.options import (
     Group,
     programs_option,
     section,
+    shard_option,
     step_timeout_option,
     stop_option,
     target_option,
@@ -27,9 +28,11 @@ from ling3export.runners.cli.options import (
 from ling3export.runners.evals.trials import RunConfig
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import announced
+from ling3export.shards import WHOLE, Shard
 
 if TYPE_CHECKING:
     from ling3export.runners.evals.backend import EngineBackend
+    from ling3export.runners.evals.statistics import Summary
     from ling3export.runners.evals.suites import Suite
 
 DEFAULTS = RunConfig()
@@ -58,7 +61,7 @@ batch_option = click.option(
     "eval",
     cls=Group,
     sections={
-        "Run": ("run", "determinism"),
+        "Run": ("run", "merge", "determinism"),
         "Look at runs": ("diagnose", "diff", "export"),
         "Write tasks": ("new", "check"),
     },
@@ -93,34 +96,55 @@ def evaluate() -> None:
     click.option("--transcripts", is_flag=True, help="Also write every transcript with its grades."),
     click.option("--force", is_flag=True, help="Begin anew, whatever run is in RUN."),
 )  # fmt: skip
+@section("Work", shard_option("batch"))
 @section("Artifact", target_option, programs_option, step_timeout_option)
 @host_options
 def run(
     artifact: Path, run_folder: Path, suite: str, data: Path | None, limit: int | None, force: bool,
-    target: str | None, programs: str, step_timeout: float | None, place: dict[str, Any], **settings: Any,
+    target: str | None, programs: str, step_timeout: float | None, shard: Shard, place: dict[str, Any], **settings: Any,
 ) -> None:  # fmt: skip
     """Run a suite on ARTIFACT, or go on with it; write RUN.
 
     On several hosts, run the same command on each; host 0 alone reads the suite, writes RUN and prints.
     """
     from ling3export.runners.evals.backend import OVERLAP
-    from ling3export.runners.evals.report import invalid_line
     from ling3export.runners.evals.run import run_suite
-    from ling3export.runners.evals.statistics import completion_line
 
     hosts = leading(artifact, place, target=target, programs=programs, overlap=OVERLAP)
     with announced(hosts):
         loaded, config = _suite_of(suite, data, limit), replace(DEFAULTS, **settings)
     opened = open_backend(artifact, target, programs, hosts, step_timeout)
     with opened as backend, _progress(f"eval {loaded.name}") as told:
-        summary = run_suite(loaded, backend, run_folder, config, force=force, progress=told)
+        summary = run_suite(loaded, backend, run_folder, config, shard=shard, force=force, progress=told)
+    if shard == WHOLE:
+        _end(run_folder, summary, config.max_infra)
+    click.echo(f"{run_folder}: shard {shard}: {summary.passed} of {summary.total} trials passed", err=True)
+
+
+def _end(run_folder: Path, summary: "Summary", max_infra: float) -> NoReturn:
+    """Prints what came of a whole run, and exits."""
+    from ling3export.runners.evals.report import invalid_line
+    from ling3export.runners.evals.statistics import completion_line
+
     click.echo(f"report: {run_folder / 'report.md'}", err=True)
     click.echo(f"solved: {len(summary.solved)} of {len(summary.by_task)} tasks", err=True)
-    invalid = summary.invalid(config.max_infra)
+    invalid = summary.invalid(max_infra)
     if invalid:
-        click.echo(invalid_line(summary, config.max_infra))
+        click.echo(invalid_line(summary, max_infra))
     click.echo(completion_line(summary.passed, summary.total))
     sys.exit(INVALID if invalid else 0)
+
+
+@evaluate.command()
+@click.argument("shards", nargs=-1, required=True, metavar="RUN...", type=PATH)
+@click.option("--to", "run_folder", required=True, type=PATH, help="Folder of the whole run.")
+@click.option("--force", is_flag=True, help="Begin anew, whatever run is there.")
+def merge(shards: tuple[Path, ...], run_folder: Path, force: bool) -> None:
+    """Put the RUNs of all shards together: what one run gives."""
+    from ling3export.runners.evals.merge import merge as merged
+
+    summary, run = merged(shards, run_folder, force=force)
+    _end(run_folder, summary, run.config["max_infra"])
 
 
 @evaluate.command()

@@ -13,6 +13,7 @@ import click
 from ling3export.runners.cli.errors import guarded
 from ling3export.runners.engine.request import BOUNDS, Sampling
 from ling3export.runners.load.verdict import CHECKS, POLICIES
+from ling3export.shards import WHOLE, Shard
 
 INTERRUPTED = 130  # the exit code that shells give after SIGINT
 PATH = click.Path(path_type=Path)
@@ -127,6 +128,22 @@ def sampling_option(name: str, text: str) -> Decorator:
     """``--temperature`` and its like: an option for the field ``name`` of Sampling, with the help ``text``."""
     default = getattr(Sampling, name)
     return click.option(f"--{name.replace('_', '-')}", type=Setting(name), default=default, help=text)
+
+
+class _Share(click.ParamType):
+    """The share of a work, as :meth:`ling3export.shards.Shard.parse` reads it."""
+
+    name = "I/N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Shard:
+        """The share."""
+        return value if isinstance(value, Shard) else Shard.parse(value)
+
+
+def shard_option(what: str) -> Decorator:
+    """``--shard``: every N-th ``what``."""
+    text = f"Every N-th {what} from {what} I on; auto in a Slurm array, auto/N in an indexed job."
+    return click.option("--shard", type=_Share(), default=WHOLE, metavar="I/N", help=text)
 
 
 temperature_option = sampling_option("temperature", "0 takes the most likely token; at most 2.")

@@ -1,5 +1,7 @@
 """A run's folder: run.json, tasks.jsonl, predictions.jsonl and report.md. A kill at any moment leaves it usable.
 
+The folder of a shard has no report.
+
 ``predictions.jsonl.partial`` grows by one line for each trial. Renaming it to ``predictions.jsonl`` ends the run: a
 folder with that file is finished, and a folder without it can be resumed under the same record.
 """
@@ -7,26 +9,31 @@ folder with that file is finished, and a folder without it can be resumed under 
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 
-from ling3export.artifacts.files import replace_file
+from ling3export.artifacts.files import refuse_links, replace_file, write_new
 from ling3export.artifacts.records import sha256_of
 from ling3export.errors import listed
 from ling3export.reading import opened
-from ling3export.runners.evals.tasks import RECORDED, Task
+from ling3export.runners.evals.tasks import RECORDED, Task, prompt_sha256
 from ling3export.runners.evals.trials import REFUSED, EvalError, RunConfig, Transcript, Trial
+from ling3export.shards import FORM as SHARD
+from ling3export.shards import WHOLE, Shard
 from ling3export.strict_json import parse_json, read_json
 
 PREDICTIONS, RUN, TASKS, REPORT = "predictions.jsonl", "run.json", "tasks.jsonl", "report.md"
 PARTIAL = "predictions.jsonl.partial"
 FORMAT = 1
 UNCHANGED = "nothing was changed: choose another folder, or begin anew with --force"
+TRANSCRIPTS, TRANSCRIPT = "transcripts", re.compile(r"\d+-\d+\.json")
 Pair = tuple[str, int]  # task id, trial
+TaskRecord = Mapping[str, Any]  # ``Task.record()``
 
 
 @dataclass(frozen=True)
@@ -93,13 +100,36 @@ class RunRecord:
     sha256: str  # digest of suite, settings and environment: of all that decides the predictions
     totals: dict[str, Any] | None = None  # the totals (Summary), and whether the run is ``invalid``; None while it runs
     status: str = "running"  # ``running`` or ``complete``
+    shard: str = str(WHOLE)  # which share of the batches, as ``I/N``
 
     @classmethod
-    def of(cls, suite: dict[str, Any], config: RunConfig, environment: dict[str, Any]) -> "RunRecord":
+    def of(cls, suite: dict[str, Any], config: RunConfig, environment: dict[str, Any], shard: Shard) -> "RunRecord":
         """The record of a run that begins."""
         settings = json.loads(json.dumps(asdict(config)))
         decided = {"suite": suite, "config": settings, "environment": environment}
-        return cls(FORMAT, suite, settings, environment, sha256_of(decided))
+        return cls(FORMAT, suite, settings, environment, sha256_of(decided), shard=str(shard))
+
+    def differing(self, other: "RunRecord") -> list[str]:
+        """Names of what decides the predictions and is not the same in another run."""
+        parts = ((name, getattr(self, name), getattr(other, name)) for name in ("suite", "config", "environment"))
+        return [
+            f"{part}.{name}"
+            for part, before, now in parts
+            for name in sorted({*before, *now})
+            if before.get(name) != now.get(name)
+        ]
+
+    def pairs(self, tasks: Sequence[str]) -> list[Pair]:
+        """The trials of this shard in the order in which they run: every N-th batch of the whole run's.
+
+        Batches stay whole because a trial's company can decide the last bits of its logits.
+
+        Args:
+            tasks: The ids of the suite's tasks.
+        """
+        shard, batch = Shard.parse(self.shard), self.config["batch"]
+        pairs = [(task, trial) for task in tasks for trial in range(self.config["trials"])]
+        return [pair for number, pair in enumerate(pairs) if shard.has(number // batch)]
 
 
 class RunFolder:
@@ -121,22 +151,29 @@ class RunFolder:
         self._file.flush()
         self.done[record.pair] = record
 
-    def finish(self, run: RunRecord, report: str) -> None:
+    def keep_transcript(self, idx: int, trial: int, data: bytes) -> None:
+        """Writes the transcript of a trial at the task with the place ``idx``."""
+        refuse_links(self.path, [TRANSCRIPTS])
+        (self.path / TRANSCRIPTS).mkdir(exist_ok=True)
+        write_new(self.path / TRANSCRIPTS / f"{idx}-{trial}.json", data)
+
+    def finish(self, run: RunRecord, report: str | None) -> None:
         """Writes the run's record with its totals, and the report; then gives the predictions their final name."""
-        replace_file(self.path / REPORT, report.encode())
+        if report is not None:
+            replace_file(self.path / REPORT, report.encode())
         replace_file(self.path / RUN, json_line(vars(run), indent=1))
         os.fsync(self._file.fileno())
         os.replace(self.path / PARTIAL, self.path / PREDICTIONS)
 
 
 @contextmanager
-def open_folder(path: Path, run: RunRecord, tasks: Sequence[Task], *, force: bool = False) -> Iterator[RunFolder]:
+def open_folder(path: Path, run: RunRecord, tasks: Sequence[TaskRecord], *, force: bool = False) -> Iterator[RunFolder]:
     """Begins a run, or resumes one.
 
     Args:
         path: The folder, which is made if it does not exist.
         run: The run's record. A resumed run must have the same ``sha256``.
-        tasks: The suite's tasks.
+        tasks: The records of the suite's tasks.
         force: Begin anew, whatever run is there.
 
     Raises:
@@ -151,14 +188,15 @@ def open_folder(path: Path, run: RunRecord, tasks: Sequence[Task], *, force: boo
         raise EvalError(
             f"run `{path.name}`: expected a folder that can be written, found {error.strerror}, in {path.parent}"
         ) from error
-    listed_tasks = b"".join(json_line(task.record()) for task in tasks)
+    listed_tasks = b"".join(json_line(task) for task in tasks)
     try:
         _prepare(path, descriptor, run, listed_tasks, force)
         for name, data in ((RUN, json_line(vars(run), indent=1)), (TASKS, listed_tasks)):  # RUN says whose the rest is
             if not (path / name).exists():
                 replace_file(path / name, data)
         with open(path / PARTIAL, "a+b") as file:
-            yield RunFolder(path, file, _whole_lines(file, path, {task.id: task.prompt_sha256 for task in tasks}))
+            prompts = {task["id"]: prompt_sha256(task["input"]) for task in tasks}
+            yield RunFolder(path, file, _whole_lines(file, path, prompts))
     finally:
         os.close(descriptor)
 
@@ -177,12 +215,17 @@ def read_run(path: Path) -> RunRecord:
     given = run if isinstance(run, dict) else {"format": type(run).__name__}
     if given.get("format") != FORMAT:
         raise EvalError(f"run `{path.name}`: expected format {FORMAT}, found {given.get('format')}, in {path / RUN}")
-    if given.keys() != {field.name for field in fields(RunRecord)}:
+    if {"shard", *given} != {field.name for field in fields(RunRecord)}:  # earlier versions wrote none
         raise EvalError(f"run `{path.name}`: expected the record of a run, found {listed([*given])}, in {path / RUN}")
     decided: dict[str, Any] = {name: given[name] for name in ("suite", "config", "environment")}
     parts = all(isinstance(part, dict) for part in decided.values()) and isinstance(decided["suite"].get("name"), str)
     if not parts or {*decided["config"]} != {field.name for field in fields(RunConfig)}:
         raise EvalError(f"run `{path.name}`: expected suite, config and environment, found others, in {path / RUN}")
+    if not SHARD.fullmatch(str(given.get("shard", WHOLE))):
+        raise EvalError(f"run `{path.name}`: expected a shard I/N, found {given['shard']!r}, in {path / RUN}")
+    for name in ("trials", "batch"):
+        if type(number := decided["config"][name]) is not int or number < 1:
+            raise EvalError(f"run `{path.name}`: expected a number as config.{name}, found {number!r}, in {path / RUN}")
     if (found := sha256_of(decided)) != given["sha256"]:
         wanted = str(given["sha256"])[:64]
         raise EvalError(f"run `{path.name}`: expected settings of sha256 {wanted}, found {found}, in {path / RUN}")
@@ -205,13 +248,21 @@ def read_tasks(path: Path) -> dict[str, dict[str, Any]]:
     return tasks
 
 
-def read_predictions(path: Path) -> list[Prediction]:
+def read_predictions(path: Path, shard: str = str(WHOLE)) -> list[Prediction]:
     """The records of a finished run's trials.
 
+    Args:
+        path: The run's folder.
+        shard: Which share of a run it has to be.
+
     Raises:
-        EvalError: The run is not finished, or damaged.
+        EvalError: The run is not finished, or damaged, or is another shard.
     """
-    read_run(path)
+    if (found := read_run(path).shard) != shard:
+        raise EvalError(
+            f"run `{path.name}`: expected a whole run, found shard {found} of one, in {path.parent}",
+            "put its shards together: ling3-runner eval merge",
+        )
     if not (path / PREDICTIONS).is_file():
         hint = "resume it with the command that began it" if (path / PARTIAL).exists() else None
         raise EvalError(f"run `{path.name}`: expected {PREDICTIONS}, found none, in {path.parent}", hint)
@@ -256,6 +307,10 @@ def _prepare(path: Path, descriptor: int, run: RunRecord, tasks: bytes, force: b
     if not there and not begun and any(not item.name.startswith(".") for item in path.iterdir()):
         raise EvalError(f"run `{path.name}`: expected a new or empty folder, found other files, in {path.parent}")
     if force:
+        refuse_links(path, [TRANSCRIPTS])
+        transcripts = (path / TRANSCRIPTS).iterdir() if (path / TRANSCRIPTS).is_dir() else ()
+        for file in [each for each in transcripts if TRANSCRIPT.fullmatch(each.name)]:
+            file.unlink(missing_ok=True)
         for name in (PREDICTIONS, PARTIAL, TASKS, REPORT, RUN):  # last the name that says whose the rest is
             (path / name).unlink(missing_ok=True)
     elif (path / PREDICTIONS).exists():
@@ -263,11 +318,8 @@ def _prepare(path: Path, descriptor: int, run: RunRecord, tasks: bytes, force: b
             f"run `{path.name}`: expected a run to resume, found a finished one, in {path.parent}",
             "choose another folder, or replace it with --force",
         )
-    elif there and (old := read_run(path)).sha256 != run.sha256:
-        differing = []
-        for part in ("suite", "config", "environment"):
-            before, now = getattr(old, part), getattr(run, part)
-            differing += [f"{part}.{name}" for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    elif there and ((old := read_run(path)).sha256, old.shard) != (run.sha256, run.shard):
+        differing = old.differing(run) or [f"shard, {old.shard}"]
         raise EvalError(
             f"run `{path.name}`: expected the same run to resume, found another {listed(differing)}, in {path.parent}",
             UNCHANGED,

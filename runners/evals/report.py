@@ -6,10 +6,9 @@ from statistics import median
 from typing import Any
 
 from ling3export.errors import listed
-from ling3export.runners.evals.folder import Prediction, RunRecord
+from ling3export.runners.evals.folder import Prediction, RunRecord, TaskRecord
 from ling3export.runners.evals.statistics import Summary, completion_line, wilson
 from ling3export.runners.evals.suites import REFERENCE_SETTINGS
-from ling3export.runners.evals.tasks import Task
 from ling3export.runners.evals.trials import REFUSED
 
 SHOWN = 10  # names in a list
@@ -30,14 +29,14 @@ EARLY = 16  # tokens
 STOP_CANDIDATES = ("\nQuestion:", "</s>", "<|im_end|>")
 
 
-def report(run: RunRecord, records: Sequence[Prediction], summary: Summary, tasks: Sequence[Task]) -> str:
+def report(run: RunRecord, records: Sequence[Prediction], summary: Summary, tasks: Sequence[TaskRecord]) -> str:
     """The report of a run as Markdown. It depends on its arguments only: no clock, no path.
 
     Args:
         run: The run's record.
         records: The records of all trials.
         summary: Their totals.
-        tasks: The suite's tasks.
+        tasks: The records of the suite's tasks.
     """
     differing = [(name, _json(wanted), _json(here)) for name, wanted, here in reference_differences(run)]
     rates = [
@@ -92,8 +91,8 @@ def _score(run: RunRecord, summary: Summary) -> list[str]:
     return [*lines, *_table(("rate", "value, Wilson 95 %"), rows)]
 
 
-def _categories(records: Sequence[Prediction], tasks: Sequence[Task]) -> list[str]:
-    category = {task.id: task.category for task in tasks}
+def _categories(records: Sequence[Prediction], tasks: Sequence[TaskRecord]) -> list[str]:
+    category = {task["id"]: task["category"] for task in tasks}
     if not any(category.values()):
         return []
     counts: dict[str, list[int]] = {}

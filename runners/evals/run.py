@@ -12,7 +12,7 @@ from ling3export.runners.engine.follower import check_digests
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.evals.backend import Ask, Backend
-from ling3export.runners.evals.folder import Prediction, RunFolder, RunRecord, open_folder
+from ling3export.runners.evals.folder import Prediction, RunFolder, RunRecord, TaskRecord, open_folder
 from ling3export.runners.evals.graders import choice_letter, extract_answer
 from ling3export.runners.evals.harness import graded
 from ling3export.runners.evals.report import report
@@ -30,10 +30,11 @@ from ling3export.runners.evals.trials import (
     tokens_digest,
     trial_seed,
 )
+from ling3export.shards import WHOLE, Shard
 
 
 def run_suite(
-    suite: Suite, backend: Backend, folder: Path, config: RunConfig, *, force: bool = False,
+    suite: Suite, backend: Backend, folder: Path, config: RunConfig, *, shard: Shard = WHOLE, force: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Summary:  # fmt: skip
     """Runs a suite, or goes on where an earlier run with the same record ended. On several hosts, host 0 calls it.
@@ -43,8 +44,12 @@ def run_suite(
         backend: Answers the prompts.
         folder: Where the run is written.
         config: The run's settings.
+        shard: Which share of the batches is run.
         force: Begin anew, whatever run is in the folder.
         progress: Called with the numbers of finished and of all trials.
+
+    Returns:
+        The totals of the trials that were run.
 
     Raises:
         EvalError: The suite is empty, or the folder holds another run.
@@ -56,11 +61,10 @@ def run_suite(
     if not suite.tasks:
         raise EvalError(f"suite `{suite.name}`: expected at least one task, found none")
     config = replace(config, **suite.settings)
-    run = RunRecord.of(_suite_record(suite), config, backend.environment())
-    trials = [
-        Trial(task.id, n, trial_seed(config.seed, task.id, n)) for task in suite.tasks for n in range(config.trials)
-    ]
-    with open_folder(folder, run, suite.tasks, force=force) as opened:
+    run = RunRecord.of(_suite_record(suite), config, backend.environment(), shard)
+    trials = [Trial(*pair, trial_seed(config.seed, *pair)) for pair in run.pairs([task.id for task in suite.tasks])]
+    tasks = [task.record() for task in suite.tasks]
+    with open_folder(folder, run, tasks, force=force) as opened:
         runner = _Runner(suite, backend, config, opened)
         try:
             for start in range(0, len(trials), config.batch):
@@ -70,12 +74,21 @@ def run_suite(
         except EngineStopped as error:
             kept = f"{len(opened.done)} of {len(trials)} trials are kept: the same command goes on from there"
             raise EngineStopped(error.message, kept) from error
-        records = [opened.done[trial.pair] for trial in trials]
-        thresholds = {task.id: task.threshold if config.threshold is None else config.threshold for task in suite.tasks}
-        summary = Summary([(record.task_id, record.passed) for record in records], thresholds)
-        totals = {**summary.record(), "invalid": summary.invalid(config.max_infra)}
-        run = replace(run, totals=totals, status="complete")
-        opened.finish(run, report(run, records, summary, suite.tasks))
+        return concluded(opened, run, tasks)
+
+
+def concluded(folder: RunFolder, run: RunRecord, tasks: Sequence[TaskRecord]) -> Summary:
+    """Ends a run all of whose trials have a record; returns their totals. Those of a shard are written nowhere."""
+    records = [folder.done[pair] for pair in run.pairs([task["id"] for task in tasks])]
+    everywhere = run.config["threshold"]
+    thresholds = {task["id"]: task["threshold"] if everywhere is None else everywhere for task in tasks}
+    summary = Summary([(record.task_id, record.passed) for record in records], thresholds)
+    run = replace(run, status="complete")
+    if run.shard != str(WHOLE):
+        folder.finish(run, None)
+        return summary
+    run = replace(run, totals={**summary.record(), "invalid": summary.invalid(run.config["max_infra"])})
+    folder.finish(run, report(run, records, summary, tasks))
     return summary
 
 
@@ -110,10 +123,8 @@ class _Runner:
             else:
                 graded(trial, task, transcript_of(answer), self.outcome(task, answer, before, after))
             if self._config.transcripts:
-                folder = self._folder.path / "transcripts"
-                folder.mkdir(exist_ok=True)
                 text = json.dumps(trial.record(), ensure_ascii=False, indent=1) + "\n"
-                (folder / f"{place}-{trial.trial}.json").write_text(text, encoding="utf-8")
+                self._folder.keep_transcript(place, trial.trial, text.encode())
             self._folder.add(Prediction.of(place, task, trial))
 
     def _answers(self, trials: list[Trial]) -> Sequence[Completion | Exception]:

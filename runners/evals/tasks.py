@@ -130,9 +130,8 @@ class Task:
 
     @property
     def prompt_sha256(self) -> str:
-        """Digest of the prompt: of a text's UTF-8, else of the prompt's canonical JSON."""
-        prompt = self.prompt
-        return hashlib.sha256(prompt.encode() if isinstance(prompt, str) else canonical(prompt)).hexdigest()
+        """Digest of the prompt."""
+        return prompt_sha256(self.input)
 
     def record(self) -> dict[str, Any]:
         """What decides the task's result, as JSON; callables by name."""
@@ -151,6 +150,12 @@ def prompt_of(fields: dict[str, Any]) -> Prompt:
     if "context" in fields:
         value = f"{value}\n\n{canonical(fields['context']).decode()}"
     return cast("Prompt", value)
+
+
+def prompt_sha256(fields: dict[str, Any]) -> str:
+    """Digest of the prompt of a task's input: of a text's UTF-8, else of the prompt's canonical JSON."""
+    prompt = prompt_of(fields)
+    return hashlib.sha256(prompt.encode() if isinstance(prompt, str) else canonical(prompt)).hexdigest()
 
 
 def task_from(value: object, place: Place, *, suite: str = "", predicates: Predicates | None = None) -> Task:

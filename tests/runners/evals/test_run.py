@@ -414,6 +414,7 @@ Options:
 
 Run:
   run          Run a suite on ARTIFACT, or go on with it; write RUN.
+  merge        Put the RUNs of all shards together: what one run gives.
   determinism  Run a suite again; exit with 3 if a token id differs.
 
 Look at runs:

@@ -1,0 +1,102 @@
+"""Shards of one run, put together into the folder that one run over the whole suite would have left."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ling3export.artifacts.records import sha256_of
+from ling3export.errors import listed
+from ling3export.reading import read_bytes
+from ling3export.runners.evals.folder import (
+    PREDICTIONS,
+    TASKS,
+    TRANSCRIPTS,
+    Pair,
+    Prediction,
+    RunRecord,
+    TaskRecord,
+    open_folder,
+    read_lines,
+    read_predictions,
+    read_run,
+)
+from ling3export.runners.evals.run import concluded
+from ling3export.runners.evals.statistics import Summary
+from ling3export.runners.evals.tasks import RECORDED, prompt_sha256
+from ling3export.runners.evals.trials import EvalError
+from ling3export.shards import WHOLE, Shard, in_order
+
+LARGEST = 1 << 30  # bytes of a transcript
+
+
+def merge(folders: Sequence[Path], to: Path, *, force: bool = False) -> tuple[Summary, RunRecord]:
+    """Puts all shards of one run together; nothing in their folders is changed.
+
+    Args:
+        folders: The folder of each shard, in any order.
+        to: Gets the whole run. A merge that was broken off goes on.
+        force: Begin anew, whatever run is in ``to``.
+
+    Returns:
+        The whole run's totals and its record.
+
+    Raises:
+        EvalError: They are not of one run, one is missing, unfinished, damaged or there twice, or ``to`` holds
+            something else.
+    """
+    runs = [read_run(folder) for folder in folders]
+    for run, folder in zip(runs, folders, strict=True):
+        if run.sha256 != runs[0].sha256:
+            differing = listed(run.differing(runs[0]))
+            said = f"found other {differing} than in {folders[0]}, in {folder}"
+            raise EvalError(f"eval merge: expected shards of one run, {said}")
+    places = [(Shard.parse(run.shard), folder) for run, folder in zip(runs, folders, strict=True)]
+    parts = in_order(places, "eval merge", EvalError)
+    whole = replace(runs[0], shard=str(WHOLE), status="running", totals=None)
+    if to.resolve() in [folder.resolve() for folder in folders]:
+        raise EvalError(f"eval merge: expected another folder than those of shards, found {to}")
+    tasks = _tasks(parts[0], whole)
+    found: dict[Pair, tuple[Prediction, Path]] = {}
+    for number, folder in enumerate(parts):
+        run = replace(whole, shard=str(Shard(number, len(parts))))
+        found |= {record.pair: (record, folder) for record in _records(folder, run, tasks)}
+    with open_folder(to, whole, tasks, force=force) as merged:
+        for pair in whole.pairs([task["id"] for task in tasks]):
+            record, folder = found[pair]
+            if pair not in merged.done:
+                if whole.config["transcripts"]:
+                    merged.keep_transcript(record.idx, record.trial, _transcript(folder, record))
+                merged.add(record)
+        summary = concluded(merged, whole, tasks)
+    return summary, whole
+
+
+def _tasks(folder: Path, run: RunRecord) -> list[TaskRecord]:
+    """The tasks of a shard, which are those that the run's record names."""
+    tasks: list[TaskRecord] = [*read_lines(folder / TASKS)]
+    if any(tuple(task) != RECORDED for task in tasks) or sha256_of(tasks) != run.suite.get("tasks_sha256"):
+        raise EvalError(f"eval merge: expected the tasks of the run's record, found others, in {folder / TASKS}")
+    return tasks
+
+
+def _records(folder: Path, run: RunRecord, tasks: Sequence[TaskRecord]) -> list[Prediction]:
+    """The records of a shard, which are those of its trials."""
+    prompts = {task["id"]: (place, prompt_sha256(task["input"])) for place, task in enumerate(tasks)}
+    records = read_predictions(folder, run.shard)
+    wanted = set(run.pairs([task["id"] for task in tasks]))
+    if len(records) != len(wanted) or {record.pair for record in records} != wanted:
+        what = f"the {len(wanted)} trials of shard {run.shard}, each once"
+        raise EvalError(f"eval merge: expected {what}, found {len(records)} records, in {folder / PREDICTIONS}")
+    for record in records:
+        if prompts[record.task_id] != (record.idx, record.prompt_sha256):
+            found = f"found another one of `{record.label}`, in {folder / PREDICTIONS}"
+            raise EvalError(f"eval merge: expected records of this run, {found}")
+    return records
+
+
+def _transcript(folder: Path, record: Prediction) -> bytes:
+    name = f"{TRANSCRIPTS}/{record.idx}-{record.trial}.json"
+    try:
+        return read_bytes(folder, name, LARGEST)
+    except OSError as error:
+        raise EvalError(f"eval merge: expected {name}, found {error.strerror}, in {folder}") from error
