@@ -18,7 +18,8 @@ from ling3export.cli.options import IGNORE, JSON, WIDE, build_options, given
 from ling3export.errors import Ling3Error
 from ling3export.plan.options import Options
 from ling3export.runners.cli.errors import require
-from ling3export.runners.cli.options import PATH, Group, section
+from ling3export.runners.cli.options import PATH, Group, section, shard_option
+from ling3export.shards import WHOLE, Shard
 
 
 @contextmanager
@@ -79,6 +80,7 @@ def main() -> None:
     ),
     cache_dir,
     click.option("--explain", is_flag=True, help="Say of each cell why it was not in the cache."),
+    shard_option("cell", "Compile into the cache, and no more."),
     click.option(
         "--replay",
         metavar="[TARGET/]CELL",
@@ -87,7 +89,7 @@ def main() -> None:
 )  # fmt: skip
 def build(
     checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], into: Path | None, replay: str | None,
-    force: bool, kind: str, cache: str, cache_dir: Path | None, explain: bool, **options: Any,
+    force: bool, kind: str, cache: str, cache_dir: Path | None, explain: bool, shard: Shard, **options: Any,
 ) -> None:  # fmt: skip
     """Build ARTIFACT from CHECKPOINT.
 
@@ -101,6 +103,8 @@ def build(
 
     if into is not None and (artifact is not None or replay is not None):
         raise click.UsageError(f"--into names the artifact: no {'--replay' if replay else 'ARTIFACT'} beside it")
+    if shard != WHOLE and (into is not None or replay is not None or kind != "artifact"):
+        raise click.UsageError("--shard compiles cells of an artifact alone: no --into, --replay or --format beside it")
     chosen, what, use = given(click.get_current_context()), Options(**options), CacheUse(cache, cache_dir, explain)
     source = checkpoint or building.DEMO
     destination = artifact or Path(f"{source.resolve().name}.{'ling3' if kind == 'artifact' else kind}")
@@ -123,6 +127,10 @@ def build(
             click.echo("\n".join(lines))
             if not passed:
                 sys.exit(1)
+        elif shard != WHOLE:
+            from ling3export.compile.share import build_share
+
+            build_share(source, destination, what, console, shard, ignore=ignore, cache=use)
         elif into is not None:
             from ling3export.compile.into import add_targets
 

@@ -4,6 +4,7 @@ Everything is written to a hidden folder beside the destination, which takes the
 stands; a kill at any moment leaves nothing that looks whole.
 """
 
+import itertools
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ from ling3export.plan.plan import Plan, make_plans
 from ling3export.plan.toolchain import check_toolchain
 from ling3export.pricing.recorded import config_of
 from ling3export.runners.text.tokenizer import TokenizerFiles
+from ling3export.shards import WHOLE, Shard
 from ling3export.verify.measure import measure_apart
 from ling3export.verify.vectors import write_vectors
 
@@ -113,7 +115,7 @@ def announced(plans: list[Plan], report: Reporter) -> list[Plan]:
 @contextmanager
 def compiling(
     artifact: Path, config: Config, options: Options, plans: Sequence[Plan], folder: Path, cells: Cells,
-    report: Reporter, taken: Mapping[str, Mapping[str, Built]] = MappingProxyType({}),
+    report: Reporter, taken: Mapping[str, Mapping[str, Built]] = MappingProxyType({}), shard: Shard = WHOLE,
 ) -> Iterator[Callable[[], list[Outcome]]]:  # fmt: skip
     """Compiles the cells of every plan while the block does other work; an exception in the block ends the compilers.
 
@@ -126,6 +128,7 @@ def compiling(
         cells: The cache.
         report: Told of every cell; shown the table of a build in which one failed.
         taken: By target the cells whose files are in the folder already.
+        shard: Which share of the cells.
 
     Yields:
         A function that waits for the outcomes. It raises a PlanError where a cell failed or does not fit a device, and
@@ -136,10 +139,13 @@ def compiling(
         programs, there = folder / "programs" / plan.target.name, taken.get(plan.target.name, {})
         programs.mkdir(parents=True, exist_ok=True)
         compilers.append(Compilers(plan, config, programs, options.jobs, cells, taken=there))
-    report.start("programs", sum(len(plan.cells) for plan in plans))
+    number = itertools.count()
+    shares = [[cell for cell in plan.cells if shard.has(next(number))] for plan in plans]
+    report.start("programs", sum(map(len, shares)))
 
     def run() -> list[Outcome]:
-        return [each.run(each.plan.cells, lambda cell, built: report.advance("programs", 1)) for each in compilers]
+        work = zip(compilers, shares, strict=True)
+        return [each.run(share, lambda cell, built: report.advance("programs", 1)) for each, share in work]
 
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(run)

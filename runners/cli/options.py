@@ -140,9 +140,9 @@ class _Share(click.ParamType):
         return value if isinstance(value, Shard) else Shard.parse(value)
 
 
-def shard_option(what: str) -> Decorator:
-    """``--shard``: every N-th ``what``."""
-    text = f"Every N-th {what} from {what} I on; auto in a Slurm array, auto/N in an indexed job."
+def shard_option(what: str, does: str = "") -> Decorator:
+    """``--shard``: every N-th ``what``; ``does`` says what else the command then does otherwise."""
+    text = f"{does} Every N-th {what} from {what} I on; auto in a Slurm array, auto/N in an indexed job.".lstrip()
     return click.option("--shard", type=_Share(), default=WHOLE, metavar="I/N", help=text)
 
 

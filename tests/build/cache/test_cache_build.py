@@ -5,6 +5,7 @@ Two copies of the source tree in different folders build as different users. Wha
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from builds import ended
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Manifest
 from ling3export.cache.cells import counts
@@ -69,8 +71,8 @@ class Tree:
 
 
 def finished(process: subprocess.Popen[str], artifact: Path) -> tuple[Manifest, str]:
-    out, err = process.communicate(timeout=300)
-    assert (process.returncode, out) == (0, ""), err
+    code, err = ended(process)
+    assert code == 0, err
     return read_manifest(artifact), err
 
 
@@ -95,18 +97,22 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 class Built:
-    """What two users built from two trees, each into the cache of his home (15 s for both)."""
+    """What two users built from two trees, each into the cache of his home: ann at once, bob in two shares."""
 
     def __init__(self, folder: Path, checkpoint: Path) -> None:
         self.one, self.two = Tree(folder / "first" / "tree", "ann"), Tree(folder / "b", "bob")
         self.artifacts = [tree.home / "a.ling3" for tree in (self.one, self.two)]
+        config = folder / "config.json"
+        config.write_bytes((checkpoint / "config.json").read_bytes())
         with (
             self.one.building(checkpoint, self.artifacts[0]) as first,
-            self.two.building(checkpoint, self.artifacts[1]) as second,
+            self.two.building(config, self.artifacts[1], "--shard", "0/2") as half,
+            self.two.building(config, self.artifacts[1], "--shard", "1/2") as rest,
         ):
-            (self.first, self.said), (self.second, _) = (
-                finished(process, artifact) for process, artifact in zip((first, second), self.artifacts, strict=True)
-            )
+            self.first, self.said = finished(first, self.artifacts[0])
+            self.shares = [ended(share)[1] for share in (half, rest)]
+        assert not self.artifacts[1].exists()
+        self.second, self.collected = self.two.build(checkpoint, self.artifacts[1])
         self.cache = self.one.home / ".cache" / "ling3export"
 
 
@@ -116,7 +122,8 @@ def built(tmp_path_factory, checkpoint) -> Built:
 
 
 def test_two_trees_and_users_get_the_same_programs_and_keys(built):
-    assert origins(built.first) == origins(built.second) == dict.fromkeys(CELLS, "compiler")
+    assert origins(built.first) == dict.fromkeys(CELLS, "compiler")
+    assert origins(built.second) == dict.fromkeys(CELLS, "cache")  # of the shares
     assert keys(built.first) == keys(built.second)
     assert built.first.targets[TARGET].fingerprint == built.second.targets[TARGET].fingerprint
     programs = [files(artifact, "stablehlo") for artifact in built.artifacts]
@@ -159,6 +166,17 @@ def test_a_rebuild_from_another_tree_traces_and_compiles_nothing_and_holds_the_o
     for cell in CELLS:
         assert f"{TARGET} {cell}: from the cache\n" in said
     assert "jax traced 0 functions and compiled 0 programs\n" in said
+
+
+def test_shares_compile_every_cell_once_and_the_build_only_collects(built):
+    """The shares got a config.json alone: no weights. The build traced and compiled nothing."""
+    assert [re.findall(r"cells: .*, 0 from the cache", said) for said in built.shares] == [
+        ["cells: 2 compiled, 0 from the cache"], ["cells: 1 compiled, 0 from the cache"],
+    ]  # fmt: skip
+    assert counts(built.second.targets[TARGET].cells.values()) == {
+        "cells": 3, "compiled": 0, "from_program_cache": 0, "from_cache": 3, "traces": 0, "compiles": 0,
+    }  # fmt: skip
+    assert "jax traced 0 functions and compiled 0 programs\n" in built.collected
 
 
 def test_sources_that_lower_to_the_same_program_compile_nothing_and_readonly_changes_nothing(
