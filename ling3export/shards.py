@@ -78,7 +78,7 @@ def in_order(found: Sequence[tuple[Shard, Path]], what: str, error: type[Ling3Er
     if missing := sorted(set(range(count)) - places.keys()):
         raise error(f"{what}: expected {count} shards, found none with the index {missing[0]}")
     if not found:
-        raise error(f"{what}: expected shards, found none")
+        raise error(f"{what}: expected outputs of shards, found none")
     return [places[index] for index in range(count)]
 
 

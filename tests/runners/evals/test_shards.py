@@ -169,7 +169,7 @@ def test_shards_that_do_not_belong_together_are_refused(tmp_path):
         ([parts[0], tmp_path / "place"], "expected records of this run, found another one of `t1#1`"),
         ([tmp_path / "tasks", parts[1]], "expected the tasks of the run's record, found others"),
         ([parts[0], tmp_path / "none"], "run `none`: expected run.json, found No such file"),
-        ([], "expected shards, found none"),
+        ([], "expected outputs of shards, found none"),
     ):
         with pytest.raises(EvalError, match=re.escape(message)):
             merge(folders, tmp_path / "merged")
