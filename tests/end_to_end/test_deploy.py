@@ -1,57 +1,164 @@
-"""deploy/jobset-v6e-4x4.yaml against the fields that it uses."""
+"""The manifests of deploy/ against the fields that they use, and what their containers run."""
 
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+from click.testing import CliRunner
 
+from builds import environment
 from ling3export.checkpoint.synth import config_fields
 from ling3export.model.config import Config
 from ling3export.plan.chips import CHIPS
 from ling3export.plan.targets import parse_target
+from ling3export.runners.cli.main import main
 
 ROOT = Path(__file__).parents[2]
-JOBSET = ROOT / "deploy/jobset-v6e-4x4.yaml"
-TARGET = parse_target("tpu:v6e:4x4", None, Config.from_dict(config_fields("full", {})))
+FULL = Config.from_dict(config_fields("full", {}))
+TARGETS = {name: parse_target(f"tpu:v6e:{name}", None, FULL) for name in ("4x4", "2x2")}
 
-# What it holds, by the references of JobSet v1alpha2, batch/v1 Job and v1 Pod: a mapping of field to schema, a
-# list of one schema for every item, a tuple of schemas of which one holds, or a type. Every field is required; `...` as
-# a key allows any.
+# What they hold, by the references of JobSet v1alpha2, LeaderWorkerSet v1, batch/v1 Job, apps/v1 Deployment,
+# autoscaling/v2 HorizontalPodAutoscaler, v1 Service and v1 Pod: a mapping of field to schema, a list of one schema for
+# every item, a tuple of schemas of which one holds, or a type. Every field is required; `...` as a key allows any.
+CHIPS_OF = {"requests": {"google.com/tpu": str}, "limits": {"google.com/tpu": str}}
+PROCESSOR = {"requests": {"cpu": str, "memory": str}}
+VARIABLES = [(
+    {"name": str, "value": str},
+    {"name": str, "valueFrom": {"secretKeyRef": {"name": str, "key": str}}},
+    {"name": str, "valueFrom": {"fieldRef": {"fieldPath": str}}},
+)]  # fmt: skip
+PROBED = {"path": str, "port": int}
 CONTAINER = {
     "name": str,
     "image": str,
     "command": [str],
     "args": [str],
-    "env": [
-        ({"name": str, "value": str}, {"name": str, "valueFrom": {"secretKeyRef": {"name": str, "key": str}}}),
-    ],
-    "ports": [{"containerPort": int}],
-    "resources": {"requests": {"google.com/tpu": str}, "limits": {"google.com/tpu": str}},
-    "volumeMounts": [{"name": str, "mountPath": str, "readOnly": bool}],
+    "volumeMounts": [({"name": str, "mountPath": str, "readOnly": bool}, {"name": str, "mountPath": str})],
 }
+SERVER = CONTAINER | {"env": VARIABLES, "ports": [{"containerPort": int}], "resources": CHIPS_OF}
+CLAIMS = [({"claimName": str, "readOnly": bool}, {"claimName": str})]
 POD = {
-    "restartPolicy": str,
-    "nodeSelector": {"cloud.google.com/gke-tpu-accelerator": str, "cloud.google.com/gke-tpu-topology": str},
-    "containers": [CONTAINER],
-    "volumes": [{"name": str, "persistentVolumeClaim": {"claimName": str, "readOnly": bool}}],
+    "containers": [SERVER],
+    "volumes": [{"name": str, "persistentVolumeClaim": CLAIMS[0]}],
 }
-JOB = {
-    "parallelism": int,
-    "completions": int,
-    "completionMode": str,
-    "backoffLimit": int,
-    "template": {"spec": POD},
-}
-SCHEMA = {
+SLICE = {"nodeSelector": {"cloud.google.com/gke-tpu-accelerator": str, "cloud.google.com/gke-tpu-topology": str}}
+ONCE = {"restartPolicy": str}
+LASTING = {"terminationGracePeriodSeconds": int}
+JOB = {"parallelism": int, "completions": int, "completionMode": str}
+SERVICE = {
     "apiVersion": str,
     "kind": str,
-    "metadata": {"name": str, "annotations": {...: str}},
-    "spec": {
-        "network": {"enableDNSHostnames": bool},
-        "failurePolicy": {"maxRestarts": int},
-        "replicatedJobs": [{"name": str, "replicas": int, "template": {"spec": JOB}}],
-    },
+    "metadata": {"name": str},
+    "spec": {"selector": {...: str}, "ports": [{"name": str, "port": int, "targetPort": int}]},
 }
+SCHEMAS: dict[str, list[dict[Any, Any]]] = {
+    "jobset-v6e-4x4.yaml": [{
+        "apiVersion": str,
+        "kind": str,
+        "metadata": {"name": str, "annotations": {...: str}},
+        "spec": {
+            "network": {"enableDNSHostnames": bool},
+            "failurePolicy": {"maxRestarts": int},
+            "replicatedJobs": [{
+                "name": str,
+                "replicas": int,
+                "template": {
+                    "spec": JOB | {"backoffLimit": int, "template": {"spec": POD | SLICE | ONCE}},
+                },
+            }],
+        },
+    }],
+    "leaderworkerset-v6e-4x4.yaml": [{
+        "apiVersion": str,
+        "kind": str,
+        "metadata": {"name": str, "annotations": {...: str}},
+        "spec": {
+            "replicas": int,
+            "leaderWorkerTemplate": {
+                "size": int,
+                "restartPolicy": str,
+                "workerTemplate": {"metadata": {"labels": {...: str}}, "spec": POD | SLICE | LASTING},
+            },
+        },
+    }, SERVICE],
+    "deployment-v6e-2x2.yaml": [{
+        "apiVersion": str,
+        "kind": str,
+        "metadata": {"name": str},
+        "spec": {
+            "selector": {"matchLabels": {...: str}},
+            "template": {
+                "metadata": {"labels": {...: str}, "annotations": {...: str}},
+                "spec": POD | SLICE | LASTING | {"containers": [SERVER | {
+                    "readinessProbe": {"httpGet": PROBED, "periodSeconds": int},
+                    "livenessProbe": {
+                        "httpGet": PROBED, "initialDelaySeconds": int, "periodSeconds": int, "failureThreshold": int,
+                    },
+                }]},
+            },
+        },
+    }, SERVICE, {
+        "apiVersion": str,
+        "kind": str,
+        "metadata": {"name": str},
+        "spec": {
+            "scaleTargetRef": {"apiVersion": str, "kind": str, "name": str},
+            "minReplicas": int,
+            "maxReplicas": int,
+            "metrics": [{
+                "type": str,
+                "pods": {"metric": {"name": str}, "target": {"type": str, "averageValue": str}},
+            }],
+            "behavior": {"scaleDown": {"stabilizationWindowSeconds": int}},
+        },
+    }],
+    "job-shards.yaml": [{
+        "apiVersion": str,
+        "kind": str,
+        "metadata": {"name": str},
+        "spec": JOB | {
+            "backoffLimitPerIndex": int,
+            "template": {"spec": POD | ONCE | {"containers": [CONTAINER | {"resources": PROCESSOR}]}},
+        },
+    }],
+}  # fmt: skip
+KINDS = {
+    "JobSet": "jobset.x-k8s.io/v1alpha2", "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1", "Service": "v1",
+    "Deployment": "apps/v1", "HorizontalPodAutoscaler": "autoscaling/v2", "Job": "batch/v1",
+}  # fmt: skip
+# What the controllers give to a container, by file.
+GIVEN = {
+    "jobset-v6e-4x4.yaml": {"JOB_COMPLETION_INDEX": "2", "JOB": "5", "NNODES": "4"},
+    "leaderworkerset-v6e-4x4.yaml": {
+        "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "2", "LWS_LEADER_ADDRESS": "ling3-1.ling3.default",
+    },
+    "deployment-v6e-2x2.yaml": {},
+    "job-shards.yaml": {"JOB_COMPLETION_INDEX": "63"},
+}  # fmt: skip
+
+
+def documents(name: str) -> list[Any]:
+    return list(yaml.safe_load_all((ROOT / "deploy" / name).read_text()))
+
+
+def pod_of(name: str) -> Any:
+    spec = documents(name)[0]["spec"]
+    if "replicatedJobs" in spec:
+        spec = spec["replicatedJobs"][0]["template"]["spec"]
+    template = spec["leaderWorkerTemplate"]["workerTemplate"] if "leaderWorkerTemplate" in spec else spec["template"]
+    return template["spec"]
+
+
+def container_of(name: str) -> Any:
+    (container,) = pod_of(name)["containers"]
+    return container
 
 
 def misfits(value: Any, schema: Any, at: str = "") -> list[str]:
@@ -74,42 +181,148 @@ def misfits(value: Any, schema: Any, at: str = "") -> list[str]:
     ]
 
 
-def test_the_jobset_has_the_fields_that_it_needs_and_no_others():
-    assert misfits(yaml.safe_load(JOBSET.read_text()), SCHEMA) == []
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_manifests_have_the_fields_that_they_need_and_no_others(name):
+    found = documents(name)
+    assert len(found) == len(SCHEMAS[name])
+    assert [bad for value, schema in zip(found, SCHEMAS[name], strict=True) for bad in misfits(value, schema)] == []
+    assert [KINDS[value["kind"]] for value in found] == [value["apiVersion"] for value in found]
 
 
 def test_the_check_finds_what_is_wrong():
-    manifest = yaml.safe_load(JOBSET.read_text())
+    (manifest,) = documents("jobset-v6e-4x4.yaml")
     job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
     job["paralellism"] = job.pop("parallelism")
     job["template"]["spec"]["containers"][0]["env"][0]["value"] = 4
     at = ".spec.replicatedJobs[0].template.spec"
-    assert misfits(manifest, SCHEMA) == [
+    assert misfits(manifest, SCHEMAS["jobset-v6e-4x4.yaml"][0]) == [
         f"{at}.paralellism",
         f"{at}.parallelism",
         f"{at}.template.spec.containers[0].env[0].value: int",
     ]
 
 
-def test_the_jobset_asks_for_the_hosts_and_chips_of_the_target():
-    manifest = yaml.safe_load(JOBSET.read_text())
-    runner = manifest["spec"]["replicatedJobs"][0]
-    job = runner["template"]["spec"]
-    pod = job["template"]["spec"]
-    (container,) = pod["containers"]
-    chip = CHIPS["tpu", "v6e"]
-    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    assert job["completionMode"] == "Indexed"  # else pods have no number
-    assert job["parallelism"] == job["completions"] == TARGET.processes == 4
-    assert container["resources"]["limits"] == {"google.com/tpu": str(chip.chips_per_host)}
-    assert container["resources"]["requests"] == container["resources"]["limits"]
-    assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == TARGET.topology
-    environment = {row["name"]: row.get("value") for row in container["env"]}
-    assert environment["NNODES"] == str(TARGET.processes)
-    assert environment["LING3_SECRET"] is None  # from a secret of the cluster
-    host, port = environment["DIST_INIT_ADDR"].split(":")
-    name = manifest["metadata"]["name"]
-    assert host == f"{name}-{runner['name']}-0-0.{name}"
-    assert [row["containerPort"] for row in container["ports"]] == [int(port)]
-    assert f"--target {TARGET.name} " in container["args"][0]
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_what_a_manifest_names_is_there(name):
+    """Volumes and ports by their names and numbers; chips and topology as the target says."""
+    pod, container = pod_of(name), container_of(name)
     assert [row["name"] for row in container["volumeMounts"]] == [row["name"] for row in pod["volumes"]]
+    if "nodeSelector" in pod:
+        topology = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
+        target, chip = TARGETS[topology], CHIPS["tpu", "v6e"]
+        assert f"--target {target.name} " in container["args"][0]
+        assert container["resources"]["limits"] == {"google.com/tpu": str(chip.chips_per_host)}
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+    for service in (value for value in documents(name) if value["kind"] == "Service"):
+        ports = [row["containerPort"] for row in container["ports"]]
+        assert {row["targetPort"] for row in service["spec"]["ports"]} <= set(ports)
+        assert service["spec"]["selector"]["app"] == "ling3"
+
+
+def test_the_hosts_of_a_slice_are_those_of_the_target():
+    (jobset,) = documents("jobset-v6e-4x4.yaml")
+    runner = jobset["spec"]["replicatedJobs"][0]
+    job = runner["template"]["spec"]
+    assert job["completionMode"] == "Indexed"  # else pods have no number
+    assert job["parallelism"] == job["completions"] == TARGETS["4x4"].processes == 4
+    assert f"--shard $JOB/{runner['replicas']}" in container_of("jobset-v6e-4x4.yaml")["args"][0]
+    leaders = documents("leaderworkerset-v6e-4x4.yaml")[0]["spec"]["leaderWorkerTemplate"]
+    assert leaders["size"] == TARGETS["4x4"].processes
+    shards = documents("job-shards.yaml")[0]["spec"]
+    assert shards["parallelism"] == shards["completions"] == 64
+    assert "--shard auto/64" in container_of("job-shards.yaml")["args"][0]
+    for name in ("jobset-v6e-4x4.yaml", "leaderworkerset-v6e-4x4.yaml"):
+        env = {row["name"]: row.get("valueFrom", {}) for row in container_of(name)["env"]}
+        assert env["LING3_SECRET"]["secretKeyRef"] == {"name": "ling3", "key": "secret"}
+
+
+def test_the_autoscaler_looks_at_a_metric_that_the_server_has():
+    *_, scaler = documents("deployment-v6e-2x2.yaml")
+    (metric,) = scaler["spec"]["metrics"]
+    assert metric["pods"]["metric"]["name"] in (ROOT / "runners/serve/metrics.py").read_text()
+    assert scaler["spec"]["scaleTargetRef"]["name"] == documents("deployment-v6e-2x2.yaml")[0]["metadata"]["name"]
+
+
+RUNNER = """#!{python}
+import os, signal, sys, time
+from ling3export.runners import flight
+if os.environ["DOES"] == "tell":
+    print(*sys.argv[1:])
+    print(*(os.environ.get(name) for name in ("NNODES", "NODE_RANK", "DIST_INIT_ADDR")))
+elif os.environ["DOES"] == "wait":
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), sys.exit(7)))
+    print("waits", flush=True)
+    time.sleep(60)
+else:
+    with flight.watched():
+        flight.target("the target")
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def variables(tmp_path):
+    """With a `ling3-runner` that does what DOES says."""
+    (tmp_path / "ling3-runner").write_text(RUNNER.format(python=sys.executable))
+    (tmp_path / "ling3-runner").chmod(0o755)
+    return environment({"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+
+
+def told(command: list[str], variables: dict[str, str]) -> list[str]:
+    done = subprocess.run(command, env=variables | {"DOES": "tell"}, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_containers_run_commands_that_there_are(name, variables):
+    container = container_of(name)
+    arguments, place = told([*container["command"], *container["args"]], variables | GIVEN[name])
+    done = CliRunner().invoke(main, [*shlex.split(arguments), "--help"])
+    assert done.exit_code == 0, done.output
+    expected = {"jobset-v6e-4x4.yaml": "4 2 ling3-runner-5-0.ling3:8476",
+                "leaderworkerset-v6e-4x4.yaml": "4 2 ling3-1.ling3.default:8476"}  # fmt: skip
+    assert place == expected.get(name, "None None None")
+
+
+def test_the_slurm_script_runs_a_command_that_there_is(variables):
+    script = ROOT / "deploy/slurm-shards.sh"
+    given = {"SLURM_ARRAY_TASK_ID": "3"}
+    arguments, _ = told([str(script), "a.ling3", "in.jsonl", "out"], variables | given)
+    assert arguments == "batch a.ling3 in.jsonl out/part-3.jsonl --shard auto"
+    assert "#SBATCH --array=0-63" in script.read_text()
+
+
+def script(name: str) -> list[str]:
+    container = container_of(name)
+    return [*container["command"], *container["args"]]
+
+
+def test_the_first_process_of_a_container_waits_for_the_last_words_of_the_runner(variables):
+    """With exec in front, the container ended with the runner, and the process that tells what it did ended, too.
+
+    In a PID namespace, as a container has one: its processes end with its first one.
+    """
+    assert len({container_of(name)["args"][0].split("runner=$!")[1] for name in GIVEN}) == 1
+    alone = ["unshare", "--user", "--map-root-user", "--pid", "--fork"]
+    done = subprocess.run(
+        [*alone, *script("job-shards.yaml")],
+        env=variables | {"DOES": "crash"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "expected it to end by itself, found it crashed or killed" in done.stderr
+
+
+def test_a_container_that_is_ended_ends_the_runner_and_waits_for_it(variables):
+    with subprocess.Popen(
+        script("job-shards.yaml"), env=variables | {"DOES": "wait"}, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 7
+        assert time.monotonic() - began >= 0.3
