@@ -11,7 +11,7 @@ from itertools import groupby, zip_longest
 from typing import NoReturn
 
 from ling3export.artifacts.records import WrongRecordError, shown
-from ling3export.artifacts.schema import Array, Cell, Manifest, Parameter, Plan, StoredTensor, Target, Vectors
+from ling3export.artifacts.schema import MOVING, Array, Cell, Manifest, Parameter, Plan, StoredTensor, Target, Vectors
 from ling3export.dtypes import BY_CODE
 from ling3export.errors import listed
 
@@ -109,7 +109,9 @@ def _check_target(target: Target, plan: Plan) -> None:
         for name, (fact, source) in ((each, facts[each]) for each in facts if each in said):
             _same(source, fact, said[name], where, name)
     dummies = target.tp if state.placement == "striped" else 1
-    sizes = {"slots": state.slots + 1, "pages": state.pages + dummies, "page": state.page_size}
+    snapshots = state.snapshots or 0
+    _same("as the state says", snapshots, geometry.get("snapshots", 0), "geometry", "snapshots")
+    sizes = {"slots": state.slots + snapshots + 1, "pages": state.pages + dummies, "page": state.page_size}
     for at, array in enumerate(state.arrays):
         with _at("state", "arrays", at):
             _same("a word for each axis", len(array.shape), len(array.axes), "axes")
@@ -122,7 +124,10 @@ def _check_target(target: Target, plan: Plan) -> None:
     with _at("cells"):
         for phase, paddings in (("prefill", plan.paddings), ("decode", plan.decode_paddings)):
             _same(f"the plan's {phase} paddings", paddings, target.paddings(phase))
-        rows = {cell.rows for cell in target.cells.values() if cell.phase != "sample"}
+        for phase in MOVING:
+            _same(f"how many {phase} programs there are", int(bool(snapshots)), len(target.paddings(phase)))
+        _same("the padding of store, that of fetch", target.paddings("fetch"), target.paddings("store"))
+        rows = {cell.rows for cell in target.cells.values() if cell.phase not in ("sample", *MOVING)}
         if missing := sorted(rows - set(target.paddings("sample"))):
             _wrong(f"a program sample@{missing[0]}, for as many rows of logits", None)
 
@@ -148,6 +153,8 @@ def _check_cell(cell: Cell, target: Target) -> None:
     offset = 0
     for at, field in enumerate(cell.fields):
         of_field = cell.padding if field.name in A_TOKEN else rows
+        if field.name == "slot" and cell.phase in MOVING:
+            of_field = 1
         shape = (of_field, pages) if field.name == "page_table" else (of_field,)
         _same("where the field before it ends", offset, field.offset, "fields", at, "offset")
         _same("the shape of the field", shape, field.shape, "fields", at, "shape")
@@ -158,10 +165,12 @@ def _check_cell(cell: Cell, target: Target) -> None:
         "prefill": {"logits": rows},
         "score": {"logits": rows, "logprob": cell.padding, "best": cell.padding},
         "sample": {"token": rows, "logprob": rows},
-    }[cell.phase]
+    }.get(cell.phase, {})
     found = {leaf.name: leaf.shape[:1] for leaf in cell.outputs if leaf.group == "out"}
     for name, count in results.items():
         _same(f"the rows of the result {name}", (count,), found.get(name), "outputs")
+    if cell.phase in MOVING:
+        _check_moved(cell, target)
     if (cell.exec is None) != (cell.call is None):
         _wrong("`exec` and `call` together, or neither", "only call" if cell.exec is None else "only exec")
     if cell.call is not None:
@@ -172,10 +181,25 @@ def _check_cell(cell: Cell, target: Target) -> None:
         _same_each("output {} of the cell", _kinds(cell.outputs), _kinds(cell.call.outputs), "call", "outputs")
 
 
+def _check_moved(cell: Cell, target: Target) -> None:
+    """What ``fetch`` gives and ``store`` takes is one slot of each pool, or as many pages as the padding says."""
+    leaves, group = {"copy": ((), ""), "fetch": (cell.outputs, "out"), "store": (cell.inputs, "batch")}[cell.phase]
+    found = {leaf.name: leaf for leaf in leaves if leaf.group == group and leaf.name != "packed"}
+    pools = {each.name: each for each in target.state.arrays if "slots" not in each.axes or len(each.axes) > 1}
+    _same("every pool of the state", sorted(pools if leaves else ()), sorted(found), "outputs")
+    for name, leaf in found.items():
+        layers, _, *each = pools[name].shape
+        shape = (layers, cell.padding, *each[:-1]) if "pages" in pools[name].axes else (layers, *each)
+        width = len(shape)
+        _same(f"the shape of {name}", (shape, pools[name].dtype), (leaf.shape[:width], leaf.dtype), "outputs")
+    if cell.phase != "copy" and cell.padding % (target.tp if target.state.placement == "striped" else 1):
+        _wrong(f"a multiple of {target.tp}, over which pages are striped", cell.padding, "padding")
+
+
 def _check_leaves(cell: Cell, target: Target) -> None:
     sides = (("inputs", cell.inputs, ("params", "state", "batch")), ("outputs", cell.outputs, ("state", "out")))
     arrays = sorted(target.state.arrays, key=lambda array: array.name)
-    if cell.phase == "sample":  # takes the last tokens alone; all others take every array of the state
+    if cell.phase in ("sample", *MOVING):  # the last tokens alone, or all but them; others take every array
         arrays = [array for array in arrays if any(leaf.name == array.name for leaf in cell.inputs)]
     for side, leaves, order in sides:
         groups = [group for group, _ in groupby(leaves, key=lambda leaf: leaf.group)]
@@ -194,7 +218,8 @@ def _check_leaves(cell: Cell, target: Target) -> None:
             shape = shape[:axis] + shape[axis + 1 :]
         _same(f"parameter {shown(leaf.name)}", (shape, parameter.dtype), (leaf.shape, leaf.dtype), "inputs")
     batch = {leaf.name: leaf for leaf in cell.inputs if leaf.group == "batch"}
-    names = ["logits", "packed"] if cell.phase == "sample" else ["packed"]
+    more = {"sample": ["logits"], "store": [array.name for array in arrays]}
+    names = sorted([*more.get(cell.phase, []), "packed"])
     _same("the batch of the phase", names, list(batch), "inputs")
     packed = batch["packed"]
     _same("the packed fields", ((cell.packed,), "int32"), (packed.shape, packed.dtype), "inputs")

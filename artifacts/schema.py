@@ -32,7 +32,8 @@ Spec = Annotated[
 ]
 Dtype = Annotated[str, one_of(*BY_NAME)]
 StoredDtype = Annotated[str, one_of(*BY_CODE)]
-Phase = Annotated[str, one_of("prefill", "score", "decode", "sample")]
+Phase = Annotated[str, one_of("prefill", "score", "decode", "sample", "copy", "fetch", "store")]
+MOVING = ("copy", "fetch", "store")  # the phases that move one sequence's state, and compute nothing
 Error = Annotated[float, UNBOUNDED]  # infinite where something is not finite
 Versions = dict[str, str]
 ConfigValue = bool | int | float | str | tuple[int, ...] | None
@@ -268,8 +269,8 @@ class Program:
 
     @property
     def rows(self) -> int:
-        """Rows of logits that it gives; of ``sample``, those that it takes."""
-        return next(each.shape[0] for each in (*self.inputs, *self.outputs) if each.name == "logits")
+        """Rows of logits that it gives; of ``sample``, those that it takes; 0 where it knows none."""
+        return next((each.shape[0] for each in (*self.inputs, *self.outputs) if each.name == "logits"), 0)
 
     @property
     def estimated_seconds(self) -> float | None:
@@ -313,7 +314,7 @@ class StateArray(Array):
 
 @dataclass(frozen=True)
 class State:
-    """The pools of a target. Slot 0 and page 0 are dummies that padding writes to."""
+    """The pools of a target. Slot 0 and page 0 are dummies that padding writes to; snapshots lie behind the slots."""
 
     placement: Annotated[str, one_of("replicated", "striped")]
     slots: Annotated[int, within(1, 2**16)]
@@ -322,6 +323,7 @@ class State:
     max_pages: Annotated[int, within(1, 2**22)]
     chunk: Padding
     arrays: tuple[StateArray, ...]
+    snapshots: Annotated[int, within(1, 2**16)] | None = None
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class Geometry:
         max_pages: Pages a sequence can have, ``ceil(context / page_size)``.
         latent_row: Stored width of a latent row, at least ``kv_lora_rank + qk_rope_head_dim``.
         form: ``"loops"`` or ``"tiles"``.
+        snapshots: Slots behind the sequences' own that hold copies of their state.
     """
 
     tp: int
@@ -40,6 +41,7 @@ class Geometry:
     max_pages: int
     latent_row: int
     form: Form = "loops"
+    snapshots: int = 0
 
     @property
     def tiled(self) -> bool:

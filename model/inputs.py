@@ -37,8 +37,9 @@ def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
     """The fields of ``phase`` at ``padding``, in packing order.
 
     Args:
-        phase: ``prefill`` or ``score`` (padding = padded tokens T), ``decode`` (sequences B) or ``sample`` (rows R).
-        padding: T, B or R.
+        phase: ``prefill`` or ``score`` (padding = padded tokens T), ``decode`` (sequences B), ``sample`` (rows R),
+            ``copy`` (pairs of slots N), ``fetch`` or ``store`` (pages P).
+        padding: T, B, R, N or P.
         max_pages: Columns of the page table.
     """
     each, chunk = (padding,), (padding // CHUNK,)
@@ -51,6 +52,9 @@ def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
         "score": prefill | {"next_token": each},
         "decode": {"slot": each, "position": each, "page_table": (padding, max_pages), "token": each},
         "sample": dict.fromkeys(("slot", "position", "temperature", "top_k", "top_p", "seed"), each),
+        "copy": {"source": each, "target": each},
+        "fetch": {"slot": (1,), "page": each},
+        "store": {"slot": (1,), "page": each},
     }
     fields, offset = [], 0
     for name, shape in shapes[phase].items():

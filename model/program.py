@@ -1,4 +1,5 @@
-"""The step contract: ``(params, state, batch) -> (state, out)`` for prefill, score, decode and sample.
+"""The step contract: ``(params, state, batch) -> (state, out)`` for prefill, score, decode, sample, and for
+state that moves.
 
 ``build_step`` returns a global function (``shard_map`` over one axis, ``tp``) of plain nested dicts, with the abstract
 values and partition specs of everything that it takes and gives.
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from ling3export.model import exchange
 from ling3export.model.config import Config
 from ling3export.model.decoder import Ling3
 from ling3export.model.geometry import AXIS, CHUNK, Geometry
@@ -132,8 +134,8 @@ def build_step(
         config: The model.
         geometry: Parallelism, pools and dtype.
         phase: ``prefill``, ``score``, ``decode``, or ``sample``, which takes no parameters, of the state only
-            ``last_token``, and the logits in the batch.
-        padding: Padded tokens, sequences or rows.
+            ``last_token``, and the logits in the batch; or one of ``exchange.PHASES``, which take no parameters.
+        padding: Padded tokens, sequences or rows; pairs of slots or pages.
         mesh: One axis ``tp`` of ``geometry.tp`` devices, abstract or real; None for a program of one device without
             collectives, for readers that know none.
     """
@@ -142,17 +144,28 @@ def build_step(
     batch_specs: Tree = {"packed": P()}
     params, param_specs = parameter_tree(config, geometry)
     state, state_specs = state_tree(config, geometry)
+    out = OUTPUTS.get(phase, {})
     if phase == "sample":
         batch["logits"], batch_specs["logits"] = jax.ShapeDtypeStruct((padding, config.vocab_size), jnp.float32), LOGITS
         params, param_specs = {}, {}
         state, state_specs = ({"last_token": tree["last_token"]} for tree in (state, state_specs))
+    if phase in exchange.PHASES:
+        names = [row.name for row in exchange.pools(config, geometry, phase)]
+        params, param_specs = {}, {}
+        state, state_specs = ({name: tree[name] for name in names} for tree in (state, state_specs))
+        values, value_specs = exchange.moved(config, geometry, padding)
+        if phase == "store":
+            batch, batch_specs = batch | values, batch_specs | value_specs
+        out = value_specs if phase == "fetch" else {}
     fill = bind(config, geometry) if params else None
 
     def body(params: Tree, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         values = unpack(batch["packed"], fields)
+        if phase in exchange.PHASES:
+            return exchange.body(config, geometry, phase)(state, batch, values)
         if fill is None:
             return sample_rows(batch["logits"], state, values)
         return (decode if phase == "decode" else prefill)(fill(params), state, values)
 
-    specs, out_specs = (param_specs, state_specs, batch_specs), (state_specs, OUTPUTS[phase])
+    specs, out_specs = (param_specs, state_specs, batch_specs), (state_specs, out)
     return Step(_sharded(body, mesh, specs, out_specs), (params, state, batch), specs, out_specs, fields)

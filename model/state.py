@@ -25,7 +25,7 @@ class StateArray:
 
 def state_arrays(config: Config, geometry: Geometry) -> list[StateArray]:
     """Every state array, sorted by name. Slot 0 and page 0 are dummies that padding writes to."""
-    slots, heads, key = geometry.slots + 1, config.num_attention_heads, config.head_dim
+    slots, heads, key = geometry.slots + geometry.snapshots + 1, config.num_attention_heads, config.head_dim
     kda, taps = len(config.layers("kda")), config.short_conv_kernel_size - 1
     pages = geometry.pages + (geometry.tp if geometry.striped else 1)  # a dummy page on every device that has its own
     latent = (len(config.layers("mla")), pages, geometry.page_size, geometry.latent_row)
@@ -42,10 +42,20 @@ def state_arrays(config: Config, geometry: Geometry) -> list[StateArray]:
     return [row for row in rows if kda or not row.name.startswith("kda")]
 
 
+def snapshot_bytes(config: Config, geometry: Geometry) -> int:
+    """Bytes of a slot on all devices together, without its last token."""
+    slotted = [row for row in state_arrays(config, geometry) if row.split == "heads"]
+    return sum(_bytes(row) // row.shape[1] for row in slotted)
+
+
 def state_bytes(config: Config, geometry: Geometry) -> int:
     """Bytes of the whole state on all ``tp`` devices together: a replicated array counts once a device."""
     total = 0
     for row in state_arrays(config, geometry):
         copies = 1 if row.split else geometry.tp
-        total += copies * math.prod(row.shape) * (2 if row.dtype == "bfloat16" else 4)
+        total += copies * _bytes(row)
     return total
+
+
+def _bytes(row: StateArray) -> int:
+    return math.prod(row.shape) * (2 if row.dtype == "bfloat16" else 4)

@@ -62,6 +62,7 @@ POOLS = section(
     _option("--context", int, "Longest sequence in tokens.  [default: 8192, or the model's limit]", metavar="N"),
     _option("--page-size", int, "Tokens a latent page.", metavar="N"),
     _option("--pages", int, "Latent pages.  [default: what fits]", metavar="N"),
+    _option("--snapshots", int, "Copies of states that a prefix cache can keep.", metavar="N"),
     _option("--memory-fraction", float, "Share of an accelerator's memory for weights and pools.", metavar="SHARE"),
     _option("--state-memory", BYTES, "Memory for the state of all virtual cpu devices.  [default: 4GiB]"),
 )

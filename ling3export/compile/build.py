@@ -186,14 +186,13 @@ def complete(
         ArtifactError: A cell differs from its expectation by more than its tolerance, does not run, or the disk is
             full.
     """
-    config = config_of(manifest)
     for outcome in outcomes:
         name, plan = outcome.plan.target.name, outcome.plan
         path = f"programs/{programs.get(name, name)}"
         kept = {each: found for each, found in manifest.vectors.receipts.items() if each != name}
         manifest = replace(
             manifest,
-            targets=manifest.targets | {name: target_record(folder, config, plan, outcome.built, path)},
+            targets=manifest.targets | {name: target_record(folder, manifest, plan, outcome.built, path)},
             vectors=replace(manifest.vectors, receipts=kept),
             producer={**toolchain(plan.target), **manifest.producer},
             notes=(*(note for note in manifest.notes if not note.startswith(f"{name}: ")), *plan.named_notes),
@@ -232,9 +231,11 @@ def _copy_tokenizer(folder: Path, source: Checkpoint) -> tuple[FileRecord, ...]:
     return records
 
 
-def target_record(folder: Path, config: Config, plan: Plan, built: Mapping[str, Built], programs: str) -> schema.Target:
-    """What the manifest says of one target, whose programs lie in ``programs`` of the artifact's folder."""
-    geometry, target = plan.geometry, plan.target
+def target_record(
+    folder: Path, manifest: Manifest, plan: Plan, built: Mapping[str, Built], programs: str
+) -> schema.Target:
+    """What ``manifest`` is to say of one target, whose programs lie in ``programs`` of the artifact's folder."""
+    geometry, target, config = plan.geometry, plan.target, config_of(manifest)
     named = {}
     for cell in sorted(plan.cells, key=lambda cell: (cell.phase, cell.padding)):
         files = {suffix: file_record(folder, f"{programs}/{cell.name}.{suffix}") for suffix in SUFFIXES}
@@ -255,28 +256,30 @@ def target_record(folder: Path, config: Config, plan: Plan, built: Mapping[str, 
     requires, mesh = _needs([built[name] for name in named])
     return schema.Target(
         platform=target.platform, kind=target.kind, topology=target.topology, mesh=mesh, requires=requires,
-        toolchain=toolchain(target), fingerprint=fingerprint(config, plan), state_abi=state_abi(config, plan),
+        toolchain=toolchain(target), fingerprint=fingerprint(config, plan),
+        state_abi=state_abi(config, manifest.weights, geometry.dtype),
         geometry=asdict(geometry), parameters=parameters,
         state=schema.State(
-            geometry.placement, geometry.slots, geometry.pages, geometry.page_size, geometry.max_pages, CHUNK, arrays
+            geometry.placement, geometry.slots, geometry.pages, geometry.page_size, geometry.max_pages, CHUNK, arrays,
+            geometry.snapshots or None,
         ),
         cells=named,
     )  # fmt: skip
 
 
-def state_abi(config: Config, plan: Plan) -> str:
-    """The sha256 of what a sequence's state looks like: runners that agree in it may hand sequences over.
+def state_abi(config: Config, weights: schema.Weights, dtype: str) -> str:
+    """The sha256 of what one sequence's state is: artifacts that agree in it may hand sequences over to each other.
 
-    Pool sizes, the padding of rows, sharding and TP do not count.
+    The model, its weights, the dtypes and the order of the arrays count; pools, paddings, sharding and TP do not.
     """
-    sizes = {"slots", "pages"}
-    rows = []
-    for row in state_arrays(config, plan.geometry):
-        shape = [size for size, axis in zip(row.shape, row.axes, strict=True) if axis not in sizes]
-        if "row" in row.axes:
-            shape[-1] = config.latent_dim
-        rows.append({"name": row.name, "dtype": row.dtype, "axes": list(row.axes), "shape": shape})
-    return sha256_of({"arrays": rows, "page_size": plan.geometry.page_size, "config": config.semantic()})
+    return sha256_of({
+        "format": 1,
+        "config": config.semantic(),
+        "weights": {name: tensor.sha256 for name, tensor in weights.index.items()},
+        "mla.latent": {"dtype": dtype, "axes": ["layers", "tokens", "latent then roped key"]},
+        "kda.recurrent": {"dtype": "float32", "axes": ["layers", "heads", "key", "value"]},
+        "kda.conv": {"dtype": dtype, "axes": ["layers", "q k v", "heads", "channels", "taps, oldest first"]},
+    })  # fmt: skip
 
 
 def _needs(built: Sequence[Built]) -> tuple[Requirements, Mesh]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from ling3export.artifacts.files import replace_file, writing
 from ling3export.artifacts.manifest import MANIFEST, file_record, read_checked, read_manifest
 from ling3export.artifacts.records import from_json, to_json
-from ling3export.artifacts.schema import Cell, FileRecord, Manifest, Program, Receipt
+from ling3export.artifacts.schema import MOVING, Cell, FileRecord, Manifest, Program, Receipt
 from ling3export.cache.cells import SUFFIXES, Cells, opened
 from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.cache.use import CacheUse
@@ -223,6 +223,8 @@ def _needed(cells: Mapping[str, Cell], cell: Cell) -> list[Cell]:
     smallest = min((each for each in cells.values() if each.phase == "prefill"), key=lambda each: each.padding)
     if cell.phase in ("prefill", "score"):
         return []
+    if cell.phase in MOVING:
+        return [each for each in cells.values() if each.phase in MOVING and each != cell]
     if cell.phase == "decode":
         return [smallest]
     giver = next(each for each in cells.values() if each.phase != "sample" and each.rows == cell.padding)

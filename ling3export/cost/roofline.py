@@ -2,7 +2,7 @@
 
 import math
 
-from ling3export.artifacts.schema import Experts, RooflineBound
+from ling3export.artifacts.schema import MOVING, Experts, RooflineBound
 from ling3export.dtypes import BY_NAME
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
@@ -23,6 +23,8 @@ def loop_trips(config: Config, geometry: Geometry, phase: str, padding: int, tok
 
     All rows of the batch are in use. A decoding sequence has cached ``tokens``; a prefill call starts its sequences.
     """
+    if phase in MOVING:
+        return {"copies": padding, "pages": padding / (geometry.tp if geometry.striped else 1)}
     if phase == "sample":  # some row samples, with top-k and top-p; its border falls between two tokens
         return {"ties": 0}
     tiles = expected_tiles(padding, config, config.num_experts / geometry.tp)
@@ -58,6 +60,12 @@ def roofline_bound(
     the rows read and written, and the device's share of the latents read once. FLOPs: two a weight and token that uses
     it. Collectives: two a layer.
     """
+    if phase in MOVING:
+        sequences = padding if phase == "copy" else 1
+        pages = 0 if phase == "copy" else 2 * padding * geometry.page_size  # read in one place, written in another
+        held = 1 if geometry.striped else geometry.tp
+        moved = _state_moved(config, geometry, sequences, pages)
+        return _bound(moved | {"latents": moved["latents"] * held}, 0.0, 0, chip)
     if phase == "sample":
         return _bound({"logits": 4 * padding * config.vocab_size // geometry.tp}, 0.0, 0, chip)
     weights = flops = 0.0

@@ -28,6 +28,8 @@ class Options:
         memory_fraction: The share of an accelerator's memory that weights and pools may take.
         state_memory: Bytes for the state of all virtual devices of a cpu target together.
         pages: Latent pages; None takes what fits, at most what ``max_running`` full sequences need.
+        snapshots: Slots that hold copies of sequences' states, beside those of ``max_running``; with programs that move
+            states.
         dtype: ``bfloat16`` or ``float32`` (highest matmul precision throughout).
         jobs: Cells compiled at a time; None is one a core.
     """
@@ -43,6 +45,7 @@ class Options:
     memory_fraction: float = 0.6
     state_memory: int = 4 * GIB
     pages: int | None = None
+    snapshots: int = 0
     dtype: str = "bfloat16"
     jobs: int | None = None
 

@@ -12,11 +12,14 @@ from ling3export.plan.pools import size_pages
 from ling3export.plan.targets import DEFAULT_CPU_TP, Target, parse_target
 
 DEFAULT_CONTEXT = 8192
+SLOTS_MOVED = 8  # pairs of slots that a call copies at most
+PAGES_MOVED = 8  # latent pages that a call fetches or stores at most: 14 MB of Ling3-Tiny's beside 20 MB of state
+MOST_SNAPSHOTS = 2**16
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One program: a phase at a padding (padded tokens, sequences or rows)."""
+    """One program: a phase at a padding (padded tokens, sequences or rows; pairs of slots, or pages)."""
 
     phase: str
     padding: int
@@ -53,6 +56,7 @@ class Plan:
             *(Cell("score", p) for p in reversed(self.score_paddings)),
             *(Cell("decode", p) for p in reversed(self.decode_paddings)),
             *(Cell("sample", r) for r in reversed(rows)),
+            *moving_cells(self.geometry),
         )
 
     def record(self) -> dict[str, Any]:
@@ -63,6 +67,15 @@ class Plan:
             "page_size": self.geometry.page_size, "context": self.context, "pages": self.geometry.pages,
             "dtype": self.geometry.dtype, "geometry": asdict(self.geometry),
         }  # fmt: skip
+
+
+def moving_cells(geometry: Geometry) -> tuple[Cell, ...]:
+    """The programs that move states, where there are snapshots; what a call does not move of its padding is free."""
+    if not geometry.snapshots:
+        return ()
+    step = geometry.tp if geometry.striped else 1  # each device gives as many pages
+    pages = -(-min(geometry.max_pages, PAGES_MOVED) // step) * step
+    return Cell("copy", SLOTS_MOVED), Cell("fetch", pages), Cell("store", pages)
 
 
 def derive_decode_paddings(paddings: Sequence[int], max_running: int) -> tuple[tuple[int, ...], str]:
@@ -110,6 +123,8 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise PlanError(f"{name}: expected a positive number, found {number}")
+    if not 0 <= options.snapshots <= MOST_SNAPSHOTS:
+        raise PlanError(f"--snapshots: expected 0 to {MOST_SNAPSHOTS}, found {options.snapshots}")
     if not 0 < options.memory_fraction <= 1:
         raise PlanError(f"--memory-fraction: expected above 0 and at most 1, found {options.memory_fraction}")
     limit = config.max_position_embeddings
@@ -122,7 +137,7 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
         notes.append(f"tp {target.tp}: the most of up to {DEFAULT_CPU_TP} devices that this model splits over")
     geometry = Geometry(
         tp=target.tp, dtype=options.dtype, slots=options.max_running, pages=0, page_size=options.page_size,
-        max_pages=-(-context // options.page_size), **forms(config, target),
+        max_pages=-(-context // options.page_size), snapshots=options.snapshots, **forms(config, target),
     )  # fmt: skip
     geometry, note = size_pages(config, geometry, options, target)
     notes.append(note)

@@ -9,7 +9,7 @@ from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.parameters import arguments
-from ling3export.model.state import state_bytes
+from ling3export.model.state import snapshot_bytes, state_bytes
 from ling3export.plan.options import Options
 from ling3export.plan.targets import Target
 from ling3export.tables import readable
@@ -47,18 +47,24 @@ class _Room(NamedTuple):
 
 def _room(config: Config, geometry: Geometry, options: Options, target: Target, step: int) -> _Room:
     slots = f"{geometry.slots + 1} slots and one page"  # the dummies are in it
+    kept = geometry.snapshots * snapshot_bytes(config, geometry)
+    snapshots = {f"{geometry.snapshots} snapshots": kept} if kept else {}
     empty = state_bytes(config, geometry)
     page = (state_bytes(config, replace(geometry, pages=step)) - empty) / step
+    knobs = "--max-running, --snapshots, --context or --pages" if kept else "--max-running, --context or --pages"
     if target.chip is None:
         devices = f"on {geometry.tp} devices together" if geometry.tp > 1 else "on 1 device"
-        hint = "lower --max-running, --context or --pages, or raise --state-memory"
+        hint = f"lower {knobs}, or raise --state-memory"
         limit = readable(options.state_memory)
-        return _Room("--state-memory", devices, options.state_memory, limit, {slots: empty}, page, hint)
+        fixed = {slots: empty - kept} | snapshots
+        return _Room("--state-memory", devices, options.state_memory, limit, fixed, page, hint)
     budget = int(options.memory_fraction * target.chip.memory)
     share = f"{options.memory_fraction:g} of {readable(target.chip.memory)}"
     limit = f"{readable(budget)}, which is {share}"
-    fixed = {"weights": weight_bytes(config, geometry), slots: state_of_device(config, geometry)}
-    hint = "lower --max-running, --context or --pages, raise --memory-fraction, or take a larger topology"
+    share_of_slots = state_of_device(config, geometry) - kept // geometry.tp
+    fixed = {"weights": weight_bytes(config, geometry), slots: share_of_slots}
+    fixed |= {name: size // geometry.tp for name, size in snapshots.items()}
+    hint = f"lower {knobs}, raise --memory-fraction, or take a larger topology"
     option = f"--memory-fraction of `{target.text}`"
     return _Room(option, "a device", budget, limit, fixed, page / geometry.tp, hint)
 
@@ -101,4 +107,7 @@ def size_pages(config: Config, geometry: Geometry, options: Options, target: Tar
     weights = room.fixed.get("weights", 0)
     held = f"{readable(weights)} of weights and " if weights else ""
     note += f"{held}{readable(room.need(pages) - weights)} of state {room.where}"
+    if geometry.snapshots:
+        each = readable(snapshot_bytes(config, geometry))
+        note += f", of it {geometry.snapshots} snapshots of {each} over all devices"
     return replace(geometry, pages=pages), note

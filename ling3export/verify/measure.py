@@ -10,12 +10,12 @@ from pathlib import Path
 
 from ling3export.artifacts.manifest import read_checked
 from ling3export.artifacts.records import from_json, to_json
-from ling3export.artifacts.schema import Manifest, Receipts
+from ling3export.artifacts.schema import MOVING, Manifest, Receipts
 from ling3export.errors import ArtifactError, Ling3Error
 from ling3export.processes import LOOPBACK, START_TIMEOUT, Child, Parent, free_port
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.verify.prober import Prober
-from ling3export.verify.receipts import TOLERANCES, Logits, agreement, logits_receipt, score_receipt, tokens_receipt
+from ling3export.verify.receipts import TOLERANCES, Logits, agreement, exact_receipt, logits_receipt, score_receipt
 
 MODULE = "ling3export.verify.measure"
 
@@ -44,7 +44,9 @@ def measure_target(artifact: Path, name: str, manifest: Manifest, hosts: Hosts |
     receipts = {}
     for cell in sorted(target.cells.values(), key=lambda cell: cell.padding):
         if cell.phase == "sample":
-            receipts[cell.name] = tokens_receipt(*prober.sample(cell.padding))
+            receipts[cell.name] = exact_receipt(*prober.sample(cell.padding))
+        elif cell.phase in MOVING:
+            receipts[cell.name] = exact_receipt(*prober.moved(cell.phase))
         elif cell.phase == "score":
             scored = [prober.score(cell.padding, number) for number in range(len(vectors.sequences))]
             receipts[cell.name] = score_receipt(scored, vectors.sequences, expected, tolerance)

@@ -120,3 +120,22 @@ class Prober:
         logits = self._runner.read(handle)
         tokens = self._runner.read(self._runner.sample(handle, rows, sample_fields(rows, [], [], [])))
         return rows, int(np.sum(tokens != np.argmax(logits, axis=1)))
+
+    def moved(self, phase: str) -> tuple[int, int]:
+        """Stores numbers that no model gave and fetches them again, of another slot where ``phase`` is ``copy``.
+
+        Returns:
+            How many were compared, and how many were wrong. A slot beside, which nobody may touch, counts, too.
+        """
+        runner, state = self._runner, self._state
+        slot, end = state.slots + 1, 1 if phase == "copy" else state.slots + 1
+        others = {*range(1, state.slots + (state.snapshots or 0) + 1)} - {slot, end}
+        beside = {other: runner.fetch(other, []) for other in sorted(others)[-1:]}
+        rng, pages = np.random.default_rng(0), list(range(1, min(state.pages, state.max_pages) + 1))
+        given = runner.fetch(slot, pages).replaced(lambda shape: rng.standard_normal(shape, np.float32))
+        runner.store(slot, pages, given)
+        if phase == "copy":
+            runner.copy([slot], [end])
+        found = [runner.fetch(end, pages).compared(given)]
+        found += [runner.fetch(other, []).compared(before) for other, before in beside.items()]
+        return sum(total for total, _ in found), sum(wrong for _, wrong in found)

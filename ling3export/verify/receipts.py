@@ -58,11 +58,12 @@ def logits_receipt(found: Logits, expected: Logits, tolerance: Tolerance) -> Rec
     return Receipt(_status(errors, tolerance), max(errors), float(np.median(errors)), absolute, len(errors))
 
 
-def tokens_receipt(count: int, wrong: int) -> Receipt:
-    """The receipt of greedy sampling, which is exact: any token but the one of the largest logit is wrong.
+def exact_receipt(count: int, wrong: int) -> Receipt:
+    """The receipt of what is exact: in greedy sampling any token but the one of the largest logit is wrong, in state
+    that moves any number with another bit.
 
     Args:
-        count: How many tokens were compared.
+        count: How many tokens or numbers were compared.
         wrong: How many of them were wrong.
     """
     return Receipt("failed" if wrong else "passed", wrong / count, wrong / count, float(wrong), count)
@@ -133,6 +134,7 @@ def agreement(found: Mapping[str, Logits]) -> dict[str, float]:
     return distances
 
 
+EXACT = tuple(f"{phase}@" for phase in ("sample", *schema.MOVING))
 ERROR_COLUMNS = ("median error", "worst error")
 
 
@@ -146,7 +148,7 @@ def error_columns(cell: str, receipts: Receipts | None) -> tuple[str, str]:
     if receipts is None or cell not in receipts.cells:
         return "not run", "-"
     receipt, tolerance = receipts.cells[cell], receipts.tolerance
-    if cell.startswith("sample@"):
+    if cell.startswith(EXACT):
         wrong = f"{receipt.absolute:.0f} of {receipt.positions} wrong"
         return ("exact" if receipt.status == "passed" else wrong), "-"
     median, worst = f"{receipt.median:.1e}", f"{receipt.relative:.1e}"

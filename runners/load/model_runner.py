@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ling3export.artifacts.schema import Cell, Target
 from ling3export.runners import flight
+from ling3export.runners.load.kept import Kept, Shards
 from ling3export.runners.load.pjrt import Program
 
 # XLA:CPU uses host memory in place if it is aligned to 64 bytes. 8 is aligned for every dtype and never for XLA.
@@ -83,6 +84,50 @@ class ModelRunner:
         token = self._run(f"sample@{rows}", fields, {"logits": logits})["token"]
         token.copy_to_host_async()
         return token
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies the recurrent and conv state of slots over that of others, pair by pair in order."""
+        (most,) = self._target.paddings("copy")
+        for first in range(0, len(sources), most):
+            source, target = np.zeros((2, most), np.int32)
+            for row, slots in ((source, sources), (target, targets)):
+                part = slots[first : first + most]
+                row[: len(part)] = part
+            self._run(f"copy@{most}", {"source": source, "target": target}, {})
+
+    def fetch(self, slot: int, pages: Sequence[int]) -> Kept:
+        """The state of a slot and the latents of pages; waits for them."""
+        calls = []
+        for fields in self._moving(slot, pages):
+            out = self._run(f"fetch@{fields['page'].size}", fields, {})
+            calls.append({name: Shards.of(array) for name, array in out.items()})
+        return Kept(tuple(calls))
+
+    def store(self, slot: int, pages: Sequence[int], kept: Kept) -> None:
+        """Writes what ``fetch`` gave; each page must lie on the device of the page that it was fetched from."""
+        for fields, call in zip(self._moving(slot, pages), kept.calls, strict=True):
+            name = f"store@{fields['page'].size}"
+            specs = {leaf.name: leaf.spec for leaf in self._target.cells[name].inputs if leaf.group == "batch"}
+            batch = {
+                each: shards.array(NamedSharding(self._mesh, PartitionSpec(*specs[each])))
+                for each, shards in call.items()
+            }
+            self._run(name, fields, batch)
+
+    def _moving(self, slot: int, pages: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        """The fields of calls that fetch or store: where pages are striped, those of the first device come first."""
+        (most,) = self._target.paddings("fetch")
+        stripes = self._target.tp if self._target.state.placement == "striped" else 1
+        calls = []
+        for first in range(0, max(1, len(pages)), most):
+            listed = np.zeros((stripes, most // stripes), np.int32)
+            filled = [0] * stripes
+            for page in pages[first : first + most]:
+                device = (page - 1) % stripes
+                listed[device, filled[device]] = page
+                filled[device] += 1
+            calls.append({"slot": np.array([0 if first else slot], np.int32), "page": listed.reshape(-1)})
+        return calls
 
     def marks_unusable(self) -> bool:
         """Whether the sample programs mark logits that are not usable with -1: those of older artifacts do not.

@@ -1,0 +1,137 @@
+"""The programs that move one sequence's state: ``copy`` within the pools, ``fetch`` out of them, ``store`` into them.
+
+They compute nothing, so what was stored is fetched again bit for bit. What leaves has the order of the whole sequence,
+whatever the parallelism: heads 0 to H-1 in order, latents without the padding of their rows. A device gives and takes
+its own range of heads, as its pools have them, and all of a page that it holds.
+
+One pair of slots, or one page, is moved after the other: XLA:CPU takes ten times longer to gather and scatter whole
+states, and what is padding is not moved at all.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int32
+
+from ling3export.model.config import Config
+from ling3export.model.geometry import AXIS, Geometry
+from ling3export.model.mla.paged import local_pages
+from ling3export.model.state import StateArray, state_arrays
+
+Tree = dict[str, Any]
+PAGES = "mla_latent"
+PHASES = ("copy", "fetch", "store")
+
+
+def pools(config: Config, geometry: Geometry, phase: str) -> list[StateArray]:
+    """The state arrays that ``phase`` takes: ``copy`` those with a row a slot, the others the latents as well."""
+    rows = [row for row in state_arrays(config, geometry) if row.name != "last_token"]
+    return [row for row in rows if row.name != PAGES or phase != "copy"]
+
+
+def moved(config: Config, geometry: Geometry, padding: int) -> tuple[Tree, Tree]:
+    """(abstract values, partition specs) of one sequence's state with ``padding`` pages, by the name of the pool.
+
+    ``kda_recurrent [layers, H, K, V]``, ``kda_conv [layers, H, 3 K taps]`` (as the pool's row: oldest tap first, q, k
+    and v of each), ``mla_latent [layers, P, page, R + rope]``. Where pages are striped, the first ``P / tp`` of the
+    pages lie on the first device, and so on.
+    """
+    values: Tree = {}
+    specs: Tree = {}
+    shape: tuple[int, ...]
+    for row in pools(config, geometry, "fetch"):
+        layers, _, *each = row.shape
+        if row.name == PAGES:
+            shape = (layers, padding, each[0], config.latent_dim)
+            spec = PartitionSpec(None, AXIS) if row.split else PartitionSpec()
+        else:
+            shape, spec = (layers, *each), PartitionSpec(None, AXIS)
+        values[row.name] = jax.ShapeDtypeStruct(shape, jnp.dtype(row.dtype))
+        specs[row.name] = spec
+    return values, specs
+
+
+def copy(state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
+    """Copies slot ``source[n]`` over slot ``target[n]``, one pair after the other; 0 to 0 is padding."""
+    source, target = fields["source"], fields["target"]
+
+    def step(n: jax.Array, state: Tree) -> Tree:
+        return {name: _set(pool, target[n], _at(pool, source[n])) for name, pool in state.items()}
+
+    with jax.named_scope("copies"):
+        return lax.fori_loop(0, _used(target), step, state), {}
+
+
+def fetch(config: Config, geometry: Geometry, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
+    """The state of ``slot`` and the latents of ``page[P]``; zeros in the place of a page 0."""
+    slot, out = fields["slot"][0], {}
+    for name in state:
+        if name == PAGES:
+            out[name] = _pages_out(state[name], _local(fields["page"], geometry), config.latent_dim)
+        else:
+            out[name] = jnp.squeeze(_at(state[name], slot), 1)
+    return state, out
+
+
+def store(geometry: Geometry, state: Tree, given: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
+    """Writes what ``fetch`` gave into ``slot`` and ``page[P]``; nothing is written for a page 0."""
+    slot, after = fields["slot"][0], {}
+    for name, pool in state.items():
+        if name == PAGES:
+            after[name] = _pages_in(pool, _local(fields["page"], geometry), given[name])
+        else:
+            after[name] = _set(pool, slot, given[name][:, None])
+    return after, {}
+
+
+def body(config: Config, geometry: Geometry, phase: str) -> Callable[[Tree, Tree, dict[str, jax.Array]], Any]:
+    """``(state, batch, fields) -> (state, out)`` of a phase."""
+    return {
+        "copy": lambda state, batch, fields: copy(state, fields),
+        "fetch": lambda state, batch, fields: fetch(config, geometry, state, fields),
+        "store": lambda state, batch, fields: store(geometry, state, batch, fields),
+    }[phase]
+
+
+def _pages_out(pool: jax.Array, page: jax.Array, width: int) -> jax.Array:
+    def step(n: jax.Array, out: jax.Array) -> jax.Array:
+        return _set(out, n, jnp.where(page[n] > 0, _at(pool, page[n])[..., :width], jnp.zeros((), pool.dtype)))
+
+    out = jnp.zeros((pool.shape[0], page.shape[0], pool.shape[2], width), pool.dtype)
+    with jax.named_scope("pages"):
+        return lax.fori_loop(0, _used(page), step, out)
+
+
+def _pages_in(pool: jax.Array, page: jax.Array, given: jax.Array) -> jax.Array:
+    padded = jnp.pad(given, ((0, 0), (0, 0), (0, 0), (0, pool.shape[-1] - given.shape[-1])))
+
+    def step(n: jax.Array, pool: jax.Array) -> jax.Array:
+        return _set(pool, page[n], _at(padded, n))
+
+    with jax.named_scope("pages"):
+        return lax.fori_loop(0, _used(page), step, pool)
+
+
+def _local(page: Int32[Array, "P"], geometry: Geometry) -> Int32[Array, "L"]:
+    """This device's part of a list of pages, as local page numbers."""
+    if geometry.striped:
+        count = page.shape[0] // geometry.tp
+        page = lax.dynamic_slice_in_dim(page, lax.axis_index(AXIS) * count, count)
+    return local_pages(page, geometry)[1]
+
+
+def _used(numbers: Int32[Array, "N"]) -> Int32[Array, ""]:
+    """One past the last that is not padding."""
+    return jnp.max(jnp.where(numbers > 0, jnp.arange(1, numbers.shape[0] + 1, dtype=jnp.int32), 0))
+
+
+def _at(pool: jax.Array, number: jax.Array) -> jax.Array:
+    return lax.dynamic_slice_in_dim(pool, number, 1, axis=1)
+
+
+def _set(pool: jax.Array, number: jax.Array, value: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(pool, value, number, axis=1)
