@@ -11,10 +11,23 @@ from itertools import groupby, zip_longest
 from typing import NoReturn
 
 from ling3export.artifacts.records import WrongRecordError, shown
-from ling3export.artifacts.schema import MOVING, Array, Cell, Manifest, Parameter, Plan, StoredTensor, Target, Vectors
+from ling3export.artifacts.schema import (
+    GIVERS,
+    MOVING,
+    SPLIT,
+    Array,
+    Cell,
+    Manifest,
+    Parameter,
+    Plan,
+    StoredTensor,
+    Target,
+    Vectors,
+)
 from ling3export.dtypes import BY_CODE
 from ling3export.errors import listed
 
+A_CALL = ("layer", "out_num")  # fields with one number
 A_TOKEN = ("tokens", "next_token")  # fields of prefill and score with a number for each token, not for each chunk
 
 
@@ -127,9 +140,13 @@ def _check_target(target: Target, plan: Plan) -> None:
         for phase in MOVING:
             _same(f"how many {phase} programs there are", int(bool(snapshots)), len(target.paddings(phase)))
         _same("the padding of store, that of fetch", target.paddings("fetch"), target.paddings("store"))
-        rows = {cell.rows for cell in target.cells.values() if cell.phase not in ("sample", *MOVING)}
+        rows = {cell.rows for cell in target.cells.values() if cell.phase in GIVERS}
         if missing := sorted(rows - set(target.paddings("sample"))):
             _wrong(f"a program sample@{missing[0]}, for as many rows of logits", None)
+        if any(cell.phase in SPLIT for cell in target.cells.values()):
+            for phase in ("attend", "combine", "head"):
+                _same(f"the paddings of decode, as {phase}'s", plan.decode_paddings, target.paddings(phase))
+            _same("the paddings of experts, as dispatch's", target.paddings("experts"), target.paddings("dispatch"))
 
 
 def _check_parameter(parameter: Parameter, stored: StoredTensor | None) -> None:
@@ -152,7 +169,7 @@ def _check_cell(cell: Cell, target: Target) -> None:
     rows = cell.padding // chunk if chunked else cell.padding
     offset = 0
     for at, field in enumerate(cell.fields):
-        of_field = cell.padding if field.name in A_TOKEN else rows
+        of_field = cell.padding if field.name in A_TOKEN else 1 if field.name in A_CALL else rows
         if field.name == "slot" and cell.phase in MOVING:
             of_field = 1
         shape = (of_field, pages) if field.name == "page_table" else (of_field,)
@@ -165,6 +182,11 @@ def _check_cell(cell: Cell, target: Target) -> None:
         "prefill": {"logits": rows},
         "score": {"logits": rows, "logprob": cell.padding, "best": cell.padding},
         "sample": {"token": rows, "logprob": rows},
+        "attend": dict.fromkeys(("residual", "tokens", "expert_ids", "weights"), rows),
+        "dispatch": {"y": rows, "gather_idx": rows, "actual_token_num": 1, "dropped": 1},
+        "experts": {"results": rows},
+        "combine": {"hidden": rows},
+        "head": {"logits": rows},
     }.get(cell.phase, {})
     found = {leaf.name: leaf.shape[:1] for leaf in cell.outputs if leaf.group == "out"}
     for name, count in results.items():
@@ -199,6 +221,8 @@ def _check_moved(cell: Cell, target: Target) -> None:
 def _check_leaves(cell: Cell, target: Target) -> None:
     sides = (("inputs", cell.inputs, ("params", "state", "batch")), ("outputs", cell.outputs, ("state", "out")))
     arrays = sorted(target.state.arrays, key=lambda array: array.name)
+    if cell.phase in SPLIT and cell.phase != "attend":
+        arrays = []  # they know no sequences
     if cell.phase in ("sample", *MOVING):  # the last tokens alone, or all but them; others take every array
         arrays = [array for array in arrays if any(leaf.name == array.name for leaf in cell.inputs)]
     for side, leaves, order in sides:
@@ -218,11 +242,15 @@ def _check_leaves(cell: Cell, target: Target) -> None:
             shape = shape[:axis] + shape[axis + 1 :]
         _same(f"parameter {shown(leaf.name)}", (shape, parameter.dtype), (leaf.shape, leaf.dtype), "inputs")
     batch = {leaf.name: leaf for leaf in cell.inputs if leaf.group == "batch"}
-    more = {"sample": ["logits"], "store": [array.name for array in arrays]}
-    names = sorted([*more.get(cell.phase, []), "packed"])
+    more = {
+        "sample": ["logits"], "store": [array.name for array in arrays], "attend": ["hidden"],
+        "dispatch": ["token_data"], "experts": ["group_list", "y"],
+        "combine": ["expert_ids", "residual", "results", "weights"], "head": ["hidden"],
+    }  # fmt: skip
+    names = sorted([*more.get(cell.phase, []), *["packed"] * bool(cell.fields)])
     _same("the batch of the phase", names, list(batch), "inputs")
-    packed = batch["packed"]
-    _same("the packed fields", ((cell.packed,), "int32"), (packed.shape, packed.dtype), "inputs")
+    if packed := batch.get("packed"):
+        _same("the packed fields", ((cell.packed,), "int32"), (packed.shape, packed.dtype), "inputs")
 
 
 def _array(array: Array) -> tuple[object, ...]:

@@ -32,8 +32,16 @@ Spec = Annotated[
 ]
 Dtype = Annotated[str, one_of(*BY_NAME)]
 StoredDtype = Annotated[str, one_of(*BY_CODE)]
-Phase = Annotated[str, one_of("prefill", "score", "decode", "sample", "copy", "fetch", "store")]
+Phase = Annotated[
+    str,
+    one_of(
+        "prefill", "score", "decode", "sample", "copy", "fetch", "store", "attend", "dispatch", "experts", "combine",
+        "head",
+    ),
+]  # fmt: skip
 MOVING = ("copy", "fetch", "store")  # the phases that move one sequence's state, and compute nothing
+GIVERS = ("prefill", "score", "decode")  # whose logits are sampled
+SPLIT = ("attend", "dispatch", "experts", "combine", "head")  # a decode step cut at each layer's experts
 Error = Annotated[float, UNBOUNDED]  # infinite where something is not finite
 Versions = dict[str, str]
 ConfigValue = bool | int | float | str | tuple[int, ...] | None

@@ -132,6 +132,18 @@ def serve_gap(checkpoint: Path | None, clients: int, seconds: float) -> None:
     run(checkpoint, clients, seconds)
 
 
+@main.command()
+@click.option("--artifact", type=click.Path(path_type=Path, exists=True), help="Built with --afd, in float32.")
+@CHECKPOINT
+@click.option("--ways", default="1x1x2", show_default=True, help="Sessions x workers x micro batches,…; or none.")
+def afd(artifact: Path | None, checkpoint: Path | None, ways: str) -> None:
+    """Attention and FFN apart: phases, bytes, idle shares against the fused step; on paper, where the split pays."""
+    from bench.afd import main as run
+
+    each = [] if ways == "none" else [tuple(map(int, way.split("x"))) for way in ways.split(",")]
+    run(artifact, checkpoint, [(sessions, workers, micro) for sessions, workers, micro in each])
+
+
 @main.command("all")
 @click.pass_context
 def every(context: click.Context) -> None:

@@ -76,7 +76,7 @@ class Ling3(nnx.Module):
         filled = fill_rows(x, self.geometry.fewest_rows)
         return vocab_parallel(filled, self.embeddings["lm_head"][...], self.geometry)[: x.shape[0]]
 
-    def _attention(
+    def attention(
         self, x: Float[Array, "T D"], layer: Layer, state: State, batch: Batch
     ) -> tuple[Float32[Array, "T D"], State]:
         """This device's partial sum, and the state."""
@@ -89,14 +89,14 @@ class Ling3(nnx.Module):
     def _mlp(self, x: Float32[Array, "T D"], layer: Layer, valid: Bool[Array, "T"]) -> Float32[Array, "T D"]:
         """This device's partial sum, from ``x`` normed."""
         if layer.mlp == "dense":
-            return self._dense_mlp(x, layer.mlp_index)
+            return self.dense_mlp(x, layer.mlp_index)
         if layer.mlp == "moe":
             return self._moe_mlp(x, layer.mlp_index, valid)
         # Inside the loop over groups: the first layers are dense. Each branch clamps the index that is not its own.
         first = self.config.first_k_dense_replace
         return lax.cond(
             layer.mlp_index < first,
-            lambda x: self._dense_mlp(x, jnp.minimum(layer.mlp_index, first - 1)),
+            lambda x: self.dense_mlp(x, jnp.minimum(layer.mlp_index, first - 1)),
             lambda x: self._moe_mlp(x, jnp.maximum(layer.mlp_index - first, 0), valid),
             x,
         )
@@ -105,7 +105,7 @@ class Ling3(nnx.Module):
         assert self.moe is not None
         return self.moe(x, index, valid)
 
-    def _dense_mlp(self, x: jax.Array, index: Index) -> jax.Array:
+    def dense_mlp(self, x: jax.Array, index: Index) -> jax.Array:
         assert self.dense is not None
         x = x.astype(self.geometry.dtype)
         return gated_mlp(x, self.dense["gate_up_proj"], self.dense["down_proj"], index, self.geometry)
@@ -116,7 +116,7 @@ class Ling3(nnx.Module):
         """One pre-norm layer; ``x`` is the same on every device before and after it."""
         eps, dtype = self.config.rms_norm_eps, jnp.dtype(self.geometry.dtype)
         weight = take(self.layers["input_layernorm"][...], layer.number, split=False)
-        out, state = self._attention(rms_norm(x, weight, eps).astype(dtype), layer, state, batch)
+        out, state = self.attention(rms_norm(x, weight, eps).astype(dtype), layer, state, batch)
         x = x + lax.psum(out, AXIS)
         weight = take(self.layers["post_attention_layernorm"][...], layer.number, split=False)
         return x + lax.psum(self._mlp(rms_norm(x, weight, eps), layer, batch.valid), AXIS), state

@@ -37,9 +37,10 @@ def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
     """The fields of ``phase`` at ``padding``, in packing order.
 
     Args:
-        phase: ``prefill`` or ``score`` (padding = padded tokens T), ``decode`` (sequences B), ``sample`` (rows R),
-            ``copy`` (pairs of slots N), ``fetch`` or ``store`` (pages P).
-        padding: T, B, R, N or P.
+        phase: ``prefill`` or ``score`` (padding = padded tokens T), ``decode`` or ``attend`` (sequences B), ``sample``
+            (rows R), ``copy`` (pairs of slots N), ``fetch`` or ``store`` (pages P), ``dispatch`` (pairs Y); other
+            phases have none.
+        padding: T, B, R, N, P or Y.
         max_pages: Columns of the page table.
     """
     each, chunk = (padding,), (padding // CHUNK,)
@@ -51,13 +52,21 @@ def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
         "prefill": prefill,
         "score": prefill | {"next_token": each},
         "decode": {"slot": each, "position": each, "page_table": (padding, max_pages), "token": each},
+        "attend": {
+            "slot": each,
+            "position": each,
+            "page_table": (padding, max_pages),
+            "token": each,
+            "layer": (1,),
+        },
+        "dispatch": {"expert_ids": each, "layer_ids": each, "out_num": (1,)},
         "sample": dict.fromkeys(("slot", "position", "temperature", "top_k", "top_p", "seed"), each),
         "copy": {"source": each, "target": each},
         "fetch": {"slot": (1,), "page": each},
         "store": {"slot": (1,), "page": each},
     }
     fields, offset = [], 0
-    for name, shape in shapes[phase].items():
+    for name, shape in shapes.get(phase, {}).items():
         fields.append(Field(name, offset, shape, "float32" if name in ("temperature", "top_p") else "int32"))
         offset += fields[-1].size
     return tuple(fields)
@@ -65,7 +74,7 @@ def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
 
 def packed_size(fields: tuple[Field, ...]) -> int:
     """Elements of the packed vector."""
-    return fields[-1].offset + fields[-1].size
+    return sum(field.size for field in fields)
 
 
 def unpack(packed: Int32[Array, "size"], fields: tuple[Field, ...]) -> dict[str, Shaped[Array, "..."]]:

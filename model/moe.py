@@ -130,12 +130,16 @@ class MixtureOfExperts(nnx.Module):
         if self.geometry.tiled and x.shape[0] <= LOCAL_ROWS:
             weights = self.all_weights(x, layer)
             return self.all_local(x.astype(dtype), layer, weights) + self.shared(x.astype(dtype), layer)
-        gate, bias = self._router(layer)
-        logits = jnp.matmul(x, gate.T, precision=lax.Precision.HIGHEST)  # a rounded score flips experts
-        scores = jax.nn.sigmoid(logits)
+        scores, bias = self.scores(x, layer)
         x = x.astype(dtype)
         chosen, weights = route(scores, bias, self.config)
         return self._routed(x, layer, chosen, weights, valid) + self.shared(x, layer)
+
+    def scores(self, x: Float32[Array, "T D"], layer: Index) -> tuple[Float32[Array, "T E"], Float32[Array, "E"]]:
+        """What :func:`route` takes, from ``x`` normed and unrounded."""
+        gate, bias = self._router(layer)
+        logits = jnp.matmul(x, gate.T, precision=lax.Precision.HIGHEST)  # a rounded score flips experts
+        return jax.nn.sigmoid(logits), bias
 
     def _router(self, layer: Index) -> tuple[Float32[Array, "E D"], Float32[Array, "E"]]:
         return take(self.gate[...], layer, split=False), take(self.expert_bias[...], layer, split=False)

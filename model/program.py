@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from ling3export.model import exchange
 from ling3export.model.config import Config
 from ling3export.model.decoder import Ling3
+from ling3export.model.ffn.halves import half
 from ling3export.model.geometry import AXIS, CHUNK, Geometry
 from ling3export.model.inputs import Field, batch_fields, chunks_of, decode_rows, packed_size, unpack
 from ling3export.model.kda.recurrence import is_factored
@@ -63,6 +64,13 @@ def put(tree: Tree, path: tuple[str, ...], value: Any) -> None:
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
     tree[path[-1]] = value
+
+
+def _chosen(tree: Tree, takes: Callable[[str], bool]) -> Tree:
+    """The parameters that a program takes, of ``{stack: {name: ...}}``."""
+    kept = {stack: {name: each for name, each in rows.items() if takes(f"{stack}.{name}")}
+            for stack, rows in tree.items()}  # fmt: skip
+    return {stack: rows for stack, rows in kept.items() if rows}
 
 
 def state_tree(config: Config, geometry: Geometry) -> tuple[Tree, Tree]:
@@ -134,8 +142,9 @@ def build_step(
         config: The model.
         geometry: Parallelism, pools and dtype.
         phase: ``prefill``, ``score``, ``decode``, or ``sample``, which takes no parameters, of the state only
-            ``last_token``, and the logits in the batch; or one of ``exchange.PHASES``, which take no parameters.
-        padding: Padded tokens, sequences or rows; pairs of slots or pages.
+            ``last_token``, and the logits in the batch; or one of ``exchange.PHASES``, which take no parameters, or of
+            ``model/ffn/halves.py``.
+        padding: Padded tokens, sequences or rows; pairs of slots or pages; pairs of a token and an expert.
         mesh: One axis ``tp`` of ``geometry.tp`` devices, abstract or real; None for a program of one device without
             collectives, for readers that know none.
     """
@@ -157,12 +166,21 @@ def build_step(
         if phase == "store":
             batch, batch_specs = batch | values, batch_specs | value_specs
         out = value_specs if phase == "fetch" else {}
+    part = half(config, geometry, phase, padding)
+    if part is not None:
+        batch, batch_specs = (tree if fields else {} for tree in (batch, batch_specs))
+        batch, batch_specs = batch | part.batch, batch_specs | dict.fromkeys(part.batch, P())
+        params, param_specs = (_chosen(tree, part.takes) for tree in (params, param_specs))
+        state, state_specs = (tree if part.stateful else {} for tree in (state, state_specs))
+        out = part.out
     fill = bind(config, geometry) if params else None
 
     def body(params: Tree, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
-        values = unpack(batch["packed"], fields)
+        values = unpack(batch["packed"], fields) if fields else {}
         if phase in exchange.PHASES:
             return exchange.body(config, geometry, phase)(state, batch, values)
+        if part is not None:
+            return part.call(fill and fill(params), state, values, batch)
         if fill is None:
             return sample_rows(batch["logits"], state, values)
         return (decode if phase == "decode" else prefill)(fill(params), state, values)

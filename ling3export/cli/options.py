@@ -46,6 +46,7 @@ PROGRAMS = section(
         "Padded sequences of a decode step.  [default: 1, then --paddings up to --max-running]",
     ),
     _option("--score-paddings", PADDINGS, "Padded tokens of a call that scores given tokens."),
+    _option("--afd", int, "Also cut decode at the experts, for N processes.  [default: 0]", metavar="N"),
     _option("--dtype", click.Choice(["bfloat16", "float32"]), "float32 means highest matmul precision throughout."),
 )  # fmt: skip
 MACHINES = section(

@@ -14,7 +14,7 @@ import jax
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import Mesh
 
-from ling3export.artifacts.schema import MOVING, Lowering
+from ling3export.artifacts.schema import GIVERS, Lowering
 from ling3export.compile.lower import Compiled, described, mesh_of, prepared
 from ling3export.cost.estimates import estimate
 from ling3export.cost.roofline import TOKENS, expert_times, loop_trips, roofline_bound
@@ -108,7 +108,7 @@ def compile_for(
     trips = loop_trips(config, geometry, phase, padding, tokens)
     estimated, collectives = estimate(compiled.as_text() or "", target.chip, trips, tokens)
     experts = None
-    if phase not in ("sample", *MOVING) and config.layers("moe"):
+    if phase in GIVERS and config.layers("moe"):
         experts = expert_times(config, geometry, padding, target.chip)
     return raw, replace(record, collectives=collectives, estimate=estimated, experts=experts)
 

@@ -94,6 +94,8 @@ def add_targets(
 def _plans(artifact: Path, manifest: Manifest, options: Options, given: set[str], force: bool) -> list[Plan]:
     """The plans of new targets, and of those that are there and get score programs."""
     scored, there = options.score_paddings, manifest.targets
+    if scored and options.afd:
+        raise PlanError("--afd: expected no --score-paddings beside it with --into, found both", "add one at a time")
     if scored and not {"targets", "tp"} & given:
         return [extended(manifest, name, scored) for name in there]
     plans = make_plans(config_of(manifest), options)

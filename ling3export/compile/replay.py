@@ -17,7 +17,7 @@ from pathlib import Path
 from ling3export.artifacts.files import replace_file, writing
 from ling3export.artifacts.manifest import MANIFEST, file_record, read_checked, read_manifest
 from ling3export.artifacts.records import from_json, to_json
-from ling3export.artifacts.schema import MOVING, Cell, FileRecord, Manifest, Program, Receipt
+from ling3export.artifacts.schema import GIVERS, MOVING, SPLIT, Cell, FileRecord, Manifest, Program, Receipt
 from ling3export.cache.cells import SUFFIXES, Cells, opened
 from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.cache.use import CacheUse
@@ -227,5 +227,7 @@ def _needed(cells: Mapping[str, Cell], cell: Cell) -> list[Cell]:
         return [each for each in cells.values() if each.phase in MOVING and each != cell]
     if cell.phase == "decode":
         return [smallest]
-    giver = next(each for each in cells.values() if each.phase != "sample" and each.rows == cell.padding)
+    if cell.phase in SPLIT:  # they are run together, and each needs some of every other phase
+        return [smallest, *(each for each in cells.values() if each.phase in SPLIT and each != cell)]
+    giver = next(each for each in cells.values() if each.phase in GIVERS and each.rows == cell.padding)
     return [smallest, giver] if giver.phase == "decode" else [giver]

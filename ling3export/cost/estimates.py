@@ -17,7 +17,7 @@ from ling3export.plan.chips import Chip
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 # These instructions do no work of their own; the instructions that make or use their values do it.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
-        "copy-done", "async-done", "slice-done", "opt-barrier", "domain",
+        "copy-done", "async-done", "slice-done", "call-update", "call-done", "opt-barrier", "domain",
         *(f"{each}-done" for each in COLLECTIVES)}  # fmt: skip
 MOVED = ("copy-start", "async-start", "slice-start")  # run beside other work
 BRANCHES = ("branch_computations", "true_computation", "false_computation")
@@ -79,7 +79,7 @@ class Estimator:
             self._loop(frame, instruction, times)
         elif opcode == "conditional":
             self._branch(frame, instruction, times)
-        elif opcode == "call":
+        elif opcode in ("call", "call-start"):  # the latter on a sparse core, beside the rest
             self._run(self._called(frame, instruction, "to_apply"), times)
         elif (collective := opcode.removesuffix("-start")) in COLLECTIVES:
             _count(self.costs.collectives[collective], instruction, times)

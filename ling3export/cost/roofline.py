@@ -2,9 +2,10 @@
 
 import math
 
-from ling3export.artifacts.schema import MOVING, Experts, RooflineBound
+from ling3export.artifacts.schema import MOVING, SPLIT, Experts, RooflineBound
 from ling3export.dtypes import BY_NAME
 from ling3export.model.config import Config
+from ling3export.model.ffn.halves import HEAD
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.mla.paged import TILE
 from ling3export.model.moe import LOCAL_ROWS, tile_rows
@@ -27,6 +28,9 @@ def loop_trips(config: Config, geometry: Geometry, phase: str, padding: int, tok
         return {"copies": padding, "pages": padding / (geometry.tp if geometry.striped else 1)}
     if phase == "sample":  # some row samples, with top-k and top-p; its border falls between two tokens
         return {"ties": 0}
+    if phase == "experts":
+        local, rows = config.num_experts / geometry.tp, tile_rows(padding, config.num_experts)
+        return {"tiles": _tiles(padding, 1 / config.num_experts, rows, local)}
     tiles = expected_tiles(padding, config, config.num_experts / geometry.tp)
     if phase in ("prefill", "score"):
         return {"chunks": padding // CHUNK, "tiles": tiles, "cached": 0}
@@ -38,7 +42,11 @@ def loop_trips(config: Config, geometry: Geometry, phase: str, padding: int, tok
 def expected_tiles(tokens: int, config: Config, experts: float) -> float:
     """Tiles of rows that ``experts`` experts get on average when every expert is as likely as any other."""
     share = config.num_experts_per_tok / config.num_experts
-    rows = tile_rows(tokens * config.num_experts_per_tok, config.num_experts)
+    return _tiles(tokens, share, tile_rows(tokens * config.num_experts_per_tok, config.num_experts), experts)
+
+
+def _tiles(tokens: int, share: float, rows: int, experts: float) -> float:
+    """Tiles of ``rows`` rows where each of ``tokens`` takes each of ``experts`` with the probability ``share``."""
     each = 0.0
     for n in range(1, tokens + 1):
         ways = math.lgamma(tokens + 1) - math.lgamma(n + 1) - math.lgamma(tokens - n + 1)
@@ -68,6 +76,8 @@ def roofline_bound(
         return _bound(moved | {"latents": moved["latents"] * held}, 0.0, 0, chip)
     if phase == "sample":
         return _bound({"logits": 4 * padding * config.vocab_size // geometry.tp}, 0.0, 0, chip)
+    if phase in SPLIT:
+        return _split_bound(config, geometry, phase, padding, chip, tokens)
     weights = flops = 0.0
     chosen = config.num_experts_per_tok / config.num_experts
     for row in parameters(config):
@@ -82,6 +92,33 @@ def roofline_bound(
     sequences = padding if phase == "decode" else 1
     moved = {"weights": round(weights)} | _state_moved(config, geometry, sequences, tokens if phase == "decode" else 0)
     return _bound(moved, flops, 2 * config.num_hidden_layers if geometry.tp > 1 else 0, chip)
+
+
+def _split_bound(
+    config: Config, geometry: Geometry, phase: str, padding: int, chip: Chip, tokens: int
+) -> RooflineBound:  # fmt: skip
+    """The bound of one call of a decode step that is cut at the experts: one layer's, of ``attend`` the mean layer's.
+
+    ``experts`` reads the experts that ``padding`` pairs touch where every expert is as likely as any other.
+    """
+    width, dim, layers = BY_NAME[geometry.dtype].nbytes, config.hidden_size, config.num_hidden_layers
+    moved = {
+        "dispatch": {"tokens": 2 * padding * dim * width},
+        "experts": {"tokens": 2 * padding * dim * width},
+        "combine": {"tokens": padding * dim * (config.num_experts_per_tok * width + 2 * 4)},
+        "attend": {name: each // layers for name, each in _state_moved(config, geometry, padding, tokens).items()},
+    }.get(phase, {})
+    weights = flops = 0.0
+    for row in parameters(config):
+        kind = "experts" if row.split == "experts" else "head" if row.name in HEAD else "attend"
+        if kind == phase and row.name != "embeddings.word_embeddings":
+            share = math.prod(row.shape) / (geometry.tp if row.split else 1)
+            share /= 1 if kind == "head" else layers if kind == "attend" else len(row.layers)
+            touched = 1 - (1 - 1 / config.num_experts) ** padding if kind == "experts" else 1.0
+            weights += share * touched * BY_NAME[row.stored_dtype(geometry.dtype)].nbytes
+            flops += 2 * padding * share / (config.num_experts if kind == "experts" else 1)
+    collectives = {"attend": 2, "experts": 1}.get(phase, 0) if geometry.tp > 1 else 0
+    return _bound(moved | ({"weights": round(weights)} if weights else {}), flops, collectives, chip)
 
 
 def expert_times(config: Config, geometry: Geometry, padding: int, chip: Chip) -> Experts:

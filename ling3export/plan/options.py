@@ -20,6 +20,7 @@ class Options:
         paddings: Padded tokens of the prefill programs: ascending multiples of 16.
         decode_paddings: Sequences of the decode programs; None derives them from ``paddings`` and ``max_running``.
         score_paddings: Padded tokens of the score programs; none without.
+        afd: Attention processes of which an FFN worker takes tokens; 0 for a model that is not split.
         tp: Devices that share the model on cpu; None is 16, or all slabs of a model that has fewer.
         targets: ``PLATFORM[:KIND][:TOPOLOGY][@TP]``.
         max_running: Sequences that hold state at once.
@@ -37,6 +38,7 @@ class Options:
     paddings: tuple[int, ...] = (16, 128, 512)
     decode_paddings: tuple[int, ...] | None = None
     score_paddings: tuple[int, ...] = ()
+    afd: int = 0
     tp: int | None = None
     targets: tuple[str, ...] = ("cpu",)
     max_running: int = 64

@@ -15,6 +15,7 @@ DEFAULT_CONTEXT = 8192
 SLOTS_MOVED = 8  # pairs of slots that a call copies at most
 PAGES_MOVED = 8  # latent pages that a call fetches or stores at most: 14 MB of Ling3-Tiny's beside 20 MB of state
 MOST_SNAPSHOTS = 2**16
+MOST_SESSIONS = 1024  # what a schedule context may count
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Plan:
     context: int  # longest sequence in tokens
     notes: tuple[str, ...] = ()  # lines for the user: what was chosen, and why
     score_paddings: tuple[int, ...] = ()  # score's
+    ffn_paddings: tuple[int, ...] = ()  # those of dispatch and experts; with none, decode steps are not cut
 
     @property
     def named_notes(self) -> list[str]:
@@ -57,6 +59,13 @@ class Plan:
             *(Cell("decode", p) for p in reversed(self.decode_paddings)),
             *(Cell("sample", r) for r in reversed(rows)),
             *moving_cells(self.geometry),
+            *(
+                Cell(phase, p)
+                for phase in ("attend", "combine", "head")
+                for p in reversed(self.decode_paddings)
+                if self.ffn_paddings
+            ),
+            *(Cell(phase, p) for phase in ("dispatch", "experts") for p in reversed(self.ffn_paddings)),
         )
 
     def record(self) -> dict[str, Any]:
@@ -66,6 +75,7 @@ class Plan:
             "score_paddings": list(self.score_paddings), "max_running": self.geometry.slots,
             "page_size": self.geometry.page_size, "context": self.context, "pages": self.geometry.pages,
             "dtype": self.geometry.dtype, "geometry": asdict(self.geometry),
+            **({"ffn_paddings": list(self.ffn_paddings)} if self.ffn_paddings else {}),
         }  # fmt: skip
 
 
@@ -92,6 +102,25 @@ def derive_decode_paddings(paddings: Sequence[int], max_running: int) -> tuple[t
     if last != max_running:
         held += f", rounded up to {last}"
     return chosen, f"decode paddings {','.join(map(str, chosen))}: from one sequence alone to {held}"
+
+
+def derive_ffn_paddings(config: Config, decode: Sequence[int], sessions: int) -> tuple[int, ...]:
+    """Pairs of a token and one of its experts that an FFN worker takes at once: one session's micro batch, or all's.
+
+    Args:
+        config: The model.
+        decode: Sizes of a micro batch.
+        sessions: The most attention processes that publish to a worker; 0 for a model that is not split.
+
+    Raises:
+        PlanError: There are no experts to split off.
+    """
+    if not 0 <= sessions <= MOST_SESSIONS:
+        raise PlanError(f"--afd: expected 0 to {MOST_SESSIONS} attention processes, found {sessions}")
+    if sessions and not config.layers("moe"):
+        raise PlanError("--afd: expected a model with experts, found dense layers alone")
+    return tuple(sorted({each * size * config.num_experts_per_tok for size in decode for each in {1, sessions} if
+                         sessions}))  # fmt: skip
 
 
 def forms(config: Config, target: Target) -> dict[str, Any]:
@@ -141,8 +170,8 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
     )  # fmt: skip
     geometry, note = size_pages(config, geometry, options, target)
     notes.append(note)
-    scored = tuple(options.score_paddings)
-    return Plan(target, geometry, tuple(options.paddings), tuple(decode), context, tuple(notes), scored)
+    scored, split = tuple(options.score_paddings), derive_ffn_paddings(config, decode, options.afd)
+    return Plan(target, geometry, tuple(options.paddings), tuple(decode), context, tuple(notes), scored, split)
 
 
 def make_plans(config: Config, options: Options) -> list[Plan]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ling3export.artifacts.manifest import read_checked
 from ling3export.artifacts.records import from_json, to_json
-from ling3export.artifacts.schema import MOVING, Manifest, Receipts
+from ling3export.artifacts.schema import MOVING, SPLIT, Cell, Manifest, Receipts, Target
 from ling3export.errors import ArtifactError, Ling3Error
 from ling3export.processes import LOOPBACK, START_TIMEOUT, Child, Parent, free_port
 from ling3export.runners.hosts.hosts import Hosts
@@ -41,6 +41,7 @@ def measure_target(artifact: Path, name: str, manifest: Manifest, hosts: Hosts |
     }
     prober = Prober(loaded.runner, target, vectors.sequences)
     found: dict[str, Logits] = {}
+    cut: dict[tuple[int, int], Logits] = {}  # by the paddings of attend and dispatch
     receipts = {}
     for cell in sorted(target.cells.values(), key=lambda cell: cell.padding):
         if cell.phase == "sample":
@@ -50,6 +51,11 @@ def measure_target(artifact: Path, name: str, manifest: Manifest, hosts: Hosts |
         elif cell.phase == "score":
             scored = [prober.score(cell.padding, number) for number in range(len(vectors.sequences))]
             receipts[cell.name] = score_receipt(scored, vectors.sequences, expected, tolerance)
+        elif cell.phase in SPLIT:
+            at = split_of(target, cell)
+            if at not in cut:
+                cut[at] = prober.split(manifest, *at)
+            receipts[cell.name] = logits_receipt(cut[at], expected, tolerance)
         else:
             logits = prober.prompts(cell.padding) if cell.phase == "prefill" else prober.decode(cell.padding)
             found[cell.name] = logits
@@ -57,6 +63,15 @@ def measure_target(artifact: Path, name: str, manifest: Manifest, hosts: Hosts |
     if loaded.channel is not None:
         loaded.channel.finish()
     return Receipts(tolerance, receipts, agreement(found))
+
+
+def split_of(target: Target, cell: Cell) -> tuple[int, int]:
+    """The paddings of attend and dispatch that a split cell is run with: its own, and the nearest other that fits."""
+    sizes, pairs = target.paddings("attend"), target.paddings("dispatch")
+    chosen = next(leaf.shape[1] for leaf in target.cells[f"attend@{sizes[0]}"].outputs if leaf.name == "expert_ids")
+    if cell.phase in ("dispatch", "experts"):
+        return max(size for size in sizes if size * chosen <= cell.padding), cell.padding
+    return cell.padding, min(each for each in pairs if cell.padding * chosen <= each)
 
 
 def measure_apart(artifact: Path, target: str, manifest: Manifest) -> Receipts:

@@ -1,14 +1,16 @@
 """Feeds test vectors to a loaded target, with slots and pages handed out by hand."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ling3export.artifacts.schema import Sequence, Target
+from ling3export.artifacts.schema import GIVERS, Manifest, Sequence, Target
 from ling3export.errors import ArtifactError
 from ling3export.runners.engine.inputs import Fields, Span, decode_fields, prefill_fields, sample_fields
+from ling3export.runners.ffn import split
+from ling3export.runners.ffn.connector import Phases
 from ling3export.verify.receipts import Logits, Scored
 
 if TYPE_CHECKING:
@@ -78,8 +80,22 @@ class Prober:
         stops = range(self._chunk, len(tokens) + self._chunk, self._chunk)
         return fields, [start + min(stop, len(tokens)) - 1 for stop in stops]
 
-    def decode(self, padding: int) -> Logits:
-        """Prefills every prompt at the smallest padding, then decodes the given tokens, as many rows a step as fit."""
+    def split(self, manifest: Manifest, padding: int, pairs: int) -> Logits:
+        """:meth:`decode` through ``attend@padding``, ``dispatch@pairs`` and their like."""
+        sizes, phases = split.Sizes(manifest, self._target), Phases()
+        exchange = split.LocalExperts(split.ExpertPrograms(self._runner, sizes, (pairs,), phases))
+        return self.decode(
+            padding, lambda fields: split.decode(self._runner, sizes, exchange, fields, padding, 1, phases)
+        )
+
+    def decode(self, padding: int, step: Callable[[Fields], np.ndarray] | None = None) -> Logits:
+        """Prefills every prompt at the smallest padding, then decodes the given tokens, as many rows a step as fit.
+
+        Args:
+            padding: Rows of a step.
+            step: Runs one; ``decode@padding`` by default.
+        """
+        step = step or (lambda fields: self._runner.read(self._runner.step("decode", padding, fields)))
         prefill = self._target.paddings("prefill")[0]
         found: Logits = {}
         together = min(padding, self._state.slots, self._state.pages // self._pages, len(self._sequences))
@@ -88,10 +104,10 @@ class Prober:
             for slot, sequence in enumerate(group, 1):
                 for _ in self.prefill(prefill, sequence, slot):
                     pass
-            found |= self._decode_group(padding, group)
+            found |= self._decode_group(padding, group, step)
         return found
 
-    def _decode_group(self, padding: int, group: list[int]) -> Logits:
+    def _decode_group(self, padding: int, group: list[int], step_of: Callable[[Fields], np.ndarray]) -> Logits:
         found: Logits = {}
         steps = max(len(self._sequences[s].ids) - self._sequences[s].prompt for s in group)
         for step in range(steps):
@@ -103,13 +119,13 @@ class Prober:
                 rows[:, row] = row + 1, at[row], entries[row].ids[at[row]]
             slots, positions, tokens = rows.tolist()
             fields = decode_fields(padding, slots, positions, self._table(len(group)), tokens)
-            logits = self._runner.read(self._runner.step("decode", padding, fields))
+            logits = step_of(fields)
             found |= {(group[row], at[row]): logits[row] for row in live}
         return found
 
     def sample(self, rows: int) -> tuple[int, int]:
         """Greedy tokens of one call through ``sample``: (how many were compared, how many were wrong)."""
-        giver = next(cell for cell in self._target.cells.values() if cell.phase != "sample" and cell.rows == rows)
+        giver = next(cell for cell in self._target.cells.values() if cell.phase in GIVERS and cell.rows == rows)
         phase, padding = giver.phase, giver.padding
         if phase == "decode":
             fields = decode_fields(padding, [], [], self._table(1))

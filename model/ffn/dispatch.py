@@ -13,7 +13,8 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
-MASK = 1_000_000  # an expert id from here on means "no expert"
+from ling3export.experts import MASK
+
 LAST = jnp.iinfo(jnp.int32).max  # the sorting key of masked pairs
 MOST_EXPERTS = 8192
 SCALE_BYTES = 4

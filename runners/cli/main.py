@@ -14,6 +14,7 @@ from ling3export.runners import flight
 from ling3export.runners.cli.batch import batch
 from ling3export.runners.cli.errors import require
 from ling3export.runners.cli.eval import evaluate
+from ling3export.runners.cli.ffn import ffn_options, ffn_worker
 from ling3export.runners.cli.hosts import host_options, leading
 from ling3export.runners.cli.options import (
     PATH,
@@ -51,7 +52,7 @@ class _Ids(click.ParamType):
 
 @click.group(
     cls=Group,
-    sections={"Run": ("generate", "batch", "serve"), "Evaluate": ("eval", "lm-eval")},
+    sections={"Run": ("generate", "batch", "serve", "ffn-worker"), "Evaluate": ("eval", "lm-eval")},
     context_settings={"show_default": True},
 )
 @click.version_option(package_name="ling3export")
@@ -61,6 +62,7 @@ def main() -> None:
 
 main.add_command(batch)
 main.add_command(serve)
+main.add_command(ffn_worker)
 main.add_command(evaluate)
 
 
@@ -112,11 +114,12 @@ def lm_eval(arguments: tuple[str, ...]) -> None:
     click.option("--stats", is_flag=True, help="Print counters and the times of the start on stderr."),
 )  # fmt: skip
 @artifact_options
+@ffn_options
 @host_options
 def generate(
     artifact: Path, prompt: str | None, prompt_ids: tuple[int, ...] | None, prompt_file: Path | None,
     logits: Path | None, force: bool, as_json: bool, stats: bool, target: str | None, programs: str, check: str,
-    step_timeout: float | None, place: dict[str, Any], **settings: Any,
+    step_timeout: float | None, ffn: tuple[str, ...], ffn_timeout: float, place: dict[str, Any], **settings: Any,
 ) -> None:  # fmt: skip
     """Complete prompts with ARTIFACT.
 
@@ -130,8 +133,9 @@ def generate(
     from ling3export.runners.engine.engine import Engine
 
     with Engine(
-        artifact, target=target, programs=programs, check=check, hosts=hosts, step_timeout=step_timeout
-    ) as engine:
+        artifact, target=target, programs=programs, check=check, hosts=hosts, step_timeout=step_timeout, ffn=ffn,
+        ffn_timeout=ffn_timeout,
+    ) as engine:  # fmt: skip
         names = ["prompt"] if prompt_file is None else line_names(prompt_file, len(prompts))
         completions = engine.generate(prompts, names=names, logits=logits is not None, **settings)
         if logits is not None:

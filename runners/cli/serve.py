@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from ling3export.runners.cli.errors import require
+from ling3export.runners.cli.ffn import ffn_options
 from ling3export.runners.cli.hosts import host_options, leading
 from ling3export.runners.cli.options import PATH, Command, artifact_options, section
 from ling3export.runners.hosts.rendezvous import announced
@@ -46,11 +47,13 @@ from ling3export.runners.hosts.rendezvous import announced
     click.option("--restarts", type=click.IntRange(0), default=0, help="After failed steps, in ten minutes at most."),
 )
 @artifact_options
+@ffn_options
 @host_options
 def serve(
     artifact: Path, host: str, port: int, allow_host: tuple[str, ...], model: str | None, api_key_file: Path | None,
     max_requests: int, max_body: int, max_connections: int, grace: int, restarts: int, target: str | None,
-    programs: str, check: str, step_timeout: float | None, place: dict[str, Any],
+    programs: str, check: str, step_timeout: float | None, ffn: tuple[str, ...], ffn_timeout: float,
+    place: dict[str, Any],
 ) -> None:  # fmt: skip
     """Serve ARTIFACT over HTTP, in the shapes of OpenAI's API.
 
@@ -71,4 +74,5 @@ def serve(
     run(
         artifact, policy, listener, bounds=Bounds(max_connections), grace=grace, restarts=restarts,
         step_timeout=step_timeout, target=target, programs=programs, check=check, hosts=hosts,
+        ffn=ffn, ffn_timeout=ffn_timeout,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ling3export.runners.engine.request import Limits
+from ling3export.runners.ffn import ATTENTION, WAIT, WHOLE
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.load.loader import Loaded, load
 from ling3export.runners.text.tokenizer import TokenizerFiles
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from ling3export.runners.engine.block_manager import BlockManager
     from ling3export.runners.engine.core import Arrival, EngineCore
     from ling3export.runners.engine.counters import Counters
+    from ling3export.runners.ffn.split import SplitRunner
 
 # A hundred times the temperature below which sample programs of old artifacts took wrong tokens.
 COLDEST = 1e-6
@@ -37,6 +39,7 @@ class Parts:
         counters: What the scheduler counts.
         core: Takes the steps; host 0 of several tells the others.
         renew: Makes another core over the same weights, with fresh state and nothing held; None on several hosts.
+        split: What sends decode steps through FFN workers; None where this process computes its own experts.
     """
 
     loaded: Loaded
@@ -46,11 +49,12 @@ class Parts:
     counters: "Counters"
     core: "EngineCore"
     renew: "Callable[[], EngineCore] | None"
+    split: "SplitRunner | None"
 
 
 def load_parts(
     artifact: str | Path, *, target: str | None, programs: str, check: str, overlap: bool, hosts: Hosts | None,
-    report: Callable[[str], None],
+    report: Callable[[str], None], ffn: tuple[str, ...] = (), ffn_timeout: float = WAIT,
 ) -> Parts:  # fmt: skip
     """Loads an artifact and assembles its engine. The arguments are those of ``Engine``, and equal on all hosts.
 
@@ -59,13 +63,15 @@ def load_parts(
     """
     loaded = load(
         artifact, target=target, programs=programs, check=check, report=report, hosts=hosts,
-        agreed={"overlap": overlap},
+        agreed={"overlap": overlap}, phases=ATTENTION if ffn else WHOLE,
     )  # fmt: skip
     with loaded.channel.together() if loaded.channel else nullcontext():
-        return _assembled(loaded, overlap, report)
+        return _assembled(loaded, overlap, report, ffn, ffn_timeout)
 
 
-def _assembled(loaded: Loaded, overlap: bool, report: Callable[[str], None]) -> Parts:
+def _assembled(
+    loaded: Loaded, overlap: bool, report: Callable[[str], None], ffn: tuple[str, ...], ffn_timeout: float
+) -> Parts:
     # numpy comes with these.
     from ling3export.runners.engine.block_manager import BlockManager
     from ling3export.runners.engine.core import EngineCore, SharedCore
@@ -73,12 +79,15 @@ def _assembled(loaded: Loaded, overlap: bool, report: Callable[[str], None]) -> 
     from ling3export.runners.engine.inputs import Shapes
     from ling3export.runners.engine.scheduler import Scheduler
     from ling3export.runners.engine.sequence import Sequence
+    from ling3export.runners.ffn.split import connected
 
     manifest, record, channel = loaded.manifest, loaded.record, loaded.channel
     files = TokenizerFiles(loaded.folder, manifest.tokenizer, manifest.eos_token_ids)
     eos, tokenizer = files.eos_token_ids(), files.tokenizer("text out") if files.there else None
     limits = Limits(manifest.plan.context, manifest.vocab_size, record.state.pages, record.state.page_size)
-    blocks, counters, runner, shapes = BlockManager.of(record), Counters(), loaded.runner, Shapes.of(record)
+    blocks, counters, shapes = BlockManager.of(record), Counters(), Shapes.of(record)
+    split = connected(loaded.runner, manifest, record, ffn, ffn_timeout) if ffn else None
+    runner = split or loaded.runner
 
     @cache
     def takes_any_temperature() -> bool:
@@ -105,4 +114,4 @@ def _assembled(loaded: Loaded, overlap: bool, report: Callable[[str], None]) -> 
 
     if channel and channel.leads:
         channel.parts(b"")  # the others give theirs when they begin to follow
-    return Parts(loaded, files, limits, blocks, counters, core(), None if channel else renew)
+    return Parts(loaded, files, limits, blocks, counters, core(), None if channel else renew, split)

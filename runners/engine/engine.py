@@ -22,6 +22,7 @@ from ling3export.runners.engine.request import (
     token_ids,
 )
 from ling3export.runners.engine.score import Score, Text, check_cells, pair_ids, scored
+from ling3export.runners.ffn import WAIT
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.load.loader import say
 from ling3export.runners.text.chat import Message
@@ -29,6 +30,12 @@ from ling3export.runners.text.tokenizer import TokenizerFiles
 
 Prompt = str | Many[int] | Many[Message]
 SECONDS = Bounds(0, threading.TIMEOUT_MAX, above=True)
+
+
+def _closed(*steps: Callable[[], None]) -> None:
+    """Takes all steps, one after the other."""
+    for step in steps:
+        step()
 
 
 class Engine:
@@ -46,6 +53,8 @@ class Engine:
             it ends.
         step_timeout: Seconds after which a call of the devices that did not return stops the engine; None for any time.
         report: Told what was chosen and why; stderr by default.
+        ffn: Names of the FFN workers that compute the experts of decode steps; none where this process does.
+        ffn_timeout: Seconds to wait for a worker to be there, and for each answer.
 
     Attributes:
         manifest: The manifest of the artifact.
@@ -63,15 +72,19 @@ class Engine:
     def __init__(
         self, artifact: str | Path, *, target: str | None = None, programs: str = "prebuilt-only", check: str = "all",
         overlap: bool = True, max_requests: int | None = None, hosts: Hosts | None = None, linger: float = 0.0,
-        step_timeout: float | None = None, report: Callable[[str], None] = say,
+        step_timeout: float | None = None, report: Callable[[str], None] = say, ffn: Many[str] = (),
+        ffn_timeout: float = WAIT,
     ) -> None:  # fmt: skip
         if hosts is not None and hosts.number:
             raise RequestError(f"engine: expected it on host 0, found host {hosts.number}", "the others call follow()")
+        if ffn and hosts is not None:
+            raise RequestError("ffn: expected none on several hosts, found some", "run one process a session")
         if step_timeout is not None:
             step_timeout = SECONDS.number(step_timeout, "step_timeout")
         parts = load_parts(
-            artifact, target=target, programs=programs, check=check, overlap=overlap, hosts=hosts, report=report
-        )
+            artifact, target=target, programs=programs, check=check, overlap=overlap, hosts=hosts, report=report,
+            ffn=tuple(ffn), ffn_timeout=ffn_timeout,
+        )  # fmt: skip
         from ling3export.runners.engine.loop import Loop  # with numpy
 
         loaded = parts.loaded
@@ -84,11 +97,12 @@ class Engine:
         self._record, self._artifact = loaded.record, artifact
         self._blocks, self._counters = parts.blocks, parts.counters
         self._compiles, self._weight_bytes = loaded.compiles, loaded.weight_bytes
-        self._several = hosts is not None
+        self._several, self._split = hosts is not None, parts.split
         self._loop = Loop(parts.core, self.timings, max_requests, renew=parts.renew, step_timeout=step_timeout)
         if loaded.channel is not None and linger:
             loaded.channel.outlive(self._loop.abandon, linger)
-        self._close = weakref.finalize(self, self._loop.close)  # also at the end of the process
+        steps = [self._loop.close, *([] if self._split is None else [self._split.close])]
+        self._close = weakref.finalize(self, _closed, *steps)  # also at the end of the process
 
     def generate(
         self, prompts: Many[Prompt], *, max_tokens: int, temperature: float = Sampling.temperature,
@@ -251,6 +265,7 @@ class Engine:
             "weight_bytes": self._weight_bytes,
             "compile_events": self._compiles.count,
             "seconds": {name: round(seconds, 4) for name, seconds in self.timings.seconds.copy().items()},
+            **({"split": self._split.phases.record()} if self._split else {}),
         }
 
     @property

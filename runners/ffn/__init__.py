@@ -1,1 +1,17 @@
 """The FFN side of a split model: what attention sessions publish in shared memory, and what is ready to be computed."""
+
+
+class _All:
+    """Every phase but some."""
+
+    def __init__(self, *left_out: str) -> None:
+        self._left_out = left_out
+
+    def __contains__(self, phase: object) -> bool:
+        return phase not in self._left_out
+
+
+FFN = ("dispatch", "experts")  # the phases of a worker's programs
+ATTENTION = _All(*FFN)  # those of an attention process
+WHOLE = _All(*FFN, "attend", "combine", "head")  # those of a process that computes its own experts
+WAIT = 60.0  # seconds that one side waits for the other before it calls that a fault

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ling3export.errors import Ling3Error
+from ling3export.experts import MASK
 from ling3export.runners.ffn.context import HEAD, SIZE, ContextError, ScheduleContext, get, put
 
-MASK = 1_000_000  # an expert id from here on means "no expert"
 FLAG, LAYER = 0, 1  # places in a row of the token info
 LONGEST_NAP = 0.001  # seconds between two looks
 
@@ -73,15 +73,25 @@ class TokenBuffers:
         self.context = context = ScheduleContext.parse(memory)
         context.check(row_bytes, len(memory))
         self._memory = memory
-        self._info = self._view(context.ffn_token_info_buf, np.int32, context.info_shape)
-        self.data = self._view(context.ffn_token_data_buf, np.uint8, context.data_shape)
+        self._info = self.view(context.ffn_token_info_buf, np.int32, context.info_shape)
+        self.data = self.view(context.ffn_token_data_buf, np.uint8, context.data_shape)
 
-    def _view(self, start: int, dtype: type[np.generic], shape: tuple[int, ...]) -> np.ndarray:
+    def view(self, start: int, dtype: type[np.generic], shape: tuple[int, ...]) -> np.ndarray:
+        """An array of the segment.
+
+        Raises:
+            ContextError: It does not lie within.
+        """
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         if start % 4 or start + size > len(self._memory):
             where = f"within the {len(self._memory)} bytes of the segment"
             raise ContextError(f"context buffer: expected {size} bytes {where}, found them at {start}")
         return np.frombuffer(self._memory[start : start + size], dtype).reshape(shape)
+
+    def clear(self) -> None:
+        """Nothing is published: no flag is set, every expert id is masked."""
+        self._info[:] = 0
+        self._info[..., HEAD:] = MASK
 
     @property
     def running(self) -> bool:
@@ -105,10 +115,22 @@ class TokenBuffers:
         Raises:
             ContextError: What was published there before has not been taken.
         """
-        info = self._info[session, micro_batch]
-        if info[FLAG]:
-            raise ContextError(f"session {session}: expected micro batch {micro_batch} to be free, found it published")
+        self._check_free(session, micro_batch)
         self.data[session, micro_batch, ..., : rows.shape[-1]] = rows
+        self.announce(session, micro_batch, layer, expert_ids)
+
+    def _check_free(self, session: int, micro_batch: int) -> None:
+        if self._info[session, micro_batch, FLAG]:
+            raise ContextError(f"session {session}: expected micro batch {micro_batch} to be free, found it published")
+
+    def announce(self, session: int, micro_batch: int, layer: int, expert_ids: np.ndarray) -> None:
+        """:meth:`publish` for data that is in its place already.
+
+        Raises:
+            ContextError: What was published there before has not been taken.
+        """
+        self._check_free(session, micro_batch)
+        info = self._info[session, micro_batch]
         info[LAYER] = layer
         info[HEAD:] = expert_ids.reshape(-1)
         info[FLAG] = 1
@@ -170,7 +192,7 @@ class TokenBuffers:
             raise ContextError(f"context `out_num`: expected at most {sessions} rows, found {now.out_num}")
 
         def read(start: int, *shape: int) -> np.ndarray:
-            return self._view(start, np.int32, (sessions, *shape)).copy()
+            return self.view(start, np.int32, (sessions, *shape)).copy()
 
         ids = read(now.expert_ids_buf, *now.data_shape[2:4])
         return Published(

@@ -8,10 +8,10 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,7 +94,7 @@ class Loaded:
 def load(
     artifact: str | Path, *, target: str | None = None, programs: str = "prebuilt-only", check: str = "all",
     report: Callable[[str], None] = say, manifest: Manifest | None = None,
-    hosts: "Hosts | None" = None, agreed: dict[str, Any] | None = None,
+    hosts: "Hosts | None" = None, agreed: dict[str, Any] | None = None, phases: Container[str] | None = None,
 ) -> Loaded:  # fmt: skip
     """Loads an artifact.
 
@@ -109,6 +109,7 @@ def load(
         hosts: This process's place among several; every one of them calls this, and all return together.
         agreed: What else must be the same on all hosts, by name.
         manifest: Used instead of the folder's: a build measures what it has no manifest for yet.
+        phases: Load the programs of these alone, and the weights and the state that they take; None for all.
 
     Raises:
         ArtifactError: The artifact is missing, damaged, or not for this machine under this policy.
@@ -134,7 +135,7 @@ def load(
     # Loading a program is one core's work: more threads than cores only fight over memory (measured: 2 times slower).
     pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ling3-load")
     try:
-        return _load(folder, manifest, name, channel, pool, timings, programs, check, report)
+        return _load(folder, manifest, name, channel, pool, timings, programs, check, report, phases)
     except BaseException as error:
         if channel is not None:
             channel.fail(str(error).partition("\nhint: ")[0])
@@ -145,7 +146,7 @@ def load(
 
 def _load(
     folder: Path, manifest: Manifest, target: str, channel: "Channel | None", pool: ThreadPoolExecutor,
-    timings: Timings, policy: str, check: str, report: Callable[[str], None],
+    timings: Timings, policy: str, check: str, report: Callable[[str], None], phases: Container[str] | None,
 ) -> Loaded:  # fmt: skip
     """``load``, once the target is known and the other hosts are there."""
 
@@ -154,6 +155,8 @@ def _load(
             return work()
 
     record = manifest.targets[target]
+    if phases is not None:
+        record = _reduced(record, phases)
     checked: Future[None] | None = None
     with timings.stage("imports"), uncollected():
         from ling3export.runners.load import programs  # numpy comes with what is imported from here on
@@ -195,6 +198,15 @@ def _load(
     parts = None if channel is None else channel.parts
     ready = model_runner.ModelRunner(record, loaded, params, state, mesh, parts)
     return Loaded(folder, manifest, target, ready, verdicts, timings, compiles, weights.nbytes, channel)
+
+
+def _reduced(target: Target, phases: Container[str]) -> Target:
+    """A target with the cells of some phases, and what they take of its parameters and its state."""
+    cells = {name: cell for name, cell in target.cells.items() if cell.phase in phases}
+    taken = {(leaf.group, leaf.name) for cell in cells.values() for leaf in cell.inputs}
+    parameters = tuple(each for each in target.parameters if ("params", each.argument) in taken)
+    arrays = tuple(each for each in target.state.arrays if ("state", each.name) in taken)
+    return replace(target, cells=cells, parameters=parameters, state=replace(target.state, arrays=arrays))
 
 
 @contextmanager

@@ -137,10 +137,14 @@ class ModelRunner:
         rows = min(self._target.paddings("sample"))
         cell = self._target.cells[f"sample@{rows}"]
         (leaf,) = (leaf for leaf in cell.inputs if leaf.name == "logits")
-        sharding = NamedSharding(self._mesh, PartitionSpec(*leaf.spec))
-        logits = device_array(np.full(leaf.shape, np.nan, np.float32), sharding)
+        logits = self.logits(np.full(leaf.shape, np.nan, np.float32))
         fields = {row.name: np.zeros(row.shape, row.dtype) for row in cell.fields}
         return bool((self.read(self.sample(logits, rows, fields)) == -1).all())
+
+    def logits(self, values: np.ndarray) -> jax.Array:
+        """Logits of the host ``[rows, vocab]`` as ``sample`` takes them."""
+        (leaf,) = (leaf for leaf in self._target.cells[f"sample@{len(values)}"].inputs if leaf.name == "logits")
+        return device_array(values, NamedSharding(self._mesh, PartitionSpec(*leaf.spec)))
 
     def read(self, array: jax.Array) -> np.ndarray:
         """Waits for an array, and fetches it; if it is split over hosts, host 0 gets it whole and the others a part."""
@@ -151,6 +155,21 @@ class ModelRunner:
     def wait(self, array: jax.Array) -> None:
         """Waits until an array is computed."""
         array.block_until_ready()
+
+    def call(self, name: str, fields: Mapping[str, np.ndarray], batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Runs any cell.
+
+        Args:
+            name: ``decode@16``.
+            fields: Every field of the step contract, by name.
+            batch: Arrays beside them; numpy's are replicated, and have to stay as they are.
+
+        Returns:
+            What it gives, by name, still being computed. The state goes on.
+        """
+        here = {key: device_array(value, self._replicated) if isinstance(value, np.ndarray) else value
+                for key, value in batch.items()}  # fmt: skip
+        return self._run(name, fields, here)
 
     def _run(self, name: str, fields: Mapping[str, np.ndarray], batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         cell = self.cells[name]

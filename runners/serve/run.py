@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from ling3export.errors import Ling3Error
 from ling3export.runners.engine.engine import Engine
+from ling3export.runners.ffn import WAIT
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.service import is_loopback
 from ling3export.runners.load.loader import say
@@ -32,6 +33,7 @@ SPARE = 64  # files beside connections that a server may open, connections that 
 def serve(
     artifact: Path, policy: Policy, listener: socket.socket, *, bounds: Bounds, grace: int, target: str | None,
     programs: str, check: str, hosts: Hosts | None = None, restarts: int = 0, step_timeout: float | None = None,
+    ffn: tuple[str, ...] = (), ffn_timeout: float = WAIT,
 ) -> None:  # fmt: skip
     """Serves at the address of ``listener`` (``bound``) until SIGTERM or SIGINT; prints it once clients may connect.
 
@@ -39,7 +41,7 @@ def serve(
     seconds, then the process ends.
 
     After a failed step the engine is restarted, up to ``restarts`` times in ten minutes. A call of the devices that
-    takes longer than ``step_timeout`` seconds stops the engine.
+    takes longer than ``step_timeout`` seconds stops the engine. ``ffn`` and ``ffn_timeout`` are the engine's, too.
 
     At the signal it takes no new connections; calls that run have ``grace`` seconds to end, then they are cancelled,
     and their clients get an error.
@@ -52,7 +54,7 @@ def serve(
         listener,
         Engine(
             artifact, target=target, programs=programs, check=check, max_requests=policy.max_requests, hosts=hosts,
-            linger=LINGER, step_timeout=step_timeout,
+            linger=LINGER, step_timeout=step_timeout, ffn=ffn, ffn_timeout=ffn_timeout,
         ) as engine,
         supervised(engine, restarts),
     ):  # fmt: skip

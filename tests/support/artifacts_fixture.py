@@ -56,6 +56,7 @@ class Recipe:
     paddings: tuple[int, ...] = (128,)
     decode: int = 8
     score: tuple[int, ...] = ()
+    afd: int = 0
     target: str = "cpu"
 
     @property
@@ -71,6 +72,8 @@ class Recipe:
         }  # fmt: skip
         if self.score:
             numbers["--score-paddings"] = ",".join(map(str, self.score))
+        if self.afd:
+            numbers["--afd"] = self.afd
         if self.target.startswith("tpu"):
             numbers |= {"--max-running": 4, "--context": 512, "--page-size": 256}
             del numbers["--tp"]
@@ -89,6 +92,8 @@ RECIPES = {
     "micro-tp2": Recipe(2, "micro"),
     "micro-tp1": Recipe(1, "micro"),
     "micro-tp4-flat": Recipe(4, "micro", overrides={"q_lora_rank": None}),
+    # Decode cut at the experts: micro batches of two tokens, of up to three attention processes.
+    "micro-tp1-afd": Recipe(1, "micro", paddings=(16,), decode=2, afd=3),
     "micro-tp1-seed2": Recipe(1, "micro", seed=2),
     "micro-tp1-experts": Recipe(1, "micro", overrides={"num_experts": 32}),
     "demo-tp16": Recipe(16, "demo", dtype="bfloat16", score=(128,)),

@@ -14,7 +14,7 @@ RUNNERS = (
     ("runners.load",),
     ("runners.hosts", "runners.text"),
     ("artifacts",),
-    ("dtypes", "errors", "reading", "shards", "strict_json", "runners.flight"),
+    ("dtypes", "errors", "experts", "reading", "shards", "strict_json", "runners.flight"),
 )
 BUILD = (
     ("cli",),
@@ -25,11 +25,11 @@ BUILD = (
     ("plan",),
     ("checkpoint",),
     ("model", "artifacts"),
-    ("dtypes", "errors", "reading", "shards", "strict_json"),
+    ("dtypes", "errors", "experts", "reading", "shards", "strict_json"),
 )
 # Single modules at the bottom, for the whole build side; and what it may import of the runners.
 BOTTOM = {"processes", "sources", "tables"}
-FROM_RUNNERS = {"runners.load", "runners.engine.inputs", "runners.hosts", "runners.text"}
+FROM_RUNNERS = {"runners.load", "runners.engine.inputs", "runners.ffn", "runners.hosts", "runners.text"}
 BESIDES = {
     "strict_json": {"reading"},
     "cli": {"runners.cli"},

@@ -40,6 +40,23 @@ def test_cells_of_the_default_plan():
     )
 
 
+def test_a_split_model_has_experts_for_one_session_and_for_all():
+    plan = make_plan(CONFIG, replace(SMALL, decode_paddings=(2, 8), afd=3), "cpu")
+    split = [cell.name for cell in plan.cells if cell.phase not in ("prefill", "decode", "sample")]
+    assert split == [
+        "attend@8", "attend@2", "combine@8", "combine@2", "head@8", "head@2",
+        "dispatch@96", "dispatch@32", "dispatch@24", "dispatch@8",
+        "experts@96", "experts@32", "experts@24", "experts@8",
+    ]  # fmt: skip
+    whole = make_plan(CONFIG, replace(SMALL, decode_paddings=(2, 8)), "cpu")
+    assert [cell for cell in plan.cells if cell.name not in split] == list(whole.cells)
+    assert "ffn_paddings" not in whole.record() and plan.record()["ffn_paddings"] == [8, 24, 32, 96]
+    assert refusal(afd=-1) == "--afd: expected 0 to 1024 attention processes, found -1"
+    dense = Config.from_dict(tiny_fields(first_k_dense_replace=7))
+    with pytest.raises(PlanError, match="--afd: expected a model with experts, found dense layers alone"):
+        make_plan(dense, replace(SMALL, afd=1), "cpu")
+
+
 @pytest.mark.parametrize(
     ("paddings", "running", "expected", "why"),
     [

@@ -23,9 +23,10 @@ Options:
   -h, --help  Show this message and exit.
 
 Run:
-  generate  Complete prompts with ARTIFACT.
-  batch     Answer a file of requests; merge the answers of shards.
-  serve     Serve ARTIFACT over HTTP, in the shapes of OpenAI's API.
+  generate    Complete prompts with ARTIFACT.
+  batch       Answer a file of requests; merge the answers of shards.
+  serve       Serve ARTIFACT over HTTP, in the shapes of OpenAI's API.
+  ffn-worker  Compute ARTIFACT's experts for attention processes.
 
 Evaluate:
   eval     Evaluate an artifact: run suites, compare runs, check tasks.
@@ -77,6 +78,11 @@ Artifact:
                                   memory, and checks it.  [default: all]
   --step-timeout SECONDS          Fail what runs once a call of the devices
                                   takes longer.  [default: any time]  [x>0]
+
+Attention and FFN apart:
+  --ffn NAME             An ffn-worker's --context; again for every worker.
+  --ffn-timeout SECONDS  Fail what runs once a worker does not come or does not
+                         answer for so long.  [default: 60.0; x>0]
 
 Several hosts:
   --coordinator HOST:PORT    Where host 0 listens for the others; auto asks the

@@ -1,0 +1,177 @@
+"""Attention and FFN apart: what each phase takes, how long each side waits, and where the split would pay on paper."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from bench.inputs import artifact
+from bench.report import machine, say, show, table
+from ling3export.artifacts.manifest import read_manifest
+from ling3export.checkpoint.synth import config_fields
+from ling3export.cost.roofline import TOKENS, roofline_bound
+from ling3export.model.config import Config
+from ling3export.plan.chips import CHIPS
+from ling3export.plan.options import Options
+from ling3export.plan.plan import make_plan
+from ling3export.runners.ffn import WAIT
+
+RUNNER = (sys.executable, "-m", "ling3export.runners.cli")
+PROMPT, ANSWER = 8, 64  # tokens
+BATCHES, WIDTHS = (16, 64, 256, 1024), (512, 2048, 8192)  # sequences of an attention group, expert widths
+LINKS = (25, 100, 400)  # GB/s of a group of 16 chips, each way
+MOST = 8  # groups of a kind
+
+
+def stats(text: str) -> dict[str, Any]:
+    """What ``--stats`` printed."""
+    line = next(line for line in text.splitlines() if line.startswith("stats: "))
+    found: dict[str, Any] = json.loads(line.removeprefix("stats: "))
+    return found
+
+
+def run(folder: Path, sessions: int, workers: int, micro_batches: int) -> dict[str, Any]:
+    """Attention processes and workers until each session has its answers; without workers one fused engine.
+
+    Returns:
+        Tokens of each session, and the stats of both sides; seconds from the first process's start to the last end.
+    """
+    manifest = read_manifest(folder)
+    running, vocabulary = manifest.plan.max_running, manifest.vocab_size
+    names = [f"bench-{time.monotonic_ns()}.{number}" for number in range(workers)]
+    with tempfile.TemporaryDirectory() as place:
+        commands = [
+            [*RUNNER, "ffn-worker", folder, "--context", name, "--sessions", sessions, "--micro-batches", micro_batches,
+             "--share", f"{number}/{workers}", "--stats", "--wait", 10 * WAIT]
+            for number, name in enumerate(names)
+        ]  # fmt: skip
+        for session in range(sessions):
+            prompts = Path(place, f"{session}.jsonl")
+            ids = [[(7 * session + 3 * row + at) % vocabulary for at in range(PROMPT)] for row in range(running)]
+            prompts.write_text("".join(json.dumps({"prompt_ids": each}) + "\n" for each in ids))
+            ffn = [word for name in names for word in ("--ffn", name)]
+            commands.append([*RUNNER, "generate", folder, "--prompt-file", prompts, "--max-tokens", ANSWER,
+                             "--ignore-eos", "--stats", "--ffn-timeout", 10 * WAIT, *ffn])  # fmt: skip
+        started = time.perf_counter()
+        processes = [
+            subprocess.Popen([str(word) for word in each], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for each in commands
+        ]
+        said = [process.communicate() for process in processes]
+    for process, (_, errors) in zip(processes, said, strict=True):
+        assert process.returncode == 0, errors
+    return {
+        "seconds": round(time.perf_counter() - started, 2), "tokens": [out for out, _ in said[workers:]],
+        "ffn": [stats(errors) for _, errors in said[:workers]],
+        "attention": [stats(errors) for _, errors in said[workers:]],
+    }  # fmt: skip
+
+
+def phases(found: dict[str, Any]) -> list[list[Any]]:
+    """Rows of a table: side, phase, calls, µs a call, share of the side's time; the time is the decode steps' own."""
+    rows = []
+    for side, seen in (("attention", found["attention"][0]["split"]), ("FFN", found["ffn"][0])):
+        seconds, calls = seen["seconds"], seen["calls"]
+        whole = seconds.get("decode") or sum(seconds.values())
+        for phase, spent in seconds.items():
+            if phase != "decode":
+                rows.append([side, phase, calls[phase], 1e6 * spent / calls[phase], f"{spent / whole:.0%}"])
+        rows.append([side, "bytes sent", calls.get("send_attn_output", calls.get("send_ffn_output")), None,
+                     seen["bytes_sent"]])  # fmt: skip
+    return rows
+
+
+def measured(folder: Path, ways: list[tuple[int, int, int]]) -> dict[str, Any]:
+    """Each way's answers against one engine's, and its phases."""
+    alone: list[dict[str, Any]] = []
+    rows, tables, result = [], [], {}
+    for sessions, workers, micro_batches in ways:
+        while len(alone) < sessions:
+            say(f"fused engine, prompts of session {len(alone)}")
+            whole = run(folder, len(alone) + 1, 0, 0)
+            alone.append(whole)
+        say(f"{sessions}A{workers}F, {micro_batches} micro batches")
+        found = run(folder, sessions, workers, micro_batches)
+        fused = alone[sessions - 1]
+        same = found["tokens"] == fused["tokens"]
+        decoded = found["attention"][0]["split"]
+        steps = decoded["calls"]["decode"]
+        waiting = decoded["seconds"]["recv_ffn_output"] / decoded["seconds"]["decode"]
+        idle = found["ffn"][0]["seconds"]["recv_attn_output"] / sum(found["ffn"][0]["seconds"].values())
+        name = f"{sessions}A{workers}F x {micro_batches}"
+        rows.append([name, "yes" if same else "NO", steps, 1e3 * decoded["seconds"]["decode"] / steps, f"{waiting:.0%}",
+                     f"{idle:.0%}", found["seconds"] / fused["seconds"]])  # fmt: skip
+        tables.append(table([name, "phase", "calls", "µs a call", "share"], phases(found)))
+        result[name] = {"same": same, "seconds": found["seconds"], "fused_seconds": fused["seconds"],
+                        "attention": decoded, "ffn": found["ffn"][0]}  # fmt: skip
+    head = ["way", "tokens equal", "steps", "ms a step", "attention waits", "FFN waits", "whole run, fused = 1"]
+    show("decode steps through FFN workers", [table(head, rows), *tables], {"machine": machine(), **result})
+    assert all(each["same"] for each in result.values())
+    return result
+
+
+def paper() -> None:
+    """At which batch, expert width and link speed the split would pay on v6e, by roofline bounds alone.
+
+    Groups of 16 chips: A for attention, with ``batch`` sequences each, and F that share the experts. Enough micro
+    batches are in flight to hide whatever is not the slowest of attention, experts and link. It is compared with as
+    many chips and as many sequences in two forms that are not split: replicas, each with all experts; and experts
+    spread over all groups, whose link is hidden as well. A and F are the best of 1 to 8.
+    """
+    full, rows, found = Config.from_dict(config_fields("full", {}), where="preset full"), [], []
+    for width in WIDTHS:
+        for batch in BATCHES:
+            for link in LINKS:
+                groups = [(a, f) for a in range(1, MOST + 1) for f in range(1, MOST + 1)]
+                each = [priced(replace(full, moe_intermediate_size=width), batch, link, a, f) for a, f in groups]
+                best = max(each, key=lambda row: min(row["replicas"], row["spread"]) / row["split"])
+                gains = [best[name] / best["split"] for name in ("replicas", "spread")]
+                parts = [1e6 * best[name] for name in ("attention", "experts", "link")]
+                rows.append([width, batch, link, f"{best['A']}A{best['F']}F", *parts, *gains])
+                found.append({"width": width, "batch": batch, "GB/s": link, "A": best["A"], "F": best["F"],
+                              "over_replicas": round(gains[0], 3), "over_spread": round(gains[1], 3)})  # fmt: skip
+    head = ["expert width", "sequences", "GB/s", "best", "attention µs", "experts µs", "link µs", "over replicas",
+            "over spread experts"]  # fmt: skip
+    show("one layer on v6e by roofline bounds, at equal chips and sequences: how much faster the split is",
+         [table(head, rows)], {"chip": "v6e", "rows": found})  # fmt: skip
+
+
+def priced(config: Config, batch: int, link: float, attention: int, ffn: int) -> dict[str, Any]:
+    """Seconds of one layer, split and in both other forms, and the parts of the split."""
+    chip, geometry = CHIPS["tpu", "v6e"], make_plan(config, Options(), "tpu:v6e:4x4").geometry
+    total, sequences = attention + ffn, attention * batch
+
+    @cache
+    def seconds(phase: str, padding: int) -> float:
+        return roofline_bound(config, geometry, phase, padding, chip, TOKENS).seconds
+
+    def experts(tokens: int, groups: int) -> float:
+        """Of a group that has 1 / groups of the experts, as many of the pairs, and of the weights that they touch."""
+        return seconds("experts", tokens * config.num_experts_per_tok) / groups
+
+    share = -(-sequences // total)  # of a group that attends and has experts
+    moved = batch * config.num_experts_per_tok * config.hidden_size * 2 / (link * 1e9)  # of an attention group
+    parts = {"attention": seconds("attend", batch), "experts": experts(sequences, ffn),
+             "link": moved * max(1.0, attention / ffn)}  # fmt: skip
+    spread = max(seconds("attend", share) + experts(sequences, total), moved * share / batch * (total - 1) / total)
+    return {"A": attention, "F": ffn, **parts, "split": max(parts.values()), "spread": spread,
+            "replicas": seconds("attend", share) + experts(share, 1)}  # fmt: skip
+
+
+def main(folder: Path | None, checkpoint: Path | None, ways: list[tuple[int, int, int]]) -> None:
+    """Prints the table on paper, and unless ``ways`` is empty, what was measured."""
+    paper()
+    if ways:
+        if folder is None:
+            from bench.inputs import checkpoint as made
+
+            most = max(sessions for sessions, _, _ in ways)
+            options = ["--tp", 1, "--paddings", 16, "--decode-paddings", "2", "--max-running", 8, "--context", 512,
+                       "--dtype", "float32", "--afd", most]  # fmt: skip
+            folder = artifact(made(checkpoint), "afd", options)
+        measured(folder, ways)

@@ -1,0 +1,242 @@
+"""A decode step cut at each layer's experts: what attention processes compute, what FFN workers compute, and the joint.
+
+One layer's way, for the B tokens of a micro batch and the Y pairs of a token and one of its experts:
+
+    attend@B    hidden -> residual, tokens, expert ids and weights; the state of the sequences goes on
+    dispatch@Y  tokens of many micro batches -> the same, ordered by layer and expert (``ffn_worker_batching``)
+    experts@Y   ordered tokens -> what each token's expert makes of it
+    combine@B   residual + the weighted sum of a token's results -> hidden
+    head@B      the last hidden -> logits
+
+``attend`` holds all that is not a routed expert: the embedding (layer 0), dense layers, the shared expert. Which layer
+a call computes is a number of its batch. Layers of one kind share code where their weights are stacked; where some are
+arguments by layer (the form ``tiles``), every layer is a branch of its own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Float32, Int32
+
+from ling3export.experts import MASK
+from ling3export.model.config import Config
+from ling3export.model.decoder import Layer, Ling3, static_layer
+from ling3export.model.ffn.dispatch import ffn_worker_batching
+from ling3export.model.geometry import AXIS, Geometry
+from ling3export.model.inputs import decode_rows
+from ling3export.model.layers import Index, State, fill_rows, rms_norm, take
+from ling3export.model.moe import MixtureOfExperts, route, tile_layout, tile_rows
+from ling3export.model.products import product
+
+P = PartitionSpec
+Tree = dict[str, Any]
+
+ROUTED = ("moe.experts_gate_up_proj", "moe.experts_down_proj")
+HEAD = ("embeddings.norm", "embeddings.lm_head")
+
+
+@dataclass(frozen=True)
+class Half:
+    """One of the five programs.
+
+    Attributes:
+        takes: Whether it takes a parameter, by its name.
+        stateful: Whether it takes the state, and gives it back.
+        batch: What it takes beside packed fields: abstract values, replicated.
+        out: Partition specs of what it gives.
+        call: From the model (None without parameters), state, unpacked fields and batch to state and output.
+    """
+
+    takes: Callable[[str], bool]
+    stateful: bool
+    batch: Tree
+    out: Tree
+    call: Callable[[Any, State, Tree, Tree], tuple[State, Tree]]
+
+
+def half(config: Config, geometry: Geometry, phase: str, padding: int) -> Half | None:
+    """The half that is called ``phase``, for ``padding`` tokens or pairs; None where the phase is another one."""
+    dtype, dim, chosen = jnp.dtype(geometry.dtype), config.hidden_size, config.num_experts_per_tok
+    shape = jax.ShapeDtypeStruct
+    hidden = shape((padding, dim), jnp.float32)
+    routing = {"expert_ids": shape((padding, chosen), jnp.int32), "weights": shape((padding, chosen), jnp.float32)}
+    rows = shape((padding, dim), dtype)
+    numbers = len(config.layers("moe")) * config.num_experts
+    if phase == "attend":
+        names: tuple[str, ...] = ("residual", "tokens", "expert_ids", "weights")
+        return Half(lambda name: name not in (*ROUTED, *HEAD), True, {"hidden": hidden}, dict.fromkeys(names, P()),
+                    attend)  # fmt: skip
+    if phase == "dispatch":
+        names = ("y", "group_list", "gather_idx", "actual_token_num", "dropped")
+        return Half(lambda name: False, False, {"token_data": rows}, dict.fromkeys(names, P()),
+                    lambda _, state, fields, batch: (state, dispatch(fields, batch["token_data"], config)))  # fmt: skip
+    if phase == "experts":
+        batch = {"y": rows, "group_list": shape((numbers, 2), jnp.int32)}
+        return Half(lambda name: name in ROUTED, False, batch, {"results": P()},
+                    lambda model, state, _, batch: (state, {"results": experts(model.moe, **batch)}))  # fmt: skip
+    if phase == "combine":
+        batch = {"residual": hidden, "results": shape((padding, chosen, dim), dtype), **routing}
+        return Half(lambda name: False, False, batch, {"hidden": P()},
+                    lambda _, state, __, batch: (state, {"hidden": combine_rows(**batch)}))  # fmt: skip
+    if phase == "head":
+        return Half(lambda name: name in HEAD, False, {"hidden": hidden}, {"logits": P(None, AXIS)},
+                    lambda model, state, _, batch: (state, {"logits": model.logits(batch["hidden"])}))  # fmt: skip
+    return None
+
+
+def attend(model: Ling3, state: State, fields: Tree, batch: Tree) -> tuple[State, Tree]:
+    """One layer but its routed experts, of the sequences of a decode step.
+
+    Fields are those of ``decode`` and ``layer [1]``; ``hidden [B, D]`` is what the layer before it gave; layer 0 embeds
+    the tokens instead.
+
+    Returns:
+        ``residual [B, D]`` in fp32, with the shared expert or the dense MLP; ``tokens [B, D]``, what routed experts
+        take, in the model dtype; ``expert_ids`` and ``weights [B, K]``: MASK for padding and in dense layers.
+    """
+    config, geometry, number = model.config, model.geometry, fields["layer"][0]
+    count = fields["slot"].shape[0]
+    rows = decode_rows({name: value for name, value in fields.items() if name != "layer"}, state["last_token"],
+                       geometry)  # fmt: skip
+    hidden = fill_rows(batch["hidden"], geometry.fewest_rows)
+    x = lax.cond(number == 0, lambda: model.embed(rows.token), lambda: hidden)
+    layers = [static_layer(config, index) for index in range(config.num_hidden_layers)]
+    keys = [each if geometry.tiled else (each.attention, each.mlp) for each in layers]
+    branches = dict(zip(keys, layers, strict=True))  # a layer for each branch
+    which = [list(branches).index(key) for key in keys]
+    places = jnp.array([(each.attention_index, each.mlp_index) for each in layers], jnp.int32)
+
+    def branch(layer: Layer) -> Callable[[jax.Array, State], Any]:
+        def run(x: jax.Array, state: State) -> Any:
+            here = layer if geometry.tiled else Layer(number, layer.attention, places[number, 0], layer.mlp,
+                                                      places[number, 1])  # fmt: skip
+            return _half_layer(model, here, x, state, rows)
+
+        return run
+
+    out, state = lax.switch(jnp.array(which)[number], [branch(layer) for layer in branches.values()], x, state)
+    return state, {name: value[:count] for name, value in out.items()}
+
+
+def _half_layer(model: Ling3, layer: Layer, x: Float32[Array, "B D"], state: State, rows: Any) -> tuple[Tree, State]:
+    """``Ling3.run_layer`` without the routed experts."""
+    eps, dtype = model.config.rms_norm_eps, jnp.dtype(model.geometry.dtype)
+    weight = take(model.layers["input_layernorm"][...], layer.number, split=False)
+    part, state = model.attention(rms_norm(x, weight, eps).astype(dtype), layer, state, rows)
+    x = x + lax.psum(part, AXIS)
+    normed = rms_norm(x, take(model.layers["post_attention_layernorm"][...], layer.number, split=False), eps)
+    tokens = normed.astype(dtype)
+    if layer.mlp == "dense":
+        shape = (x.shape[0], model.config.num_experts_per_tok)
+        chosen, weights = jnp.full(shape, MASK, jnp.int32), jnp.zeros(shape, jnp.float32)
+        local = model.dense_mlp(normed, layer.mlp_index)
+    else:
+        assert model.moe is not None
+        chosen, weights = routing(model.moe, normed, layer.mlp_index)
+        chosen = jnp.where(rows.valid[:, None], chosen, MASK)
+        local = model.moe.shared(tokens, layer.mlp_index)
+    residual = x + lax.psum(local, AXIS)
+    return {"residual": residual, "tokens": tokens, "expert_ids": chosen, "weights": weights}, state
+
+
+def routing(
+    moe: MixtureOfExperts, x: Float32[Array, "T D"], layer: Index
+) -> tuple[Int32[Array, "T K"], Float32[Array, "T K"]]:
+    """The experts of every row and their weights, from ``x`` normed and unrounded.
+
+    On accelerators they are counted out of the weights of all experts, in the order of their ids: sorting takes XLA:TPU
+    many times as long (docs/log.md).
+    """
+    if not moe.geometry.tiled:
+        return route(*moe.scores(x, layer), moe.config)
+    weights, top = moe.all_weights(x, layer), moe.config.num_experts_per_tok
+    chosen, experts = weights > 0, weights.shape[0]
+    before = jnp.asarray(np.tril(np.ones((experts, experts)), -1), jnp.bfloat16)  # zeros and ones: exact
+    rank = jnp.matmul(before, chosen.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    hot = chosen & (rank == np.arange(top, dtype=np.float32)[:, None, None])  # [K, E, T]
+    ids = jnp.sum(jnp.where(hot, np.arange(experts, dtype=np.int32)[:, None], 0), axis=1, dtype=jnp.int32)
+    return jnp.where(jnp.any(hot, axis=1), ids, MASK).T, jnp.sum(jnp.where(hot, weights, 0.0), axis=1).T
+
+
+def dispatch(fields: Tree, token_data: Float[Array, "Y D"], config: Config) -> Tree:
+    """The operator, for pairs that are rows of their own: so one program serves any number of sessions and tokens.
+
+    Fields are ``expert_ids [Y]``, ``layer_ids [Y]`` (counted among the layers that have experts) and ``out_num [1]``.
+    """
+    layers, (pairs, dim) = len(config.layers("moe")), token_data.shape
+    rows = jnp.arange(pairs, dtype=jnp.int32)
+    found = ffn_worker_batching(
+        token_data.reshape(pairs, 1, 1, 1, dim), fields["expert_ids"].reshape(pairs, 1, 1), rows, jnp.zeros_like(rows),
+        expert_num=layers * config.num_experts, max_out_shape=(pairs, 1, 1, dim), layer_ids=fields["layer_ids"],
+        layer_num=layers, out_num=fields["out_num"][0],
+    )  # fmt: skip
+    return {
+        "y": found.y, "group_list": found.group_list, "gather_idx": found.gather_idx,
+        "actual_token_num": found.actual_token_num[None], "dropped": found.dropped[None],
+    }  # fmt: skip
+
+
+def experts(moe: MixtureOfExperts, y: Float[Array, "Y D"], group_list: Int32[Array, "N 2"]) -> Float[Array, "Y D"]:
+    """What each row's expert makes of it, unweighted; rows without an expert are zero.
+
+    Rows are ordered by expert number, ``layer * E + expert``, and may be of several layers. Each device multiplies the
+    rows of its own experts, a tile of rows of one expert after the other; the devices' results are added up.
+    """
+    layered, total = moe.geometry.tiled, moe.config.num_experts
+    stacks = [stack[f"{0:03}"] if layered else stack for stack in (moe.experts_gate_up_proj, moe.experts_down_proj)]
+    shards, each = stacks[0].shape[0], stacks[0].shape[1 if layered else 2]
+    count, dim = y.shape
+    local, layers = shards * each, group_list.shape[0] // total
+    groups = group_list[:count]  # a group has a row at least, so there are no more
+    ends, row = jnp.cumsum(groups[:, 1]), jnp.arange(count, dtype=jnp.int32)
+    entry = jnp.searchsorted(ends, row, side="right", method="compare_all")
+    number = groups[jnp.minimum(entry, len(groups) - 1), 0]
+    mine = number % total - lax.axis_index(AXIS) * local
+    here = (row < ends[-1]) & (mine >= 0) & (mine < local)
+    rows = tile_rows(count, total)
+    place, tile_expert, _, tiles = tile_layout(jnp.where(here, number // total * local + mine, layers * local),
+                                               layers * local, rows)  # fmt: skip
+    capacity = tile_expert.shape[0] * rows
+    source = jnp.zeros((capacity + 1,), jnp.int32).at[place].set(row)
+
+    def multiply(layer: int | jax.Array, expert: jax.Array, inputs: jax.Array) -> Float32[Array, "rows D"]:
+        shard, at = expert // each, expert % each
+        if layered:
+            gate_up, down = (stack[f"{layer:03}"][...][shard, at]
+                             for stack in (moe.experts_gate_up_proj, moe.experts_down_proj))  # fmt: skip
+        else:
+            gate_up, down = (stack[...][shard, layer, at] for stack in stacks)
+        wide = product(inputs, gate_up.reshape(-1, dim), 1)
+        middle = wide.shape[1] // 2
+        return product((jax.nn.silu(wide[:, :middle]) * wide[:, middle:]).astype(inputs.dtype), down, 1)
+
+    def tile(i: jax.Array, out: jax.Array) -> jax.Array:
+        layer, expert = tile_expert[i] // local, tile_expert[i] % local
+        inputs = y[lax.dynamic_slice_in_dim(source, i * rows, rows)]
+        if layered:
+            branches = [lambda expert, inputs, at=at: multiply(at, expert, inputs) for at in range(layers)]
+            done = lax.switch(layer, branches, expert, inputs)
+        else:
+            done = multiply(layer, expert, inputs)
+        return lax.dynamic_update_slice_in_dim(out, done, i * rows, axis=0)
+
+    with jax.named_scope("tiles"):
+        done = lax.fori_loop(0, tiles, tile, jnp.zeros((capacity + 1, dim), jnp.float32))
+    return lax.psum(jnp.where(here[:, None], done[place], 0.0), AXIS).astype(y.dtype)
+
+
+def combine_rows(
+    residual: Float32[Array, "B D"], results: Float[Array, "B K D"], expert_ids: Int32[Array, "B K"],
+    weights: Float32[Array, "B K"],
+) -> Float32[Array, "B D"]:  # fmt: skip
+    """The layer's output: the residual and each token's weighted results; pairs without an expert count nothing."""
+    live = (expert_ids >= 0) & (expert_ids < MASK)
+    found = jnp.where(live[:, :, None], results.astype(jnp.float32), 0.0)
+    share = jnp.where(live, weights, 0.0)
+    return residual + jnp.einsum("bkd,bk->bd", found, share, precision=lax.Precision.HIGHEST)

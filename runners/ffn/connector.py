@@ -1,0 +1,285 @@
+"""What attention processes and FFN workers send each other, named as in vLLM's AFD connector.
+
+An attention process sends each pair of a token and an expert to the worker that has the expert, and gets back what the
+expert made of it: ``send_attn_output`` → ``recv_attn_output`` → the experts → ``send_ffn_output`` →
+``recv_ffn_output``. Between the first and the last it computes other micro batches.
+"""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ling3export.experts import MASK
+from ling3export.runners.ffn import WAIT
+from ling3export.runners.ffn.context import ContextError
+from ling3export.runners.ffn.schedule import FLAG, LAYER, LONGEST_NAP, Published, ScheduleTimeout
+from ling3export.runners.ffn.segment import HERE, LEFT, LOOK, NEVER, FfnGone, Segment
+
+
+@dataclass
+class Phases:
+    """Seconds and counts of what one side did.
+
+    Attributes:
+        seconds: By phase: ``send_attn_output``, ``recv_ffn_output`` and so on, and the programs by their cells.
+        calls: How often.
+        sent: Bytes of token data that this side wrote for the other.
+    """
+
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    calls: Counter[str] = field(default_factory=Counter)
+    sent: int = 0
+
+    def record(self) -> dict[str, Any]:
+        """All of it as JSON."""
+        seconds = {name: round(value, 4) for name, value in self.seconds.items()}
+        return {"seconds": seconds, "calls": dict(self.calls), "bytes_sent": self.sent}
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Adds a block to a phase."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - started
+            self.calls[phase] += 1
+
+
+def owners(experts: int, workers: int) -> np.ndarray:
+    """The worker that has each expert: int ``[experts]``."""
+    return np.arange(experts) * workers // experts
+
+
+class AttentionConnector:
+    """An attention process's side: a session of every worker.
+
+    Args:
+        names: The workers' segments, in any order.
+        artifact: The digest of the manifest that runs here.
+        experts: Experts of a layer.
+        width: Numbers of a token.
+        dtype: Of tokens and results.
+        wait: Seconds to wait for a worker to be there, and for each answer.
+
+    Attributes:
+        micro_batches: How many may be in flight.
+        tokens: Tokens of a micro batch.
+        phases: What was done.
+
+    Raises:
+        FfnGone: A worker is not there.
+        ContextError: The workers run something else, or are not all shares of the experts.
+    """
+
+    def __init__(
+        self, names: Sequence[str], *, artifact: str, experts: int, width: int, dtype: np.dtype, wait: float = WAIT
+    ) -> None:
+        self.phases, self._wait, self._dtype, self._width = Phases(), wait, dtype, width
+        self._segments: list[Segment] = []
+        self.session = -1
+        try:
+            self._segments = [Segment.attach(name, width * dtype.itemsize, wait) for name in names]
+            self._segments.sort(key=lambda segment: segment.share.index)
+            self._check(artifact)
+            for segment in self._segments:
+                self.session = segment.claim(None if self.session < 0 else self.session)
+        except BaseException:
+            self.close()
+            raise
+        context = self._segments[0].context
+        self.micro_batches, self.tokens = context.micro_batch_num, context.micro_batch_size
+        self._owner = owners(experts, len(names))
+        self._sent: dict[int, tuple[int, np.ndarray]] = {}  # by micro batch: its layer, and the worker of each pair
+
+    def _check(self, artifact: str) -> None:
+        found = [(segment.share.index, segment.share.count) for segment in self._segments]
+        count = len(self._segments)
+        if found != [(index, count) for index in range(count)]:
+            said = ", ".join(f"{index}/{each}" for index, each in found)
+            raise ContextError(f"--ffn: expected each share of {count} once, found {said}",
+                               "name every worker once; ffn-worker --share says which share it has")  # fmt: skip
+        for segment in self._segments:
+            if segment.share.artifact != artifact:
+                raise ContextError(f"--ffn `{segment.name}`: expected a worker of this artifact, found one of another")
+        sizes = {(each.context.data_shape, each.context.expert_num) for each in self._segments}
+        if len(sizes) > 1:
+            raise ContextError(f"--ffn: expected workers of one size, found {len(sizes)}",
+                               "give them the same --sessions, --micro-batches and --micro-batch-size")  # fmt: skip
+
+    def send_attn_output(self, micro_batch: int, layer: int, tokens: np.ndarray, expert_ids: np.ndarray) -> None:
+        """Publishes a micro batch.
+
+        Args:
+            micro_batch: Which of those in flight.
+            layer: Its layer, among those that have experts.
+            tokens: ``[BS, H]``.
+            expert_ids: int32 ``[BS, K1]``, MASK for no expert.
+        """
+        with self.phases.timed("send_attn_output"):
+            live = expert_ids < MASK
+            owner = np.where(live, self._owner[np.where(live, expert_ids, 0)], -1)
+            self._sent[micro_batch] = layer, owner
+            raw = np.ascontiguousarray(tokens).view(np.uint8).reshape(len(tokens), -1)
+            for number, segment in enumerate(self._segments):
+                mine = owner == number
+                if mine.any():
+                    row, place = np.nonzero(mine)
+                    segment.buffers.data[self.session, micro_batch, row, place, : raw.shape[1]] = raw[row]
+                    self.phases.sent += raw.shape[1] * len(row)
+                    ids = np.where(mine, expert_ids, MASK)
+                    segment.buffers.announce(self.session, micro_batch, layer, ids)
+
+    def recv_ffn_output(self, micro_batch: int) -> np.ndarray:
+        """What the experts made of each pair: ``[BS, K1, H]``, zeros where there was none.
+
+        Raises:
+            FfnGone: A worker is dead or has ended.
+            ScheduleTimeout: One lives and does not answer.
+        """
+        layer, owner = self._sent.pop(micro_batch)
+        results = np.zeros((*owner.shape, self._width), self._dtype)
+        with self.phases.timed("recv_ffn_output"):
+            for number, segment in enumerate(self._segments):
+                mine = owner == number
+                if mine.any():
+                    info = segment.back_info[self.session, micro_batch]
+                    self._await(segment, info, micro_batch, layer)
+                    data = segment.back_data[self.session, micro_batch][mine]
+                    results[mine] = data[:, : self._width * self._dtype.itemsize].view(self._dtype)
+                    info[FLAG] = 0
+        return results
+
+    def _await(self, segment: Segment, info: np.ndarray, micro_batch: int, layer: int) -> None:
+        started = looked = time.monotonic()
+        nap = LONGEST_NAP / 64
+        while not info[FLAG]:
+            now = time.monotonic()
+            if now - looked > LOOK:
+                looked = now
+                segment.check_worker()
+                if now - started > self._wait:
+                    raise ScheduleTimeout(
+                        f"ffn worker `{segment.name}`: expected micro batch {micro_batch} of layer {layer} within "
+                        f"{self._wait:g} s, found no answer",
+                        "its process lives: see whether it is stopped, or far too slow",
+                    )
+            time.sleep(nap)
+            nap = min(2 * nap, LONGEST_NAP)
+        if info[LAYER] != layer:
+            raise ContextError(f"ffn worker `{segment.name}`: expected layer {layer}, found {info[LAYER]}")
+
+    def close(self) -> None:
+        """Leaves every worker in order; may be called again."""
+        segments, self._segments = self._segments, []
+        for segment in segments:
+            if self.session >= 0 and segment.states[self.session] == HERE:
+                segment.leave(self.session)
+            segment.close()
+
+
+class FfnConnector:
+    """A worker's side.
+
+    Args:
+        segment: Its own.
+        experts: Experts of a layer.
+        layers: Layers that have experts.
+        dtype: Of tokens and results.
+        width: Numbers of a token.
+        wait: Seconds in which all sessions have to come.
+        quiet: Seconds without work after which the sessions that are there have to have left; None for any time.
+    """
+
+    def __init__(
+        self, segment: Segment, *, experts: int, layers: int, dtype: np.dtype, width: int, wait: float = WAIT,
+        quiet: float | None = None,
+    ) -> None:  # fmt: skip
+        self.phases = Phases()
+        self._segment, self._experts, self._layers = segment, experts, layers
+        self._dtype, self._width, self._wait, self._quiet = dtype, width, wait, quiet
+        self._started = self._worked = self._looked = time.monotonic()
+
+    def recv_attn_output(self) -> tuple[Published, np.ndarray] | None:
+        """Waits for the next micro batch that any session has published, and takes it from all that have it ready.
+
+        Returns:
+            What was published, and its data ``[rows, BS, K1, H]``; None once all sessions left, or the run flag is 0.
+
+        Raises:
+            FfnGone: A session died.
+            ScheduleTimeout: Sessions did not come in time, or published nothing for longer than they may.
+            ContextError: An expert or a layer that does not exist.
+        """
+        buffers = self._segment.buffers
+        with self.phases.timed("recv_attn_output"):
+            while self._look():
+                try:
+                    found = buffers.take(LOOK, synchronous=False)
+                except ScheduleTimeout:
+                    continue
+                if not found.out_num:
+                    return None
+                found.check(self._experts)
+                self._check_layers(found)
+                rows, (batch, *_) = found.session_ids[: found.out_num], found.micro_batch_ids
+                sent = buffers.data[rows, batch]
+                self._worked = time.monotonic()
+                return found, sent[..., : self._width * self._dtype.itemsize].view(self._dtype)
+        return None
+
+    def _check_layers(self, found: Published) -> None:
+        wrong = [layer for layer in found.layer_ids[: found.out_num].tolist() if not 0 <= layer < self._layers]
+        if wrong:
+            raise ContextError(f"layer ids: expected them below {self._layers}, found {wrong[0]}")
+
+    def _look(self) -> bool:
+        """Whether there is still somebody to work for."""
+        now = time.monotonic()
+        if now - self._looked < LOOK:
+            return True
+        self._looked = now
+        states = self._segment.states.copy()
+        for session in np.flatnonzero(states == HERE).tolist():
+            if not self._segment.held(1 + session) and self._segment.states[session] == HERE:
+                raise FfnGone(f"session {session} of `{self._segment.name}`: expected a live process, found none")
+        if (states != NEVER).all():
+            self._segment.unlink()  # nobody needs the name any more: whatever dies now, nothing is left behind
+        elif now - self._started > self._wait:
+            raise ScheduleTimeout(
+                f"`{self._segment.name}`: expected sessions {np.flatnonzero(states == NEVER).tolist()} within "
+                f"{self._wait:g} s, found them missing",
+                "start them with --ffn, or fewer --sessions",
+            )
+        if self._quiet is not None and now - self._worked > self._quiet and (states == HERE).any():
+            raise ScheduleTimeout(
+                f"`{self._segment.name}`: expected sessions {np.flatnonzero(states == HERE).tolist()} to publish "
+                f"within {self._quiet:g} s, found nothing",
+                "see whether their processes are stopped",
+            )
+        return not (states == LEFT).all()
+
+    def send_ffn_output(self, found: Published, results: np.ndarray) -> None:
+        """Gives sessions their results.
+
+        Args:
+            found: What was published.
+            results: ``[rows, BS, K1, H]``; what stands for pairs without an expert is not given back.
+        """
+        with self.phases.timed("send_ffn_output"):
+            size = self._width * self._dtype.itemsize
+            for row in range(found.out_num):
+                session, batch = int(found.session_ids[row]), int(found.micro_batch_ids[row])
+                live = found.expert_ids[row] < MASK
+                raw = np.ascontiguousarray(results[row][live]).view(np.uint8).reshape(-1, size)
+                token, place = np.nonzero(live)
+                self._segment.back_data[session, batch, token, place, :size] = raw
+                self.phases.sent += raw.size
+                info = self._segment.back_info[session, batch]
+                info[LAYER] = found.layer_ids[row]
+                info[FLAG] = 1

@@ -1,0 +1,291 @@
+"""One FFN worker's segment of shared memory: its schedule context, who is there, and the buffers both ways.
+
+The segment is a file of ``/dev/shm``. It begins with the context; behind it stand what the worker computes and how it
+ended. Whoever takes part holds a lock on a byte of the file, which the kernel takes back from a process that dies: so a
+death is seen without a heartbeat. The name is removed once all sessions came, or by whoever finds the worker dead.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ling3export.errors import Ling3Error
+from ling3export.runners.ffn.context import ALIGNMENT, HEAD, SIZE, ContextError, ScheduleContext, get
+from ling3export.runners.ffn.schedule import TokenBuffers
+
+FOLDER, PREFIX = Path("/dev/shm"), "ling3-ffn-"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+MAGIC, VERSION = b"ling3ffn", 1
+GREETING = struct.Struct("<8sI2I64s")  # magic, version, share and shares, the artifact's digest
+SAID, SAID_BYTES = SIZE + 256, 512  # where the worker says why it ended
+SESSIONS = 2 * SIZE  # int32 [A]: whether each session is there
+NEVER, HERE, LEFT = range(3)
+WORKER = 0  # the worker's byte; session a has the byte 1 + a
+LOCK = "hhqqi4x"  # struct flock of 64-bit Linux
+LOOK = 0.05  # seconds between two looks at who is there
+
+
+class FfnGone(Ling3Error):
+    """The FFN worker or an attention session ended while the other side needed it."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a worker computes.
+
+    Attributes:
+        index: Which share of the experts, from 0: those of number e with ``e * count // experts == index``.
+        count: How many workers share them.
+        artifact: The digest of the manifest that both sides run.
+    """
+
+    index: int
+    count: int
+    artifact: str
+
+
+def path_of(name: str) -> Path:
+    """The file of a segment.
+
+    Raises:
+        ContextError: The name could be another file's.
+    """
+    if NAME.fullmatch(name) is None:
+        raise ContextError(f"--context: expected a name of letters, digits, `.`, `_` and `-`, found `{name[:40]}`")
+    return FOLDER / (PREFIX + name)
+
+
+def aligned(size: int) -> int:
+    """``size`` rounded up, so that every pair's data begins at a multiple of ALIGNMENT."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def layout(
+    sessions: int, micro_batches: int, tokens: int, experts_a_token: int, experts: int, row: int
+) -> ScheduleContext:
+    """The context of a segment whose pairs have ``row`` bytes of data each way."""
+    pairs, stride = sessions * micro_batches * tokens * experts_a_token, aligned(row)
+    info = 4 * sessions * micro_batches * (HEAD + tokens * experts_a_token)
+    sizes = [4 * sessions, info, pairs * stride, 4 * sessions * micro_batches * HEAD, pairs * stride]
+    places = [SESSIONS]
+    for size in sizes:
+        places.append(places[-1] + aligned(size))
+    return ScheduleContext(
+        session_num=sessions, micro_batch_num=micro_batches, micro_batch_size=tokens,
+        selected_expert_num=experts_a_token, expert_num=experts, attn_to_ffn_token_size=stride,
+        ffn_to_attn_token_size=stride, schedule_mode=1, run_flag=1, attention_micro_batch_id=micro_batches - 1,
+        ffn_token_info_buf=places[1], ffn_token_info_size=sizes[1], ffn_token_data_buf=places[2],
+        ffn_token_data_size=sizes[2], attention_token_info_buf=places[3], attention_token_info_size=sizes[3],
+        attention_token_data_buf=places[4], attention_token_data_size=sizes[4],
+    )  # fmt: skip
+
+
+class Segment:
+    """A segment that is open, as its worker or as one of its sessions has it.
+
+    Args:
+        name: What ``--context`` and ``--ffn`` call it.
+        descriptor: Its open file, which this takes over.
+        row_bytes: Bytes of a pair's data.
+
+    Attributes:
+        buffers: What sessions publish.
+        share: What the worker computes.
+        states: int32 ``[A]``: NEVER, HERE or LEFT.
+        back_info: int32 ``[A, M, 2]``: flag and layer of what the worker gave back.
+        back_data: uint8 ``[A, M, BS, K1, bytes]``.
+
+    Raises:
+        ContextError: It is not a segment of this version, or not as large as its context says.
+    """
+
+    def __init__(self, name: str, descriptor: int, row_bytes: int) -> None:
+        self.name, self._descriptor = name, descriptor
+        size = os.fstat(descriptor).st_size
+        where = f"segment `{name}`"
+        if size < SESSIONS:
+            raise ContextError(f"{where}: expected at least {SESSIONS} bytes, found {size}")
+        self.memory = memoryview(mmap.mmap(descriptor, size))
+        magic, version, index, count, digest = GREETING.unpack_from(self.memory, SIZE)
+        if (magic, version) != (MAGIC, VERSION):
+            found = f"version {version}" if magic == MAGIC else "another"
+            raise ContextError(f"{where}: expected one of an FFN worker, version {VERSION}, found {found}")
+        self.share = Share(index, count, digest.decode("ascii", "replace"))
+        self.buffers = TokenBuffers(self.memory, row_bytes)
+        context = self.context = self.buffers.context
+        if context.ffn_to_attn_token_size % ALIGNMENT or context.ffn_to_attn_token_size < row_bytes:
+            expected = f"a multiple of {ALIGNMENT} of at least {row_bytes} bytes"
+            raise ContextError(f"context `ffn_to_attn_token_size`: expected {expected}, found "
+                               f"{context.ffn_to_attn_token_size}")  # fmt: skip
+        self.states = self.buffers.view(SESSIONS, np.int32, (context.session_num,))
+        self.back_info = self.buffers.view(context.attention_token_info_buf, np.int32, (*context.info_shape[:2], HEAD))
+        self.back_data = self.buffers.view(context.attention_token_data_buf, np.uint8,
+                                           (*context.data_shape[:4], context.ffn_to_attn_token_size))  # fmt: skip
+
+    @classmethod
+    def create(cls, name: str, context: ScheduleContext, share: Share, row_bytes: int) -> "Segment":
+        """Makes the segment of a worker, which holds its lock. One whose worker is dead is replaced.
+
+        Raises:
+            ContextError: Another worker has the name.
+        """
+        path = path_of(name)
+        size = context.attention_token_data_buf + context.attention_token_data_size
+        descriptor = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)  # without a name until it is whole
+        os.ftruncate(descriptor, size)
+        os.pwrite(descriptor, context.build(), 0)
+        greeting = GREETING.pack(MAGIC, VERSION, share.index, share.count, share.artifact.encode())
+        os.pwrite(descriptor, greeting, SIZE)
+        segment = cls(name, descriptor, row_bytes)
+        segment.buffers.clear()
+        segment.lock(WORKER)
+        while True:
+            try:
+                _name(descriptor, path)
+                return segment
+            except FileExistsError:
+                if (other := _opened(path)) is not None:
+                    held = _holder(other, WORKER)
+                    os.close(other)
+                    if held:
+                        raise ContextError(
+                            f"--context: expected a free name, found a worker that has `{name}`", "choose another"
+                        ) from None
+                    path.unlink(missing_ok=True)
+
+    @classmethod
+    def attach(cls, name: str, row_bytes: int, wait: float) -> "Segment":
+        """Opens the segment of a worker that lives; waits for one.
+
+        Raises:
+            FfnGone: None came in time.
+            ContextError: What has the name is not such a segment.
+        """
+        path, deadline = path_of(name), time.monotonic() + wait
+        while True:
+            if (descriptor := _opened(path)) is not None:
+                if _holder(descriptor, WORKER):
+                    try:
+                        return cls(name, descriptor, row_bytes)
+                    except BaseException:
+                        os.close(descriptor)
+                        raise
+                os.close(descriptor)
+                path.unlink(missing_ok=True)  # its worker died
+            if time.monotonic() > deadline:
+                raise FfnGone(
+                    f"--ffn `{name}`: expected an FFN worker within {wait:g} s, found none",
+                    f"start it: ling3-runner ffn-worker ARTIFACT --context {name}",
+                )
+            time.sleep(LOOK)
+
+    def lock(self, byte: int) -> bool:
+        """Takes a byte; False where another has it."""
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, struct.pack(LOCK, fcntl.F_WRLCK, 0, byte, 1, 0))
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            raise
+        return True
+
+    def unlock(self, byte: int) -> None:
+        """Gives a byte back."""
+        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, struct.pack(LOCK, fcntl.F_UNLCK, 0, byte, 1, 0))
+
+    def held(self, byte: int) -> bool:
+        """Whether another holds a byte: whether that process lives."""
+        return _holder(self._descriptor, byte)
+
+    def claim(self, session: int | None = None) -> int:
+        """Takes part as a session, the first free one unless it is named.
+
+        Raises:
+            ContextError: All are taken, or that one is.
+        """
+        count = self.context.session_num
+        for number in range(count) if session is None else (session,):
+            if number < count and self.states[number] == NEVER and self.lock(1 + number):
+                self.states[number] = HERE
+                return number
+        wanted = "a free session" if session is None else f"session {session} to be free"
+        raise ContextError(f"--ffn `{self.name}`: expected {wanted} of {count}, found it taken",
+                           "ffn-worker --sessions says how many there are")  # fmt: skip
+
+    def leave(self, session: int) -> None:
+        """Ends a session in order."""
+        self.states[session] = LEFT
+        self.unlock(1 + session)
+
+    def say(self, text: str) -> None:
+        """Leaves word for the sessions why the worker ends."""
+        data = text.encode()[: SAID_BYTES - 1]
+        self.memory[SAID : SAID + SAID_BYTES] = data.ljust(SAID_BYTES, b"\0")
+
+    def said(self) -> str:
+        """Why the worker ended, as it said."""
+        return bytes(self.memory[SAID : SAID + SAID_BYTES]).partition(b"\0")[0].decode(errors="replace")
+
+    def check_worker(self) -> None:
+        """For sessions that wait.
+
+        Raises:
+            FfnGone: The worker is dead, or has ended; the name of a dead one's segment is removed.
+        """
+        if not self.held(WORKER):
+            if get(self.memory, "run_flag"):
+                self.unlink()
+                raise FfnGone(f"ffn worker `{self.name}`: expected it to answer, found its process gone")
+            raise FfnGone(
+                f"ffn worker `{self.name}`: expected it to answer, found it ended: {self.said() or 'in order'}"
+            )
+        if not get(self.memory, "run_flag"):
+            raise FfnGone(f"ffn worker `{self.name}`: expected it to answer, found it stopped: "
+                          f"{self.said() or 'its run flag is 0'}")  # fmt: skip
+
+    def unlink(self) -> None:
+        """Removes the segment's name, if it is still this one's; who has it open keeps it."""
+        path, own = path_of(self.name), os.fstat(self._descriptor)
+        try:
+            if os.stat(path).st_ino == own.st_ino:
+                path.unlink()
+        except FileNotFoundError:
+            pass
+
+    def close(self) -> None:
+        """Gives every lock back; the memory goes with the last view of it."""
+        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, struct.pack(LOCK, fcntl.F_UNLCK, 0, 0, 0, 0))
+        os.close(self._descriptor)
+
+
+def _name(descriptor: int, path: Path) -> None:
+    """Gives a file without a name one. ``os.link`` follows a link of ``/proc`` only from a folder that is open."""
+    folder = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.link(str(descriptor), path, src_dir_fd=folder, follow_symlinks=True)
+    finally:
+        os.close(folder)
+
+
+def _opened(path: Path) -> int | None:
+    try:
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ContextError(f"--ffn `{path.name}`: expected a segment, found {error.strerror}") from error
+
+
+def _holder(descriptor: int, byte: int) -> bool:
+    """Whether another open file holds a byte."""
+    asked = struct.pack(LOCK, fcntl.F_WRLCK, 0, byte, 1, 0)
+    kind, *_ = struct.unpack(LOCK, fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked))
+    return bool(kind != fcntl.F_UNLCK)

@@ -1,0 +1,239 @@
+"""Decode steps through the programs that are cut at the experts: several micro batches in flight, any exchange."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from ling3export.artifacts.schema import Manifest, Target
+from ling3export.dtypes import BY_NAME
+from ling3export.errors import ArtifactError
+from ling3export.experts import MASK
+from ling3export.runners.ffn.connector import AttentionConnector, Phases
+
+if TYPE_CHECKING:
+    from ling3export.runners.load.model_runner import ModelRunner
+
+
+class Exchange(Protocol):
+    """Where routed experts are computed."""
+
+    def send_attn_output(self, micro_batch: int, layer: int, tokens: np.ndarray, expert_ids: np.ndarray) -> None:
+        """Gives the tokens of a micro batch away."""
+
+    def recv_ffn_output(self, micro_batch: int) -> np.ndarray:
+        """Waits for what the experts made of them."""
+
+
+class Sizes:
+    """What the split programs of a target are made for.
+
+    Args:
+        manifest: An artifact's.
+        target: One of its targets.
+
+    Attributes:
+        layers: How many there are.
+        dense: How many of them, the first ones, have no experts.
+        experts: Experts of a layer.
+        chosen: Experts of a token.
+        width: Numbers of a token.
+        dtype: Of tokens and results.
+
+    Raises:
+        ArtifactError: It was built without ``--afd``.
+    """
+
+    def __init__(self, manifest: Manifest, target: Target) -> None:
+        attend = next((cell for cell in target.cells.values() if cell.phase == "attend"), None)
+        if attend is None:
+            raise ArtifactError(
+                "split: expected the programs of `build --afd`, found none, in the manifest",
+                "build the artifact again with --afd and the number of attention processes",
+            )
+        numbers = {name: value for name, value in manifest.config.items() if isinstance(value, int)}
+        tokens = next(leaf for leaf in attend.outputs if leaf.name == "tokens")
+        self.layers, self.dense = numbers["num_hidden_layers"], numbers["first_k_dense_replace"]
+        self.experts, self.chosen = numbers["num_experts"], numbers["num_experts_per_tok"]
+        self.width, self.dtype = tokens.shape[1], np.dtype(BY_NAME[tokens.dtype].numpy)
+
+
+class ExpertPrograms:
+    """``dispatch`` and ``experts`` of one process.
+
+    Args:
+        runner: The loaded programs.
+        sizes: Those of the target.
+        paddings: Pairs that they take, ascending.
+        phases: Where their times go.
+    """
+
+    def __init__(self, runner: "ModelRunner", sizes: Sizes, paddings: tuple[int, ...], phases: Phases) -> None:
+        self._runner, self._sizes, self.paddings, self._phases = runner, sizes, paddings, phases
+
+    def __call__(self, data: np.ndarray, expert_ids: np.ndarray, layer_ids: np.ndarray) -> np.ndarray:
+        """What each pair's expert makes of it.
+
+        Args:
+            data: ``[n, H]``, copied.
+            expert_ids: int32 ``[n]``, MASK for none.
+            layer_ids: int32 ``[n]``, among the layers that have experts.
+
+        Returns:
+            ``[n, H]``; zeros for pairs without an expert.
+        """
+        count = len(data)
+        padding = next((each for each in self.paddings if each >= count), None)
+        if padding is None:
+            raise ArtifactError(
+                f"experts: expected programs for {count} pairs of a token and an expert, found at most "
+                f"{self.paddings[-1]}",
+                "build with more --afd or larger --decode-paddings, or start the worker with fewer --sessions",
+            )
+        rows, fields = np.zeros((padding, data.shape[1]), data.dtype), {}
+        rows[:count] = data
+        for name, values, rest in (("expert_ids", expert_ids, MASK), ("layer_ids", layer_ids, 0)):
+            fields[name] = np.full(padding, rest, np.int32)
+            fields[name][:count] = values
+        fields["out_num"] = np.array([count], np.int32)
+        with self._phases.timed("dispatch"):
+            found = self._runner.call(f"dispatch@{padding}", fields, {"token_data": rows})
+            place, live = self._runner.read(found["gather_idx"]), int(self._runner.read(found["actual_token_num"])[0])
+        with self._phases.timed("experts"):
+            batch = {name: found[name] for name in ("y", "group_list")}
+            done = self._runner.read(self._runner.call(f"experts@{padding}", {}, batch)["results"])
+        results = np.zeros_like(rows)
+        results[place[:live]] = done[:live]
+        return results[:count]
+
+
+class LocalExperts:
+    """An exchange that travels nowhere: for receipts, and to compare with."""
+
+    def __init__(self, programs: ExpertPrograms) -> None:
+        self._programs = programs
+        self._done: dict[int, np.ndarray] = {}
+
+    def send_attn_output(self, micro_batch: int, layer: int, tokens: np.ndarray, expert_ids: np.ndarray) -> None:
+        """Computes the experts at once."""
+        chosen = expert_ids.shape[1]
+        layers = np.full(expert_ids.size, layer, np.int32)
+        done = self._programs(np.repeat(tokens, chosen, axis=0), expert_ids.reshape(-1), layers)
+        self._done[micro_batch] = done.reshape(*expert_ids.shape, -1)
+
+    def recv_ffn_output(self, micro_batch: int) -> np.ndarray:
+        """What was computed."""
+        return self._done.pop(micro_batch)
+
+
+def decode(
+    runner: "ModelRunner", sizes: Sizes, exchange: Exchange, fields: Mapping[str, np.ndarray], tokens: int,
+    in_flight: int, phases: Phases,
+) -> np.ndarray:  # fmt: skip
+    """A decode step as micro batches of ``tokens`` sequences, of which up to ``in_flight`` wait for their experts.
+
+    Args:
+        runner: The loaded programs.
+        sizes: Those of the target.
+        exchange: Where experts are computed.
+        fields: Those of ``decode``.
+        tokens: Sequences of a micro batch: a padding of ``attend``.
+        in_flight: How many there may be at once; their numbers are below it.
+        phases: Where the programs' times go.
+
+    Returns:
+        Logits, fp32 ``[rows, vocab]``.
+    """
+    count = len(fields["slot"])
+    starts, free = deque(range(0, count, tokens)), deque(range(in_flight))
+    out: dict[int, np.ndarray] = {}
+    running: deque[tuple[int, int, Iterator[Any]]] = deque()
+    while starts or running:
+        while starts and free:
+            start, number = starts.popleft(), free.popleft()
+            part = {name: _part(value, start, tokens) for name, value in fields.items()}
+            running.append((start, number, _micro_batch(runner, sizes, exchange, part, number, phases)))
+        start, number, work = running.popleft()
+        logits = next(work)  # until its tokens are sent, or to the end
+        if logits is None:
+            running.append((start, number, work))
+        else:
+            out[start] = runner.read(logits)
+            free.append(number)
+    return np.concatenate([out[start] for start in sorted(out)])[:count]
+
+
+def _part(values: np.ndarray, start: int, count: int) -> np.ndarray:
+    """Rows from ``start`` on, zeros behind the last."""
+    part = np.zeros((count, *values.shape[1:]), values.dtype)
+    given = values[start : start + count]
+    part[: len(given)] = given
+    return part
+
+
+def _micro_batch(
+    runner: "ModelRunner", sizes: Sizes, exchange: Exchange, fields: dict[str, np.ndarray], number: int, phases: Phases
+) -> Iterator[Any]:  # fmt: skip
+    """One micro batch through all layers: None whenever its tokens are away, in the end its logits."""
+    count = len(fields["slot"])
+    hidden: Any = np.zeros((count, sizes.width), np.float32)
+    for layer in range(sizes.layers):
+        with phases.timed("attend"):
+            at = fields | {"layer": np.array([layer], np.int32)}
+            out = runner.call(f"attend@{count}", at, {"hidden": hidden})
+            tokens, chosen = runner.read(out["tokens"]), runner.read(out["expert_ids"])
+        hidden = out["residual"]
+        if layer < sizes.dense:
+            continue
+        exchange.send_attn_output(number, layer - sizes.dense, tokens, chosen)
+        yield None
+        results = exchange.recv_ffn_output(number)
+        with phases.timed("combine"):
+            batch = {name: out[name] for name in ("residual", "expert_ids", "weights")} | {"results": results}
+            hidden = runner.call(f"combine@{count}", {}, batch)["hidden"]
+    yield runner.call(f"head@{count}", {}, {"hidden": hidden})["logits"]
+
+
+class SplitRunner:
+    """A model runner whose decode steps go through FFN workers: the scheduler's backend, as ``ModelRunner`` is.
+
+    Args:
+        runner: The loaded programs, those of attention processes among them.
+        sizes: Those of the target.
+        connector: A session of every worker.
+    """
+
+    def __init__(self, runner: "ModelRunner", sizes: Sizes, connector: AttentionConnector) -> None:
+        self._runner, self._sizes, self._connector = runner, sizes, connector
+        self.score, self.sample, self.wait, self.read = runner.score, runner.sample, runner.wait, runner.read
+        self.reset, self.marks_unusable = runner.reset, runner.marks_unusable
+        self.close, self.phases = connector.close, connector.phases
+
+    def step(self, phase: str, padding: int, fields: Mapping[str, np.ndarray]) -> Any:
+        """As ``ModelRunner.step``; a decode step has ended when this returns."""
+        if phase != "decode":
+            return self._runner.step(phase, padding, fields)
+        link = self._connector
+        with self.phases.timed("decode"):
+            logits = decode(self._runner, self._sizes, link, fields, link.tokens, link.micro_batches, link.phases)
+        return self._runner.logits(logits)
+
+
+def connected(
+    runner: "ModelRunner", manifest: Manifest, target: Target, names: tuple[str, ...], wait: float
+) -> SplitRunner:
+    """The backend of an attention process.
+
+    Raises:
+        ArtifactError: The artifact has no split programs, or none for the workers' micro batches.
+        FfnGone, ContextError: The workers are not there, or are others.
+    """
+    sizes = Sizes(manifest, target)
+    link = AttentionConnector(names, artifact=manifest.sha256 or "", experts=sizes.experts, width=sizes.width,
+                              dtype=sizes.dtype, wait=wait)  # fmt: skip
+    if link.tokens not in target.paddings("attend"):
+        link.close()
+        raise ArtifactError(f"--ffn: expected micro batches of {list(target.paddings('attend'))} tokens, found "
+                            f"{link.tokens}")  # fmt: skip
+    return SplitRunner(runner, sizes, link)

@@ -1,0 +1,129 @@
+"""An FFN worker: computes the experts of what attention processes publish, until all of them have left."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ling3export.errors import ArtifactError, Ling3Error
+from ling3export.experts import MASK
+from ling3export.runners.ffn import FFN, WAIT
+from ling3export.runners.ffn.connector import FfnConnector, owners
+from ling3export.runners.ffn.context import ContextError
+from ling3export.runners.ffn.segment import Segment, Share, layout
+from ling3export.runners.ffn.split import ExpertPrograms, Sizes
+from ling3export.runners.load.loader import load, say
+from ling3export.shards import Shard
+
+if TYPE_CHECKING:
+    from ling3export.runners.ffn.connector import Phases
+
+WHOLE_SHARE = Shard()
+
+
+class FfnWorker:
+    """A worker that is ready: its programs are loaded and its segment has its name.
+
+    Args:
+        artifact: Its folder.
+        context: The segment's name.
+        sessions: Attention processes that publish to it.
+        micro_batches: Micro batches of each that may be in flight.
+        tokens: Tokens of a micro batch; None takes the largest that its programs hold of so many sessions.
+        share: Which of how many workers this one is.
+        target: Which target; None takes the only one that fits this machine.
+        programs: ``prebuilt-only``, or ``allow-compile``.
+        check: Whose digests are checked.
+        wait: Seconds in which all sessions have to come.
+        quiet: Seconds without work after which sessions that are there have to have left; None for any time.
+        report: Told what was chosen and why.
+
+    Raises:
+        ArtifactError: The artifact cannot be loaded here, or has no programs for these sizes.
+        ContextError: Another worker has the name.
+    """
+
+    def __init__(
+        self, artifact: str | Path, context: str, *, sessions: int = 1, micro_batches: int = 2,
+        tokens: int | None = None, share: Shard = WHOLE_SHARE, target: str | None = None,
+        programs: str = "prebuilt-only", check: str = "all", wait: float = WAIT, quiet: float | None = None,
+        report: Callable[[str], None] = say,
+    ) -> None:  # fmt: skip
+        loaded = load(artifact, target=target, programs=programs, check=check, report=report, phases=FFN)
+        sizes = Sizes(loaded.manifest, loaded.record)
+        micro, pairs = loaded.record.paddings("attend"), loaded.record.paddings("dispatch")
+        fitting = [each for each in micro if sessions * each * sizes.chosen <= pairs[-1]]
+        tokens = fitting[-1] if tokens is None and fitting else tokens
+        if tokens not in fitting:
+            raise ArtifactError(
+                f"micro batches of {tokens or micro[0]} tokens of {sessions} sessions: expected programs for them, "
+                f"found attend at {list(micro)} tokens and experts at {list(pairs)} pairs of a token and an expert",
+                "build with --afd and as many sessions, or start the worker with fewer --sessions",
+            )
+        row = sizes.width * sizes.dtype.itemsize
+        numbers = (sizes.layers - sizes.dense) * sizes.experts
+        shape = layout(sessions, micro_batches, tokens, sizes.chosen, numbers, row)
+        digest = loaded.manifest.sha256 or ""
+        self.segment = Segment.create(context, shape, Share(share.index, share.count, digest), row)
+        self._link = FfnConnector(self.segment, experts=sizes.experts, layers=sizes.layers - sizes.dense,
+                                  dtype=sizes.dtype, width=sizes.width, wait=wait, quiet=quiet)  # fmt: skip
+        self._own = owners(sizes.experts, share.count) == share.index
+        self._programs = ExpertPrograms(loaded.runner, sizes, pairs, self._link.phases)
+        report(f"{context}: {sessions} sessions, {micro_batches} micro batches of {tokens} tokens in flight, "
+               f"share {share} of {sizes.experts} experts")  # fmt: skip
+
+    @property
+    def phases(self) -> "Phases":
+        """What was done."""
+        return self._link.phases
+
+    def run(self) -> None:
+        """Works until all sessions left or the run flag is 0. However it ends, the segment's name is gone then.
+
+        Raises:
+            FfnGone: A session died.
+            ScheduleTimeout: Sessions did not come, or published nothing for too long.
+            ContextError: An expert or a layer that does not exist was published, or an expert of another worker.
+        """
+        try:
+            while (taken := self._link.recv_attn_output()) is not None:
+                found, data = taken
+                ids, count = found.expert_ids[: found.out_num], found.out_num
+                self._check_own(ids)
+                layers = np.repeat(found.layer_ids[:count], ids[0].size)
+                done = self._programs(data.reshape(-1, data.shape[-1]), ids.reshape(-1), layers)
+                self._link.send_ffn_output(found, done.reshape(*ids.shape, -1))
+        except BaseException as error:
+            self.segment.say(error.message if isinstance(error, Ling3Error) else type(error).__name__)
+            raise
+        finally:
+            self.segment.buffers.stop()
+            self.segment.unlink()
+            self.segment.close()
+
+    def _check_own(self, ids: np.ndarray) -> None:
+        live = ids[(ids >= 0) & (ids < MASK)]
+        if (foreign := live[~self._own[live]]).size:
+            raise ContextError(f"expert ids: expected those of share {self.segment.share.index}, found {foreign[0]}")
+
+
+@contextlib.contextmanager
+def stopping(worker: FfnWorker) -> Iterator[None]:
+    """SIGTERM and SIGINT clear the run flag: the worker ends in order, and sessions that wait are told."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        worker.segment.say(f"{signal.Signals(number).name} came")
+        worker.segment.buffers.stop()
+
+    numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,144 @@
+"""A decode step cut at the experts: through five programs it gives what one program gives, in either form."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from direct import Direct, pack, relative
+from ling3export.experts import MASK
+from ling3export.model.ffn.halves import combine_rows, dispatch, experts
+from ling3export.model.geometry import Form
+from ling3export.model.moe import MixtureOfExperts, route
+from ling3export.model.program import bind
+from ling3export.runners.engine.inputs import decode_fields
+from numerics import Case, Quick
+from tolerances import FLOAT32, SAME
+
+pytestmark = pytest.mark.jit
+
+ROWS = 3  # of a micro batch; one is padding
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """One group: KDA with a dense MLP, KDA with experts, MLA with experts."""
+    return Case(tmp_path_factory.mktemp("case") / "checkpoint", (40,) * 4, num_hidden_layers=3).expect()
+
+
+class Split:
+    """The five programs of one ``Direct``, called as attention processes and FFN workers call them."""
+
+    def __init__(self, direct: Direct, pairs: int) -> None:
+        self.direct, self.pairs = direct, pairs
+
+    def run(self, phase: str, padding: int, batch: dict[str, Any], **fields: Any) -> dict[str, Any]:
+        step, call = self.direct.step(phase, padding)
+        takes = step.specs[0]
+        params = {
+            stack: {name: self.direct.params[stack][name] for name in rows} for stack, rows in takes.items()
+        }  # fmt: skip
+        if step.fields:
+            batch = batch | {"packed": pack(step.fields, **fields)}
+        state, out = call(params, self.direct.state if step.specs[1] else {}, batch)
+        if step.specs[1]:
+            self.direct.state = state
+        return out
+
+    def exchange(self, sent: list[tuple[int, dict[str, Any]]]) -> list[np.ndarray]:
+        """What FFN workers make of several micro batches, which may be in different layers."""
+        ids = np.full(self.pairs, MASK, np.int32)
+        layers, data = np.zeros(self.pairs, np.int32), np.zeros((self.pairs, *sent[0][1]["tokens"].shape[1:]), "f4")
+        at = 0
+        for layer, out in sent:
+            chosen = np.asarray(out["expert_ids"])
+            part = slice(at, at + chosen.size)
+            ids[part], layers[part] = chosen.reshape(-1), layer
+            data[part] = np.repeat(np.asarray(out["tokens"]), chosen.shape[1], axis=0)
+            at = part.stop
+        found = self.run("dispatch", self.pairs, {"token_data": data}, expert_ids=ids, layer_ids=layers, out_num=at)
+        done = self.run("experts", self.pairs, {"y": found["y"], "group_list": found["group_list"]})["results"]
+        count, results = int(found["actual_token_num"][0]), np.full(data.shape, np.nan, "f4")
+        results[np.asarray(found["gather_idx"])[:count]] = np.asarray(done)[:count]
+        assert int(found["dropped"][0]) == 0
+        shape = (len(sent), *sent[0][1]["expert_ids"].shape, -1)
+        return list(results[:at].reshape(shape))
+
+    def decode(self, batches: Sequence[Sequence[tuple[int, int, int]]], lag: int = 0) -> list[np.ndarray]:
+        """One step of every micro batch of (slot, position, token), ``lag`` layers apart; the logits of their rows."""
+        config, fields = self.direct.config, []
+        for rows in batches:
+            slots, positions, tokens = zip(*rows, strict=True)
+            fields.append(decode_fields(ROWS, slots, positions, self.direct.tables, tokens))
+        hidden = [np.zeros((ROWS, config.hidden_size), "f4") for _ in batches]
+        for turn in range(config.num_hidden_layers + lag * (len(batches) - 1)):
+            sent = []
+            for number, each in enumerate(fields):
+                layer = turn - lag * number
+                if 0 <= layer < config.num_hidden_layers:
+                    out = self.run("attend", ROWS, {"hidden": hidden[number]}, **each, layer=layer)
+                    hidden[number] = out["residual"]
+                    if config.mlp_kinds[layer] == "moe":
+                        sent.append((number, config.layers("moe").index(layer), out))
+            back = self.exchange([(layer, out) for _, layer, out in sent]) if sent else []
+            for (number, _, out), results in zip(sent, back, strict=True):
+                names = ("residual", "expert_ids", "weights")
+                batch = {name: out[name] for name in names} | {"results": results}
+                hidden[number] = self.run("combine", ROWS, batch)["hidden"]
+        return [np.asarray(self.run("head", ROWS, {"hidden": each})["logits"])[: len(rows)]
+                for each, rows in zip(hidden, batches, strict=True)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tp", "form"), [(2, "loops"), (2, "tiles")])
+def test_a_step_through_the_split_equals_the_fused_one(case: Case, tp: int, form: Form):
+    """Two micro batches, in different layers at the same time; state, logits and the next step agree."""
+    direct = Quick(case.config, case.read, tp=tp, form=form)
+    split = Split(direct, 2 * ROWS * case.config.num_experts_per_tok)
+    prompts, length, found = case.prompts, 30, {}
+    for way in ("fused", "split"):
+        direct.reset()
+        for slot, ids in enumerate(prompts[:3], 1):
+            direct.sequence(48, ids[:length], slot=slot)
+        for at in (length, length + 1):
+            rows = [(slot, at, ids[at]) for slot, ids in enumerate(prompts[:3], 1)]
+            if way == "fused":
+                logits = direct.decode(ROWS, rows)
+            else:
+                first, second = split.decode([rows[:2], rows[2:]], lag=at - length)
+                logits = [*first, *second]
+            expected = [ids[at] for ids in case.expected[:3]]
+            assert max(relative(one, wanted) for one, wanted in zip(logits, expected, strict=True)) < FLOAT32
+            found[way, at] = np.array(logits)
+    for at in (length, length + 1):
+        assert relative(found["split", at], found["fused", at]) < SAME
+
+
+def test_dispatch_experts_and_combine_equal_the_fused_experts(case: Case):
+    """One layer of many rows, so that tiles hold several; rows that are padding stay as they were."""
+    config, rng = case.config, np.random.default_rng(0)
+    direct = Quick(config, case.read)
+    tokens, layer, top = 40, 1, config.num_experts_per_tok
+    x = jnp.asarray(rng.standard_normal((tokens, config.hidden_size)), jnp.float32)
+    valid, residual = jnp.arange(tokens) < 37, jnp.asarray(rng.standard_normal(x.shape), jnp.float32)
+
+    def both(params: Any) -> tuple[jax.Array, jax.Array]:
+        moe = bind(config, direct.geometry)(params).moe
+        assert isinstance(moe, MixtureOfExperts)
+        fused = moe(x, layer, valid) - moe.shared(x, layer)
+        chosen, weights = route(*moe.scores(x, layer), config)
+        chosen = jnp.where(valid[:, None], chosen, MASK)
+        pairs = tokens * top
+        fields = {"expert_ids": chosen.reshape(-1), "layer_ids": jnp.full(pairs, layer), "out_num": jnp.array([pairs])}
+        found = dispatch(fields, jnp.repeat(x, top, axis=0), config)
+        results = jnp.full_like(jnp.repeat(x, top, axis=0), jnp.nan)
+        place = jnp.where(jnp.arange(pairs) < found["actual_token_num"], found["gather_idx"], pairs)
+        results = results.at[place].set(experts(moe, found["y"], found["group_list"]), mode="drop")
+        return fused, combine_rows(residual, results.reshape(tokens, top, -1), chosen, weights) - residual
+
+    alone = jax.vmap(both, in_axes=None, axis_name="tp", axis_size=1)
+    fused, split = (np.asarray(value)[0] for value in jax.jit(alone)(direct.params))
+    assert not split[37:].any()
+    assert relative(split[:37], fused[:37]) < SAME

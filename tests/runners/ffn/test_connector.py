@@ -1,0 +1,342 @@
+"""Both sides of a segment, as threads of one process: what travels, and how each ends when the other does."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ling3export.errors import Ling3Error
+from ling3export.experts import MASK
+from ling3export.runners.ffn.connector import AttentionConnector, FfnConnector, owners
+from ling3export.runners.ffn.context import SIZE, ContextError
+from ling3export.runners.ffn.schedule import ScheduleTimeout
+from ling3export.runners.ffn.segment import (
+    FOLDER,
+    HERE,
+    LEFT,
+    SESSIONS,
+    WORKER,
+    FfnGone,
+    Segment,
+    Share,
+    layout,
+    path_of,
+)
+
+TOKENS, CHOSEN, EXPERTS, LAYERS, WIDTH, MICRO = 3, 2, 8, 2, 6, 2
+ROW, DIGEST = 4 * WIDTH, "d" * 64
+SIZES: dict[str, Any] = {"experts": EXPERTS, "width": WIDTH, "dtype": np.dtype(np.float32)}
+SOON = 0.4  # seconds of a wait that has to end by itself
+ONE = Share(0, 1, DIGEST)
+IDS = np.array([[0, 5], [7, 2], [MASK, MASK]], np.int32)
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A name of this test's own; nothing of it is left."""
+    yield (chosen := f"test-{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**9}")
+    left = [path.name for path in FOLDER.glob(f"*{chosen}*")]
+    for path in FOLDER.glob(f"*{chosen}*"):
+        path.unlink()
+    assert left == []
+
+
+def worker(name: str, sessions: int = 1, share: Share = ONE) -> Segment:
+    context = layout(sessions, MICRO, TOKENS, CHOSEN, LAYERS * EXPERTS, ROW)
+    return Segment.create(name, context, share, ROW)
+
+
+def link(*names: str, wait: float = 20) -> AttentionConnector:
+    return AttentionConnector(names, artifact=DIGEST, wait=wait, **SIZES)
+
+
+def connector(segment: Segment, **limits: float) -> FfnConnector:
+    return FfnConnector(segment, layers=LAYERS, **SIZES, **limits)
+
+
+def end(segment: Segment) -> None:
+    segment.buffers.stop()
+    segment.unlink()
+    segment.close()
+
+
+def serve(segment: Segment, errors: list[Ling3Error] | None = None, **limits: float) -> threading.Thread:
+    """A worker whose expert e of layer l adds ``100 l + e`` to every number."""
+
+    def run() -> None:
+        link = connector(segment, **limits)
+        try:
+            while (taken := link.recv_attn_output()) is not None:
+                found, data = taken
+                ids = found.expert_ids[: found.out_num]
+                added = 100 * found.layer_ids[: found.out_num, None, None] + ids
+                link.send_ffn_output(found, (data + added[..., None]).astype(np.float32))
+        except Ling3Error as error:
+            segment.say(error.message)
+            assert errors is not None
+            errors.append(error)
+        finally:
+            end(segment)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def tokens(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((TOKENS, WIDTH)).astype(np.float32)
+
+
+def expected(data: np.ndarray, layer: int) -> np.ndarray:
+    live = IDS < MASK
+    return np.where(live[..., None], data[:, None] + (100 * layer + IDS)[..., None], 0).astype(np.float32)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_every_pair_comes_back_from_the_worker_that_has_its_expert(name: str, workers: int):
+    """Micro batches of different layers are in flight at once, and come back in any order."""
+    names = [f"{name}.{index}" for index in range(workers)]
+    segments = [worker(each, 2, Share(index, workers, DIGEST)) for index, each in enumerate(names)]
+    threads = [serve(segment) for segment in segments]
+    first, second = link(*names), link(*reversed(names))
+    assert [first.session, second.session] == [0, 1]
+    for turn in range(5):
+        for number, side in enumerate((first, second)):
+            for micro in range(MICRO):
+                side.send_attn_output(micro, (turn + micro) % LAYERS, tokens(10 * turn + micro + number), IDS)
+        for number, side in enumerate((second, first)):
+            for micro in reversed(range(MICRO)):
+                wanted = expected(tokens(10 * turn + micro + 1 - number), (turn + micro) % LAYERS)
+                assert np.array_equal(side.recv_ffn_output(micro), wanted)
+    assert first.phases.sent == 5 * MICRO * 4 * ROW  # four pairs have an expert, whatever the number of workers
+    first.close()
+    second.close()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_experts_are_shared_out_whole_and_in_order():
+    assert owners(8, 3).tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert owners(8, 1).tolist() == [0] * 8
+
+
+def test_a_micro_batch_without_experts_waits_for_nobody(name: str):
+    segment = worker(name)
+    side = link(name)
+    side.send_attn_output(0, 0, tokens(0), np.full_like(IDS, MASK))
+    assert not side.recv_ffn_output(0).any()
+    side.close()
+    end(segment)
+
+
+def test_the_name_goes_once_all_sessions_came(name: str):
+    """So whatever is killed from then on, nothing is left behind."""
+    segment = worker(name, 2)
+    thread = serve(segment)
+    first = link(name)
+    time.sleep(0.2)
+    assert path_of(name).exists()
+    second = link(name)
+    deadline = time.monotonic() + 10
+    while path_of(name).exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not path_of(name).exists()
+    first.close()
+    second.close()
+    thread.join(10)
+
+
+def test_a_worker_that_dies_ends_who_waits_for_it(name: str):
+    segment = worker(name)
+    side = link(name)
+    side.send_attn_output(0, 0, tokens(0), IDS)
+    segment.unlock(WORKER)  # as the kernel does when the process is killed
+    started = time.monotonic()
+    with pytest.raises(FfnGone, match="found its process gone"):
+        side.recv_ffn_output(0)
+    assert time.monotonic() - started < 5
+    assert not path_of(name).exists()
+    side.close()
+    segment.close()
+
+
+def test_a_worker_that_lives_and_does_not_answer_is_a_timeout(name: str):
+    segment = worker(name)
+    side = link(name, wait=SOON)
+    side.send_attn_output(1, 1, tokens(0), IDS)
+    with pytest.raises(ScheduleTimeout, match=r"expected micro batch 1 of layer 1 within 0\.4 s, found no answer"):
+        side.recv_ffn_output(1)
+    side.close()
+    end(segment)
+
+
+def test_a_cleared_run_flag_ends_both_sides(name: str):
+    segment, errors = worker(name), list[Ling3Error]()
+    thread = serve(segment, errors)
+    side = link(name)
+    segment.buffers.stop()
+    thread.join(10)
+    assert not thread.is_alive() and errors == []
+    side.send_attn_output(0, 0, tokens(0), IDS)
+    with pytest.raises(FfnGone, match="found it ended: in order"):
+        side.recv_ffn_output(0)
+    side.close()
+
+
+def test_a_session_that_dies_ends_the_worker_and_with_it_the_others(name: str):
+    segment, errors = worker(name, 2), list[Ling3Error]()
+    thread = serve(segment, errors)
+    first, second = link(name), link(name)
+    first._segments[0].unlock(1 + first.session)
+    thread.join(10)
+    assert str(errors[0]) == f"session 0 of `{name}`: expected a live process, found none"
+    second.send_attn_output(0, 0, tokens(0), IDS)
+    with pytest.raises(FfnGone, match="found it ended: session 0 of"):
+        second.recv_ffn_output(0)
+    first.close()
+    second.close()
+
+
+def test_a_session_that_never_comes_is_a_timeout(name: str):
+    segment, errors = worker(name, 3), list[Ling3Error]()
+    thread = serve(segment, errors, wait=SOON)
+    side = link(name)
+    thread.join(10)
+    assert isinstance(errors[0], ScheduleTimeout) and "expected sessions [1, 2] within 0.4 s" in str(errors[0])
+    side.close()
+
+
+def test_a_flag_that_never_comes_is_a_timeout(name: str):
+    segment, errors = worker(name), list[Ling3Error]()
+    thread = serve(segment, errors, quiet=SOON)
+    side = link(name)
+    thread.join(10)
+    assert isinstance(errors[0], ScheduleTimeout) and "expected sessions [0] to publish within 0.4 s" in str(errors[0])
+    side.close()
+
+
+@pytest.mark.parametrize(
+    ("layer", "expert", "message"),
+    [
+        (0, EXPERTS, "expert ids: expected them below 8, found 8 for token 1 of session 0"),
+        (LAYERS, 0, "layer ids: expected them below 2, found 2"),
+        (-1, 0, "layer ids: expected them below 2, found -1"),
+    ],
+)
+def test_ids_out_of_range_end_the_worker_by_name(name: str, layer: int, expert: int, message: str):
+    segment, errors = worker(name), list[Ling3Error]()
+    thread = serve(segment, errors)
+    side = link(name)
+    ids = np.full((TOKENS, CHOSEN), MASK, np.int32)
+    ids[1, 0] = expert
+    side._segments[0].buffers.announce(0, 0, layer, ids)
+    thread.join(10)
+    assert [error.message for error in errors] == [message]
+    side._sent[0] = layer, np.zeros((TOKENS, CHOSEN), np.int64)
+    with pytest.raises(FfnGone, match=message):
+        side.recv_ffn_output(0)
+    side.close()
+
+
+def test_no_worker_is_said_with_the_command_that_starts_one(name: str):
+    with pytest.raises(FfnGone, match=r"within 0\.1 s, found none\nhint: start it: ling3-runner ffn-worker ARTIFACT"):
+        link(name, wait=0.1)
+
+
+def test_what_a_dead_worker_left_is_replaced_and_a_live_one_is_not(name: str):
+    dead = worker(name)
+    dead.close()
+    live = worker(name)
+    with pytest.raises(ContextError, match="expected a free name, found a worker that has"):
+        worker(name)
+    assert link(name).session == 0
+    end(live)
+
+
+def test_a_session_takes_what_is_free_and_leaves_in_order(name: str):
+    segment = worker(name)
+    side = link(name)
+    with pytest.raises(ContextError, match="expected a free session of 1, found it taken"):
+        link(name)
+    assert segment.states.tolist() == [HERE]
+    side.close()
+    assert segment.states.tolist() == [LEFT]
+    end(segment)
+
+
+def damaged(name: str, at: int, data: bytes, size: int | None = None) -> Segment:
+    """A live worker's segment with other bytes, as another program or version may have written it."""
+    segment = worker(name)
+    segment.memory[at : at + len(data)] = data
+    if size is not None:
+        os.truncate(path_of(name), size)
+    return segment
+
+
+@pytest.mark.parametrize(
+    ("at", "data", "size", "message"),
+    [
+        (SIZE, b"other", None, "expected one of an FFN worker, version 1, found another"),
+        (SIZE + 8, b"\7", None, "expected one of an FFN worker, version 1, found version 7"),
+        (0, b"\0\0\0\0", None, "context `session_num`: expected 1 to 1024, found 0"),
+        (0, b"\xff\0\0\0", None, "context `ffn_token_info_size`: expected at least"),
+        (24, b"\1\0\0\0", None, "context `ffn_to_attn_token_size`: expected a multiple of 512"),
+        (0, b"", SESSIONS - 1, f"expected at least {SESSIONS} bytes, found {SESSIONS - 1}"),
+        (0, b"", SESSIONS + 512, "context `ffn_token_info_buf`: expected a place within"),
+        (272, b"\xff\xff\xff", None, "context buffer: expected"),
+    ],
+)
+def test_a_segment_that_is_none_of_this_version_is_refused(name: str, at: int, data: bytes, size: int | None, message):
+    segment = damaged(name, at, data, size)
+    with pytest.raises(ContextError) as refused:
+        link(name)
+    assert message in str(refused.value)
+    segment.unlink()
+    segment.close()
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ([Share(0, 2, DIGEST)], "expected each share of 1 once, found 0/2"),
+        ([Share(0, 2, DIGEST), Share(0, 2, DIGEST)], "expected each share of 2 once, found 0/2, 0/2"),
+        ([Share(0, 1, "e" * 64)], "expected a worker of this artifact, found one of another"),
+    ],
+)
+def test_workers_of_other_shares_or_artifacts_are_refused(name: str, shares: list[Share], message: str):
+    names = [f"{name}.{number}" for number in range(len(shares))]
+    segments = [worker(each, share=share) for each, share in zip(names, shares, strict=True)]
+    with pytest.raises(ContextError, match=message):
+        link(*names)
+    for segment in segments:
+        end(segment)
+
+
+def test_workers_of_other_sizes_are_refused(name: str):
+    names = [f"{name}.0", f"{name}.1"]
+    segments = [worker(each, sessions, Share(index, 2, DIGEST)) for index, (each, sessions) in
+                enumerate(zip(names, (1, 2), strict=True))]  # fmt: skip
+    with pytest.raises(ContextError, match="expected workers of one size, found 2"):
+        link(*names)
+    for segment in segments:
+        end(segment)
+
+
+@pytest.mark.parametrize("wrong", ["", "../up", "a/b", "-x", "x" * 65])
+def test_names_that_could_be_other_files_are_refused(wrong: str):
+    with pytest.raises(ContextError, match="expected a name of letters"):
+        path_of(wrong)
+
+
+def test_the_context_of_a_segment_is_one_of_the_published_layout(name: str):
+    segment = worker(name, 2)
+    segment.context.check(ROW, len(segment.memory))
+    assert segment.context.data_shape == (2, MICRO, TOKENS, CHOSEN, 512)
+    assert segment.context == replace(segment.context, run_flag=1, attention_micro_batch_id=MICRO - 1)
+    end(segment)

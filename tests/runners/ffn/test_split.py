@@ -1,0 +1,202 @@
+"""Attention processes and FFN workers, here threads of one process: their tokens are those of one engine."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from artifacts_fixture import Artifacts
+from ling3export.artifacts.agreement import check_agreement
+from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.records import WrongRecordError
+from ling3export.artifacts.schema import SPLIT
+from ling3export.errors import ArtifactError, Ling3Error
+from ling3export.runners.engine import Engine
+from ling3export.runners.engine.handle import EngineStopped
+from ling3export.runners.ffn.segment import FOLDER, PREFIX, FfnGone
+from ling3export.runners.ffn.worker import FfnWorker
+from ling3export.shards import Shard
+
+pytestmark = pytest.mark.build
+
+MICRO = 2  # tokens of a micro batch
+LONG, SHORT = 7, 3
+
+
+@pytest.fixture(scope="module")
+def folder(artifact: Artifacts) -> Path:
+    return artifact("micro-tp1-afd")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    """No test leaves a segment behind."""
+    before = set(FOLDER.glob(f"{PREFIX}*"))
+    yield
+    assert set(FOLDER.glob(f"{PREFIX}*")) <= before
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def prompts(session: int) -> list[list[int]]:
+    """Seven, of different lengths: more than a step of two rows, and an odd number of them."""
+    rng = np.random.default_rng(session)
+    return [rng.integers(0, 160, length).tolist() for length in (1, 5, 20, 3, 17, 2, 9)]
+
+
+def answers(engine: Engine, session: int) -> list[tuple[int, ...]]:
+    done = engine.generate(prompts(session), max_tokens=LONG, ignore_eos=True)
+    return [tuple(each.token_ids) for each in done]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[tuple[int, ...]]]:
+    """What one engine answers to each session's prompts."""
+    with Engine(folder, report=quiet) as engine:
+        assert not any(name.partition("@")[0] in SPLIT for name in engine.verdicts)  # nor are they loaded
+        return [answers(engine, session) for session in range(3)]
+
+
+def name(kind: str = "") -> str:
+    return f"split-{os.getpid()}-{time.monotonic_ns()}{kind}"
+
+
+@contextmanager
+def workers(folder: Path, count: int, sessions: int, micro_batches: int, **limits: float) -> Iterator[list[str]]:
+    """Threads with workers; each has to end in order once its sessions left."""
+    base, errors = name(), list[Ling3Error]()
+    names = [f"{base}.{index}" for index in range(count)]
+    made = [
+        FfnWorker(folder, each, sessions=sessions, micro_batches=micro_batches, share=Shard(index, count),
+                  check="programs", report=quiet, **limits)
+        for index, each in enumerate(names)
+    ]  # fmt: skip
+
+    def run(worker: FfnWorker) -> None:
+        try:
+            worker.run()
+        except Ling3Error as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(each,)) for each in made]
+    for thread in threads:
+        thread.start()
+    try:
+        yield names
+    finally:
+        for thread in threads:
+            thread.join(30)
+        assert not any(thread.is_alive() for thread in threads)
+        assert errors == []
+
+
+@pytest.mark.parametrize(
+    ("attention", "ffn", "micro_batches"), [(2, 1, 1), (1, 2, 2), (3, 2, 3)], ids=["2A1F", "1A2F", "3A2F"]
+)
+def test_tokens_are_those_of_one_engine(
+    folder: Path, expected: list[list[tuple[int, ...]]], attention: int, ffn: int, micro_batches: int
+):
+    found: dict[int, list[tuple[int, ...]]] = {}
+
+    def run(session: int, names: list[str]) -> None:
+        with Engine(folder, check="programs", report=quiet, ffn=names) as engine:
+            found[session] = answers(engine, session)
+
+    with workers(folder, ffn, attention, micro_batches) as names:
+        threads = [threading.Thread(target=run, args=(session, names)) for session in range(attention)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+    assert [found[session] for session in range(attention)] == expected[:attention]
+
+
+def test_a_worker_that_ends_fails_what_runs_and_says_why(folder: Path):
+    """SIGTERM clears the run flag; here it is cleared beside it."""
+    base = name()
+    worker = FfnWorker(folder, base, check="programs", report=quiet)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    with Engine(folder, check="programs", report=quiet, ffn=[base]) as engine:
+        assert len(engine.generate([[1, 2]], max_tokens=SHORT, ignore_eos=True)[0].token_ids) == SHORT
+        worker.segment.buffers.stop()
+        thread.join(30)
+        with pytest.raises(EngineStopped, match=r"ffn worker `split-.*`: expected it to answer, found it ended"):
+            engine.generate([[1, 2]], max_tokens=SHORT, ignore_eos=True)
+
+
+def test_an_artifact_without_split_programs_is_refused(artifact: Artifacts):
+    whole = artifact("micro-tp1")
+    with pytest.raises(ArtifactError, match="expected the programs of `build --afd`, found none"):
+        FfnWorker(whole, name(), report=quiet)
+    with pytest.raises(ArtifactError, match="expected the programs of `build --afd`, found none"):
+        Engine(whole, report=quiet, ffn=["any"])
+
+
+def test_more_sessions_than_were_built_for_are_refused(folder: Path):
+    with pytest.raises(ArtifactError, match=r"micro batches of 2 tokens of 4 sessions: .* experts at \[8, 24\] pairs"):
+        FfnWorker(folder, name(), sessions=4, report=quiet)
+
+
+def test_no_worker_ends_the_start(folder: Path):
+    with pytest.raises(FfnGone, match=r"expected an FFN worker within 0\.1 s"):
+        Engine(folder, check="programs", report=quiet, ffn=["nobody"], ffn_timeout=0.1)
+
+
+def test_receipts_have_the_split_cells(folder: Path):
+    manifest = read_manifest(folder)
+    receipts = manifest.vectors.receipts["cpu-tp1"]
+    names = {"attend@2", "combine@2", "head@2", "dispatch@8", "dispatch@24", "experts@8", "experts@24"}
+    assert {cell.name for cell in manifest.targets["cpu-tp1"].cells.values() if cell.phase in SPLIT} == names
+    assert all(receipts.cells[each].status == "passed" and receipts.cells[each].positions == 14 for each in names)
+
+
+@pytest.mark.parametrize(
+    ("without", "said"),
+    [
+        ("head@2", "the paddings of decode, as head's"),
+        ("experts@8", "the paddings of experts, as dispatch's"),
+    ],
+)
+def test_a_manifest_without_one_of_the_split_cells_is_refused(folder: Path, without: str, said: str):
+    manifest = read_manifest(folder)
+    target = manifest.targets["cpu-tp1"]
+    cells = {key: cell for key, cell in target.cells.items() if key != without}
+    receipts = manifest.vectors.receipts["cpu-tp1"]
+    kept = replace(receipts, cells={key: each for key, each in receipts.cells.items() if key != without})
+    changed = replace(
+        manifest, targets={"cpu-tp1": replace(target, cells=cells)},
+        vectors=replace(manifest.vectors, receipts={"cpu-tp1": kept}),
+    )  # fmt: skip
+    with pytest.raises(WrongRecordError, match=re.escape(said)):
+        check_agreement(changed)
+
+
+def test_a_killed_worker_ends_generate_and_leaves_no_segment(folder: Path):
+    """Two processes: the only test that kills one, so that the kernel gives its lock back."""
+    base, runner = name(), [sys.executable, "-m", "ling3export.runners.cli"]
+    with ExitStack() as stack:
+        worker = stack.enter_context(
+            subprocess.Popen([*runner, "ffn-worker", folder, "--context", base, "--check", "programs"],
+                             stderr=subprocess.PIPE, text=True)
+        )  # fmt: skip
+        stack.callback(worker.kill)
+        with Engine(folder, check="programs", report=quiet, ffn=[base]) as engine:
+            timer = threading.Timer(1, worker.send_signal, (signal.SIGKILL,))
+            timer.start()
+            with pytest.raises(EngineStopped, match="found its process gone"):
+                engine.generate([[1, 2, 3]] * 5, max_tokens=900, ignore_eos=True)
+            timer.join()
+    assert not (FOLDER / f"{PREFIX}{base}").exists()
