@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32
@@ -30,7 +29,7 @@ from ling3export.model.decoder import Layer, Ling3, static_layer
 from ling3export.model.ffn.dispatch import ffn_worker_batching
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.inputs import decode_rows
-from ling3export.model.layers import Index, State, fill_rows, rms_norm, take
+from ling3export.model.layers import State, fill_rows, rms_norm, take
 from ling3export.model.moe import MixtureOfExperts, route, tile_layout, tile_rows
 from ling3export.model.products import product
 
@@ -138,30 +137,11 @@ def _half_layer(model: Ling3, layer: Layer, x: Float32[Array, "B D"], state: Sta
         local = model.dense_mlp(normed, layer.mlp_index)
     else:
         assert model.moe is not None
-        chosen, weights = routing(model.moe, normed, layer.mlp_index)
+        chosen, weights = route(*model.moe.scores(normed, layer.mlp_index), model.config)
         chosen = jnp.where(rows.valid[:, None], chosen, MASK)
         local = model.moe.shared(tokens, layer.mlp_index)
     residual = x + lax.psum(local, AXIS)
     return {"residual": residual, "tokens": tokens, "expert_ids": chosen, "weights": weights}, state
-
-
-def routing(
-    moe: MixtureOfExperts, x: Float32[Array, "T D"], layer: Index
-) -> tuple[Int32[Array, "T K"], Float32[Array, "T K"]]:
-    """The experts of every row and their weights, from ``x`` normed and unrounded.
-
-    On accelerators they are counted out of the weights of all experts, in the order of their ids: sorting takes XLA:TPU
-    many times as long (docs/log.md).
-    """
-    if not moe.geometry.tiled:
-        return route(*moe.scores(x, layer), moe.config)
-    weights, top = moe.all_weights(x, layer), moe.config.num_experts_per_tok
-    chosen, experts = weights > 0, weights.shape[0]
-    before = jnp.asarray(np.tril(np.ones((experts, experts)), -1), jnp.bfloat16)  # zeros and ones: exact
-    rank = jnp.matmul(before, chosen.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
-    hot = chosen & (rank == np.arange(top, dtype=np.float32)[:, None, None])  # [K, E, T]
-    ids = jnp.sum(jnp.where(hot, np.arange(experts, dtype=np.int32)[:, None], 0), axis=1, dtype=jnp.int32)
-    return jnp.where(jnp.any(hot, axis=1), ids, MASK).T, jnp.sum(jnp.where(hot, weights, 0.0), axis=1).T
 
 
 def dispatch(fields: Tree, token_data: Float[Array, "Y D"], config: Config) -> Tree:
