@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ling3export.runners.engine.request import Limits
 from ling3export.runners.ffn import ATTENTION, WAIT, WHOLE
@@ -87,7 +87,7 @@ def _assembled(
     limits = Limits(manifest.plan.context, manifest.vocab_size, record.state.pages, record.state.page_size)
     blocks, counters, shapes = BlockManager.of(record), Counters(), Shapes.of(record)
     split = connected(loaded.runner, manifest, record, ffn, ffn_timeout) if ffn else None
-    runner = split or loaded.runner
+    runner: Any = split or loaded.runner  # the one hands on to the other whatever is no decode step
 
     @cache
     def takes_any_temperature() -> bool:

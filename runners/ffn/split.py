@@ -206,9 +206,11 @@ class SplitRunner:
 
     def __init__(self, runner: "ModelRunner", sizes: Sizes, connector: AttentionConnector) -> None:
         self._runner, self._sizes, self._connector = runner, sizes, connector
-        self.score, self.sample, self.wait, self.read = runner.score, runner.sample, runner.wait, runner.read
-        self.reset, self.marks_unusable = runner.reset, runner.marks_unusable
         self.close, self.phases = connector.close, connector.phases
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever is not a decode step is the model runner's."""
+        return getattr(self._runner, name)
 
     def step(self, phase: str, padding: int, fields: Mapping[str, np.ndarray]) -> Any:
         """As ``ModelRunner.step``; a decode step has ended when this returns."""
