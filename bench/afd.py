@@ -22,7 +22,7 @@ from ling3export.plan.plan import make_plan
 from ling3export.runners.ffn import WAIT
 
 RUNNER = (sys.executable, "-m", "ling3export.runners.cli")
-PROMPT, ANSWER = 8, 64  # tokens
+PROMPT, ANSWER = 8, 32  # tokens
 BATCHES, WIDTHS = (16, 64, 256, 1024), (512, 2048, 8192)  # sequences of an attention group, expert widths
 LINKS = (25, 100, 400)  # GB/s of a group of 16 chips, each way
 MOST = 8  # groups of a kind

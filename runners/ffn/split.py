@@ -131,44 +131,46 @@ def decode(
     runner: "ModelRunner", sizes: Sizes, exchange: Exchange, fields: Mapping[str, np.ndarray], tokens: int,
     in_flight: int, phases: Phases,
 ) -> np.ndarray:  # fmt: skip
-    """A decode step as micro batches of ``tokens`` sequences, of which up to ``in_flight`` wait for their experts.
+    """A decode step as micro batches, of which up to ``in_flight`` wait for their experts.
+
+    Its sequences are divided evenly among those, so that there is one to compute while another is away.
 
     Args:
         runner: The loaded programs.
         sizes: Those of the target.
         exchange: Where experts are computed.
         fields: Those of ``decode``.
-        tokens: Sequences of a micro batch: a padding of ``attend``.
+        tokens: The most sequences of a micro batch: a padding of ``attend``.
         in_flight: How many there may be at once; their numbers are below it.
         phases: Where the programs' times go.
 
     Returns:
         Logits, fp32 ``[rows, vocab]``.
     """
-    count = len(fields["slot"])
-    starts, free = deque(range(0, count, tokens)), deque(range(in_flight))
+    used = int(np.max(np.flatnonzero(fields["slot"]), initial=0)) + 1
+    size = min(tokens, -(-used // in_flight))
+    starts, free = deque(range(0, used, size)), deque(range(in_flight))
     out: dict[int, np.ndarray] = {}
     running: deque[tuple[int, int, Iterator[Any]]] = deque()
     while starts or running:
         while starts and free:
             start, number = starts.popleft(), free.popleft()
-            part = {name: _part(value, start, tokens) for name, value in fields.items()}
+            part = {name: _part(value[start : start + size], tokens) for name, value in fields.items()}
             running.append((start, number, _micro_batch(runner, sizes, exchange, part, number, phases)))
         start, number, work = running.popleft()
         logits = next(work)  # until its tokens are sent, or to the end
         if logits is None:
             running.append((start, number, work))
         else:
-            out[start] = runner.read(logits)
+            out[start] = runner.read(logits)[:size]
             free.append(number)
-    return np.concatenate([out[start] for start in sorted(out)])[:count]
+    return _part(np.concatenate([out[start] for start in sorted(out)])[:used], len(fields["slot"]))
 
 
-def _part(values: np.ndarray, start: int, count: int) -> np.ndarray:
-    """Rows from ``start`` on, zeros behind the last."""
+def _part(values: np.ndarray, count: int) -> np.ndarray:
+    """``count`` rows: those of ``values``, and zeros behind the last."""
     part = np.zeros((count, *values.shape[1:]), values.dtype)
-    given = values[start : start + count]
-    part[: len(given)] = given
+    part[: len(values)] = values
     return part
 
 
