@@ -94,9 +94,9 @@ def build_savedmodel(
     Raises:
         Ling3Error: The packages, the checkpoint, the plan or the disk do not allow it; nothing is left behind.
     """
-    check_packages()
     if options.afd:
         raise PlanError("--afd: expected none with --format savedmodel, found it", "build an artifact")
+    check_packages()
     source = Checkpoint.open(checkpoint, ignore=ignore)
     plan = make_plan(source.config, one_device(options), "cpu")
     for note in plan.notes:

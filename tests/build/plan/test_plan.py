@@ -1,7 +1,9 @@
 """The plan: what the options mean, and the exact words in which a plan that cannot be built is refused."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -9,6 +11,7 @@ from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.plan.options import Options, check_paddings, parse_bytes, parse_paddings
 from ling3export.plan.plan import Cell, derive_decode_paddings, make_plan
+from ling3export.savedmodel.export import build_savedmodel
 from tiny import tiny_fields
 
 CONFIG = Config.from_dict(tiny_fields())
@@ -52,6 +55,8 @@ def test_a_split_model_has_experts_for_one_session_and_for_all():
     assert [cell for cell in plan.cells if cell.name not in split] == list(whole.cells)
     assert "ffn_paddings" not in whole.record() and plan.record()["ffn_paddings"] == [8, 24, 32, 96]
     assert refusal(afd=-1) == "--afd: expected 0 to 1024 attention processes, found -1"
+    with pytest.raises(PlanError, match="--afd: expected none with --format savedmodel, found it"):
+        build_savedmodel(Path("checkpoint"), Path("model"), Options(afd=1), Mock())
     dense = Config.from_dict(tiny_fields(first_k_dense_replace=7))
     with pytest.raises(PlanError, match="--afd: expected a model with experts, found dense layers alone"):
         make_plan(dense, replace(SMALL, afd=1), "cpu")
