@@ -53,8 +53,12 @@ def check_agreement(manifest: Manifest) -> None:
             _same("its platform, kind, topology and TP", f"{target.text}-tp{target.tp}".replace(":", "-"), name)
             for at, parameter in enumerate(target.parameters):
                 with _at("parameters", at):
-                    _check_parameter(parameter, index.get(parameter.tensor))
+                    _check_parameter(parameter, index)
             _check_target(target, manifest.plan)
+    if bool(index) != (manifest.vectors.expected is not None):
+        _wrong(
+            "`weights` and `vectors.expected` together, or neither", "only weights" if index else "only expectations"
+        )
     with _at("vectors"):
         _check_vectors(manifest.vectors, vocabulary, manifest.targets)
 
@@ -149,11 +153,12 @@ def _check_target(target: Target, plan: Plan) -> None:
             _same("the paddings of experts, as dispatch's", target.paddings("experts"), target.paddings("dispatch"))
 
 
-def _check_parameter(parameter: Parameter, stored: StoredTensor | None) -> None:
-    if stored is None:
-        _wrong("a tensor of the weight index", parameter.tensor, "tensor")
-    _same("as the weight index says", stored.shape, parameter.shape, "shape")
-    _same("as the weight index says", BY_CODE[stored.dtype].name, parameter.dtype, "dtype")
+def _check_parameter(parameter: Parameter, tensors: Mapping[str, StoredTensor]) -> None:
+    if tensors:  # none where there are programs alone
+        if (stored := tensors.get(parameter.tensor)) is None:
+            _wrong("a tensor of the weight index", parameter.tensor, "tensor")
+        _same("as the weight index says", stored.shape, parameter.shape, "shape")
+        _same("as the weight index says", BY_CODE[stored.dtype].name, parameter.dtype, "dtype")
     index, axis, shape = parameter.index, parameter.axis, parameter.shape
     if (index is None) != (axis is None):
         _wrong("`index` and `axis` together, or neither", "only index" if axis is None else "only axis")

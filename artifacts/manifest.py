@@ -27,6 +27,7 @@ FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 LAST_LINE = re.compile(rb'  "sha256": "([0-9a-f]{64})"\n}\n\Z')
 PROGRAMS = ("config", "plan", "targets")  # what programs_digest covers
+DIGESTS = ("programs_digest", "weights_digest")
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
@@ -123,8 +124,9 @@ def _format_2(raw: dict[str, Any], data: bytes) -> Manifest:
         raise ValueError(f"expected sha256 {last[1].decode()}, found {digest}")
     del raw["format"]
     manifest = _typed(raw)
-    for name, found in _digests(raw).items():
-        if raw.get(name) != found:
+    digests = _digests(raw)
+    for name in DIGESTS:
+        if raw.get(name) != (found := digests.get(name)):
             raise ValueError(f"expected {name} {found}, found {shown(raw.get(name))}")
     return manifest
 
@@ -148,7 +150,9 @@ def _digests(body: dict[str, Any]) -> dict[str, Any]:
     """Digests of the programs, with all that decides how they are called, and of the weights: two artifacts with equal
     ones hold the same."""
     slabs = {name: tensor["sha256"] for name, tensor in body["weights"]["index"].items()}
-    parts = {"programs_digest": {name: body[name] for name in PROGRAMS}, "weights_digest": slabs}
+    parts = {"programs_digest": {name: body[name] for name in PROGRAMS}}
+    if slabs:
+        parts["weights_digest"] = slabs
     return {name: hashlib.sha256(CANONICAL.encode(part).encode()).hexdigest() for name, part in parts.items()}
 
 
@@ -183,6 +187,11 @@ def read_checked(folder: Path, record: FileRecord) -> bytes:
 
 def recorded_files(manifest: Manifest) -> list[str]:
     """Every file that a manifest names, as a path below the artifact's folder."""
+    return [*(record.path for record in file_records(manifest)), *manifest.weights.files]
+
+
+def file_records(manifest: Manifest) -> tuple[FileRecord, ...]:
+    """Every file that a manifest names with its digest: all but those of the weights, whose slabs have one each."""
     programs = [file for target in manifest.targets.values() for cell in target.cells.values() for file in cell.files]
-    records = (*programs, manifest.vectors.expected, *manifest.tokenizer)
-    return [*(record.path for record in records), *manifest.weights.files]
+    vectors = () if manifest.vectors.expected is None else (manifest.vectors.expected,)
+    return (*programs, *vectors, *manifest.tokenizer)

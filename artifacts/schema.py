@@ -439,7 +439,7 @@ class StoredTensor(Slabbed):
 
 @dataclass(frozen=True)
 class Weights:
-    """The weight store: sizes of its files, and every tensor by name."""
+    """The weight store: sizes of its files, and every tensor by name; both empty where there are programs alone."""
 
     files: dict[Relative, int]
     index: dict[str, StoredTensor]
@@ -511,7 +511,7 @@ class Vectors:
     seed: int
     margins: Margins
     sequences: tuple[Sequence, ...]
-    expected: FileRecord
+    expected: FileRecord | None = None
     receipts: dict[str, Receipts] = field(default_factory=dict)
 
 
@@ -531,6 +531,11 @@ class Manifest:
     programs_digest: Digest | None = None
     weights_digest: Digest | None = None
     sha256: Digest | None = None
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it can run; programs alone wait for weights to be attached."""
+        return bool(self.weights.index)
 
     def receipt(self, target: str, cell: str) -> Receipt | None:
         """The receipt of a cell; None where it was not executed."""

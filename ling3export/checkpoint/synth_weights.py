@@ -102,9 +102,14 @@ def _taps(count: int) -> tuple[float, ...]:
     return tuple((-0.5 if age % 2 else 1.0) * 0.6**age for age in reversed(range(count)))
 
 
-def blocks(name: str, info: TensorInfo, config: Config, seed: int, dtype: str) -> Iterator[memoryview]:
-    """The tensor's bytes in ascending order; a block is valid until the next one is asked for."""
-    how = recipe(name, info, config)
+def blocks(
+    name: str, info: TensorInfo, config: Config, seed: int, dtype: str, how: Recipe | None = None
+) -> Iterator[memoryview]:
+    """The tensor's bytes in ascending order; a block is valid until the next one is asked for.
+
+    ``how`` is its distribution, by default the one that its name has here.
+    """
+    how = how or recipe(name, info, config)
     bits = np.random.SFC64(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16]))
     if isinstance(how.shift, tuple):
         table = _table(how.quantiles, how.scale, 0.0, "F32")

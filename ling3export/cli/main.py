@@ -47,7 +47,11 @@ def _unwinding() -> Iterator[None]:
 
 
 @click.group(
-    cls=Group, sections={"Build": ("plan", "build", "cache", "synth"), "Look": ("inspect", "verify", "report")}
+    cls=Group,
+    sections={
+        "Build": ("plan", "build", "attach", "cache", "synth"),
+        "Look": ("inspect", "verify", "report"),
+    },
 )
 @click.version_option(package_name="ling3export")
 def main() -> None:
@@ -65,6 +69,10 @@ def main() -> None:
     "Output",
     click.option("--into", type=PATH, metavar="ARTIFACT", help="Add the targets to this artifact instead."),
     click.option("--force", is_flag=True, help="Replace ARTIFACT, or targets of --into, if they are there."),
+    click.option("--no-weights", is_flag=True, help="Build programs alone; CHECKPOINT may be a config.json."),
+    click.option(
+        "--dummy-weights", type=int, metavar="SEED", help="Run them with random weights, which are not kept."
+    ),
     click.option(
         "--format", "kind", type=click.Choice(["artifact", "savedmodel"]), default="artifact", show_default=True,
         help="savedmodel: TensorFlow signatures of the TP=1 steps (extra savedmodel).",
@@ -89,13 +97,14 @@ def main() -> None:
 )  # fmt: skip
 def build(
     checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], into: Path | None, replay: str | None,
-    force: bool, kind: str, cache: str, cache_dir: Path | None, explain: bool, shard: Shard, **options: Any,
+    force: bool, kind: str, cache: str, cache_dir: Path | None, explain: bool, shard: Shard, no_weights: bool,
+    dummy_weights: int | None, **options: Any,
 ) -> None:  # fmt: skip
     """Build ARTIFACT from CHECKPOINT.
 
     Without CHECKPOINT the packaged demo checkpoint is built into ./demo.ling3; ARTIFACT defaults to
     ./<checkpoint folder name>.ling3, or .savedmodel. An artifact of --into has what targets share, so CHECKPOINT is
-    then only compared.
+    then only compared. Programs of --no-weights get theirs from ling3export attach.
     """
     require("build", "build", "flax", "rich")
     from ling3export.cli.progress import Console
@@ -105,9 +114,15 @@ def build(
         raise click.UsageError(f"--into names the artifact: no {'--replay' if replay else 'ARTIFACT'} beside it")
     if shard != WHOLE and (into is not None or replay is not None or kind != "artifact"):
         raise click.UsageError("--shard compiles cells of an artifact alone: no --into, --replay or --format beside it")
+    if dummy_weights is not None and not no_weights:
+        raise click.UsageError("--dummy-weights belongs to --no-weights")
+    if no_weights and (into is not None or replay is not None or kind != "artifact" or shard != WHOLE):
+        raise click.UsageError("--no-weights makes an artifact: no --into, --replay, --shard or --format beside it")
     chosen, what, use = given(click.get_current_context()), Options(**options), CacheUse(cache, cache_dir, explain)
     source = checkpoint or building.DEMO
-    destination = artifact or Path(f"{source.resolve().name}.{'ling3' if kind == 'artifact' else kind}")
+    destination = artifact or Path(
+        f"{source.resolve().name.removesuffix('.json')}.{'ling3' if kind == 'artifact' else kind}"
+    )
     with _unwinding(), Console() as console:
         if kind == "savedmodel":
             from ling3export.savedmodel.export import build_savedmodel
@@ -138,6 +153,11 @@ def build(
                 into, what, chosen, console, checkpoint=checkpoint, force=force, ignore=ignore, cache=use
             )
             console.summary(into, manifest, names)
+        elif no_weights:
+            manifest = building.build_programs(
+                source, destination, what, console, dummy=dummy_weights, force=force, ignore=ignore, cache=use
+            )
+            console.summary(destination, manifest)
         else:
             manifest = building.build(source, destination, what, console, force=force, ignore=ignore, cache=use)
             console.summary(destination, manifest)
@@ -182,6 +202,33 @@ main.add_command(cache)
 
 
 @main.command()
+@click.argument("artifact", type=PATH)
+@click.argument("checkpoint", type=PATH)
+@click.argument("out", required=False, type=PATH)
+@click.option("--force", is_flag=True, help="Replace OUT, or the weights that ARTIFACT has.")
+@click.option("--no-run", is_flag=True, help="Write no receipts: nothing of ARTIFACT is executed.")
+@IGNORE
+def attach(
+    artifact: Path, checkpoint: Path, out: Path | None, force: bool, no_run: bool, ignore: tuple[str, ...]
+) -> None:
+    """Give the programs of ARTIFACT the weights of CHECKPOINT.
+
+    Nothing is compiled: CHECKPOINT must have the config that the programs were built for. With OUT, ARTIFACT stays as
+    it is and OUT is a whole artifact.
+    """
+    require("attach", "build", "flax", "rich")
+    from ling3export.cli.progress import Console
+    from ling3export.compile.attach import attach as attaching
+
+    with _unwinding(), Console() as console:
+        manifest = attaching(artifact, checkpoint, out, console, force=force, ignore=ignore, run=not no_run)
+        if no_run:
+            console.note(f"wrote {out or artifact} ({manifest.weights.nbytes / 1e6:.1f} MB of weights), not run")
+        else:
+            console.summary(out or artifact, manifest)
+
+
+@main.command()
 @click.argument("directory", type=PATH)
 @click.option("--preset", type=click.Choice(["micro", "small", "aligned", "full"]), required=True)
 @click.option("--seed", type=int, default=0, show_default=True)
@@ -200,13 +247,20 @@ def synth(directory: Path, preset: str, seed: int, layers: int | None, force: bo
 @click.argument("artifact", type=PATH)
 @WIDE
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
-def inspect(artifact: Path, wide: bool, as_json: bool) -> None:
+@click.option("--load-plan", is_flag=True, help="Print what each stored tensor is made of, as JSON.")
+def inspect(artifact: Path, wide: bool, as_json: bool, load_plan: bool) -> None:
     """Show what ARTIFACT holds: plan, cells, sizes, costs, state."""
     from ling3export.artifacts.manifest import read_manifest
     from ling3export.artifacts.records import to_json
     from ling3export.report.inspect import describe
 
     manifest = read_manifest(artifact)
+    if load_plan:
+        from ling3export.checkpoint.load_plan import load_plan as planned
+        from ling3export.pricing.recorded import config_of
+
+        click.echo(json.dumps(planned(config_of(manifest), manifest.plan.dtype), indent=2))
+        return
     click.echo(
         json.dumps(to_json(manifest), indent=2, ensure_ascii=False) if as_json else describe(manifest, wide=wide)
     )

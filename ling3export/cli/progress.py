@@ -10,12 +10,12 @@ from types import TracebackType
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from ling3export.artifacts.schema import Manifest, Program, Receipts, Target
+from ling3export.artifacts.schema import Manifest, Program
 from ling3export.cache.cells import CELL, PROGRAM
 from ling3export.compile.pool import Outcome
 from ling3export.errors import listed, printable
 from ling3export.tables import aligned
-from ling3export.verify.receipts import ERROR_COLUMNS, error_columns, explained
+from ling3export.verify.receipts import ERROR_COLUMNS, NO_WEIGHTS, error_columns, explained
 
 COLUMNS = ("cell", "status", "seconds", "peak MB")
 LABELS = {
@@ -88,16 +88,20 @@ class Console:
         if self._bars is not None:
             self._bars.stop()
         for name in manifest.targets if names is None else names:
-            self._target(name, manifest.targets[name], manifest.vectors.receipts.get(name))
+            self._target(name, manifest)
         seconds = time.perf_counter() - self._started
         what = f"built {artifact}" if names is None else f"added {listed(list(names))} to {artifact}"
-        self.note(f"{what} in {seconds:.1f} s ({manifest.weights.nbytes / 1e6:.1f} MB of weights)")
+        held = f"{manifest.weights.nbytes / 1e6:.1f} MB of weights" if manifest.has_weights else NO_WEIGHTS
+        self.note(f"{what} in {seconds:.1f} s ({held})")
 
-    def _target(self, name: str, target: Target, receipts: Receipts | None) -> None:
+    def _target(self, name: str, manifest: Manifest) -> None:
+        target, receipts = manifest.targets[name], manifest.vectors.receipts.get(name)
         rows: list[tuple[str, ...]] = [(*COLUMNS, *ERROR_COLUMNS)]
         rows += [(cell.name, *_built(cell), *error_columns(cell.name, receipts)) for cell in target.cells.values()]
         self._table(name, rows)
         said = "no machine here runs these programs: ling3export verify does where one does"
+        if not manifest.has_weights:
+            said = f"not run: {NO_WEIGHTS}"
         self.note(f"  {said if receipts is None else explained(receipts.tolerance)}")
 
     def _table(self, target: str, rows: Sequence[tuple[str, ...]]) -> None:

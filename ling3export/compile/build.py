@@ -6,10 +6,12 @@ stands; a kill at any moment leaves nothing that looks whole.
 
 import itertools
 import platform
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -25,12 +27,13 @@ from ling3export.artifacts.staging import staged
 from ling3export.cache.cells import SUFFIXES, Built, Cells, opened, summary
 from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.cache.use import DEFAULT_USE, CacheUse
-from ling3export.checkpoint.convert import Progress, write_weights
+from ling3export.checkpoint.convert import Progress, Weights, write_weights
+from ling3export.checkpoint.dummy import DummyWeights
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.compile.pool import Compilers, Outcome, check
 from ling3export.compile.replay import forget_failure, note_failure
 from ling3export.errors import ArtifactError, CheckpointError, PlanError
-from ling3export.model.config import Config
+from ling3export.model.config import Config, read_config
 from ling3export.model.geometry import CHUNK
 from ling3export.model.parameters import arguments
 from ling3export.model.state import state_arrays
@@ -78,29 +81,115 @@ def build(
     source = Checkpoint.open(checkpoint, ignore=ignore)
     plans = announced(make_plans(source.config, options), report)
     with staged(artifact, force=force) as folder, opened(cache, report.note) as cells:
-        tokenizer = _copy_tokenizer(folder, source)
+        tokenizer = copy_tokenizer(folder, source)
         with compiling(artifact, source.config, options, plans, folder, cells, report) as compiled:
-            weights = write_weights(folder, source, options.dtype, report)
-            context = min(min(plan.context, plan.geometry.pages * plan.geometry.page_size) for plan in plans)
-            report.start("vectors", 1)
-            vectors = write_vectors(source.config, source.tensor, folder, context, options.dtype)
-            report.advance("vectors", 1)
+            weights, vectors = weight_half(folder, source, options.dtype, longest(plans), report)
             outcomes = compiled()
-        first, name = plans[0], source.path.resolve().name
-        body = Manifest(
-            producer={"ling3export": metadata.version("ling3export"), "python": platform.python_version()},
-            source=schema.Source("".join(each if each.isprintable() else "?" for each in name), source.digests()),
-            config=source.config.semantic() | {"eos_token_id": source.config.eos_token_ids},
-            plan=schema.Plan(
-                first.paddings, first.decode_paddings, first.geometry.slots, first.geometry.page_size, first.context,
-                first.geometry.dtype, options.memory_fraction, options.state_memory,
-            ),
-            targets={}, weights=weights, vectors=vectors, tokenizer=tokenizer, notes=(),
+        body = replace(
+            described(source.config, named(source.path, source.digests()), options, plans[0]),
+            weights=weights, vectors=vectors, tokenizer=tokenizer,
         )  # fmt: skip
         manifest = complete(folder, body, outcomes, report, cells)
-        report.note(summary((cell for target in manifest.targets.values() for cell in target.cells.values()), cache))
-        forget_failure(artifact)
+        ended(artifact, manifest, report, cache)
         return manifest
+
+
+def build_programs(
+    config: Path, artifact: Path, options: Options, report: Reporter, *, dummy: int | None = None, force: bool = False,
+    ignore: Sequence[str] = (), cache: CacheUse = DEFAULT_USE,
+) -> Manifest:  # fmt: skip
+    """Builds the programs alone, as :func:`build` does, for weights that are attached later.
+
+    Args:
+        config: A config.json, or a folder that holds one; nothing else is read.
+        artifact: The folder to make.
+        options: What to build.
+        report: Told of every stage.
+        dummy: Seed of weights that the programs are run with, and that are not kept; None runs nothing.
+        force: Replace an artifact that is there.
+        ignore: Fields of config.json to ignore.
+        cache: How compiled programs of earlier builds are used.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        Ling3Error: The config, the plan or the disk do not allow it; nothing is left behind.
+    """
+    file = config / "config.json" if config.is_dir() else config
+    data = read_config(file)
+    model = Config.from_json(data, ignore, str(file))
+    plans = announced(make_plans(model, options), report)
+    with staged(artifact, force=force) as folder, opened(cache, report.note) as cells:
+        body = described(model, named(config, {"config.json": schema.SourceFile(sha256=sha256(data).hexdigest())}),
+                         options, plans[0])  # fmt: skip
+        with compiling(artifact, model, options, plans, folder, cells, report) as compiled:
+            if dummy is not None:
+                weights = DummyWeights(model, dummy)
+                stored, vectors = weight_half(folder, weights, options.dtype, longest(plans), report)
+                body = replace(body, weights=stored, vectors=vectors)
+            outcomes = compiled()
+        manifest = complete(folder, body, outcomes, report, cells)
+        if dummy is not None:
+            said = f"{manifest.vectors.source}; dummy weights of seed {dummy}, not kept"
+            for half in ("weights", "vectors"):
+                shutil.rmtree(folder / half)
+            kept = replace(manifest.vectors, expected=None, source=said)
+            manifest = write_manifest(folder, replace(manifest, weights=schema.Weights({}, {}), vectors=kept))
+        ended(artifact, manifest, report, cache)
+        return manifest
+
+
+def longest(plans: Sequence[Plan]) -> int:
+    """Tokens of the longest sequence that every plan's pools hold."""
+    return min(min(plan.context, plan.geometry.pages * plan.geometry.page_size) for plan in plans)
+
+
+def weight_half(
+    folder: Path, source: Weights, dtype: str, context: int, report: Reporter
+) -> tuple[schema.Weights, schema.Vectors]:
+    """Writes ``weights/`` and ``vectors/`` below ``folder``; returns what the manifest says of them.
+
+    Args:
+        folder: An artifact that is not whole yet.
+        source: A checkpoint.
+        dtype: The artifact's.
+        context: Tokens of the longest sequence.
+        report: Told of both.
+    """
+    weights = write_weights(folder, source, dtype, report)
+    report.start("vectors", 1)
+    vectors = write_vectors(source.config, source.tensor, folder, context, dtype)
+    report.advance("vectors", 1)
+    return weights, vectors
+
+
+def named(path: Path, digests: dict[str, schema.SourceFile]) -> schema.Source:
+    """What the manifest says of a checkpoint, or of the config alone."""
+    name = path.resolve().name
+    return schema.Source("".join(each if each.isprintable() else "?" for each in name), digests)
+
+
+def described(config: Config, source: schema.Source, options: Options, plan: Plan) -> Manifest:
+    """A manifest without targets, weights and vectors; ``plan`` is any target's."""
+    geometry = plan.geometry
+    return Manifest(
+        producer={"ling3export": metadata.version("ling3export"), "python": platform.python_version()},
+        source=source,
+        config=config.semantic() | {"eos_token_id": config.eos_token_ids},
+        plan=schema.Plan(
+            plan.paddings, plan.decode_paddings, geometry.slots, geometry.page_size, plan.context, geometry.dtype,
+            options.memory_fraction, options.state_memory,
+        ),
+        targets={}, weights=schema.Weights({}, {}),
+        vectors=schema.Vectors("none: there are no weights", 0, schema.Margins(), ()), tokenizer=(), notes=(),
+    )  # fmt: skip
+
+
+def ended(artifact: Path, manifest: Manifest, report: Reporter, cache: CacheUse) -> None:
+    """Says where the cells came from; no earlier failure of this build needs to be remembered."""
+    report.note(summary((cell for target in manifest.targets.values() for cell in target.cells.values()), cache))
+    forget_failure(artifact)
 
 
 def announced(plans: list[Plan], report: Reporter) -> list[Plan]:
@@ -197,7 +286,8 @@ def complete(
             producer={**toolchain(plan.target), **manifest.producer},
             notes=(*(note for note in manifest.notes if not note.startswith(f"{name}: ")), *plan.named_notes),
         )
-    found, here = {}, [outcome for outcome in outcomes if outcome.plan.target.runs_here]
+    here = [outcome for outcome in outcomes if outcome.plan.target.runs_here and manifest.has_weights]
+    found = {}
     report.start("receipts", len(here))
     for outcome in here:
         try:
@@ -210,7 +300,7 @@ def complete(
     return write_manifest(folder, replace(manifest, vectors=vectors))
 
 
-def _copy_tokenizer(folder: Path, source: Checkpoint) -> tuple[FileRecord, ...]:
+def copy_tokenizer(folder: Path, source: Checkpoint) -> tuple[FileRecord, ...]:
     """Copies the tokenizer's files and reads them as the runner will.
 
     Raises:

@@ -26,6 +26,7 @@ from ling3export.cache.cells import SUFFIXES, Built, Cells, opened, summary
 from ling3export.cache.use import DEFAULT_USE, CacheUse
 from ling3export.checkpoint.convert import differing_tensors, store_bytes
 from ling3export.checkpoint.reader import Checkpoint
+from ling3export.compile.attach import check_config
 from ling3export.compile.build import Reporter, announced, compiling, complete
 from ling3export.compile.pool import Outcome
 from ling3export.compile.replay import changes_since, forget_failure
@@ -111,13 +112,9 @@ def _plans(artifact: Path, manifest: Manifest, options: Options, given: set[str]
 
 
 def _check_source(source: Checkpoint, manifest: Manifest, artifact: Path, report: Reporter) -> None:
-    wanted = config_of(manifest).semantic()
-    other = [field for field, value in source.config.semantic().items() if wanted[field] != value]
-    if other:
-        raise CheckpointError(
-            f"checkpoint `{source.path.name}`: expected the config that `{artifact.name}` was built from, "
-            f"found another {listed(other)}, in {source.path}"
-        )
+    check_config(source, manifest, artifact)
+    if not manifest.has_weights:
+        return
     recorded, found = manifest.source.digests, source.digests()
     differing = [f"`{name}`" for name in sorted({*recorded, *found}) if recorded.get(name) != found.get(name)]
     if not differing:  # a shard's digest is its header's alone, which two fine-tunings have in common

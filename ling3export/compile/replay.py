@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ling3export.artifacts.files import replace_file, writing
-from ling3export.artifacts.manifest import MANIFEST, file_record, read_checked, read_manifest
+from ling3export.artifacts.manifest import MANIFEST, file_record, read_checked, read_manifest, recorded_files
 from ling3export.artifacts.records import from_json, to_json
 from ling3export.artifacts.schema import GIVERS, MOVING, SPLIT, Cell, FileRecord, Manifest, Program, Receipt
 from ling3export.cache.cells import SUFFIXES, Cells, opened
@@ -32,6 +32,7 @@ from ling3export.runners.load.targets import named_target
 from ling3export.strict_json import read_json
 from ling3export.tables import readable
 from ling3export.verify.measure import measure_apart
+from ling3export.verify.receipts import NO_WEIGHTS
 
 
 @dataclass(frozen=True)
@@ -171,9 +172,10 @@ def _recorded(artifact: Path, manifest: Manifest, name: str, cell: str) -> tuple
         lines.append(f"  executable   {_compared(executable, old.exec)}")
         both = [readable(each.memory.temporaries) for each in (program, old)]
         lines.append(f"  temporaries  {both[0]}, recorded {both[1]}")
-        if not plan.target.runs_here:
-            return [*lines, f"  receipts     not run here: {old.status}"], same
-        read_checked(artifact, manifest.vectors.expected)
+        expected = manifest.vectors.expected
+        if not plan.target.runs_here or expected is None:
+            return [*lines, f"  receipts     not run here: {NO_WEIGHTS if expected is None else old.status}"], same
+        read_checked(artifact, expected)
         replayed = Cell(**vars(program) | {"status": old.status, "stablehlo": portable, "exec": executable})
         found = _receipt(artifact, Path(temporary), manifest, name, replayed)
     recorded = manifest.receipt(name, cell)
@@ -205,8 +207,8 @@ def _receipt(artifact: Path, view: Path, manifest: Manifest, name: str, cell: Ce
     """Runs the vectors through one cell, and those that it needs, in a copy of as much of the artifact."""
     target = manifest.targets[name]
     needed = _needed(target.cells, cell)
-    files = [file.path for each in needed for file in each.files] + [manifest.vectors.expected.path]
-    for path in (*files, *manifest.weights.files):
+    reduced = replace(target, cells={each.name: each for each in needed})
+    for path in recorded_files(replace(manifest, targets={name: reduced}, tokenizer=())):
         copy = view / path
         copy.parent.mkdir(parents=True, exist_ok=True)
         with writing(copy):
@@ -214,7 +216,7 @@ def _receipt(artifact: Path, view: Path, manifest: Manifest, name: str, cell: Ce
                 os.link(artifact / path, copy)  # a second name, where both lie on one volume: weights may be large
             except OSError:
                 shutil.copyfile(artifact / path, copy)
-    reduced = replace(target, cells={each.name: each for each in (*needed, cell)})
+    reduced = replace(target, cells=reduced.cells | {cell.name: cell})
     return measure_apart(view, name, replace(manifest, targets={name: reduced})).cells[cell.name]
 
 

@@ -100,7 +100,9 @@ def describe(manifest: Manifest, *, wide: bool = False) -> str:
         f"made by     {versions}",
         f"plan        prefill {list(plan.paddings)}, decode {list(plan.decode_paddings)}, {scored}{plan.dtype}, "
         f"context {plan.context}, {plan.max_running} running",
-        f"weights     {_megabytes(weights.nbytes)} MB in {len(weights.files)} files, {len(weights.index)} tensors",
+        f"weights     {_megabytes(weights.nbytes)} MB in {len(weights.files)} files, {len(weights.index)} tensors"
+        if weights.index
+        else "weights     none: ling3export attach writes those of a checkpoint",
         f"vectors     {manifest.vectors.source}",
         f"tokenizer   {'yes' if manifest.tokenizer else 'none: token ids only'}",
     ]

@@ -33,6 +33,7 @@ def measure_target(artifact: Path, name: str, manifest: Manifest, hosts: Hosts |
         artifact, target=name, check="programs", report=lambda _: None, manifest=manifest, hosts=hosts
     )
     target, vectors, tolerance = loaded.record, manifest.vectors, TOLERANCES[manifest.plan.dtype]
+    assert vectors.expected is not None  # where there are weights, as the loader found
     stored = load(read_checked(artifact, vectors.expected))
     expected: Logits = {
         (index, position): stored[sequence.logits][row]

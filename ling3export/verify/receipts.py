@@ -136,6 +136,7 @@ def agreement(found: Mapping[str, Logits]) -> dict[str, float]:
 
 EXACT = tuple(f"{phase}@" for phase in ("sample", *schema.MOVING))
 ERROR_COLUMNS = ("median error", "worst error")
+NO_WEIGHTS = "no weights"  # why the cells of programs alone are not run
 
 
 def error_columns(cell: str, receipts: Receipts | None) -> tuple[str, str]:

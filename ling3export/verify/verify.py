@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.files import refuse_links
-from ling3export.artifacts.manifest import read_checked, read_manifest, recorded_files
+from ling3export.artifacts.manifest import file_records, read_checked, read_manifest, recorded_files
 from ling3export.artifacts.records import to_json
 from ling3export.artifacts.schema import Manifest, Receipts, Target
 from ling3export.artifacts.store import Store
@@ -13,7 +13,7 @@ from ling3export.errors import ArtifactError, listed
 from ling3export.runners.load.targets import platforms_here
 from ling3export.tables import aligned
 from ling3export.verify.measure import measure_apart
-from ling3export.verify.receipts import ERROR_COLUMNS, error_columns, explained
+from ling3export.verify.receipts import ERROR_COLUMNS, NO_WEIGHTS, error_columns, explained
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,7 @@ def check_digests(artifact: Path, manifest: Manifest) -> tuple[int, int]:
         ArtifactError: One is missing, damaged, or reached through a symbolic link.
     """
     refuse_links(artifact, recorded_files(manifest))
-    files = [file for target in manifest.targets.values() for cell in target.cells.values() for file in cell.files]
-    files += [*manifest.tokenizer, manifest.vectors.expected]
+    files = file_records(manifest)
     for record in files:
         read_checked(artifact, record)
     index = manifest.weights.index
@@ -101,5 +100,7 @@ def verify_artifact(artifact: Path, target: str | None, *, run: bool = True) -> 
     targets: dict[str, Receipts | str] = {}
     for name in names:
         reason = _not_here(manifest.targets[name]) if run else "--no-run"
+        if not manifest.has_weights:
+            reason = NO_WEIGHTS
         targets[name] = reason or measure_apart(artifact, name, manifest)
     return Result(files, slabs, targets)

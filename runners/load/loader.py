@@ -121,6 +121,11 @@ def load(
         if check not in CHECKS:
             raise ArtifactError(f"check: expected {' or '.join(CHECKS)}, found {check}")
         manifest = read_manifest(folder) if manifest is None else manifest
+        if not manifest.has_weights:
+            raise ArtifactError(
+                f"artifact `{folder.name}`: expected weights, found programs alone, in {folder}",
+                f"write them with: ling3export attach {folder} CHECKPOINT",
+            )
         name = choose_target(manifest.targets, target, platforms_here(), 1 if hosts is None else hosts.count)
         flight.target(name)
         prepare(manifest.targets[name])

@@ -41,6 +41,7 @@ def names(folder: Path) -> list[str]:
     "command",
     [
         "",
+        "attach",
         "build",
         "cache",
         "cache status",

@@ -228,8 +228,9 @@ def test_another_checkpoint_is_refused(whole, artifact, tmp_path):
     )
     larger = artifact.checkpoint("micro-tp1-experts")
     assert refusal(cli.main, "build", larger, "--into", whole, "--target", "cpu@2") == (
-        f"error: checkpoint `{larger.name}`: expected the config that `x.ling3` was built from, found another "
-        f"num_experts, in {larger}\n"
+        f"error: checkpoint `{larger.name}`: expected the config that `x.ling3` was built from, found "
+        f"num_experts 32 instead of 16, in {larger}\n"
+        "hint: build programs for it: ling3export build CONFIG.json ARTIFACT --no-weights\n"
     )
 
 

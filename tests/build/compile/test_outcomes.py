@@ -78,6 +78,7 @@ def manifest(receipts):
         targets={"cpu-tp1": SimpleNamespace(cells=cells)},
         vectors=SimpleNamespace(receipts={"cpu-tp1": receipts} if receipts else {}),
         weights=SimpleNamespace(nbytes=10**6),
+        has_weights=True,
     )
 
 

@@ -1,0 +1,86 @@
+"""``attach ARTIFACT CHECKPOINT``: other weights for programs that are there. Nothing is compiled.
+
+The whole folder is written anew beside the old one and takes its name at once, so at any moment there is the old
+artifact or the new one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ling3export.artifacts.files import write_new
+from ling3export.artifacts.manifest import read_checked, read_manifest, write_manifest
+from ling3export.artifacts.schema import Manifest
+from ling3export.artifacts.staging import staged
+from ling3export.checkpoint.reader import Checkpoint
+from ling3export.compile.build import Reporter, copy_tokenizer, named, receipts, weight_half
+from ling3export.errors import ArtifactError, CheckpointError, listed
+from ling3export.model.config import shown
+from ling3export.pricing.recorded import config_of, plan_of
+
+
+def attach(
+    artifact: Path, checkpoint: Path, out: Path | None, report: Reporter, *, force: bool = False,
+    ignore: Sequence[str] = (), run: bool = True,
+) -> Manifest:  # fmt: skip
+    """Gives the programs of ``artifact`` the weights, the tokenizer and the receipts of ``checkpoint``.
+
+    Args:
+        artifact: Programs alone, or a whole artifact.
+        checkpoint: A checkpoint with the configuration that the programs were compiled for.
+        out: The folder to make; None replaces ``artifact``.
+        report: Told of every stage.
+        force: Replace ``out`` if it is there, or the weights that ``artifact`` has.
+        ignore: Fields of the checkpoint's config.json to ignore.
+        run: Whether the programs are run for receipts; otherwise nothing of ``artifact`` is executed.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        Ling3Error: Another configuration, a damaged program, a cell outside of its tolerance, a full disk; what was
+            there is as before.
+    """
+    source = Checkpoint.open(checkpoint, ignore=ignore)
+    with staged(out or artifact, force=force or out is None) as folder:
+        manifest = read_manifest(artifact)
+        if out is None and manifest.has_weights and not force:
+            raise ArtifactError(
+                f"artifact `{artifact.name}`: expected programs alone, found weights of {manifest.source.name} with "
+                f"them, in {artifact}",
+                "name a folder for the new artifact, or replace the weights with --force",
+            )
+        check_config(source, manifest, artifact)
+        for cell in (cell for target in manifest.targets.values() for cell in target.cells.values()):
+            for record in cell.files:
+                (folder / record.path).parent.mkdir(parents=True, exist_ok=True)
+                write_new(folder / record.path, read_checked(artifact, record))
+        tokenizer = copy_tokenizer(folder, source)
+        pools = [target.state.pages * target.state.page_size for target in manifest.targets.values()]
+        weights, vectors = weight_half(folder, source, manifest.plan.dtype, min(manifest.plan.context, *pools), report)
+        manifest = replace(
+            manifest, source=named(source.path, source.digests()), weights=weights, vectors=vectors,
+            tokenizer=tokenizer, config=manifest.config | {"eos_token_id": source.config.eos_token_ids},
+        )  # fmt: skip
+        here = [name for name in manifest.targets if run and plan_of(manifest, name).target.runs_here]
+        report.start("receipts", len(here))
+        for name in here:
+            vectors.receipts[name] = receipts(folder, manifest, name)
+            report.advance("receipts", 1)
+        return write_manifest(folder, manifest)
+
+
+def check_config(source: Checkpoint, manifest: Manifest, artifact: Path) -> None:
+    """Passes where the programs were compiled for the checkpoint's configuration.
+
+    Raises:
+        CheckpointError: Fields differ; it names them, with both values.
+    """
+    wanted, found = config_of(manifest).semantic(), source.config.semantic()
+    if other := [name for name in wanted if wanted[name] != found[name]]:
+        fields = [f"{name} {shown(found[name])} instead of {shown(wanted[name])}" for name in other]
+        raise CheckpointError(
+            f"checkpoint `{source.path.name}`: expected the config that `{artifact.name}` was built from, "
+            f"found {listed(fields)}, in {source.path}",
+            "build programs for it: ling3export build CONFIG.json ARTIFACT --no-weights",
+        )

@@ -1,0 +1,172 @@
+"""Programs apart from weights: the same as with a checkpoint, and weights attached without a compiler."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from artifacts_fixture import RECIPES
+from builds import copying
+from ling3export.artifacts.manifest import read_manifest, recorded_files
+from ling3export.checkpoint.convert import store_files
+from ling3export.checkpoint.dummy import DummyWeights
+from ling3export.checkpoint.load_plan import load_plan
+from ling3export.checkpoint.reader import Checkpoint
+from ling3export.checkpoint.synth import config_fields
+from ling3export.cli import main as cli
+from ling3export.compile import pool
+from ling3export.model.config import Config
+from ling3export.model.parameters import expected_tensors, mtp_tensors
+from ling3export.runners.cli import main as runner_cli
+from ling3export.runners.engine.engine import Engine
+from ling3export.verify.verify import check_digests
+from refusals import refusal
+
+PROMPT = [5, 9, 2]
+
+
+def said(*words: object) -> str:
+    done = CliRunner().invoke(cli.main, [str(word) for word in words])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.fixture(scope="module")
+def config(artifact, tmp_path_factory) -> Path:
+    """The config.json of a checkpoint, without its checkpoint."""
+    return Path(shutil.copy(artifact.checkpoint("micro-tp1") / "config.json", tmp_path_factory.mktemp("config")))
+
+
+@pytest.fixture(scope="module")
+def programs(artifact, config, tmp_path_factory) -> Path:
+    """Programs alone; those of the whole artifact are in the cache."""
+    artifact("micro-tp1")
+    folder = tmp_path_factory.mktemp("programs") / "p.ling3"
+    built = said("build", config, folder, "--no-weights", *RECIPES["micro-tp1"].options())
+    assert "not run: no weights" in built and "(no weights)" in built
+    return folder
+
+
+@pytest.fixture
+def no_compiler(monkeypatch) -> None:
+    def refused(*arguments, **options):
+        raise AssertionError("a compiler was started")
+
+    monkeypatch.setattr(pool.Compilers, "__init__", refused)
+
+
+def test_programs_without_a_checkpoint_are_those_of_a_build_with_one(artifact, programs):
+    """Also where the cache knows neither: its keys are the same."""
+    alone, whole = read_manifest(programs), artifact.manifest("micro-tp1")
+    assert not alone.has_weights and alone.weights_digest is None and not (programs / "weights").exists()
+    assert list(alone.source.digests) == ["config.json"]
+    cells, wanted = (manifest.targets["cpu-tp1"].cells for manifest in (alone, whole))
+    assert [cell.stablehlo for cell in cells.values()] == [cell.stablehlo for cell in wanted.values()]
+    for name, cell in cells.items():
+        origin, other = cell.origin, wanted[name].origin
+        assert origin is not None and other is not None
+        assert (origin.key, origin.program) == (other.key, other.program)
+    assert check_digests(programs, alone) == (2 * len(cells), 0)
+    verified = said("verify", programs)
+    assert "cpu-tp1: not run here: no weights" in verified
+    assert "weights     none" in said("inspect", programs)
+
+
+def test_a_runner_refuses_programs_alone_with_the_command_that_attaches_weights(programs):
+    done = CliRunner().invoke(runner_cli.main, ["generate", str(programs), "--prompt-ids", "1,2", "--max-tokens", "1"])
+    assert done.exit_code == 1
+    assert done.stderr == (
+        f"error: artifact `p.ling3`: expected weights, found programs alone, in {programs}\n"
+        f"hint: write them with: ling3export attach {programs} CHECKPOINT\n"
+    )
+
+
+def test_weights_of_two_fine_tunes_are_attached_and_nothing_is_compiled(artifact, programs, no_compiler, tmp_path):
+    before, whole = read_manifest(programs), artifact.manifest("micro-tp1")
+    here = shutil.copytree(programs, tmp_path / "p.ling3")
+    said("attach", here, artifact.checkpoint("micro-tp1"))
+    attached = read_manifest(here)
+    assert attached.weights == whole.weights and attached.weights_digest == whole.weights_digest
+    assert attached.programs_digest == before.programs_digest
+    assert attached.vectors.receipts["cpu-tp1"].passed
+    assert sorted(recorded_files(attached)) == sorted(recorded_files(whole))
+    other = tmp_path / "other.ling3"
+    said("attach", here, artifact.checkpoint("micro-tp1-seed2"), other)
+    tuned = read_manifest(other)
+    assert tuned.weights_digest != attached.weights_digest and tuned.programs_digest == before.programs_digest
+    assert read_manifest(here) == attached
+    for folder, same in ((here, "micro-tp1"), (other, "micro-tp1-seed2")):
+        with Engine(folder, report=lambda text: None) as engine, Engine(artifact(same), report=lambda _: None) as built:
+            found, wanted = (each.generate([PROMPT], max_tokens=8)[0] for each in (engine, built))
+            assert found.token_ids == wanted.token_ids
+            assert engine.stats()["compile_events"] == 0
+
+
+def test_another_config_or_weights_that_are_there_are_refused_and_nothing_changes(artifact, programs, tmp_path):
+    before = {path: path.read_bytes() for path in programs.rglob("*") if path.is_file()}
+    flat = artifact.checkpoint("micro-tp4-flat")
+    assert refusal(cli.main, "attach", programs, flat) == (
+        f"error: checkpoint `{flat.name}`: expected the config that `p.ling3` was built from, "
+        f"found q_lora_rank null instead of 32, in {flat}\n"
+        "hint: build programs for it: ling3export build CONFIG.json ARTIFACT --no-weights\n"
+    )
+    whole, checkpoint = artifact("micro-tp1"), artifact.checkpoint("micro-tp1")
+    assert "found weights of" in refusal(cli.main, "attach", whole, checkpoint)
+    assert {path: path.read_bytes() for path in programs.rglob("*") if path.is_file()} == before
+
+
+def test_programs_are_proved_with_dummy_weights_that_are_not_kept(artifact, config, monkeypatch, tmp_path):
+    target = artifact.manifest("micro-tp1").targets["cpu-tp1"]
+    monkeypatch.setattr(pool.Compilers, "run", copying(artifact("micro-tp1") / "programs" / "cpu-tp1", target))
+    options = RECIPES["micro-tp1"].options()
+    said("build", config, tmp_path / "p.ling3", "--no-weights", "--dummy-weights", "7", *options)
+    manifest = read_manifest(tmp_path / "p.ling3")
+    assert not manifest.has_weights and manifest.vectors.receipts["cpu-tp1"].passed
+    assert manifest.vectors.source.endswith("; dummy weights of seed 7, not kept")
+    assert sorted(path.name for path in (tmp_path / "p.ling3").iterdir()) == ["manifest.json", "programs"]
+
+
+def test_dummy_weights_follow_from_seed_name_and_index():
+    config = Config.from_dict(config_fields("micro", {}))
+    one, other = DummyWeights(config, 1), DummyWeights(config, 2)
+    for name, info in expected_tensors(config).items():
+        tensor = one.tensor(name).astype(np.float32)
+        assert tensor.shape == info.shape and np.isfinite(tensor).all()
+        if "norm" in name:
+            assert (tensor == 1).all()
+        elif name.endswith("expert_bias"):
+            assert (tensor == 0).all()
+        elif name.endswith("A_log"):
+            assert tensor.min() >= 0 and tensor.max() <= math.log(16)
+        else:
+            assert abs(tensor.std() / 0.02 - 1) < 0.3 and abs(tensor.mean()) < 0.02
+            assert (tensor == DummyWeights(config, 1).tensor(name).astype(np.float32)).all()
+            assert (tensor != other.tensor(name).astype(np.float32)).any()
+
+
+def test_the_load_plan_names_every_tensor_of_the_checkpoint_once_and_every_one_of_the_store(artifact):
+    printed = json.loads(said("inspect", artifact("micro-tp1"), "--load-plan"))
+    source = Checkpoint.open(artifact.checkpoint("micro-tp1"))
+    assert printed == load_plan(source.config, "float32")
+    keys = [key for row in printed["stored"] for key in row["from"]["keys"]]
+    twice = [key for key in keys if keys.count(key) > 1]
+    assert all("kv_b_proj" in key for key in twice)  # whose rows are keys' and values'
+    assert set(keys) == set(expected_tensors(source.config))
+    (skipped,) = printed["skipped"]
+    assert skipped["keys"] == list(mtp_tensors(source.config))
+    index = artifact.manifest("micro-tp1").weights.index
+    for row in printed["stored"]:
+        stored = index[row["tensor"]]
+        assert (row["file"], tuple(row["shape"]), row["shards"]) == (stored.file, stored.shape, stored.slabs)
+        assert all(list(source.tensor(key).shape) == row["from"]["shape"] for key in row["from"]["keys"])
+    assert {row["tensor"] for row in printed["stored"]} == set(index)
+    steps = {row["tensor"]: row["from"]["steps"] for row in printed["stored"]}
+    assert steps["mla.w_uk"] == [
+        "cut axis 0 into 4", "take rows 0 to 16 of each part", "put 1 of 4 parts into each shard",
+        "stack 2 layers along axis 1", "convert to float32",
+    ]  # fmt: skip
+    assert len(printed["stored"]) == sum(map(len, store_files(source.config, "float32").values()))
