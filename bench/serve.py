@@ -1,10 +1,11 @@
-"""A server under many clients at once: what they get, and how long it takes them."""
+"""A server under many clients that leave, break off and come too often: what they get, and how long it takes them.
+
+Latencies under a chosen load are measured by ``ling3-runner bench serve``.
+"""
 
 import asyncio
-import math
 import os
 import random
-import statistics
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from bench.engine import DEMO
 from bench.inputs import artifact
 from bench.report import machine, say, show, table
 from ling3export.artifacts.manifest import read_manifest
+from ling3export.runners.bench.metrics import Spread
 
 LEAVES = 0.05  # of the clients' calls are left before their end
 STREAMS = 0.5  # are streams
@@ -111,11 +113,6 @@ class Load:
         self.answers["left" if answer.status_code == 200 else str(answer.status_code)] += 1
 
 
-def quantile(values: list[float], share: float) -> float | None:
-    """The value that ``share`` of them do not exceed."""
-    return sorted(values)[math.ceil(share * len(values)) - 1] if values else None
-
-
 @contextmanager
 def served(folder: Path, *options: object) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A server of an artifact as the model ``m``, its address and its process; it ends with the block, in order."""
@@ -146,10 +143,10 @@ def measure(folder: Path, clients: int, seconds: float, max_requests: int, fault
         asyncio.run(load.run(clients))
         took = time.perf_counter() - started
         metrics = counters(url)
+    every, first = Spread.of(load.seconds), Spread.of(load.first)
     return {
         "seconds": took, "answers": dict(load.answers), "tokens_per_second": load.tokens / took,
-        "median_s": statistics.median(load.seconds), "p99_s": quantile(load.seconds, 0.99),
-        "first_median_s": statistics.median(load.first), "first_p99_s": quantile(load.first, 0.99),
+        "median_ms": every.median, "p99_ms": every.p99, "first_median_ms": first.median, "first_p99_ms": first.p99,
         "slots_free": [metrics["ling3_slots_free"], metrics["ling3_slots"]],
         "pages_free": [metrics["ling3_pages_free"], metrics["ling3_pages"]], "exit_code": server.returncode,
     }  # fmt: skip
@@ -169,7 +166,7 @@ def main(
     found = measure(artifact(source, f"serve-tp{tp}", options), clients, seconds, max_requests, faults)
     result = {"benchmark": "serve", "machine": machine(), "tp": tp, "clients": clients, "max_requests": max_requests,
               **found}  # fmt: skip
-    names = ("median_s", "p99_s", "first_median_s", "first_p99_s", "tokens_per_second")
+    names = ("median_ms", "p99_ms", "first_median_ms", "first_p99_ms", "tokens_per_second")
     show(
         f"{clients} clients of {source.name} at TP={tp}, {max_requests} prompts at once, for {found['seconds']:.0f} s: "
         f"{found['answers']}",

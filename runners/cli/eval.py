@@ -114,7 +114,7 @@ def run(
     with announced(hosts):
         loaded, config = _suite_of(suite, data, limit), replace(DEFAULTS, **settings)
     opened = open_backend(artifact, target, programs, hosts, step_timeout)
-    with opened as backend, _progress(f"eval {loaded.name}") as told:
+    with opened as backend, progress(f"eval {loaded.name}") as told:
         summary = run_suite(loaded, backend, run_folder, config, shard=shard, force=force, progress=told)
     if shard == WHOLE:
         _end(run_folder, summary, config.max_infra)
@@ -176,7 +176,7 @@ def determinism(
     max_tokens = loaded.settings.get("max_tokens", max_tokens)
     asks = [Ask(task.id, task.prompt, max_tokens, stop=stop) for task in loaded.tasks]
     opened = open_backend(artifact, target, programs, hosts, step_timeout)
-    with opened as backend, _progress("determinism") as told:
+    with opened as backend, progress("determinism") as told:
         found = compare.determinism(backend, asks, runs=runs, batch=batch, alone=alone, progress=told)
     click.echo(json.dumps(asdict(found), ensure_ascii=False, indent=1))
     sys.exit(NOT_DETERMINISTIC if found.first_divergence else 0)
@@ -280,7 +280,7 @@ def _suite_of(suite: str, data: Path | None, limit: int | None) -> "Suite":
 
 
 @contextmanager
-def _progress(title: str) -> Iterator[Callable[[int, int], None] | None]:
+def progress(title: str) -> Iterator[Callable[[int, int], None] | None]:
     """A bar on stderr, as a function of the finished and of all units; None where stderr is no terminal."""
     if not sys.stderr.isatty():
         yield None

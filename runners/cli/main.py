@@ -12,6 +12,8 @@ import click
 from ling3export.errors import RequestError
 from ling3export.runners import flight
 from ling3export.runners.cli.batch import batch
+from ling3export.runners.cli.bench import bench
+from ling3export.runners.cli.doctor import doctor
 from ling3export.runners.cli.errors import require
 from ling3export.runners.cli.eval import evaluate
 from ling3export.runners.cli.ffn import ffn_options, ffn_worker
@@ -52,7 +54,11 @@ class _Ids(click.ParamType):
 
 @click.group(
     cls=Group,
-    sections={"Run": ("generate", "batch", "serve", "ffn-worker"), "Evaluate": ("eval", "lm-eval")},
+    sections={
+        "Run": ("generate", "batch", "serve", "ffn-worker"),
+        "Evaluate": ("eval", "lm-eval"),
+        "Measure": ("bench", "doctor"),
+    },
     context_settings={"show_default": True},
 )
 @click.version_option(package_name="ling3export")
@@ -64,6 +70,8 @@ main.add_command(batch)
 main.add_command(serve)
 main.add_command(ffn_worker)
 main.add_command(evaluate)
+main.add_command(bench)
+main.add_command(doctor)
 
 
 @main.command("lm-eval", cls=click.Command, context_settings=VERBATIM)

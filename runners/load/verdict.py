@@ -4,7 +4,7 @@ PJRT checks next to nothing, and a file that does not fit can end the process in
 OPTIMAL (its executable fits), RECOMPILE (only its portable program will do, compiled here), or UNSUPPORTED.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -145,36 +145,67 @@ def machine_here() -> Machine:
     return Machine(NAMES.get(platform, platform), len(devices), jax.process_count())
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What a machine has of what executables depend on, in a manifest's words."""
+
+    platform: str
+    jaxlib: str
+    plugins: Mapping[str, str]
+    device_kind: str
+    machine: str
+    processes: int
+    cpu_features: Sequence[str]
+    devices: Sequence[int]
+
+
+def seen_here() -> Seen:
+    """This machine; starts jax's backend."""
+    import jax
+    import jaxlib
+
+    devices = jax.devices()
+    platform = environment.platform_of(devices[0])
+    return Seen(
+        platform, jaxlib.__version__, environment.plugins(platform), devices[0].device_kind, environment.machine(),
+        jax.process_count(), environment.cpu_features(), [device.id for device in devices],
+    )  # fmt: skip
+
+
 def executable_fits(requires: Requirements, mesh: Mesh) -> str | None:
     """Why an executable for ``mesh`` must not be given to the deserializer here; None if nothing speaks against it.
 
     PJRT itself checks next to nothing: another jaxlib's file can abort the process, another processor's runs until its
-    first unknown instruction, another topology's fails obscurely. So this compares, in this order: platform; jaxlib and
-    the platform's own compiler packages, exactly; kind of device; operating system and instruction set; number of
-    processes; the processor's features, where a superset will do; the devices' ids. It starts jax's backend. The caller
-    checks digests.
+    first unknown instruction, another topology's fails obscurely. The caller checks digests.
     """
-    import jax
-    import jaxlib
+    return next(misfits(requires, mesh, seen_here()), None)
 
-    devices = {device.id: device for device in jax.devices()}
-    first = next(iter(devices.values()))
-    wanted, plugins = requires.plugins or {}, environment.plugins(environment.platform_of(first))
+
+def misfits(requires: Requirements, mesh: Mesh, seen: Seen) -> Iterator[str]:
+    """Everything that speaks against an executable for ``mesh`` on a machine.
+
+    Compared are, in this order: platform; jaxlib and the platform's own compiler packages, exactly; kind of device;
+    operating system and instruction set; number of processes; the processor's features, where a superset will do; the
+    devices' ids.
+    """
+    wanted = requires.plugins or {}
     comparisons: list[tuple[str, Any, Any]] = [
-        ("platform", requires.platform, environment.platform_of(first)),
-        ("jaxlib", requires.jaxlib, jaxlib.__version__),
-        *((name, wanted.get(name, "none"), plugins.get(name, "none")) for name in sorted({*wanted, *plugins})),
-        ("device kind", requires.device_kind, first.device_kind),
-        ("machine", requires.machine or environment.machine(), environment.machine()),
-        ("processes", mesh.processes, jax.process_count()),
+        ("platform", requires.platform, seen.platform),
+        ("jaxlib", requires.jaxlib, seen.jaxlib),
+        *(
+            (name, wanted.get(name, "none"), seen.plugins.get(name, "none"))
+            for name in sorted({*wanted, *seen.plugins})
+        ),
+        ("device kind", requires.device_kind, seen.device_kind),
+        ("machine", requires.machine or seen.machine, seen.machine),
+        ("processes", mesh.processes, seen.processes),
     ]
     for what, expected, found in comparisons:
         if expected != found:
-            return f"{what}: built for {expected}, found {found}"
-    missing = sorted(set(requires.cpu_features or ()) - set(environment.cpu_features()))
+            yield f"{what}: built for {expected}, found {found}"
+    missing = sorted(set(requires.cpu_features or ()) - set(seen.cpu_features))
     if missing:
-        return f"processor: built for {listed(missing)}, which this one lacks"
-    absent = [str(number) for number in mesh.devices if number not in devices]
+        yield f"processor: built for {listed(missing)}, which this one lacks"
+    absent = [str(number) for number in mesh.devices if number not in seen.devices]
     if absent:
-        return f"devices: built for {len(mesh.devices)}, found {len(devices)} (without ids {listed(absent)})"
-    return None
+        yield f"devices: built for {len(mesh.devices)}, found {len(seen.devices)} (without ids {listed(absent)})"

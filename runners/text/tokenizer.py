@@ -83,6 +83,17 @@ class Tokenizer:
         """A stream of text for one answer."""
         return TextStream(self._tokenizer, stop)
 
+    @property
+    def size(self) -> int:
+        """How many tokens there are, special ones too."""
+        return int(self._tokenizer.get_vocab_size())
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens, which have no text."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
+
     def id_of(self, token: str) -> int | None:
         """Id of a token by its name."""
         return self._tokenizer.token_to_id(token)

@@ -35,6 +35,7 @@ MICRO = ("--paddings", "16", "--tp", "2", "--max-running", "2", "--context", "51
 GIVEN = {
     "docs/targets.md": ["micro"],
     "docs/cache.md": ["micro"],
+    "docs/benchmark.md": ["micro.ling3", "gsm8k"],
     "docs/engine.md": ["micro.ling3"],
     "docs/fleet.md": ["micro.ling3"],
     "docs/serving.md": ["micro.ling3"],

@@ -21,6 +21,7 @@ PACKAGES = {
     "plan": {"numpy"},
     "report": {"jinja2", "ml_dtypes", "numpy"},
     "runners.adapters": {"inspect_ai", "lm_eval"},
+    "runners.bench": {"h11", "jinja2"},
     "runners.cli": {"click", "numpy"},
     "runners.engine": {"numpy"},
     "runners.evals": {"numpy", "yaml"},
@@ -37,7 +38,8 @@ NEVER_IN_RUNNER = {"flax", "ling3export.model", "optax", "orbax", "rich", "tenso
 SERVER = {"prometheus_client", "pydantic", "starlette", "uvicorn"}
 # Rooms and modules that read files, configurations and arguments, and load no jax.
 WITHOUT_JAX = (
-    "artifacts", "checkpoint", "cli", "errors", "model.config", "report", "runners.cli", "runners.evals",
+    "artifacts", "checkpoint", "cli", "errors", "model.config", "report", "runners.bench.workloads", "runners.cli",
+    "runners.doctor", "runners.evals",
     "runners.hosts.channel", "runners.hosts.hosts", "runners.load.environment", "runners.serve.schema",
     "verify.reference",
 )  # fmt: skip

@@ -8,7 +8,7 @@ PACKAGE = Path(__file__).parents[2] / "ling3export"
 RUNNERS = (
     ("runners.cli",),
     ("runners.batch",),
-    ("runners.serve", "runners.evals", "runners.adapters"),
+    ("runners.serve", "runners.evals", "runners.bench", "runners.doctor", "runners.adapters"),
     ("runners.engine",),
     ("runners.ffn",),
     ("runners.load",),

@@ -31,6 +31,10 @@ Run:
 Evaluate:
   eval     Evaluate an artifact: run suites, compare runs, check tasks.
   lm-eval  Run lm-eval's command line with the model ling3.
+
+Measure:
+  bench   Measure latencies and throughput of serving.
+  doctor  Say what this machine is, and whether ARTIFACT runs on it.
 """
 HELP = """\
 Usage: ling3-runner generate [OPTIONS] ARTIFACT

@@ -1,0 +1,1 @@
+"""Measures of serving: workloads, clients, figures, tables, pages; and how often prompts begin alike."""

@@ -1,0 +1,280 @@
+"""One measurement, from settings to figures: a workload is made, an engine or a server is opened, requests are sent."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from time import perf_counter as now
+from typing import Any
+
+from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.schema import Manifest
+from ling3export.errors import RequestError, listed
+from ling3export.reading import read_bytes
+from ling3export.runners.bench import workloads
+from ling3export.runners.bench.metrics import Figures, Outcome, figures, parse_goals
+from ling3export.runners.bench.record import record
+from ling3export.runners.bench.run import Run, Told, run
+from ling3export.runners.bench.servers import InProcess
+from ling3export.runners.bench.table import render
+from ling3export.runners.bench.workloads import Ask, Source, arrivals
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.load.loader import say
+from ling3export.runners.load.targets import platforms_here
+from ling3export.runners.text.tokenizer import Tokenizer, TokenizerFiles
+
+WORKLOADS = ("random", "sharegpt", "generated-shared-prefix", "prefix-repetition", "jsonl")
+FROM_FILES = ("sharegpt", "jsonl")
+LARGEST_TOKENIZER = 256 << 20  # bytes
+UNBOUNDED = 1 << 31  # tokens: the context of a server that nobody knows
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured, with what, and how it is shown. Lengths are in tokens.
+
+    Attributes:
+        artifact: The artifact that is run in this process, or whose tokenizer a server has.
+        url: A server's address; None runs the artifact in this process.
+        model: The model's name on the server; None takes the first that it lists.
+        key: The server's key.
+        tokenizer: A tokenizer.json, where no artifact is given.
+        text: Prompts of token ids are sent as the text that they spell.
+        stop_at_eos: An end-of-text token ends an answer; otherwise each has its full length.
+        workload: One of WORKLOADS.
+        data: The data set of sharegpt or jsonl.
+        asks: The requests themselves, from elsewhere; then ``workload`` is their name.
+        num_prompts: How many requests.
+        input_len: Most tokens of a random prompt.
+        output_len: Tokens of an answer (of random ones: at most); None takes the data set's, or DEFAULT_OUTPUT.
+        range_ratio: Least length of random prompts and answers, as a share of the most.
+        groups: How many groups of prompts begin alike.
+        prefix_len: Tokens with which all of a group begin.
+        suffix_len: Tokens of a prompt behind them.
+        readable: Texts are words.
+        seed: Where the randomness comes from.
+        request_rate: Requests a second; infinite sends all at once.
+        burstiness: Shape of the gaps' gamma distribution; 1 is a Poisson process.
+        max_concurrency: How many requests may run at once.
+        goodput: Bounds, such as ``ttft:200,tpot:20``.
+        steady: Also figures of the time in which max_concurrency requests ran.
+        target, programs, check, step_timeout: As the engine has them.
+    """
+
+    artifact: Path | None = None
+    url: str | None = None
+    model: str | None = None
+    key: str | None = None
+    tokenizer: Path | None = None
+    text: bool = False
+    stop_at_eos: bool = False
+    workload: str = "random"
+    data: Path | None = None
+    asks: tuple[Ask, ...] | None = None
+    num_prompts: int = 100
+    input_len: int = 128
+    output_len: int | None = None
+    range_ratio: float = 0.0
+    groups: int = 8
+    prefix_len: int = 64
+    suffix_len: int = 32
+    readable: bool = False
+    seed: int = 0
+    request_rate: float = math.inf
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    goodput: str | None = None
+    steady: bool = False
+    target: str | None = None
+    programs: str = "prebuilt-only"
+    check: str = "all"
+    step_timeout: float | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """What a record says of them: no key, and no requests, which have a digest."""
+        return {name: value for name, value in asdict(self).items() if name not in ("key", "asks")}
+
+
+DEFAULT_OUTPUT = 64  # tokens
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a measurement gave.
+
+    Attributes:
+        settings: What was measured.
+        backend: What the table calls it.
+        found: The figures.
+        done: The run.
+        asks: The workload.
+        manifest: The artifact's, if there is one.
+    """
+
+    settings: Settings
+    backend: str
+    found: Figures
+    done: Run
+    asks: list[Ask]
+    manifest: Manifest | None
+
+    def table(self, compat: str | None = None, extended: bool = False) -> str:
+        """The table of SGLang's form."""
+        how = self.settings
+        return render(
+            self.found, backend=self.backend, rate=how.request_rate, limit=how.max_concurrency, compat=compat,
+            extended=extended,
+        )  # fmt: skip
+
+    def record(self, name: str, *, raw: bool = False) -> dict[str, Any]:
+        """The line of JSON."""
+        return record(name, self.settings.arguments(), self.found, self.done, self.asks, self.manifest, raw=raw)
+
+
+def measure(how: Settings, told: Told | None = None, report: Callable[[str], None] = say) -> Measurement:
+    """Measures.
+
+    Args:
+        how: What, and with what.
+        told: Told how many requests have ended, and how many there are.
+        report: Told what the engine chose and why.
+
+    Raises:
+        Ling3Error: The settings do not fit together, the workload cannot be made, or what is to be measured cannot be
+            opened.
+    """
+    goals = None if how.goodput is None else parse_goals(how.goodput)
+    if how.steady and how.max_concurrency is None:
+        raise RequestError("steady: expected a bound of requests at once, found none", "add --max-concurrency")
+    manifest, tokenizer, asks, times = _workload(how)
+    if how.url is not None:
+        from ling3export.runners.bench.over_http import OverHttp  # with h11, of the extra `serve`
+
+        server = OverHttp(how.url, model=how.model, key=how.key, ignore_eos=not how.stop_at_eos)
+        backend = server.backend
+
+        async def opened() -> Run:
+            await server.open()
+            return await run(server, asks, times, limit=how.max_concurrency, tokenizer=tokenizer, told=told)
+
+        done = asyncio.run(opened())
+    else:
+        with _engine(how, report) as engine:
+            inside = InProcess(engine, ignore_eos=not how.stop_at_eos)
+            backend = inside.backend
+            done = asyncio.run(run(inside, asks, times, limit=how.max_concurrency, tokenizer=tokenizer, told=told))
+    found = figures(done.outcomes, done.duration, goals=goals, limit=how.max_concurrency if how.steady else None)
+    return Measurement(how, backend, found, done, asks, manifest)
+
+
+def throughput(how: Settings, report: Callable[[str], None] = say) -> Measurement:
+    """Gives all requests to an engine in this process in one call, and waits for the last; no client is in between.
+
+    Raises:
+        Ling3Error: The workload cannot be made, or the artifact cannot be loaded.
+    """
+    manifest, _, asks, _ = _workload(how)
+    with _engine(how, report) as engine:
+        requests = [engine.request(ask.prompt, ask.output, ignore_eos=not how.stop_at_eos) for ask in asks]
+        engine.complete([replace(requests[0], max_tokens=min(requests[0].max_tokens, workloads.WARM_UP))])
+        before, started = engine.stats()["compile_events"], now()
+        answers = engine.complete(requests)
+        duration, compiled = now() - started, engine.stats()["compile_events"] - before
+    outcomes = [
+        Outcome(
+            started, [started + at / 1e3 for at in each.token_ms], len(each.prompt_ids), len(each.token_ids),
+            each.text or "", len(each.token_ids), queue=each.queue_ms / 1e3,
+        )
+        for each in answers
+    ]  # fmt: skip
+    done = Run(outcomes, duration, 0, compiled)
+    return Measurement(how, InProcess.backend, figures(outcomes, duration), done, asks, manifest)
+
+
+def target_of(artifact: Path, config: str) -> str:
+    """The target that runs ``1xTP`` on this machine.
+
+    Raises:
+        RequestError: ``config`` is none, or the artifact has no such target for this machine, or several.
+    """
+    count, _, tp = config.partition("x")
+    if count != "1" or not tp.isdigit():
+        raise RequestError(
+            f"config `{config}`: expected 1xTP (one engine) or NAME=URL (a server), found another",
+            "several engines are measured through the address of what stands before them: NAME=URL",
+        )
+    targets, here = read_manifest(artifact).targets, platforms_here()
+    fits = [name for name, each in sorted(targets.items()) if each.tp == int(tp) and each.platform in here]
+    if len(fits) != 1:
+        found = listed(fits) or f"none among {listed(sorted(targets))}"
+        raise RequestError(f"config `{config}`: expected one target of TP={tp} for this machine, found {found}")
+    return fits[0]
+
+
+def open_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of an artifact, of a folder with a tokenizer.json, or of such a file.
+
+    Raises:
+        RequestError: There is none.
+        ArtifactError: The file is no tokenizer.
+    """
+    if (path / "manifest.json").exists():
+        found = _tokenizer_of(path, read_manifest(path))
+        if found is None:
+            raise RequestError(f"tokenizer `{path}`: expected an artifact with a tokenizer, found none")
+        return found
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        return Tokenizer(read_bytes(file.parent, file.name, LARGEST_TOKENIZER, links=True), str(file))
+    except OSError as error:
+        raise RequestError(f"tokenizer `{file}`: expected a readable file, found {error.strerror}") from error
+
+
+def _tokenizer_of(artifact: Path, manifest: Manifest) -> Tokenizer | None:
+    files = TokenizerFiles(artifact, manifest.tokenizer, manifest.eos_token_ids)
+    return files.tokenizer("bench") if files.there else None
+
+
+def _engine(how: Settings, report: Callable[[str], None]) -> Engine:
+    if how.artifact is None:
+        raise RequestError("bench: expected an artifact to run or a server's address, found neither", "add --url URL")
+    return Engine(
+        how.artifact, target=how.target, programs=how.programs, check=how.check, step_timeout=how.step_timeout,
+        report=report,
+    )  # fmt: skip
+
+
+def _workload(how: Settings) -> tuple[Manifest | None, Tokenizer | None, list[Ask], list[float]]:
+    """The artifact's manifest, the tokenizer, the requests, and when each is due."""
+    manifest, tokenizer, context, vocabulary = None, None, UNBOUNDED, 0
+    if how.artifact is not None:
+        manifest = read_manifest(how.artifact)
+        tokenizer = _tokenizer_of(how.artifact, manifest)
+        context, vocabulary = manifest.plan.context, manifest.vocab_size
+    elif how.tokenizer is not None:
+        tokenizer = open_tokenizer(how.tokenizer)
+        vocabulary = tokenizer.size
+    source = Source(how.num_prompts, context, vocabulary, how.seed, tokenizer, how.output_len)
+    asks = _asks(how, source)
+    if how.text:
+        spell = source.need(how.workload).decode
+        asks = [ask if isinstance(ask.prompt, str) else replace(ask, prompt=spell(ask.prompt)) for ask in asks]
+    return manifest, tokenizer, asks, arrivals(asks, how.request_rate, how.burstiness, how.seed)
+
+
+def _asks(how: Settings, source: Source) -> list[Ask]:
+    output = how.output_len or DEFAULT_OUTPUT
+    if how.asks is not None:
+        return list(how.asks[: how.num_prompts])
+    if how.workload in FROM_FILES:
+        if how.data is None:
+            raise RequestError(f"workload `{how.workload}`: expected a data set, found none", "name it: --data FILE")
+        return (workloads.sharegpt if how.workload == "sharegpt" else workloads.jsonl)(source, how.data)
+    if how.workload == "random":
+        return workloads.random_ids(source, how.input_len, output, how.range_ratio)
+    if how.workload == "prefix-repetition":
+        return workloads.prefix_repetition(source, how.groups, how.prefix_len, how.suffix_len, output)
+    return workloads.shared_prefix(
+        source, how.groups, how.prefix_len, how.suffix_len, output, readable=how.readable
+    )  # fmt: skip

@@ -1,0 +1,244 @@
+"""What became of each request of a run, and the figures of the run, by the definitions of SGLang and vLLM.
+
+Times are seconds of one clock (``time.perf_counter``). With t0 just before a request's submission and τ1 … τn the times
+of its tokens: TTFT = τ1 - t0, E2E = τn - t0, TPOT = (E2E - TTFT) / (n - 1) where n > 1, and the n - 1 inter-token
+latencies (ITL) are τ(j+1) - τj. Failed requests count in ``failed`` and nowhere else.
+"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ling3export.errors import RequestError
+
+GOALS = ("ttft", "tpot", "e2el")
+
+
+@dataclass
+class Outcome:
+    """A request that was sent.
+
+    Attributes:
+        start: When, just before its submission.
+        times: When each token came; what came together has equal times. Where the server does not say how many tokens
+            a piece of text is, the times of pieces.
+        prompt_tokens: Tokens of the prompt.
+        tokens: Tokens of the answer.
+        text: The answer's text.
+        retokenized: Tokens of the answer's text when it is tokenized again; ``tokens`` without a tokenizer.
+        cached: Tokens of the prompt that were not computed, but found in a cache; None where nobody says it.
+        queue: Seconds until the first call for it was dispatched; None where the server does not say it.
+        transfer: Seconds that its state took from one engine to another.
+        transfer_bytes: Bytes of that state.
+        error: Why it failed; None where it did not.
+    """
+
+    start: float
+    times: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    tokens: int = 0
+    text: str = ""
+    retokenized: int = 0
+    cached: int | None = None
+    queue: float | None = None
+    transfer: float = 0.0
+    transfer_bytes: int = 0
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        """Seconds until the first token; 0 without one."""
+        return self.times[0] - self.start if self.times else 0.0
+
+    @property
+    def e2e(self) -> float:
+        """Seconds until the last token."""
+        return self.times[-1] - self.start if self.times else 0.0
+
+    @property
+    def tpot(self) -> float:
+        """Mean seconds of a token behind the first; 0 for one token or none."""
+        return (self.e2e - self.ttft) / (self.tokens - 1) if self.tokens > 1 else 0.0
+
+    @property
+    def itl(self) -> list[float]:
+        """Seconds between neighbouring tokens."""
+        return [after - before for before, after in itertools.pairwise(self.times)]
+
+    @property
+    def phases(self) -> dict[str, float] | None:
+        """Seconds of queue, prefill, transfer and decode; the first three are TTFT. None where nobody says them."""
+        if self.queue is None:
+            return None
+        prefill = self.ttft - self.queue - self.transfer
+        return {"queue": self.queue, "prefill": prefill, "transfer": self.transfer, "decode": self.e2e - self.ttft}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Figures of one kind of time, in milliseconds. Without a value all are 0."""
+
+    mean: float = 0.0
+    median: float = 0.0
+    std: float = 0.0
+    p95: float = 0.0
+    p99: float = 0.0
+    max: float = 0.0
+
+    @classmethod
+    def of(cls, seconds: Iterable[float]) -> "Spread":
+        """The figures of values in seconds; the standard deviation is that of a population."""
+        values = sorted(1e3 * each for each in seconds)
+        if not values:
+            return cls()
+        return cls(
+            statistics.fmean(values), percentile(values, 50), statistics.pstdev(values), percentile(values, 95),
+            percentile(values, 99), values[-1],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Steady:
+    """Figures of the time between the first and the last moment at which as many requests ran as may.
+
+    Attributes:
+        duration: Seconds of it.
+        output_throughput: Tokens a second that came in it.
+        requests: How many requests lie in it whole; the two figures below are theirs.
+    """
+
+    duration: float
+    output_throughput: float
+    requests: int
+    ttft: Spread
+    tpot: Spread
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures of a run. Throughputs are per second; a figure that nobody knows is None.
+
+    Attributes:
+        completed: Requests that were answered.
+        failed: Requests that were not.
+        duration: Seconds from the first submission to the last completion.
+        concurrency: Sum of all E2E over the duration.
+        cache_hit_rate: Share of the prompts' tokens that were found in a cache.
+        remote_prefill_share: Share of the requests whose prefill another engine did.
+        goodput: Requests a second that kept all bounds that were asked for.
+        phases: Mean seconds of each phase.
+        transfer_bytes: Bytes of state that went from one engine to another.
+    """
+
+    completed: int
+    failed: int
+    duration: float
+    input_tokens: int
+    output_tokens: int
+    retokenized: int
+    request_throughput: float
+    input_throughput: float
+    output_throughput: float
+    total_throughput: float
+    concurrency: float
+    e2e: Spread
+    ttft: Spread
+    tpot: Spread
+    itl: Spread
+    cache_hit_rate: float | None = None
+    remote_prefill_share: float | None = None
+    goodput: float | None = None
+    steady: Steady | None = None
+    phases: dict[str, float] | None = None
+    transfer_bytes: int = 0
+
+
+def percentile(ascending: Sequence[float], percent: float) -> float:
+    """The percentile of ascending values with linear interpolation, as ``numpy.percentile`` gives it."""
+    place = (len(ascending) - 1) * percent / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ascending) - 1)
+    return ascending[low] + (ascending[high] - ascending[low]) * (place - low)
+
+
+def figures(
+    outcomes: Sequence[Outcome], duration: float, *, goals: dict[str, float] | None = None, limit: int | None = None
+) -> Figures:
+    """The figures of a run.
+
+    Args:
+        outcomes: Of all requests that ended.
+        duration: Seconds from the first submission to the last completion.
+        goals: Most milliseconds of ``ttft``, ``tpot`` and ``e2el``, for the goodput.
+        limit: How many requests may run at once, for the figures of the steady time.
+    """
+    done = [each for each in outcomes if each.error is None]
+    inputs, outputs = sum(each.prompt_tokens for each in done), sum(each.tokens for each in done)
+    known = [each.cached for each in done if each.cached is not None]
+    phases = [each.phases for each in done]
+
+    def rate(amount: float) -> float:
+        return amount / duration if duration > 0 else 0.0
+
+    whole = [each for each in phases if each is not None]
+    return Figures(
+        len(done), len(outcomes) - len(done), duration, inputs, outputs, sum(each.retokenized for each in done),
+        rate(len(done)), rate(inputs), rate(outputs), rate(inputs + outputs), rate(sum(each.e2e for each in done)),
+        e2e=Spread.of(each.e2e for each in done),
+        ttft=Spread.of(each.ttft for each in done),
+        tpot=Spread.of(each.tpot for each in done if each.tokens > 1),
+        itl=Spread.of(gap for each in done for gap in each.itl),
+        cache_hit_rate=sum(known) / inputs if known and inputs else None,
+        remote_prefill_share=sum(each.transfer > 0 for each in done) / len(done) if whole else None,
+        goodput=None if goals is None else rate(sum(_keeps(each, goals) for each in done)),
+        steady=None if limit is None else _steady(done, limit),
+        phases={name: statistics.fmean(each[name] for each in whole) for name in whole[0]} if whole else None,
+        transfer_bytes=sum(each.transfer_bytes for each in done),
+    )  # fmt: skip
+
+
+def parse_goals(text: str) -> dict[str, float]:
+    """The bounds of ``ttft:200,tpot:20``, in milliseconds.
+
+    Raises:
+        RequestError: A name is none of GOALS or stands twice, or a value is no number above 0.
+    """
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.partition(":")
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if name not in GOALS or name in found or not 0 < number < math.inf:
+            wanted = "NAME:MILLISECONDS with each name of ttft, tpot, e2el once"
+            raise RequestError(f"goodput: expected {wanted}, found `{part}`", "write --goodput ttft:200,tpot:20")
+        found[name] = number
+    return found
+
+
+def _keeps(outcome: Outcome, goals: dict[str, float]) -> bool:
+    values = {"ttft": outcome.ttft, "tpot": outcome.tpot, "e2el": outcome.e2e}
+    return all(1e3 * values[name] <= most for name, most in goals.items())
+
+
+def _steady(done: Sequence[Outcome], limit: int) -> Steady | None:
+    """The figures of the steady time; None where fewer than ``limit`` requests ever ran at once."""
+    changes = sorted([(each.start, 1) for each in done] + [(each.start + each.e2e, -1) for each in done])
+    running, first, last = 0, None, None
+    for at, change in changes:
+        if running == limit:
+            last = at
+        running += change
+        if running == limit and first is None:
+            first = at
+    if first is None or last is None or last <= first:
+        return None
+    inside = [each for each in done if first <= each.start and each.start + each.e2e <= last]
+    tokens = sum(first <= at <= last for each in done for at in each.times)
+    return Steady(
+        last - first, tokens / (last - first), len(inside),
+        Spread.of(each.ttft for each in inside), Spread.of(each.tpot for each in inside if each.tokens > 1),
+    )  # fmt: skip

@@ -1,0 +1,180 @@
+"""A run as one line of JSON, runs side by side as a table, and a page with their figures and distributions."""
+
+import hashlib
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from ling3export.artifacts.schema import Manifest
+from ling3export.runners.bench.metrics import Figures, Outcome
+from ling3export.runners.bench.run import Run
+from ling3export.runners.bench.workloads import Ask
+
+TEMPLATES = Path(__file__).parent / "templates"
+BINS, SLICES = 24, 40  # bars of a distribution, and of throughput over time
+PHASES = ("queue", "prefill", "transfer", "decode")
+# (what a row of the comparison is called, where its figure is, how often the record's unit is in the row's)
+ROWS: tuple[tuple[str, tuple[str, ...], float], ...] = (
+    ("Successful requests", ("completed",), 1),
+    ("Failed requests", ("failed",), 1),
+    ("Benchmark duration (s)", ("duration",), 1),
+    ("Request throughput (req/s)", ("request_throughput",), 1),
+    ("Output token throughput (tok/s)", ("output_throughput",), 1),
+    ("Total token throughput (tok/s)", ("total_throughput",), 1),
+    ("Concurrency", ("concurrency",), 1),
+    ("Mean E2E Latency (ms)", ("e2e", "mean"), 1),
+    ("Mean TTFT (ms)", ("ttft", "mean"), 1),
+    ("P99 TTFT (ms)", ("ttft", "p99"), 1),
+    ("Mean TPOT (ms)", ("tpot", "mean"), 1),
+    ("Mean ITL (ms)", ("itl", "mean"), 1),
+    ("P99 ITL (ms)", ("itl", "p99"), 1),
+    *((f"Mean {phase} (ms)", ("phases", phase), 1e3) for phase in PHASES),
+    ("Transferred (MB)", ("transfer_bytes",), 1e-6),
+)
+
+
+def workload_digest(asks: Sequence[Ask]) -> str:
+    """sha256 of a workload: the same for the same requests."""
+    return hashlib.sha256(json.dumps([asdict(ask) for ask in asks]).encode()).hexdigest()
+
+
+def record(
+    name: str, arguments: Mapping[str, Any], found: Figures, done: Run, asks: Sequence[Ask], manifest: Manifest | None,
+    *, raw: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """A run as JSON.
+
+    Args:
+        name: What was measured, for people.
+        arguments: What the command was given.
+        found: The figures.
+        done: The run.
+        asks: The workload.
+        manifest: The artifact's; None where none was given.
+        raw: Also times, lengths and errors of every request.
+    """
+    line: dict[str, Any] = {
+        "name": name,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {"cores": os.cpu_count(), "load_average": os.getloadavg()[0], "system": platform.platform()},
+        "versions": {each: version(each) for each in ("ling3export", "jax")},
+        "artifact": None if manifest is None else {"checkpoint": manifest.source.name, "sha256": manifest.sha256},
+        "workload_sha256": workload_digest(asks),
+        "arguments": {key: _plain(value) for key, value in arguments.items()},
+        "interrupted": bool(done.unfinished),
+        "unfinished": done.unfinished,
+        "compiles": done.compiles,
+        "figures": asdict(found),
+    }
+    if raw:
+        line["requests"] = [asdict(outcome) for outcome in done.outcomes]
+    return line
+
+
+def append(path: Path, line: Mapping[str, Any]) -> None:
+    """Adds a line to a file, which is made if it is missing."""
+    data = (json.dumps(line, ensure_ascii=False) + "\n").encode()
+    with path.open("ab") as file:
+        file.write(data)
+
+
+def side_by_side(records: Sequence[Mapping[str, Any]]) -> str:
+    """Runs as columns, each but the first with its ratio to the first."""
+    head = ["", *(str(each["name"]) for each in records)]
+    rows = [head]
+    for title, path, scale in ROWS:
+        values = [_value(each["figures"], path) for each in records]
+        if any(value is not None for value in values):
+            rows.append([title, *(_shown(value, values[0], scale, at) for at, value in enumerate(values))])
+    speeds = [_speed(each["figures"]) for each in records]
+    if any(speed is not None for speed in speeds):
+        rows.append(["Transfer (GB/s)", *(_shown(speed, speeds[0], 1, at) for at, speed in enumerate(speeds))])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+
+
+def page(records: Sequence[Mapping[str, Any]], outcomes: Sequence[Sequence[Outcome]]) -> str:
+    """A page that refers to nothing outside itself: figures, distributions, throughput over time, runs side by side.
+
+    Args:
+        records: Of the runs.
+        outcomes: Of each run, what became of its requests.
+    """
+    engine = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    rows = [(title, [_value(each["figures"], path) for each in records], scale) for title, path, scale in ROWS]
+    runs = []
+    for each, found in zip(records, outcomes, strict=True):
+        done = [outcome for outcome in found if outcome.error is None]
+        figures = [
+            ("Time to first token, ms", distribution([1e3 * outcome.ttft for outcome in done if outcome.times])),
+            ("Gap between tokens, ms", distribution([1e3 * gap for outcome in done for gap in outcome.itl])),
+            ("Tokens per second, by seconds after the first submission", over_time(done)),
+        ]
+        runs.append({"record": each, "figures": [(title, bars) for title, bars in figures if bars]})
+    kept = [(title, [None if v is None else v * scale for v in values]) for title, values, scale in rows]
+    kept = [(title, values) for title, values in kept if any(value is not None for value in values)]
+    return engine.get_template("bench.html").render(records=records, rows=kept, runs=runs)
+
+
+def distribution(values: Sequence[float]) -> list[tuple[str, float]]:
+    """(range, how many values lie in it), in ranges of equal ratio; nothing without values above 0."""
+    above = [value for value in values if value > 0]
+    if not above:
+        return []
+    low, high = min(above), max(above)
+    step = math.log(high / low) / BINS if high > low else 1.0
+    counts = [0] * BINS
+    for value in above:
+        counts[min(int(math.log(value / low) / step), BINS - 1)] += 1
+    return [(f"{low * math.exp(step * at):.3g}", float(count)) for at, count in enumerate(counts)]
+
+
+def over_time(outcomes: Sequence[Outcome]) -> list[tuple[str, float]]:
+    """(seconds after the first submission, tokens per second from then on), in slices of equal length."""
+    times = [at for outcome in outcomes for at in outcome.times]
+    if not times:
+        return []
+    start = min(outcome.start for outcome in outcomes)
+    length = max(max(times) - start, 1e-6) / SLICES
+    counts = [0] * SLICES
+    for at in times:
+        counts[min(int((at - start) / length), SLICES - 1)] += 1
+    return [(f"{length * at:.3g}", count / length) for at, count in enumerate(counts)]
+
+
+def _value(found: Mapping[str, Any], path: Sequence[str]) -> float | None:
+    value: Any = found
+    for name in path:
+        value = None if value is None else value.get(name)
+    return value
+
+
+def _shown(value: Any, first: Any, scale: float, at: int) -> str:
+    if value is None:
+        return "-"
+    text = f"{value * scale:.2f}" if isinstance(value, float) or scale != 1 else str(value)
+    return f"{text} ({value / first:.2f}×)" if at and first else text
+
+
+def _speed(found: Mapping[str, Any]) -> float | None:
+    """Gigabytes a second of the transfers; None where nothing was transferred."""
+    seconds = (found.get("phases") or {}).get("transfer", 0.0) * found["completed"]
+    return found["transfer_bytes"] / seconds / 1e9 if seconds else None
+
+
+def _plain(value: Any) -> Any:
+    """An argument as JSON has it: infinity and paths become texts."""
+    finite = isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+    return value if value is None or finite else str(value)

@@ -1,0 +1,85 @@
+"""A run: requests are sent when they are due, at most so many at once, and what became of each is kept."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter as now
+from typing import Any
+
+from ling3export.errors import Ling3Error
+from ling3export.runners.bench.metrics import Outcome
+from ling3export.runners.bench.servers import Measured
+from ling3export.runners.bench.workloads import WARM_UP, Ask
+from ling3export.runners.text.tokenizer import Tokenizer
+
+Told = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run gave.
+
+    Attributes:
+        outcomes: Of the requests that ended, in the order of their end.
+        duration: Seconds from the first submission to the last completion, or to the interruption.
+        unfinished: Requests that had not ended when the run was interrupted; 0 where it was not.
+        compiles: Programs that were compiled meanwhile; None where nobody says it.
+    """
+
+    outcomes: list[Outcome]
+    duration: float
+    unfinished: int
+    compiles: int | None
+
+
+async def run(
+    measured: Measured, asks: Sequence[Ask], times: Sequence[float], *, limit: int | None = None,
+    tokenizer: Tokenizer | None = None, told: Told | None = None,
+) -> Run:  # fmt: skip
+    """Sends a workload and waits for all answers. If it is cancelled, it returns what there is by then.
+
+    Args:
+        measured: What is measured.
+        asks: The requests.
+        times: When each is due, in seconds after the start.
+        limit: How many may run at once; one more waits before its clock starts.
+        tokenizer: Counts the answers' tokens again.
+        told: Told how many requests have ended, and how many there are.
+
+    Raises:
+        RequestError: A request can never be served.
+        Ling3Error: The request before the run, which is not measured, failed.
+    """
+    prepared = [measured.prepare(ask) for ask in asks]
+    first = await measured.send(measured.prepare(replace(asks[0], output=min(asks[0].output, WARM_UP))))
+    if first.error is not None:
+        raise Ling3Error(f"warm-up: expected an answer to the first request, found {first.error}")
+    before, outcomes = await measured.compiles(), list[Outcome]()
+    gate = asyncio.Semaphore(limit or len(asks))
+
+    async def one(request: Any) -> None:
+        async with gate:
+            outcomes.append(await measured.send(request))
+        if told is not None:
+            told(len(outcomes), len(asks))
+
+    sending: list[asyncio.Task[None]] = []
+    started = now()
+    try:
+        for request, due in zip(prepared, times, strict=True):
+            if (wait := started + due - now()) > 0:
+                await asyncio.sleep(wait)
+            sending.append(asyncio.create_task(one(request)))
+        await asyncio.gather(*sending)
+    except asyncio.CancelledError:
+        for task in sending:
+            task.cancel()
+        await asyncio.gather(*sending, return_exceptions=True)
+    duration = now() - started
+    after = await measured.compiles()
+    for outcome in outcomes:
+        outcome.retokenized = outcome.tokens
+        if tokenizer is not None:
+            outcome.retokenized = len(tokenizer.encode(outcome.text, special=False))
+    compiled = None if before is None or after is None else after - before
+    return Run(outcomes, duration, len(asks) - len(outcomes), compiled)

@@ -1,0 +1,278 @@
+"""The commands ``ling3-runner bench``. stdout carries tables and data; progress, warnings and hints go to stderr."""
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ling3export.errors import Ling3Error
+from ling3export.runners import flight
+from ling3export.runners.cli.errors import require
+from ling3export.runners.cli.eval import progress
+from ling3export.runners.cli.options import INTERRUPTED, PATH, Decorator, Group, artifact_options, section
+
+if TYPE_CHECKING:
+    from ling3export.runners.bench.measure import Measurement, Settings
+
+WORKLOADS = ("random", "sharegpt", "generated-shared-prefix", "prefix-repetition", "jsonl", "suite")
+POSITIVE = click.IntRange(1)
+
+
+@click.group(
+    "bench", cls=Group, sections={"Measure": ("serve", "throughput", "compare"), "Look": ("check", "prefixes")}
+)
+def bench() -> None:
+    """Measure latencies and throughput of serving."""
+
+
+def _workload(command: Any) -> Any:
+    """The options that say what is sent."""
+    return section(
+        "Workload",
+        click.option("--workload", type=click.Choice(WORKLOADS), default="random", help="What is sent."),
+        click.option("--data", type=PATH, help="The data set of sharegpt, jsonl or suite."),
+        click.option("--suite", metavar="NAME|FILE", help="Whose prompts are sent, with --workload suite."),
+        click.option("--num-prompts", type=POSITIVE, default=100, help="Requests; of a data set at most so many."),
+        click.option("--input-len", type=POSITIVE, default=128, help="Most tokens of a random prompt."),
+        click.option("--output-len", type=POSITIVE, help="Tokens of an answer.  [default: the data set's, or 64]"),
+        click.option("--range-ratio", type=click.FloatRange(0, 1), default=0.0, help="Least random length."),
+        click.option("--groups", type=POSITIVE, default=8, help="Groups of prompts that begin alike."),
+        click.option("--prefix-len", type=POSITIVE, default=64, help="Tokens that a group's prompts share."),
+        click.option("--suffix-len", type=POSITIVE, default=32, help="Tokens of a prompt behind them."),
+        click.option("--readable", is_flag=True, help="Generated texts are words."),
+        click.option("--text", is_flag=True, help="Send what token ids spell, for servers that take no ids."),
+        click.option("--stop-at-eos", is_flag=True, help="Let end-of-text tokens end answers."),
+        click.option("--seed", type=click.IntRange(0), default=0, help="The same gives the same requests."),
+    )(command)  # fmt: skip
+
+
+def _sending(command: Any) -> Any:
+    """The options that say when it is sent, and to whom, and what is shown of it."""
+    above = click.FloatRange(0, min_open=True)
+    arrivals = section(
+        "Arrivals",
+        click.option("--request-rate", type=above, default=math.inf, help="Requests a second; inf sends all at once."),
+        click.option("--burstiness", type=above, default=1.0, help="Below 1 they come in bursts; 1 is Poisson's."),
+        click.option("--max-concurrency", type=POSITIVE, help="Requests that run at once.  [default: any number]"),
+    )  # fmt: skip
+    server = section(
+        "Server",
+        click.option("--model", help="Name of the model there.  [default: the first that it lists]"),
+        click.option("--api-key-file", type=PATH, help="File with its key.  [default: LING3_API_KEY]"),
+        click.option("--tokenizer", type=PATH, help="Its tokenizer.json, where no ARTIFACT is given."),
+    )  # fmt: skip
+    return arrivals(server(command))
+
+
+_shown: Decorator = section(
+    "Output",
+    click.option("--goodput", metavar="NAME:MS,...", help="Count requests within bounds: ttft:200,tpot:20,e2el:2000."),
+    click.option("--steady", is_flag=True, help="Also figures of the time with --max-concurrency requests."),
+    click.option("--extended", is_flag=True, help="More rows."),
+    click.option("--table-compat", type=click.Choice(["2025"]), help="Name one row as tables of that year do."),
+)
+_written: Decorator = section(
+    "Files",
+    click.option("--output", type=PATH, metavar="FILE.jsonl", help="Add a line of JSON with all figures."),
+    click.option("--save-raw", is_flag=True, help="With times of every request in it."),
+    click.option("--html", type=PATH, metavar="OUT.html", help="Write a page with figures and distributions."),
+    click.option("--force", is_flag=True, help="Replace OUT.html if it is there."),
+)
+
+
+@bench.command()
+@click.argument("artifact", type=PATH, required=False)
+@click.option("--url", help="Measure the server there.  [default: ARTIFACT in this process]")
+@_workload
+@_sending
+@_shown
+@_written
+@artifact_options
+def serve(
+    artifact: Path | None, url: str | None, extended: bool, table_compat: str | None, output: Path | None,
+    save_raw: bool, html: Path | None, force: bool, suite: str | None, api_key_file: Path | None, **settings: Any,
+) -> None:  # fmt: skip
+    """Measure latencies of ARTIFACT or of a server.
+
+    ARTIFACT runs in this process; any server of OpenAI's API will do.
+
+    With --url, ARTIFACT is not run: it gives the tokenizer, and the bounds of prompts.
+    """
+    _check_page(html, force)
+    how = _settings(artifact, suite, settings | {"url": url, "key": None if url is None else _key(api_key_file)})
+    from ling3export.runners.bench.measure import measure
+
+    with flight.watched(), progress("bench serve") as told:
+        found = measure(how, told)
+    click.echo(found.table(table_compat, extended))
+    _write([found], [found.backend], output, html, raw=save_raw)
+    _end(found)
+
+
+@bench.command()
+@click.argument("artifact", type=PATH)
+@_workload
+@_written
+@artifact_options
+def throughput(
+    artifact: Path, output: Path | None, save_raw: bool, html: Path | None, force: bool, suite: str | None,
+    **settings: Any,
+) -> None:  # fmt: skip
+    """Measure throughput of ARTIFACT in one call.
+
+    Runs in this process; nothing arrives while it runs.
+    """
+    _check_page(html, force)
+    how = _settings(artifact, suite, settings)
+    from ling3export.runners.bench.measure import throughput as run
+    from ling3export.runners.bench.table import offline
+
+    with flight.watched():
+        found = run(how)
+    click.echo(offline(found.found, found.backend))
+    _write([found], [found.backend], output, html, raw=save_raw)
+    _end(found)
+
+
+@bench.command()
+@click.argument("artifact", type=PATH)
+@click.option("--configs", required=True, metavar="CONFIG,...", help="1xTP: a target of ARTIFACT. NAME=URL: a server.")
+@_workload
+@_sending
+@_written
+@artifact_options
+def compare(
+    artifact: Path, configs: str, output: Path | None, save_raw: bool, html: Path | None, force: bool,
+    suite: str | None, api_key_file: Path | None, **settings: Any,
+) -> None:  # fmt: skip
+    """Measure several configurations, side by side.
+
+    Each is sent the same requests, in a process of its own. Ratios are to the first. The phases queue, prefill and
+    transfer make up the time to the first token; servers do not tell them.
+    """
+    _check_page(html, force)
+    names = configs.split(",")
+    key = _key(api_key_file) if any("=" in name for name in names) else None
+    how = _settings(artifact, suite, settings | {"key": key})
+    from ling3export.runners.bench.compare import measured_apart
+    from ling3export.runners.bench.record import side_by_side
+
+    found = measured_apart(how, names)
+    titles = [name.partition("=")[0] for name in names]
+    click.echo(side_by_side([each.record(name) for each, name in zip(found, titles, strict=True)]))
+    _write(found, titles, output, html, raw=save_raw)
+    for each in found:
+        _end(each)
+
+
+@bench.command()
+@click.argument("file", type=click.File())
+def check(file: Any) -> None:
+    """Say whether the figures of a table in FILE agree.
+
+    Takes tables of SGLang, vLLM and this program; - reads stdin. Exits with 1 if figures contradict each other.
+    """
+    from ling3export.runners.bench.table import check as checked
+
+    wrong = checked(file.read())
+    for text in wrong:
+        click.echo(text, err=True)
+    if wrong:
+        raise Ling3Error(f"table `{file.name}`: expected figures that agree, found {len(wrong)} that do not")
+    click.echo("the figures agree within their rounding")
+
+
+@bench.command()
+@click.argument("data", type=PATH)
+@click.option("--suite", metavar="NAME", help="DATA is this suite's data set; its prompts count.")
+@click.option("--field", metavar="NAME", help="Field of the records that counts.  [default: the first user turn]")
+@click.option("--whole", is_flag=True, help="Whole dialogs, one turn a line, instead of the first user turn.")
+@click.option("--least", type=POSITIVE, default=2, help="Texts that share a prefix.")
+@click.option("--longer", type=click.IntRange(0), default=120, help="Units that a prefix is longer than.")
+@click.option("--unit", type=click.Choice(["character", "token"]), default="character", help="What is counted.")
+@click.option("--tokenizer", type=PATH, help="A tokenizer.json, or an artifact, that counts tokens.")
+@click.option("--block", type=POSITIVE, default=256, help="Tokens a block of a prefix cache.")
+@click.option("--top", type=click.IntRange(0), default=10, help="Prefixes to list.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object with all of them.")
+def prefixes(**options: Any) -> None:
+    """Measure how often the prompts of DATA begin alike.
+
+    DATA is a list of JSON objects or JSON lines. A prefix counts that --least texts share and that no longer one
+    replaces. With --tokenizer also what a prefix cache could win at best.
+    """
+    from ling3export.runners.cli.prefixes import show
+
+    show(**options)
+
+
+def _settings(artifact: Path | None, suite: str | None, given: dict[str, Any]) -> "Settings":
+    """The settings, with the prompts of a suite where one was asked for."""
+    if (given["workload"] == "suite") != (suite is not None):
+        raise click.UsageError("expected --suite with --workload suite, and with it alone.")
+    if given.get("url") is None and artifact is None:
+        raise click.UsageError("expected ARTIFACT or --url, found neither.")
+    from ling3export.runners.bench.measure import DEFAULT_OUTPUT, Settings
+    from ling3export.runners.bench.workloads import Ask
+
+    how = Settings(artifact=artifact, **given)
+    if suite is None:
+        return how
+    from ling3export.runners.evals.suites import load_suite
+
+    loaded = load_suite(suite, how.data, how.num_prompts)
+    output = how.output_len or DEFAULT_OUTPUT
+    texts = [task.prompt for task in loaded.tasks if isinstance(task.prompt, (str, tuple))]
+    if not texts or len(texts) != len(loaded.tasks):
+        raise Ling3Error(f"suite `{suite}`: expected prompts of text, found {'messages' if loaded.tasks else 'none'}")
+    return replace(how, workload=loaded.name, asks=tuple(Ask(text, output) for text in texts))
+
+
+def _key(path: Path | None) -> str | None:
+    """The key for a server; whoever calls servers needs the extra."""
+    require("bench over HTTP", "serve", "h11", "starlette", "uvicorn", "prometheus_client", "pydantic")
+    from ling3export.runners.serve.run import api_key
+
+    return api_key(path)
+
+
+def _check_page(html: Path | None, force: bool) -> None:
+    """Refuses a page that is there already, before anything is measured."""
+    if html is not None and html.exists() and not force:
+        raise Ling3Error(f"--html `{html}`: expected no such file, found one", "replace it with --force")
+
+
+def _write(
+    found: "list[Measurement]", names: list[str], output: Path | None, html: Path | None, *, raw: bool
+) -> None:  # fmt: skip
+    from ling3export.artifacts.files import replace_file
+    from ling3export.runners.bench.record import append, page
+
+    records = [each.record(name, raw=raw) for each, name in zip(found, names, strict=True)]
+    for line in records if output is not None else ():
+        append(output, line)  # type: ignore[arg-type]
+    if html is not None:
+        replace_file(html, page(records, [each.done.outcomes for each in found]).encode())
+
+
+def _end(found: "Measurement") -> None:
+    """Says what a reader of the table must know, and ends with the exit code that follows."""
+    done, figures = found.done, found.found
+    if done.unfinished:
+        click.echo(
+            f"interrupted: {done.unfinished} of {len(found.asks)} requests had not ended and do not count", err=True
+        )
+    if figures.failed:
+        first = next(outcome.error for outcome in done.outcomes if outcome.error is not None)
+        click.echo(f"warning: {figures.failed} requests failed and do not count; the first: {first}", err=True)
+    if done.compiles:
+        raise Ling3Error(
+            f"bench: expected no program to be compiled during the run, found {done.compiles}",
+            "the figures hold compile time: build for this machine, or measure again",
+        )
+    if done.unfinished:
+        sys.exit(INTERRUPTED)
+    if not figures.completed:
+        raise Ling3Error("bench: expected answers, found none")

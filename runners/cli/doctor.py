@@ -1,0 +1,88 @@
+"""``ling3-runner doctor``: works without jax, too, whose start is tried in a process of its own."""
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ling3export.artifacts.files import REBUILD
+from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.schema import Manifest
+from ling3export.errors import ArtifactError
+from ling3export.runners.cli.options import PATH, Command, target_option
+from ling3export.runners.load.targets import choose_target, named_target, platforms_here
+
+if TYPE_CHECKING:
+    from ling3export.runners.doctor.diagnosis import Fault
+
+WORDS = {
+    "fault": "does not run here",
+    "compile": "runs with --programs allow-compile, which compiles the portable programs here once",
+    "fits": "fits this machine",
+}
+
+
+@click.command(cls=Command)
+@click.argument("artifact", type=PATH, required=False)
+@target_option
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def doctor(artifact: Path | None, target: str | None, as_json: bool) -> None:
+    """Say what this machine is, and whether ARTIFACT runs on it.
+
+    Names everything that does not fit, with the command that mends it. Exits with 0 where ARTIFACT fits, 3 where it
+    runs with --programs allow-compile, 1 where it does not run. Digests are not read; ling3export verify does that.
+    """
+    from ling3export.runners.doctor import diagnosis, machine
+
+    manifest, name, faults = _wanted(artifact, target)
+    devices = 1
+    if manifest is not None and name is not None and (record := manifest.targets[name]).platform == "cpu":
+        devices = max(record.mesh.devices) + 1 if record.processes == 1 else record.mesh.hosts.count(0)
+    here = machine.look(devices)
+    faults += diagnosis.of_machine(here)
+    if artifact is not None and manifest is not None and name is not None:
+        files = list(diagnosis.of_files(manifest, name, artifact))
+        faults += [*files, *diagnosis.of_target(manifest, name, here, artifact)]
+        if not files:
+            largest = max(manifest.weights.files, key=lambda each: manifest.weights.files[each])
+            here = replace(here, disk=machine.read_speed(artifact / largest))
+    code = diagnosis.exit_code(faults)
+    if as_json:
+        told = [{"weight": each.weight.value, "what": each.what, "mend": each.mend} for each in faults]
+        click.echo(json.dumps({"machine": asdict(here), "target": name, "faults": told, "exit_code": code}))
+        sys.exit(code)
+    for what, how in machine.facts(here):
+        click.echo(f"{what + ':':12}{how}")
+    for fault in faults:
+        click.echo(f"{fault.weight.value}: {fault.what}\n  mend: {fault.mend}")
+    subject = "this machine" if artifact is None else f"{artifact}" + (f", target {name}" if name else "")
+    if artifact is None:
+        click.echo(f"{subject}: {'jax does not run here' if code else 'jax runs here'}")
+    else:
+        click.echo(f"{subject}: {WORDS[{0: 'fits', 1: 'fault', 3: 'compile'}[code]]}")
+    sys.exit(code)
+
+
+def _wanted(artifact: Path | None, target: str | None) -> tuple[Manifest | None, str | None, "list[Fault]"]:
+    """The manifest, the target that is looked at, and what is wrong with either."""
+    from ling3export.runners.doctor.diagnosis import Fault, Weight
+
+    if artifact is None:
+        return None, None, []
+    manifest = None
+    try:
+        manifest = read_manifest(artifact)
+        if target is not None:
+            return manifest, named_target(manifest.targets, target), []
+        if len(manifest.targets) == 1:
+            return manifest, next(iter(manifest.targets)), []
+        return manifest, choose_target(manifest.targets, None, platforms_here()), []
+    except ArtifactError as error:
+        return (
+            manifest,
+            None,
+            [Fault(Weight.FAULT, error.message, error.hint or REBUILD)],
+        )

@@ -1,0 +1,1 @@
+"""What a machine is, against what an artifact wants of it."""

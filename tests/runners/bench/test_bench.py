@@ -1,0 +1,200 @@
+"""``ling3-runner bench`` on an engine with toy programs and on servers: tables, lines of JSON, pages, exit codes."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import toy_artifact
+from fake_openai import serving, whole, words
+from ling3export.artifacts.manifest import read_manifest
+from ling3export.runners.bench.measure import Settings, measure
+from ling3export.runners.bench.record import distribution, over_time, side_by_side
+from ling3export.runners.bench.table import check
+from ling3export.runners.cli.main import main
+
+DATA = Path(__file__).parents[2] / "data"
+SMALL = ["--num-prompts", 6, "--input-len", 12, "--output-len", 8]
+
+
+@pytest.fixture(scope="module")
+def artifact():
+    return toy_artifact.shared()
+
+
+def bench(*arguments, **more):
+    return CliRunner().invoke(main, ["bench", *map(str, arguments)], prog_name="ling3-runner", **more)
+
+
+def test_an_engine_in_this_process_is_measured(artifact, tmp_path):
+    line, page = tmp_path / "runs.jsonl", tmp_path / "page.html"
+    done = bench("serve", artifact, *SMALL, "--output", line, "--save-raw", "--html", page, "--max-concurrency", 2)
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert check(done.stdout) == []
+    (record,) = map(json.loads, line.read_text().splitlines())
+    figures, requests = record["figures"], record["requests"]
+    assert f"Total generated tokens:                  {figures['output_tokens']}" in done.stdout
+    assert (record["compiles"], figures["completed"], len(requests)) == (0, 6, 6)
+    assert record["artifact"]["sha256"] == read_manifest(artifact).sha256
+    for request in requests:
+        assert len(request["times"]) == request["tokens"] > 0
+        assert request["times"][0] - request["start"] >= request["queue"] >= 0
+    phases = figures["phases"]
+    parts = 1e3 * (phases["queue"] + phases["prefill"] + phases["transfer"])
+    assert parts == pytest.approx(figures["ttft"]["mean"], abs=1)
+    html = page.read_text()
+    assert "<script" not in html and "http" not in re.sub(r"http-equiv", "", html)
+    assert html.count('class="bars"') == 3
+    again = bench("serve", artifact, *SMALL, "--html", page)
+    assert again.exit_code == 1 and "expected no such file, found one" in again.stderr
+
+
+def test_the_same_seed_measures_the_same_requests(artifact):
+    runs = [
+        measure(Settings(artifact=artifact, num_prompts=3, input_len=9, output_len=4, seed=seed)) for seed in (1, 1, 2)
+    ]
+    texts = [sorted(outcome.text for outcome in run.done.outcomes) for run in runs]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_throughput_gives_all_requests_at_once(artifact):
+    done = bench("throughput", artifact, *SMALL)
+    assert done.exit_code == 0
+    assert "====== Offline Throughput Benchmark Result =======" in done.stdout
+    rows = dict(re.findall(r"^(.*?): +(\S+) *$", done.stdout, re.MULTILINE))
+    rate = float(rows["Output token throughput (tok/s)"]) * float(rows["Benchmark duration (s)"])
+    assert rate == pytest.approx(int(rows["Total generated tokens"]), rel=0.5)
+    assert rows["Successful requests"] == "6"
+
+
+def test_a_server_is_measured_with_the_artifacts_tokenizer(artifact):
+    with serving(words) as (url, bodies):
+        done = bench("serve", artifact, "--url", url, *SMALL, "--text")
+    assert done.exit_code == 0, done.output
+    assert check(done.stdout) == []
+    assert "Backend:                                 openai" in done.stdout
+    assert all(isinstance(body["prompt"], str) for body in bodies)
+
+
+def test_a_server_that_answers_nothing_gives_zeros_and_exit_code_1():
+    first = []
+
+    def answer(body):
+        first.append(body)
+        return words(body) if len(first) == 1 else [whole({"error": {"message": "busy"}}, "503 Busy")]
+
+    with serving(answer) as (url, _):
+        done = bench("serve", "--url", url, "--tokenizer", toy_artifact.shared(), *SMALL)
+    assert done.exit_code == 1
+    assert "Mean E2E Latency (ms):                   0.00" in done.stdout
+    assert "nan" not in done.stdout
+    assert "warning: 6 requests failed and do not count; the first: ValueError: status 503: busy" in done.stderr
+    assert done.stderr.endswith("error: bench: expected answers, found none\n")
+
+
+def test_compiling_during_a_run_is_an_error(artifact, monkeypatch):
+    from ling3export.runners.bench.servers import InProcess
+
+    counts = iter((0, 2))
+
+    async def compiles(self):
+        return next(counts)
+
+    monkeypatch.setattr(InProcess, "compiles", compiles)
+    done = bench("serve", artifact, *SMALL)
+    assert done.exit_code == 1
+    assert "expected no program to be compiled during the run, found 2" in done.stderr
+
+
+def test_a_suite_is_a_workload(artifact):
+    with serving(words) as (url, bodies):
+        suite = ["--workload", "suite", "--suite", "gsm8k", "--data", DATA / "gsm8k"]
+        done = bench("serve", artifact, "--url", url, *suite, "--num-prompts", 3, "--output-len", 5)
+    assert done.exit_code == 0, done.output
+    assert len({body["prompt"] for body in bodies}) == 3
+    assert all(body["max_tokens"] == 5 for body in bodies)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["serve"], 2, "expected ARTIFACT or --url, found neither"),
+        (["serve", "ARTIFACT", "--workload", "suite"], 2, "expected --suite with --workload suite"),
+        (["serve", "ARTIFACT", "--workload", "sharegpt"], 1, "expected a data set, found none"),
+        (["serve", "ARTIFACT", "--steady"], 1, "steady: expected a bound of requests at once, found none"),
+        (["serve", "ARTIFACT", "--goodput", "x"], 1, "goodput: expected"),
+        (["serve", "ARTIFACT", "--input-len", "64"], 1, "expected prompt and answer within the context of 64 tokens"),
+        (
+            ["serve", "ARTIFACT", "--url", "nowhere", "--input-len", "9", "--output-len", "9"],
+            1,
+            "url: expected http://HOST:PORT, found nowhere",
+        ),
+        (["compare", "ARTIFACT", "--configs", "1x2"], 1, "two configurations or more, found 1"),
+        (["compare", "ARTIFACT", "--configs", "1x2,4P4D"], 1, "config `4P4D`: expected 1xTP"),
+        (["compare", "ARTIFACT", "--configs", "1x2,1x16"], 1, "one target of TP=16 for this machine, found none among"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_before_anything_is_loaded(arguments, code, message, artifact):
+    done = bench(*(artifact if each == "ARTIFACT" else each for each in arguments))
+    assert (done.exit_code, done.stdout) == (code, "")
+    assert message in done.stderr
+
+
+def test_tables_are_checked_from_files_and_stdin(tmp_path):
+    table = DATA / "serving_tables" / "table-3.txt"
+    assert bench("check", table).stdout == "the figures agree within their rounding\n"
+    wrong = table.read_text().replace("2.64", "2.74")
+    done = bench("check", "-", input=wrong)
+    assert done.exit_code == 1
+    assert "`Request throughput (req/s)` 2.74: expected" in done.stderr
+
+
+def test_prefixes_of_a_data_set(tmp_path, artifact):
+    dialogs = [[("human", f"What is {name}?"), ("gpt", "It is.")] for name in "AB"] + [
+        [("human", "你好吗"), ("gpt", "好")]
+    ]
+    file = tmp_path / "d.json"
+    file.write_text(json.dumps([{"conversations": [{"from": f, "value": v} for f, v in turns]} for turns in dialogs]))
+    done = bench("prefixes", file, "--longer", 4)
+    assert done.exit_code == 0, done.output
+    assert "ratio:          0.3333\n" in done.stdout and '     2  "What is "\n' in done.stdout
+    whole_dialogs = json.loads(bench("prefixes", file, "--longer", 0, "--least", 1, "--whole", "--json").stdout)
+    assert ["What is A?\nIt is.", 1] in whole_dialogs["list"]
+    gsm8k = DATA / "gsm8k"
+    done = bench(
+        "prefixes", gsm8k, "--suite", "gsm8k", "--tokenizer", artifact, "--least", 100, "--block", 16, "--json"
+    )
+    found = json.loads(done.stdout)
+    assert (found["dialogs"], found["prefixes"], found["coverage"]) == (100, 1, 1.0)
+    assert 0.5 < found["cached_share"] < 1
+    assert bench("prefixes", file, "--unit", "token").exit_code == 2
+    assert "expected a text in `nothing`, found none" in bench("prefixes", file, "--field", "nothing").stderr
+
+
+def test_runs_stand_side_by_side_with_ratios():
+    found = measure_words()
+    records = [found.record("one"), found.record("two")]
+    records[1]["figures"]["ttft"]["mean"] = 2 * records[0]["figures"]["ttft"]["mean"]
+    text = side_by_side(records)
+    assert re.search(r"^ +one +two$", text, re.MULTILINE)
+    assert re.search(r"^Mean TTFT \(ms\) +\S+ +\S+ \(2\.00×\)$", text, re.MULTILINE)
+    assert "Mean queue (ms)" not in text  # which a server does not tell
+
+
+def measure_words():
+    with serving(lambda body: words(body, gap=0.001)) as (url, _):
+        return measure(Settings(url=url, tokenizer=toy_artifact.shared(), num_prompts=4, output_len=4))
+
+
+def test_distributions_count_every_value():
+    assert distribution([]) == distribution([0.0]) == []
+    assert sum(count for _, count in distribution([1, 2, 3, 1000])) == 4
+    assert distribution([5.0, 5.0])[0] == ("5", 2.0)
+    outcomes = measure_words().done.outcomes
+    bars = over_time(outcomes)
+    length = float(bars[1][0])
+    assert sum(rate for _, rate in bars) * length == pytest.approx(
+        sum(outcome.tokens for outcome in outcomes), rel=0.02
+    )

@@ -1,0 +1,83 @@
+"""Figures of a run: the specification's worked example, numpy's percentiles, failed requests, bounds, steady time."""
+
+import random
+
+import numpy as np
+import pytest
+
+from ling3export.errors import RequestError
+from ling3export.runners.bench.metrics import Outcome, Spread, figures, parse_goals, percentile
+
+
+def outcome(ttft, *gaps, start=0.0, **fields):
+    times = np.cumsum([start + ttft, *gaps]).tolist()
+    return Outcome(start, times, tokens=len(times), **fields)
+
+
+WORKED = [outcome(0.10, 0.02, 0.03), outcome(0.20), outcome(0.05, 0.05, 0.01, 0.04)]
+
+
+def test_the_worked_example():
+    found = figures(WORKED, 0.5)
+    assert (found.ttft.mean, found.ttft.median, found.ttft.p99) == pytest.approx((116.67, 100, 198), abs=5e-3)
+    assert (found.tpot.mean, found.tpot.median, found.tpot.p99) == pytest.approx((29.17, 29.17, 33.25), abs=5e-3)
+    assert (found.itl.mean, found.itl.median, found.itl.p99) == pytest.approx((30, 30, 49.6), abs=5e-3)
+    assert (found.e2e.mean, found.e2e.median) == pytest.approx((166.67, 150), abs=5e-3)
+    assert (found.output_tokens, found.output_throughput, found.concurrency) == pytest.approx((8, 16, 1))
+
+
+def test_percentiles_and_deviation_are_numpys():
+    rng = random.Random(0)
+    for count in (1, 2, 3, 10, 101):
+        values = [rng.random() for _ in range(count)]
+        spread = Spread.of(values)
+        for percent in (0, 50, 95, 99, 100):
+            assert percentile(sorted(values), percent) == pytest.approx(np.percentile(values, percent), rel=1e-12)
+        assert spread.std == pytest.approx(1e3 * np.std(values), rel=1e-9, abs=1e-12)
+        assert (spread.p95, spread.max) == pytest.approx((1e3 * np.percentile(values, 95), 1e3 * max(values)))
+
+
+def test_without_an_answer_every_figure_is_zero_and_none_is_nan():
+    found = figures([Outcome(0.0, error="refused")], 0.0)
+    assert (found.completed, found.failed) == (0, 1)
+    assert {found.e2e, found.ttft, found.tpot, found.itl} == {Spread()}
+    assert found.request_throughput == found.concurrency == 0
+
+
+def test_a_failed_request_counts_as_failed_alone():
+    failed = outcome(9.0, 9.0, prompt_tokens=100, error="cut short")
+    assert figures([*WORKED, failed], 0.5).failed == 1
+    assert figures([*WORKED, failed], 0.5).e2e == figures(WORKED, 0.5).e2e
+    assert figures([*WORKED, failed], 0.5).input_tokens == 0
+
+
+def test_goodput_counts_what_keeps_all_bounds():
+    """The one request of a single token has a TPOT of 0, which keeps any bound."""
+    for text, kept in (("tpot:30", 2), ("ttft:150", 2), ("ttft:150,tpot:30", 1), ("e2el:200", 3), ("ttft:1", 0)):
+        assert figures(WORKED, 0.5, goals=parse_goals(text)).goodput == pytest.approx(kept / 0.5), text
+
+
+@pytest.mark.parametrize("text", ["", "ttft", "ttft:0", "ttft:x", "ttft:nan", "itl:3", "ttft:1,ttft:2", "ttft:1,"])
+def test_a_bound_that_is_none_is_refused(text):
+    with pytest.raises(RequestError, match=r"goodput: expected NAME:MILLISECONDS .* found `"):
+        parse_goals(text)
+
+
+def test_steady_figures_are_those_between_the_first_and_the_last_moment_at_the_limit():
+    one = outcome(1.0, 3.0, start=0.0)  # 0 … 4
+    two = outcome(1.0, 1.0, start=1.0)  # 1 … 3: alone in the steady time with all of it
+    three = outcome(1.0, 2.0, start=3.0)  # 3 … 6
+    found = figures([one, two, three], 6.0, limit=2).steady
+    assert (found.duration, found.requests) == (3.0, 1)
+    assert found.output_throughput == pytest.approx(5 / 3)  # at 1, 2, 3, 4 and 4
+    assert found.ttft.mean == 1000
+    assert figures([one], 6.0, limit=2).steady is None
+
+
+def test_queue_prefill_and_transfer_make_up_the_time_to_the_first_token():
+    told = outcome(0.5, 0.1, queue=0.2, transfer=0.05)
+    phases = told.phases
+    assert sum(phases[name] for name in ("queue", "prefill", "transfer")) == pytest.approx(told.ttft, abs=1e-3)
+    assert phases["decode"] == pytest.approx(0.1)
+    assert figures([told], 1.0).phases == phases
+    assert figures(WORKED, 0.5).phases is None

@@ -1,0 +1,167 @@
+"""The client: token times of a stream, what servers say of tokens, every way in which an answer can fail."""
+
+import asyncio
+import math
+import socket
+
+import pytest
+
+from fake_openai import HEAD, chunk, event, serving, whole, words
+from ling3export.errors import Ling3Error, RequestError
+from ling3export.runners.bench.over_http import OverHttp
+from ling3export.runners.bench.run import run
+from ling3export.runners.bench.workloads import Ask, arrivals
+
+
+def client(url, **more):
+    return OverHttp(url, **({"model": None, "key": None, "ignore_eos": True} | more))
+
+
+def sent(url, asks, limit=None, **more):
+    async def go():
+        server = client(url, **more)
+        await server.open()
+        return await run(server, asks, arrivals(asks, math.inf, 1.0, 0), limit=limit)
+
+    return asyncio.run(go())
+
+
+def test_each_piece_of_a_stream_is_a_token_in_its_time():
+    with serving(lambda body: words(body, gap=0.02)) as (url, bodies):
+        done = sent(url, [Ask("hello", 5), Ask((1, 2), 3)])
+    first, second = sorted(done.outcomes, key=lambda outcome: -outcome.tokens)
+    assert (first.tokens, second.tokens, first.prompt_tokens, first.error) == (5, 3, 7, None)
+    assert first.text == "w0 w1 w2 w3 w4 "
+    assert first.ttft >= 0.02 and min(first.itl) > 0 and first.e2e >= 0.1
+    assert len(first.times) == 5 and done.duration >= first.e2e
+    assert done.compiles is None and done.unfinished == 0
+    warm_up = {"model": "fake", "prompt": "hello", "max_tokens": 5, "temperature": 0.0, "stream": True,
+               "stream_options": {"include_usage": True}, "ignore_eos": True}  # fmt: skip
+    assert bodies[0] == warm_up and len(bodies) == 3
+
+
+def test_the_warm_up_is_short_and_its_failure_ends_the_run():
+    with serving(words) as (url, bodies):
+        sent(url, [Ask("a", 100)])
+    assert [body["max_tokens"] for body in bodies] == [32, 100]
+    refusal = whole({"error": {"message": "no such prompt"}}, "400 Bad Request")
+    with (
+        serving(lambda body: [refusal]) as (url, _),
+        pytest.raises(Ling3Error, match=r"warm-up: expected an answer .*, found .*no such prompt"),
+    ):
+        sent(url, [Ask("a", 100)])
+
+
+def test_tokens_that_come_together_have_one_time():
+    def answer(body):
+        pieces = [{"choices": [{"text": "ab", "token_ids": [1, 2]}]}, {"choices": [{"text": "", "token_ids": [3]}]}]
+        return [HEAD, event(pieces[0]), 0.02, event(pieces[1]), event(b"[DONE]"), b"0\r\n\r\n"]
+
+    with serving(answer) as (url, _):
+        (outcome,) = sent(url, [Ask("a", 3)]).outcomes
+    assert outcome.tokens == 3
+    assert outcome.itl[0] == 0 and outcome.itl[1] >= 0.02
+
+
+def test_an_event_may_come_in_any_pieces():
+    def answer(body):
+        data = b"".join(part[part.index(b"\n") + 1 : -2] for part in words(body)[1:-1] if isinstance(part, bytes))
+        return [HEAD, *(chunk(data[at : at + 7]) for at in range(0, len(data), 7)), b"0\r\n\r\n"]
+
+    with serving(answer) as (url, _):
+        (outcome,) = sent(url, [Ask("a", 4)]).outcomes
+    assert (outcome.text, outcome.tokens, outcome.error) == ("w0 w1 w2 w3 ", 4, None)
+
+
+def test_an_answer_without_text_has_the_time_of_its_end():
+    usage = event({"choices": [{"text": ""}], "usage": {"completion_tokens": 1, "prompt_tokens": 2,
+                                                         "prompt_tokens_details": {"cached_tokens": 1}}})  # fmt: skip
+    with serving(lambda body: [HEAD, usage, event(b"[DONE]"), b"0\r\n\r\n"]) as (url, _):
+        (outcome,) = sent(url, [Ask("a", 4)]).outcomes
+    assert (outcome.tokens, len(outcome.times), outcome.cached) == (1, 1, 1)
+
+
+FAULTS = {
+    "status": ([whole({"error": {"message": "too many"}}, "429 Too Many Requests")], "status 429: too many"),
+    "no JSON": ([HEAD, event(b"{"), b"0\r\n\r\n"], "ValueError|JSONDecodeError"),
+    "no object": ([HEAD, event([]), b"0\r\n\r\n"], "an event that is no object"),
+    "error": (
+        [HEAD, event({"error": {"message": "engine stopped"}}), event(b"[DONE]"), b"0\r\n\r\n"],
+        "engine stopped",
+    ),
+    "cut short": ([HEAD, event({"choices": [{"text": "a"}]}), b"0\r\n\r\n"], "cut short"),
+    "connection": ([HEAD, event({"choices": [{"text": "a"}]})], "RemoteProtocolError"),
+    "no HTTP": ([b"hello\r\n\r\n"], "RemoteProtocolError"),
+    "silence": ([HEAD, 5.0], "TimeoutError"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_request_that_fails_says_why_and_the_others_go_on(fault):
+    parts, message = FAULTS[fault]
+    with serving(lambda body: parts if body["prompt"] == "bad" else words(body)) as (url, _):
+        done = sent(url, [Ask("good", 2), Ask("bad", 2), Ask("good", 3)], timeout=0.5)
+    failed = [outcome.error for outcome in done.outcomes if outcome.error is not None]
+    assert len(failed) == 1 and len(done.outcomes) == 3
+    assert any(part in failed[0] for part in message.split("|")), failed
+
+
+def test_no_more_requests_run_at_once_than_may():
+    running = [0, 0]
+
+    def answer(body):
+        return words(body, gap=0.01)
+
+    with serving(answer) as (url, _):
+        done = sent(url, [Ask("a", 3)] * 8, limit=2)
+    changes = sorted(
+        [(each.start, 1) for each in done.outcomes] + [(each.start + each.e2e, -1) for each in done.outcomes]
+    )
+    for _, change in changes:
+        running[0] += change
+        running[1] = max(running)
+    assert running == [0, 2]
+
+
+def test_an_interrupted_run_has_what_was_done_until_then():
+    async def go(url):
+        server = client(url)
+        await server.open()
+        asks = [Ask("quick", 2), Ask("quick", 3), Ask("slow", 2)]
+        task = asyncio.create_task(run(server, asks, [0.0] * 3))
+        while not task.done() and len(bodies) < 4:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        task.cancel()
+        return await task
+
+    with serving(lambda body: words(body, gap=30.0 if body["prompt"] == "slow" else 0.0)) as (url, bodies):
+        done = asyncio.run(go(url))
+    assert (len(done.outcomes), done.unfinished) == (2, 1)
+
+
+@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://a", "http://", "http://a:x", "http://a:0"])
+def test_an_address_that_is_none_is_refused(url):
+    with pytest.raises(RequestError, match=r"url: expected http://HOST:PORT, found"):
+        client(url)
+
+
+def test_without_a_server_or_its_models_the_error_says_so():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(Ling3Error, match=r"server: expected one at 127.0.0.1:\d+, found "):
+            asyncio.run(client(url).open())
+    with serving(words, models={"data": []}) as (url, _):
+        with pytest.raises(Ling3Error, match="expected a list of models at /v1/models, found something else"):
+            asyncio.run(client(url).open())
+        assert sent(url, [Ask("a", 2)], model="named").outcomes[0].tokens == 2
+
+
+def test_our_own_server_is_asked_for_token_ids():
+    ours = {"data": [{"id": "m", "owned_by": "ling3export"}]}
+    with serving(lambda body: words(body, ids=body["return_token_ids"]), models=ours) as (url, bodies):
+        server = client(url + "/v1/", key="secret")
+        asyncio.run(server.open())
+        outcome = asyncio.run(server.send(server.prepare(Ask("a", 3))))
+    assert (outcome.tokens, bodies[0]["return_token_ids"], bodies[0]["model"]) == (3, True, "m")
