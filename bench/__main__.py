@@ -144,11 +144,23 @@ def afd(artifact: Path | None, checkpoint: Path | None, ways: str) -> None:
     run(artifact, checkpoint, [(sessions, workers, micro) for sessions, workers, micro in each])
 
 
+@main.command()
+@ROUNDS
+@click.option("--tokens", type=click.IntRange(1), default=512, show_default=True, help="Of the sequence.")
+@click.option("--ptp", default=2, show_default=True, help="Ranks that write.")
+@click.option("--dtp", default=4, show_default=True, help="Ranks that read.")
+def transfer(rounds: int, tokens: int, ptp: int, dtp: int) -> None:
+    """A sequence's state through each backend into another process, against copying its bytes."""
+    from bench.transfer import main as run
+
+    run(rounds, tokens, ptp, dtp)
+
+
 @main.command("all")
 @click.pass_context
 def every(context: click.Context) -> None:
     """Everything, with the defaults."""
-    for command in (startup, speed, store, engine, soak, serve, cells):
+    for command in (startup, speed, store, engine, soak, serve, cells, transfer):
         context.invoke(command)
 
 

@@ -30,6 +30,7 @@ from ling3export.runners.cli.options import (
 )
 from ling3export.runners.cli.prompts import Prompt, line_names, read_prompts
 from ling3export.runners.cli.serve import serve
+from ling3export.runners.cli.transfer import transfer
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.hosts.rendezvous import announced
 
@@ -58,6 +59,7 @@ class _Ids(click.ParamType):
         "Run": ("generate", "batch", "serve", "ffn-worker"),
         "Evaluate": ("eval", "lm-eval"),
         "Measure": ("bench", "doctor"),
+        "Look after": ("transfer",),
     },
     context_settings={"show_default": True},
 )
@@ -72,6 +74,7 @@ main.add_command(ffn_worker)
 main.add_command(evaluate)
 main.add_command(bench)
 main.add_command(doctor)
+main.add_command(transfer)
 
 
 @main.command("lm-eval", cls=click.Command, context_settings=VERBATIM)

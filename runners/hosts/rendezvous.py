@@ -40,6 +40,7 @@ PROTOCOL = 2
 CHALLENGE, HELLO, PROVEN, IDENTITY, WELCOME, REFUSED, FAILED = b"C", b"L", b"O", b"I", b"W", b"X", b"F"
 NONCE = re.compile("[0-9a-f]{32}")
 ANSWERING = 10.0  # seconds that host 0 stays to say why it ends before it has met the others
+ROLES = ("caller", "host 0")  # who calls, and who answers
 GREETING = 5.0  # seconds that a caller has for everything up to its identity
 CALLERS = 64  # at most that many are answered at once; more are dropped
 PAUSE = 0.1  # seconds between two calls
@@ -105,18 +106,19 @@ def _exactly(peer: socket.socket, count: int, until: float | None) -> bytes:
     return bytes(data)
 
 
-def _tell(peer: socket.socket, kind: bytes, **said: object) -> None:
+def tell(peer: socket.socket, kind: bytes, **said: object) -> None:
+    """Sends a message of ``kind``, a JSON object."""
     send(peer, kind, json.dumps(said).encode())
 
 
-def _hear(peer: socket.socket, kind: bytes, until: float, **types: type) -> dict[str, Any]:
+def hear(peer: socket.socket, kind: bytes, until: float, largest: int = SMALL, **types: type) -> dict[str, Any]:
     """The members of the next message, a JSON object of these names and types.
 
     Raises:
         OSError, ValueError: It does not come, or it is another one.
     """
-    found, payload = receive(peer, SMALL, until)
-    said = parse_json(payload, SMALL) if found == kind else None
+    found, payload = receive(peer, largest, until)
+    said = parse_json(payload, largest) if found == kind else None
     if not isinstance(said, dict) or {name: type(value) for name, value in said.items()} != types:
         raise ConnectionError("another message than the one expected")
     return said
@@ -261,24 +263,65 @@ def _ended(peer: socket.socket) -> bool:
         peer.settimeout(GREETING)
 
 
+def challenge(caller: socket.socket, secret: str, until: float, roles: tuple[str, str] = ROLES) -> int:
+    """Proves to a caller that this end knows the secret, once the caller has; returns the caller's number.
+
+    Args:
+        caller: The connection.
+        secret: What both ends know.
+        until: When both have to be done, on the monotonic clock.
+        roles: Who calls, and who answers: a proof for one purpose serves no other.
+
+    Raises:
+        OSError, ValueError: The caller does not know the secret, or is too slow.
+    """
+    mine = secrets.token_hex(16)
+    tell(caller, CHALLENGE, protocol=PROTOCOL, nonce=mine)
+    said = hear(caller, HELLO, until, host=int, nonce=str, proof=str)
+    if not NONCE.fullmatch(said["nonce"]):
+        raise ConnectionError("no nonce")
+    nonces, number = (mine, said["nonce"]), said["host"]
+    if not hmac.compare_digest(said["proof"].encode(), _proof(secret, roles[0], nonces, number).encode()):
+        send(caller, REFUSED, b"")
+        raise ConnectionError("no proof")
+    send(caller, PROVEN, _proof(secret, roles[1], nonces, number).encode())
+    return number
+
+
+def prove(peer: socket.socket, secret: str, number: int, until: float, roles: tuple[str, str] = ROLES) -> None:
+    """The caller's side of :func:`challenge`.
+
+    Raises:
+        HostsError: The other end does not know the secret, or speaks another protocol.
+        OSError, ValueError: It ended, or is none that challenges.
+    """
+    mine = secrets.token_hex(16)
+    said = hear(peer, CHALLENGE, until, protocol=int, nonce=str)
+    if said["protocol"] != PROTOCOL or not NONCE.fullmatch(said["nonce"]):
+        raise HostsError(
+            f"{roles[1]}: expected protocol {PROTOCOL}, found {_shown(said['protocol'])}",
+            "install the same version of ling3export on every host",
+        )
+    nonces = (said["nonce"], mine)
+    tell(peer, HELLO, host=number, nonce=mine, proof=_proof(secret, roles[0], nonces, number))
+    kind, payload = receive(peer, SMALL, until)
+    if kind not in (PROVEN, REFUSED):
+        raise ConnectionError("another message than a proof")
+    wanted = _proof(secret, roles[1], nonces, number).encode()
+    if kind == REFUSED or not hmac.compare_digest(payload, wanted):
+        raise HostsError(f"{roles[1]}: expected it to have this host's secret, found that it has another one", SHARE)
+
+
 def _greeting(caller: socket.socket, hosts: Hosts) -> Greeting:
     """What the host that called says of itself, within GREETING seconds and once both have proven the secret.
 
     Raises:
         OSError, ValueError: The caller is no host of this start.
     """
-    until, mine = time.monotonic() + GREETING, secrets.token_hex(16)
+    until = time.monotonic() + GREETING
     caller.settimeout(GREETING)
-    _tell(caller, CHALLENGE, protocol=PROTOCOL, nonce=mine)
-    said = _hear(caller, HELLO, until, host=int, nonce=str, proof=str)
-    if not NONCE.fullmatch(said["nonce"]):
-        raise ConnectionError("no nonce")
-    nonces, number = (mine, said["nonce"]), said["host"]
-    if not hmac.compare_digest(said["proof"].encode(), _proof(hosts.secret, "caller", nonces, number).encode()):
-        send(caller, REFUSED, b"")
-        raise ConnectionError("no proof")
-    send(caller, PROVEN, _proof(hosts.secret, "host 0", nonces, number).encode())
-    said = _hear(caller, IDENTITY, until, hosts=int, identity=dict)
+    number = challenge(caller, hosts.secret, until)
+    said = hear(caller, IDENTITY, until, hosts=int, identity=dict)
     caller.settimeout(GREETING)
     return Greeting(number, said["hosts"], said["identity"])
 
@@ -412,22 +455,8 @@ def _introduce(peer: socket.socket, hosts: Hosts, identity: Identity) -> int:
         HostsError: Host 0 does not know the secret, or it refuses this host.
         OSError, ValueError: It ended, or is no host 0.
     """
-    until, mine = time.monotonic() + GREETING, secrets.token_hex(16)
-    said = _hear(peer, CHALLENGE, until, protocol=int, nonce=str)
-    if said["protocol"] != PROTOCOL or not NONCE.fullmatch(said["nonce"]):
-        raise HostsError(
-            f"host 0: expected protocol {PROTOCOL}, found {_shown(said['protocol'])}",
-            "install the same version of ling3export on every host",
-        )
-    nonces = (said["nonce"], mine)
-    _tell(peer, HELLO, host=hosts.number, nonce=mine, proof=_proof(hosts.secret, "caller", nonces, hosts.number))
-    kind, payload = receive(peer, SMALL, until)
-    if kind not in (PROVEN, REFUSED):
-        raise ConnectionError("another message than a proof")
-    wanted = _proof(hosts.secret, "host 0", nonces, hosts.number).encode()
-    if kind == REFUSED or not hmac.compare_digest(payload, wanted):
-        raise HostsError("host 0: expected it to have this host's secret, found that it has another one", SHARE)
-    _tell(peer, IDENTITY, hosts=hosts.count, identity=identity)
+    prove(peer, hosts.secret, hosts.number, time.monotonic() + GREETING)
+    tell(peer, IDENTITY, hosts=hosts.count, identity=identity)
     # Host 0 waits for the others, and tells us if it gives up; so we wait a little longer than it does.
     peer.settimeout(hosts.start_timeout + GREETING)
     kind, payload = receive(peer, SMALL)

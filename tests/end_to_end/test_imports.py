@@ -30,6 +30,7 @@ PACKAGES = {
     "runners.load": {"flatbuffers", "jax", "jaxlib", "ml_dtypes", "numpy"},
     "runners.serve": {"h11", "prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"},
     "runners.text": {"jinja2", "tokenizers"},
+    "runners.transfer": {"numpy"},
     "savedmodel": {"jax", "jaxlib", "numpy", "orbax", "tensorflow"},
     "verify": {"numpy", "safetensors"},
 }
@@ -41,7 +42,7 @@ WITHOUT_JAX = (
     "artifacts", "checkpoint", "cli", "errors", "model.config", "report", "runners.bench.workloads", "runners.cli",
     "runners.doctor", "runners.evals",
     "runners.hosts.channel", "runners.hosts.hosts", "runners.load.environment", "runners.serve.schema",
-    "verify.reference",
+    "runners.transfer", "verify.reference",
 )  # fmt: skip
 
 

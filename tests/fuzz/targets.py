@@ -4,6 +4,7 @@ import artifact_cases
 import build_cases
 import network_cases
 import runner_cases
+import transfer_cases
 
 TARGETS = {
     "manifest": (artifact_cases.manifests, 50),
@@ -20,4 +21,6 @@ TARGETS = {
     "body": (network_cases.bodies, 150),
     "greeting": (network_cases.greetings, 20),
     "request": (network_cases.requests, 100),
+    "object": (transfer_cases.objects, 150),
+    "pull": (transfer_cases.pulls, 60),
 }

@@ -11,7 +11,7 @@ RUNNERS = (
     ("runners.serve", "runners.evals", "runners.bench", "runners.doctor", "runners.adapters"),
     ("runners.engine",),
     ("runners.ffn",),
-    ("runners.load",),
+    ("runners.load", "runners.transfer"),
     ("runners.hosts", "runners.text"),
     ("artifacts",),
     ("dtypes", "errors", "experts", "reading", "shards", "strict_json", "runners.flight"),

@@ -1,0 +1,179 @@
+"""Objects in a folder, one safetensors file each: they outlive their processes, and any safetensors reader opens them.
+
+Tensors are called ``kda.recurrent.0`` and so on, after their layers, and lie in the order of the payload; the object's
+header stands in the file's metadata, in hexadecimal. A file is there whole or not at all, by rename.
+"""
+
+import json
+import math
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ling3export.artifacts.files import replacing
+from ling3export.dtypes import BY_NAME
+from ling3export.errors import ArtifactError
+from ling3export.reading import opened
+from ling3export.runners.transfer.backend import Presence, Source, TransferError, Writer
+from ling3export.runners.transfer.objects import HEADER, PREFIX, Header, Key, Layout, State, start_of
+from ling3export.strict_json import parse_json
+
+LENGTH = struct.Struct("<Q")
+LARGEST_HEAD = 1 << 20  # bytes of a file before its tensors
+YOUNG = 60.0  # seconds that a file may be unfinished though no process of this machine writes it: another one may
+SUFFIX = ".safetensors"
+METADATA = "ling3"
+
+
+class Folder:
+    """Objects in a folder, which is made if it is not there, for this user alone.
+
+    Args:
+        layout: What objects hold.
+        folder: Where.
+
+    Raises:
+        TransferError: It cannot be made, or is something else.
+    """
+
+    def __init__(self, layout: Layout, folder: Path) -> None:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise TransferError(f"file: expected a folder, found {error.strerror}, at {folder}") from error
+        self._layout, self._folder = layout, folder
+        self.counts: Counter[str] = Counter()
+        self.removed: list[str] = []
+        self._offered: set[str] = set()
+
+    def create(self, key: Key) -> Writer | None:
+        """An object in memory, which becomes a file when it is whole."""
+        if self.look(key) is Presence.READY:
+            self.counts["exists"] += 1
+            return None
+        memory = np.empty(HEADER.size + self._layout.nbytes(key), np.uint8)
+
+        def done(whole: bool) -> bool:
+            if whole:
+                try:
+                    self._store(key, memory)
+                except ArtifactError:
+                    self.counts["full"] += 1
+                    return False
+            self.counts["stored" if whole else "abandoned"] += 1
+            return whole
+
+        return Writer(key, self._layout, memory, done)
+
+    def offer(self, transfer: str, keys: Sequence[Key]) -> None:
+        """Does nothing but note that nobody has to ask: objects are found by their names."""
+        self._offered.add(transfer)
+
+    def sent(self) -> set[str]:
+        """All that were offered."""
+        found, self._offered = self._offered, set()
+        return found
+
+    def look(self, key: Key) -> Presence:
+        """Whether there is a file of the object's name."""
+        return Presence.READY if self._path(key).is_file() else Presence.ABSENT
+
+    def fetch(self, keys: Sequence[Key], source: Source | None, until: float) -> list[np.ndarray | None]:
+        """The objects' payloads; a damaged file is removed."""
+        found = []
+        for key in keys:
+            payload, reason = self._read(key) if time.monotonic() < until else (None, "timeout")
+            self.counts[reason] += 1
+            if reason == "corrupt":
+                self._path(key).unlink(missing_ok=True)
+            found.append(payload)
+        return found
+
+    def close(self) -> None:
+        """Does nothing: files stay."""
+
+    def _path(self, key: Key) -> Path:
+        return self._folder / f"{key.name}{SUFFIX}"
+
+    def _store(self, key: Key, memory: np.ndarray) -> None:
+        head = _head(self._layout, key, memory[: HEADER.size].tobytes())
+        with replacing(self._path(key), len(head) + memory.nbytes) as file:
+            file.write(head)
+            file.write(memory[HEADER.size :].data)
+
+    def _read(self, key: Key) -> tuple[np.ndarray | None, str]:
+        try:
+            with opened(self._folder, self._path(key).name) as file:
+                header = read_header(file.read(LENGTH.size), file.read)
+                fault = header.fault(key, self._layout)
+                if fault is not None:
+                    return None, fault
+                file.seek(0)
+                head = _head(self._layout, key, header.pack())
+                payload = np.empty(header.length, np.uint8)
+                whole = file.read(len(head)) == head and file.readinto(payload.data) == header.length
+                whole = whole and header.state == State.READY and not file.read(1)
+                return (payload, "hit") if whole and header.crc(payload) == header.crc32 else (None, "corrupt")
+        except FileNotFoundError:
+            return None, "miss"
+        except (OSError, ValueError):
+            return None, "corrupt"
+
+
+def collect(folder: Path, *, dry_run: bool) -> Iterator[tuple[str, int, str]]:
+    """Removes files that are no whole objects, and what killed writers left; gives name, bytes and reason of each."""
+    for path in sorted(folder.glob(f"{PREFIX}*{SUFFIX}")):
+        try:
+            with opened(folder, path.name) as file:
+                header = read_header(file.read(LENGTH.size), file.read)
+                reason = "" if header.state == State.READY else "dead"
+        except (OSError, ValueError) as error:
+            reason = f"no object: {error.strerror if isinstance(error, OSError) else error}"
+        if reason:
+            yield from _removed(path, reason, dry_run)
+    for path in sorted(folder.glob(f".{PREFIX}*{SUFFIX}.partial-*")):
+        pid = path.name.rpartition("partial-")[2].partition("-")[0]
+        if pid.isdigit() and start_of(int(pid)) is None and time.time() - path.stat().st_mtime > YOUNG:
+            yield from _removed(path, f"its writer, process {pid}, is gone", dry_run)
+
+
+def read_header(length: bytes, read: Callable[[int], bytes]) -> Header:
+    """The header in a file's metadata.
+
+    Raises:
+        ValueError: There is none; the text follows "found".
+    """
+    if len(length) != LENGTH.size or (size := LENGTH.unpack(length)[0]) > LARGEST_HEAD:
+        raise ValueError("no safetensors file")
+    tree = parse_json(read(size), LARGEST_HEAD)
+    found = tree.get("__metadata__") if isinstance(tree, dict) else None
+    text = found.get(METADATA) if isinstance(found, dict) else None
+    if not isinstance(text, str):
+        raise ValueError("a file without the header of an object")
+    return Header.parse(bytes.fromhex(text))
+
+
+def _head(layout: Layout, key: Key, header: bytes) -> bytes:
+    """What stands before the payload: safetensors' own header, its length a multiple of 8."""
+    tree: dict[str, object] = {"__metadata__": {METADATA: header.hex()}}
+    at = 0
+    for layer in range(layout.layers[key.kind]):
+        for piece in layout.of(key.kind):
+            shape, dtype = layout.shape(piece, key.heads, key.tokens), BY_NAME[piece.dtype]
+            size = dtype.nbytes * math.prod(shape)
+            tree[f"{piece.name}.{layer}"] = {"dtype": dtype.code, "shape": shape, "data_offsets": [at, at + size]}
+            at += size
+    text = json.dumps(tree, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return LENGTH.pack(len(text)) + text
+
+
+def _removed(path: Path, reason: str, dry_run: bool) -> Iterator[tuple[str, int, str]]:
+    size = path.lstat().st_size
+    if not dry_run:
+        path.unlink(missing_ok=True)
+    yield path.name, size, reason

@@ -1,0 +1,236 @@
+"""What an engine and a connector say to each other, and a checker of the order in which they do.
+
+Names and meaning follow vLLM's KVConnectorBase_V1. Host 0's process calls the scheduler's side; every process calls the
+worker's side once a step.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ling3export.errors import Ling3Error
+from ling3export.runners.transfer.plan import Pages
+
+
+class ProtocolError(Ling3Error):
+    """An engine calls its connector in another order than the one agreed."""
+
+
+class Request(Protocol):
+    """What a connector has to know of a request.
+
+    Attributes:
+        request_id: Its id.
+        prompt_ids: Its prompt.
+        cache_salt: Who gives another one shares nothing.
+        kv_transfer_params: What the client or a router gave, of any form; None where nothing is transferred.
+    """
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    cache_salt: str
+    kv_transfer_params: Mapping[str, Any] | None
+
+
+class Slots(NamedTuple):
+    """Where a sequence's state is.
+
+    Attributes:
+        slot: Of its recurrent and conv state.
+        pages: Of its latents, block after block.
+        computed: How many tokens' state was there before anything was loaded.
+    """
+
+    slot: int
+    pages: tuple[int, ...]
+    computed: int = 0
+
+
+class Scheduled(NamedTuple):
+    """A sequence in a step: behind it the state of its first ``tokens`` tokens is there."""
+
+    request: Request
+    slots: Slots
+    tokens: int
+
+
+class Remote(NamedTuple):
+    """Where a prefill instance offers a sequence's state: of each rank at ``port + 2 rank + 1``."""
+
+    host: str
+    port: int
+    transfer: str
+    pages: Pages
+
+
+class Part(NamedTuple):
+    """Blocks of a sequence and the snapshot behind the last of them.
+
+    Attributes:
+        request_id: Whose.
+        slots: Where they are, or belong.
+        hashes: Of all blocks up to the snapshot.
+        first: The first block that is meant.
+        tokens: Up to the snapshot.
+        remote: Where it is loaded from; None where it is found by name.
+        transfer: The id under which it is offered; empty where it is found by name.
+        prompt: Those tokens.
+        parallel: Whether it loads while other sequences go on.
+    """
+
+    request_id: str
+    slots: Slots
+    hashes: tuple[bytes, ...]
+    first: int
+    tokens: int
+    remote: Remote | None = None
+    transfer: str = ""
+    prompt: tuple[int, ...] = ()
+    parallel: bool = False
+
+
+class Meta(NamedTuple):
+    """What the worker's side does in one step: loads, saves, and transfers that are given back."""
+
+    loads: tuple[Part, ...] = ()
+    saves: tuple[Part, ...] = ()
+    refused: tuple[Remote, ...] = ()
+
+
+class Stored(NamedTuple):
+    """Blocks of a sequence can be found by others now: their hashes, the hash before them, and their tokens."""
+
+    hashes: tuple[bytes, ...]
+    parent: bytes | None
+    tokens: tuple[int, ...]
+    block: int
+
+
+class Removed(NamedTuple):
+    """Blocks cannot be found any more."""
+
+    hashes: tuple[bytes, ...]
+
+
+class Connector(Protocol):
+    """Both sides of a connector."""
+
+    groups: int
+
+    def get_num_new_matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """How many tokens behind the first ``computed`` can be loaded, None to ask again; and whether they load while
+        other sequences go on. Changes nothing."""
+
+    def update_state_after_alloc(self, request: Request, slots: Slots, external: int) -> None:
+        """Tells where ``external`` tokens are to be loaded to; 0 where none are. May come twice."""
+
+    def build_connector_meta(self, plan: Sequence[Scheduled]) -> Meta:
+        """What this step's workers do; forgets it for the next step, and changes nothing of the plan."""
+
+    def request_finished(self, request: Request, slots: Slots) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the request's state must stay for now, and what its client is given. Once, before it is freed."""
+
+    def take_events(self) -> list[Stored | Removed]:
+        """What others can find, and what not any more, since the last call."""
+
+    def register_state_buffers(self, buffers: Mapping[str, np.ndarray]) -> None:
+        """Tells where the pools of this rank are, by the name of the piece, [layers, slots or pages, ...]."""
+
+    def bind_connector_metadata(self, meta: Meta) -> None:
+        """Begins a step."""
+
+    def clear_connector_metadata(self) -> None:
+        """Ends it."""
+
+    def start_load(self, ctx: object) -> None:
+        """Begins this step's loads; ``ctx`` is what the engine knows of the step."""
+
+    def wait_for_layer_load(self, group: int) -> None:
+        """Waits for the loads of a group of layers that sequences of this step need."""
+
+    def save_layer(self, group: int, state: Mapping[str, np.ndarray], meta: Meta) -> None:
+        """Takes the pools of a group's layers, which its part of the step has written."""
+
+    def wait_for_save(self) -> None:
+        """Returns once the pools may be written again, and all saves can be found."""
+
+    def get_finished(self, ids: set[str]) -> tuple[set[str], set[str]]:
+        """Of the finished requests ``ids`` and those before, whose state was sent; and whose loads have ended."""
+
+    def get_load_errors(self) -> set[int]:
+        """Slots whose loads failed since the last call: what they hold counts for nothing."""
+
+    def handle_preemptions(self, ids: set[str]) -> None:
+        """Loads of these requests write nothing from now on."""
+
+    def shutdown(self) -> None:
+        """Ends everything that runs."""
+
+
+class Checked:
+    """A connector whose calls are checked.
+
+    Args:
+        connector: Who does the work.
+
+    Raises:
+        ProtocolError: In any call that is out of order.
+    """
+
+    def __init__(self, connector: Connector) -> None:
+        self._connector, self.groups = connector, connector.groups
+        self._meta: Meta | None = None
+        self._unsaved = False
+        self._finished: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connector, name)
+
+    def request_finished(self, request: Request, slots: Slots) -> tuple[bool, dict[str, Any] | None]:
+        """Comes once for a request."""
+        self._check(request.request_id not in self._finished, f"one request_finished of {request.request_id}", "two")
+        self._finished.add(request.request_id)
+        return self._connector.request_finished(request, slots)
+
+    def bind_connector_metadata(self, meta: Meta) -> None:
+        """Comes once a step."""
+        self._check(self._meta is None, "clear_connector_metadata before the next step", "another bind")
+        self._meta, self._unsaved = meta, bool(meta.saves)
+        self._connector.bind_connector_metadata(meta)
+
+    def clear_connector_metadata(self) -> None:
+        """Comes behind the saves."""
+        self._check(not self._unsaved, "wait_for_save before clear_connector_metadata", "none")
+        self._meta = None
+        self._connector.clear_connector_metadata()
+
+    def start_load(self, ctx: object) -> None:
+        """Comes within a step."""
+        self._check(self._meta is not None, "bind_connector_metadata before start_load", "none")
+        self._connector.start_load(ctx)
+
+    def wait_for_layer_load(self, group: int) -> None:
+        """Names a group that there is."""
+        self._check_group(group)
+        self._connector.wait_for_layer_load(group)
+
+    def save_layer(self, group: int, state: Mapping[str, np.ndarray], meta: Meta) -> None:
+        """Comes within a step, with its meta."""
+        self._check(self._meta is not None, "bind_connector_metadata before save_layer", "none")
+        self._check(meta is self._meta, "save_layer with the meta of its step", "another one")
+        self._check_group(group)
+        self._connector.save_layer(group, state, meta)
+
+    def wait_for_save(self) -> None:
+        """Comes behind the step's last save."""
+        self._connector.wait_for_save()
+        self._unsaved = False
+
+    def _check_group(self, group: int) -> None:
+        self._check(0 <= group < self.groups, f"a group from 0 to {self.groups - 1}", f"group {group}")
+
+    @staticmethod
+    def _check(right: bool, expected: str, found: str) -> None:
+        if not right:
+            raise ProtocolError(f"connector: expected {expected}, found {found}")
