@@ -93,8 +93,8 @@ def possible(rows):
     counts = [(value[counted], value[rate]) for counted, rate in RATES]
     counts.append((counts[1][0] + counts[2][0], value[TOTAL]))
     busy = [value["Successful requests"] * (value[LATENCY] + sign * 0.005) / 1e3 for sign in (-1, 1)]
-    for step in range(-500, 501):
-        duration = value[DURATION] + step * 1e-5
+    for step in range(-5000, 5001):
+        duration = value[DURATION] + step * 1e-6
         near = all(abs(count / duration - rate) <= 0.005 + 1e-9 * rate for count, rate in counts)
         if near and busy[0] / duration - 0.005 <= value["Concurrency"] <= busy[1] / duration + 0.005:
             return True
