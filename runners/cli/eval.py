@@ -17,6 +17,7 @@ from ling3export.runners.cli.options import (
     PATH,
     Decorator,
     Group,
+    prefix_cache_option,
     programs_option,
     section,
     shard_option,
@@ -97,11 +98,12 @@ def evaluate() -> None:
     click.option("--force", is_flag=True, help="Begin anew, whatever run is in RUN."),
 )  # fmt: skip
 @section("Work", shard_option("batch"))
-@section("Artifact", target_option, programs_option, step_timeout_option)
+@section("Artifact", target_option, programs_option, step_timeout_option, prefix_cache_option("off", default=False))
 @host_options
 def run(
     artifact: Path, run_folder: Path, suite: str, data: Path | None, limit: int | None, force: bool,
-    target: str | None, programs: str, step_timeout: float | None, shard: Shard, place: dict[str, Any], **settings: Any,
+    target: str | None, programs: str, step_timeout: float | None, prefix_cache: bool, shard: Shard,
+    place: dict[str, Any], **settings: Any,
 ) -> None:  # fmt: skip
     """Run a suite on ARTIFACT, or go on with it; write RUN.
 
@@ -110,10 +112,10 @@ def run(
     from ling3export.runners.evals.backend import OVERLAP
     from ling3export.runners.evals.run import run_suite
 
-    hosts = leading(artifact, place, target=target, programs=programs, overlap=OVERLAP)
+    hosts = leading(artifact, place, target=target, programs=programs, overlap=OVERLAP, prefix_cache=prefix_cache)
     with announced(hosts):
         loaded, config = _suite_of(suite, data, limit), replace(DEFAULTS, **settings)
-    opened = open_backend(artifact, target, programs, hosts, step_timeout)
+    opened = open_backend(artifact, target, programs, hosts, step_timeout, prefix_cache)
     with opened as backend, progress(f"eval {loaded.name}") as told:
         summary = run_suite(loaded, backend, run_folder, config, shard=shard, force=force, progress=told)
     if shard == WHOLE:
@@ -170,7 +172,7 @@ def determinism(
     from ling3export.runners.evals import compare
     from ling3export.runners.evals.backend import OVERLAP, Ask
 
-    hosts = leading(artifact, place, target=target, programs=programs, overlap=OVERLAP)
+    hosts = leading(artifact, place, target=target, programs=programs, overlap=OVERLAP, prefix_cache=False)
     with announced(hosts):
         loaded = _suite_of(suite, data, limit)
     max_tokens = loaded.settings.get("max_tokens", max_tokens)
@@ -261,12 +263,15 @@ def check(task: Path) -> None:
 
 
 def open_backend(
-    artifact: Path, target: str | None, programs: str, hosts: Hosts | None, step_timeout: float | None
-) -> "EngineBackend":
+    artifact: Path, target: str | None, programs: str, hosts: Hosts | None, step_timeout: float | None,
+    prefix_cache: bool = False,
+) -> "EngineBackend":  # fmt: skip
     """The engine that answers an evaluation's prompts; loads jax."""
     from ling3export.runners.evals.backend import EngineBackend
 
-    return EngineBackend(artifact, target=target, programs=programs, hosts=hosts, step_timeout=step_timeout)
+    return EngineBackend(
+        artifact, target=target, programs=programs, hosts=hosts, step_timeout=step_timeout, prefix_cache=prefix_cache
+    )
 
 
 def _suite_of(suite: str, data: Path | None, limit: int | None) -> "Suite":

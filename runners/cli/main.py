@@ -23,6 +23,7 @@ from ling3export.runners.cli.options import (
     Group,
     Once,
     artifact_options,
+    prefix_options,
     sampling_option,
     section,
     stop_option,
@@ -126,17 +127,22 @@ def lm_eval(arguments: tuple[str, ...]) -> None:
 )  # fmt: skip
 @artifact_options
 @ffn_options
+@prefix_options
 @host_options
 def generate(
     artifact: Path, prompt: str | None, prompt_ids: tuple[int, ...] | None, prompt_file: Path | None,
     logits: Path | None, force: bool, as_json: bool, stats: bool, target: str | None, programs: str, check: str,
-    step_timeout: float | None, ffn: tuple[str, ...], ffn_timeout: float, place: dict[str, Any], **settings: Any,
+    step_timeout: float | None, ffn: tuple[str, ...], ffn_timeout: float, prefix_cache: bool | None, evict: str,
+    place: dict[str, Any], **settings: Any,
 ) -> None:  # fmt: skip
     """Complete prompts with ARTIFACT.
 
     On several hosts, run the same command on each; host 0 reads the prompts and prints.
     """
-    hosts = leading(artifact, place, target=target, programs=programs, check=check)
+    how: dict[str, Any] = {
+        "target": target, "programs": programs, "check": check, "prefix_cache": prefix_cache, "evict": evict,
+    }  # fmt: skip
+    hosts = leading(artifact, place, **how)
     with announced(hosts):
         prompts = _prompts(prompt, prompt_ids, prompt_file)
         if logits is not None:
@@ -144,8 +150,7 @@ def generate(
     from ling3export.runners.engine.engine import Engine
 
     with Engine(
-        artifact, target=target, programs=programs, check=check, hosts=hosts, step_timeout=step_timeout, ffn=ffn,
-        ffn_timeout=ffn_timeout,
+        artifact, hosts=hosts, step_timeout=step_timeout, ffn=ffn, ffn_timeout=ffn_timeout, **how
     ) as engine:  # fmt: skip
         names = ["prompt"] if prompt_file is None else line_names(prompt_file, len(prompts))
         completions = engine.generate(prompts, names=names, logits=logits is not None, **settings)
@@ -172,7 +177,7 @@ def _text(completion: Completion) -> str:
 
 
 def _json_line(completion: Completion) -> str:
-    names = ("prompt_ids", "token_ids", "text", "stop_reason")
+    names = ("prompt_ids", "token_ids", "text", "stop_reason", "cached_tokens")
     times = {name: round(getattr(completion, name), 3) for name in ("ttft_ms", "e2e_ms")}
     return json.dumps({name: getattr(completion, name) for name in names} | times, ensure_ascii=False)
 

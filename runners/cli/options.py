@@ -124,6 +124,17 @@ class Setting(click.ParamType):
         return number
 
 
+class Switch(click.Choice[str]):
+    """``on`` or ``off`` as True or False."""
+
+    def __init__(self) -> None:
+        super().__init__(("on", "off"))
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The truth value, or a usage error."""
+        return value if isinstance(value, bool) else super().convert(value, param, ctx) == "on"
+
+
 def sampling_option(name: str, text: str) -> Decorator:
     """``--temperature`` and its like: an option for the field ``name`` of Sampling, with the help ``text``."""
     default = getattr(Sampling, name)
@@ -169,4 +180,20 @@ step_timeout_option = click.option(
     help="Fail what runs once a call of the devices takes longer.  [default: any time]",
 )
 stop_option = click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this; may be repeated.")
+
+
+def prefix_cache_option(shown: str, **settings: Any) -> Decorator:
+    """``--prefix-cache``, with words for its default."""
+    text = f"Compute prompts that begin alike once.  [default: {shown}]"
+    return click.option("--prefix-cache", type=Switch(), help=text, show_default=False, **settings)
+
+
+prefix_options = section(
+    "Prefix cache",
+    prefix_cache_option("on where the artifact has snapshots"),
+    click.option(
+        "--evict", type=click.Choice(["lru", "flops"]), default="lru",
+        help="What it gives up first: what was not used for longest, or what saves least work.",
+    ),
+)  # fmt: skip
 artifact_options = section("Artifact", target_option, programs_option, check_option, step_timeout_option)

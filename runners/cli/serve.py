@@ -8,7 +8,7 @@ import click
 from ling3export.runners.cli.errors import require
 from ling3export.runners.cli.ffn import ffn_options
 from ling3export.runners.cli.hosts import host_options, leading
-from ling3export.runners.cli.options import PATH, Command, artifact_options, section
+from ling3export.runners.cli.options import PATH, Command, artifact_options, prefix_options, section
 from ling3export.runners.hosts.rendezvous import announced
 
 
@@ -48,18 +48,23 @@ from ling3export.runners.hosts.rendezvous import announced
 )
 @artifact_options
 @ffn_options
+@prefix_options
 @host_options
 def serve(
     artifact: Path, host: str, port: int, allow_host: tuple[str, ...], model: str | None, api_key_file: Path | None,
     max_requests: int, max_body: int, max_connections: int, grace: int, restarts: int, target: str | None,
     programs: str, check: str, step_timeout: float | None, ffn: tuple[str, ...], ffn_timeout: float,
+    prefix_cache: bool | None, evict: str,
     place: dict[str, Any],
 ) -> None:  # fmt: skip
     """Serve ARTIFACT over HTTP, in the shapes of OpenAI's API.
 
     On several hosts, run the same command on each; host 0 listens for clients.
     """
-    hosts = leading(artifact, place, grace=grace, target=target, programs=programs, check=check)
+    how: dict[str, Any] = {
+        "target": target, "programs": programs, "check": check, "prefix_cache": prefix_cache, "evict": evict,
+    }  # fmt: skip
+    hosts = leading(artifact, place, grace=grace, **how)
     with announced(hosts):
         require("serve", "serve", "starlette", "uvicorn", "prometheus_client", "pydantic")
         from ling3export.runners.serve.app import Policy
@@ -73,6 +78,5 @@ def serve(
     policy = Policy(name, key, max_requests, max_body, own_names(listener, allow_host))
     run(
         artifact, policy, listener, bounds=Bounds(max_connections), grace=grace, restarts=restarts,
-        step_timeout=step_timeout, target=target, programs=programs, check=check, hosts=hosts,
-        ffn=ffn, ffn_timeout=ffn_timeout,
+        step_timeout=step_timeout, hosts=hosts, ffn=ffn, ffn_timeout=ffn_timeout, **how,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ling3export.errors import ArtifactError
 from ling3export.runners.engine.request import Limits
 from ling3export.runners.ffn import ATTENTION, WAIT, WHOLE
 from ling3export.runners.hosts.hosts import Hosts
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ling3export.runners.engine.core import Arrival, EngineCore
     from ling3export.runners.engine.counters import Counters
     from ling3export.runners.ffn.split import SplitRunner
+    from ling3export.runners.state.prefix_cache import PrefixCache
 
 # A hundred times the temperature below which sample programs of old artifacts took wrong tokens.
 COLDEST = 1e-6
@@ -38,6 +40,7 @@ class Parts:
         blocks: Slots and pages.
         counters: What the scheduler counts.
         core: Takes the steps; host 0 of several tells the others.
+        cache: Keeps beginnings of sequences for others; None where nothing is shared.
         renew: Makes another core over the same weights, with fresh state and nothing held; None on several hosts.
         split: What sends decode steps through FFN workers; None where this process computes its own experts.
     """
@@ -48,6 +51,7 @@ class Parts:
     blocks: "BlockManager"
     counters: "Counters"
     core: "EngineCore"
+    cache: "PrefixCache | None"
     renew: "Callable[[], EngineCore] | None"
     split: "SplitRunner | None"
 
@@ -55,6 +59,7 @@ class Parts:
 def load_parts(
     artifact: str | Path, *, target: str | None, programs: str, check: str, overlap: bool, hosts: Hosts | None,
     report: Callable[[str], None], ffn: tuple[str, ...] = (), ffn_timeout: float = WAIT,
+    prefix_cache: bool | None = None, evict: str = "lru",
 ) -> Parts:  # fmt: skip
     """Loads an artifact and assembles its engine. The arguments are those of ``Engine``, and equal on all hosts.
 
@@ -63,14 +68,21 @@ def load_parts(
     """
     loaded = load(
         artifact, target=target, programs=programs, check=check, report=report, hosts=hosts,
-        agreed={"overlap": overlap}, phases=ATTENTION if ffn else WHOLE,
+        agreed={"overlap": overlap, "prefix_cache": prefix_cache, "evict": evict},
+        phases=ATTENTION if ffn else WHOLE,
     )  # fmt: skip
     with loaded.channel.together() if loaded.channel else nullcontext():
-        return _assembled(loaded, overlap, report, ffn, ffn_timeout)
+        return _assembled(loaded, overlap, report, ffn, ffn_timeout, prefix_cache, evict)
 
 
 def _assembled(
-    loaded: Loaded, overlap: bool, report: Callable[[str], None], ffn: tuple[str, ...], ffn_timeout: float
+    loaded: Loaded,
+    overlap: bool,
+    report: Callable[[str], None],
+    ffn: tuple[str, ...],
+    ffn_timeout: float,
+    prefix_cache: bool | None,
+    evict: str,
 ) -> Parts:
     # numpy comes with these.
     from ling3export.runners.engine.block_manager import BlockManager
@@ -80,6 +92,7 @@ def _assembled(
     from ling3export.runners.engine.scheduler import Scheduler
     from ling3export.runners.engine.sequence import Sequence
     from ling3export.runners.ffn.split import connected
+    from ling3export.runners.state.prefix_cache import PrefixCache
 
     manifest, record, channel = loaded.manifest, loaded.record, loaded.channel
     files = TokenizerFiles(loaded.folder, manifest.tokenizer, manifest.eos_token_ids)
@@ -88,6 +101,15 @@ def _assembled(
     blocks, counters, shapes = BlockManager.of(record), Counters(), Shapes.of(record)
     split = connected(loaded.runner, manifest, record, ffn, ffn_timeout) if ffn else None
     runner: Any = split or loaded.runner  # the one hands on to the other whatever is no decode step
+
+    moves, shared = bool(record.state.snapshots), None
+    if prefix_cache and not moves:
+        raise ArtifactError(
+            f"prefix cache: expected snapshots in target `{loaded.target}`, found none, in {loaded.folder}",
+            "build the artifact again with --snapshots N, or leave the prefix cache off",
+        )
+    if moves and prefix_cache is not False:
+        shared = PrefixCache(blocks, record.state.page_size, record.state_abi, evict=evict)
 
     @cache
     def takes_any_temperature() -> bool:
@@ -104,14 +126,19 @@ def _assembled(
         return Sequence(request, number, limits.answer(request), eos, stream, at)
 
     def core() -> EngineCore:
-        scheduler = Scheduler(runner, shapes, blocks, limits.vocab_size, ahead=1 if overlap else 0, counters=counters)
+        scheduler = Scheduler(
+            runner, shapes, blocks, limits.vocab_size, ahead=1 if overlap else 0, counters=counters, cache=shared,
+            moves=moves,
+        )  # fmt: skip
         return SharedCore(scheduler, sequence, channel) if channel else EngineCore(scheduler, sequence)
 
     def renew() -> EngineCore:
         blocks.reset()
+        if shared is not None:
+            shared.reset()
         runner.reset()
         return core()
 
     if channel and channel.leads:
         channel.parts(b"")  # the others give theirs when they begin to follow
-    return Parts(loaded, files, limits, blocks, counters, core(), None if channel else renew, split)
+    return Parts(loaded, files, limits, blocks, counters, core(), shared, None if channel else renew, split)

@@ -1,6 +1,11 @@
-"""Slots and pages of the state pools: who holds which. Slot 0 and page 0 are dummies and are never handed out."""
+"""Slots, pages and snapshots of the state pools: who holds which. Slot 0 and page 0 are never handed out.
+
+A page may be held by many: by sequences that begin alike, and by the prefix cache. Who shares a page only reads it. It
+is free once nobody holds it.
+"""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,6 +43,7 @@ class BlockManager:
         page_size: Tokens a page.
         max_pages: How many pages one sequence may have; all of them by default.
         stripes: Over how many devices pages are striped; 1 where every device holds every page.
+        snapshots: Slots behind those of sequences that keep copies of their states.
 
     Attributes:
         page_size: Tokens a page.
@@ -47,7 +53,10 @@ class BlockManager:
         ArtifactError: Pages that cannot be shared out evenly.
     """
 
-    def __init__(self, slots: int, pages: int, page_size: int, max_pages: int | None = None, stripes: int = 1) -> None:
+    def __init__(
+        self, slots: int, pages: int, page_size: int, max_pages: int | None = None, stripes: int = 1,
+        snapshots: int = 0,
+    ) -> None:  # fmt: skip
         if pages % stripes:
             raise ArtifactError(
                 f"state pages: expected a multiple of {stripes} (striped over as many devices), found {pages}, "
@@ -55,7 +64,7 @@ class BlockManager:
             )
         self.page_size = page_size
         self.page_table = np.zeros((slots + 1, max_pages or pages), np.int32)
-        self._pages, self._stripes = pages, stripes
+        self._pages, self._stripes, self._snapshots = pages, stripes, snapshots
         self.reset()
 
     def reset(self) -> None:
@@ -65,6 +74,8 @@ class BlockManager:
         self._slots = list(range(len(self.page_table) - 1, 0, -1))  # a stack: the lowest number is on top
         self._held: set[int] = set()  # slots
         self._living: Counter[int] = Counter()  # sequences by home
+        self._holders = [0] * (pages + 1)  # how many hold each page
+        self._spare = list(range(len(self.page_table) - 1 + self._snapshots, len(self.page_table) - 1, -1))
         self._pools = [list(range(pages - stripes + 1 + d, 0, -stripes)) for d in range(stripes)]  # free pages
 
     @classmethod
@@ -72,7 +83,7 @@ class BlockManager:
         """The block manager of a manifest's target."""
         state = target.state
         stripes = target.tp if state.placement == "striped" else 1
-        return cls(state.slots, state.pages, state.page_size, state.max_pages, stripes)
+        return cls(state.slots, state.pages, state.page_size, state.max_pages, stripes, state.snapshots or 0)
 
     @property
     def free_slots(self) -> int:
@@ -84,18 +95,57 @@ class BlockManager:
         """Pages that nobody holds."""
         return sum(len(pool) for pool in self._pools)
 
-    def admit(self, tokens: int) -> BlockTable | None:
-        """A slot, and pages for ``tokens`` positions; None, and nothing taken, if they are not all free."""
+    @property
+    def free_snapshots(self) -> int:
+        """Snapshots that hold nothing."""
+        return len(self._spare)
+
+    def admit(self, tokens: int, shared: Sequence[int] = (), home: int | None = None) -> BlockTable | None:
+        """A slot, and pages for ``tokens`` positions; None, and nothing taken, if they are not all free.
+
+        Args:
+            tokens: Positions.
+            shared: Pages of the first positions that others hold already, as many as ``tokens`` need or fewer.
+            home: The home that the sequence must have; by default that of ``shared``, or the one that suits best.
+        """
         if not self._slots:
             return None
-        homes = range(len(self._pools))
-        for home in sorted(homes, key=lambda home: (self._living[home], -len(self._pools[home]), home)):
-            table = BlockTable(self._slots[-1], home)
+        if shared:
+            home = self._place(shared[0])
+        order = sorted(range(len(self._pools)), key=lambda home: (self._living[home], -len(self._pools[home]), home))
+        for each in order if home is None else [home]:
+            table = BlockTable(self._slots[-1], each, list(shared))
             if self.grow(table, tokens):
+                self.hold(shared)
+                self.page_table[table.slot, : len(shared)] = shared
                 self._held.add(self._slots.pop())
-                self._living[home] += 1
+                self._living[each] += 1
                 return table
         return None
+
+    def hold(self, pages: Sequence[int]) -> None:
+        """Notes one more who holds each of ``pages``, which somebody holds already."""
+        for page in pages:
+            self._holders[page] += 1
+
+    def drop(self, pages: Sequence[int]) -> None:
+        """Notes one less who holds each of ``pages``; the last one of a sequence first, they become free."""
+        for page in reversed(pages):
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._pools[self._place(page)].append(page)
+
+    def alone(self, page: int) -> bool:
+        """Whether a single one holds a page."""
+        return self._holders[page] == 1
+
+    def take_snapshot(self) -> int | None:
+        """A free snapshot's slot number; None if there is none."""
+        return self._spare.pop() if self._spare else None
+
+    def free_snapshot(self, slot: int) -> None:
+        """Takes a snapshot back."""
+        self._spare.append(slot)
 
     def grow(self, table: BlockTable, tokens: int) -> bool:
         """Takes what pages are missing for ``tokens`` positions; False, and nothing taken, if they are not all free."""
@@ -110,6 +160,8 @@ class BlockManager:
                     back.append(page)
                 return False
             taken.append((pool.pop(), pool))
+        for page, _ in taken:
+            self._holders[page] = 1
         table.pages.extend(page for page, _ in taken)
         self.page_table[table.slot, held : len(table.pages)] = table.pages[held:]
         return True
@@ -125,8 +177,7 @@ class BlockManager:
         self._held.remove(table.slot)
         self._living[table.home] -= 1
         self._slots.append(table.slot)
-        for index in reversed(range(len(table.pages))):
-            self._pool(table, index).append(table.pages[index])
+        self.drop(table.pages)
         table.pages.clear()
         self.page_table[table.slot] = 0
 
@@ -134,6 +185,10 @@ class BlockManager:
         """Whether ``other`` holds a page that could be the next one of ``table``."""
         pool = self._pool(table, len(table.pages))
         return any(self._pool(other, index) is pool for index in range(len(other.pages)))
+
+    def _place(self, page: int) -> int:
+        """The device whose pool a page belongs to."""
+        return (page - 1) % self._stripes
 
     def _pool(self, table: BlockTable, index: int) -> list[int]:
         """The free pages that may become page ``index`` of a sequence."""

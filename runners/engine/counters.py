@@ -26,6 +26,10 @@ class Counters:
         started: Requests whose first call was dispatched.
         queue_seconds: How long they waited for that call, all together.
         queue_longest: How many seconds one of them waited at most.
+        hits: Requests that the prefix cache had a beginning of.
+        misses: The others, by reason.
+        cached_tokens: Tokens of prompts that were not computed.
+        snapshots: States that were kept.
     """
 
     cells: dict[str, CellCounter] = field(default_factory=dict)
@@ -36,6 +40,19 @@ class Counters:
     started: int = 0
     queue_seconds: float = 0.0
     queue_longest: float = 0.0
+    hits: int = 0
+    misses: dict[str, int] = field(default_factory=dict)
+    cached_tokens: int = 0
+    snapshots: int = 0
+
+    def hit(self, tokens: int) -> None:
+        """Notes a request whose first ``tokens`` were in the prefix cache."""
+        self.hits += 1
+        self.cached_tokens += tokens
+
+    def missed(self, reason: str) -> None:
+        """Notes a request that the prefix cache had nothing of."""
+        self.misses[reason] = self.misses.get(reason, 0) + 1
 
     def queued(self, seconds: float) -> None:
         """Notes how long a request waited for its first call."""
@@ -66,5 +83,11 @@ class Counters:
             "preempted": self.preempted,
             "failed": self.failed,
             "requests": self.started,
+            "prefix_cache": {
+                "hits": self.hits,
+                "misses": self.misses.copy(),
+                "cached_tokens": self.cached_tokens,
+                "snapshots_taken": self.snapshots,
+            },
             "queue_ms": {"mean": round(1e3 * mean, 3), "max": round(1e3 * self.queue_longest, 3)},
         }

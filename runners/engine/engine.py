@@ -52,6 +52,8 @@ class Engine:
         linger: Seconds that this process goes on once another host is gone, and refuses everything with HostGone; then
             it ends.
         step_timeout: Seconds after which a call of the devices that did not return stops the engine; None for any time.
+        prefix_cache: Whether prompts that begin alike are computed once; None where the artifact has snapshots.
+        evict: What the prefix cache gives up first: ``lru``, the least recently used; ``flops``, what saves least.
         report: Told what was chosen and why; stderr by default.
         ffn: Names of the FFN workers that compute the experts of decode steps; none where this process does.
         ffn_timeout: Seconds to wait for a worker to be there, and for each answer.
@@ -72,8 +74,8 @@ class Engine:
     def __init__(
         self, artifact: str | Path, *, target: str | None = None, programs: str = "prebuilt-only", check: str = "all",
         overlap: bool = True, max_requests: int | None = None, hosts: Hosts | None = None, linger: float = 0.0,
-        step_timeout: float | None = None, report: Callable[[str], None] = say, ffn: Many[str] = (),
-        ffn_timeout: float = WAIT,
+        step_timeout: float | None = None, prefix_cache: bool | None = None, evict: str = "lru",
+        report: Callable[[str], None] = say, ffn: Many[str] = (), ffn_timeout: float = WAIT,
     ) -> None:  # fmt: skip
         if hosts is not None and hosts.number:
             raise RequestError(f"engine: expected it on host 0, found host {hosts.number}", "the others call follow()")
@@ -83,7 +85,7 @@ class Engine:
             step_timeout = SECONDS.number(step_timeout, "step_timeout")
         parts = load_parts(
             artifact, target=target, programs=programs, check=check, overlap=overlap, hosts=hosts, report=report,
-            ffn=tuple(ffn), ffn_timeout=ffn_timeout,
+            ffn=tuple(ffn), ffn_timeout=ffn_timeout, prefix_cache=prefix_cache, evict=evict,
         )  # fmt: skip
         from ling3export.runners.engine.loop import Loop  # with numpy
 
@@ -95,7 +97,7 @@ class Engine:
         self.files: TokenizerFiles = parts.files
         self.limits: Limits = parts.limits
         self._record, self._artifact = loaded.record, artifact
-        self._blocks, self._counters = parts.blocks, parts.counters
+        self._blocks, self._counters, self._cache = parts.blocks, parts.counters, parts.cache
         self._compiles, self._weight_bytes = loaded.compiles, loaded.weight_bytes
         self._several, self._split = hosts is not None, parts.split
         self._loop = Loop(parts.core, self.timings, max_requests, renew=parts.renew, step_timeout=step_timeout)
@@ -187,7 +189,7 @@ class Engine:
 
     def request(
         self, prompt: Prompt, max_tokens: int, sampling: Sampling | None = None, stop: str | Iterable[str] = (), *,
-        ignore_eos: bool = False, logits: bool = False, name: str = "prompt",
+        ignore_eos: bool = False, logits: bool = False, name: str = "prompt", cache_salt: str = "",
     ) -> Request:  # fmt: skip
         """A request of a text, token ids or messages.
 
@@ -196,7 +198,8 @@ class Engine:
                 artifact has no tokenizer or chat template for it.
         """
         ids, stops = self._prompt_ids(prompt, name), stop_strings(stop, name)
-        return Request(ids, max_tokens, Sampling() if sampling is None else sampling, stops, ignore_eos, logits, name)
+        how = Sampling() if sampling is None else sampling
+        return Request(ids, max_tokens, how, stops, ignore_eos, logits, name, cache_salt=cache_salt)
 
     def submit(self, *requests: Request) -> list[RequestHandle]:
         """Starts requests, and returns at once: a handle each, to wait for, read from, or cancel. They arrive together.
@@ -255,13 +258,17 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start and what is held now, as JSON; and the seconds of the start's stages."""
-        state, blocks = self._record.state, self._blocks
+        state, blocks, counted = self._record.state, self._blocks, self._counters.record()
+        if self._cache is not None:
+            counted["prefix_cache"] |= self._cache.record()
+        snapshots = {"snapshots": state.snapshots} if state.snapshots else {}
+        kept = {"snapshots": blocks.free_snapshots} if state.snapshots else {}
         return {
             "target": self.target,
-            **self._counters.record(),
+            **counted,
             "live": self._loop.live,
-            "free": {"slots": blocks.free_slots, "pages": blocks.free_pages},
-            "pools": {"slots": state.slots, "pages": state.pages},
+            "free": {"slots": blocks.free_slots, "pages": blocks.free_pages} | kept,
+            "pools": {"slots": state.slots, "pages": state.pages} | snapshots,
             "weight_bytes": self._weight_bytes,
             "compile_events": self._compiles.count,
             "seconds": {name: round(seconds, 4) for name, seconds in self.timings.seconds.copy().items()},

@@ -32,6 +32,7 @@ def check_digests(digests: Sequence[bytes]) -> None:
 def follow(
     artifact: str | Path, hosts: Hosts, *, target: str | None = None, programs: str = "prebuilt-only",
     check: str = "all", overlap: bool = True, grace: float | None = None, report: Callable[[str], None] = say,
+    prefix_cache: bool | None = None, evict: str = "lru",
 ) -> None:  # fmt: skip
     """Loads the artifact on a host other than 0, and takes the steps that host 0 takes until host 0 ends.
 
@@ -45,6 +46,8 @@ def follow(
         grace: At SIGTERM or SIGINT, which host 0 gets as well, go on until host 0 ends: for so many seconds and
             ``host_timeout`` at most. Only in the main thread. By default the signals end this process.
         report: Told what was chosen and why.
+        prefix_cache: Whether prompts that begin alike are computed once.
+        evict: What the prefix cache gives up first.
 
     Raises:
         ArtifactError, HostsError: The artifact cannot be loaded here, or not with the other hosts (``load``).
@@ -52,8 +55,9 @@ def follow(
             raised once host 0 has ended.
     """
     parts = load_parts(
-        artifact, target=target, programs=programs, check=check, overlap=overlap, hosts=hosts, report=report
-    )
+        artifact, target=target, programs=programs, check=check, overlap=overlap, hosts=hosts, report=report,
+        prefix_cache=prefix_cache, evict=evict,
+    )  # fmt: skip
     from ling3export.runners.engine.core import SharedCore
 
     channel, core = parts.loaded.channel, parts.core

@@ -120,6 +120,7 @@ class Request:
         logits: Also return the logits that each token was taken from.
         name: What messages call it.
         score_from: Generate nothing: score the prompt's tokens from this place on, each behind those before it.
+        cache_salt: Only requests with the same one share what the prefix cache keeps.
 
     Raises:
         RequestError: A value of another type, or one that no artifact can serve; the message begins with ``name``.
@@ -133,6 +134,7 @@ class Request:
     logits: bool = False
     name: str = "request"
     score_from: int | None = None
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
@@ -144,6 +146,9 @@ class Request:
         put("stop", stop_strings(self.stop, name))
         if not isinstance(self.sampling, Sampling):
             raise RequestError(f"{name}: expected sampling of the type Sampling, found {shown(self.sampling)}")
+        if not isinstance(self.cache_salt, str):
+            raise RequestError(f"{name}: expected a cache_salt that is a text, found {shown(self.cache_salt)}")
+        put("cache_salt", str(self.cache_salt))
         for flag in ("ignore_eos", "logits"):
             if not isinstance(getattr(self, flag), bool):
                 raise RequestError(f"{name}: expected {flag} to be True or False, found {shown(getattr(self, flag))}")
@@ -199,6 +204,7 @@ class Completion:
         steps: The calls that it took part in. A request that gave its pages back was prefilled again.
         logprobs: For a request that scores: the log-probability of each token from ``score_from`` on.
         best_ids: For a request that scores: the best token in the place of each.
+        cached_tokens: How many of the prompt's first tokens the prefix cache had, so that they were not computed.
     """
 
     prompt_ids: list[int]
@@ -213,6 +219,7 @@ class Completion:
     steps: list[Step] = field(default_factory=list)
     logprobs: list[float] | None = None
     best_ids: list[int] | None = None
+    cached_tokens: int = 0
 
     @property
     def gaps_ms(self) -> list[float]:

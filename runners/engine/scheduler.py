@@ -6,8 +6,9 @@ call between two decode calls, and the oldest prompt never for more than one dec
 prefill call takes chunks of as many sequences as fit, oldest first, at the padding at which a token costs least; while
 sequences decode, none that is longer than pays (``Shapes.paying``), so that they wait less. A decode call takes all
 running sequences at the smallest padding that holds them; more than the largest holds take turns. Pages are taken as
-sequences grow. When none is left, the youngest of those who hold what is wanted gives its pages back, and starts again
-later from its prompt and the tokens it has: the oldest always goes on, so nothing deadlocks.
+sequences grow. When none is left, the prefix cache gives up its own, then the youngest of those who hold what is wanted
+gives its pages back. It goes on later from its state, which is kept in host memory, or starts again from its prompt and
+the tokens it has, where the artifact has no programs that move states. The oldest always goes on: nothing deadlocks.
 
 Sequences that score are admitted among the others, take their turn with prefill, and are packed into calls of score
 programs: whether the next such call prefills or scores is decided by the oldest sequence that waits for either. They
@@ -40,13 +41,15 @@ from ling3export.runners.engine.inputs import (
     prefill_fields,
     sample_fields,
 )
+from ling3export.runners.engine.reuse import Mover, Reuse
 from ling3export.runners.engine.sequence import Call, Sequence, now
+from ling3export.runners.state.prefix_cache import PrefixCache
 
 Pending = Any  # an array that may still be being computed
 BY_ARRIVAL = attrgetter("number")
 
 
-class Backend(Protocol):
+class Backend(Mover, Protocol):
     """What the scheduler needs of a model runner. Calls return at once; only ``read`` and ``wait`` wait."""
 
     def step(self, phase: str, padding: int, fields: Mapping[str, np.ndarray]) -> Pending:
@@ -118,6 +121,8 @@ class Scheduler:
         vocab_size: Token ids are below it; a sequence that samples another fails.
         ahead: Calls that may be dispatched before an earlier one was waited for; 0 waits for each at once.
         counters: Those of an earlier scheduler, to go on with.
+        cache: Keeps beginnings of sequences for others; None shares nothing.
+        moves: Whether the artifact has the programs that move states.
 
     Attributes:
         counters: What was done.
@@ -126,7 +131,7 @@ class Scheduler:
 
     def __init__(
         self, backend: Backend, shapes: Shapes, blocks: BlockManager, vocab_size: int, *, ahead: int = 1,
-        counters: Counters | None = None,
+        counters: Counters | None = None, cache: PrefixCache | None = None, moves: bool = False,
     ) -> None:  # fmt: skip
         self.counters = Counters() if counters is None else counters
         self.doing: tuple[str, float] | None = None
@@ -135,6 +140,7 @@ class Scheduler:
         self._shapes = shapes
         self._blocks = blocks
         self._ahead = ahead
+        self._reuse = Reuse(backend, blocks, self.counters, cache, moves=moves)
         self._sampling = np.full(len(blocks.page_table), GREEDY)  # how the tokens of each state slot are sampled
         self._waiting: list[Sequence] = []  # by arrival
         self._prefilling: list[Sequence] = []  # by arrival
@@ -182,13 +188,16 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting:
             sequence = self._waiting[0]
-            sequence.table = self._blocks.admit(min(sequence.known + 1, sequence.stored_in_the_end))
-            if sequence.table is None:
+            if not self._reuse.admit(sequence):
                 return
             how = sequence.request.sampling
             self._sampling[sequence.slot] = how.temperature, how.top_k, how.top_p, how.seed
             self._waiting.pop(0)
-            insort(self._prefilling, sequence, key=BY_ARRIVAL)
+            if sequence.stored and sequence.generated and sequence.unstored == 1:  # its state was kept
+                sequence.fed = sequence.generated[-1]
+                self._running.append(sequence)
+            else:
+                insort(self._prefilling, sequence, key=BY_ARRIVAL)
 
     def _prefill(self) -> bool:
         """Dispatches a prefill or a score call, whichever the oldest sequence waits for; False if none waits."""
@@ -196,7 +205,7 @@ class Scheduler:
             return False
         chunk, scores = self._shapes.chunk, self._prefilling[0].scoring
         waiting = [s for s in self._prefilling if s.scoring == scores]
-        work = chunk * sum(-(-s.unstored // chunk) for s in waiting)
+        work = chunk * sum(-(-self._reuse.reach(s) // chunk) for s in waiting)
         if scores:
             phase, padding = "score", self._shapes.scoring(work)
         else:
@@ -213,6 +222,7 @@ class Scheduler:
             for part in parts:
                 part.sequence.calls.append(part.call)
             out = self._backend.score(padding, fields)
+            self._reuse.prefilled([part.sequence for part in parts])
             self._flight.append(Scored(cell, parts, out["logprob"], out["best"]))
             return True
         rows = []
@@ -223,6 +233,7 @@ class Scheduler:
                 self._running.append(sequence)
                 rows.append(Row(row + (len(span.tokens) - 1) // chunk, sequence, call))
         logits = self._backend.step(phase, padding, fields)
+        self._reuse.prefilled([part.sequence for part in parts])
         if rows:
             self._sample(cell, logits, padding // chunk, rows)
         else:
@@ -237,7 +248,7 @@ class Scheduler:
             start, room = sequence.stored, padding - row * chunk
             if room < chunk:
                 break
-            stop = start + min(sequence.unstored, room)
+            stop = start + min(self._reuse.reach(sequence), room)
             following = sequence.next_tokens(start, stop) if sequence.scoring else ()
             span = Span(sequence.slot, start, sequence.tokens(start, stop), following)
             if sequence.started is None:
@@ -259,9 +270,10 @@ class Scheduler:
         padding = fitting(len(taken), self._shapes.decode)
         cell, call = f"decode@{padding}", Call(now(), "decode", padding, 1)
         slots, positions = [s.slot for s in taken], [s.stored for s in taken]
-        fields = decode_fields(padding, slots, positions, self._blocks.page_table)
+        fields = decode_fields(padding, slots, positions, self._blocks.page_table, [s.fed for s in taken])
         for sequence in taken:
             sequence.stored += 1
+            sequence.fed = -1
         # The sequences of this call go behind those that found no room in it; both keep their order.
         if len(taken) < len(self._running):
             left = set(self._running).difference(taken)
@@ -270,6 +282,7 @@ class Scheduler:
         self.counters.count(cell, padding, len(taken))
         self.doing = cell, call.at
         logits = self._backend.step("decode", padding, fields)
+        self._reuse.decoded(taken)
         self._sample(cell, logits, padding, [Row(row, sequence, call) for row, sequence in enumerate(taken)])
         return True
 
@@ -283,6 +296,8 @@ class Scheduler:
     def _grow(self, sequence: Sequence) -> None:
         """Gets the page of the next position; takes it from the youngest sequence if need be, which may be this one."""
         while sequence.table is not None and not self._blocks.grow(sequence.table, sequence.stored + 1):
+            if self._reuse.evict():
+                continue
             if self._flight:
                 # A sequence that turns out to have ended frees its pages. And only known tokens can be prefilled again.
                 while self._flight:
@@ -296,8 +311,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.counters.preempted += 1
-        self._leave(sequence)
-        sequence.stored = 0
+        self._reuse.keep(sequence)
+        self._dequeue(sequence)
         insort(self._waiting, sequence, key=BY_ARRIVAL)
 
     def _sample(self, cell: str, logits: Pending, count: int, rows: list[Row]) -> None:
@@ -358,6 +373,7 @@ class Scheduler:
             sequence.calls.append(made)
             text = sequence.accept(token, at, taken_from)
             self.counters.tokens_out += 1
+            self._reuse.read(sequence)
             self._emitted.append(Emitted(sequence, token, text))
             if sequence.stop_reason is not None:
                 self._end(sequence)
@@ -378,9 +394,10 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         """Takes a sequence out of every queue, and its slot and pages back."""
+        self._dequeue(sequence)
+        self._reuse.leave(sequence)
+
+    def _dequeue(self, sequence: Sequence) -> None:
         for queue in (self._waiting, self._prefilling, self._running):
             if sequence in queue:
                 queue.remove(sequence)
-        if sequence.table is not None:
-            self._blocks.release(sequence.table)
-            sequence.table = None

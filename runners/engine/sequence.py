@@ -1,7 +1,7 @@
 """A request on its way through the scheduler."""
 
 from time import perf_counter as now
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ling3export.runners.engine.request import Completion, Request, Step
 
@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ling3export.runners.engine.block_manager import BlockTable
+    from ling3export.runners.state.prefix_cache import Node
     from ling3export.runners.text.detokenize import TextStream
 
 
@@ -43,6 +44,15 @@ class Sequence:
         started: When its first call was dispatched.
         times: When each token was read.
         calls: Those that it took part in, in order.
+        cached: Tokens of the prompt that the prefix cache had.
+        start: The prefix cache's name for the place before the first block.
+        names: Of the blocks whose tokens are known, as far as they were needed.
+        stops: Where prefill calls end, so that the state there can be kept.
+        lasting: Those of the places that others may begin from, too; the rest is this turn's end so far.
+        turn: The node with the state at this turn's end so far.
+        pending: A position whose state was copied, before its tokens were read, and the snapshot's slot.
+        kept: While it waits with its state in host memory: its home, and the state.
+        fed: The token to decode next where the devices do not have it, else -1.
     """
 
     def __init__(
@@ -67,6 +77,15 @@ class Sequence:
         self.started: float | None = None
         self.times: list[float] = []
         self.calls: list[Call] = []
+        self.cached = 0
+        self.start = b""
+        self.names: list[bytes] = []
+        self.stops: list[int] = []
+        self.lasting: set[int] = set()
+        self.turn: Node | None = None
+        self.pending: tuple[int, int] | None = None
+        self.kept: tuple[int, Any] | None = None
+        self.fed = -1
         self._scores: dict[int, tuple[float, int]] = {}  # by position: of the next token, and the best one there
 
     @property
@@ -84,6 +103,11 @@ class Sequence:
         """Its state slot, while it has one."""
         assert self.table is not None
         return self.table.slot
+
+    def stored_pages(self, page_size: int) -> list[int]:
+        """The pages of the positions that are stored."""
+        assert self.table is not None
+        return self.table.pages[: -(-self.stored // page_size)]
 
     @property
     def length(self) -> int:
@@ -171,6 +195,7 @@ class Sequence:
             token_ms[0] if token_ms else 0.0, token_ms[-1] if token_ms else 0.0, logits,
             0.0 if self.started is None else self._ms(self.started), token_ms,
             [Step(self._ms(call.at), call.kind, call.padding, call.tokens) for call in self.calls], logprobs, best,
+            self.cached,
         )  # fmt: skip
 
     def _ms(self, at: float) -> float:

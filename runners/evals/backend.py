@@ -15,7 +15,7 @@ from ling3export.runners.evals.tasks import Prompt
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.load.environment import compiler_flags
 
-OVERLAP = False  # the setting of the reference evaluation
+OVERLAP, PREFIX_CACHE = False, False  # the settings of the reference evaluation
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ class EngineBackend(Backend, AbstractContextManager["EngineBackend"]):
         check: ``all``, or ``programs``.
         hosts: This process's place among several hosts, which is the first; None if it runs alone.
         step_timeout: Seconds after which a call of the devices that did not return stops the engine.
+        prefix_cache: Whether prompts that begin alike are computed once.
 
     Raises:
         ArtifactError: The artifact is missing, damaged, or not for this machine under this policy.
@@ -76,13 +77,14 @@ class EngineBackend(Backend, AbstractContextManager["EngineBackend"]):
 
     def __init__(
         self, artifact: str | Path, *, target: str | None = None, programs: str = "prebuilt-only", check: str = "all",
-        hosts: Hosts | None = None, step_timeout: float | None = None,
+        hosts: Hosts | None = None, step_timeout: float | None = None, prefix_cache: bool = PREFIX_CACHE,
     ) -> None:  # fmt: skip
         from ling3export.runners.engine.engine import Engine
 
+        self._prefix_cache = prefix_cache
         self._engine = Engine(
             artifact, target=target, programs=programs, check=check, overlap=OVERLAP, hosts=hosts,
-            step_timeout=step_timeout,
+            step_timeout=step_timeout, prefix_cache=prefix_cache,
         )  # fmt: skip
 
     def check(self, ask: Ask) -> None:
@@ -122,6 +124,7 @@ class EngineBackend(Backend, AbstractContextManager["EngineBackend"]):
             "page_size": plan.page_size,
             "context": self._engine.limits.context,
             "overlap": OVERLAP,
+            "prefix_cache": self._prefix_cache,
             "devices": f"{len(devices)} × {devices[0].device_kind}",
             "python": ".".join(map(str, sys.version_info[:3])),
             "versions": {name: _version(name) for name in ("ling3export", "jax", "jaxlib", "numpy", "tokenizers")},

@@ -84,8 +84,9 @@ def _call(asked: Body, engine: "Engine", prompts: "list[Prompt]", *, chat: bool)
         sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, seed)
         try:
             request = engine.request(
-                prompt, limit or MAX_TOKENS, sampling, asked.stop, ignore_eos=asked.ignore_eos, name=called
-            )
+                prompt, limit or MAX_TOKENS, sampling, asked.stop, ignore_eos=asked.ignore_eos, name=called,
+                cache_salt=asked.cache_salt,
+            )  # fmt: skip
             if limit is None and chat:
                 request = replace(request, max_tokens=max(1, _room(engine, len(request.prompt_ids))))
             engine.check(request)

@@ -72,6 +72,8 @@ class _EngineCounters(Collector):
             ("prompt_tokens", "Tokens of prompts that were stored.", stats["tokens_in"]),
             ("generated_tokens", "Tokens that were generated.", stats["tokens_out"]),
             ("preempted", "Times that a sequence gave its pages back.", stats["preempted"]),
+            ("cached_tokens", "Tokens of prompts that the prefix cache had.", stats["prefix_cache"]["cached_tokens"]),
+            ("prefix_hits", "Prompts that the prefix cache had a beginning of.", stats["prefix_cache"]["hits"]),
             ("failed", "Prompts whose logits were not finite.", stats["failed"]),
             ("compile_events", "Programs that were compiled here; 0 unless allowed.", stats["compile_events"]),
         ):
@@ -87,3 +89,7 @@ class _EngineCounters(Collector):
             waste.add_metric([cell], row["padding_waste"])
         yield calls
         yield waste
+        misses = CounterMetricFamily("ling3_prefix_misses", "Prompts that it had nothing of.", labels=["reason"])
+        for reason, count in stats["prefix_cache"]["misses"].items():
+            misses.add_metric([reason], count)
+        yield misses

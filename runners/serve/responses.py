@@ -127,11 +127,15 @@ class Answer:
         return {"index": index, **content, "finish_reason": reason, "logprobs": None}
 
 
-def usage(completions: Sequence[Completion]) -> dict[str, int]:
-    """The numbers of tokens in and out."""
+def usage(completions: Sequence[Completion]) -> dict[str, Any]:
+    """The numbers of tokens in and out, and how many of those in did not have to be computed."""
     prompt = sum(len(done.prompt_ids) for done in completions)
     answer = sum(len(done.token_ids) for done in completions)
-    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+    cached = {"cached_tokens": sum(done.cached_tokens for done in completions)}
+    total = prompt + answer
+    return {
+        "prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": total, "prompt_tokens_details": cached,
+    }  # fmt: skip
 
 
 class Stream(StreamingResponse):

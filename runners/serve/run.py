@@ -33,7 +33,7 @@ SPARE = 64  # files beside connections that a server may open, connections that 
 def serve(
     artifact: Path, policy: Policy, listener: socket.socket, *, bounds: Bounds, grace: int, target: str | None,
     programs: str, check: str, hosts: Hosts | None = None, restarts: int = 0, step_timeout: float | None = None,
-    ffn: tuple[str, ...] = (), ffn_timeout: float = WAIT,
+    ffn: tuple[str, ...] = (), ffn_timeout: float = WAIT, prefix_cache: bool | None = None, evict: str = "lru",
 ) -> None:  # fmt: skip
     """Serves at the address of ``listener`` (``bound``) until SIGTERM or SIGINT; prints it once clients may connect.
 
@@ -54,7 +54,8 @@ def serve(
         listener,
         Engine(
             artifact, target=target, programs=programs, check=check, max_requests=policy.max_requests, hosts=hosts,
-            linger=LINGER, step_timeout=step_timeout, ffn=ffn, ffn_timeout=ffn_timeout,
+            linger=LINGER, step_timeout=step_timeout, ffn=ffn, ffn_timeout=ffn_timeout, prefix_cache=prefix_cache,
+            evict=evict,
         ) as engine,
         supervised(engine, restarts),
     ):  # fmt: skip

@@ -198,6 +198,7 @@ class Body(_Object):
     stream_options: Annotated[StreamOptions | None, Field(description="it with `stream` only, and an object")] = None
     return_token_ids: Flag = False
     ignore_eos: Flag = False
+    cache_salt: Text = ""
 
     @field_validator("model")
     @classmethod

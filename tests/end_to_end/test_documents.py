@@ -40,12 +40,15 @@ GIVEN = {
     "docs/fleet.md": ["micro.ling3"],
     "docs/serving.md": ["micro.ling3"],
     "docs/evaluation.md": ["gsm8k", "mmlu", "task.py"],
+    "docs/state.md": ["micro", "shared.ling3"],
 }
 SWAPS = {
     "README.md": [("--paddings 16,128,512", "--paddings 16 --decode-paddings 16 --max-running 4 --context 512")],
     "docs/hosts.md": [
         ("--target cpu:4x4", "--target cpu:4x4 --paddings 16 --decode-paddings 16 --max-running 4 --context 512")
     ],
+    # Built once, with these options, for other tests, too.
+    "docs/state.md": [("ling3export build micro shared.ling3 --snapshots 6", "ling3export inspect shared.ling3")],
     "docs/evaluation.md": [
         ("--score-paddings 512", "--tp 1 --paddings 128 --max-running 16 --context 4096 --score-paddings 128"),
         ("--suite gsm8k", "--suite gsm8k --limit 2 --max-tokens 32"),
@@ -97,6 +100,8 @@ class Reader:
             place.mkdir()
             for file in ("test.jsonl", "validation.jsonl"):
                 (place / file).write_text(json.dumps(QUESTION) + "\n")
+        elif name == "shared.ling3":
+            shutil.copytree(self.artifact("micro-tp1-snapshots"), place)
         elif name == "task.py":
             place.write_text(TASK)
         else:

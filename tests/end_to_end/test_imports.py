@@ -29,6 +29,7 @@ PACKAGES = {
     "runners.hosts": {"jax"},
     "runners.load": {"flatbuffers", "jax", "jaxlib", "ml_dtypes", "numpy"},
     "runners.serve": {"h11", "prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"},
+    "runners.state": {"numpy"},
     "runners.text": {"jinja2", "tokenizers"},
     "runners.transfer": {"numpy"},
     "savedmodel": {"jax", "jaxlib", "numpy", "orbax", "tensorflow"},

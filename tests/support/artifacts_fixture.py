@@ -58,6 +58,7 @@ class Recipe:
     score: tuple[int, ...] = ()
     afd: int = 0
     target: str = "cpu"
+    snapshots: int = 0
 
     @property
     def checkpoint(self) -> str:
@@ -74,6 +75,9 @@ class Recipe:
             numbers["--score-paddings"] = ",".join(map(str, self.score))
         if self.afd:
             numbers["--afd"] = self.afd
+        if self.snapshots:  # blocks of 16 tokens, and not enough of them for all sequences that may run
+            numbers |= {"--max-running": 4, "--context": 256, "--page-size": 16, "--pages": 28}
+            numbers["--snapshots"] = self.snapshots
         if self.target.startswith("tpu"):
             numbers |= {"--max-running": 4, "--context": 512, "--page-size": 256}
             del numbers["--tp"]
@@ -94,6 +98,7 @@ RECIPES = {
     "micro-tp4-flat": Recipe(4, "micro", overrides={"q_lora_rank": None}),
     # Decode cut at the experts: micro batches of two tokens, of up to three attention processes.
     "micro-tp1-afd": Recipe(1, "micro", paddings=(16,), decode=2, afd=3),
+    "micro-tp1-snapshots": Recipe(1, "micro", paddings=(64,), decode=4, snapshots=6),
     "micro-tp1-seed2": Recipe(1, "micro", seed=2),
     "micro-tp1-experts": Recipe(1, "micro", overrides={"num_experts": 32}),
     "demo-tp16": Recipe(16, "demo", dtype="bfloat16", score=(128,)),

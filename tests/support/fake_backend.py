@@ -41,13 +41,14 @@ class FakeBackend:
     poison: int | None = None
     marked = -1
 
-    def __init__(self, slots: int, pages: int, page_size: int, chunk: int) -> None:
+    def __init__(self, slots: int, pages: int, page_size: int, chunk: int, snapshots: int = 0) -> None:
         self.page_size, self.chunk = page_size, chunk
         self.pool = np.full((pages + 1, page_size), -7, np.int64)
-        self.recurrent: list[list[int] | None] = [None] * (slots + 1)
+        self.recurrent: list[list[int] | None] = [None] * (slots + snapshots + 1)
         self.last_token = np.full(slots + 1, -7, np.int64)
         self.calls: list[tuple[str, int]] = []
         self.waited = 0
+        self.moved = {"copy": 0, "fetch": 0, "store": 0}
 
     def reset(self) -> None:
         """The state is as at the start."""
@@ -127,6 +128,21 @@ class FakeBackend:
                     tokens[n] = self.marked
                 self.last_token[slot] = tokens[n]
         return tokens
+
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            assert self.recurrent[source] is not None and source != target
+            self.recurrent[target] = self.recurrent[source]
+            self.moved["copy"] += 1
+
+    def fetch(self, slot: int, pages: list[int]) -> Any:
+        self.moved["fetch"] += 1
+        return self.recurrent[slot], self.pool[pages].copy()
+
+    def store(self, slot: int, pages: list[int], kept: Any) -> None:
+        self.moved["store"] += 1
+        self.recurrent[slot], self.pool[pages] = kept
+        self.last_token[slot] = -7
 
     def read(self, handle: Any) -> np.ndarray:
         if isinstance(handle, np.ndarray):

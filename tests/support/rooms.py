@@ -10,7 +10,7 @@ RUNNERS = (
     ("runners.batch",),
     ("runners.serve", "runners.evals", "runners.bench", "runners.doctor", "runners.adapters"),
     ("runners.engine",),
-    ("runners.ffn",),
+    ("runners.ffn", "runners.state"),
     ("runners.load", "runners.transfer"),
     ("runners.hosts", "runners.text"),
     ("artifacts",),

@@ -6,6 +6,7 @@ from ling3export.runners.engine.inputs import Shapes
 from ling3export.runners.engine.request import Limits, Request, Sampling
 from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.sequence import Sequence
+from ling3export.runners.state.prefix_cache import PrefixCache
 
 CHUNK = 4
 
@@ -15,18 +16,22 @@ class Rig:
 
     def __init__(
         self, slots=4, pages=40, page_size=4, prefill=(4, 16), decode=(2, 4), context=80, ahead=1,
-        stripes=1,
+        stripes=1, snapshots=0, cache=True, every=16, evict="lru",
     ):  # fmt: skip
-        self.backend = FakeBackend(slots, pages, page_size, CHUNK)
-        self.blocks = BlockManager(slots, pages, page_size, -(-context // page_size), stripes)
+        self.backend = FakeBackend(slots, pages, page_size, CHUNK, snapshots)
+        self.blocks = BlockManager(slots, pages, page_size, -(-context // page_size), stripes, snapshots)
+        self.cache = PrefixCache(self.blocks, page_size, "root", every, evict) if snapshots and cache else None
         self.limits = Limits(context, VOCAB, pages, page_size)
         shapes = Shapes(prefill, decode, CHUNK)
-        self.scheduler = Scheduler(self.backend, shapes, self.blocks, VOCAB, ahead=ahead)
+        self.scheduler = Scheduler(
+            self.backend, shapes, self.blocks, VOCAB, ahead=ahead, cache=self.cache, moves=snapshots > 0
+        )
         self.sequences: list[Sequence] = []
         self.size = slots, pages
+        self.snapshots = snapshots
 
-    def submit(self, prompt, max_tokens, eos=frozenset(), logits=False, **sampling):
-        request = Request(tuple(prompt), max_tokens, Sampling(**sampling), logits=logits)
+    def submit(self, prompt, max_tokens, eos=frozenset(), logits=False, salt="", **sampling):
+        request = Request(tuple(prompt), max_tokens, Sampling(**sampling), logits=logits, cache_salt=salt)
         self.limits.check(request)
         sequence = Sequence(request, len(self.sequences), self.limits.answer(request), eos)
         self.sequences.append(sequence)
@@ -48,7 +53,16 @@ class Rig:
             if sequence.stop_reason == "cancelled":
                 expected = expected[: len(sequence.generated)]
             assert sequence.generated == expected
-        assert (self.blocks.free_slots, self.blocks.free_pages) == self.size
+        if self.cache is not None:
+            kept = self.cache.record()
+            assert self.blocks.free_pages + kept["pages"] == self.size[1]
+            assert self.blocks.free_snapshots + kept["snapshots"] == self.snapshots
+            while self.cache.evict():
+                pass
+            assert self.cache.record() | {"pages": 0, "snapshots": 0} == self.cache.record()
+        assert (self.blocks.free_slots, self.blocks.free_pages, self.blocks.free_snapshots) == (
+            *self.size, self.snapshots,
+        )  # fmt: skip
 
 
 def prompt(rng, length):

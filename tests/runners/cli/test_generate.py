@@ -88,6 +88,12 @@ Attention and FFN apart:
   --ffn-timeout SECONDS  Fail what runs once a worker does not come or does not
                          answer for so long.  [default: 60.0; x>0]
 
+Prefix cache:
+  --prefix-cache [on|off]  Compute prompts that begin alike once.  [default: on
+                           where the artifact has snapshots]
+  --evict [lru|flops]      What it gives up first: what was not used for
+                           longest, or what saves least work.  [default: lru]
+
 Several hosts:
   --coordinator HOST:PORT    Where host 0 listens for the others; auto asks the
                              cluster's launcher.  [default: DIST_INIT_ADDR]
@@ -150,7 +156,7 @@ def test_text_goes_to_stdout_and_nothing_else(artifact):
 def test_a_json_line_has_the_fields_in_order(artifact):
     done = run(artifact, "--prompt-ids", "1,2,3", "--max-tokens", 6, "--ignore-eos", "--json")
     record = json.loads(done.stdout)
-    assert list(record) == ["prompt_ids", "token_ids", "text", "stop_reason", "ttft_ms", "e2e_ms"]
+    assert list(record) == ["prompt_ids", "token_ids", "text", "stop_reason", "cached_tokens", "ttft_ms", "e2e_ms"]
     tokens, _ = toy_artifact.answer([1, 2, 3], 6)
     assert (record["prompt_ids"], record["token_ids"], record["stop_reason"]) == ([1, 2, 3], tokens, "length")
     assert 0 < record["ttft_ms"] <= record["e2e_ms"]

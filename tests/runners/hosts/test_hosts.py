@@ -119,21 +119,21 @@ def test_a_damaged_weight_on_one_host_ends_all_with_its_name(artifact, tmp_path)
     assert "error: host 3 ended: tensor `embeddings.lm_head` slab 13: expected sha256" in said[0]
 
 
-def test_hosts_agree_on_overlap_before_anything_is_loaded(monkeypatch):
-    """It decides which calls come in which order."""
+def test_hosts_agree_on_overlap_and_prefix_cache_before_anything_is_loaded(monkeypatch):
+    """They decide which calls come in which order."""
 
     def load(*_, agreed, **others):
         raise Ling3Error(f"{agreed} {others['hosts'].number}")
 
     monkeypatch.setattr(assembly, "load", load)
-    with pytest.raises(Ling3Error, match=r"^\{'overlap': False\} 0$"):
+    with pytest.raises(Ling3Error, match=r"^\{'overlap': False, 'prefix_cache': None, 'evict': 'lru'\} 0$"):
         Engine("none", hosts=Hosts("127.0.0.1:1", 2, 0), overlap=False)
-    with pytest.raises(Ling3Error, match=r"^\{'overlap': True\} 1$"):
-        follow("none", Hosts("127.0.0.1:1", 2, 1))
+    with pytest.raises(Ling3Error, match=r"^\{'overlap': True, 'prefix_cache': False, 'evict': 'flops'\} 1$"):
+        follow("none", Hosts("127.0.0.1:1", 2, 1), prefix_cache=False, evict="flops")
 
 
 def test_inputs_travel_whole():
-    request = Request((1, 2), 5, Sampling(0.5, 3, 0.9, 7), ("\n", "é"), True, True, "line 3")
+    request = Request((1, 2), 5, Sampling(0.5, 3, 0.9, 7), ("\n", "é"), True, True, "line 3", cache_salt="a")
     inputs = StepInputs((Arrival(4, request, 12.5), Arrival(5, Request((3,), 1))), (2, 3), True)
     found = decode(encode(inputs))
     assert found == StepInputs((Arrival(4, request), Arrival(5, Request((3,), 1))), (2, 3), True)

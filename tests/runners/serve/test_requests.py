@@ -134,6 +134,7 @@ def refused(answer: httpx2.Response, status: int) -> tuple[str, str | None, str 
         ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage",
          "`include_usage`: expected true or false, found 1"),
         ({"ignore_eos": 1}, "ignore_eos", "`ignore_eos`: expected true or false, found 1"),
+        ({"cache_salt": 3}, "cache_salt", "`cache_salt`: expected a text, found 3"),
         ({"return_token_ids": "x"}, "return_token_ids", '`return_token_ids`: expected true or false, found "x"'),
     ],
 )  # fmt: skip
@@ -168,7 +169,7 @@ def test_an_unknown_field_is_named(engine, field):
 
 def test_fields_that_ask_for_nothing_are_taken(engine):
     body = IDS | {"n": 1, "logprobs": None, "echo": False, "tools": [], "presence_penalty": 0.0, "user": "me",
-                  "logit_bias": {}, "temperature": 0, "max_tokens": 5, "ignore_eos": True,
+                  "logit_bias": {}, "temperature": 0, "max_tokens": 5, "ignore_eos": True, "cache_salt": "mine",
                   "return_token_ids": True}  # fmt: skip
     (choice,) = call(engine, COMPLETIONS, body).json()["choices"]
     assert choice["token_ids"] == toy_artifact.answer([1, 2, 3], 5)[0]
@@ -178,6 +179,7 @@ def test_sixteen_tokens_where_none_are_asked_for_and_a_chat_to_the_end(engine):
     for path, body, total in ((COMPLETIONS, IDS, 3 + 16), (CHAT, SAID, 64)):
         answer = call(engine, path, body | {"ignore_eos": True, "temperature": 0})
         assert answer.json()["usage"]["total_tokens"] == total
+        assert answer.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
         assert answer.json()["choices"][0]["finish_reason"] == "length"
 
 

@@ -1,0 +1,194 @@
+"""What sequences share and keep: hits in the prefix cache, snapshots behind their blocks, their state while they wait.
+
+The scheduler asks when a sequence gets its slot, where a prefill call has to end, and tells what was stored, read and
+left. Copies of states are dispatched between the calls that read and write them, so the devices keep them in order.
+"""
+
+from collections.abc import Sequence as Many
+from typing import Any, Protocol
+
+from ling3export.runners.engine.block_manager import BlockManager, BlockTable
+from ling3export.runners.engine.counters import Counters
+from ling3export.runners.engine.sequence import Sequence
+from ling3export.runners.state.prefix_cache import Node, PrefixCache
+
+
+class Mover(Protocol):
+    """What moves states: a model runner."""
+
+    def copy(self, sources: Many[int], targets: Many[int]) -> None:
+        """Copies the recurrent and conv state of slots over that of others."""
+
+    def fetch(self, slot: int, pages: Many[int]) -> Any:
+        """The state of a slot and the latents of pages, in host memory."""
+
+    def store(self, slot: int, pages: Many[int], kept: Any) -> None:
+        """Writes what ``fetch`` gave."""
+
+
+class Reuse:
+    """Shares and keeps states for a scheduler.
+
+    Args:
+        mover: Moves states.
+        blocks: Slots, pages and snapshots.
+        counters: Told of hits and misses.
+        cache: Keeps beginnings of sequences; None where nothing is shared.
+        moves: Whether the artifact has the programs that move states: then a sequence that gives its pages back keeps
+            its state in host memory.
+    """
+
+    def __init__(
+        self, mover: Mover, blocks: BlockManager, counters: Counters, cache: PrefixCache | None, *, moves: bool
+    ) -> None:
+        self._mover, self._blocks, self._counters, self._cache = mover, blocks, counters, cache
+        self._moves = moves
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Gives a sequence its slot and pages, and the state that is known of it; False if there is no room."""
+        tokens = min(sequence.known + 1, sequence.stored_in_the_end)
+        if sequence.kept is not None:
+            home, state = sequence.kept
+            if not self._take(sequence, tokens, home=home):
+                return False
+            self._mover.store(sequence.slot, sequence.stored_pages(self._blocks.page_size), state)
+            sequence.kept = None
+            return True
+        if self._cache is None:
+            if not self._take(sequence, tokens):
+                return False
+            self._counters.missed("off")
+            return True
+        return self._admit_cached(sequence, self._cache, tokens)
+
+    def _admit_cached(self, sequence: Sequence, cache: PrefixCache, tokens: int) -> bool:
+        if not sequence.names:
+            sequence.start = cache.start(sequence.request.cache_salt)
+            sequence.names = list(cache.names(sequence.start, sequence.request.prompt_ids))
+        first = sequence.request.score_from
+        hit = cache.look_up(sequence.names, (sequence.length if first is None else first) - 1)
+        self._blocks.hold(hit.pages)  # none of them may be evicted for the rest
+        taken = self._take(sequence, tokens, hit.pages)
+        self._blocks.drop(hit.pages)
+        if not taken:
+            return False
+        cache.use(sequence.names, hit)
+        sequence.stored = sequence.prefilled = sequence.cached = hit.tokens
+        if hit.snapshot is not None:
+            self._mover.copy([hit.snapshot], [sequence.slot])
+            self._counters.hit(hit.tokens)
+        else:
+            self._counters.missed(hit.reason)
+        last = sequence.length // cache.block * cache.block
+        sequence.stops = sorted({*range(cache.every, sequence.length + 1, cache.every), min(hit.matched, last), last})
+        sequence.lasting = {*range(cache.every, sequence.length + 1, cache.every), hit.matched}
+        return True
+
+    def _take(self, sequence: Sequence, tokens: int, shared: Many[int] = (), home: int | None = None) -> bool:
+        while (table := self._blocks.admit(tokens, shared, home)) is None:
+            if not self._blocks.free_slots or not self.evict():
+                return False
+        sequence.table = table
+        return True
+
+    def evict(self) -> bool:
+        """Has the cache give up a page; False if it has none that nobody else holds."""
+        return self._cache is not None and self._cache.evict()
+
+    def reach(self, sequence: Sequence) -> int:
+        """How many tokens the next prefill call may store of a sequence at most."""
+        stop = next((stop for stop in sequence.stops if stop > sequence.stored), None)
+        return sequence.unstored if stop is None else min(sequence.unstored, stop - sequence.stored)
+
+    def prefilled(self, sequences: Many[Sequence]) -> None:
+        """A call that stores tokens of these prompts was dispatched: shares whole blocks, keeps states behind them."""
+        if self._cache is None:
+            return
+        sources, targets = [], []
+        for sequence in sequences:
+            count = min(sequence.stored, sequence.length) // self._cache.block
+            if not count:
+                continue
+            node = self._insert(sequence, self._cache, count)
+            passing = sequence.stored not in sequence.lasting
+            if sequence.stored not in sequence.stops:
+                continue
+            if node.snapshot is not None:
+                node.passing &= passing
+                continue
+            slot = self._cache.room(passing=passing)
+            if slot is not None:
+                self._cache.keep(node, slot, passing=passing)
+                sequence.turn = node if passing else None
+                sources.append(sequence.slot)
+                targets.append(slot)
+        self._copy(sources, targets)
+
+    def decoded(self, sequences: Many[Sequence]) -> None:
+        """A call that stores a token of each was dispatched: keeps the states that are now behind whole blocks.
+
+        The tokens may not have been read yet, so that the blocks have no names; see :meth:`read`.
+        """
+        if self._cache is None:
+            return
+        sources, targets = [], []
+        for sequence in sequences:
+            if sequence.stored % self._cache.block or sequence.pending is not None:
+                continue
+            slot = self._cache.room(passing=True)
+            if slot is not None:
+                sequence.pending = sequence.stored, slot
+                sources.append(sequence.slot)
+                targets.append(slot)
+        self._copy(sources, targets)
+
+    def _copy(self, sources: list[int], targets: list[int]) -> None:
+        if sources:
+            self._mover.copy(sources, targets)
+            self._counters.snapshots += len(sources)
+
+    def read(self, sequence: Sequence) -> None:
+        """Tokens of a sequence were read: its turn ends for now behind the blocks whose state was kept."""
+        if sequence.pending is None or sequence.known < sequence.pending[0]:
+            return
+        cache, (position, slot) = self._cache, sequence.pending
+        assert cache is not None
+        sequence.pending = None
+        node = self._insert(sequence, cache, position // cache.block)
+        before, sequence.turn = sequence.turn, node
+        cache.keep(node, slot, passing=True)
+        if before is not None and before.snapshot is not None and before.passing:
+            cache.forget(before)
+
+    def _insert(self, sequence: Sequence, cache: PrefixCache, count: int) -> Node:
+        have = len(sequence.names)
+        if have < count:
+            before = sequence.names[-1] if have else sequence.start
+            sequence.names += cache.names(before, sequence.tokens(have * cache.block, count * cache.block))
+        assert sequence.table is not None
+        return cache.insert(sequence.names[:count], sequence.table.pages)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Takes back what a sequence holds; what others may share of it stays in the cache."""
+        sequence.kept = None
+        if sequence.pending is not None:
+            self.read(sequence)
+        if sequence.pending is not None and self._cache is not None:  # a token of it was never read
+            self._blocks.free_snapshot(sequence.pending[1])
+            sequence.pending = None
+        if sequence.table is not None:
+            self._blocks.release(sequence.table)
+            sequence.table = None
+
+    def keep(self, sequence: Sequence) -> None:
+        """Before a sequence gives its pages back: fetches its state, or has it begin again where that cannot be."""
+        table: BlockTable | None = sequence.table
+        assert table is not None
+        if self._moves:
+            pages = sequence.stored_pages(self._blocks.page_size)
+            kept = table.home, self._mover.fetch(sequence.slot, pages)
+            self.leave(sequence)
+            sequence.kept = kept
+        else:
+            self.leave(sequence)
+            sequence.stored = 0

@@ -1,0 +1,1 @@
+"""What sequences leave behind for others: the prefix cache."""

@@ -1,0 +1,272 @@
+"""Prompts that begin alike are stored once: a tree of blocks of latents, with snapshots of the recurrent state in it.
+
+A block is as many tokens as a page has. A node of the tree is one block behind those of its parent: it holds the page
+of the block's latents, and maybe a *snapshot*, the recurrent and conv state behind its last token. A sequence can go on
+only from a snapshot: the latents before it are worth nothing to KDA without the state, which no latent tells.
+
+Pages in the tree are read and never written again, so any number of sequences share them. A node is named by a chain
+of digests: of the root's name and the tokens of each block up to its own. What decides here are tokens and the order of
+the calls, no clock: hosts that take the same steps have the same tree.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+EVERY = 512  # tokens between snapshots of a prompt
+REMEMBERED = 4096  # names of nodes and snapshots that were evicted, to tell why a request hit nothing
+POLICIES = ("lru", "flops")
+
+
+class Pools(Protocol):
+    """What the cache needs of a block manager."""
+
+    def hold(self, pages: Sequence[int]) -> None:
+        """Notes one more who holds pages."""
+
+    def drop(self, pages: Sequence[int]) -> None:
+        """Notes one less who holds pages."""
+
+    def alone(self, page: int) -> bool:
+        """Whether a single one holds a page."""
+
+    def take_snapshot(self) -> int | None:
+        """A free snapshot's slot."""
+
+    def free_snapshot(self, slot: int) -> None:
+        """Takes a snapshot back."""
+
+
+@dataclass(eq=False)
+class Node:
+    """A block of tokens behind the blocks of its parents.
+
+    Attributes:
+        name: The digest of all tokens up to the block's end.
+        parent: The block before it; None for a first one.
+        page: Where its latents are.
+        depth: Blocks up to its end.
+        snapshot: The slot of the state behind it, if one is kept.
+        passing: Whether that is the end of a turn so far, which goes first: the turn's next end replaces it.
+        children: Nodes behind it.
+    """
+
+    name: bytes
+    parent: "Node | None"
+    page: int
+    depth: int
+    snapshot: int | None = None
+    passing: bool = False
+    children: int = 0
+
+
+@dataclass(frozen=True)
+class Hit:
+    """What the tree knows of a prompt.
+
+    Attributes:
+        tokens: From here on the prompt must be computed.
+        pages: Those of the tokens before.
+        snapshot: The slot of the state behind them.
+        matched: Tokens of the longest known path, in whole blocks.
+        reason: Why nothing was hit: ``no_match``, ``no_snapshot``, ``shorter_than_block`` or ``evicted``; else empty.
+    """
+
+    tokens: int
+    pages: tuple[int, ...]
+    snapshot: int | None
+    matched: int
+    reason: str
+
+
+class PrefixCache:
+    """A tree of blocks.
+
+    Args:
+        pools: Who gives pages and snapshots.
+        block: Tokens a block: those of a page.
+        root: What names of nodes begin with: artifacts whose states differ have different ones.
+        every: Tokens between the snapshots of a prompt: a multiple of ``block``, else the next one.
+        evict: ``lru``: the least recently used goes first; ``flops``: what saves least work for its bytes and its age.
+
+    Attributes:
+        block: Tokens a block.
+        every: Tokens between the snapshots of a prompt.
+        evicted_pages: How many pages were evicted.
+        evicted_snapshots: How many snapshots were.
+    """
+
+    def __init__(self, pools: Pools, block: int, root: str = "", every: int = EVERY, evict: str = "lru") -> None:
+        self._pools, self._root, self._evict = pools, root.encode(), evict
+        self.block, self.every = block, -(-every // block) * block
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything; the pools are reset, too."""
+        self._nodes: OrderedDict[bytes, Node] = OrderedDict()  # the least recently used first, children before parents
+        self._kept: OrderedDict[bytes, Node] = OrderedDict()  # those with snapshots, the least recently used first
+        self._gone: OrderedDict[bytes, None] = OrderedDict()
+        self.evicted_pages = self.evicted_snapshots = 0
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def record(self) -> dict[str, int]:
+        """What it holds, and what it gave up, as JSON."""
+        return {
+            "pages": len(self._nodes), "snapshots": len(self._kept), "evicted_pages": self.evicted_pages,
+            "evicted_snapshots": self.evicted_snapshots,
+        }  # fmt: skip
+
+    def start(self, salt: str) -> bytes:
+        """The name before the first block of a sequence; another for each ``salt``."""
+        return hashlib.sha256(self._root + b"\0" + salt.encode(errors="surrogatepass")).digest()
+
+    def names(self, before: bytes, tokens: Sequence[int]) -> Iterator[bytes]:
+        """The name of each whole block of ``tokens`` behind the block that is called ``before``."""
+        for at in range(0, len(tokens) - self.block + 1, self.block):
+            part = np.asarray(tokens[at : at + self.block], "<i4")
+            before = hashlib.sha256(before + part.tobytes()).digest()
+            yield before
+
+    def look_up(self, names: Sequence[bytes], most: int) -> Hit:
+        """The longest known beginning of a prompt that a sequence can go on from; nothing changes.
+
+        Args:
+            names: Of the prompt's blocks.
+            most: No more than so many tokens: the last one has to be computed, for its logits.
+        """
+        path: list[Node] = []
+        for name in names:
+            node = self._nodes.get(name)
+            if node is None:
+                break
+            path.append(node)
+        usable = path[: most // self.block]
+        last = next((node for node in reversed(usable) if node.snapshot is not None), None)
+        matched = len(path) * self.block
+        if last is not None:
+            pages = tuple(node.page for node in path[: last.depth])
+            return Hit(last.depth * self.block, pages, last.snapshot, matched, "")
+        if most < self.block:
+            reason = "shorter_than_block"
+        elif any(name in self._gone for name in names[: most // self.block]):
+            reason = "evicted"
+        else:
+            reason = "no_snapshot" if path else "no_match"
+        return Hit(0, (), None, matched, reason)
+
+    def use(self, names: Sequence[bytes], hit: Hit) -> None:
+        """Notes that a sequence goes on from ``hit``: its blocks and its snapshot were used last."""
+        count = hit.tokens // self.block
+        if count:
+            self._kept[names[count - 1]].passing = False
+            self._kept.move_to_end(names[count - 1])
+        self._touch(names[: max(count, hit.matched // self.block)])
+
+    def insert(self, names: Sequence[bytes], pages: Sequence[int]) -> Node:
+        """Makes the nodes of a sequence's first blocks, at least one, where there are none yet.
+
+        Args:
+            names: Of the blocks, all stored.
+            pages: Of the blocks; the tree holds those of its new nodes from now on.
+
+        Returns:
+            The node of the last block.
+        """
+        node: Node | None = None
+        for depth, (name, page) in enumerate(zip(names, pages, strict=False), 1):
+            parent, node = node, self._nodes.get(name)
+            if node is None:
+                node = self._nodes[name] = Node(name, parent, page, depth)
+                self._pools.hold([page])
+                if parent is not None:
+                    parent.children += 1
+        assert node is not None
+        self._touch(names)
+        return node
+
+    def room(self, *, passing: bool) -> int | None:
+        """A snapshot's slot, evicting one if need be: one that is ``passing`` takes the place of another such alone."""
+        slot = self._pools.take_snapshot()
+        if slot is None and (node := self._cheapest(passing)) is not None:
+            self._give_up(node)
+            slot = self._pools.take_snapshot()
+        return slot
+
+    def keep(self, node: Node, slot: int, *, passing: bool) -> None:
+        """Gives a node the snapshot in ``slot``; if it has one, that one stays."""
+        if node.snapshot is None:
+            node.snapshot, node.passing = slot, passing
+        else:
+            self._pools.free_snapshot(slot)
+            node.passing &= passing
+        self._kept[node.name] = node
+        self._kept.move_to_end(node.name)
+
+    def forget(self, node: Node) -> None:
+        """Frees the snapshot of a node that has one."""
+        assert node.snapshot is not None
+        self._pools.free_snapshot(node.snapshot)
+        node.snapshot = None
+        del self._kept[node.name]
+
+    def evict(self) -> bool:
+        """Gives up one page that no sequence holds, and whatever snapshot it has; False if there is none."""
+        leaves = (node for node in self._nodes.values() if not node.children and self._pools.alone(node.page))
+        node = next(leaves, None) if self._evict == "lru" else self._least(list(leaves))
+        if node is None:
+            return False
+        if node.snapshot is not None:
+            self._give_up(node)
+        del self._nodes[node.name]
+        self._remember(node.name)
+        if node.parent is not None:
+            node.parent.children -= 1
+        self._pools.drop([node.page])
+        self.evicted_pages += 1
+        return True
+
+    def _give_up(self, node: Node) -> None:
+        self.forget(node)
+        self.evicted_snapshots += 1
+        self._remember(node.name)
+
+    def _cheapest(self, passing: bool) -> Node | None:
+        among = [node for node in self._kept.values() if node.passing] if passing else list(self._kept.values())
+        if self._evict == "flops":
+            return self._least(among)
+        return next(iter(among), None)
+
+    def _least(self, nodes: Sequence[Node]) -> Node | None:
+        """The node of the least worth: its place in the order of use plus the work that it saves, both from 0 to 1.
+
+        After Marconi (arXiv 2411.19379). A snapshot saves the prefill of the blocks since the one before it; what it
+        costs is the same for all. A page without a snapshot saves nothing.
+        """
+        saved = [self._saved(node) for node in nodes]
+        most, count = max(saved, default=0) or 1, max(len(nodes) - 1, 1)
+        worth = [place / count + work / most for place, work in enumerate(saved)]
+        return nodes[worth.index(min(worth))] if nodes else None
+
+    def _saved(self, node: Node) -> int:
+        if node.snapshot is None:
+            return 0
+        before = node.parent
+        while before is not None and before.snapshot is None:
+            before = before.parent
+        return node.depth - (0 if before is None else before.depth)
+
+    def _touch(self, names: Sequence[bytes]) -> None:
+        for name in reversed(names):
+            if name in self._nodes:  # what is behind a hit may be gone
+                self._nodes.move_to_end(name)
+
+    def _remember(self, name: bytes) -> None:
+        self._gone[name] = None
+        if len(self._gone) > REMEMBERED:
+            self._gone.popitem(last=False)

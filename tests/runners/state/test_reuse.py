@@ -1,0 +1,118 @@
+"""The scheduler with a prefix cache, on a fake model whose answers depend on every byte that the calls move."""
+
+import random
+
+import pytest
+
+from scheduler_rig import Rig, prompt
+
+
+def family(rng, heads, most=60):
+    """A prompt that begins like some others."""
+    head = rng.choice(heads)
+    return [*head[: rng.randint(0, len(head))], *prompt(rng, rng.randint(1, most - len(head)))]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_second_request_that_shares_a_beginning_makes_the_snapshot_and_the_third_hits(ahead):
+    rig, rng = Rig(snapshots=8, every=64, pages=60, ahead=ahead), random.Random(1)
+    head, cached = prompt(rng, 22), []
+    for _ in range(3):
+        sequence = rig.submit([*head, *prompt(rng, 9)], 3)
+        rig.run()
+        cached.append(sequence.completion().cached_tokens)
+    assert cached == [0, 0, 20]
+    assert rig.scheduler.counters.misses == {"no_match": 1, "no_snapshot": 1}
+    rig.check()
+
+
+def test_snapshots_lie_at_multiples_and_prefill_ends_there():
+    rig, rng = Rig(snapshots=8, every=16, pages=60), random.Random(2)
+    ids = prompt(rng, 45)
+    rig.submit(ids, 1)
+    rig.run()
+    calls = [call.tokens for call in rig.sequences[0].calls]
+    assert [sum(calls[: n + 1]) for n in range(len(calls))] == [16, 32, 44, 45]
+    cached = []
+    for length in (45, 44, 33, 32, 17, 16, 5):
+        sequence = rig.submit([*ids[:length]], 1)
+        rig.run()
+        cached.append(sequence.cached)
+    assert cached == [44, 32, 32, 16, 16, 0, 0]
+    rig.check()
+
+
+def test_the_next_turn_goes_on_behind_the_answer():
+    rig, rng = Rig(snapshots=4, every=64, pages=60), random.Random(3)
+    first = rig.submit(prompt(rng, 6), 15)
+    rig.run()
+    second = rig.submit([*first.request.prompt_ids, *first.generated, *prompt(rng, 5)], 2)
+    rig.run()
+    assert second.cached == 20, "20 of the 20 that were stored: five blocks of four"
+    assert len(rig.cache._kept) == 2, "each turn left its end alone"
+    rig.check()
+
+
+def test_salts_keep_requests_apart():
+    rig, rng = Rig(snapshots=4, pages=60), random.Random(4)
+    ids = prompt(rng, 40)
+    cached = []
+    for salt in ("a", "b", "a", ""):
+        sequence = rig.submit(ids, 2, salt=salt)
+        rig.run()
+        cached.append(sequence.cached)
+    assert cached == [0, 0, 32, 0]
+    rig.check()
+
+
+def test_running_requests_take_the_pages_of_the_cache():
+    """With pages for one sequence of 80, others' beginnings go."""
+    rig, rng = Rig(snapshots=4, pages=20), random.Random(5)
+    for _ in range(4):
+        rig.submit(prompt(rng, 60), 20)
+        rig.run()
+    assert rig.cache.evicted_pages > 30 and not rig.scheduler.counters.preempted
+    rig.check()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("cache", [True, False])
+def test_who_gives_its_pages_back_goes_on_from_its_state(ahead, cache):
+    """It once began again from its prompt: in bf16 its later tokens could be others."""
+    rig, rng = Rig(slots=4, pages=20, snapshots=2, cache=cache, ahead=ahead), random.Random(6)
+    for _ in range(4):
+        rig.submit(prompt(rng, 15), 40)
+    rig.run()
+    counters = rig.scheduler.counters
+    assert counters.preempted == rig.backend.moved["fetch"] == rig.backend.moved["store"] > 0
+    assert counters.tokens_in == 60, "no token of a prompt was computed twice"
+    assert sum(call.tokens for s in rig.sequences for call in s.calls if call.kind == "prefill") == 60
+    rig.check()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_tokens_are_the_same_with_the_cache_and_everything_comes_back(seed):
+    rng = random.Random(seed)
+    stripes = rng.choice([1, 1, 2, 4])
+    rig = Rig(
+        slots=rng.randint(1, 4), pages=stripes * rng.randint(-(-20 // stripes), -(-40 // stripes)), stripes=stripes,
+        snapshots=rng.randint(1, 6), every=rng.choice([4, 8, 16, 32]), ahead=rng.randint(0, 1),
+        evict=rng.choice(["lru", "flops"]),
+    )  # fmt: skip
+    heads = [prompt(rng, rng.randint(4, 40)) for _ in range(3)]
+    for _ in range(30):
+        for _ in range(rng.randint(0, 3)):
+            done = [s for s in rig.sequences if s.over and len(s.request.prompt_ids) + len(s.generated) < 50]
+            if done and rng.random() < 0.3:
+                last = rng.choice(done)  # another turn
+                ids = [*last.request.prompt_ids, *last.generated, *prompt(rng, 3)]
+            else:
+                ids = family(rng, heads)
+            rig.submit(ids, rng.randint(1, 20), eos=frozenset(prompt(rng, 2)), salt=rng.choice(["", "", "x"]))
+        for _ in range(rng.randint(0, 6)):
+            rig.scheduler.step()
+        live = [s for s in rig.sequences if not s.over]
+        if live and rng.random() < 0.2:
+            rig.scheduler.cancel(rng.choice(live))
+    rig.run()
+    rig.check()
