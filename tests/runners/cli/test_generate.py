@@ -35,6 +35,9 @@ Evaluate:
 Measure:
   bench   Measure latencies and throughput of serving.
   doctor  Say what this machine is, and whether ARTIFACT runs on it.
+
+Look after:
+  transfer  Look after sequence states that are kept for other processes.
 """
 HELP = """\
 Usage: ling3-runner generate [OPTIONS] ARTIFACT
