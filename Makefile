@@ -16,7 +16,7 @@ parity: .venv-parity/installed
 # What only tests need, 1.3 GB of TensorFlow in it: not part of `setup`. The same environment, so that jax is installed
 # once; neither TensorFlow nor the two evaluation libraries that can drive an artifact change jax or numpy.
 .venv/tests: .venv/installed
-	$(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt -e '.[savedmodel,inspect,lm-eval]'
+	$(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt -e '.[savedmodel,inspect,lm-eval,ray]'
 	touch $@
 
 fmt: setup
@@ -30,7 +30,7 @@ types: setup
 
 # What takes minutes or more than `setup` is marked: pyproject.toml says what the markers mean.
 check: lint types
-	$(BIN)/python -m pytest -m "not (build or jit or tpu or hosts or install or browser or fuzz)" $(ARGS)
+	$(BIN)/python -m pytest -m "not (build or jit or tpu or hosts or ray or install or browser or fuzz)" $(ARGS)
 
 # In two processes, which take whole files (tests/conftest.py says why): tracing uses one core alone.
 test: setup parity .venv/tests

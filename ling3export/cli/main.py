@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,8 +18,9 @@ from ling3export.cli.cache import cache, cache_dir
 from ling3export.cli.options import IGNORE, JSON, WIDE, build_options, given
 from ling3export.errors import Ling3Error
 from ling3export.plan.options import Options
+from ling3export.runners.cli.cluster import on_cluster
 from ling3export.runners.cli.errors import require
-from ling3export.runners.cli.options import PATH, Group, section, shard_option
+from ling3export.runners.cli.options import PATH, Group, cluster_options, section, shard_option
 from ling3export.shards import WHOLE, Shard
 
 
@@ -95,10 +97,11 @@ def main() -> None:
         help="Build one cell of ARTIFACT, or of its failed build, again, and show all that its compiler says.",
     ),
 )  # fmt: skip
+@cluster_options
 def build(
     checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], into: Path | None, replay: str | None,
     force: bool, kind: str, cache: str, cache_dir: Path | None, explain: bool, shard: Shard, no_weights: bool,
-    dummy_weights: int | None, **options: Any,
+    dummy_weights: int | None, on: str | None, replicas: int, resources: str, **options: Any,
 ) -> None:  # fmt: skip
     """Build ARTIFACT from CHECKPOINT.
 
@@ -118,6 +121,12 @@ def build(
         raise click.UsageError("--dummy-weights belongs to --no-weights")
     if no_weights and (into is not None or replay is not None or kind != "artifact" or shard != WHOLE):
         raise click.UsageError("--no-weights makes an artifact: no --into, --replay, --shard or --format beside it")
+    if on is not None and (
+        shard != WHOLE or into is not None or replay is not None or no_weights or kind != "artifact"
+    ):
+        raise click.UsageError(
+            "--on builds an artifact: no --shard, --into, --replay, --no-weights or --format with it"
+        )
     chosen, what, use = given(click.get_current_context()), Options(**options), CacheUse(cache, cache_dir, explain)
     source = checkpoint or building.DEMO
     destination = artifact or Path(
@@ -159,6 +168,11 @@ def build(
             )
             console.summary(destination, manifest)
         else:
+            if on is not None:
+                from ling3export.compile.fleet import build_on
+
+                make_pool = partial(on_cluster, "build", None, on, replicas, resources)
+                build_on(make_pool, source, destination, what, console, ignore=ignore, cache=use)
             manifest = building.build(source, destination, what, console, force=force, ignore=ignore, cache=use)
             console.summary(destination, manifest)
 

@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ling3export.cache.cells import opened, summary
+from ling3export.cache.cells import Cells, opened, summary
 from ling3export.cache.use import CacheUse
 from ling3export.compile.build import Reporter, announced, compiling
 from ling3export.errors import PlanError
@@ -35,9 +35,18 @@ def build_share(
     config = config_of(checkpoint, ignore)
     plans = announced(make_plans(config, options), report)
     with opened(cache, report.note) as cells, tempfile.TemporaryDirectory(prefix="ling3-share-") as folder:
-        if not cells.use.writes:
-            hint = "write it with --cache on, in a folder that all shares and the build share: --cache-dir"
-            raise PlanError(f"--shard: expected a cache that is written, found {cells.use.policy}", hint)
+        written(cells, "--shard")
         with compiling(artifact, config, options, plans, Path(folder), cells, report, shard=shard) as compiled:
             outcomes = compiled()
         report.note(summary((built.program for each in outcomes for built in each.built.values()), cache))
+
+
+def written(cells: Cells, option: str) -> None:
+    """Refuses a cache that keeps nothing.
+
+    Raises:
+        PlanError: It is one; ``option`` needs another.
+    """
+    if not cells.use.writes:
+        hint = "write it with --cache on, in a folder of your own, or one that all shares share: --cache-dir"
+        raise PlanError(f"{option}: expected a cache that is written, found {cells.use.policy}", hint)

@@ -10,9 +10,10 @@ import hashlib
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 FORMAT = 1
 WINDOW = 16  # requests in flight for each slot: short answers go on behind a long one
 ANEW = "nothing was changed: choose another output, or begin anew with --force"
+Numbered = tuple[int, bytes]  # a line of the input, and its place there
+Answer = tuple[bytes, bool]  # a line of the output, and whether it is a refusal
 
 
 class BatchError(Ling3Error):
@@ -62,6 +65,9 @@ class Record:
     shard: str
 
 
+Answered = Callable[[Record, Iterator[Numbered]], Iterator[Answer]]  # gives the answers to lines, in order
+
+
 @dataclass(frozen=True)
 class Summary:
     """How a run ended: lines that were answered, of these refused, and how many an earlier run had done already."""
@@ -71,14 +77,25 @@ class Summary:
     earlier: int
 
 
-def run_batch(
-    engine: "Engine", source: Path, output: Path, *, model: str, settings: dict[str, Any], shard: Shard = WHOLE,
-    force: bool = False, progress: Callable[[int], None] = lambda done: None,
+def run_batch(engine: "Engine", source: Path, output: Path, **options: Any) -> Summary:
+    """Answers the lines of ``source`` by an engine of this process; ``answer_file`` says the rest.
+
+    Raises:
+        EngineStopped: The engine ended; the same call goes on with what is there.
+    """
+    most = WINDOW * engine.manifest.targets[engine.target].state.slots
+    return answer_file(engine.manifest.sha256 or "", partial(answers, engine, most), source, output, **options)
+
+
+def answer_file(
+    artifact: str, answered: Answered, source: Path, output: Path, *, model: str, settings: dict[str, Any],
+    shard: Shard = WHOLE, force: bool = False, progress: Callable[[int], None] = lambda done: None,
 ) -> Summary:  # fmt: skip
     """Answers the lines of ``source`` that are in ``shard``, or goes on with what an earlier run left.
 
     Args:
-        engine: The artifact, loaded.
+        artifact: The sha256 of its manifest.
+        answered: Who answers.
         source: JSON lines.
         output: Gets one line for each.
         model: The model's name in answers.
@@ -90,12 +107,11 @@ def run_batch(
     Raises:
         BatchError: Another run's output is there, or another process writes it.
         RequestError: The input cannot be read.
-        EngineStopped: The engine ended; the same call goes on with what is there.
     """
     digest, count = _scanned(source)
     asked = Record(
         FORMAT,
-        engine.manifest.sha256 or "",
+        artifact,
         model,
         digest,
         count,
@@ -119,8 +135,7 @@ def run_batch(
         earlier = _whole_lines(file)
         todo = mine[earlier:]
         refused = 0
-        for number, line in enumerate(_answers(engine, source, todo, asked, settings), earlier + 1):
-            answer, wrong = line
+        for number, (answer, wrong) in enumerate(answered(asked, _lines(source, todo)), earlier + 1):
             refused += wrong
             with writing(partial):
                 file.write(answer)
@@ -132,13 +147,10 @@ def run_batch(
     return Summary(len(mine), refused, earlier)
 
 
-def _answers(
-    engine: "Engine", source: Path, todo: Sequence[int], asked: Record, settings: Mapping[str, Any]
-) -> Iterator[tuple[bytes, bool]]:
-    """The answers to the lines ``todo``, in order, and whether each is a refusal; WINDOW of them run at a time."""
+def answers(engine: "Engine", most: int, asked: Record, lines: Iterable[Numbered]) -> Iterator[Answer]:
+    """The answers to lines of a run, in order; at most ``most`` requests run at a time."""
     running: deque[tuple[Line, list[Any]]] = deque()
-    window = WINDOW * engine.manifest.targets[engine.target].state.slots
-    run = asked.input_sha256[:12]
+    settings, run = json.loads(asked.settings), asked.input_sha256[:12]
 
     def ended() -> tuple[bytes, bool]:
         line, handles = running.popleft()
@@ -153,10 +165,10 @@ def _answers(
 
     with ExitStack() as stack:
         stack.callback(lambda: [handle.cancel() for _, handles in running for handle in handles])
-        for number, text in _lines(source, todo):
+        for number, text in lines:
             line = Line(number, text, engine, asked.model, settings)
             running.append((line, engine.submit(*line.call.requests) if line.call else []))
-            while sum(len(handles) for _, handles in running) >= window or (running and not running[0][1]):
+            while sum(len(handles) for _, handles in running) >= most or (running and not running[0][1]):
                 yield ended()
         while running:
             yield ended()
@@ -230,7 +242,7 @@ def _scanned(source: Path) -> tuple[str, int]:
     return digest.hexdigest(), count + (not last.endswith(b"\n"))
 
 
-def _lines(source: Path, wanted: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+def _lines(source: Path, wanted: Sequence[int]) -> Iterator[Numbered]:
     """The wanted lines of the input, which are in ascending order; of a line that is too long, its beginning."""
     numbers = iter(wanted)
     next_one = next(numbers, None)

@@ -1,16 +1,19 @@
 """``ling3-runner batch``: a file of requests, answered in shards."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
+from ling3export.runners.cli.cluster import on_cluster
 from ling3export.runners.cli.errors import require
 from ling3export.runners.cli.hosts import host_options, leading
 from ling3export.runners.cli.options import (
     PATH,
     Group,
     artifact_options,
+    cluster_options,
     sampling_option,
     section,
     shard_option,
@@ -54,10 +57,12 @@ def batch() -> None:
     click.option("--force", is_flag=True, help="Begin anew, whatever OUTPUT is there."),
 )  # fmt: skip
 @artifact_options
+@cluster_options
 @host_options
 def run(
     artifact: Path, source: Path, output: Path, model: str | None, shard: Shard, force: bool, target: str | None,
-    programs: str, check: str, step_timeout: float | None, place: dict[str, Any], **settings: Any,
+    programs: str, check: str, step_timeout: float | None, place: dict[str, Any], on: str | None, replicas: int,
+    resources: str, **settings: Any,
 ) -> None:  # fmt: skip
     """Answer each line of INPUT with a line of OUTPUT, or go on where an earlier run was broken off.
 
@@ -67,14 +72,21 @@ def run(
     hosts = leading(artifact, place, target=target, programs=programs, check=check)
     with announced(hosts):
         require("batch", "serve", "starlette", "prometheus_client", "pydantic")
-        from ling3export.runners.batch.run import run_batch
+        from ling3export.runners.batch.run import answer_file, run_batch
     from ling3export.runners.engine.engine import Engine
 
     name = model or artifact.resolve().name.removesuffix(".ling3")
-    with Engine(
-        artifact, target=target, programs=programs, check=check, hosts=hosts, step_timeout=step_timeout
-    ) as engine:
-        done = run_batch(engine, source, output, model=name, settings=settings, shard=shard, force=force)
+    options: dict[str, Any] = {"target": target, "programs": programs, "check": check, "step_timeout": step_timeout}
+    what: dict[str, Any] = {"model": name, "settings": settings, "shard": shard, "force": force}
+    if on is not None:
+        from ling3export.runners.batch.fleet import BatchWorker, answered_by
+
+        worker = partial(BatchWorker, {"artifact": artifact.resolve(), **options})
+        with on_cluster("batch", hosts, on, replicas, resources, worker, at_once=2) as pool:
+            done = answer_file(pool.about["artifact"], answered_by(pool), source, output, **what)
+    else:
+        with Engine(artifact, hosts=hosts, **options) as engine:
+            done = run_batch(engine, source, output, **what)
     earlier = f", {done.earlier} of them by an earlier run" if done.earlier else ""
     click.echo(f"{output}: {done.answered} lines of shard {shard}{earlier}; refused now: {done.refused}", err=True)
 

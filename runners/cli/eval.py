@@ -3,20 +3,23 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from ling3export.errors import Ling3Error, listed
+from ling3export.runners.cli.cluster import on_cluster
 from ling3export.runners.cli.errors import INVALID, NOT_DETERMINISTIC, REGRESSION
 from ling3export.runners.cli.hosts import host_options, leading
 from ling3export.runners.cli.options import (
     PATH,
     Decorator,
     Group,
+    cluster_options,
     prefix_cache_option,
     programs_option,
     section,
@@ -32,7 +35,7 @@ from ling3export.runners.hosts.rendezvous import announced
 from ling3export.shards import WHOLE, Shard
 
 if TYPE_CHECKING:
-    from ling3export.runners.evals.backend import EngineBackend
+    from ling3export.runners.evals.backend import Answering, EngineBackend
     from ling3export.runners.evals.statistics import Summary
     from ling3export.runners.evals.suites import Suite
 
@@ -99,11 +102,12 @@ def evaluate() -> None:
 )  # fmt: skip
 @section("Work", shard_option("batch"))
 @section("Artifact", target_option, programs_option, step_timeout_option, prefix_cache_option("off", default=False))
+@cluster_options
 @host_options
 def run(
     artifact: Path, run_folder: Path, suite: str, data: Path | None, limit: int | None, force: bool,
     target: str | None, programs: str, step_timeout: float | None, prefix_cache: bool, shard: Shard,
-    place: dict[str, Any], **settings: Any,
+    place: dict[str, Any], on: str | None, replicas: int, resources: str, **settings: Any,
 ) -> None:  # fmt: skip
     """Run a suite on ARTIFACT, or go on with it; write RUN.
 
@@ -115,7 +119,12 @@ def run(
     hosts = leading(artifact, place, target=target, programs=programs, overlap=OVERLAP, prefix_cache=prefix_cache)
     with announced(hosts):
         loaded, config = _suite_of(suite, data, limit), replace(DEFAULTS, **settings)
-    opened = open_backend(artifact, target, programs, hosts, step_timeout, prefix_cache)
+    options = {"target": target, "programs": programs, "step_timeout": step_timeout, "prefix_cache": prefix_cache}
+    opened: AbstractContextManager[Answering] = (
+        open_backend(artifact, target, programs, hosts, step_timeout, prefix_cache)
+        if on is None
+        else _on(on, replicas, resources, loaded, hosts, {"artifact": artifact.resolve(), **options})
+    )
     with opened as backend, progress(f"eval {loaded.name}") as told:
         summary = run_suite(loaded, backend, run_folder, config, shard=shard, force=force, progress=told)
     if shard == WHOLE:
@@ -272,6 +281,20 @@ def open_backend(
     return EngineBackend(
         artifact, target=target, programs=programs, hosts=hosts, step_timeout=step_timeout, prefix_cache=prefix_cache
     )
+
+
+@contextmanager
+def _on(
+    on: str, replicas: int, resources: str, suite: "Suite", hosts: Hosts | None, options: dict[str, Any]
+) -> Iterator["Answering"]:
+    """What answers an evaluation's prompts on a cluster."""
+    from ling3export.runners.evals.fleet import EvalWorker, PoolBackend
+
+    if suite.product:
+        hint = "run it on each node without --on"
+        raise Ling3Error(f"--on: expected a suite that looks at answers alone, found `{suite.name}`", hint)
+    with on_cluster("eval run", hosts, on, replicas, resources, partial(EvalWorker, options)) as pool:
+        yield PoolBackend(pool)
 
 
 def _suite_of(suite: str, data: Path | None, limit: int | None) -> "Suite":

@@ -157,6 +157,15 @@ def shard_option(what: str, does: str = "") -> Decorator:
     return click.option("--shard", type=_Share(), default=WHOLE, metavar="I/N", help=text)
 
 
+cluster_options = section(
+    "Cluster",
+    click.option("--on", metavar="ray[://HOST:PORT]", help="Work on a Ray cluster, of which this machine is a node."),
+    click.option("--replicas", type=click.IntRange(1), default=1, show_default=True, help="Workers there."),
+    click.option(
+        "--resources", default='{"CPU": 1}', show_default=True, metavar="JSON",
+        help='What each of them needs, such as {"TPU": 4}.',
+    ),
+)  # fmt: skip
 temperature_option = sampling_option("temperature", "0 takes the most likely token; at most 2.")
 target_option = click.option(
     "--target", cls=Once, help="One of the artifact's targets.  [default: the only one that fits]"

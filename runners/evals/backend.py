@@ -3,15 +3,18 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
+from ling3export.errors import RankDivergence, RequestError
+from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Completion, Request, Sampling
 from ling3export.runners.evals.tasks import Prompt
+from ling3export.runners.evals.trials import EvalError, InfraError
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.load.environment import compiler_flags
 
@@ -39,14 +42,29 @@ class Ask:
     logits: bool = False
 
 
-class Backend(Protocol):
-    """What answers prompts."""
+@dataclass(frozen=True)
+class Answer:
+    """What came of one prompt.
 
-    def check(self, ask: Ask) -> None:
-        """Raises RequestError for a prompt that can never be served: it is too long, for example."""
+    Attributes:
+        said: The completion, or the error that ended it.
+        attempts: The errors of attempts that failed, in order.
+    """
 
-    def generate(self, asks: Sequence[Ask]) -> list[Completion]:
-        """Completes a batch, in order. An exception is an infrastructure error of the whole batch."""
+    said: Completion | Exception
+    attempts: tuple[InfraError, ...] = ()
+
+
+class Answering(Protocol):
+    """What an evaluation needs: answers to batches, and what decides them."""
+
+    def answers(self, batches: Iterable[Sequence[Ask]], retry: int) -> Iterator[Sequence[Answer]]:
+        """The answers to each batch, in order.
+
+        Args:
+            batches: Taken one at a time by a single engine, and ahead by several.
+            retry: How often a prompt is tried again after an infrastructure error.
+        """
 
     def stats(self) -> dict[str, Any]:
         """The engine's counters since its start."""
@@ -56,6 +74,20 @@ class Backend(Protocol):
 
     def environment(self) -> dict[str, Any]:
         """What decides the tokens beside the prompts: artifact, versions, devices, paddings, as JSON."""
+
+
+class Backend(Answering, Protocol):
+    """What answers prompts in this process."""
+
+    def answers(self, batches: Iterable[Sequence[Ask]], retry: int) -> Iterator[Sequence[Answer]]:
+        """The answers to each batch, in order."""
+        return (answered(self, batch, retry) for batch in batches)
+
+    def check(self, ask: Ask) -> None:
+        """Raises RequestError for a prompt that can never be served: it is too long, for example."""
+
+    def generate(self, asks: Sequence[Ask]) -> list[Completion]:
+        """Completes a batch, in order. An exception is an infrastructure error of the whole batch."""
 
 
 class EngineBackend(Backend, AbstractContextManager["EngineBackend"]):
@@ -142,6 +174,69 @@ class EngineBackend(Backend, AbstractContextManager["EngineBackend"]):
 
     def __exit__(self, *_: object) -> None:
         self._engine.close()
+
+
+def answered(backend: Backend, asks: Sequence[Ask], retry: int) -> list[Answer]:
+    """The answers to a batch. Prompts that are refused are left out first."""
+    refused: dict[int, Answer] = {}
+    served: list[Ask] = []
+    for place, ask in enumerate(asks):
+        try:
+            backend.check(ask)
+            served.append(ask)
+        except RequestError as error:
+            refused[place] = Answer(error)
+    done = iter(_answers(backend, served, retry) if served else ())
+    return [refused[place] if place in refused else next(done) for place in range(len(asks))]
+
+
+def _answers(backend: Backend, asks: Sequence[Ask], retry: int) -> list[Answer]:
+    """Completes a batch. After an error it tries the halves, down to the prompts that are at fault, each alone."""
+    found = _attempt(backend, asks)
+    if not isinstance(found, Exception):
+        return [Answer(each) for each in found]
+    # What is refused was not started, and that is said of one prompt alone.
+    failed = () if isinstance(found, RequestError) else (InfraError.of(found),)
+    # The failure of a batch says nothing yet about any one of its prompts: each gets another attempt in any case.
+    return _halved(backend, asks, retry if len(asks) == 1 else max(retry, 1), found, failed)
+
+
+def _halved(
+    backend: Backend, asks: Sequence[Ask], tries: int, error: Exception, failed: tuple[InfraError, ...]
+) -> list[Answer]:
+    """Tries the halves of a batch that failed with ``error``; a prompt alone is tried ``tries`` times."""
+    found: Sequence[Completion] | Exception
+    if len(asks) == 1:
+        for _ in range(tries):
+            found = _attempt(backend, asks)
+            if not isinstance(found, Exception):
+                return [Answer(found[0], failed)]
+            error = found
+            if isinstance(error, RequestError):
+                break
+            failed = (*failed, InfraError.of(error))
+        return [Answer(error, failed)]
+    answers: list[Answer] = []
+    for half in (asks[: len(asks) // 2], asks[len(asks) // 2 :]):
+        found = error if len(half) == 1 else _attempt(backend, half)
+        if isinstance(found, Exception):
+            answers += _halved(backend, half, tries, found, failed)
+        else:
+            answers += [Answer(each, failed) for each in found]
+    return answers
+
+
+def _attempt(backend: Backend, asks: Sequence[Ask]) -> list[Completion] | Exception:
+    """The completions of a batch, or the error that it ended with, unless that ends the run."""
+    try:
+        done = backend.generate(asks)
+    except (RankDivergence, EngineStopped):
+        raise
+    except Exception as error:
+        return error
+    if len(done) != len(asks):
+        raise EvalError(f"backend: expected {len(asks)} completions, found {len(done)}")
+    return done
 
 
 def _version(name: str) -> str | None:

@@ -1,17 +1,17 @@
 """Runs a suite on a backend, batch by batch in the order of its tasks, and leaves a folder that tells all about it."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.records import sha256_of
-from ling3export.errors import Ling3Error, RankDivergence, RequestError
+from ling3export.errors import Ling3Error, RequestError
 from ling3export.runners.engine.follower import check_digests
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Completion
-from ling3export.runners.evals.backend import Ask, Backend
+from ling3export.runners.evals.backend import Answer, Answering, Ask
 from ling3export.runners.evals.folder import Prediction, RunFolder, RunRecord, TaskRecord, open_folder
 from ling3export.runners.evals.graders import choice_letter, extract_answer
 from ling3export.runners.evals.harness import graded
@@ -21,7 +21,6 @@ from ling3export.runners.evals.suites import Suite
 from ling3export.runners.evals.tasks import Task
 from ling3export.runners.evals.trials import (
     EvalError,
-    InfraError,
     Outcome,
     RunConfig,
     Step,
@@ -34,7 +33,7 @@ from ling3export.shards import WHOLE, Shard
 
 
 def run_suite(
-    suite: Suite, backend: Backend, folder: Path, config: RunConfig, *, shard: Shard = WHOLE, force: bool = False,
+    suite: Suite, backend: Answering, folder: Path, config: RunConfig, *, shard: Shard = WHOLE, force: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Summary:  # fmt: skip
     """Runs a suite, or goes on where an earlier run with the same record ended. On several hosts, host 0 calls it.
@@ -67,8 +66,9 @@ def run_suite(
     with open_folder(folder, run, tasks, force=force) as opened:
         runner = _Runner(suite, backend, config, opened)
         try:
-            for start in range(0, len(trials), config.batch):
-                runner.run([each for each in trials[start : start + config.batch] if each.pair not in opened.done])
+            starts = range(0, len(trials), config.batch)
+            batches = [[each for each in trials[n : n + config.batch] if each.pair not in opened.done] for n in starts]
+            for _ in runner.run([batch for batch in batches if batch]):
                 if progress:
                     progress(len(opened.done), len(trials))
         except EngineStopped as error:
@@ -95,7 +95,7 @@ def concluded(folder: RunFolder, run: RunRecord, tasks: Sequence[TaskRecord]) ->
 class _Runner:
     """Runs batches of trials and writes their records."""
 
-    def __init__(self, suite: Suite, backend: Backend, config: RunConfig, folder: RunFolder) -> None:
+    def __init__(self, suite: Suite, backend: Answering, config: RunConfig, folder: RunFolder) -> None:
         self._suite = suite
         self._tasks = {task.id: (place, task) for place, task in enumerate(suite.tasks)}
         self._backend = backend
@@ -103,43 +103,34 @@ class _Runner:
         self._folder = folder
         self._worked = bool(folder.done)
 
-    def run(self, trials: list[Trial]) -> None:
-        if not trials:
-            return
-        before = self._counters()
-        answers = self._answers(trials)
-        refusals = [each for each in answers if isinstance(each, Ling3Error)]
-        if not self._worked and refusals and all(isinstance(each, Exception) for each in answers):
+    def run(self, batches: Sequence[Sequence[Trial]]) -> Iterator[None]:
+        """Runs batches, in order; stops behind each, whose records are then written."""
+        answers = self._backend.answers(([self.ask(trial) for trial in batch] for batch in batches), self._config.retry)
+        for batch in batches:
+            before = self._counters()
+            self._write(batch, next(answers), before)
+            yield
+
+    def _write(self, trials: Sequence[Trial], answers: Sequence[Answer], before: dict[str, Any]) -> None:
+        refusals = [each.said for each in answers if isinstance(each.said, Ling3Error)]
+        if not self._worked and refusals and all(isinstance(each.said, Exception) for each in answers):
             raise refusals[-1]  # all trials of the first batch were refused: that is no accident, but a wrong set-up
         self._worked = True
         check_digests(self._backend.digests())
         after = self._counters()
         for trial, answer in zip(trials, answers, strict=True):
             place, task = self._tasks[trial.task_id]
-            if isinstance(answer, RequestError):
-                trial.refuse(answer)
-            elif isinstance(answer, Exception):
+            trial.attempts += answer.attempts
+            if isinstance(answer.said, RequestError):
+                trial.refuse(answer.said)
+            elif isinstance(answer.said, Exception):
                 trial.status = "infra_error"
             else:
-                graded(trial, task, transcript_of(answer), self.outcome(task, answer, before, after))
+                graded(trial, task, transcript_of(answer.said), self.outcome(task, answer.said, before, after))
             if self._config.transcripts:
                 text = json.dumps(trial.record(), ensure_ascii=False, indent=1) + "\n"
                 self._folder.keep_transcript(place, trial.trial, text.encode())
             self._folder.add(Prediction.of(place, task, trial))
-
-    def _answers(self, trials: list[Trial]) -> Sequence[Completion | Exception]:
-        """For each trial its completion, or the error that ended it. Prompts that are refused are left out first."""
-        refused: dict[int, RequestError] = {}
-        served: list[tuple[Ask, Trial]] = []
-        for place, trial in enumerate(trials):
-            ask = self.ask(trial)
-            try:
-                self._backend.check(ask)
-                served.append((ask, trial))
-            except RequestError as error:
-                refused[place] = error
-        done = iter(_answers(self._backend, served, self._config.retry) if served else ())
-        return [refused[place] if place in refused else next(done) for place in range(len(trials))]
 
     def _counters(self) -> dict[str, Any]:
         return self._backend.stats() if self._suite.product else {}
@@ -159,58 +150,6 @@ class _Runner:
             state |= {"counters": after, "delta": _grown(before, after), "files": files, "output": len(ids)}
             state["records"] = len(self._folder.done)
         return Outcome(state)
-
-
-def _answers(backend: Backend, pairs: list[tuple[Ask, Trial]], retry: int) -> Sequence[Completion | Exception]:
-    """Completes a batch. After an error it tries the halves, down to the trials that are at fault, each alone.
-
-    Returns:
-        For each trial its completion, or the error that ended it.
-    """
-    found = _attempt(backend, [ask for ask, _ in pairs])
-    if not isinstance(found, Exception):
-        return found
-    if not isinstance(found, RequestError):  # then nothing was started, and it is said of one prompt alone
-        for _, trial in pairs:
-            trial.attempts.append(InfraError.of(found))
-    # The failure of a batch says nothing yet about any one of its trials: each gets another attempt in any case.
-    return _halved(backend, pairs, retry if len(pairs) == 1 else max(retry, 1), found)
-
-
-def _halved(
-    backend: Backend, pairs: list[tuple[Ask, Trial]], tries: int, error: Exception
-) -> Sequence[Completion | Exception]:
-    """Tries the halves of a batch that failed with ``error``; a trial alone is tried ``tries`` times."""
-    found: Sequence[Completion] | Exception
-    if len(pairs) == 1:
-        ((ask, trial),) = pairs
-        for _ in range(tries):
-            found = _attempt(backend, [ask])
-            if not isinstance(found, Exception):
-                return found
-            error = found
-            if isinstance(error, RequestError):
-                break
-            trial.attempts.append(InfraError.of(error))
-        return [error]
-    answers: list[Completion | Exception] = []
-    for half in (pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]):
-        found = error if len(half) == 1 else _attempt(backend, [ask for ask, _ in half])
-        answers += _halved(backend, half, tries, found) if isinstance(found, Exception) else found
-    return answers
-
-
-def _attempt(backend: Backend, asks: Sequence[Ask]) -> list[Completion] | Exception:
-    """The completions of a batch, or the error that it ended with, unless that ends the run."""
-    try:
-        done = backend.generate(asks)
-    except (RankDivergence, EngineStopped):
-        raise
-    except Exception as error:
-        return error
-    if len(done) != len(asks):
-        raise EvalError(f"backend: expected {len(asks)} completions, found {len(done)}")
-    return done
 
 
 def transcript_of(completion: Completion) -> Transcript:

@@ -26,6 +26,7 @@ PACKAGES = {
     "runners.engine": {"numpy"},
     "runners.evals": {"numpy", "yaml"},
     "runners.ffn": {"numpy"},
+    "runners.fleet": {"ray"},
     "runners.hosts": {"jax"},
     "runners.load": {"flatbuffers", "jax", "jaxlib", "ml_dtypes", "numpy"},
     "runners.serve": {"h11", "prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"},
@@ -36,7 +37,7 @@ PACKAGES = {
     "verify": {"numpy", "safetensors"},
 }
 PRIVATE_JAX = {"ling3export.runners.load.pjrt", "ling3export.runners.hosts.service"}
-NEVER_IN_RUNNER = {"flax", "ling3export.model", "optax", "orbax", "rich", "tensorflow", "torch", "transformers"}
+NEVER_IN_RUNNER = {"flax", "ling3export.model", "optax", "orbax", "ray", "rich", "tensorflow", "torch", "transformers"}
 SERVER = {"prometheus_client", "pydantic", "starlette", "uvicorn"}
 # Rooms and modules that read files, configurations and arguments, and load no jax.
 WITHOUT_JAX = (

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ling3export.runners.engine.request import Completion
-from ling3export.runners.evals.backend import Ask
+from ling3export.runners.evals.backend import Ask, Backend
 from ling3export.runners.evals.graders import GraderSpec
 from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.suites import Suite
@@ -24,7 +24,7 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-class FakeBackend:
+class FakeBackend(Backend):
     """Answers a prompt by a function; tokens are the text's code points, times are constant.
 
     Args:

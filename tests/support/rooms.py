@@ -13,6 +13,7 @@ RUNNERS = (
     ("runners.ffn", "runners.state"),
     ("runners.load", "runners.transfer"),
     ("runners.hosts", "runners.text"),
+    ("runners.fleet",),
     ("artifacts",),
     ("dtypes", "errors", "experts", "reading", "shards", "strict_json", "runners.flight"),
 )
@@ -29,7 +30,9 @@ BUILD = (
 )
 # Single modules at the bottom, for the whole build side; and what it may import of the runners.
 BOTTOM = {"processes", "sources", "tables"}
-FROM_RUNNERS = {"runners.load", "runners.engine.inputs", "runners.ffn", "runners.hosts", "runners.text"}
+FROM_RUNNERS = {
+    "runners.engine.inputs", "runners.ffn", "runners.fleet", "runners.hosts", "runners.load", "runners.text",
+}  # fmt: skip
 BESIDES = {
     "strict_json": {"reading"},
     "cli": {"runners.cli"},

@@ -1,0 +1,109 @@
+"""A build's cells compiled on a cluster, into the cache of this machine: the build then only collects."""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ling3export.artifacts.files import write_new
+from ling3export.artifacts.records import from_json, to_json
+from ling3export.cache.cells import SUFFIXES, Built, opened
+from ling3export.cache.explain import differences
+from ling3export.cache.keys import cell_fields
+from ling3export.cache.store import LARGEST_BLOB
+from ling3export.cache.use import CacheUse
+from ling3export.compile.build import Reporter
+from ling3export.compile.pool import Compilers, Outcome, check
+from ling3export.compile.replay import note_failure
+from ling3export.compile.share import written
+from ling3export.errors import PlanError, listed
+from ling3export.model.config import Config
+from ling3export.plan.options import Options
+from ling3export.plan.plan import Cell, Plan, make_plans
+from ling3export.pricing.pricing import config_of
+from ling3export.processes import Failure
+from ling3export.reading import read_bytes
+from ling3export.runners.fleet.pool import Pool, Worker, versions
+
+STAGE = "compile on the cluster"
+Compiled = tuple[dict[str, Any], Any, dict[str, bytes]]  # what decides the cell there, Built as JSON, files by suffix
+
+
+@dataclass
+class CompileWorker:
+    """A node that compiles cells, each in a process of its own, for ``Pool``.
+
+    Args:
+        config: The model.
+    """
+
+    config: Config
+
+    def start(self) -> dict[str, Any]:
+        """Nothing to get ready."""
+        return {"versions": versions()}
+
+    def work(self, piece: tuple[Plan, Cell]) -> Compiled | Failure:
+        """A cell, or why it failed."""
+        plan, cell = piece
+        with tempfile.TemporaryDirectory(prefix="ling3-cell-") as name:
+            folder = Path(name)
+            done = Compilers(plan, self.config, folder, 1).run([cell], lambda cell, built: None)
+            if cell.name in done.failures:
+                return done.failures[cell.name]
+            files = {suffix: read_bytes(folder, f"{cell.name}.{suffix}", LARGEST_BLOB) for suffix in SUFFIXES}
+        return cell_fields(self.config, plan, cell), to_json(done.built[cell.name]), files
+
+
+def build_on(
+    make_pool: Callable[[Callable[[], Worker]], AbstractContextManager[Pool]], checkpoint: Path, artifact: Path,
+    options: Options, report: Reporter, *, ignore: Sequence[str] = (), cache: CacheUse,
+) -> None:  # fmt: skip
+    """Compiles what the cache has not of a build, on a cluster.
+
+    Args:
+        make_pool: Makes the pool of CompileWorker; not called where the cache has every cell.
+        checkpoint: A checkpoint's folder, of which only config.json is read.
+        artifact: What the build is to make. Only a failure is noted beside it.
+        options: What to build.
+        report: Told of every cell.
+        ignore: Fields of config.json to ignore.
+        cache: Where programs are kept.
+
+    Raises:
+        PlanError: A cell failed, the cache cannot be written, or a node compiles otherwise than this machine would.
+        ClusterError: The cluster is not there, has no room, or its workers die.
+    """
+    config = config_of(checkpoint, ignore)
+    plans = make_plans(config, options)
+    outcomes = {plan.target.name: Outcome(plan, {}, {}) for plan in plans}
+    with opened(cache, report.note) as cells, tempfile.TemporaryDirectory(prefix="ling3-fleet-") as name:
+        written(cells, "--on")
+        folder = Path(name)
+        wanted = [(plan, cell) for plan in plans for cell in plan.cells]
+        todo = [(plan, cell) for plan, cell in wanted if cells.fetch(config, plan, cell, folder) is None]
+        if not todo:
+            return
+        with make_pool(partial(CompileWorker, config)) as pool:
+            report.start(STAGE, len(todo))
+            for (plan, cell), made in zip(todo, pool.map(todo), strict=True):
+                outcome = outcomes[plan.target.name]
+                if isinstance(made, Failure):
+                    outcome.failures[cell.name] = made
+                    continue
+                fields, built, files = made
+                if other := differences(cell_fields(config, plan, cell), fields):
+                    hint = "nodes need the same package, versions and flags, and for cpu targets the same processor"
+                    found = f"found one with another {listed(other)}"
+                    raise PlanError(f"{cell.name}: expected nodes that compile as this machine, {found}", hint)
+                for suffix in SUFFIXES:
+                    write_new(folder / f"{cell.name}.{suffix}", files[suffix])
+                outcome.built[cell.name] = cells.keep(config, plan, cell, folder, from_json(Built, built))
+                report.advance(STAGE, 1)
+        became = [*outcomes.values()]
+        if any(outcome.failures for outcome in became):
+            report.failed(became)
+        check(config, became, True, lambda: note_failure(artifact, config, options, became))

@@ -1,0 +1,49 @@
+"""A batch on a cluster: each worker has an engine, and answers pieces of a few lines."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from ling3export.runners.batch.run import WINDOW, Answer, Answered, Numbered, Record, answers
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.handle import EngineStopped
+from ling3export.runners.fleet.pool import Gone, Pool, versions
+
+PIECE = 32  # lines
+
+
+@dataclass
+class BatchWorker:
+    """An engine on a node, for ``Pool``.
+
+    Args:
+        options: The engine's arguments; ``artifact`` is a path that every node sees.
+    """
+
+    options: dict[str, Any]
+    engine: Engine = field(init=False)
+
+    def start(self) -> dict[str, Any]:
+        """Loads the artifact."""
+        self.engine = Engine(**self.options)
+        return {"artifact": self.engine.manifest.sha256, "target": self.engine.target, "versions": versions()}
+
+    def work(self, piece: tuple[Record, list[Numbered]]) -> list[Answer]:
+        """The answers to some lines of a run."""
+        most = WINDOW * self.engine.manifest.targets[self.engine.target].state.slots
+        try:
+            return [*answers(self.engine, most, *piece)]
+        except EngineStopped as error:
+            raise Gone(error.message) from None
+
+
+def answered_by(pool: Pool) -> Answered:
+    """What ``answer_file`` asks for, by the workers of a pool of BatchWorker."""
+
+    def answered(asked: Record, lines: Iterator[Numbered]) -> Iterator[Answer]:
+        pieces = iter(lambda: [*islice(lines, PIECE)], [])
+        for some in pool.map((asked, piece) for piece in pieces):
+            yield from some
+
+    return answered

@@ -1,0 +1,60 @@
+"""An evaluation on a cluster: each worker has an engine, and answers whole batches."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ling3export.runners.engine.handle import EngineStopped
+from ling3export.runners.evals.backend import Answer, Answering, Ask, EngineBackend, answered
+from ling3export.runners.fleet.pool import Gone, Pool
+
+
+@dataclass
+class EvalWorker:
+    """An engine on a node, for ``Pool``.
+
+    Args:
+        options: The arguments of EngineBackend; ``artifact`` is a path that every node sees.
+    """
+
+    options: dict[str, Any]
+    backend: EngineBackend = field(init=False)
+
+    def start(self) -> dict[str, Any]:
+        """Loads the artifact; the environment of the run."""
+        self.backend = EngineBackend(**self.options)
+        return self.backend.environment()
+
+    def work(self, piece: tuple[Sequence[Ask], int]) -> list[Answer]:
+        """The answers to a batch."""
+        try:
+            return answered(self.backend, *piece)
+        except EngineStopped as error:
+            raise Gone(error.message) from None
+
+
+class PoolBackend(Answering):
+    """A pool of EvalWorker.
+
+    Args:
+        pool: Its workers have one batch each at a time, so that batches are what they are on one engine.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def answers(self, batches: Iterable[Sequence[Ask]], retry: int) -> Iterator[Sequence[Answer]]:
+        """The answers to each batch, in order."""
+        return self._pool.map((batch, retry) for batch in batches)
+
+    def stats(self) -> dict[str, Any]:
+        """Nothing: each engine has counters of its own."""
+        return {}
+
+    def digests(self) -> Sequence[bytes]:
+        """Nothing: each engine runs on one host."""
+        return ()
+
+    def environment(self) -> dict[str, Any]:
+        """What all workers have."""
+        return dict(self._pool.about)

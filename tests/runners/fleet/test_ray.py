@@ -1,0 +1,96 @@
+"""Batches and evaluations on a cluster of three nodes in this machine: what one engine gives, whoever dies."""
+
+import json
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import ray_nodes
+import toy_artifact
+from ling3export.runners.batch.run import run_batch
+from ling3export.runners.cli.main import main
+from ling3export.runners.engine.engine import Engine
+
+pytestmark = [pytest.mark.ray, pytest.mark.jit]
+
+SETTINGS = {"max_tokens": 6, "temperature": 1.0, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two nodes beside the head, with room for two workers each."""
+    pytest.importorskip("ray")
+    with ray_nodes.cluster() as nodes:
+        for _ in range(2):
+            nodes.add(engine=2)
+        yield nodes
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+def written(path: Path, count: int) -> Path:
+    lines = [{"prompt_ids": [1, 2, 3 + n % 50], "custom_id": f"n{n}"} for n in range(count)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"messages": []}]))
+    return path
+
+
+def call(*words: object):
+    return CliRunner().invoke(main, list(map(str, words)), catch_exceptions=False)
+
+
+def test_a_node_that_dies_in_the_middle_of_a_batch_loses_nothing(cluster, tmp_path):
+    """The output is that of one engine, but for the times."""
+    source = written(tmp_path / "in.jsonl", 500)
+    with Engine(toy_artifact.shared(), report=quiet) as engine:
+        run_batch(engine, source, tmp_path / "whole", model="toy", settings=SETTINGS)
+    partial_output = tmp_path / "out.partial"
+    cluster.add(engine=2)
+
+    def kill() -> None:
+        end = time.monotonic() + 120
+        while not (partial_output.exists() and partial_output.stat().st_size) and time.monotonic() < end:
+            time.sleep(0.02)
+        cluster.kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    options = ["--max-tokens", 6, "--temperature", 1, "--seed", 5, "--model", "toy", "--replicas", 3]
+    where = ["--on", f"ray://{cluster.address}", "--resources", '{"engine": 2}']
+    done = call("batch", toy_artifact.shared(), source, tmp_path / "out", *options, *where)
+    thread.join()
+    assert done.exit_code == 0, done.output
+    assert "a worker is gone" in done.stderr
+    timeless = [re.sub(r'"created": \d+', "", (tmp_path / name).read_text()) for name in ("out", "whole")]
+    assert timeless[0] == timeless[1]
+    assert timeless[0].count("\n") == 501
+
+
+def test_an_evaluation_on_a_cluster_is_that_of_one_engine(cluster, tmp_path):
+    tasks = tmp_path / "tasks.json"
+    tasks.write_text(json.dumps([
+        {"id": f"t{n}", "input": {"prompt_ids": [n % 9 + 1, 2]}, "graders": ["last_numeric"], "target": "42"}
+        for n in range(40)
+    ]))  # fmt: skip
+    options = ["--suite", tasks, "--batch", 4, "--max-tokens", 5]
+    where = ["--on", f"ray://{cluster.address}", "--replicas", 2, "--resources", '{"engine": 1}']
+    one = call("eval", "run", toy_artifact.shared(), tmp_path / "one", *options)
+    many = call("eval", "run", toy_artifact.shared(), tmp_path / "many", *options, *where)
+    assert (one.exit_code, many.exit_code) == (0, 0), many.output
+    assert one.stdout == many.stdout
+    lines = [
+        [json.loads(line) | {"ttft_ms": 0, "e2e_ms": 0} for line in (tmp_path / name / "predictions.jsonl").open()]
+        for name in ("one", "many")
+    ]
+    assert lines[0] == lines[1]
+    assert len(lines[0]) == 40
+    smoke = call("eval", "run", toy_artifact.shared(), tmp_path / "smoke", "--suite", "product-smoke", *where)
+    assert "expected a suite that looks at answers alone, found `product-smoke`" in smoke.stderr
+    gone = call("eval", "run", tmp_path / "nothing", tmp_path / "gone", *options, *where)
+    assert gone.exit_code == 1
+    assert re.search(r"error: ray: artifact `nothing`: .*; on node ", gone.stderr), gone.stderr
