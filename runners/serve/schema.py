@@ -51,6 +51,14 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "store": (False,),
+    # What vllm-router adds to every request.
+    "no_stop_trim": (False,),
+    "skip_special_tokens": (True,),
+    "continue_final_message": (False,),
+    "return_hidden_states": (False,),
+    "include_reasoning": (True, False),
+    "separate_reasoning": (True, False),
+    "stream_reasoning": (True, False),
 }
 # Fields that only label a request.
 LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
