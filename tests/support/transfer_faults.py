@@ -41,13 +41,19 @@ time.sleep(100)
 """
 HOLDER = """
 import sys, time, transfers
-from pathlib import Path
+from ling3export.runners.hosts.rendezvous import HEAD
+from ling3export.runners.transfer.tcp import OBJECT
 where = transfers.backend("tcp", None)
 key = transfers.keys(40, salt=sys.argv[1])[-1]
 transfers.write(where, key)
 where.offer("0" * 32, [key])
-if sys.argv[2] == "slow":
-    where._give = lambda *given: time.sleep(100)
+def half(caller, transfer, part, parts, names):
+    memory = where._offers[transfer].objects[names[0]]
+    caller.sendall(HEAD.pack(OBJECT, memory.nbytes))
+    caller.sendall(memory.data[:memory.nbytes // 2])
+    time.sleep(100)
+if sys.argv[2] == "half":
+    where._give = half
 print(where.port, flush=True)
 time.sleep(100)
 """
@@ -217,7 +223,7 @@ def holder_gone(how: str) -> Callable[[Case], tuple[Callable[[], bool], object, 
     def inject(case: Case) -> tuple[Callable[[], bool], object, str]:
         """The other end is killed before or while it sends, or is stopped."""
         salt = transfers.fresh_salt()
-        process, port = case.process(HOLDER, salt, "slow" if how == "killed while sending" else "")
+        process, port = case.process(HOLDER, salt, "half" if how == "killed while sending" else "")
         reader, key = case.end("tcp"), keys(40, salt)[-1]
         if how == "killed":
             process.kill()
