@@ -14,6 +14,7 @@ from ling3export.artifacts.records import WrongRecordError, shown
 from ling3export.artifacts.schema import (
     GIVERS,
     MOVING,
+    ON_LOGITS,
     SPLIT,
     Array,
     Cell,
@@ -145,8 +146,9 @@ def _check_target(target: Target, plan: Plan) -> None:
             _same(f"how many {phase} programs there are", int(bool(snapshots)), len(target.paddings(phase)))
         _same("the padding of store, that of fetch", target.paddings("fetch"), target.paddings("store"))
         rows = {cell.rows for cell in target.cells.values() if cell.phase in GIVERS}
-        if missing := sorted(rows - set(target.paddings("sample"))):
-            _wrong(f"a program sample@{missing[0]}, for as many rows of logits", None)
+        for phase in ON_LOGITS if target.paddings("adjust") else ON_LOGITS[:1]:  # older artifacts have no adjust
+            if missing := sorted(rows - set(target.paddings(phase))):
+                _wrong(f"a program {phase}@{missing[0]}, for as many rows of logits", None)
         if any(cell.phase in SPLIT for cell in target.cells.values()):
             for phase in ("attend", "combine", "head"):
                 _same(f"the paddings of decode, as {phase}'s", plan.decode_paddings, target.paddings(phase))
@@ -192,6 +194,7 @@ def _check_cell(cell: Cell, target: Target) -> None:
         "experts": {"results": rows},
         "combine": {"hidden": rows},
         "head": {"logits": rows},
+        "adjust": dict.fromkeys(("logits", "logprob", "top_token", "top_logprob"), rows),
     }.get(cell.phase, {})
     found = {leaf.name: leaf.shape[:1] for leaf in cell.outputs if leaf.group == "out"}
     for name, count in results.items():
@@ -228,7 +231,7 @@ def _check_leaves(cell: Cell, target: Target) -> None:
     arrays = sorted(target.state.arrays, key=lambda array: array.name)
     if cell.phase in SPLIT and cell.phase != "attend":
         arrays = []  # they know no sequences
-    if cell.phase in ("sample", *MOVING):  # the last tokens alone, or all but them; others take every array
+    if cell.phase in (*ON_LOGITS, *MOVING):  # the last tokens alone, all but them, or none; others take every array
         arrays = [array for array in arrays if any(leaf.name == array.name for leaf in cell.inputs)]
     for side, leaves, order in sides:
         groups = [group for group, _ in groupby(leaves, key=lambda leaf: leaf.group)]
@@ -248,7 +251,8 @@ def _check_leaves(cell: Cell, target: Target) -> None:
         _same(f"parameter {shown(leaf.name)}", (shape, parameter.dtype), (leaf.shape, leaf.dtype), "inputs")
     batch = {leaf.name: leaf for leaf in cell.inputs if leaf.group == "batch"}
     more = {
-        "sample": ["logits"], "store": [array.name for array in arrays], "attend": ["hidden"],
+        "sample": ["logits"], "adjust": ["edits", "logits", "mask", "token"],
+        "store": [array.name for array in arrays], "attend": ["hidden"],
         "dispatch": ["token_data"], "experts": ["group_list", "y"],
         "combine": ["expert_ids", "residual", "results", "weights"], "head": ["hidden"],
     }  # fmt: skip

@@ -35,10 +35,11 @@ StoredDtype = Annotated[str, one_of(*BY_CODE)]
 Phase = Annotated[
     str,
     one_of(
-        "prefill", "score", "decode", "sample", "copy", "fetch", "store", "attend", "dispatch", "experts", "combine",
-        "head",
+        "prefill", "score", "decode", "sample", "adjust", "copy", "fetch", "store", "attend", "dispatch", "experts",
+        "combine", "head",
     ),
 ]  # fmt: skip
+ON_LOGITS = ("sample", "adjust")  # phases that take another's logits, and no parameters
 MOVING = ("copy", "fetch", "store")  # the phases that move one sequence's state, and compute nothing
 GIVERS = ("prefill", "score", "decode")  # whose logits are sampled
 SPLIT = ("attend", "dispatch", "experts", "combine", "head")  # a decode step cut at each layer's experts

@@ -16,6 +16,9 @@ from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.kda.tiled import Tiles, tiles_of
 from ling3export.model.layers import fill_rows
 from ling3export.model.mla.paged import PageList, list_pages
+from ling3export.model.sampling.adjust import BLOCK
+
+BIASES = 1024  # tokens with a logit bias that one request may name
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,8 @@ def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
 
     Args:
         phase: ``prefill`` or ``score`` (padding = padded tokens T), ``decode`` or ``attend`` (sequences B), ``sample``
-            (rows R), ``copy`` (pairs of slots N), ``fetch`` or ``store`` (pages P), ``dispatch`` (pairs Y); other
-            phases have none.
+            or ``adjust`` (rows R), ``copy`` (pairs of slots N), ``fetch`` or ``store`` (pages P), ``dispatch`` (pairs
+            Y); other phases have none.
         padding: T, B, R, N, P or Y.
         max_pages: Columns of the page table.
     """
@@ -61,6 +64,7 @@ def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
         },
         "dispatch": {"expert_ids": each, "layer_ids": each, "out_num": (1,)},
         "sample": dict.fromkeys(("slot", "position", "temperature", "top_k", "top_p", "seed"), each),
+        "adjust": dict.fromkeys(("edited", "masked", "top"), each),
         "copy": {"source": each, "target": each},
         "fetch": {"slot": (1,), "page": each},
         "store": {"slot": (1,), "page": each},
@@ -70,6 +74,15 @@ def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
         fields.append(Field(name, offset, shape, "float32" if name in ("temperature", "top_p") else "int32"))
         offset += fields[-1].size
     return tuple(fields)
+
+
+def adjust_shapes(rows: int, vocab_size: int, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+    """Shapes of what ``adjust`` takes beside the packed vector and the logits, all int32.
+
+    A row has room for an edit of every token that a context can hold, and of BIASES that it does not.
+    """
+    most = min(vocab_size, geometry.max_pages * geometry.page_size + BIASES)
+    return {"edits": (3, rows, -(-most // BLOCK) * BLOCK), "mask": (rows, -(-vocab_size // 32)), "token": (rows,)}
 
 
 def packed_size(fields: tuple[Field, ...]) -> int:

@@ -1,4 +1,4 @@
-"""The step contract: ``(params, state, batch) -> (state, out)`` for prefill, score, decode, sample, and for
+"""The step contract: ``(params, state, batch) -> (state, out)`` for prefill, score, decode, sample, adjust, and for
 state that moves.
 
 ``build_step`` returns a global function (``shard_map`` over one axis, ``tp``) of plain nested dicts, with the abstract
@@ -19,9 +19,10 @@ from ling3export.model.config import Config
 from ling3export.model.decoder import Ling3
 from ling3export.model.ffn.halves import half
 from ling3export.model.geometry import AXIS, CHUNK, Geometry
-from ling3export.model.inputs import Field, batch_fields, chunks_of, decode_rows, packed_size, unpack
+from ling3export.model.inputs import Field, adjust_shapes, batch_fields, chunks_of, decode_rows, packed_size, unpack
 from ling3export.model.kda.recurrence import is_factored
 from ling3export.model.parameters import arguments
+from ling3export.model.sampling.adjust import adjust
 from ling3export.model.sampling.sample import sample, score_next
 from ling3export.model.state import state_arrays
 
@@ -31,9 +32,10 @@ Tree = dict[str, Any]
 LOGITS = P(None, AXIS)  # cut over the vocabulary
 OUTPUTS: dict[str, Tree] = {
     "prefill": {"logits": LOGITS},
-    "score": {"logits": LOGITS, "logprob": P(), "best": P()},
+    "score": {"logits": LOGITS, "logprob": P(), "best": P(), "best_logprob": P()},
     "decode": {"logits": LOGITS},
     "sample": {"token": P(), "logprob": P()},
+    "adjust": {"logits": LOGITS, "logprob": P(), "top_token": P(), "top_logprob": P()},
 }
 
 
@@ -95,7 +97,8 @@ def bind(config: Config, geometry: Geometry) -> Callable[[Tree], Ling3]:
 def prefill(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
     """``logits [N, V/TP]``: one row a chunk, its last token's.
 
-    Where there is a ``next_token``, in the phase ``score``, also its ``logprob [T]`` and the ``best [T]`` token: see
+    Where there is a ``next_token``, in the phase ``score``, also its ``logprob [T]``, the ``best [T]`` token and
+    ``best_logprob [T]``: see
     :func:`score_next`.
     """
     config = model.config
@@ -105,7 +108,7 @@ def prefill(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tr
     last = jnp.arange(chunks.slot.shape[0]) * CHUNK + jnp.maximum(chunks.length - 1, 0)
     out = {"logits": model.logits(x[last])}
     if "next_token" in fields:
-        out["logprob"], out["best"] = score_next(model.logits, x, fields["next_token"])
+        out["logprob"], out["best"], out["best_logprob"] = score_next(model.logits, x, fields["next_token"])
     return state, out
 
 
@@ -141,8 +144,9 @@ def build_step(
     Args:
         config: The model.
         geometry: Parallelism, pools and dtype.
-        phase: ``prefill``, ``score``, ``decode``, or ``sample``, which takes no parameters, of the state only
-            ``last_token``, and the logits in the batch; or one of ``exchange.PHASES``, which take no parameters, or of
+        phase: ``prefill``, ``score``, ``decode``; ``sample`` or ``adjust``, which take no parameters, the logits in
+            the batch, and of the state only ``last_token``, or nothing; or one of ``exchange.PHASES``, which take no
+            parameters, or of
             ``model/ffn/halves.py``.
         padding: Padded tokens, sequences or rows; pairs of slots or pages; pairs of a token and an expert.
         mesh: One axis ``tp`` of ``geometry.tp`` devices, abstract or real; None for a program of one device without
@@ -154,10 +158,15 @@ def build_step(
     params, param_specs = parameter_tree(config, geometry)
     state, state_specs = state_tree(config, geometry)
     out = OUTPUTS.get(phase, {})
-    if phase == "sample":
-        batch["logits"], batch_specs["logits"] = jax.ShapeDtypeStruct((padding, config.vocab_size), jnp.float32), LOGITS
+    if phase in ("sample", "adjust"):
         params, param_specs = {}, {}
+        batch["logits"], batch_specs["logits"] = jax.ShapeDtypeStruct((padding, config.vocab_size), jnp.float32), LOGITS
+    if phase == "sample":
         state, state_specs = ({"last_token": tree["last_token"]} for tree in (state, state_specs))
+    if phase == "adjust":
+        for name, shape in adjust_shapes(padding, config.vocab_size, geometry).items():
+            batch[name], batch_specs[name] = jax.ShapeDtypeStruct(shape, jnp.int32), P()
+        state, state_specs = {}, {}
     if phase in exchange.PHASES:
         names = [row.name for row in exchange.pools(config, geometry, phase)]
         params, param_specs = {}, {}
@@ -179,6 +188,8 @@ def build_step(
         values = unpack(batch["packed"], fields) if fields else {}
         if phase in exchange.PHASES:
             return exchange.body(config, geometry, phase)(state, batch, values)
+        if phase == "adjust":
+            return state, adjust(batch["logits"], values, batch["edits"], batch["mask"], batch["token"])
         if part is not None:
             return part.call(fill and fill(params), state, values, batch)
         if fill is None:

@@ -2,7 +2,7 @@
 
 import math
 
-from ling3export.artifacts.schema import MOVING, SPLIT, Experts, RooflineBound
+from ling3export.artifacts.schema import MOVING, ON_LOGITS, SPLIT, Experts, RooflineBound
 from ling3export.dtypes import BY_NAME
 from ling3export.model.config import Config
 from ling3export.model.ffn.halves import HEAD
@@ -10,6 +10,7 @@ from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.mla.paged import TILE
 from ling3export.model.moe import LOCAL_ROWS, tile_rows
 from ling3export.model.parameters import parameters
+from ling3export.model.sampling.adjust import TOP
 from ling3export.plan.chips import Chip
 
 # Seconds of one small collective over 16 chips: assumed, not published. 51 of them were put at about 0.5 ms.
@@ -28,6 +29,8 @@ def loop_trips(config: Config, geometry: Geometry, phase: str, padding: int, tok
         return {"copies": padding, "pages": padding / (geometry.tp if geometry.striped else 1)}
     if phase == "sample":  # some row samples, with top-k and top-p; its border falls between two tokens
         return {"ties": 0}
+    if phase == "adjust":  # a few edits, and as many likely tokens as there can be
+        return {"edits": 1, "ranked": TOP}
     if phase == "experts":
         local, rows = config.num_experts / geometry.tp, tile_rows(padding, config.num_experts)
         return {"tiles": _tiles(padding, 1 / config.num_experts, rows, local)}
@@ -74,7 +77,7 @@ def roofline_bound(
         held = 1 if geometry.striped else geometry.tp
         moved = _state_moved(config, geometry, sequences, pages)
         return _bound(moved | {"latents": moved["latents"] * held}, 0.0, 0, chip)
-    if phase == "sample":
+    if phase in ON_LOGITS:
         return _bound({"logits": 4 * padding * config.vocab_size // geometry.tp}, 0.0, 0, chip)
     if phase in SPLIT:
         return _split_bound(config, geometry, phase, padding, chip, tokens)

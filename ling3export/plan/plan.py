@@ -57,7 +57,7 @@ class Plan:
             *(Cell("prefill", p) for p in reversed(self.paddings)),
             *(Cell("score", p) for p in reversed(self.score_paddings)),
             *(Cell("decode", p) for p in reversed(self.decode_paddings)),
-            *(Cell("sample", r) for r in reversed(rows)),
+            *(Cell(phase, r) for phase in ("sample", "adjust") for r in reversed(rows)),
             *moving_cells(self.geometry),
             *(
                 Cell(phase, p)

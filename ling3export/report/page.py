@@ -69,8 +69,8 @@ def render(manifest: Manifest) -> str:
 def _shown(manifest: Manifest, name: str) -> dict[str, Any]:
     """A target as the template takes it."""
     target = manifest.targets[name]
-    order = {"prefill": 0, "score": 1, "decode": 2}
-    cells = sorted(target.cells.values(), key=lambda cell: (order.get(cell.phase, 3), cell.padding))
+    order = {"prefill": 0, "score": 1, "decode": 2, "sample": 3}
+    cells = sorted(target.cells.values(), key=lambda cell: (order.get(cell.phase, 4), cell.padding))
     chip = CHIPS.get((target.platform, target.kind or ""))
     parts = [memory_parts(cell, target.tp) for cell in cells]
     # Every program is loaded at once, and the one with the largest temporaries runs.

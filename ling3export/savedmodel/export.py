@@ -103,8 +103,9 @@ def build_savedmodel(
         report.note(note)
     with staged(destination, force=force, mark=RECORD) as folder:
         weights = write_weights(folder, source, options.dtype, report)
-        job = Job(source.config, plan.geometry, plan.cells, folder, weights, folder / "model")
-        report.start("signatures", len(plan.cells))
+        cells = tuple(cell for cell in plan.cells if cell.phase != "adjust")  # clients have the logits themselves
+        job = Job(source.config, plan.geometry, cells, folder, weights, folder / "model")
+        report.start("signatures", len(cells))
         described = run_worker(job, report)
         shutil.rmtree(folder / "weights")
         for path in job.model.iterdir():

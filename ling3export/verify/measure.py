@@ -47,6 +47,8 @@ def measure_target(artifact: Path, name: str, manifest: Manifest, hosts: Hosts |
     for cell in sorted(target.cells.values(), key=lambda cell: cell.padding):
         if cell.phase == "sample":
             receipts[cell.name] = exact_receipt(*prober.sample(cell.padding))
+        elif cell.phase == "adjust":
+            receipts[cell.name] = exact_receipt(*prober.adjust(cell.padding))
         elif cell.phase in MOVING:
             receipts[cell.name] = exact_receipt(*prober.moved(cell.phase))
         elif cell.phase == "score":

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from ling3export.errors import ArtifactError
 from ling3export.runners.engine.inputs import Fields, Span, decode_fields, prefill_fields, sample_fields
 from ling3export.runners.ffn import split
 from ling3export.runners.ffn.connector import Phases
-from ling3export.verify.receipts import Logits, Scored
+from ling3export.verify.receipts import Logits, Scored, log_softmax
 
 if TYPE_CHECKING:
     from ling3export.runners.load.model_runner import ModelRunner
@@ -125,6 +125,44 @@ class Prober:
 
     def sample(self, rows: int) -> tuple[int, int]:
         """Greedy tokens of one call through ``sample``: (how many were compared, how many were wrong)."""
+        handle = self._logits(rows)
+        logits = self._runner.read(handle)
+        tokens = self._runner.read(self._runner.sample(handle, rows, sample_fields(rows, [], [], [])))
+        return rows, int(np.sum(tokens != np.argmax(logits, axis=1)))
+
+    def adjust(self, rows: int) -> tuple[int, int]:
+        """One call of ``adjust`` against numpy: (how many rows were compared, how many were wrong).
+
+        Every row has edits of its own and every third token forbidden, and is asked for its most likely tokens.
+        """
+        handle = self._logits(rows)
+        logits = self._runner.read(handle)
+        vocab, each = logits.shape[1], np.arange(rows)
+        ids = (np.arange(min(4, vocab))[None] + 5 * each[:, None]) % vocab
+        edits = np.empty((3, *ids.shape), np.int32)
+        edits[0], edits[1:] = ids, np.array([2, -0.5], np.float32).view(np.int32)[:, None, None]
+        allowed = np.arange(-(-vocab // 32) * 32) % 3 > 0
+        mask = np.tile(np.packbits(allowed, bitorder="little").view(np.int32), (rows, 1))
+        settings = {"edited": ids.shape[1], "masked": 1, "top": vocab}
+        fields = {name: np.full(rows, value, np.int32) for name, value in settings.items()}
+        token = (each % vocab).astype(np.int32)
+        out = self._runner.adjust(handle, rows, fields, edits, mask, token)
+        found = {name: self._runner.read(value) for name, value in out.items()}
+        wanted = logits.copy()
+        old = np.take_along_axis(logits, ids, axis=1)
+        np.put_along_axis(wanted, ids, np.where(old > 0, old / 2, old * 2) - np.float32(0.5), axis=1)
+        wanted[:, ~allowed[:vocab]] = -np.inf
+        wrong = ~np.isclose(found["logits"], wanted, rtol=1e-6).all(axis=1)
+        best = np.argsort(-logits, axis=1, kind="stable")[:, : found["top_token"].shape[1]]
+        wrong |= (found["top_token"][:, : best.shape[1]] != best).any(axis=1)
+        shifted = np.stack([log_softmax(row) for row in logits])
+        for name, place in (("top_logprob", best), ("logprob", token[:, None])):
+            said = found[name].reshape(rows, -1)[:, : place.shape[1]]
+            wrong |= ~np.isclose(said, np.take_along_axis(shifted, place, axis=1), rtol=1e-4, atol=1e-4).all(axis=1)
+        return rows, int(np.sum(wrong))
+
+    def _logits(self, rows: int) -> Any:
+        """Logits of so many rows on the devices, from whichever program gives them."""
         giver = next(cell for cell in self._target.cells.values() if cell.phase in GIVERS and cell.rows == rows)
         phase, padding = giver.phase, giver.padding
         if phase == "decode":
@@ -132,10 +170,7 @@ class Prober:
         else:
             ids = self._sequences[0].ids[:padding]
             fields, _ = self._prefill_fields(padding, ids, 0, 1, (-1,) * len(ids) if phase == "score" else None)
-        handle = self._runner.step(phase, padding, fields)
-        logits = self._runner.read(handle)
-        tokens = self._runner.read(self._runner.sample(handle, rows, sample_fields(rows, [], [], [])))
-        return rows, int(np.sum(tokens != np.argmax(logits, axis=1)))
+        return self._runner.step(phase, padding, fields)
 
     def moved(self, phase: str) -> tuple[int, int]:
         """Stores numbers that no model gave and fetches them again, of another slot where ``phase`` is ``copy``.

@@ -59,11 +59,11 @@ def logits_receipt(found: Logits, expected: Logits, tolerance: Tolerance) -> Rec
 
 
 def exact_receipt(count: int, wrong: int) -> Receipt:
-    """The receipt of what is exact: in greedy sampling any token but the one of the largest logit is wrong, in state
-    that moves any number with another bit.
+    """The receipt of what is exact: in greedy sampling any token but the one of the largest logit is wrong, in a
+    row that was adjusted any other number or order, in state that moves any number with another bit.
 
     Args:
-        count: How many tokens or numbers were compared.
+        count: How many tokens, rows or numbers were compared.
         wrong: How many of them were wrong.
     """
     return Receipt("failed" if wrong else "passed", wrong / count, wrong / count, float(wrong), count)
@@ -134,7 +134,7 @@ def agreement(found: Mapping[str, Logits]) -> dict[str, float]:
     return distances
 
 
-EXACT = tuple(f"{phase}@" for phase in ("sample", *schema.MOVING))
+EXACT = tuple(f"{phase}@" for phase in (*schema.ON_LOGITS, *schema.MOVING))
 ERROR_COLUMNS = ("median error", "worst error")
 NO_WEIGHTS = "no weights"  # why the cells of programs alone are not run
 

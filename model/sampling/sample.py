@@ -137,7 +137,7 @@ def sample(
 
 def score_next(
     logits: Callable[[jax.Array], jax.Array], x: Float32[Array, "T D"], next_token: Int32[Array, "T"]
-) -> tuple[Float32[Array, "T"], Int32[Array, "T"]]:
+) -> tuple[Float32[Array, "T"], Int32[Array, "T"], Float32[Array, "T"]]:
     """Scores ``next_token`` behind every padded token, without the logits of all of them at a time.
 
     Logits are computed for some rows after the other. A device keeps four numbers of each row, those of
@@ -150,8 +150,8 @@ def score_next(
 
     Returns:
         The log-probability under the plain softmax, 0 where there is no next token; and the token with the largest
-        logit (of equals the lowest id), -1 where there is no next token. The same on every device. Where a row's logits
-        are not usable the log-probability is not finite.
+        logit (of equals the lowest id), -1 where there is no next token; and that one's log-probability, 0 where there
+        is no next token. The same on every device. Where a row's logits are not usable the first is not finite.
     """
     slots = x.shape[0]
     size = max(size for size in range(CHUNK, min(slots, ROWS) + 1, CHUNK) if slots % size == 0)
@@ -168,4 +168,4 @@ def score_next(
     best, maximum, log_total = best_of_all(each[:, :3])
     given = next_token >= 0
     logprob = jnp.sum(each[:, 3], axis=0) - maximum - log_total
-    return jnp.where(given, logprob, 0.0), jnp.where(given, best, -1)
+    return jnp.where(given, logprob, 0.0), jnp.where(given, best, -1), jnp.where(given, -log_total, 0.0)

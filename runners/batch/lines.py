@@ -77,7 +77,7 @@ class Line:
     @staticmethod
     def _checked(url: str, body: dict[str, Any], engine: "Engine", model: str) -> Call:
         chat = url == CHAT
-        call = calls.chat(body, engine, model) if chat else calls.completions(body, engine, model, MOST_PROMPTS)
+        call = (calls.chat if chat else calls.completions)(body, engine, model, MOST_PROMPTS)
         if call.stream:
             raise refusal("stream", "false in a batch", "true")
         return call

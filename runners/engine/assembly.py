@@ -86,6 +86,7 @@ def _assembled(
 ) -> Parts:
     # numpy comes with these.
     from ling3export.runners.engine.block_manager import BlockManager
+    from ling3export.runners.engine.choice import Choice
     from ling3export.runners.engine.core import EngineCore, SharedCore
     from ling3export.runners.engine.counters import Counters
     from ling3export.runners.engine.inputs import Shapes
@@ -123,7 +124,12 @@ def _assembled(
         if 0 < request.sampling.temperature < COLDEST and not takes_any_temperature():
             request = replace(request, sampling=replace(request.sampling, temperature=0.0))
         stream = tokenizer.stream(request.stop) if tokenizer else None
-        return Sequence(request, number, limits.answer(request), eos, stream, at)
+        choice = None
+        if request.adjusts:
+            choice = Choice(
+                request, files.grammars(limits.vocab_size).matcher(request.grammar) if request.grammar else None
+            )
+        return Sequence(request, number, limits.answer(request), eos, stream, at, choice)
 
     def core() -> EngineCore:
         scheduler = Scheduler(

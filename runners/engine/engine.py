@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ling3export.errors import RequestError
+from ling3export.errors import ArtifactError, RequestError
 from ling3export.runners.engine.assembly import load_parts
 from ling3export.runners.engine.handle import EngineStopped, Piece, RequestHandle
 from ling3export.runners.engine.request import (
@@ -26,6 +26,7 @@ from ling3export.runners.ffn import WAIT
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.load.loader import say
 from ling3export.runners.text.chat import Message
+from ling3export.runners.text.grammar import Grammar
 from ling3export.runners.text.tokenizer import TokenizerFiles
 
 Prompt = str | Many[int] | Many[Message]
@@ -190,16 +191,31 @@ class Engine:
     def request(
         self, prompt: Prompt, max_tokens: int, sampling: Sampling | None = None, stop: str | Iterable[str] = (), *,
         ignore_eos: bool = False, logits: bool = False, name: str = "prompt", cache_salt: str = "",
+        special: bool = True, logprobs: int | None = None, grammar: Grammar | None = None,
     ) -> Request:  # fmt: skip
-        """A request of a text, token ids or messages.
+        """A request of a text, token ids or messages; its other arguments are those of ``Request``.
+
+        Args:
+            special: Begin a text with the special tokens that the tokenizer adds by itself.
 
         Raises:
             RequestError: The prompt is none of them, another argument is of a wrong type or out of its bounds, or the
                 artifact has no tokenizer or chat template for it.
         """
-        ids, stops = self._prompt_ids(prompt, name), stop_strings(stop, name)
-        how = Sampling() if sampling is None else sampling
-        return Request(ids, max_tokens, how, stops, ignore_eos, logits, name, cache_salt=cache_salt)
+        how, stops = Sampling() if sampling is None else sampling, stop_strings(stop, name)
+        ids = self._prompt_ids(prompt, name, special=special)
+        return Request(
+            ids,
+            max_tokens,
+            how,
+            stops,
+            ignore_eos,
+            logits,
+            name,
+            cache_salt=cache_salt,
+            logprobs=logprobs,
+            grammar=grammar,
+        )
 
     def submit(self, *requests: Request) -> list[RequestHandle]:
         """Starts requests, and returns at once: a handle each, to wait for, read from, or cancel. They arrive together.
@@ -251,10 +267,24 @@ class Engine:
         if not isinstance(request, Request):
             raise RequestError(f"request: expected a Request, found {shown(request)}", "engine.request makes one")
         self.limits.check(request)
+        if (request.adjusts or request.logprobs is not None) and not self._record.paddings("adjust"):
+            raise ArtifactError(
+                f"{request.name}: expected adjust programs in target `{self.target}` for log-probabilities, penalties, "
+                "logit_bias and grammars, found none: the artifact was built before there were any",
+                "build it again: ling3export build",
+            )
+        if request.grammar is not None:
+            self.files.grammars(self.limits.vocab_size).matcher(request.grammar, request.name)
         if request.score_from is not None:
             check_cells(self._record, self.target, self._artifact)
         if request.stop:
             self.files.tokenizer(f"{request.name}: stop strings")
+
+    @property
+    def scores_best(self) -> bool:
+        """Whether score programs say how likely the best token is; those of older artifacts do not."""
+        cells = [cell for cell in self._record.cells.values() if cell.phase == "score"]
+        return all(any(leaf.name == "best_logprob" for leaf in cell.outputs) for cell in cells)
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start and what is held now, as JSON; and the seconds of the start's stages."""
@@ -315,9 +345,9 @@ class Engine:
         finally:
             handle.cancel()
 
-    def _prompt_ids(self, prompt: Prompt, name: str) -> tuple[int, ...]:
+    def _prompt_ids(self, prompt: Prompt, name: str, *, special: bool = True) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return self._text_ids(prompt, name, special=True)
+            return self._text_ids(prompt, name, special=special)
         if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
             rendered = self.files.render_chat(prompt, name=name)
             return self._text_ids(rendered, name, special=False)

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 
 from ling3export.errors import Ling3Error
-from ling3export.runners.engine.request import Completion, Request
+from ling3export.runners.engine.request import Completion, Likely, Request
 
 
 class RequestFailed(Ling3Error):
@@ -15,6 +15,10 @@ class RequestFailed(Ling3Error):
 
 class LogitsError(RequestFailed):
     """No token can be taken from a request's logits. Other requests go on."""
+
+
+class GrammarFailed(RequestFailed):
+    """A request's grammar turned out too complex to be followed. Other requests go on."""
 
 
 class EngineStopped(RequestFailed):
@@ -40,12 +44,14 @@ class Piece:
     Attributes:
         text: Whole characters without any part of a stop string; may be empty.
         token_ids: The tokens that were generated.
+        likely: How likely each of them was, if that was asked for.
         completion: The whole answer; with the last piece only.
     """
 
     text: str
     token_ids: list[int]
     completion: Completion | None = None
+    likely: tuple[Likely, ...] = ()
 
 
 class RequestHandle:
@@ -66,6 +72,7 @@ class RequestHandle:
         self._lock = threading.Lock()
         self._text: list[str] = []
         self._tokens: list[int] = []
+        self._likely: list[Likely] = []
         self._completion: Completion | None = None
         self._error: Exception | None = None
         self._over = threading.Event()
@@ -135,10 +142,11 @@ class RequestHandle:
 
     # What the engine's thread calls; ``wake`` afterwards.
 
-    def push(self, token: int, text: str) -> None:
+    def push(self, token: int, text: str, likely: Likely | None = None) -> None:
         """A token of the answer was read."""
         with self._lock:
             self._tokens.append(token)
+            self._likely += () if likely is None else (likely,)
             self._text.append(text)
 
     def finish(self, outcome: Completion | Exception) -> None:
@@ -166,11 +174,12 @@ class RequestHandle:
     def _take(self) -> Piece | None:
         with self._lock:
             text, tokens = "".join(self._text), self._tokens
-            self._text, self._tokens = [], []
+            likely = tuple(self._likely)
+            self._text, self._tokens, self._likely = [], [], []
             completion = self._completion
         if self._error is not None:
             raise self._error
-        return Piece(text, tokens, completion) if tokens or completion is not None else None
+        return Piece(text, tokens, completion, likely) if tokens or completion is not None else None
 
     def _outcome(self) -> Completion:
         if self._error is not None:

@@ -223,10 +223,10 @@ class Loop:
     def _deliver(self, outputs: StepOutputs) -> None:
         """Fills the handles, and wakes who waits for them."""
         touched: dict[int, RequestHandle] = {}
-        for sequence, token, text in outputs.emitted:
+        for sequence, token, text, likely in outputs.emitted:
             handle = self._handles.get(sequence.number)
             if handle is not None:
-                handle.push(token, text)
+                handle.push(token, text, likely)
                 touched[handle.number] = handle
         for sequence in outputs.ended:
             with self._changed:

@@ -6,13 +6,14 @@ Python, the command line, prompt files, HTTP, evaluations, other hosts. What an 
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ling3export.errors import RequestError
+from ling3export.runners.text.grammar import Grammar, grammar_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,7 +79,12 @@ BOUNDS = {
     "top_k": Bounds(0, (1 << 31) - 1, whole=True),
     "top_p": Bounds(0, 1, above=True),
     "seed": Bounds(0, SEEDS - 1, whole=True),
+    "presence_penalty": Bounds(-2, 2),
+    "frequency_penalty": Bounds(-2, 2),
+    "repetition_penalty": Bounds(0, 10, above=True),
 }
+LIKELY = Bounds(0, 20, whole=True)
+BIASES, BIAS = 1024, Bounds(-100, 100)  # tokens that a request may name, and what is added to their logits
 MAX_TOKENS = Bounds(1, (1 << 31) - 1, whole=True)
 PLACE, NONE = Bounds(0, (1 << 31) - 1, whole=True), Bounds(0, 0, whole=True)
 
@@ -92,6 +98,11 @@ class Sampling:
         top_k: Keep only the best k tokens; 0 keeps all.
         top_p: Then keep the fewest tokens that hold this probability; 1 keeps all.
         seed: 0 … 2³² - 1.
+        presence_penalty: Subtracted from the logit of a token that was generated before.
+        frequency_penalty: Subtracted as often as it was generated before.
+        repetition_penalty: Divides the logit of a token of the prompt or the answer where that is positive, and
+            multiplies it where it is not; 1 changes nothing. This comes before the other two.
+        logit_bias: Added to logits: token ids and addends, or a mapping of them.
 
     Raises:
         RequestError: A value outside its BOUNDS.
@@ -101,10 +112,20 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         for name, bounds in BOUNDS.items():
             object.__setattr__(self, name, bounds.number(getattr(self, name), f"sampling `{name}`"))
+        object.__setattr__(self, "logit_bias", biases(self.logit_bias))
+
+    @property
+    def penalises(self) -> bool:
+        """Whether logits depend on the tokens before."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -121,6 +142,8 @@ class Request:
         name: What messages call it.
         score_from: Generate nothing: score the prompt's tokens from this place on, each behind those before it.
         cache_salt: Only requests with the same one share what the prefix cache keeps.
+        logprobs: Also return how likely each token was, and so many of the most likely ones; None returns neither.
+        grammar: What the text has to be, from its first character on.
 
     Raises:
         RequestError: A value of another type, or one that no artifact can serve; the message begins with ``name``.
@@ -135,6 +158,8 @@ class Request:
     name: str = "request"
     score_from: int | None = None
     cache_salt: str = ""
+    logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
@@ -152,6 +177,10 @@ class Request:
         for flag in ("ignore_eos", "logits"):
             if not isinstance(getattr(self, flag), bool):
                 raise RequestError(f"{name}: expected {flag} to be True or False, found {shown(getattr(self, flag))}")
+        if self.logprobs is not None:
+            put("logprobs", LIKELY.number(self.logprobs, f"{name}: logprobs"))
+        if self.grammar is not None:
+            put("grammar", grammar_of(self.grammar, name))
         if self.score_from is not None:
             put("score_from", PLACE.number(self.score_from, f"{name}: score_from"))
             put("max_tokens", NONE.number(self.max_tokens, f"{name}: max_tokens where tokens are scored"))
@@ -160,6 +189,11 @@ class Request:
             raise RequestError(f"{name}: expected a prompt of at least one token, found an empty one")
         else:
             put("max_tokens", MAX_TOKENS.number(self.max_tokens, f"{name}: max_tokens"))
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits are changed before a token is taken from them."""
+        return self.grammar is not None or self.sampling.penalises or bool(self.sampling.logit_bias)
 
     def _check_scores(self, first: int) -> None:
         if first == 0:
@@ -187,6 +221,18 @@ class Step(NamedTuple):
     tokens: int
 
 
+class Likely(NamedTuple):
+    """How likely a token was, under the plain softmax of the model's logits, whatever changed them before sampling.
+
+    Attributes:
+        logprob: Natural logarithm of its probability.
+        top: Ids and log-probabilities of the most likely tokens in its place, the most likely first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
 @dataclass(frozen=True)
 class Completion:
     """What a request came to.
@@ -205,6 +251,8 @@ class Completion:
         logprobs: For a request that scores: the log-probability of each token from ``score_from`` on.
         best_ids: For a request that scores: the best token in the place of each.
         cached_tokens: How many of the prompt's first tokens the prefix cache had, so that they were not computed.
+        best_logprobs: Their log-probabilities; None where the score programs, which are older, do not give them.
+        likely: How likely each generated token was, if asked for.
     """
 
     prompt_ids: list[int]
@@ -220,6 +268,8 @@ class Completion:
     logprobs: list[float] | None = None
     best_ids: list[int] | None = None
     cached_tokens: int = 0
+    best_logprobs: list[float] | None = None
+    likely: list[Likely] | None = None
 
     @property
     def gaps_ms(self) -> list[float]:
@@ -279,6 +329,10 @@ class Limits:
             raise RequestError(
                 f"{name}: expected token ids from 0 to {self.vocab_size - 1}, found {shown(token)} at place {place}"
             )
+        if wrong := [token for token, _ in request.sampling.logit_bias if token >= self.vocab_size]:
+            raise RequestError(
+                f"{name}: expected logit_bias of token ids from 0 to {self.vocab_size - 1}, found {shown(wrong[0])}"
+            )
         if scores and length > self.context:
             raise RequestError(
                 f"{name}: expected context and continuation within {self.context} tokens, found {request.score_from} + "
@@ -322,6 +376,25 @@ def token_ids(values: object, name: str = "request") -> tuple[int, ...]:
         except TypeError:
             raise RequestError(f"{name}: expected token ids, found {shown(value)} at place {place}") from None
     return tuple(ids)
+
+
+def biases(values: object) -> tuple[tuple[int, float], ...]:
+    """``values``, token ids and what is added to their logits, as pairs without zeros.
+
+    Raises:
+        RequestError: They are no such pairs, too many, or one of them names a token twice or is out of its bounds.
+    """
+    try:
+        pairs = [(token, add) for token, add in (values.items() if isinstance(values, Mapping) else values)]  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise RequestError(f"sampling `logit_bias`: expected token ids with numbers, found {shown(values)}") from None
+    if len(pairs) > BIASES:
+        raise RequestError(f"sampling `logit_bias`: expected at most {BIASES} tokens, found {len(pairs)}")
+    what = "sampling `logit_bias`"
+    checked = [(PLACE.number(token, f"{what}, a token"), BIAS.number(add, what)) for token, add in pairs]
+    if len(dict(checked)) < len(checked):
+        raise RequestError(f"{what}: expected each token once, found one twice")
+    return tuple((token, add) for token, add in checked if add)
 
 
 def stop_strings(values: object, name: str = "request") -> tuple[str, ...]:

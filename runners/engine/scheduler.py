@@ -30,8 +30,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ling3export.runners.engine.block_manager import BlockManager
+from ling3export.runners.engine.choice import adjust_inputs, rank_fields
 from ling3export.runners.engine.counters import Counters
-from ling3export.runners.engine.handle import LogitsError
+from ling3export.runners.engine.handle import GrammarFailed, LogitsError
 from ling3export.runners.engine.inputs import (
     GREEDY,
     Shapes,
@@ -41,6 +42,7 @@ from ling3export.runners.engine.inputs import (
     prefill_fields,
     sample_fields,
 )
+from ling3export.runners.engine.request import Likely
 from ling3export.runners.engine.reuse import Mover, Reuse
 from ling3export.runners.engine.sequence import Call, Sequence, now
 from ling3export.runners.state.prefix_cache import PrefixCache
@@ -60,6 +62,12 @@ class Backend(Mover, Protocol):
 
     def sample(self, logits: Pending, rows: int, fields: Mapping[str, np.ndarray]) -> Pending:
         """Tokens ``[rows]``, also left in the state for the next decode."""
+
+    def adjust(
+        self, logits: Pending, rows: int, fields: Mapping[str, np.ndarray], edits: np.ndarray | None = None,
+        mask: np.ndarray | None = None, token: Pending = None,
+    ) -> Mapping[str, Pending]:  # fmt: skip
+        """Runs ``adjust``: ``logits`` to sample from; how likely ``token`` is, and the most likely ones."""
 
     def read(self, array: Pending) -> np.ndarray:
         """Waits for an array, and fetches it."""
@@ -92,6 +100,7 @@ class Sampled(NamedTuple):
     rows: list[Row]
     tokens: Pending
     logits: Pending
+    likely: Mapping[str, Pending] | None = None  # what ``adjust`` says of the tokens, where a row asks for it
 
 
 class Scored(NamedTuple):
@@ -101,6 +110,7 @@ class Scored(NamedTuple):
     parts: list[Part]
     logprob: Pending
     best: Pending
+    best_logprob: Pending = None  # score programs of older artifacts do not give it
 
 
 class Emitted(NamedTuple):
@@ -109,6 +119,7 @@ class Emitted(NamedTuple):
     sequence: Sequence
     token: int
     text: str
+    likely: Likely | None = None
 
 
 class Scheduler:
@@ -223,7 +234,7 @@ class Scheduler:
                 part.sequence.calls.append(part.call)
             out = self._backend.score(padding, fields)
             self._reuse.prefilled([part.sequence for part in parts])
-            self._flight.append(Scored(cell, parts, out["logprob"], out["best"]))
+            self._flight.append(Scored(cell, parts, out["logprob"], out["best"], out.get("best_logprob")))
             return True
         rows = []
         for sequence, span, row, call in parts:
@@ -317,6 +328,15 @@ class Scheduler:
 
     def _sample(self, cell: str, logits: Pending, count: int, rows: list[Row]) -> None:
         """Dispatches the sampling of the rows that end what is known of their sequences."""
+        if any(row.sequence.choice is not None and row.sequence.choice.waits for row in rows):
+            # What may follow depends on tokens that were not read: they are, and masks are filled, while the call runs.
+            while self._flight:
+                self._collect()
+            rows = [row for row in rows if not row.sequence.over]
+            self.doing = cell, now()
+            if not rows:
+                self._flight.append(Sampled(cell, [], None, logits))
+                return
         sequences = [row.sequence for row in rows]
         slots, positions = [s.slot for s in sequences], [s.stored for s in sequences]
         # Rows ascend: these are the first ones, or some of many. numpy takes a slice in a third of a list's time.
@@ -325,9 +345,29 @@ class Scheduler:
         for sequence in sequences:
             sequence.sampled += 1
         self.counters.count(f"sample@{count}", count, len(rows))
-        tokens = self._backend.sample(logits, count, fields)
+        tokens = self._backend.sample(self._adjusted(logits, count, rows), count, fields)
         kept = any(s.request.logits for s in sequences)
-        self._flight.append(Sampled(cell, rows, tokens, logits if kept else None))
+        self._flight.append(
+            Sampled(cell, rows, tokens, logits if kept else None, self._ranked(logits, count, rows, tokens))
+        )
+
+    def _adjusted(self, logits: Pending, count: int, rows: list[Row]) -> Pending:
+        """The logits that are sampled from: others where a sequence has edits or a mask."""
+        asking = {row.row: row.sequence.choice for row in rows if row.sequence.choice is not None}
+        if not asking:
+            return logits
+        self.counters.count(f"adjust@{count}", count, len(asking))
+        fields, edits, mask = adjust_inputs(count, self._vocab_size, list(asking), list(asking.values()))
+        return self._backend.adjust(logits, count, fields, edits, mask)["logits"]
+
+    def _ranked(self, logits: Pending, count: int, rows: list[Row], tokens: Pending) -> Mapping[str, Pending] | None:
+        """How likely the tokens are, and the most likely ones, where a sequence asks for it."""
+        wanted = {row.row: row.sequence.request.logprobs for row in rows if row.sequence.request.logprobs is not None}
+        if not wanted:
+            return None
+        self.counters.count(f"adjust@{count}", count, len(wanted))
+        fields = rank_fields(count, list(wanted), list(wanted.values()))
+        return self._backend.adjust(logits, count, fields, token=tokens)
 
     def _collect(self) -> None:
         """Waits for the oldest call in flight, and takes what it brought."""
@@ -342,6 +382,7 @@ class Scheduler:
 
     def _take_scores(self, call: Scored) -> None:
         logprob, best = self._backend.read(call.logprob), self._backend.read(call.best)
+        best_logprob = None if call.best_logprob is None else self._backend.read(call.best_logprob)
         for sequence, span, row, _ in call.parts:
             if sequence.over:
                 continue
@@ -351,12 +392,16 @@ class Scheduler:
             finite = np.isfinite(logprob[taken][first - span.start :])
             if not finite.all():
                 self._fail(sequence, "NaN or infinity", first + int(finite.argmin()) + 1)
-            elif sequence.accept_scores(span.start, logprob[taken].tolist(), best[taken].tolist()):
+                continue
+            those = None if best_logprob is None else best_logprob[taken].tolist()
+            if sequence.accept_scores(span.start, logprob[taken].tolist(), best[taken].tolist(), those):
                 self._end(sequence)
 
     def _take_tokens(self, call: Sampled) -> None:
         tokens, at = self._backend.read(call.tokens).tolist(), now()
         logits = None
+        names = ("logprob", "top_token", "top_logprob") if call.likely is not None else ()
+        said = {name: self._backend.read(call.likely[name]).tolist() for name in names if call.likely is not None}
         for row, sequence, made in call.rows:
             if sequence.over:
                 continue
@@ -371,10 +416,21 @@ class Scheduler:
                 logits = self._backend.read(call.logits) if logits is None else logits
                 taken_from = logits[row].copy()
             sequence.calls.append(made)
-            text = sequence.accept(token, at, taken_from)
+            likely = None
+            if sequence.request.logprobs is not None:
+                top = zip(said["top_token"][row], said["top_logprob"][row], strict=True)
+                likely = Likely(said["logprob"][row], tuple(top)[: sequence.request.logprobs])
+            text = sequence.accept(token, at, taken_from, likely)
             self.counters.tokens_out += 1
             self._reuse.read(sequence)
-            self._emitted.append(Emitted(sequence, token, text))
+            self._emitted.append(Emitted(sequence, token, text, likely))
+            if sequence.choice is not None and (why := sequence.choice.error):
+                sequence.stop_reason = "failed"
+                sequence.error = GrammarFailed(
+                    f"{sequence.request.name}: expected a grammar that can be followed, found: {why}",
+                    "it is too complex; ask for less at once",
+                )
+                self.counters.failed += 1
             if sequence.stop_reason is not None:
                 self._end(sequence)
 

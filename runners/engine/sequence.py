@@ -3,12 +3,13 @@
 from time import perf_counter as now
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ling3export.runners.engine.request import Completion, Request, Step
+from ling3export.runners.engine.request import Completion, Likely, Request, Step
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ling3export.runners.engine.block_manager import BlockTable
+    from ling3export.runners.engine.choice import Choice
     from ling3export.runners.state.prefix_cache import Node
     from ling3export.runners.text.detokenize import TextStream
 
@@ -32,6 +33,7 @@ class Sequence:
         eos: Ids that end it.
         stream: Turns tokens into text and watches for stop strings; None without a tokenizer.
         arrived: When it was submitted; None for now.
+        choice: What it asks of its rows beyond a token; None where that is nothing.
 
     Attributes:
         generated: Tokens known on the host.
@@ -57,13 +59,15 @@ class Sequence:
 
     def __init__(
         self, request: Request, number: int, limit: int, eos: frozenset[int], stream: "TextStream | None" = None,
-        arrived: float | None = None,
+        arrived: float | None = None, choice: "Choice | None" = None,
     ) -> None:  # fmt: skip
         self.request = request
         self.number = number
         self.limit = limit
         self.eos = frozenset() if request.ignore_eos else eos
         self.stream = stream
+        self.choice = choice
+        self.likely: list[Likely] = []
         self.generated: list[int] = []
         self.rows: list[np.ndarray] = []
         self.sampled = 0
@@ -86,7 +90,8 @@ class Sequence:
         self.pending: tuple[int, int] | None = None
         self.kept: tuple[int, Any] | None = None
         self.fed = -1
-        self._scores: dict[int, tuple[float, int]] = {}  # by position: of the next token, and the best one there
+        # By position: log-probabilities of the next token and of the best one there, and the latter's id.
+        self._scores: dict[int, tuple[float, float | None, int]] = {}
 
     @property
     def over(self) -> bool:
@@ -141,7 +146,7 @@ class Sequence:
         prompt = self.request.prompt_ids
         return [prompt[position + 1] if position + 1 >= first else -1 for position in range(start, stop)]
 
-    def accept(self, token: int, at: float, row: "np.ndarray | None" = None) -> str:
+    def accept(self, token: int, at: float, row: "np.ndarray | None" = None, likely: Likely | None = None) -> str:
         """Takes the next token, read at ``at``; sets ``stop_reason`` if it ends the sequence.
 
         Returns:
@@ -151,6 +156,10 @@ class Sequence:
         self.generated.append(token)
         if row is not None:
             self.rows.append(row)
+        if likely is not None:
+            self.likely.append(likely)
+        if self.choice is not None:
+            self.choice.accept(token)
         piece = ""
         if token in self.eos:
             self.stop_reason = "eos"
@@ -158,6 +167,8 @@ class Sequence:
             piece = self.stream.push(token)
             if self.stream.stopped:
                 self.stop_reason = "stop"
+        if self.stop_reason is None and self.choice is not None and self.choice.over:
+            self.stop_reason = "stop"
         if self.stop_reason is None and len(self.generated) == self.limit:
             self.stop_reason = "length"
         if self.stop_reason is not None and self.stream is not None:
@@ -166,9 +177,12 @@ class Sequence:
             self.text += piece
         return piece
 
-    def accept_scores(self, start: int, logprobs: list[float], best: list[int]) -> bool:
+    def accept_scores(
+        self, start: int, logprobs: list[float], best: list[int], best_logprobs: list[float] | None = None
+    ) -> bool:
         """Takes what a call said behind the positions from ``start`` on; ends with the last one, and then is True."""
-        self._scores.update(enumerate(zip(logprobs, best, strict=True), start))
+        those = [None] * len(best) if best_logprobs is None else best_logprobs
+        self._scores.update(enumerate(zip(logprobs, those, best, strict=True), start))
         if start + len(logprobs) == self.stored_in_the_end:
             self.stop_reason = "scored"
         return self.over
@@ -187,15 +201,18 @@ class Sequence:
 
             logits = np.stack(self.rows)
         token_ms = [self._ms(at) for at in self.times]
-        first, logprobs, best = self.request.score_from, None, None
+        first, logprobs, best, best_logprobs = self.request.score_from, None, None, None
         if first is not None and self.stop_reason == "scored":
-            logprobs, best = map(list, zip(*(self._scores[at - 1] for at in range(first, self.length)), strict=True))
+            scores = [self._scores[at - 1] for at in range(first, self.length)]
+            logprobs, best_logprobs, best = map(list, zip(*scores, strict=True))
+            best_logprobs = None if best_logprobs[0] is None else best_logprobs
         return Completion(
             list(self.request.prompt_ids), list(self.generated), self.text, self.stop_reason,
             token_ms[0] if token_ms else 0.0, token_ms[-1] if token_ms else 0.0, logits,
             0.0 if self.started is None else self._ms(self.started), token_ms,
             [Step(self._ms(call.at), call.kind, call.padding, call.tokens) for call in self.calls], logprobs, best,
             self.cached,
+            best_logprobs, None if self.request.logprobs is None else list(self.likely),
         )  # fmt: skip
 
     def _ms(self, at: float) -> float:

@@ -43,6 +43,7 @@ class ModelRunner:
         self._target, self._mesh = target, mesh
         self.state = state
         self._parts = parts
+        self._blank: dict[tuple[str, str], jax.Array] = {}
         self.cells = {name: _Cell(name, cell, programs[name], params) for name, cell in target.cells.items()}
 
     def reset(self) -> None:
@@ -71,11 +72,11 @@ class ModelRunner:
             fields: Every field of the step contract, by name.
 
         Returns:
-            ``logits`` like those of ``prefill``; ``logprob`` fp32 and ``best`` int32 ``[padding]``. All are still being
-            computed.
+            ``logits`` like those of ``prefill``; ``logprob`` and ``best_logprob`` fp32, ``best`` int32, ``[padding]``.
+            All are still being computed.
         """
         out = self._run(f"score@{padding}", fields, {})
-        for name in ("logprob", "best"):
+        for name in out.keys() - {"logits"}:
             out[name].copy_to_host_async()
         return out
 
@@ -84,6 +85,30 @@ class ModelRunner:
         token = self._run(f"sample@{rows}", fields, {"logits": logits})["token"]
         token.copy_to_host_async()
         return token
+
+    def adjust(
+        self, logits: jax.Array, rows: int, fields: Mapping[str, np.ndarray], edits: np.ndarray | None = None,
+        mask: np.ndarray | None = None, token: jax.Array | np.ndarray | None = None,
+    ) -> dict[str, jax.Array]:  # fmt: skip
+        """Runs ``adjust``.
+
+        Args:
+            logits: Those of ``step``; they stay as they are.
+            rows: How many there are.
+            fields: Every field of the step contract, by name.
+            edits: int32 ``[3, rows, n]`` for any n that there is room for, tokens with the bits of scales and addends;
+                None where no row has any.
+            mask: int32 ``[rows, W]``, the bits of allowed tokens; None where no row has one.
+            token: int32 ``[rows]``, whose log-probabilities are asked for; None where none are.
+
+        Returns:
+            ``logits`` to sample from; ``logprob`` of ``token``, ``top_token`` and ``top_logprob``. All are still being
+            computed.
+        """
+        batch = {"logits": logits}
+        for name, value in (("edits", edits), ("mask", mask), ("token", token)):
+            batch[name] = value if isinstance(value, jax.Array) else self._filled(f"adjust@{rows}", name, value)
+        return self._run(f"adjust@{rows}", fields, batch)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies the recurrent and conv state of slots over that of others, pair by pair in order."""
@@ -171,6 +196,17 @@ class ModelRunner:
                 for key, value in batch.items()}  # fmt: skip
         return self._run(name, fields, here)
 
+    def _filled(self, cell: str, name: str, values: np.ndarray | None) -> jax.Array:
+        """An input of a cell that begins with ``values`` and goes on with zeros; kept where it is zeros alone."""
+        shape = self.cells[cell].shapes[name]
+        if values is None:
+            if (cell, name) not in self._blank:
+                self._blank[cell, name] = fresh_zeros(shape, "int32", self._replicated)
+            return self._blank[cell, name]
+        whole = np.zeros(shape, np.int32)
+        whole[tuple(map(slice, values.shape))] = values
+        return device_array(whole, self._replicated)
+
     def _run(self, name: str, fields: Mapping[str, np.ndarray], batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         cell = self.cells[name]
         batch["packed"] = device_array(cell.pack(fields), self._replicated)
@@ -192,6 +228,7 @@ class _Cell:
         self.params = [params[leaf.name] for leaf in cell.inputs if leaf.group == "params"]
         self.state_in = [leaf.name for leaf in cell.inputs if leaf.group == "state"]
         self.batch_in = [leaf.name for leaf in cell.inputs if leaf.group == "batch"]
+        self.shapes = {leaf.name: leaf.shape for leaf in cell.inputs if leaf.group == "batch"}
         self.state_out = [leaf.name for leaf in cell.outputs if leaf.group == "state"]
         self.out = [leaf.name for leaf in cell.outputs if leaf.group == "out"]
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -59,6 +59,8 @@ def application(engine: "Engine", policy: Policy) -> ASGIApp:
     routes = [
         Route("/v1/completions", server.completions, methods=["POST"]),
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
+        Route("/tokenize", server.tokenize, methods=["POST"]),
+        Route("/detokenize", server.detokenize, methods=["POST"]),
         Route("/v1/models", server.models, methods=["GET"]),
         Route("/v1/models/{name:path}", server.model, methods=["GET"]),
         Route(HEALTH, server.health, methods=["GET"]),
@@ -81,6 +83,9 @@ def application(engine: "Engine", policy: Policy) -> ASGIApp:
     )
 
 
+Read = TypeVar("Read")
+
+
 class _Server:
     def __init__(self, engine: "Engine", policy: Policy) -> None:
         self._engine = engine
@@ -98,7 +103,17 @@ class _Server:
         )
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, lambda body: calls.chat(body, self._engine, self._policy.model))
+        return await self._answer(
+            request, lambda body: calls.chat(body, self._engine, self._policy.model, self._policy.max_requests)
+        )
+
+    async def tokenize(self, request: Request) -> Response:
+        model = self._policy.model
+        return JSONResponse(await self._call(request, lambda body: calls.tokenize(body, self._engine, model)))
+
+    async def detokenize(self, request: Request) -> Response:
+        model = self._policy.model
+        return JSONResponse(await self._call(request, lambda body: calls.detokenize(body, self._engine, model)))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -131,7 +146,7 @@ class _Server:
             self.counters.ended(completion)
         return JSONResponse(answer.whole(completions))
 
-    async def _call(self, request: Request, read: Callable[[dict[str, Any]], Call]) -> Call:
+    async def _call(self, request: Request, read: Callable[[dict[str, Any]], Read]) -> Read:
         """What a request asks for: its body is received, and read in one of a few threads.
 
         Not in the event loop, which must not wait while long texts are tokenized; and not in a thread each, since many

@@ -1,6 +1,7 @@
 """A call's answer, whole or as server-sent events. When a client leaves, its requests are cancelled at once."""
 
 import asyncio
+import itertools
 import json
 import logging
 import secrets
@@ -15,16 +16,18 @@ from starlette.types import Receive, Scope, Send
 
 from ling3export.runners.engine.handle import (
     EngineStalled,
+    GrammarFailed,
     HostGone,
     LogitsError,
     Piece,
     RequestFailed,
     RequestHandle,
 )
-from ling3export.runners.engine.request import Completion
+from ling3export.runners.engine.request import Completion, Likely
 from ling3export.runners.serve.calls import Call
 from ling3export.runners.serve.metrics import Metrics
 from ling3export.runners.serve.schema import ApiError
+from ling3export.runners.serve.structure import Parts, whole_parts
 
 LOG = logging.getLogger(__name__)
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -36,6 +39,8 @@ def stopped(error: RequestFailed, *, log: bool = True) -> ApiError:
         LOG.error("%s", error)
     if isinstance(error, LogitsError):
         return ApiError(500, error.message, code="logits_not_finite")
+    if isinstance(error, GrammarFailed):
+        return ApiError(500, error.message, code="grammar_failed")
     if isinstance(error, EngineStalled):
         return ApiError(503, error.message, code="engine_stalled")
     if isinstance(error, HostGone):
@@ -87,55 +92,161 @@ class Answer:
         kind, name = ("chat.completion", "chatcmpl") if call.chat else ("text_completion", "cmpl")
         self._kind = kind
         self._head = {"id": f"{name}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+        self._prompts = call.prompts or tuple(request.prompt_ids for request in call.requests[:: call.n])
+        choices = range(len(self._prompts) * call.n)
+        self._parts = [Parts(call.format) for _ in choices] if call.format is not None else []
+        self._counts = [0 for _ in choices]  # tokens of each choice so far
+        self._cached = 0  # tokens of prompts that were not computed, of the choices that have ended
+        self._offsets = [len(self._echo(index)) for index in choices]
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The whole answer, which has one choice for each prompt."""
+        """The whole answer, which has ``n`` choices for each prompt.
+
+        Args:
+            completions: What the call's requests came to, those that score behind the others.
+        """
+        generated = len(completions) - self._call.scores
+        scores = iter(completions[generated:])
+        prompts = [self._scored(ids, next(scores) if len(ids) > 1 else None) for ids in self._scored_prompts]
+        done = completions[:generated]
         choices = []
-        for index, done in enumerate(completions):
-            text, reason = done.text or "", REASONS.get(done.stop_reason, done.stop_reason)
-            said = {"message": {"role": "assistant", "content": text}} if self._call.chat else {"text": text}
-            ids = {"token_ids": done.token_ids} if self._call.token_ids else {}
-            choices.append({"index": index, **said, **ids, "finish_reason": reason, "logprobs": None})
-        return {**self._head, "object": self._kind, "choices": choices, "usage": usage(completions)}
+        for index in range(len(self._offsets)):
+            one = done[index] if done else None
+            text, reason = ("", "length") if one is None else (one.text or "", one.stop_reason)
+            reason = REASONS.get(reason, reason)
+            said: dict[str, Any] = {"text": self._echo(index) + text}
+            if self._call.chat:
+                parts = whole_parts(text, self._call.format)
+                said = {"message": {"role": "assistant", **parts}}
+                reason = "tool_calls" if parts.get("tool_calls") and reason == "stop" else reason
+            ids = {"token_ids": [] if one is None else one.token_ids} if self._call.token_ids else {}
+            tokens = [] if one is None else one.token_ids
+            likely = self._likely(index, tokens, [] if one is None else one.likely or ())
+            if prompts and likely is not None:
+                likely = {name: prompts[index // self._call.n][name] + likely[name] for name in likely}
+            choices.append({"index": index, **said, **ids, "finish_reason": reason, "logprobs": likely})
+        self._cached = sum(each.cached_tokens for each in done)
+        counts = self._usage(sum(len(each.token_ids) for each in done))
+        return {**self._head, "object": self._kind, "choices": choices, "usage": counts}
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """The chunk that begins a choice of a stream; None for completions, which have no such chunk."""
-        return self._chunk([self._choice(index, {"role": "assistant", "content": ""})]) if self._call.chat else None
+        """The chunk that begins a choice of a stream; None where it has none."""
+        if self._call.chat:
+            return self._chunk([self._choice(index, {"role": "assistant", "content": ""})])
+        return self._chunk([self._choice(index, {"content": self._echo(index)})]) if self._call.echo else None
 
     def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
-        """The chunks that a piece of a choice adds to a stream; none if the piece has no text yet."""
+        """The chunks that a piece of a choice adds to a stream; none if the piece has nothing to say yet."""
         chunks = []
-        ids = {"token_ids": piece.token_ids} if self._call.token_ids else {}
-        if piece.text or ids.get("token_ids"):
-            chunks.append(self._chunk([self._choice(index, {"content": piece.text}) | ids]))
+        self._counts[index] += len(piece.token_ids)
+        more: dict[str, Any] = {"token_ids": piece.token_ids} if self._call.token_ids else {}
+        if piece.likely:
+            more["logprobs"] = self._likely(index, piece.token_ids, piece.likely)
+        last = piece.completion is not None
+        parts: list[tuple[str, Any]] = [("content", piece.text)] if piece.text else []
+        if self._parts:
+            parts = self._parts[index].push(piece.text, last=last)
+        if not parts and any(more.values()):
+            parts = [("content", "")]
+        for kind, said in parts:
+            delta = {kind: [said] if kind == "tool_calls" else said}
+            chunks.append(self._chunk([self._choice(index, delta) | more]))
+            more = {}
         if piece.completion is not None:
-            reason = piece.completion.stop_reason
-            chunks.append(self._chunk([self._choice(index, {}, REASONS.get(reason, reason))]))
+            self._cached += piece.completion.cached_tokens
+            reason = REASONS.get(piece.completion.stop_reason, piece.completion.stop_reason)
+            if self._parts and self._parts[index].calls and reason == "stop":
+                reason = "tool_calls"
+            chunks.append(self._chunk([self._choice(index, {}, reason)]))
         return chunks
 
-    def counts(self, completions: Sequence[Completion]) -> dict[str, Any] | None:
+    def counts(self) -> dict[str, Any] | None:
         """The chunk with the numbers of tokens that ends a stream; None if the call did not ask for it."""
-        return self._chunk([]) | {"usage": usage(completions)} if self._call.include_usage else None
+        return self._chunk([]) | {"usage": self._usage(sum(self._counts))} if self._call.include_usage else None
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._call.chat else self._kind
-        empty = {"usage": None} if self._call.include_usage else {}
-        return {**self._head, "object": kind, "choices": choices, **empty}
+        counts: dict[str, Any] = {"usage": None} if self._call.include_usage else {}
+        if self._call.continuous_usage:
+            counts = {"usage": self._usage(sum(self._counts))}
+        return {**self._head, "object": kind, "choices": choices, **counts}
 
-    def _choice(self, index: int, delta: dict[str, str], reason: str | None = None) -> dict[str, Any]:
+    def _choice(self, index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
         content: dict[str, Any] = {"delta": delta} if self._call.chat else {"text": delta.get("content", "")}
         return {"index": index, **content, "finish_reason": reason, "logprobs": None}
 
+    def _usage(self, answer: int) -> dict[str, Any]:
+        """The numbers of tokens in and out, and how many of those in did not have to be computed.
 
-def usage(completions: Sequence[Completion]) -> dict[str, Any]:
-    """The numbers of tokens in and out, and how many of those in did not have to be computed."""
-    prompt = sum(len(done.prompt_ids) for done in completions)
-    answer = sum(len(done.token_ids) for done in completions)
-    cached = {"cached_tokens": sum(done.cached_tokens for done in completions)}
-    total = prompt + answer
-    return {
-        "prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": total, "prompt_tokens_details": cached,
-    }  # fmt: skip
+        A prompt counts once, however many choices it has.
+        """
+        prompt = sum(map(len, self._prompts))
+        return {
+            "prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer,
+            "prompt_tokens_details": {"cached_tokens": min(self._cached, prompt)},
+        }  # fmt: skip
+
+    def _echo(self, index: int) -> str:
+        return self._call.echo[index // self._call.n] if self._call.echo is not None else ""
+
+    @property
+    def _scored_prompts(self) -> Sequence[Sequence[int]]:
+        """The prompts whose tokens' log-probabilities are asked for."""
+        return self._prompts if self._call.echo is not None and self._call.tokenizer is not None else ()
+
+    def _scored(self, ids: Sequence[int], score: Completion | None) -> dict[str, Any]:
+        """The log-probabilities of a prompt's tokens, in the form of /v1/completions; the first one has none."""
+        rest: list[Likely] = []
+        if score is not None:
+            logprobs, best = score.logprobs or [], score.best_ids or []
+            tops = score.best_logprobs or logprobs
+            rest = [
+                Likely(own, ((id, top),)[: self._call.top]) for own, id, top in zip(logprobs, best, tops, strict=True)
+            ]
+        said = self._listed(0, ids[1:], rest)
+        first = self._spelled(ids[0])[0]
+        offsets = [0, *(at + len(first) for at in said["text_offset"])]
+        return {
+            "tokens": [first, *said["tokens"]], "token_logprobs": [None, *said["token_logprobs"]],
+            "top_logprobs": [None, *said["top_logprobs"]], "text_offset": offsets,
+        }  # fmt: skip
+
+    def _likely(self, index: int, ids: Sequence[int], likely: Sequence[Likely]) -> dict[str, Any] | None:
+        """The log-probabilities of generated tokens, in the form of the endpoint."""
+        if self._call.tokenizer is None:
+            return None
+        if not self._call.chat:
+            said = self._listed(self._offsets[index], ids, likely)
+            self._offsets[index] += sum(map(len, said["tokens"]))
+            return said
+        return {
+            "content": [
+                {**self._entry(id, each.logprob), "top_logprobs": [self._entry(*top) for top in each.top]}
+                for id, each in zip(ids, likely, strict=True)
+            ]
+        }
+
+    def _listed(self, offset: int, ids: Sequence[int], likely: Sequence[Likely]) -> dict[str, Any]:
+        tokens = [self._spelled(id)[0] for id in ids]
+        offsets = itertools.accumulate(map(len, tokens[:-1]), initial=offset) if tokens else ()
+        tops = [{self._spelled(id)[0]: logprob for id, logprob in reversed(each.top)} for each in likely]
+        return {
+            "tokens": tokens, "token_logprobs": [each.logprob for each in likely], "top_logprobs": tops,
+            "text_offset": list(offsets),
+        }  # fmt: skip
+
+    def _entry(self, id: int, logprob: float) -> dict[str, Any]:
+        text, data = self._spelled(id)
+        return {"token": text, "logprob": logprob, "bytes": list(data)}
+
+    def _spelled(self, id: int) -> tuple[str, bytes]:
+        """A token's text and bytes; those that are no text are written ``bytes:\\xf0``, as OpenAI's API does."""
+        assert self._call.tokenizer is not None
+        data = self._call.tokenizer.bytes_of(id)
+        try:
+            return data.decode(), data
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
 
 
 class Stream(StreamingResponse):
@@ -172,7 +283,6 @@ def release(handles: Sequence[RequestHandle], metrics: Metrics) -> None:
 
 async def events(handles: Sequence[RequestHandle], answer: Answer, metrics: Metrics) -> AsyncGenerator[str, None]:
     """The events of a stream."""
-    done: dict[int, Completion] = {}
     for index in range(len(handles)):
         if (first := answer.first(index)) is not None:
             yield event(first)
@@ -180,14 +290,13 @@ async def events(handles: Sequence[RequestHandle], answer: Answer, metrics: Metr
         async with aclosing(merged(handles)) as pieces:
             async for index, piece in pieces:
                 if piece.completion is not None:
-                    done[index] = piece.completion
                     metrics.ended(piece.completion)
                 for chunk in answer.piece(index, piece):
                     yield event(chunk)
     except RequestFailed as error:
         yield event(stopped(error).body())
         return
-    if (counts := answer.counts(list(done.values()))) is not None:
+    if (counts := answer.counts()) is not None:
         yield event(counts)
     yield "data: [DONE]\n\n"
 

@@ -4,6 +4,7 @@ A field's description is what the message about a wrong value says that it expec
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
@@ -22,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from ling3export.runners.engine.request import BOUNDS
+from ling3export.runners.engine.request import BIAS, BIASES, BOUNDS, LIKELY
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Prompt
@@ -34,23 +35,28 @@ KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 
 # Fields of OpenAI's API that this server does not implement, and the values under which they ask for nothing.
 NEUTRAL: Mapping[str, Sequence[Any]] = {
-    "n": (1,),
     "best_of": (1,),
+    "suffix": ("",),
     "echo": (False,),
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "logit_bias": ({},),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
     "modalities": (["text"],),
     "store": (False,),
+    "background": (False,),
+    "truncation": ("disabled",),
+    "include": ([],),
+    "service_tier": ("auto", "default"),
+    "min_p": (0, 0.0),
+    "min_tokens": (0, 1),
+    "priority": (0,),
+    "chat_template_kwargs": ({},),
+    "length_penalty": (1, 1.0),
+    "use_beam_search": (False,),
     # What vllm-router adds to every request.
     "no_stop_trim": (False,),
     "skip_special_tokens": (True,),
@@ -157,7 +163,15 @@ def _joined(content: Any) -> Any:
     return "".join(part["text"] for part in content)
 
 
+def _biases(value: Any) -> Any:
+    """An object of token ids as pairs: JSON has texts for names."""
+    if not isinstance(value, dict):
+        return value
+    return [(int(name) if re.fullmatch(r"[0-9]{1,10}", name) else name, bias) for name, bias in value.items()]
+
+
 MOST = (1 << 31) - 1
+CHOICES = 128  # of one prompt
 Text = Annotated[str, Field(description="a text")]
 Flag = Annotated[bool, Field(description="true or false")]
 Count = Annotated[int | None, Field(ge=1, le=MOST, description=f"a whole number from 1 to {MOST}")]
@@ -168,15 +182,29 @@ Stops = Annotated[
     BeforeValidator(_one_or_many),
 ]
 Ids = Annotated[list[int], FailFast()]
-FORMS = {"TEXT", "TEXTS", "IDS", "IDS_LISTS"}
+FORMS = {"TEXT", "TEXTS", "IDS", "IDS_LISTS", "str", "dict[str,any]"}
 
 
 class Message(_Object):
-    """A message of a conversation, its content joined from its parts."""
+    """A message of a conversation, its content joined from its parts. A call of tools needs no content."""
 
     role: str
     content: Annotated[str, BeforeValidator(_joined)]
     name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spoken(cls, value: Any) -> Any:
+        silent = isinstance(value, dict) and value.get("tool_calls") and value.get("content") is None
+        return {**value, "content": ""} if silent else value
+
+    @field_validator("role")
+    @classmethod
+    def _developer(cls, role: str) -> str:
+        return "system" if role == "developer" else role
 
     @classmethod
     def _refuse_unless_neutral(cls, name: str, value: Any) -> None:
@@ -188,25 +216,14 @@ class StreamOptions(_Object):
     """What a stream has beside the pieces of the answer."""
 
     include_usage: Flag = False
+    continuous_usage_stats: Flag = False
     include_obfuscation: Any = None
 
 
-class Body(_Object):
-    """The fields that both endpoints take. Temperature, top_k and top_p have the defaults of OpenAI's API."""
+class _Served(_Object):
+    """A body that may name the model."""
 
     model: Text
-    max_tokens: Count = None
-    max_completion_tokens: Count = None
-    temperature: Annotated[float, _setting("temperature")] = 1.0
-    top_p: Annotated[float, _setting("top_p")] = 1.0
-    top_k: Annotated[int, _setting("top_k")] = 0
-    seed: Annotated[int | None, _setting("seed")] = None
-    stop: Stops = []
-    stream: Flag = False
-    stream_options: Annotated[StreamOptions | None, Field(description="it with `stream` only, and an object")] = None
-    return_token_ids: Flag = False
-    ignore_eos: Flag = False
-    cache_salt: Text = ""
 
     @field_validator("model")
     @classmethod
@@ -214,6 +231,37 @@ class Body(_Object):
         if name != info.context:
             raise refusal("model", shown(info.context), shown(name), "model_not_found", 404)
         return name
+
+
+class Body(_Served):
+    """The fields that both endpoints take. Temperature, top_k and top_p have the defaults of OpenAI's API."""
+
+    max_tokens: Count = None
+    max_completion_tokens: Count = None
+    temperature: Annotated[float, _setting("temperature")] = 1.0
+    top_p: Annotated[float, _setting("top_p")] = 1.0
+    top_k: Annotated[int, _setting("top_k")] = 0
+    presence_penalty: Annotated[float, _setting("presence_penalty")] = 0.0
+    frequency_penalty: Annotated[float, _setting("frequency_penalty")] = 0.0
+    repetition_penalty: Annotated[float, _setting("repetition_penalty")] = 1.0
+    logit_bias: Annotated[
+        list[tuple[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=BIAS.low, le=BIAS.high)]]],
+        Field(max_length=BIASES, description=f"an object of at most {BIASES} token ids with {BIAS}"),
+        BeforeValidator(_biases),
+    ] = []
+    n: Annotated[int, Field(ge=1, le=CHOICES, description=f"a whole number from 1 to {CHOICES}")] = 1
+    seed: Annotated[int | None, Field(ge=-(1 << 63), lt=1 << 64, description="a whole number of 64 bits")] = None
+    response_format: Annotated[
+        dict[str, Any] | None, Field(description="an object with a type: text, json_object or json_schema")
+    ] = None
+    guided_regex: Annotated[str | None, Field(description="a regex")] = None
+    guided_grammar: Annotated[str | None, Field(description="a grammar in Lark's form")] = None
+    stop: Stops = []
+    stream: Flag = False
+    stream_options: Annotated[StreamOptions | None, Field(description="it with `stream` only, and an object")] = None
+    return_token_ids: Flag = False
+    ignore_eos: Flag = False
+    cache_salt: Text = ""
 
     @classmethod
     def _refuse_unless_neutral(cls, name: str, value: Any) -> None:
@@ -230,6 +278,13 @@ class Body(_Object):
 class CompletionsBody(Body):
     """The body of /v1/completions."""
 
+    max_tokens: Annotated[int | None, Field(ge=0, le=MOST, description=f"a whole number from 1 to {MOST}")] = None
+    echo: Flag = False
+    logprobs: Annotated[
+        int | None,
+        Field(ge=0, le=LIKELY.high, description=str(LIKELY)),
+        BeforeValidator(lambda value: None if value is False else value),
+    ] = None
     prompt: Annotated[
         Annotated[str, Tag("TEXT")]
         | Annotated[list[str], FailFast(), Field(min_length=1), Tag("TEXTS")]
@@ -246,14 +301,40 @@ class CompletionsBody(Body):
         return cast("list[Prompt]", [self.prompt] if one else self.prompt)
 
 
+Messages = Annotated[
+    list[Message],
+    FailFast(),
+    Field(min_length=1, description='a list of messages, [{"role": TEXT, "content": TEXT}, ...]'),
+]
+
+
 class ChatBody(Body):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[
-        list[Message],
-        FailFast(),
-        Field(min_length=1, description='a list of messages, [{"role": TEXT, "content": TEXT}, ...]'),
-    ]
+    logprobs: Flag = False
+    top_logprobs: Annotated[int, Field(ge=0, le=LIKELY.high, description=str(LIKELY))] = 0
+    tools: Annotated[
+        list[dict[str, Any]], Field(max_length=CHOICES, description=f"a list of at most {CHOICES} functions")
+    ] = []
+    tool_choice: Annotated[
+        str | dict[str, Any], Field(description='"auto", "none", "required" or the name of a function of `tools`')
+    ] = "auto"
+    messages: Messages
+
+
+class TokenizeBody(_Served):
+    """The body of /tokenize."""
+
+    prompt: Annotated[str | None, Field(description="a text")] = None
+    messages: Messages | None = None
+    add_special_tokens: Flag = True
+    add_generation_prompt: Flag = True
+
+
+class DetokenizeBody(_Served):
+    """The body of /detokenize."""
+
+    tokens: Annotated[Ids, Field(max_length=1 << 20, description="a list of token ids")]
 
 
 class _Decoder(json.JSONDecoder):
@@ -286,32 +367,44 @@ def parse(data: bytes) -> dict[str, Any]:
     return body
 
 
+AnyObject = TypeVar("AnyObject", bound=_Object)
 AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def validated(kind: type[AnyObject], body: dict[str, Any], model: str) -> AnyObject:
+    """A body that has the fields of ``kind``.
+
+    Raises:
+        ApiError: A field is unknown, missing or wrong.
+    """
+    try:
+        return kind.model_validate(body, context=model)
+    except ValidationError as error:
+        raise _named(error, kind, body) from None
 
 
 def checked(kind: type[AnyBody], body: dict[str, Any], model: str) -> AnyBody:
     """A body that has the fields of ``kind``, and whose fields fit together."""
-    try:
-        asked = kind.model_validate(body, context=model)
-    except ValidationError as error:
-        raise _named(error, kind, body) from None
+    asked = validated(kind, body, model)
     if asked.stream_options is not None and not asked.stream:
         wanted = kind.model_fields["stream_options"].description
         raise refusal("stream_options", str(wanted), shown(body["stream_options"]))
+    if asked.max_tokens == 0 and not getattr(asked, "echo", False):
+        raise refusal("max_tokens", str(Body.model_fields["max_tokens"].description), "0")
     one, other = asked.max_tokens, asked.max_completion_tokens
     if one is not None and other is not None and one != other:
         raise refusal("max_tokens", f"the same as `max_completion_tokens`, {other}", str(one))
     return asked
 
 
-def _named(error: ValidationError, kind: type[Body], body: dict[str, Any]) -> ApiError:
+def _named(error: ValidationError, kind: type[BaseModel], body: dict[str, Any]) -> ApiError:
     """The refusal for a body's first wrong field: what its description expects, what was found, at which place."""
     first = error.errors(include_url=False)[0]
     param, *inner = (part for part in first["loc"] if part not in FORMS)
     info, given = kind.model_fields[str(param)], body.get(str(param))
     missing = first["type"] == "missing"
     found, place = "none" if missing else shown(first["input"]), ""
-    if inner and isinstance(given, dict):
+    if inner and param == "stream_options":
         param, info = inner[0], StreamOptions.model_fields[str(inner[0])]
     elif inner and isinstance(given, list):
         number, *field = inner

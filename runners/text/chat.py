@@ -22,8 +22,8 @@ WANTED = 'expected messages, [{"role": TEXT, "content": TEXT}, ...]'
 class ChatTemplate:
     """A chat template, compiled.
 
-    It sees what published templates expect: ``messages``, ``add_generation_prompt``, the special tokens by name
-    (``bos_token`` and so on), ``raise_exception``, ``strftime_now`` and a ``tojson`` that leaves HTML alone.
+    It sees what published templates expect: ``messages``, ``tools``, ``add_generation_prompt``, the special tokens by
+    name (``bos_token`` and so on), ``raise_exception``, ``strftime_now`` and a ``tojson`` that leaves HTML alone.
 
     Args:
         source: The template.
@@ -59,13 +59,17 @@ class ChatTemplate:
                 f"chat template `{where}`: expected one that jinja2 compiles, found it nested too deeply"
             ) from error
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, name: str = "messages") -> str:
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, name: str = "messages",
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:  # fmt: skip
         """The text of a conversation.
 
         Args:
             messages: In order.
             add_generation_prompt: End with what begins an answer.
             name: What messages of errors call it.
+            tools: Functions that the template is to offer.
 
         Raises:
             RequestError: The messages are malformed, or the template refuses them.
@@ -75,6 +79,8 @@ class ChatTemplate:
 
         check_messages(messages, name)
         values = {**self._tokens, "messages": [dict(message) for message in messages]}
+        if tools is not None:
+            values["tools"] = list(tools)
         try:
             with _within(SECONDS):
                 pieces, size = [], 0

@@ -1,7 +1,7 @@
 """Text in and out: the checkpoint's fast tokenizer and its chat template."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,15 @@ from ling3export.artifacts.schema import FileRecord
 from ling3export.errors import ArtifactError, RequestError
 from ling3export.runners.text import chat
 from ling3export.runners.text.detokenize import TextStream
+from ling3export.runners.text.grammar import Grammars
 from ling3export.strict_json import parse_json
 
 FILE = "tokenizer.json"
+PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))  # bytes that byte-level BPE writes as themselves
+# The others are written from U+0100 on, in order.
+BYTES = {chr(byte): byte for byte in PRINTED} | {
+    chr(256 + place): byte for place, byte in enumerate(byte for byte in range(256) if byte not in PRINTED)
+}
 CONFIG = "tokenizer_config.json"
 
 
@@ -79,6 +85,28 @@ class Tokenizer:
         """Text of ``ids`` without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes that a token stands for; of a special token, those of its name; none where there is no such token.
+
+        A token of another tokenizer than a byte-level one is decoded alone.
+        """
+        name = self._tokenizer.id_to_token(token)
+        if name is None:
+            return b""
+        if token in self._added:
+            return self._added[token].encode()
+        if not self._byte_level or not set(name) <= BYTES.keys():
+            return str(self._tokenizer.decode([token])).encode()
+        return bytes(BYTES[character] for character in name)
+
+    @cached_property
+    def _added(self) -> dict[int, str]:
+        return {id: token.content for id, token in self._tokenizer.get_added_tokens_decoder().items()}
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        return "ByteLevel" in str(self._tokenizer.decoder)
+
     def stream(self, stop: Sequence[str] = ()) -> TextStream:
         """A stream of text for one answer."""
         return TextStream(self._tokenizer, stop)
@@ -112,6 +140,7 @@ class TokenizerFiles:
         self._folder = folder
         self._records = {Path(record.path).name: record for record in records}
         self._eos = eos_token_ids
+        self._grammars: Grammars | None = None
 
     @property
     def there(self) -> bool:
@@ -177,15 +206,23 @@ class TokenizerFiles:
         """Whether the artifact has a chat template."""
         return self._template_source[1] is not None
 
+    @property
+    def template_text(self) -> str:
+        """The chat template itself; empty where there is none."""
+        source = self._template_source[1]
+        return source if isinstance(source, str) else ""
+
     def render_chat(
-        self, messages: Sequence[chat.Message], *, add_generation_prompt: bool = True, name: str = "messages"
-    ) -> str:
+        self, messages: Sequence[chat.Message], *, add_generation_prompt: bool = True, name: str = "messages",
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:  # fmt: skip
         """The text of a conversation, by the checkpoint's chat template.
 
         Args:
             messages: ``[{"role": TEXT, "content": TEXT}, …]``.
             add_generation_prompt: End with what begins an answer.
             name: What messages of errors call it.
+            tools: Functions that the template is to offer.
 
         Raises:
             RequestError: The messages are malformed or refused, or the artifact has no chat template.
@@ -196,7 +233,20 @@ class TokenizerFiles:
                 f"{name}: expected an artifact with a chat template, found none, in {self._folder}",
                 "give text or token ids, or build from a checkpoint that has a chat template",
             )
-        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, name=name)
+        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, name=name, tools=tools)
+
+    def grammars(self, vocab_size: int) -> Grammars:
+        """Makes matchers of grammars, for a model whose token ids are below ``vocab_size``.
+
+        Raises:
+            RequestError: The artifact has no tokenizer, or llguidance is not installed.
+            ArtifactError: llguidance cannot read the tokenizer.
+        """
+        if self._grammars is None:
+            self.tokenizer("structured output")
+            data = read_checked(self._folder, self._records[FILE])
+            self._grammars = Grammars(data.decode(), vocab_size, self.eos_token_ids())
+        return self._grammars
 
     def _json(self, name: str) -> dict[str, Any]:
         if name not in self._records:

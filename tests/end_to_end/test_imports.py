@@ -31,7 +31,7 @@ PACKAGES = {
     "runners.load": {"flatbuffers", "jax", "jaxlib", "ml_dtypes", "numpy"},
     "runners.serve": {"h11", "prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"},
     "runners.state": {"numpy"},
-    "runners.text": {"jinja2", "tokenizers"},
+    "runners.text": {"jinja2", "llguidance", "numpy", "tokenizers"},
     "runners.transfer": {"numpy"},
     "savedmodel": {"jax", "jaxlib", "numpy", "orbax", "tensorflow"},
     "verify": {"numpy", "safetensors"},

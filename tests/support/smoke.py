@@ -20,7 +20,7 @@ from typing import Any
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.records import sha256_of
-from ling3export.artifacts.schema import Manifest, Target
+from ling3export.artifacts.schema import ON_LOGITS, Manifest, Target
 from ling3export.cache.cells import counts
 from ling3export.cache.keys import cell_fields
 from ling3export.checkpoint.reader import Checkpoint
@@ -80,7 +80,7 @@ def generate(artifact: Path, target: Target) -> dict[str, Any]:
 
 def check(built: dict[str, int], ran: dict[str, Any], target: Target, before: Any) -> None:
     """Raises Failed unless all is as it must be."""
-    expected = {name for name, cell in target.cells.items() if cell.phase != "sample"}
+    expected = {name for name, cell in target.cells.items() if cell.phase not in ON_LOGITS}
     called = {name for name, cell in ran["stats"]["cells"].items() if cell["calls"]}
     if missing := sorted(expected - called):
         raise Failed(f"cells: expected calls of every one, found none of {', '.join(missing)}")

@@ -34,7 +34,7 @@ SLOTS, PAGES, PAGE, CONTEXT = 3, 10, 16, 64
 TARGET = "cpu-tp2"
 GEOMETRY = Geometry(TP, "float32", SLOTS, PAGES, PAGE, CONTEXT // PAGE, 1)
 CELLS = {"prefill@16": ("prefill", 16), "decode@2": ("decode", 2), "decode@4": ("decode", 4)}
-CELLS |= {f"sample@{rows}": ("sample", rows) for rows in (1, 2, 4)}
+CELLS |= {f"{phase}@{rows}": (phase, rows) for phase in ("sample", "adjust") for rows in (1, 2, 4)}
 P = PartitionSpec
 PROMPTS = [[1, 2, 3], [5] * 20, [7] * 40, [300], [100, 200, 4]]
 
@@ -66,7 +66,7 @@ def check_tokens(engine: Engine) -> None:
 
 def build_step(config: Any, geometry: Geometry, phase: str, padding: int, mesh: Any) -> steps.Step:
     """The toy's program of one cell, in place of the model's."""
-    if phase == "sample":
+    if phase in ("sample", "adjust"):
         return steps.build_step(config, geometry, phase, padding, mesh)
     fields = batch_fields(phase, padding, geometry.max_pages)
     packed = jax.ShapeDtypeStruct((packed_size(fields),), jnp.int32)

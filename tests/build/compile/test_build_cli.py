@@ -171,14 +171,15 @@ def test_a_compiler_that_dies_is_named_and_loses_no_other_cell(checkpoint, tmp_p
         code, err = ended(process)
     assert code == 1
     assert (
-        "error: programs: expected 3 cells to build, 1 did not: "
+        "error: programs: expected 4 cells to build, 1 did not: "
         "prefill@16: the compiling process was killed by SIGKILL: nothing was printed\n"
-        "hint: if the memory was full: compile fewer at a time with --jobs; the 2 others are in the cache: the same "
+        "hint: if the memory was full: compile fewer at a time with --jobs; the 3 others are in the cache: the same "
         "build again takes them; to build one alone and see all that its compiler says: --replay prefill@16\n"
     ) in err
     assert "Traceback" not in err
-    table = [line.split() for line in err[err.index("cpu-tp1:\n") :].splitlines()[2:5]]
-    assert [row[:2] for row in table] == [["prefill@16", "failed"], ["decode@1", "compiled"], ["sample@1", "compiled"]]
+    table = [line.split() for line in err[err.index("cpu-tp1:\n") :].splitlines()[2:6]]
+    assert table[0][:2] == ["prefill@16", "failed"]
+    assert [row[:2] for row in table[1:]] == [[f"{phase}@1", "compiled"] for phase in ("decode", "sample", "adjust")]
     assert marked(artifact) == []
     assert names(tmp_path) == [".x.ling3.failed.json", "cache"]
 

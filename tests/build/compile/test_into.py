@@ -25,7 +25,7 @@ from ling3export.runners.cli import main as runner_cli
 from ling3export.verify.verify import check_digests
 from refusals import refusal
 
-CELLS = ("prefill@128", "decode@8", "sample@8")
+CELLS = ("prefill@128", "decode@8", "sample@8", "adjust@8")
 
 
 @pytest.fixture

@@ -51,6 +51,7 @@ def test_a_failed_build_says_what_became_of_every_cell(capsys):
         "  prefill@16       failed        -        -",
         "  decode@1       compiled      1.8      1.5",
         "  sample@1    not started        -        -",
+        "  adjust@1    not started        -        -",
     ]
 
 
@@ -118,11 +119,11 @@ def test_every_failed_cell_is_named_with_its_target():
         pool.check(CONFIG, outcomes, True, lambda: noted.append(1))
     assert noted == [1]
     assert caught.value.message == (
-        "programs: expected 6 cells to build, 3 did not: cpu-tp1 prefill@16: too large; cpu-tp2 decode@1: too large; "
+        "programs: expected 8 cells to build, 3 did not: cpu-tp1 prefill@16: too large; cpu-tp2 decode@1: too large; "
         "cpu-tp2 sample@1: too large"
     )
     assert caught.value.hint == (
-        "lower it; the 3 others are in the cache: the same build again takes them; to build one alone and see all that "
+        "lower it; the 5 others are in the cache: the same build again takes them; to build one alone and see all that "
         "its compiler says: --replay cpu-tp1/prefill@16"
     )
     with pytest.raises(PlanError) as caught:

@@ -85,7 +85,7 @@ def test_another_portable_program_is_said_with_the_reason(artifact, compiled, tm
 def test_what_cannot_be_replayed_is_refused(artifact, tmp_path):
     whole = artifact("micro-tp2")
     assert refusal(cli.main, "build", whole, "--replay", "decode@9") == (
-        "error: --replay: expected a cell of cpu-tp2: prefill@128, decode@8, sample@8; found `decode@9`\n"
+        "error: --replay: expected a cell of cpu-tp2: prefill@128, decode@8, sample@8, adjust@8; found `decode@9`\n"
     )
     assert "error: target `cpu@4`: expected one of cpu-tp2, found none of that name" in refusal(
         cli.main, "build", whole, "--replay", "cpu@4/decode@8"

@@ -34,6 +34,7 @@ def test_cells_of_the_default_plan():
     assert [cell.name for cell in plan.cells] == [
         "prefill@512", "prefill@128", "prefill@16", "decode@64", "decode@16", "decode@1",
         "sample@64", "sample@32", "sample@16", "sample@8", "sample@1",
+        "adjust@64", "adjust@32", "adjust@16", "adjust@8", "adjust@1",
     ]  # fmt: skip
     assert (plan.context, plan.geometry.max_pages, plan.geometry.pages) == (512, 2, 128)
     assert plan.notes == (

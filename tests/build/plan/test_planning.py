@@ -152,7 +152,7 @@ def test_temporaries_come_from_an_artifact_that_was_built_alike(artifact):
     for changed, difference in (
         ((checkpoint, *alike, "--max-running", 4), "slots 8, not 4, pages 128, not 64"),
         ((checkpoint, *alike, "--tp", 4), "no target cpu-tp4, but cpu-tp2"),
-        ((checkpoint, *alike, "--paddings", "64,128"), "no prefill@64, sample@4"),
+        ((checkpoint, *alike, "--paddings", "64,128"), "no prefill@64, sample@4, adjust@4"),
         ((artifact.checkpoint("micro-tp1-experts"), *alike), "another config (num_experts)"),
     ):
         assert f"  temporaries and programs: unknown: the artifact of --from has {difference}\n" in shown(

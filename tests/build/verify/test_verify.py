@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from ling3export import processes
 from ling3export.artifacts.manifest import file_record, read_manifest, write_manifest
 from ling3export.artifacts.records import to_json
-from ling3export.artifacts.schema import Sequence, Tolerance
+from ling3export.artifacts.schema import ON_LOGITS, Sequence, Tolerance
 from ling3export.cli import main as cli
 from ling3export.errors import ArtifactError
 from ling3export.verify import verify
@@ -64,13 +64,12 @@ def test_a_whole_artifact_passes_and_every_cell_is_listed_the_worst_first(whole)
     rows = [line.split() for line in lines[3 : 3 + len(cells)]]
     assert {row[0] for row in rows} == set(cells)
     assert {row[1] for row in rows} == {"passed"}
-    assert [row[2:4] for row in rows if row[0].startswith("sample")] == [["exact", "-"]] * sum(
-        name.startswith("sample") for name in cells
-    )
-    errors = [float(row[3]) for row in rows if not row[0].startswith("sample")]
+    on_logits = [name for name, cell in cells.items() if cell.phase in ON_LOGITS]
+    assert [row[2:4] for row in rows if row[0] in on_logits] == [["exact", "-"]] * len(on_logits)
+    errors = [float(row[3]) for row in rows if row[0] not in on_logits]
     assert errors == sorted(errors, reverse=True)
     assert errors[0] <= 1e-5
-    assert all(row[4:6] == ["≤", "1.0e-05"] for row in rows if not row[0].startswith("sample"))
+    assert all(row[4:6] == ["≤", "1.0e-05"] for row in rows if row[0] not in on_logits)
     assert lines[3 + len(cells)] == (
         "  errors are relative L2 distances of a position's logits from the plain model's; the worst may be up to "
         "1.0e-05 (float32)"

@@ -1,0 +1,258 @@
+"""What a body says of the form of its answer: grammars, tools, thoughts; and how an answer's text is taken apart."""
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ling3export.runners.serve.schema import Body, ChatBody, refusal, shown
+from ling3export.runners.text.grammar import LARGEST, Grammar
+
+DEPTH = 64  # objects and lists within each other that a schema may have
+THINK, THOUGHT = "<think>", "</think>"
+CALL, CALLED = "<tool_call>", "</tool_call>"  # around {"name": NAME, "arguments": OBJECT}, as Ling's templates write it
+TEXT, REASONING, TOOL = "content", "reasoning_content", "tool_calls"
+
+
+def grammar(asked: Body) -> Grammar | None:
+    """What the text has to be; None where a body does not say.
+
+    Raises:
+        ApiError: It says so twice, or in a form that is unknown; or its schema is too large or nested too deeply.
+    """
+    found = {name: value for name in ("guided_regex", "guided_grammar") if (value := getattr(asked, name)) is not None}
+    form = asked.response_format
+    if form is not None and form.get("type") != "text":
+        found["response_format"] = form
+    if len(found) > 1:
+        raise refusal("response_format", "one of response_format, guided_regex, guided_grammar", " and ".join(found))
+    if form is not None and form.get("type") not in ("text", "json_object", "json_schema"):
+        raise refusal("response_format", "a type of text, json_object or json_schema", shown(form.get("type")))
+    for name, value in found.items():
+        if name != "response_format":
+            return Grammar("regex" if name == "guided_regex" else "lark", value)
+    if "response_format" not in found or form is None:
+        return None
+    if form["type"] == "json_object":
+        return Grammar("json", '{"type": "object"}')
+    inner = form.get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if not isinstance(schema, (dict, bool)):
+        raise refusal("response_format", "a json_schema with a schema, an object", "none")
+    return Grammar("json", schema_text(schema, "response_format"))
+
+
+def schema_text(schema: Any, param: str) -> str:
+    """A schema as JSON.
+
+    Raises:
+        ApiError: It is too large, or nested too deeply.
+    """
+    level, depth = [schema], 0
+    while level:
+        depth += 1
+        if depth > DEPTH:
+            raise refusal(param, f"a schema of at most {DEPTH} levels", "more")
+        inner = [each for each in level if isinstance(each, (dict, list))]
+        level = [value for each in inner for value in (each.values() if isinstance(each, dict) else each)]
+    text = json.dumps(schema)
+    if len(text) > LARGEST:
+        raise refusal(param, f"a schema of at most {LARGEST:,} characters", f"{len(text):,}")
+    return text
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What a body says of tools.
+
+    Attributes:
+        offered: What the chat template is given; None where there are none.
+        names: Functions that an answer may call.
+        grammar: What the answer has to be, where it has to call one.
+    """
+
+    offered: list[dict[str, Any]] | None = None
+    names: frozenset[str] = frozenset()
+    grammar: Grammar | None = None
+
+
+def tools(asked: ChatBody, template: str) -> Tools:
+    """What a body says of tools.
+
+    Args:
+        asked: The body.
+        template: The chat template.
+
+    Raises:
+        ApiError: They are malformed, or the template does not write tools in a form that is known here.
+    """
+    functions: dict[str, dict[str, Any]] = {}
+    for place, tool in enumerate(asked.tools):
+        function = tool.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if tool.get("type") != "function" or not isinstance(name, str) or not 0 < len(name) <= 64:
+            wanted = 'functions, {"type": "function", "function": {"name": NAME, …}}'
+            raise refusal("tools", wanted, f"another at place {place}")
+        functions[name] = dict(function or {})
+    choice = asked.tool_choice
+    inner = choice.get("function", choice) if isinstance(choice, dict) else {}
+    named = inner.get("name") if isinstance(inner, dict) else None
+    if named not in functions if isinstance(choice, dict) else choice not in ("auto", "none", "required"):
+        raise refusal("tool_choice", str(ChatBody.model_fields["tool_choice"].description), shown(choice))
+    if choice == "required" and not functions:
+        raise refusal("tool_choice", "`tools` with required", "none")
+    if not functions or choice == "none":
+        return Tools()
+    if "tools" not in template or CALL not in template:
+        wanted = f"a chat template that writes tools, and calls between {CALL} and {CALLED}"
+        raise refusal("tools", wanted, "another: this model has none")
+    called = [str(named)] if isinstance(choice, dict) else list(functions) if choice == "required" else []
+    if not called:
+        return Tools(asked.tools, frozenset(functions))
+    calls = []
+    for name in called:
+        arguments = functions[name].get("parameters") or {"type": "object"}
+        properties = {"name": {"const": name}, "arguments": arguments}
+        calls.append(
+            {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        )
+    schema = schema_text(calls[0] if len(calls) == 1 else {"anyOf": calls}, "tools")
+    text = f'start: "{CALL}\\n" call "\\n{CALLED}"\ncall: %json {schema}\n'
+    return Tools(asked.tools, frozenset(functions), Grammar("lark", text))
+
+
+def spoken(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as chat templates take it: arguments of calls are objects, which OpenAI's API writes as text."""
+    for call in message.get("tool_calls", ()):
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = json.loads(function["arguments"])
+            except (ValueError, RecursionError):
+                continue
+            function["arguments"] = arguments if isinstance(arguments, dict) else function["arguments"]
+    return message
+
+
+@dataclass(frozen=True)
+class Format:
+    """Which marks an answer's text has.
+
+    Attributes:
+        thinks: Whether thoughts stand between marks.
+        within: Whether the answer begins within a thought.
+        names: Functions that it may call.
+    """
+
+    thinks: bool
+    within: bool
+    names: frozenset[str]
+
+    @classmethod
+    def of(cls, template: str, prompt: str, tools: Tools) -> "Format | None":
+        """The format of answers to ``prompt``; None where its text has no marks."""
+        thinks = THOUGHT in template
+        within = thinks and tools.grammar is None and prompt.rfind(THINK) > prompt.rfind(THOUGHT)
+        return cls(thinks, within, tools.names) if thinks or tools.names else None
+
+
+class Parts:
+    """Takes the text of one answer apart as it comes.
+
+    Args:
+        form: Which marks it has.
+    """
+
+    def __init__(self, form: Format) -> None:
+        self._form = form
+        self._kind = REASONING if form.within else TEXT
+        self._held = ""
+        self._begun = False  # whether the content has anything but blanks
+        self._marked = form.within  # whether there was a mark
+        self.calls = 0
+
+    def push(self, text: str, *, last: bool = False) -> list[tuple[str, Any]]:
+        """The parts that are certain now: (``content`` or ``reasoning_content``, text) or (``tool_calls``, call).
+
+        Args:
+            text: What came.
+            last: Nothing follows: what was held back is given, too. A call that did not end is content.
+        """
+        self._held += text
+        found: list[tuple[str, Any]] = []
+        while True:
+            marks = {REASONING: (THOUGHT,), TOOL: (CALLED,)}.get(self._kind, self._openings())
+            places = {place: mark for mark in marks if (place := self._held.find(mark)) >= 0}
+            if not places:
+                break
+            place = min(places)
+            before, self._held = self._held[:place], self._held[place + len(places[place]) :]
+            self._give(found, before, places[place])
+            self._marked = True
+            opened = {THINK: REASONING, CALL: TOOL}
+            self._kind = opened.get(places[place], TEXT)
+        keep = 0 if last else max((_overlap(self._held, mark) for mark in marks), default=0)
+        if self._kind == TOOL and not last:
+            return found
+        rest, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        if self._kind == TOOL:
+            self._kind, rest = TEXT, CALL + rest
+        self._give(found, rest, None)
+        return found
+
+    def _openings(self) -> tuple[str, ...]:
+        return (*((THINK,) if self._form.thinks else ()), *((CALL,) if self._form.names else ()))
+
+    def _give(self, found: list[tuple[str, Any]], text: str, mark: str | None) -> None:
+        if self._kind == TOOL:
+            call = _call_of(text, self._form.names)
+            if call is None:
+                found.append((TEXT, f"{CALL}{text}{CALLED}"))
+            else:
+                found.append((TOOL, {"index": self.calls, **call}))
+                self.calls += 1
+            return
+        if self._kind == TEXT and not self._begun:
+            if mark is None or text.strip():
+                text = text.lstrip() if self._marked else text
+                self._begun = bool(text)
+            else:
+                text = ""  # blanks before a mark
+        if text:
+            found.append((self._kind, text))
+
+
+def _call_of(text: str, names: frozenset[str]) -> dict[str, Any] | None:
+    """The call that a model wrote, as OpenAI's API writes it; None where it is none of a function that was offered."""
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict) or call.get("name") not in names or not isinstance(call.get("arguments", {}), dict):
+        return None
+    arguments = json.dumps(call.get("arguments", {}), ensure_ascii=False)
+    return {
+        "id": f"call_{secrets.token_hex(12)}", "type": "function",
+        "function": {"name": call["name"], "arguments": arguments},
+    }  # fmt: skip
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Length of the longest end of ``text`` that begins ``mark``."""
+    return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-size:])), 0)
+
+
+def whole_parts(text: str, form: Format | None) -> dict[str, Any]:
+    """The message of a whole answer."""
+    if form is None:
+        return {TEXT: text}
+    found = Parts(form).push(text, last=True)
+    said: dict[str, Any] = {kind: "".join(each for of, each in found if of == kind) for kind in (TEXT, REASONING)}
+    calls: Sequence[dict[str, Any]] = [each for kind, each in found if kind == TOOL]
+    if not said[REASONING]:
+        del said[REASONING]
+    if calls:
+        said[TOOL] = [{name: value for name, value in call.items() if name != "index"} for call in calls]
+        said[TEXT] = said[TEXT].strip() or None
+    return said

@@ -1,0 +1,148 @@
+"""Penalties, biases, grammars and log-probabilities, through a real engine over the toy: numpy says what is right."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import toy_artifact
+from choosing import greedy, log_softmax, most_likely
+from ling3export.errors import ArtifactError, RequestError
+from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.request import Request, Sampling
+
+PROMPT = [5, 9, 7]
+TABLE = toy_artifact.table()
+GOLDEN = Path(__file__).parents[2] / "golden"
+
+
+def logits(tokens: list[int]) -> np.ndarray:
+    return TABLE[sum(tokens) % toy_artifact.VOCAB]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine(toy_artifact.shared(), report=lambda text: None) as engine:
+        yield engine
+
+
+def ask(count: int = 12, prompt: list[int] = PROMPT, **fields) -> Request:
+    sampling = Sampling(**fields.pop("how", {}))
+    return Request(tuple(prompt), count, sampling, ignore_eos=fields.pop("ignore_eos", True), **fields)
+
+
+@pytest.mark.parametrize(
+    ("how", "oracle"),
+    [
+        ({"presence_penalty": 2.0}, {"presence": 2}),
+        ({"frequency_penalty": 1.5}, {"frequency": 1.5}),
+        ({"frequency_penalty": -2.0}, {"frequency": -2}),
+        ({"repetition_penalty": 1.7}, {"repetition": 1.7}),
+        ({"logit_bias": {3: 2.0, 5: -100.0}}, {"bias": {3: 2.0, 5: -100.0}}),
+        ({"presence_penalty": 1.0, "frequency_penalty": 0.25, "repetition_penalty": 0.6, "logit_bias": {11: 1.5}},
+         {"presence": 1, "frequency": 0.25, "repetition": 0.6, "bias": {11: 1.5}}),
+    ],
+)  # fmt: skip
+def test_penalties_and_biases_change_what_numpy_says(engine, how, oracle):
+    (found,) = engine.complete([ask(30, how=how)])
+    assert found.token_ids == greedy(logits, PROMPT, 30, **oracle)
+
+
+def test_who_asks_for_nothing_gets_the_same_beside_one_who_asks(engine):
+    plain, beside = ask(20, name="plain"), ask(20, how={"frequency_penalty": 2.0}, logprobs=3)
+    alone = engine.complete([plain])[0]
+    found = engine.complete([beside, plain, ask(20, how={"logit_bias": {7: 100.0}})])
+    assert found[1].token_ids == alone.token_ids == greedy(logits, PROMPT, 20)
+    assert found[1].likely is None
+    assert found[0].token_ids == greedy(logits, PROMPT, 20, frequency=2)
+    assert found[2].token_ids == [7] * 20
+
+
+def test_log_probabilities_are_the_models_whatever_was_changed(engine):
+    for how, oracle in (({}, {}), ({"logit_bias": {7: 100.0}}, {"bias": {7: 100.0}})):
+        (found,) = engine.complete([ask(6, how=how, logprobs=20)])
+        assert found.token_ids == greedy(logits, PROMPT, 6, **oracle)
+        for at, likely in enumerate(found.likely):
+            row = logits([*PROMPT, *found.token_ids[:at]])
+            expected = log_softmax(row)
+            assert abs(likely.logprob - expected[found.token_ids[at]]) < 1e-5
+            assert [token for token, _ in likely.top] == most_likely(row, 20)
+            assert all(abs(logprob - expected[token]) < 1e-5 for token, logprob in likely.top)
+    (found,) = engine.complete([ask(3, logprobs=0)])
+    assert [likely.top for likely in found.likely] == [()] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "check"),
+    [
+        ("regex", "[0-9]{3}-[a-f]{2}", lambda text: re.fullmatch("[0-9]{3}-[a-f]{2}", text)),
+        ("lark", 'start: "yes" | "no"', lambda text: text in ("yes", "no")),
+        ("lark", 'start: "b" | start "a"', lambda text: re.fullmatch("ba*", text)),  # left recursion
+        ("json", '{"type": "object", "properties": {"a": {"enum": ["x", 1]}, "b": {"type": "boolean"}}, '
+         '"required": ["a", "b"], "additionalProperties": false}', lambda text: json.loads(text).keys() == {"a", "b"}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_a_text_is_of_its_grammar_or_says_length(engine, kind, text, check, temperature):
+    how = {"temperature": temperature, "seed": 4}
+    done = engine.complete([ask(60, how=how, grammar=(kind, text), ignore_eos=False), ask(9)])
+    assert done[0].stop_reason == "length" or check(done[0].text), done[0].text
+    assert done[0].stop_reason in ("eos", "stop", "length")
+    assert done[1].token_ids == greedy(logits, PROMPT, 9)
+
+
+def test_a_grammar_that_is_cut_says_length(engine):
+    (found,) = engine.complete([ask(4, grammar=("regex", "[0-9]{30}"), ignore_eos=False)])
+    assert (found.stop_reason, len(found.text)) == ("length", 4)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "found"),
+    [
+        (("regex", "(a"), "unclosed group"), (("regex", r"[^\x00-\x{10FFFF}]"), "that no text fits it"),
+        (("lark", 'start: start "a"'), "that no text fits it"), (("lark", "start: x"), 'unknown name: "x"'),
+        (("json", '{"type": "integer", "minimum": 5, "maximum": 3}'), "Unsatisfiable schema"),
+        (("json", "false"), "schema is false"), (("json", "{"), "grammar"),
+        (("json", '{"items":' * 200 + "{}" + "}" * 200), "recursion limit"),
+    ],
+)  # fmt: skip
+def test_an_impossible_grammar_is_refused_with_the_reason(engine, grammar, found):
+    with pytest.raises(RequestError, match=re.escape(found)):
+        engine.submit(ask(grammar=grammar))
+
+
+def test_what_is_no_grammar_is_refused():
+    for grammar in (("xml", "a"), ("regex",), 5, ("regex", 7), "regex"):
+        with pytest.raises(RequestError, match="expected a grammar"):
+            ask(grammar=grammar)
+    with pytest.raises(RequestError, match="at most 65,536 characters, found 70,000"):
+        ask(grammar=("regex", "a" * 70_000))
+
+
+def test_hosts_are_sent_all_that_a_request_asks():
+    how = {"logit_bias": {3: 2.0}, "presence_penalty": 0.5, "repetition_penalty": 1.5}
+    request = ask(4, how=how, logprobs=3, grammar=("regex", "a"))
+    inputs = StepInputs((Arrival(7, request),))
+    assert decode(encode(inputs)) == inputs
+
+
+def test_an_artifact_without_adjust_programs_serves_all_but_what_needs_them(engine, monkeypatch):
+    """Artifacts that were built before there were any."""
+    cells = {name: cell for name, cell in engine._record.cells.items() if cell.phase != "adjust"}
+    monkeypatch.setitem(vars(engine), "_record", type(engine._record)(**{**vars(engine._record), "cells": cells}))
+    assert engine.complete([ask(5)])[0].token_ids == greedy(logits, PROMPT, 5)
+    for fields in ({"logprobs": 0}, {"how": {"logit_bias": {1: 1.0}}}, {"how": {"presence_penalty": 1.0}}):
+        with pytest.raises(ArtifactError, match="expected adjust programs in target `cpu-tp2`"):
+            engine.submit(ask(**fields))
+
+
+def test_penalties_hold_where_a_sequence_starts_again():
+    """Two sequences that do not fit the pool together: one gives its pages back, and goes on as if it had not."""
+    with Engine(toy_artifact.shared(), overlap=False, report=lambda text: None) as engine:
+        requests = [ask(40, [token] * 20, how={"frequency_penalty": 1.0}) for token in (3, 4, 5)]
+        done = engine.complete(requests)
+    for request, found in zip(requests, done, strict=True):
+        assert found.token_ids == greedy(logits, list(request.prompt_ids), 40, frequency=1)

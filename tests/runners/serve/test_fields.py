@@ -1,0 +1,340 @@
+"""What OpenAI's clients ask for beyond a text: choices, log-probabilities, penalties, structure, tools, thoughts."""
+
+import asyncio
+import itertools
+import json
+import random
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+
+import toy_artifact
+from choosing import greedy, log_softmax, most_likely
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.request import Completion
+from ling3export.runners.serve import structure
+from ling3export.runners.serve.app import Policy, application
+from ling3export.runners.serve.calls import Call, seed_of
+from ling3export.runners.serve.responses import Answer
+from ling3export.runners.serve.schema import ChatBody, CompletionsBody, checked
+from ling3export.runners.serve.structure import Format, Parts, whole_parts
+from ling3export.runners.text.chat import ChatTemplate
+from tools import api_fields
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+IDS: dict[str, Any] = {"model": "toy", "prompt": [5, 9, 7], "temperature": 0, "ignore_eos": True, "max_tokens": 6}
+SAID: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "A"}], "temperature": 0}
+TABLE = toy_artifact.table()
+# The shape that Ling's published templates have, cut to what is parsed here.
+PUBLISHED = (
+    "{% if tools %}<role>SYSTEM</role># Tools\n<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}\n</tools>"
+    'For each call write <tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+    "<|role_end|>{% endif %}{% for message in messages %}<role>{{ message.role | upper }}</role>"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}"
+    '{% for call in message.tool_calls or [] %}<tool_call>\n{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "<|role_end|>{% endfor %}{% if add_generation_prompt %}<role>ASSISTANT</role>{% endif %}"
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"],
+            "additionalProperties": False,
+        },
+    },
+}  # fmt: skip
+
+
+def logits(tokens: list[int]) -> np.ndarray:
+    return TABLE[sum(tokens) % toy_artifact.VOCAB]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine(toy_artifact.shared(), max_requests=8, report=lambda text: None) as engine:
+        yield engine
+
+
+def call(engine: Engine, path: str, body: Any) -> httpx2.Response:
+    async def ask() -> httpx2.Response:
+        transport = httpx2.ASGITransport(application(engine, Policy("toy", None, 8, 100_000)))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://toy") as client:
+            return await client.post(path, json=body)
+
+    return asyncio.run(ask())
+
+
+def asked(engine: Engine, path: str, body: Any) -> dict[str, Any]:
+    answer = call(engine, path, body)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def chunks(engine: Engine, path: str, body: Any) -> list[dict[str, Any]]:
+    answer = call(engine, path, body | {"stream": True})
+    assert answer.status_code == 200, answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def test_choices_have_seeds_of_their_own_that_can_be_repeated(engine):
+    body = IDS | {"n": 3, "temperature": 1.0, "seed": 7, "return_token_ids": True, "prompt": [[5], [9, 7]]}
+    first, again = (asked(engine, COMPLETIONS, body)["choices"] for _ in range(2))
+    assert first == again
+    assert [choice["index"] for choice in first] == list(range(6))
+    assert len({tuple(choice["token_ids"]) for choice in first[:3]}) == 3
+    alone = asked(engine, COMPLETIONS, body | {"n": 1, "prompt": [5]})
+    assert alone["choices"][0]["token_ids"] == first[0]["token_ids"]
+    counts = asked(engine, COMPLETIONS, body)["usage"]
+    assert counts == {"prompt_tokens": 3, "completion_tokens": 36, "total_tokens": 39}
+
+
+def test_seeds_of_64_bits_are_hashed():
+    assert [seed_of(seed) for seed in (0, 7, 2**32 - 1)] == [0, 7, 2**32 - 1]
+    assert seed_of(-1) == 0x1BAD6B8C  # the begin of sha256("-1")
+    assert len({seed_of(seed, choice) for seed in (-1, -(2**63), 2**32, 2**64 - 1, 7) for choice in range(3)}) == 15
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 2**32, 2**64 - 1])
+def test_any_seed_of_64_bits_is_taken(engine, seed):
+    body = IDS | {"temperature": 1.0, "seed": seed, "return_token_ids": True}
+    first, again = (asked(engine, COMPLETIONS, body)["choices"][0]["token_ids"] for _ in range(2))
+    assert first == again
+
+
+def test_penalties_and_biases_reach_the_engine(engine):
+    body = IDS | {"presence_penalty": 1, "frequency_penalty": 0.5, "repetition_penalty": 1.3, "logit_bias": {"11": 2}}
+    found = asked(engine, COMPLETIONS, body | {"return_token_ids": True, "max_tokens": 20})["choices"][0]["token_ids"]
+    assert found == greedy(logits, [5, 9, 7], 20, presence=1, frequency=0.5, repetition=1.3, bias={11: 2})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_completions(engine, stream):
+    body = IDS | {"logprobs": 3, "return_token_ids": True}
+    if stream:
+        parts = [chunk["choices"][0] for chunk in chunks(engine, COMPLETIONS, body)]
+        ids = [id for part in parts for id in part.get("token_ids", ())]
+        said = {
+            name: [each for part in parts if part["logprobs"] for each in part["logprobs"][name]]
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        }
+    else:
+        (choice,) = asked(engine, COMPLETIONS, body)["choices"]
+        ids, said = choice["token_ids"], choice["logprobs"]
+    tokenizer = engine.files.tokenizer("test")
+    assert ids == greedy(logits, [5, 9, 7], 6)
+    for at, id in enumerate(ids):
+        row = log_softmax(logits([5, 9, 7, *ids[:at]]))
+        assert abs(said["token_logprobs"][at] - row[id]) < 1e-5
+        best = most_likely(logits([5, 9, 7, *ids[:at]]), 3)
+        assert sorted(said["top_logprobs"][at].values(), reverse=True) == pytest.approx(row[best], abs=1e-5)
+        assert max(said["top_logprobs"][at].values()) == said["token_logprobs"][at]  # greedy: as lm-eval looks at it
+    texts = [text.encode() if not text.startswith("bytes:") else None for text in said["tokens"]]
+    assert all(text in (None, tokenizer.bytes_of(id)) for text, id in zip(texts, ids, strict=True))
+    assert said["text_offset"] == [0, *itertools.accumulate(map(len, said["tokens"][:-1]))]
+
+
+def test_log_probabilities_of_a_chat(engine):
+    found = asked(engine, CHAT, SAID | {"logprobs": True, "top_logprobs": 2, "max_tokens": 5, "return_token_ids": True})
+    (choice,) = found["choices"]
+    for entry, id in zip(choice["logprobs"]["content"], choice["token_ids"], strict=True):
+        assert bytes(entry["bytes"]) == engine.files.tokenizer("test").bytes_of(id)
+        assert len(entry["top_logprobs"]) == 2
+        assert entry["top_logprobs"][0]["logprob"] == entry["logprob"]
+        assert entry["top_logprobs"][0]["token"] == entry["token"]
+
+
+def test_echo_is_the_prompt_and_no_token_need_follow(engine):
+    (choice,) = asked(engine, COMPLETIONS, IDS | {"prompt": "the of", "echo": True})["choices"]
+    assert choice["text"].startswith("the of") and len(choice["text"]) > len("the of")
+    alone = asked(engine, COMPLETIONS, IDS | {"prompt": ["the of", "A"], "echo": True, "max_tokens": 0, "n": 2})
+    assert [choice["text"] for choice in alone["choices"]] == ["the of", "the of", "A", "A"]
+    assert {choice["finish_reason"] for choice in alone["choices"]} == {"length"}
+    assert alone["usage"]["completion_tokens"] == 0 < alone["usage"]["prompt_tokens"]
+    streamed = chunks(engine, COMPLETIONS, IDS | {"prompt": "the of", "echo": True})
+    assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == choice["text"]
+
+
+def test_echo_with_log_probabilities_without_score_programs_is_refused_by_name(engine):
+    answer = call(engine, COMPLETIONS, IDS | {"echo": True, "logprobs": 1})
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert message.startswith("`echo`: scoring: expected score programs in target `cpu-tp2`, found none")
+    assert "--score-paddings" in message
+
+
+def test_a_stream_counts_as_it_goes(engine):
+    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "return_token_ids": True}
+    found = chunks(engine, COMPLETIONS, IDS | options)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in found]
+    assert counts == sorted(counts) and counts[-1] == 6
+    assert all(chunk["usage"]["prompt_tokens"] == 3 for chunk in found)
+    assert found[-1]["choices"] == []
+
+
+@pytest.mark.parametrize(
+    ("field", "check"),
+    [
+        ({"guided_regex": "[a-c]{5}"}, lambda text: set(text) <= set("abc") and len(text) == 5),
+        ({"guided_grammar": 'start: "left" | "right"'}, lambda text: text in ("left", "right")),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {
+            "enum": ["red", 5, None]}}}}, lambda text: json.loads(text) in ("red", 5, None)),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object", "properties": {
+            "n": {"type": "integer", "minimum": 3, "maximum": 8}}, "required": ["n"], "additionalProperties": False}}}},
+         lambda text: 3 <= json.loads(text)["n"] <= 8),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_an_answer_has_the_form_that_was_asked_for(engine, path, field, check):
+    body = (IDS if path == COMPLETIONS else SAID) | field | {"max_tokens": 40, "temperature": 1.0, "seed": 3, "n": 2}
+    for choice in asked(engine, path, body | {"ignore_eos": False})["choices"]:
+        text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+        assert choice["finish_reason"] == "length" or check(text), text
+
+
+def test_any_json_object_or_length(engine):
+    (choice,) = asked(engine, CHAT, SAID | {"response_format": {"type": "json_object"}, "max_tokens": 30})["choices"]
+    assert choice["message"]["content"].startswith("{")
+    assert choice["finish_reason"] == "length" or isinstance(json.loads(choice["message"]["content"]), dict)
+
+
+@pytest.mark.parametrize(
+    ("schema", "found"),
+    [
+        ({"items": {}}, None), (None, "expected a json_schema with a schema"),
+        ("x" * 70_000, "expected a json_schema with a schema"), ({"a": "x" * 70_000}, "at most 65,536 characters"),
+        ({"type": "nope"}, "Invalid type: nope"),
+    ],
+)  # fmt: skip
+def test_schemas_past_limits_are_refused(engine, schema, found):
+    body = IDS | {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    answer = call(engine, COMPLETIONS, body)
+    assert answer.status_code == (200 if found is None else 400)
+    assert found is None or found in answer.json()["error"]["message"]
+    deep: dict[str, Any] = {}
+    for _ in range(80):
+        deep = {"items": deep}
+    body["response_format"]["json_schema"]["schema"] = deep
+    assert "at most 64 levels" in call(engine, COMPLETIONS, body).json()["error"]["message"]
+
+
+def test_histories_of_all_kinds_are_taken(engine):
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
+        {"role": "user", "content": "A"},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]  # fmt: skip
+    body = checked(ChatBody, SAID | {"messages": messages}, "toy")
+    told = [structure.spoken(message.model_dump(exclude_none=True)) for message in body.messages]
+    assert told[0] == {"role": "system", "content": "be brief"}
+    assert told[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert asked(engine, CHAT, SAID | {"messages": messages[:2], "max_tokens": 2})["choices"]
+    text = ChatTemplate(PUBLISHED, {}, "test").render(told, tools=[TOOL])
+    assert '<think>hm</think><tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|role_end|>' in text
+    assert json.dumps(TOOL) in text
+
+
+def tools_of(**fields: Any) -> structure.Tools:
+    return structure.tools(checked(ChatBody, SAID | {"tools": [TOOL]} | fields, "toy"), PUBLISHED)
+
+
+def test_a_call_that_is_required_is_one_of_a_function_that_was_offered(engine):
+    named = {"type": "function", "function": {"name": "add"}}
+    assert (tools_of().grammar, tools_of().offered) == (None, [TOOL])
+    assert tools_of(tool_choice="none").offered is None
+    for choice in ("required", named):
+        tools = tools_of(tool_choice=choice)
+        request = engine.request([5, 9], 60, grammar=tools.grammar)
+        (done,) = engine.complete([request])
+        said = whole_parts(done.text, Format.of(PUBLISHED, "", tools))
+        assert done.stop_reason in ("stop", "eos")
+        (made,) = said["tool_calls"]
+        assert made["function"]["name"] == "add"
+        assert 0 <= json.loads(made["function"]["arguments"])["a"] <= 9
+        assert said["content"] is None
+
+
+def test_tools_that_cannot_be_taken_are_refused_by_name(engine):
+    for fields, found in (
+        ({"tools": [{"type": "web"}]}, "`tools`: expected functions"),
+        ({"tools": [TOOL], "tool_choice": "maybe"}, '`tool_choice`: expected "auto", "none"'),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "`tool_choice`: expected"),
+        ({"tool_choice": "required"}, "`tool_choice`: expected `tools` with required"),
+        ({"tools": [TOOL]}, "`tools`: expected a chat template that writes tools"),
+    ):
+        answer = call(engine, CHAT, SAID | fields)
+        assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(found)
+
+
+PIECES = [
+    ("plain < text <thin", False, {"content": "plain < text <thin"}),
+    ("<think>a b</think>\n\nanswer", False, {"content": "answer", "reasoning_content": "a b"}),
+    ("a b</think>\nanswer", True, {"content": "answer", "reasoning_content": "a b"}),
+    ("never ends", True, {"content": "", "reasoning_content": "never ends"}),
+    ('so <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', False,
+     {"content": "so", "tool_calls": [("add", '{"a": 1}')]}),
+    ('<tool_call>{"name": "add", "arguments": {}}</tool_call>\n<tool_call>{"name": "add", "arguments": {"a": "é"}}'
+     "</tool_call>", False, {"content": None, "tool_calls": [("add", "{}"), ("add", '{"a": "é"}')]}),
+    ('<tool_call>{"name": "rm"}</tool_call>', False, {"content": '<tool_call>{"name": "rm"}</tool_call>'}),
+    ('<tool_call>{"name": "add"', False, {"content": '<tool_call>{"name": "add"'}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "within", "expected"), PIECES)
+def test_thoughts_and_calls_are_taken_apart_whole_and_in_any_pieces(text, within, expected):
+    form = Format(True, within, frozenset({"add"}))
+    said = whole_parts(text, form)
+    calls = [(each["function"]["name"], each["function"]["arguments"]) for each in said.pop("tool_calls", ())]
+    assert said | ({"tool_calls": calls} if calls else {}) == expected
+    for seed in range(20):
+        draw, parts, found, at = random.Random(seed), Parts(form), [], 0
+        while at < len(text):
+            size = draw.randint(1, 5)
+            found += parts.push(text[at : at + size], last=at + size >= len(text))
+            at += size
+        for kind in ("content", "reasoning_content"):
+            joined = "".join(each for of, each in found if of == kind)
+            assert joined.strip() == (expected.get(kind) or "").strip()
+        made = [each["function"] for of, each in found if of == "tool_calls"]
+        assert [(each["name"], each["arguments"]) for each in made] == calls
+
+
+def test_a_call_ends_with_its_own_reason():
+    form = Format(False, False, frozenset({"add"}))
+    answer = Answer(Call([], True, False, False, False, prompts=((1,),), format=form), "toy")
+    text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    (choice,) = answer.whole([Completion([1], [2], text, "eos", 0, 0)])["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_texts_and_messages_become_tokens_and_texts_again(engine):
+    body = {"prompt": "the of A", "model": "toy"}
+    found = asked(engine, "/tokenize", body)
+    assert found == {"tokens": list(engine.request("the of A", 1).prompt_ids), "count": len(found["tokens"]),
+                     "max_model_len": 64}  # fmt: skip
+    assert asked(engine, "/detokenize", {"tokens": found["tokens"]}) == {"prompt": "the of A"}
+    told = asked(engine, "/tokenize", {"messages": SAID["messages"]})
+    assert told["tokens"] == list(engine.request(SAID["messages"], 1).prompt_ids)
+    for path, wrong, said in (
+        ("/tokenize", {}, "`prompt`: expected it or `messages`, found none"),
+        ("/tokenize", body | {"messages": SAID["messages"]}, "`prompt`: expected it or `messages`, found both"),
+        ("/tokenize", {"prompt": 5}, "`prompt`: expected a text, found 5"),
+        ("/detokenize", {"tokens": [320]}, "`tokens`: expected token ids from 0 to 319, found 320"),
+        ("/detokenize", {}, "`tokens`: expected a list of token ids, found none"),
+    ):
+        answer = call(engine, path, wrong)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, said)
+
+
+def test_the_page_has_the_table_of_all_fields():
+    """After a change: ``python -m tools.api_fields``."""
+    assert api_fields.BETWEEN.search(api_fields.PAGE.read_text()).group() == api_fields.table()
+    assert ("`prompt`", "taken", "refused") in api_fields.rows()
+    assert {"echo", "logprobs", "n"} <= CompletionsBody.model_fields.keys()
