@@ -146,8 +146,7 @@ def build_step(
         geometry: Parallelism, pools and dtype.
         phase: ``prefill``, ``score``, ``decode``; ``sample`` or ``adjust``, which take no parameters, the logits in
             the batch, and of the state only ``last_token``, or nothing; or one of ``exchange.PHASES``, which take no
-            parameters, or of
-            ``model/ffn/halves.py``.
+            parameters, or of ``model/ffn/halves.py``.
         padding: Padded tokens, sequences or rows; pairs of slots or pages; pairs of a token and an expert.
         mesh: One axis ``tp`` of ``geometry.tp`` devices, abstract or real; None for a program of one device without
             collectives, for readers that know none.

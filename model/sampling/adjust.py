@@ -60,7 +60,7 @@ def adjusted(
 
 def ranked(
     values: Float32[Array, "R N"], tokens: Int32[Array, "R N"], count: jax.Array
-) -> tuple[Float32[Array, "R {TOP}"], Int32[Array, "R {TOP}"]]:
+) -> tuple[Float32[Array, "R 20"], Int32[Array, "R 20"]]:
     """The ``count`` largest values of each row and their tokens; among equals the lowest token comes first.
 
     One look at all values a place, without a sort: machines with matrix units sort slowly, and what is asked for is

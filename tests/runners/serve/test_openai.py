@@ -1,0 +1,69 @@
+"""OpenAI's own client against a server process on loopback: what tests/runners/serve/test_fields.py says of fields."""
+
+import json
+
+import openai
+import pytest
+
+import toy_artifact
+from choosing import greedy
+from serving import Server
+
+TABLE = toy_artifact.table()
+
+
+@pytest.fixture(scope="module")
+def client():
+    with (
+        Server(toy_artifact.shared(), "--model", "toy") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        yield client
+
+
+def test_completions_with_all_that_sampling_takes(client):
+    found = client.completions.create(
+        model="toy", prompt=[5, 9, 7], max_tokens=8, temperature=0, n=2, logprobs=3, seed=-(2**63), echo=False,
+        presence_penalty=1, frequency_penalty=0.5, logit_bias={"11": 2}, service_tier="auto",
+        extra_body={"repetition_penalty": 1.2, "ignore_eos": True, "return_token_ids": True, "min_p": 0.0,
+                    "min_tokens": 0, "skip_special_tokens": True, "no_stop_trim": False, "priority": 0},
+    )  # fmt: skip
+    expected = greedy(
+        lambda tokens: TABLE[sum(tokens) % toy_artifact.VOCAB], [5, 9, 7], 8, presence=1, frequency=0.5, repetition=1.2,
+        bias={11: 2},
+    )  # fmt: skip
+    assert [choice.token_ids for choice in found.choices] == [expected] * 2
+    assert all(len(choice.logprobs.token_logprobs) == len(choice.logprobs.tokens) == 8 for choice in found.choices)
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (3, 16)
+
+
+def test_a_chat_with_log_probabilities_and_a_schema_whole_and_as_a_stream(client):
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 5}}, "required": ["n"],
+              "additionalProperties": False}  # fmt: skip
+    asked = {
+        "model": "toy", "messages": [{"role": "developer", "content": "a"}, {"role": "user", "content": "A"}],
+        "temperature": 0, "max_tokens": 30, "logprobs": True, "top_logprobs": 2,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}},
+    }  # fmt: skip
+    whole = client.chat.completions.create(**asked)
+    (choice,) = whole.choices
+    assert choice.finish_reason == "length" or 1 <= json.loads(choice.message.content)["n"] <= 5
+    assert len(choice.logprobs.content) == whole.usage.completion_tokens
+    assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    parts = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert "".join(part.delta.content or "" for part in parts) == choice.message.content
+    assert sum(len(part.logprobs.content) for part in parts if part.logprobs) == whole.usage.completion_tokens
+    assert chunks[-1].usage == whole.usage
+
+
+def test_refusals_are_the_clients_errors(client):
+    messages = [{"role": "user", "content": "A"}]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    for fields, param in (
+        ({"tools": [tool]}, "tools"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"n": 129}, "n"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+    ):  # fmt: skip
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(model="toy", messages=messages, **fields)
+        assert refused.value.param == param
