@@ -12,6 +12,8 @@ from ling3export.runners.text.grammar import LARGEST, Grammar
 DEPTH = 64  # objects and lists within each other that a schema may have
 THINK, THOUGHT = "<think>", "</think>"
 CALL, CALLED = "<tool_call>", "</tool_call>"  # around {"name": NAME, "arguments": OBJECT}, as Ling's templates write it
+# Blanks in a call as templates write them: a model that may choose them may never come to an end.
+AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 TEXT, REASONING, TOOL = "content", "reasoning_content", "tool_calls"
 
 
@@ -117,7 +119,7 @@ def tools(asked: ChatBody, template: str) -> Tools:
         calls.append(
             {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
         )
-    schema = schema_text(calls[0] if len(calls) == 1 else {"anyOf": calls}, "tools")
+    schema = schema_text({"x-guidance": AS_WRITTEN} | (calls[0] if len(calls) == 1 else {"anyOf": calls}), "tools")
     text = f'start: "{CALL}\\n" call "\\n{CALLED}"\ncall: %json {schema}\n'
     return Tools(asked.tools, frozenset(functions), Grammar("lark", text))
 

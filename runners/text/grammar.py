@@ -43,7 +43,7 @@ class Matcher:
     @property
     def error(self) -> str:
         """Why it cannot go on; empty while it can."""
-        return str(self.inner.get_error())
+        return str(self.inner.get_error()).partition("\n<state>")[0]  # what follows is for llguidance's makers
 
     @property
     def over(self) -> bool:
@@ -113,7 +113,8 @@ class Grammars:
         if not found.error:
             found.fill(mask)
         if found.error or not mask.any():
-            why = " ".join(found.error.split()) or "that no text fits it"
+            why = " ".join(found.error.split())
+            why = "that no text fits it" if not why or why.startswith("NoExtension") else why
             raise RequestError(f"{name}: expected a {kind} grammar that some text fits, found {why}")
         return found.inner
 

@@ -46,7 +46,7 @@ def test_cells_of_the_default_plan():
 
 def test_a_split_model_has_experts_for_one_session_and_for_all():
     plan = make_plan(CONFIG, replace(SMALL, decode_paddings=(2, 8), afd=3), "cpu")
-    split = [cell.name for cell in plan.cells if cell.phase not in ("prefill", "decode", "sample")]
+    split = [cell.name for cell in plan.cells if cell.phase not in ("prefill", "decode", "sample", "adjust")]
     assert split == [
         "attend@8", "attend@2", "combine@8", "combine@2", "head@8", "head@2",
         "dispatch@96", "dispatch@32", "dispatch@24", "dispatch@8",

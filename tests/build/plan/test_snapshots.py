@@ -29,7 +29,7 @@ def test_a_snapshot_of_the_true_model_takes_19_537_920_bytes_over_all_devices(ta
 
 def test_without_snapshots_a_plan_has_the_cells_and_pools_that_it_always_had():
     plan = make_plan(FULL, Options(), "tpu:v6e:4x4")
-    assert {cell.phase for cell in plan.cells} == {"prefill", "decode", "sample"}
+    assert {cell.phase for cell in plan.cells} == {"prefill", "decode", "sample", "adjust"}
     assert plan.geometry.snapshots == 0
 
 

@@ -40,7 +40,7 @@ PUBLISHED = (
 TOOL = {
     "type": "function",
     "function": {
-        "name": "add",
+        "name": "f",
         "parameters": {
             "type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"],
             "additionalProperties": False,
@@ -246,17 +246,17 @@ def tools_of(**fields: Any) -> structure.Tools:
 
 
 def test_a_call_that_is_required_is_one_of_a_function_that_was_offered(engine):
-    named = {"type": "function", "function": {"name": "add"}}
+    named = {"type": "function", "function": {"name": "f"}}
     assert (tools_of().grammar, tools_of().offered) == (None, [TOOL])
     assert tools_of(tool_choice="none").offered is None
     for choice in ("required", named):
         tools = tools_of(tool_choice=choice)
-        request = engine.request([5, 9], 60, grammar=tools.grammar)
+        request = engine.request([5], 62, grammar=tools.grammar)
         (done,) = engine.complete([request])
         said = whole_parts(done.text, Format.of(PUBLISHED, "", tools))
         assert done.stop_reason in ("stop", "eos")
         (made,) = said["tool_calls"]
-        assert made["function"]["name"] == "add"
+        assert made["function"]["name"] == "f"
         assert 0 <= json.loads(made["function"]["arguments"])["a"] <= 9
         assert said["content"] is None
 

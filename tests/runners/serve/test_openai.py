@@ -24,9 +24,10 @@ def client():
 def test_completions_with_all_that_sampling_takes(client):
     found = client.completions.create(
         model="toy", prompt=[5, 9, 7], max_tokens=8, temperature=0, n=2, logprobs=3, seed=-(2**63), echo=False,
-        presence_penalty=1, frequency_penalty=0.5, logit_bias={"11": 2}, service_tier="auto",
+        presence_penalty=1, frequency_penalty=0.5, logit_bias={"11": 2},
         extra_body={"repetition_penalty": 1.2, "ignore_eos": True, "return_token_ids": True, "min_p": 0.0,
-                    "min_tokens": 0, "skip_special_tokens": True, "no_stop_trim": False, "priority": 0},
+                    "min_tokens": 0, "skip_special_tokens": True, "no_stop_trim": False, "priority": 0,
+                    "service_tier": "auto"},
     )  # fmt: skip
     expected = greedy(
         lambda tokens: TABLE[sum(tokens) % toy_artifact.VOCAB], [5, 9, 7], 8, presence=1, frequency=0.5, repetition=1.2,
