@@ -129,7 +129,7 @@ def test_every_failed_cell_is_named_with_its_target():
     with pytest.raises(PlanError) as caught:
         pool.check(CONFIG, [outcome()], False, lambda: None)
     assert caught.value.hint == (
-        "lower it; the 2 others are lost without --cache on; to build one alone and see all that its compiler says: "
+        "lower it; the 3 others are lost without --cache on; to build one alone and see all that its compiler says: "
         "--replay prefill@16"
     )
 
