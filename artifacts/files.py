@@ -18,6 +18,7 @@ from ling3export.reading import opened
 REBUILD = "copy the artifact again, or build it again"
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 PARTIAL = r"partial-\d+-[0-9a-f]{8}"
+TRUST = "LING3_TRUST"  # names the folder of the keys that are trusted
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 

@@ -6,7 +6,7 @@ The records are in `schema`, their agreement in `agreement`, how format 1 become
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -59,10 +59,14 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     return replace(whole, **digests, sha256=digest)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path, check: Callable[[bytes], object] = lambda data: None) -> Manifest:
     """The manifest of an artifact: its digest, every type and bound, and their agreement checked.
 
     Other files are not opened. Format 1 is read, too.
+
+    Args:
+        folder: The artifact.
+        check: Called with the file's bytes, before anything is made of them.
 
     Raises:
         ArtifactError: No folder, no manifest, another format, a byte that was changed, or a field that is missing,
@@ -70,6 +74,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     folder = Path(folder)
     data = _read(folder)
+    check(data)
     try:
         raw = parse_json(data)
     except ValueError as error:

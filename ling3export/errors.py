@@ -49,6 +49,34 @@ class ArtifactError(Ling3Error):
     """An artifact is missing, damaged, of another version, or not for this machine."""
 
 
+class TrustError(ArtifactError):
+    """An artifact is not signed by a key that is trusted, or the keys cannot be read."""
+
+
+class CatalogError(Ling3Error):
+    """A catalogue has no such version, or what it says of one is damaged."""
+
+
+class VersionExists(CatalogError):
+    """A version is there already, with other content: what was published never changes."""
+
+
+class UnsafePath(CatalogError):
+    """A path would leave the folder that it belongs to, or two would meet there."""
+
+
+class AuthRequired(CatalogError):
+    """A catalogue wants a token, and there is none."""
+
+    exit_code = 13
+
+
+class AuthDenied(CatalogError):
+    """A catalogue does not take the token that there is."""
+
+    exit_code = 14
+
+
 class RequestError(Ling3Error):
     """A generation request that can never be served."""
 

@@ -15,12 +15,14 @@ import click
 
 from ling3export.cache.use import POLICIES, CacheUse
 from ling3export.cli.cache import cache, cache_dir
+from ling3export.cli.catalog import catalog
 from ling3export.cli.options import IGNORE, JSON, WIDE, build_options, given
+from ling3export.cli.signing import keygen, sign
 from ling3export.errors import Ling3Error
 from ling3export.plan.options import Options
 from ling3export.runners.cli.cluster import on_cluster
 from ling3export.runners.cli.errors import require
-from ling3export.runners.cli.options import PATH, Group, cluster_options, section, shard_option
+from ling3export.runners.cli.options import PATH, Group, cluster_options, section, shard_option, trust_option
 from ling3export.shards import WHOLE, Shard
 
 
@@ -53,6 +55,7 @@ def _unwinding() -> Iterator[None]:
     sections={
         "Build": ("plan", "build", "attach", "cache", "synth"),
         "Look": ("inspect", "verify", "report"),
+        "Share": ("catalog", "keygen", "sign"),
     },
 )
 @click.version_option(package_name="ling3export")
@@ -213,6 +216,9 @@ def plan(
 
 
 main.add_command(cache)
+main.add_command(catalog)
+main.add_command(keygen)
+main.add_command(sign)
 
 
 @main.command()
@@ -299,6 +305,7 @@ def report(artifact: Path, out: Path | None, force: bool) -> None:
 @click.argument("artifact", type=PATH)
 @click.option("--target", help="Only this target.")
 @click.option("--no-run", is_flag=True, help="Check digests alone: nothing of ARTIFACT is executed.")
+@trust_option
 @JSON
 def verify(artifact: Path, target: str | None, no_run: bool, as_json: bool) -> None:
     """Check ARTIFACT: every digest, then every vector in every cell.
@@ -308,7 +315,9 @@ def verify(artifact: Path, target: str | None, no_run: bool, as_json: bool) -> N
     """
     from ling3export.verify.verify import verify_artifact
 
-    result = verify_artifact(artifact, target, run=not no_run)
+    signed: list[str] = []
+    result = verify_artifact(artifact, target, run=not no_run, report=signed.append)
+    click.echo("\n".join(signed), err=True)
     if as_json:
         click.echo(json.dumps(result.record))
     else:

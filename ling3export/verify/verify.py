@@ -1,13 +1,15 @@
 """Compares an artifact's digests, and runs its vectors through every target that this machine can run."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.files import refuse_links
-from ling3export.artifacts.manifest import file_records, read_checked, read_manifest, recorded_files
+from ling3export.artifacts.manifest import file_records, read_checked, recorded_files
 from ling3export.artifacts.records import to_json
 from ling3export.artifacts.schema import Manifest, Receipts, Target
+from ling3export.artifacts.signing import read_trusted
 from ling3export.artifacts.store import Store
 from ling3export.errors import ArtifactError, listed
 from ling3export.runners.load.targets import platforms_here
@@ -80,18 +82,21 @@ def _not_here(target: Target) -> str | None:
     return f"{' and '.join(statuses)}; it needs {wanted}, found {' and '.join(here)} in one process"
 
 
-def verify_artifact(artifact: Path, target: str | None, *, run: bool = True) -> Result:
+def verify_artifact(
+    artifact: Path, target: str | None, *, run: bool = True, report: Callable[[str], None] = lambda text: None
+) -> Result:
     """Checks every digest, then measures every target that runs here.
 
     Args:
         artifact: The folder.
         target: Only this one; None for all.
         run: Whether to measure; otherwise nothing of the artifact is executed.
+        report: Told who signed it.
 
     Raises:
         ArtifactError: A file is damaged, or there is no such target.
     """
-    manifest = read_manifest(artifact)
+    manifest = read_trusted(artifact, report)
     names = list(manifest.targets) if target is None else [target]
     if unknown := [name for name in names if name not in manifest.targets]:
         there = listed(list(manifest.targets))

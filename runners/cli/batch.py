@@ -19,6 +19,7 @@ from ling3export.runners.cli.options import (
     shard_option,
     temperature_option,
 )
+from ling3export.runners.cli.pull import ARTIFACT
 from ling3export.runners.hosts.rendezvous import announced
 from ling3export.shards import Shard
 
@@ -41,7 +42,7 @@ def batch() -> None:
 
 
 @batch.command()
-@click.argument("artifact", type=PATH)
+@click.argument("artifact", type=ARTIFACT)
 @click.argument("source", metavar="INPUT", type=PATH)
 @click.argument("output", type=PATH)
 @section(

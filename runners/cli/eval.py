@@ -28,7 +28,9 @@ from ling3export.runners.cli.options import (
     stop_option,
     target_option,
     temperature_option,
+    trust_option,
 )
+from ling3export.runners.cli.pull import ARTIFACT
 from ling3export.runners.evals.trials import RunConfig
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import announced
@@ -75,7 +77,7 @@ def evaluate() -> None:
 
 
 @evaluate.command()
-@click.argument("artifact", type=PATH)
+@click.argument("artifact", type=ARTIFACT)
 @click.argument("run_folder", metavar="RUN", type=PATH)
 @_suite_options(
     click.option("--trials", type=click.IntRange(1), default=DEFAULTS.trials, help="Tries at each task."),
@@ -101,7 +103,10 @@ def evaluate() -> None:
     click.option("--force", is_flag=True, help="Begin anew, whatever run is in RUN."),
 )  # fmt: skip
 @section("Work", shard_option("batch"))
-@section("Artifact", target_option, programs_option, step_timeout_option, prefix_cache_option("off", default=False))
+@section(
+    "Artifact", target_option, programs_option, trust_option, step_timeout_option,
+    prefix_cache_option("off", default=False),
+)  # fmt: skip
 @cluster_options
 @host_options
 def run(
@@ -159,7 +164,7 @@ def merge(shards: tuple[Path, ...], run_folder: Path, force: bool) -> None:
 
 
 @evaluate.command()
-@click.argument("artifact", type=PATH)
+@click.argument("artifact", type=ARTIFACT)
 @_suite_options(
     click.option("--runs", type=click.IntRange(2), default=2, help="How often."),
     click.option(
@@ -167,7 +172,7 @@ def merge(shards: tuple[Path, ...], run_folder: Path, force: bool) -> None:
     ),
 )
 @section("Answers", max_tokens_option, stop_option, batch_option)
-@section("Artifact", target_option, programs_option, step_timeout_option)
+@section("Artifact", target_option, programs_option, trust_option, step_timeout_option)
 @host_options
 def determinism(
     artifact: Path, suite: str, data: Path | None, limit: int | None, runs: int, alone: int, max_tokens: int,

@@ -8,7 +8,16 @@ import click
 
 from ling3export.errors import RequestError
 from ling3export.runners import flight
-from ling3export.runners.cli.options import PATH, Command, Once, check_option, programs_option, section, target_option
+from ling3export.runners.cli.options import (
+    Command,
+    Once,
+    check_option,
+    programs_option,
+    section,
+    target_option,
+    trust_option,
+)
+from ling3export.runners.cli.pull import ARTIFACT
 from ling3export.runners.ffn import WAIT
 from ling3export.shards import Shard
 
@@ -39,7 +48,7 @@ class _Share(click.ParamType):
 
 
 @click.command("ffn-worker", cls=Command)
-@click.argument("artifact", type=PATH)
+@click.argument("artifact", type=ARTIFACT)
 @section(
     "Shared memory",
     click.option("--context", cls=Once, required=True, metavar="NAME", help="What --ffn calls this worker."),
@@ -62,7 +71,7 @@ class _Share(click.ParamType):
 @section(
     "Output", click.option("--stats", is_flag=True, help="Print seconds and counts of each phase on stderr at the end.")
 )
-@section("Artifact", target_option, programs_option, check_option)
+@section("Artifact", target_option, programs_option, check_option, trust_option)
 def ffn_worker(artifact: Path, stats: bool, **options: Any) -> None:
     """Compute ARTIFACT's experts for attention processes.
 

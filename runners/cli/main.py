@@ -30,6 +30,7 @@ from ling3export.runners.cli.options import (
     temperature_option,
 )
 from ling3export.runners.cli.prompts import Prompt, line_names, read_prompts
+from ling3export.runners.cli.pull import ARTIFACT, pull
 from ling3export.runners.cli.serve import serve
 from ling3export.runners.cli.transfer import transfer
 from ling3export.runners.engine.request import Completion
@@ -57,7 +58,7 @@ class _Ids(click.ParamType):
 @click.group(
     cls=Group,
     sections={
-        "Run": ("generate", "batch", "serve", "ffn-worker"),
+        "Run": ("pull", "generate", "batch", "serve", "ffn-worker"),
         "Evaluate": ("eval", "lm-eval"),
         "Measure": ("bench", "doctor"),
         "Look after": ("transfer",),
@@ -70,6 +71,7 @@ def main() -> None:
 
 
 main.add_command(batch)
+main.add_command(pull)
 main.add_command(serve)
 main.add_command(ffn_worker)
 main.add_command(evaluate)
@@ -95,7 +97,7 @@ def lm_eval(arguments: tuple[str, ...]) -> None:
 
 
 @main.command()
-@click.argument("artifact", type=PATH)
+@click.argument("artifact", type=ARTIFACT)
 @section(
     "Prompts (one of these)",
     click.option("--prompt", cls=Once, metavar="TEXT", help="Text to complete."),

@@ -3,6 +3,7 @@
 The sampling options have the bounds, defaults and words that Python and HTTP have.
 """
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 import click
 
-from ling3export.runners.cli.errors import guarded
+from ling3export.artifacts.files import TRUST
+from ling3export.runners.cli.errors import guarded, require
 from ling3export.runners.engine.request import BOUNDS, Sampling
 from ling3export.runners.load.verdict import CHECKS, POLICIES
 from ling3export.shards import WHOLE, Shard
@@ -188,6 +190,25 @@ step_timeout_option = click.option(
     metavar="SECONDS",
     help="Fail what runs once a call of the devices takes longer.  [default: any time]",
 )
+
+
+def _trusted(context: click.Context, param: click.Parameter, folder: Path | None) -> None:
+    """Tells this process and those that it starts where the keys are; whoever reads a manifest looks there."""
+    if folder is not None:
+        os.environ[TRUST] = str(folder)
+    if os.environ.get(TRUST):
+        require("--trust", "sign", "cryptography")
+
+
+trust_option = click.option(
+    "--trust",
+    type=PATH,
+    metavar="KEYS",
+    expose_value=False,
+    is_eager=True,  # before an artifact is pulled
+    callback=_trusted,
+    help=f"Take only what a public key of this folder has signed.  [default: ${TRUST}]",
+)
 stop_option = click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this; may be repeated.")
 
 
@@ -205,4 +226,4 @@ prefix_options = section(
         help="What it gives up first: what was not used for longest, or what saves least work.",
     ),
 )  # fmt: skip
-artifact_options = section("Artifact", target_option, programs_option, check_option, step_timeout_option)
+artifact_options = section("Artifact", target_option, programs_option, check_option, trust_option, step_timeout_option)

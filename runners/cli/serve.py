@@ -8,12 +8,13 @@ import click
 from ling3export.runners.cli.errors import require
 from ling3export.runners.cli.ffn import ffn_options
 from ling3export.runners.cli.hosts import host_options, leading
-from ling3export.runners.cli.options import PATH, Command, artifact_options, prefix_options, section
+from ling3export.runners.cli.options import Command, artifact_options, prefix_options, section
+from ling3export.runners.cli.pull import ARTIFACT
 from ling3export.runners.hosts.rendezvous import announced
 
 
 @click.command(cls=Command)
-@click.argument("artifact", type=PATH)
+@click.argument("artifact", type=ARTIFACT)
 @section(
     "Clients",
     click.option("--host", default="127.0.0.1", help="Address to listen at; by default only this machine's."),

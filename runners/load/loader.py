@@ -16,8 +16,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.files import TRUST
 from ling3export.artifacts.schema import Manifest, Target
+from ling3export.artifacts.signing import read_trusted
 from ling3export.errors import ArtifactError, printable
 from ling3export.runners import flight
 from ling3export.runners.hosts.rendezvous import announced
@@ -117,10 +118,17 @@ def load(
         Ling3Error: jax runs already in this process, with too few devices.
     """
     timings, channel, folder = Timings(), None, Path(artifact)
+    signed: list[str] = []
     with timings.stage("manifest"), announced(hosts):
         if check not in CHECKS:
             raise ArtifactError(f"check: expected {' or '.join(CHECKS)}, found {check}")
-        manifest = read_manifest(folder) if manifest is None else manifest
+        if manifest is None:
+            manifest = read_trusted(folder, signed.append)
+            if check == "programs" and os.environ.get(TRUST):
+                raise ArtifactError(
+                    f"--check: expected all or copy where keys are trusted, found {check}: a signature vouches for "
+                    "weights by their digests alone"
+                )
         if not manifest.has_weights:
             raise ArtifactError(
                 f"artifact `{folder.name}`: expected weights, found programs alone, in {folder}",
@@ -140,7 +148,10 @@ def load(
     # Loading a program is one core's work: more threads than cores only fight over memory (measured: 2 times slower).
     pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ling3-load")
     try:
-        return _load(folder, manifest, name, channel, pool, timings, programs, check, report, phases)
+        loaded = _load(folder, manifest, name, channel, pool, timings, programs, check, report, phases)
+        for text in signed:
+            report(text)
+        return loaded
     except BaseException as error:
         if channel is not None:
             channel.fail(str(error).partition("\nhint: ")[0])

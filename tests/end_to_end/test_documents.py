@@ -36,6 +36,7 @@ GIVEN = {
     "docs/targets.md": ["micro"],
     "docs/cache.md": ["micro"],
     "docs/benchmark.md": ["micro.ling3", "gsm8k"],
+    "docs/catalog.md": ["micro", "micro.ling3"],
     "docs/engine.md": ["micro.ling3"],
     "docs/fleet.md": ["micro.ling3"],
     "docs/serving.md": ["micro.ling3"],

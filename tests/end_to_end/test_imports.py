@@ -12,7 +12,7 @@ from rooms import below, modules, room
 
 # Packages that a room may import beside the standard library.
 PACKAGES = {
-    "artifacts": {"ml_dtypes", "numpy", "safetensors"},
+    "artifacts": {"cryptography", "fsspec", "ml_dtypes", "numpy", "requests", "safetensors"},
     "checkpoint": {"ml_dtypes", "numpy", "tokenizers"},
     "cli": {"click", "rich"},
     "compile": {"jax", "numpy"},

@@ -2,6 +2,7 @@
 
 import artifact_cases
 import build_cases
+import catalog_cases
 import network_cases
 import runner_cases
 import transfer_cases
@@ -10,6 +11,8 @@ TARGETS = {
     "manifest": (artifact_cases.manifests, 50),
     "recompiled": (artifact_cases.recompiled, 15),
     "tokenizer": (artifact_cases.tokenizers, 150),
+    "catalog": (catalog_cases.catalogs, 80),
+    "signatures": (catalog_cases.signatures, 100),
     "config": (build_cases.configs, 150),
     "shard": (build_cases.shards, 200),
     "index": (build_cases.indexes, 150),

@@ -23,6 +23,7 @@ Options:
   -h, --help  Show this message and exit.
 
 Run:
+  pull        Pull STORE/ID or STORE/ID@VERSION, and what it depends on.
   generate    Complete prompts with ARTIFACT.
   batch       Answer a file of requests; merge the answers of shards.
   serve       Serve ARTIFACT over HTTP, in the shapes of OpenAI's API.
@@ -83,6 +84,8 @@ Artifact:
   --check [all|programs|copy]     Which digests to check: programs leaves out
                                   the weights; copy uses a copy of them in
                                   memory, and checks it.  [default: all]
+  --trust KEYS                    Take only what a public key of this folder has
+                                  signed.  [default: $LING3_TRUST]
   --step-timeout SECONDS          Fail what runs once a call of the devices
                                   takes longer.  [default: any time]  [x>0]
 
@@ -152,7 +155,7 @@ def test_every_command_takes_h_and_every_group_shows_all_its_commands(names):
 def test_text_goes_to_stdout_and_nothing_else(artifact):
     done = run(artifact, "--prompt", "the time", "--max-tokens", 5, "--ignore-eos")
     assert done.exit_code == 0
-    assert done.stderr == ""
+    assert done.stderr == f"{artifact.name}: unsigned\n"
     assert done.stdout.endswith("\n")
 
 
@@ -181,7 +184,7 @@ def test_a_prompt_file_runs_as_one_batch_in_order(artifact, tmp_path):
             assert records[i]["token_ids"] == arrays[f"tokens.{i}"].tolist() == tokens
             assert arrays[f"logits.{i}"].dtype == np.float32
             np.testing.assert_array_equal(arrays[f"logits.{i}"], logits)
-    stats = json.loads(done.stderr.removeprefix("stats: "))
+    stats = json.loads(done.stderr.removeprefix(f"{artifact.name}: unsigned\nstats: "))
     assert stats["compile_events"] == 0
     assert (stats["tokens_in"], stats["tokens_out"], stats["requests"], stats["preempted"]) == (37, 30, 5, 0)
     assert set(stats["cells"]["prefill@16"]) == {"calls", "padding_waste"}
@@ -261,7 +264,8 @@ def test_a_bad_line_of_a_prompt_file_is_named(artifact, tmp_path, line, message)
     path.write_text(f'{{"prompt_ids": [1]}}\n{line}\n{{"prompt_ids": [1]}}\n')
     done = run(artifact, "--prompt-file", path, "--max-tokens", 2, "--json")
     assert done.exit_code == 1
-    assert done.stderr.startswith(f"error: prompt file `{path}` line 2: expected ")
+    said = done.stderr.removeprefix(f"{artifact.name}: unsigned\n")  # token ids are known once it is loaded
+    assert said.startswith(f"error: prompt file `{path}` line 2: expected ")
     assert message in done.stderr
     assert done.stdout == ""
 
@@ -309,5 +313,6 @@ def test_the_command_makes_its_own_devices_and_compiles_nothing(artifact, tmp_pa
                           env={"PYTHONPATH": ":".join(sys.path), "JAX_LOG_COMPILES": "1"})  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["token_ids"] == toy_artifact.answer([1, 2, 3], 6)[0]
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert json.loads(done.stderr.removeprefix("stats: "))["compile_events"] == 0
+    assert done.stderr.count("\n") == 2, done.stderr
+    said = done.stderr.removeprefix(f"{artifact.name}: unsigned\nstats: ")
+    assert json.loads(said)["compile_events"] == 0

@@ -81,7 +81,7 @@ def test_a_moved_artifact_runs_without_compiling(artifact, overlap):
     assert stats["compile_events"] == 0
     assert stats["tokens_in"] == sum(len(prompt) for prompt in toy_artifact.PROMPTS)
     assert {verdict.status.value for verdict in engine.verdicts.values()} == {"OPTIMAL"}
-    assert said == []
+    assert said == ["moved.ling3: unsigned"]
     assert {"manifest", "imports", "backend", "programs", "weights", "state", "check", "first_step"} == set(
         stats["seconds"]
     )
@@ -122,7 +122,7 @@ def test_a_flipped_byte_in_the_weights_is_found_unless_told_not_to_look(artifact
         load(artifact)
     said = []
     load(artifact, check="programs", report=said.append)
-    assert said == ["weights are not checked (--check programs)"]
+    assert said == ["weights are not checked (--check programs)", "moved.ling3: unsigned"]
 
 
 def test_a_copy_of_the_weights_is_checked_and_does_not_change_with_the_file(artifact):
@@ -160,7 +160,8 @@ def test_another_processor_is_refused_before_the_deserializer(artifact, monkeypa
 
 
 def test_allow_compile_says_what_it_compiles_and_why(compiled):
-    _, said, cache = compiled
+    folder, (*said, last), cache = compiled
+    assert last == f"{folder.name}: unsigned"
     assert len(said) == len(toy_artifact.CELLS)
     assert all(": RECOMPILE (jaxlib: built for 0.1.2, found " in line and line.endswith(": compiling") for line in said)
     assert len(list(cache.iterdir())) == 2 * len(toy_artifact.CELLS)
@@ -171,6 +172,7 @@ def test_the_cache_makes_the_next_start_compile_nothing(foreign):
     with Engine(foreign, programs="allow-compile", report=said.append) as engine:
         toy_artifact.check_tokens(engine)
         assert engine.stats()["compile_events"] == 0
+    assert said.pop() == "moved.ling3: unsigned"
     assert all(line.endswith(": from recompiled") for line in said)
 
 

@@ -1,0 +1,239 @@
+"""A store in a folder: an OCI image layout, which other tools read and copy (``oci:FOLDER``).
+
+Blobs come first, each whole under its digest by a rename; then one rename of ``index.json`` makes a version and moves
+``latest``. So a kill at any moment leaves the versions that were there, and blobs that ``gc`` removes.
+"""
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+from ling3export.artifacts.catalog import oci
+from ling3export.artifacts.catalog.oci import Descriptor, Entry, Index, Part
+from ling3export.artifacts.catalog.record import LARGEST, parsed
+from ling3export.artifacts.catalog.versions import is_version, latest, order
+from ling3export.artifacts.files import inside, leftovers, open_lock, replace_file, replacing, writing
+from ling3export.artifacts.records import canonical, to_json
+from ling3export.errors import CatalogError, VersionExists
+from ling3export.reading import opened, read_bytes
+
+LAYOUT, INDEX = "oci-layout", "index.json"
+BLOCK = 1 << 20
+WRITERS, TAGS = ".writers.lock", ".index.lock"
+
+
+def named(digest: str) -> str:
+    """The path of a blob below the layout."""
+    return digest.replace(":", "/", 1).join(("blobs/", ""))
+
+
+class Layout:
+    """An OCI image layout.
+
+    Args:
+        folder: Where it is; a first publication makes it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __str__(self) -> str:
+        return f"oci:{self.folder}"
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def entries(self, id: str | None = None) -> list[Entry]:
+        """Every version, or those of one id; the tag ``latest`` is none."""
+        found = []
+        for each in self._index().manifests:
+            name, _, version = each.annotation(oci.NAME).partition(":")
+            if is_version(version) and id in (None, name):
+                found.append(Entry(name, version, each))
+        return sorted(found, key=lambda entry: (entry.id, order(entry.version)))
+
+    def read(self, blob: Descriptor) -> bytes:
+        """A small blob: a manifest or a record.
+
+        Raises:
+            CatalogError: It is missing, damaged, or larger than any such document.
+        """
+        what = f"blob `{blob.digest}`"
+        try:
+            data = self._bytes(named(blob.digest), LARGEST)
+        except OSError as error:
+            raise CatalogError(f"{what}: expected a readable file, found {error.strerror}, in {self}") from error
+        if f"sha256:{sha256(data).hexdigest()}" != blob.digest:
+            raise CatalogError(f"{what}: expected bytes of this digest, found others, in {self}")
+        return data
+
+    def stream(self, blob: Descriptor, start: int = 0) -> Iterator[bytes]:
+        """The bytes of a blob from ``start`` on, not checked."""
+        try:
+            yield from self._blocks(named(blob.digest), start)
+        except OSError as error:
+            what = f"blob `{blob.digest}`"
+            raise CatalogError(f"{what}: expected a readable file, found {error.strerror}, in {self}") from error
+
+    def _index(self) -> Index:
+        try:
+            layout = parsed(self._bytes(LAYOUT, LARGEST), str(self), LAYOUT)
+            data = self._bytes(INDEX, LARGEST)
+        except OSError as error:
+            raise CatalogError(
+                f"store `{self}`: expected an OCI image layout, found {error.strerror}, at {error.filename}",
+                "the first publication makes one: ling3export catalog publish ARTIFACT oci:FOLDER --id ID --version V",
+            ) from error
+        if layout.get("imageLayoutVersion") != "1.0.0":
+            raise CatalogError(f"{LAYOUT}: expected imageLayoutVersion 1.0.0, found another, in {self}")
+        index: Index = oci.foreign(Index, parsed(data, str(self), INDEX), str(self), INDEX)
+        return index
+
+    def _bytes(self, path: str, largest: int) -> bytes:
+        """All bytes of a small file."""
+        return read_bytes(self.folder, path, largest)
+
+    def _blocks(self, path: str, start: int) -> Iterator[bytes]:
+        """The bytes of a file from ``start`` on."""
+        with opened(self.folder, path) as file:
+            file.seek(start)
+            while data := file.read(BLOCK):
+                yield data
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def writing(self, id: str) -> Iterator[None]:
+        """Blobs that are written in the block are not removed by ``gc`` before it ends; makes the layout."""
+        self._writes()
+        with writing(self.folder / LAYOUT):
+            (self.folder / "blobs/sha256").mkdir(parents=True, exist_ok=True)
+        with self._locked(WRITERS, fcntl.LOCK_SH):
+            with self._locked(TAGS):
+                if not os.path.lexists(self.folder / LAYOUT):
+                    replace_file(self.folder / LAYOUT, canonical({"imageLayoutVersion": "1.0.0"}))
+                if not os.path.lexists(self.folder / INDEX):  # last: where it is, there is a whole layout
+                    self._write_index(())
+            yield
+
+    def add(self, part: Part) -> int:
+        """Writes a part of a file; returns how many bytes had to be written.
+
+        Raises:
+            CatalogError: The file has changed since its digest was taken.
+        """
+        blob = inside(self.folder, named(part.digest))
+        if blob.exists():
+            return 0
+        with opened(part.path, part.title) as file, replacing(blob, part.size) as out:
+            file.seek(part.start)
+            left, digest = part.size, sha256()
+            while left and (data := file.read(min(BLOCK, left))):
+                digest.update(data)
+                out.write(data)
+                left -= len(data)
+            if f"sha256:{digest.hexdigest()}" != part.digest:
+                raise CatalogError(f"file `{part.title}`: expected no change meanwhile, found one, in {part.path}")
+        return part.size
+
+    def add_document(self, data: bytes, media: str, artifact: str | None = None) -> Descriptor:
+        """Writes a record or a manifest."""
+        digest = f"sha256:{sha256(data).hexdigest()}"
+        if not (self.folder / named(digest)).exists():
+            replace_file(self.folder / named(digest), data)
+        return Descriptor(mediaType=media, digest=digest, size=len(data), artifactType=artifact)
+
+    def enter(self, id: str, version: str, manifest: Descriptor) -> None:
+        """Makes a version and moves ``latest``.
+
+        Raises:
+            VersionExists: It is there.
+        """
+
+        def added(entries: list[Entry]) -> list[Entry]:
+            if any((each.id, each.version) == (id, version) for each in entries):
+                raise VersionExists(
+                    f"version `{id}@{version}`: expected a new one, found one with other content, in {self}",
+                    "what was published never changes: publish under the next version",
+                )
+            return [*entries, Entry(id, version, replace(manifest, annotations={oci.NAME: f"{id}:{version}"}))]
+
+        self._change(added)
+
+    def yank(self, id: str, version: str) -> None:
+        """Hides a version from all who do not name it exactly.
+
+        Raises:
+            CatalogError: There is none.
+        """
+
+        def hidden(entries: list[Entry]) -> list[Entry]:
+            at = [(each.id, each.version) for each in entries]
+            if (id, version) not in at:
+                raise CatalogError(f"version `{id}@{version}`: expected one that is there, found none, in {self}")
+            old = entries[at.index((id, version))]
+            notes = {**(old.descriptor.annotations or {}), oci.YANKED: "true"}
+            entries[at.index((id, version))] = replace(old, descriptor=replace(old.descriptor, annotations=notes))
+            return entries
+
+        self._change(hidden)
+
+    def _change(self, change: Callable[[list[Entry]], list[Entry]]) -> None:
+        self._writes()
+        with self._locked(TAGS):
+            others = [each for each in self._index().manifests if not _is_ours(each)]
+            entries = change(self.entries())
+            tags = []
+            for id in sorted({each.id for each in entries}):
+                shown = {each.version: each for each in entries if each.id == id and not each.yanked}
+                if (newest := latest(shown)) is not None:
+                    tags.append(replace(shown[newest].descriptor, annotations={oci.NAME: f"{id}:latest"}))
+            self._write_index([*others, *(each.descriptor for each in entries), *tags])
+
+    def _write_index(self, manifests: Sequence[Descriptor]) -> None:
+        for left in leftovers(self.folder / INDEX):
+            left.unlink(missing_ok=True)
+        body = Index(schemaVersion=2, mediaType=oci.INDEX, manifests=tuple(manifests))
+        replace_file(self.folder / INDEX, canonical(to_json(body)))
+
+    def gc(self) -> tuple[int, int]:
+        """Removes blobs that no version names, yanked ones included; returns how many, and their bytes.
+
+        Waits until nobody publishes.
+        """
+        self._writes()
+        with self._locked(WRITERS), self._locked(TAGS):
+            kept: set[str] = set()
+            for each in self._index().manifests:
+                kept.add(each.digest)
+                manifest = oci.foreign(oci.ImageManifest, parsed(self.read(each), str(self), "manifest"), str(self),
+                                       "manifest")  # fmt: skip
+                kept |= {manifest.config.digest, *(layer.digest for layer in manifest.layers)}
+            removed = freed = 0
+            for path in (self.folder / "blobs/sha256").iterdir():
+                if f"sha256:{path.name}" not in kept and path.is_file() and not path.is_symlink():
+                    removed, freed = removed + 1, freed + path.stat().st_size
+                    with suppress(FileNotFoundError):
+                        path.unlink()
+            return removed, freed
+
+    def _writes(self) -> None:
+        """Refuses where it cannot be written."""
+
+    @contextmanager
+    def _locked(self, name: str, how: int = fcntl.LOCK_EX) -> Iterator[None]:
+        """Waits for a lock of the layout, which the system drops with the process."""
+        descriptor = open_lock(self.folder / name, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(descriptor, how)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _is_ours(descriptor: Descriptor) -> bool:
+    version = descriptor.annotation(oci.NAME).partition(":")[2]
+    return is_version(version) or version == "latest"

@@ -1,0 +1,287 @@
+"""From a version in a store to a folder: resumed after a break, every byte checked, there whole or not at all."""
+
+import fcntl
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from ling3export.artifacts.catalog.oci import Descriptor, Entry
+from ling3export.artifacts.catalog.record import File, Record
+from ling3export.artifacts.catalog.stores import Store, choose, find
+from ling3export.artifacts.files import open_lock, writing
+from ling3export.artifacts.manifest import MANIFEST, file_records
+from ling3export.artifacts.schema import Manifest
+from ling3export.artifacts.signing import SIGNATURES, read_trusted
+from ling3export.artifacts.staging import staged
+from ling3export.errors import CatalogError, listed
+
+BLOCK = 1 << 20
+PARALLEL = 4  # files at a time
+TRIES = 5  # of one file, as long as each brings some bytes
+
+
+@dataclass(frozen=True)
+class Found:
+    """A version that is to be pulled."""
+
+    entry: Entry
+    layers: dict[str, list[Descriptor]]
+    record: Record
+
+
+class Moved:
+    """Bytes of a pull, counted by several threads.
+
+    Attributes:
+        pulled: That came from the store.
+        here: That were there already, from another version or from a pull that broke.
+    """
+
+    def __init__(self) -> None:
+        self.pulled = self.here = 0
+        self._lock = threading.Lock()
+
+    def add(self, *, pulled: int = 0, here: int = 0) -> None:
+        """Counts more of them."""
+        with self._lock:
+            self.pulled += pulled
+            self.here += here
+
+
+def resolve(
+    store: Store, id: str, version: str | None, *, strict: bool = False,
+    warn: Callable[[str], object] = lambda text: None,
+) -> list[Found]:  # fmt: skip
+    """A version and all that it depends on, which comes before it.
+
+    Args:
+        store: Where they are.
+        id: Its id.
+        version: The version; None for the latest.
+        strict: Whether unknown fields of a record are refused.
+        warn: Else told of them.
+
+    Raises:
+        CatalogError: One is not there, is damaged, or depends on itself.
+    """
+    found: dict[tuple[str, str], Found] = {}
+
+    def add(id: str, version: str | None, path: tuple[str, ...]) -> None:
+        entry = choose(store, id, version)
+        if str(entry) in path:
+            raise CatalogError(f"version `{entry}`: expected no circle, found {' → '.join((*path, str(entry)))}")
+        if (entry.id, entry.version) not in found:
+            layers, record = find(store, entry, strict=strict, warn=warn)
+            for each in record.requirements.depends:
+                add(each.id, each.version, (*path, str(entry)))
+            found[entry.id, entry.version] = Found(entry, layers, record)
+
+    add(id, version, ())
+    return list(found.values())
+
+
+def pull(
+    store: Store, found: Found, to: Path, blobs: Path, *, target: str | None = None, force: bool = False,
+    report: Callable[[str], None] = lambda text: None,
+) -> Moved:  # fmt: skip
+    """Pulls one version.
+
+    The manifest comes first: where keys are trusted, nothing else does unless one of them has signed it.
+
+    Args:
+        store: Where it is.
+        found: The version.
+        to: The folder to make.
+        blobs: A folder that keeps what was pulled, by digest; what is there already is not pulled again.
+        target: Leave out the programs of all other targets of the manifest.
+        force: Replace ``to`` if it is there.
+        report: Told who signed it.
+
+    Returns:
+        How many bytes moved.
+
+    Raises:
+        CatalogError: A byte is not what the record says, or the store breaks off; a second call goes on from there.
+        TrustError: It is not signed by a trusted key.
+    """
+    moved = Moved()
+    with writing(blobs):
+        blobs.mkdir(parents=True, exist_ok=True)
+    files = {file.path: file for file in found.record.files}
+    with staged(to, force=force) as folder:
+        for name in (MANIFEST, SIGNATURES):
+            if name in files:
+                _fetch(store, files[name], found.layers[name], blobs, moved)
+                _place(blobs / files[name].sha256, folder / name)
+        manifest = read_trusted(folder, report, str(found.entry))
+        wanted = _wanted(manifest, files, target, found)
+        with ThreadPoolExecutor(PARALLEL) as pool:
+            jobs = [pool.submit(_fetch, store, file, found.layers[file.path], blobs, moved)
+                    for file in {file.sha256: file for file in wanted}.values()]  # fmt: skip
+            try:
+                for job in jobs:
+                    job.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        for file in wanted:
+            _place(blobs / file.sha256, folder / file.path)
+    return moved
+
+
+def _wanted(manifest: Manifest, files: dict[str, File], target: str | None, found: Found) -> list[File]:
+    """The files that a manifest names and that are to be pulled.
+
+    Raises:
+        CatalogError: The record has one of them not, or with another digest, or there is no such target.
+    """
+    if target is not None and target not in manifest.targets:
+        raise CatalogError(f"--target: expected one of {listed(list(manifest.targets))}, found {target}")
+    others = {
+        file.path for name, each in manifest.targets.items() if target not in (None, name)
+        for cell in each.cells.values() for file in cell.files
+    }  # fmt: skip
+    named = {record.path: record.sha256 for record in file_records(manifest)}
+    named |= dict.fromkeys(manifest.weights.files, "")  # whose slabs have digests, which loading compares
+    for path, digest in named.items():
+        if path not in files or digest not in ("", files[path].sha256):
+            raise CatalogError(
+                f"file `{path}`: expected it in the record, too, found another or none, in {found.entry}"
+            )
+    return [files[path] for path in named if path not in others]
+
+
+def _place(blob: Path, path: Path) -> None:
+    """Gives a blob a second name, or a copy where that cannot be."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(blob, path)
+        except OSError:
+            shutil.copyfile(blob, path)
+
+
+def _fetch(store: Store, file: File, layers: list[Descriptor], blobs: Path, moved: Moved) -> None:
+    """Brings a file's bytes to ``blobs``, under their digest."""
+    blob = blobs / file.sha256
+    if blob.is_file() and blob.stat().st_size == file.size and _digest(blob) == file.sha256:
+        moved.add(here=file.size)
+        return
+    with _partial(blob) as descriptor:
+        if descriptor is None:  # another pull has brought it meanwhile
+            moved.add(here=file.size)
+            return
+        digest, there = _resumed(descriptor, file.size)
+        moved.add(here=there)
+        for _ in range(TRIES):
+            before = there
+            there = _copy(store, file, layers, descriptor, digest, there, moved)
+            if there in (before, file.size):
+                break
+        if there != file.size:
+            raise CatalogError(
+                f"file `{file.path}`: expected {file.size:,} bytes, found {there:,}, then an end, in {store}",
+                "the same command goes on from there",
+            )
+        if digest.hexdigest() != file.sha256:
+            os.unlink(f"{blob}.partial")
+            raise CatalogError(
+                f"file `{file.path}`: expected sha256 {file.sha256}, found {digest.hexdigest()}, in {store}",
+                "the store is damaged, or what was pulled before: try again, then have it published again",
+            )
+        os.fsync(descriptor)
+        os.fchmod(descriptor, 0o444)
+        os.rename(f"{blob}.partial", blob)
+
+
+def _copy(
+    store: Store, file: File, layers: list[Descriptor], descriptor: int, digest: Any, there: int, moved: Moved
+) -> int:
+    """Appends the bytes behind the first ``there`` ones; returns how many there are then."""
+    start = 0
+    for layer in layers:
+        end = start + layer.size
+        if there < end:
+            try:
+                for data in store.stream(layer, there - start):
+                    if there + len(data) > end:
+                        raise CatalogError(f"file `{file.path}`: expected {file.size:,} bytes, found more, in {store}")
+                    with writing(Path(file.path), file.size):
+                        _write(descriptor, data)
+                    digest.update(data)
+                    there += len(data)
+                    moved.add(pulled=len(data))
+            except ConnectionError:
+                return there
+            if there < end:
+                return there
+        start = end
+    return there
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+@contextmanager
+def _partial(blob: Path) -> Iterator[int | None]:
+    """A descriptor at the begin of a blob that is not whole, for us alone; None where it is whole by now."""
+    path = Path(f"{blob}.partial")
+    while True:
+        descriptor = open_lock(path, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if path.exists() and os.path.samestat(os.lstat(path), os.fstat(descriptor)):
+                yield descriptor
+                return
+            if blob.exists():
+                yield None
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _resumed(descriptor: int, size: int) -> tuple[Any, int]:
+    """The digest of what an earlier pull has left, and how many bytes that is."""
+    os.ftruncate(descriptor, min(os.fstat(descriptor).st_size, size))
+    digest, there = sha256(), 0
+    while data := os.read(descriptor, BLOCK):
+        digest.update(data)
+        there += len(data)
+    return digest, there
+
+
+def _digest(path: Path) -> str:
+    digest = sha256()
+    with open(path, "rb") as file:
+        while data := file.read(BLOCK):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def verify(store: Store, found: Found) -> int:
+    """Reads every file of a version; returns their bytes.
+
+    Raises:
+        CatalogError: Bytes are missing or other than the record says; it names the file.
+    """
+    for file in found.record.files:
+        digest, size = sha256(), 0
+        for layer in found.layers[file.path]:
+            for data in store.stream(layer):
+                digest.update(data)
+                size += len(data)
+        if (size, digest.hexdigest()) != (file.size, file.sha256):
+            what = f"{size:,} bytes" if size != file.size else f"sha256 {digest.hexdigest()}"
+            wanted = f"{file.size:,} bytes" if size != file.size else f"sha256 {file.sha256}"
+            raise CatalogError(f"file `{file.path}`: expected {wanted}, found {what}, in {found.entry} of {store}")
+    return found.record.size

@@ -1,0 +1,189 @@
+"""References to versions, and what every store can do."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ling3export.artifacts.catalog import oci
+from ling3export.artifacts.catalog.layout import Layout
+from ling3export.artifacts.catalog.oci import Descriptor, Entry, ImageManifest
+from ling3export.artifacts.catalog.record import Record, parsed, read_record
+from ling3export.artifacts.catalog.versions import is_version, latest, order
+from ling3export.errors import CatalogError, listed
+
+if TYPE_CHECKING:
+    from ling3export.artifacts.catalog.registry import Registry
+
+
+HOST = re.compile(r"(localhost|[\w-]+(\.[\w-]+)+|[\w-]+(?=:))(:\d{1,5})?(/[a-z0-9._/-]+)?", re.ASCII)
+
+
+class Store(Protocol):
+    """A place that has versions."""
+
+    def entries(self, id: str | None = None) -> list[Entry]:
+        """Every version, or those of one id, in order."""
+        ...
+
+    def read(self, blob: Descriptor) -> bytes:
+        """A manifest or a record, its digest checked."""
+        ...
+
+    def stream(self, blob: Descriptor, start: int = 0) -> Iterator[bytes]:
+        """The bytes of a blob from ``start`` on, not checked."""
+        ...
+
+
+@dataclass(frozen=True)
+class Reference:
+    """``STORE/ID[@VERSION]``, for a registry ``HOST/NAME[:VERSION]``."""
+
+    store: str
+    id: str
+    version: str | None = None
+
+
+def parse_reference(text: str) -> Reference:
+    """Reads a reference.
+
+    Raises:
+        CatalogError: It is none.
+    """
+    match = re.fullmatch(r"(.+)/([a-z0-9-]+)(?:[@:]([^@:/]+))?", text)
+    if match is None or (match[3] is not None and not is_version(match[3]) and match[3] != "latest"):
+        raise CatalogError(
+            f"reference `{text}`: expected STORE/ID or STORE/ID@VERSION, found another form",
+            "for example oci:FOLDER/ling3-tiny@1.0.0, or HOST/ling3-tiny:1.0.0 of a registry",
+        )
+    return Reference(match[1], match[2], None if match[3] == "latest" else match[3])
+
+
+def open_store(text: str) -> "Layout | Registry":
+    """The store that a text names.
+
+    Raises:
+        CatalogError: It is none of those that are known.
+    """
+    kind, _, place = text.partition(":")
+    if kind == "oci" and place:
+        return Layout(Path(place))
+    if "://" in text:
+        _require("remote", "fsspec")
+        from ling3export.artifacts.catalog.remote import Remote
+
+        return Remote(text)
+    if HOST.fullmatch(text):
+        _require("oci", "requests")
+        from ling3export.artifacts.catalog.registry import Registry
+
+        return Registry(text)
+    raise CatalogError(
+        f"store `{text}`: expected oci:FOLDER, HOST or a URL, found another form",
+        "a registry's name has a dot or a port, or is localhost",
+    )
+
+
+def open_layout(text: str) -> Layout:
+    """A store whose versions can be hidden and whose blobs can be removed.
+
+    Raises:
+        CatalogError: It is a registry, which has its own ways.
+    """
+    store = open_store(text)
+    if not isinstance(store, Layout):
+        raise CatalogError(f"store `{text}`: expected oci:FOLDER, found a registry", "use the registry's own tools")
+    return store
+
+
+def _require(extra: str, package: str) -> None:
+    if find_spec(package) is None:
+        raise CatalogError(
+            f"store: expected the package of the extra `{extra}`, found no {package}",
+            f'pip install "ling3export[{extra}]"',
+        )
+
+
+def choose(store: Store, id: str, version: str | None) -> Entry:
+    """A version, or the latest one.
+
+    Raises:
+        CatalogError: There is none.
+    """
+    there = store.entries(id)
+    shown = [entry.version for entry in there if not entry.yanked]
+    wanted = version or latest(shown)
+    for entry in there:
+        if entry.version == wanted:
+            return entry
+    found = f"version {listed([*reversed(shown)])}" if shown else "none"
+    raise CatalogError(f"version `{id}@{version or 'latest'}`: expected it in the store, found {found}, in {store}")
+
+
+def find(
+    store: Store, entry: Entry, *, strict: bool = False, warn: Callable[[str], object] = lambda text: None
+) -> tuple[dict[str, list[Descriptor]], Record]:
+    """The layers of a version by file, and its record.
+
+    Raises:
+        CatalogError: A document is damaged, or is of another version.
+        UnsafePath: A path that leaves its folder.
+    """
+    where = f"{entry} of {store}"
+    image: ImageManifest = oci.foreign(
+        ImageManifest, parsed(store.read(entry.descriptor), where, "manifest"), where, "manifest"
+    )
+    record = read_record(store.read(image.config), where, strict=strict, warn=warn)
+    if (record.id, record.version) != (entry.id, entry.version):
+        raise CatalogError(f"record: expected that of {entry}, found {record.id}@{record.version}, in {store}")
+    return oci.layers_of(image, record, where), record
+
+
+def search(
+    store: Store, words: str, *, tag: str | None = None, kind: str | None = None, target: str | None = None,
+    tp: int | None = None,
+) -> list[Record]:  # fmt: skip
+    """Records that hold every word, in id, name, description, author or a tag, whatever its case.
+
+    Args:
+        store: Where to look.
+        words: Divided by spaces; parts of words do, so that Chinese is found.
+        tag: Only with this tag.
+        kind: Only of this kind.
+        target: Only for this target, with or without its ``@TP``.
+        tp: Only for so many devices.
+
+    Returns:
+        First that whose id it is, then ids that begin so, then names that hold it, then others; of each the latest
+        version first.
+    """
+    said = words.casefold()
+    found = []
+    for record in (find(store, entry)[1] for entry in store.entries() if not entry.yanked):
+        text = "\n".join((record.id, record.name, record.description, record.author, *record.tags)).casefold()
+        targets = {*record.requirements.targets, *(each.partition("@")[0] for each in record.requirements.targets)}
+        if (
+            all(word in text for word in said.split())
+            and (tag is None or tag in record.tags)
+            and kind in (None, record.kind)
+            and (target is None or target in targets)
+            and (tp is None or f"tp{tp}" in record.tags)
+        ):
+            found.append(record)
+
+    def rank(record: Record) -> int:
+        matches = (record.id == said, record.id.startswith(said), said in record.name.casefold(), True)
+        return matches.index(True)
+
+    found.sort(key=lambda record: order(record.version), reverse=True)
+    return sorted(found, key=lambda record: (rank(record), record.id))
+
+
+def summary(record: Record) -> dict[str, Any]:
+    """What a line of a list says of a version."""
+    return {
+        "id": record.id, "version": record.version, "kind": record.kind, "targets": list(record.requirements.targets),
+        "bytes": record.size, "name": record.name,
+    }  # fmt: skip

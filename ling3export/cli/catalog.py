@@ -1,0 +1,148 @@
+"""``ling3export catalog``: versions of artifacts in a store, for others to find and pull."""
+
+import json
+from pathlib import Path
+
+import click
+
+from ling3export.cli.options import JSON
+from ling3export.errors import CatalogError
+from ling3export.runners.cli.options import PATH, Group, trust_option
+from ling3export.runners.cli.pull import pull
+from ling3export.tables import aligned
+
+
+@click.group(cls=Group)
+def catalog() -> None:
+    """Publish artifacts, find them, pull them.
+
+    STORE is oci:FOLDER (an OCI image layout), HOST[/PREFIX] (an OCI registry), or the URL of a layout, for reading.
+    REFERENCE is STORE/ID or STORE/ID@VERSION, of a registry also HOST/ID:VERSION.
+    """
+
+
+catalog.add_command(pull)
+
+
+@catalog.command()
+@click.argument("artifact", type=PATH)
+@click.argument("store")
+@click.option("--id", "name", required=True, help="What it is called there: a-z, 0-9 and -.")
+@click.option("--version", required=True, help="A semantic version.")
+@click.option("--title", default="", help="Its name for people.  [default: ID]")
+@click.option("--description", default="")
+@click.option("--author", default="")
+@click.option("--tag", "tags", multiple=True, help="A word to find it by, beside targets and dtype; again for more.")
+@click.option("--depends", multiple=True, metavar="ID@VERSION", help="Pulled with it; again for more.")
+@click.option("--no-run", is_flag=True, help="Check digests alone before: nothing of ARTIFACT is executed.")
+@trust_option
+def publish(
+    artifact: Path, store: str, name: str, version: str, title: str, description: str, author: str,
+    tags: tuple[str, ...], depends: tuple[str, ...], no_run: bool,
+) -> None:  # fmt: skip
+    """Publish ARTIFACT as a version that never changes.
+
+    ARTIFACT is verified first. The same content again does nothing; other content is refused. Prints the version's
+    digest.
+    """
+    from ling3export.artifacts.catalog.publish import Words
+    from ling3export.artifacts.catalog.publish import publish as published
+    from ling3export.artifacts.catalog.record import Dependency
+    from ling3export.artifacts.catalog.stores import open_store
+    from ling3export.verify.verify import verify_artifact
+
+    needed = tuple(Dependency(*each.partition("@")[::2]) for each in depends)
+    place = open_store(store)
+    signed: list[str] = []
+    result = verify_artifact(artifact, None, run=not no_run, report=signed.append)
+    if not result.passed:
+        raise CatalogError(
+            f"artifact `{artifact.name}`: expected every cell within its tolerance, found another, in {artifact}",
+            f"see: ling3export verify {artifact}",
+        )
+    done = published(artifact, place, name, version, Words(title, description, author, tags, needed))
+    said = f"{done.moved:,} bytes written" if done.new else "was there"
+    click.echo("\n".join(signed), err=True)
+    click.echo(f"{name}@{version}: {said}, of {done.record.size:,}", err=True)
+    click.echo(done.record.digest)
+
+
+@catalog.command()
+@click.argument("store")
+@click.argument("words", required=False, default="")
+@click.option("--tag", help="Only with this tag.")
+@click.option("--kind", help="Only of this kind: artifact or programs.")
+@click.option("--target", help="Only for this target, such as tpu:v6e:4x4 or cpu.")
+@click.option("--tp", type=int, help="Only for so many devices.")
+@JSON
+def search(
+    store: str, words: str, tag: str | None, kind: str | None, target: str | None, tp: int | None, as_json: bool
+) -> None:
+    """Show what STORE has that holds all WORDS; all it has without WORDS."""
+    from ling3export.artifacts.catalog.stores import open_store, summary
+    from ling3export.artifacts.catalog.stores import search as searched
+
+    found = [summary(each) for each in searched(open_store(store), words, tag=tag, kind=kind, target=target, tp=tp)]
+    if as_json:
+        click.echo(json.dumps(found, ensure_ascii=False))
+    elif found:
+        rows = [("version", "kind", "targets", "MB", "name")]
+        for each in found:
+            size = f"{each['bytes'] / 1e6:,.1f}"
+            rows.append(
+                (f"{each['id']}@{each['version']}", each["kind"], ",".join(each["targets"]), size, each["name"])
+            )
+        click.echo("\n".join(aligned(rows)))
+
+
+@catalog.command()
+@click.argument("reference")
+@click.option("--strict", is_flag=True, help="Refuse fields that this version does not know.")
+def info(reference: str, strict: bool) -> None:
+    """Print the record of REFERENCE."""
+    from ling3export.artifacts.catalog.stores import choose, find, open_store, parse_reference
+    from ling3export.artifacts.records import laid_out, to_json
+
+    wanted = parse_reference(reference)
+    store = open_store(wanted.store)
+    entry = choose(store, wanted.id, wanted.version)
+    record = find(store, entry, strict=strict, warn=lambda text: click.echo(text, err=True))[1]
+    click.echo(laid_out(to_json(record)))
+
+
+@catalog.command()
+@click.argument("reference")
+def verify(reference: str) -> None:
+    """Read every byte of REFERENCE in its store, and compare it with the record."""
+    from ling3export.artifacts.catalog.pull import Found
+    from ling3export.artifacts.catalog.pull import verify as verified
+    from ling3export.artifacts.catalog.stores import choose, find, open_store, parse_reference
+
+    wanted = parse_reference(reference)
+    store = open_store(wanted.store)
+    entry = choose(store, wanted.id, wanted.version)
+    found = Found(entry, *find(store, entry))
+    click.echo(f"{entry}: {len(found.record.files)} files, {verified(store, found):,} bytes agree")
+
+
+@catalog.command()
+@click.argument("reference")
+def yank(reference: str) -> None:
+    """Hide REFERENCE, which names a version: only who names it so finds it."""
+    from ling3export.artifacts.catalog.stores import open_layout, parse_reference
+
+    wanted = parse_reference(reference)
+    if wanted.version is None:
+        raise click.UsageError("expected STORE/ID@VERSION.")
+    open_layout(wanted.store).yank(wanted.id, wanted.version)
+    click.echo(f"{wanted.id}@{wanted.version}: hidden", err=True)
+
+
+@catalog.command()
+@click.argument("store")
+def gc(store: str) -> None:
+    """Remove from STORE what no version needs, such as the files of a publication that was killed."""
+    from ling3export.artifacts.catalog.stores import open_layout
+
+    removed, freed = open_layout(store).gc()
+    click.echo(f"{removed} files, {freed:,} bytes removed", err=True)

@@ -1,0 +1,124 @@
+"""``ling3-runner pull``: an artifact from a catalogue, checked and whole, or nothing."""
+
+import os
+import re
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ling3export.errors import CatalogError, listed
+from ling3export.runners.cli.options import PATH, Command, trust_option
+
+if TYPE_CHECKING:
+    from ling3export.artifacts.catalog.pull import Found
+
+STORE = "LING3_STORE"
+
+
+@click.command(cls=Command)
+@click.argument("reference")
+@click.option("--to", type=PATH, metavar="FOLDER", help=f"Where to.  [default: a folder in ${STORE}]")
+@click.option("--target", help="Leave out the programs of all other targets.")
+@click.option("--force", is_flag=True, help="Replace FOLDER if it is there.")
+@click.option("--elsewhere", is_flag=True, help="Pull also what this machine cannot run.")
+@click.option("--strict", is_flag=True, help="Refuse a record with fields that this version does not know.")
+@trust_option
+def pull(reference: str, to: Path | None, target: str | None, force: bool, elsewhere: bool, strict: bool) -> None:
+    """Pull STORE/ID or STORE/ID@VERSION, and what it depends on.
+
+    Every byte is checked; a pull that broke off is gone on with. With LING3_STORE set, files that an earlier pull has
+    brought are not pulled again. Prints the folder.
+    """
+    kept = os.environ.get(STORE)
+    if to is None and not kept:
+        raise click.UsageError(f"expected --to FOLDER, or a folder in {STORE}.")
+    click.echo(_pulled(reference, to, kept, target, force=force, elsewhere=elsewhere, strict=strict))
+
+
+class _Artifact(click.ParamType):
+    """A folder, or a reference to a version in a catalogue, which is pulled into the folder that LING3_STORE names."""
+
+    name = "artifact"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The folder."""
+        if not isinstance(value, str) or not REFERENCE.match(value) or os.path.lexists(value):
+            return Path(value)
+        if not (kept := os.environ.get(STORE)):
+            raise CatalogError(f"artifact `{value}`: expected a folder in {STORE} to pull it into, found none")
+        return _pulled(value, None, kept, None)
+
+
+ARTIFACT = _Artifact()
+# What no folder is called: a store's kind in front, or a host and a version.
+REFERENCE = re.compile(r"oci:.|[a-z0-9]+://|[\w-]+(\.[\w-]+)*(:\d+)?/[a-z0-9._/-]+[:@]\w")
+
+
+def _pulled(
+    reference: str, to: Path | None, kept: str | None, target: str | None, *, force: bool = False,
+    elsewhere: bool = False, strict: bool = False,
+) -> Path:  # fmt: skip
+    """Pulls a version and what it depends on, unless it is there; returns its folder."""
+    from ling3export.artifacts.catalog.pull import pull as one
+    from ling3export.artifacts.catalog.pull import resolve
+    from ling3export.artifacts.catalog.stores import open_store, parse_reference
+
+    wanted = parse_reference(reference)
+    store = open_store(wanted.store)
+    found = resolve(store, wanted.id, wanted.version, strict=strict, warn=_say)
+    last = found[-1]
+    places = [_place(each, to, kept, each is last, target) for each in found]
+    for each, place in zip(found, places, strict=True):
+        _check_machine(each, target if each is last else None, place, elsewhere)
+    for each, place in zip(found, places, strict=True):
+        if to is None and place.is_dir():
+            _say(f"{each.entry}: there already, at {place}")
+            continue
+        blobs = Path(kept) / "blobs" if kept else place.parent / f".{place.name}.pull"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        moved = one(store, each, place, blobs, target=target if each is last else None, force=force, report=_say)
+        if not kept:
+            shutil.rmtree(blobs)
+        _say(f"{each.entry}: {moved.pulled:,} bytes pulled, {moved.here:,} were here")
+    return places[-1]
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _place(found: "Found", to: Path | None, kept: str | None, last: bool, target: str | None) -> Path:
+    """The folder of a version: ``to``, or beside it for what it depends on, or in the store."""
+    if to is not None:
+        return to if last else to.with_name(f"{found.entry}.ling3")
+    parts = [str(found.entry), found.record.digest[7:19], *([target] if target and last else [])]
+    return Path(kept or "") / "artifacts" / f"{'-'.join(parts)}.ling3"
+
+
+def _check_machine(found: "Found", target: str | None, place: Path, elsewhere: bool) -> None:
+    """Says what this machine lacks before anything is pulled.
+
+    Raises:
+        CatalogError: It has not the devices or not the room on its disk.
+    """
+    from ling3export.runners.load.targets import platforms_here
+
+    needs, here = found.record.requirements, platforms_here()
+    targets = [each for each in needs.targets if target is None or each.startswith(target.partition("-")[0])]
+    if targets and not elsewhere and not any(each.partition(":")[0].partition("@")[0] in here for each in targets):
+        devices = f"{needs.devices} device{'s' * (needs.devices > 1)}"
+        raise CatalogError(
+            f"machine: expected {devices} of {listed(targets)} for {found.entry}, found {listed(here)}",
+            "pull it for another machine with --elsewhere",
+        )
+    if needs.jaxlib not in (None, version("jaxlib")):
+        _say(f"{found.entry}: compiled for jaxlib {needs.jaxlib}, here is {version('jaxlib')}")
+    there = next(folder for folder in place.absolute().parents if folder.is_dir())
+    free = shutil.disk_usage(there).free
+    if free < found.record.size:
+        raise CatalogError(
+            f"disk: expected {found.record.size:,} bytes free for {found.entry}, found {free:,}, in {there}"
+        )

@@ -1,0 +1,159 @@
+"""Catalogues behind a network: a real registry and a web server, both on loopback."""
+
+import base64
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import requests
+from click.testing import CliRunner
+
+import toy_artifact
+from ling3export.artifacts.catalog import oci
+from ling3export.artifacts.catalog import pull as pulling
+from ling3export.artifacts.catalog.layout import Layout
+from ling3export.artifacts.catalog.publish import Words, publish
+from ling3export.artifacts.catalog.registry import TOKEN, Registry
+from ling3export.artifacts.catalog.remote import Remote
+from ling3export.artifacts.catalog.stores import open_store, parse_reference
+from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manifest
+from ling3export.cli import main as cli
+from ling3export.errors import AuthDenied, AuthRequired, CatalogError, VersionExists
+from ling3export.runners.cli import main as runner_cli
+from ling3export.runners.engine.engine import Engine
+from refusals import refusal
+from registries import HTPASSWD, docker_registry, web_server
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory) -> Iterator[str]:
+    """``HOST:PORT`` of a registry that takes anybody."""
+    with docker_registry(tmp_path_factory.mktemp("registry")) as host:
+        yield host
+
+
+@pytest.fixture
+def toy(tmp_path) -> Path:
+    return Path(shutil.copytree(toy_artifact.shared(), tmp_path / "x.ling3"))
+
+
+def said(main, *words: object) -> str:
+    done = CliRunner().invoke(main, [str(word) for word in words])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def pulled(store, id: str, to: Path) -> pulling.Moved:
+    *_, found = pulling.resolve(store, id, None)
+    return pulling.pull(store, found, to, to.with_name("blobs"))
+
+
+def test_published_into_a_registry_found_pulled_and_run(toy, registry, tmp_path):
+    where = f"{registry}/team"
+    published = ("catalog", "publish", toy, where, "--id", "toy", "--version", "1.0.0+b.1", "--no-run")
+    digest = said(cli.main, *published)
+    assert said(cli.main, *published) == digest
+    assert json.loads(said(cli.main, "catalog", "search", where, "toy", "--json"))[0]["version"] == "1.0.0+b.1"
+    assert json.loads(said(cli.main, "catalog", "info", f"{where}/toy:1.0.0+b.1"))["digest"] == digest.strip()
+    assert "bytes agree" in said(cli.main, "catalog", "verify", f"{where}/toy")
+    said(runner_cli.main, "pull", f"{where}/toy", "--to", tmp_path / "out.ling3")
+    assert contents(tmp_path / "out.ling3") == contents(toy)
+    with Engine(tmp_path / "out.ling3", report=lambda text: None) as engine:
+        toy_artifact.check_tokens(engine)
+    image = requests.get(
+        f"http://{registry}/v2/team/toy/manifests/latest", headers={"Accept": oci.MANIFEST}, timeout=60
+    ).json()
+    assert image["artifactType"] == oci.ARTIFACT and image["config"]["mediaType"] == oci.RECORD
+    assert {each["annotations"][oci.TITLE] for each in image["layers"]} == set(contents(toy))
+    assert "expected oci:FOLDER, found a registry" in refusal(cli.main, "catalog", "gc", where)
+
+
+def test_a_registry_has_weights_once_and_no_version_changes(toy, registry, tmp_path):
+    store = Registry(registry)
+    first = publish(toy, store, "twice", "1.0.0", Words())
+    write_manifest(toy, replace(read_manifest(toy), notes=("other programs",)))
+    assert publish(toy, store, "twice", "1.1.0", Words()).moved == (toy / MANIFEST).stat().st_size < first.moved
+    with pytest.raises(VersionExists):
+        publish(toy, store, "twice", "1.0.0", Words())
+    assert [entry.version for entry in store.entries("twice")] == ["1.0.0", "1.1.0"]
+    assert pulling.resolve(store, "twice", None)[0].entry.version == "1.1.0"
+    with pytest.raises(CatalogError, match="expected it in the store, found none"):
+        pulling.resolve(store, "nothing", None)
+
+
+def test_a_pull_goes_on_by_range(toy, registry, tmp_path, monkeypatch):
+    store = Registry(registry)
+    publish(toy, store, "ranges", "1.0.0", Words())
+    (found,) = pulling.resolve(store, "ranges", None)
+    file = next(each for each in found.record.files if each.path == "weights/toy.safetensors")
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / f"{file.sha256}.partial").write_bytes((toy / file.path).read_bytes()[:100_000])
+    moved = pulling.pull(store, found, tmp_path / "out", tmp_path / "blobs")
+    assert (moved.pulled, moved.here) == (found.record.size - 100_000, 100_000)
+    assert contents(tmp_path / "out") == contents(toy)
+
+
+def test_a_registry_that_asks_gets_a_token_and_no_other_host_does(toy, tmp_path, monkeypatch):
+    (tmp_path / "users").write_text(HTPASSWD)
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    auth = f"auth: {{htpasswd: {{realm: x, path: {tmp_path}/users}}}}\n"
+    with docker_registry(tmp_path, auth) as host:
+        with pytest.raises(AuthRequired):
+            Registry(host).entries("toy")
+        assert refusal(cli.main, "catalog", "search", host, code=13).startswith(
+            f"error: store `{host}`: expected a token, found none\nhint: put it into {TOKEN}"
+        )
+        known = base64.b64encode(b"me:secret").decode()
+        (tmp_path / "config.json").write_text(json.dumps({"auths": {host: {"auth": known}}}))
+        publish(toy, Registry(host), "toy", "1.0.0", Words())
+        pulled(Registry(host), "toy", tmp_path / "out")
+        assert contents(tmp_path / "out") == contents(toy)
+        monkeypatch.setenv(TOKEN, "s3cret-token")
+        with pytest.raises(AuthDenied) as caught:
+            Registry(host).entries("toy")
+        assert "s3cret-token" not in str(caught.value)
+        assert refusal(cli.main, "catalog", "search", host, code=14).startswith("error: store ")
+    (tmp_path / "token").write_text("from a file\n")
+    monkeypatch.setenv(TOKEN, str(tmp_path / "token"))
+    with pytest.raises(AuthDenied, match="expected that its owner alone can read it"):
+        Registry(host)
+    (tmp_path / "token").chmod(0o600)
+    store = Registry(host)
+    first = requests.Request("GET", f"http://{host}/v2/", auth=store._credentials).prepare()
+    assert first.headers["Authorization"] == "Bearer from a file"
+    elsewhere = first.copy()
+    elsewhere.url = "http://example.org/blob"
+    answer = requests.Response()
+    answer.request = first
+    store._session.rebuild_auth(elsewhere, answer)
+    assert "Authorization" not in elsewhere.headers
+
+
+def test_a_layout_on_a_web_server_is_searched_verified_and_pulled(toy, tmp_path):
+    publish(toy, Layout(tmp_path / "store"), "toy", "1.0.0", Words())
+    with web_server(tmp_path / "store") as url:
+        lines = said(cli.main, "catalog", "search", url).splitlines()
+        assert len(lines) == 2 and "toy@1.0.0" in lines[1]
+        said(cli.main, "catalog", "verify", f"{url}/toy")
+        store = open_store(parse_reference(f"{url}/toy@1.0.0").store)
+        (found,) = pulling.resolve(store, "toy", None)
+        file = next(each for each in found.record.files if each.path == "weights/toy.safetensors")
+        (tmp_path / "blobs").mkdir()
+        (tmp_path / "blobs" / f"{file.sha256}.partial").write_bytes((toy / file.path).read_bytes()[:1000])
+        pulled(store, "toy", tmp_path / "out")
+        assert contents(tmp_path / "out") == contents(toy)
+        assert "found one that is read alone" in refusal(
+            cli.main, "catalog", "publish", toy, url, "--id", "toy", "--version", "2.0.0", "--no-run"
+        )
+        (tmp_path / "store/index.json").unlink()
+        with pytest.raises(CatalogError, match="expected an OCI image layout, found No such file"):
+            store.entries()
+    with pytest.raises(CatalogError, match="expected an OCI image layout, found"):
+        Remote(url).entries()

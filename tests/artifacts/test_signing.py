@@ -1,0 +1,206 @@
+"""Signatures: who signed an artifact is known before anything of it but its manifest is looked at."""
+
+import base64
+import json
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import toy_artifact
+from ling3export.artifacts.files import TRUST
+from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manifest
+from ling3export.artifacts.schema import Manifest
+from ling3export.artifacts.signing import SIGNATURES, make_key, public_path, read_signatures, sign
+from ling3export.cli import main as cli
+from ling3export.errors import ArtifactError, TrustError
+from ling3export.runners.cli import main as runner_cli
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.load import loader, programs, weights
+from refusals import refusal
+
+
+@pytest.fixture
+def toy(tmp_path) -> Path:
+    return Path(shutil.copytree(toy_artifact.shared(), tmp_path / "x.ling3"))
+
+
+@pytest.fixture
+def key(tmp_path) -> Path:
+    make_key(tmp_path / "key")
+    return tmp_path / "key"
+
+
+@pytest.fixture
+def trusted(tmp_path, key, monkeypatch) -> Path:
+    """The folder of trusted keys, with that one key in it."""
+    (tmp_path / "trusted").mkdir()
+    monkeypatch.setenv(TRUST, str(tmp_path / "trusted"))
+    return Path(shutil.copy(public_path(key), tmp_path / "trusted")).parent
+
+
+@pytest.fixture
+def untouched(monkeypatch) -> None:
+    """No program is read and no weight mapped."""
+
+    def refused(*arguments, **options):
+        raise AssertionError("something was loaded")
+
+    monkeypatch.setattr(programs, "read_executables", refused)
+    monkeypatch.setattr(weights.Weights, "__init__", refused)
+
+
+def other_key(folder: Path) -> Path:
+    make_key(folder / "other")
+    return folder / "other"
+
+
+def flipped(path: Path, offset: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def edited(toy: Path, change: Callable[[dict], object]) -> None:
+    raw = json.loads((toy / SIGNATURES).read_text())
+    change(raw)
+    (toy / SIGNATURES).write_text(json.dumps(raw))
+
+
+def test_a_good_signature_lets_it_run(toy, key, trusted, capsys):
+    name = sign(toy, key)
+    with Engine(toy) as engine:
+        toy_artifact.check_tokens(engine)
+    assert f"x.ling3: signed by {name}\n" in capsys.readouterr().err
+
+
+# Each is refused before a deserializer or a weight map: the manifest's bytes decide.
+UNTRUSTED = {
+    "none": (lambda toy, key, folder: None, "found none, in "),
+    "wrong key": (lambda toy, key, folder: sign(toy, other_key(folder)), "found one by "),
+    "removed key": (
+        lambda toy, key, folder: (sign(toy, key), shutil.copy(public_path(other_key(folder)), folder / "trusted"),
+                                  (folder / "trusted" / "key.pub").unlink()),
+        "found one by ",
+    ),
+    "changed manifest": (
+        lambda toy, key, folder: (sign(toy, key), write_manifest(toy, read_manifest_with_note(toy))),
+        "that is not of this manifest.json",
+    ),
+    "another artifact's": (
+        lambda toy, key, folder: (write_manifest(toy, read_manifest_with_note(toy)), sign(toy, key),
+                                  shutil.copy(toy_artifact.shared() / MANIFEST, toy)),
+        "that is not of this manifest.json",
+    ),
+    "truncated": (
+        lambda toy, key, folder: (sign(toy, key), edited(toy, lambda raw: raw["signatures"][0].update(ed25519="AAAA"))),
+        f"{SIGNATURES} `signatures[0].ed25519`: expected 64 bytes in base64, found 'AAAA'",
+    ),
+    "garbage": (
+        lambda toy, key, folder: (toy / SIGNATURES).write_bytes(bytes(range(256))),
+        f"{SIGNATURES}: expected JSON, found ",
+    ),
+    "unreadable key": (
+        lambda toy, key, folder: (sign(toy, key), (folder / "trusted" / "a.pem").mkdir()),
+        "key `a.pem`: expected a readable file, found a folder",
+    ),
+}  # fmt: skip
+
+
+def read_manifest_with_note(toy: Path) -> Manifest:
+    return replace(read_manifest(toy), notes=("changed",))
+
+
+@pytest.mark.parametrize("case", UNTRUSTED)
+def test_what_no_trusted_key_signed_is_refused_before_anything_is_loaded(case, toy, key, trusted, untouched, tmp_path):
+    change, message = UNTRUSTED[case]
+    change(toy, key, tmp_path)
+    with pytest.raises(TrustError) as caught:
+        loader.load(toy)
+    assert message in caught.value.message
+
+
+@pytest.mark.parametrize(("pattern", "what"), [("*.exec", "file `programs/"), ("*.safetensors", "tensor `toy.table`")])
+def test_a_changed_program_or_weight_does_not_run_though_the_signature_is_good(pattern, what, toy, key, trusted):
+    sign(toy, key)
+    flipped(next((toy / ("weights" if pattern == "*.safetensors" else "programs")).rglob(pattern)))
+    with pytest.raises(ArtifactError) as caught:
+        loader.load(toy, report=lambda text: None)
+    assert caught.value.message.startswith(what)
+
+
+def test_one_good_signature_of_two_is_enough(toy, key, trusted, tmp_path):
+    sign(toy, key)
+    sign(toy, other_key(tmp_path))
+    assert len(read_signatures(toy)) == 2
+    said: list[str] = []
+    loader.load(toy, report=said.append)
+    assert said[0].startswith("x.ling3: signed by ") and "not checked" not in said[0]
+
+
+def test_a_key_signs_once_and_again_what_has_changed(toy, key, trusted):
+    sign(toy, key)
+    write_manifest(toy, read_manifest_with_note(toy))
+    sign(toy, key)
+    assert len(read_signatures(toy)) == 1
+    loader.load(toy, report=lambda text: None)
+
+
+def test_without_trusted_keys_one_line_says_who_claims_to_have_signed(toy, key, capsys):
+    changes = {
+        "unsigned": lambda: None,
+        "signed by {}, not checked": lambda: sign(toy, key),
+        f"{SIGNATURES} is damaged, not checked": lambda: (toy / SIGNATURES).write_text("{"),
+    }
+    for said, change in changes.items():
+        name = change()
+        loader.load(toy)
+        assert capsys.readouterr().err == f"x.ling3: {said.format(name)}\n"
+
+
+def test_keys_of_another_kind_and_weights_without_digests_are_refused(toy, key, trusted):
+    sign(toy, key)
+    with pytest.raises(ArtifactError, match="--check: expected all or copy where keys are trusted, found programs"):
+        loader.load(toy, check="programs")
+    shutil.copy(key, trusted / "private.pem")
+    with pytest.raises(TrustError, match=r"key `private.pem`: expected a public Ed25519 key"):
+        loader.load(toy)
+    with pytest.raises(TrustError, match=r"key `key.pub`: expected a private Ed25519 key"):
+        sign(toy, public_path(key))
+
+
+def test_the_command_line_makes_keys_signs_and_trusts(toy, tmp_path, monkeypatch):
+    key, keys = tmp_path / "k", tmp_path / "keys"
+    made = CliRunner().invoke(cli.main, ["keygen", str(key)])
+    assert made.exit_code == 0 and stat.S_IMODE(os.stat(key).st_mode) == 0o600
+    before = key.read_bytes()
+    assert "expected a writable file, found File exists" in refusal(cli.main, "keygen", key)
+    assert key.read_bytes() == before
+    keys.mkdir()
+    shutil.copy(public_path(key), keys)
+    command = ["generate", str(toy), "--prompt-ids", "1,2", "--max-tokens", "1", "--trust", str(keys)]
+    monkeypatch.setenv(TRUST, "")  # what --trust sets is taken back
+    assert "expected a signature by" in refusal(runner_cli.main, *command)
+    signed = CliRunner().invoke(cli.main, ["sign", str(toy), "--key", str(key)])
+    assert (signed.exit_code, signed.stdout) == (0, made.stdout)
+    done = CliRunner().invoke(runner_cli.main, command)
+    assert done.exit_code == 0 and f"signed by {made.stdout.strip()}\n" in done.stderr
+    verified = CliRunner().invoke(cli.main, ["verify", str(toy), "--no-run", "--trust", str(keys)])
+    assert verified.exit_code == 0 and f"signed by {made.stdout.strip()}\n" in verified.stderr
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
+def test_openssl_reads_the_keys_and_checks_the_signature_of_the_plain_bytes(toy, key, tmp_path):
+    sign(toy, key)
+    (tmp_path / "raw").write_bytes(base64.b64decode(read_signatures(toy)[0].ed25519))
+    checked = ["openssl", "pkeyutl", "-verify", "-pubin", "-inkey", public_path(key), "-rawin", "-in", toy / MANIFEST,
+               "-sigfile", tmp_path / "raw"]  # fmt: skip
+    assert subprocess.run(checked, capture_output=True).returncode == 0
+    flipped(toy / MANIFEST, 10)
+    assert subprocess.run(checked, capture_output=True).returncode != 0

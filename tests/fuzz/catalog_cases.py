@@ -1,0 +1,106 @@
+"""Damaged catalogues: layouts of which one document was changed, with right digests or without; damaged signatures."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+from random import Random
+
+from artifact_cases import toy_copy
+from harness import Case, WrongResultError
+from ling3export.artifacts.catalog.layout import Layout
+from ling3export.artifacts.catalog.publish import Words, publish
+from ling3export.artifacts.catalog.pull import pull, resolve, verify
+from ling3export.artifacts.catalog.record import digest_of
+from ling3export.artifacts.catalog.stores import search
+from ling3export.artifacts.files import TRUST
+from ling3export.artifacts.signing import SIGNATURES, make_key, public_path, read_trusted, sign
+from mutations import json_text, mutated, mutated_bytes
+
+
+@contextmanager
+def catalogs(folder: Path) -> Iterator[Case]:
+    """Whatever is taken is what was published; nothing is written outside of the folder that a pull makes."""
+    toy, store = toy_copy(folder), Layout(folder / "store")
+    publish(toy, store, "toy", "1.0.0", Words())
+    (found,) = resolve(store, "toy", None)
+    index = json.loads((store.folder / "index.json").read_text())
+    original = {path.relative_to(toy): path.read_bytes() for path in toy.rglob("*") if path.is_file()}
+    image = json.loads(store.read(found.entry.descriptor))
+    record = json.loads((store.folder / "blobs" / image["config"]["digest"].replace(":", "/")).read_bytes())
+    room, blobs = folder / "room", folder / "blobs"  # what was pulled is kept: a case writes little
+    room.mkdir()
+    blobs.mkdir()
+
+    def case(rng: Random) -> None:
+        shutil.rmtree(room)
+        room.mkdir()
+        what = rng.choice(("record", "image", "index"))
+        documents = {"record": record, "image": image, "index": index}
+        changed = mutated(rng, documents[what])
+        if what == "record" and isinstance(changed, dict) and rng.random() < 0.9:
+            with suppress(ValueError, TypeError, RecursionError):
+                changed["digest"] = digest_of(json.loads(json_text(changed)))
+        data = json_text(changed)
+        data = mutated_bytes(rng, data) if rng.random() < 0.1 else data
+        _write(store, index, image, what, data)
+        before = sorted(folder.iterdir())
+        try:
+            search(store, "toy")
+            for each in resolve(store, "toy", None):
+                verify(store, each)
+                pull(store, each, room / "out", blobs)
+        finally:
+            left = sorted(path.name for path in room.iterdir())
+            if sorted(folder.iterdir()) != before or left not in ([], ["out"]):
+                raise WrongResultError(f"a pull left {left}")
+        taken = {path.relative_to(room / "out"): path for path in (room / "out").rglob("*") if path.is_file()}
+        if {name: path.read_bytes() for name, path in taken.items()} != original:
+            raise WrongResultError(f"a pull made other files: {sorted(map(str, taken))}")
+
+    yield case
+
+
+def _write(store: Layout, index: dict, image: dict, what: str, data: bytes) -> None:
+    """Puts a document into the layout, and names it by its digest in those above it."""
+    if what == "record":
+        image = image | {"config": image["config"] | _blob(store, data)}
+        what, data = "image", json.dumps(image).encode()
+    if what == "image":
+        named = _blob(store, data)
+        data = json.dumps(index | {"manifests": [each | named for each in index["manifests"]]}).encode()
+    (store.folder / "index.json").write_bytes(data)
+
+
+def _blob(store: Layout, data: bytes) -> dict[str, object]:
+    digest = sha256(data).hexdigest()
+    (store.folder / "blobs/sha256" / digest).write_bytes(data)
+    return {"digest": f"sha256:{digest}", "size": len(data)}
+
+
+@contextmanager
+def signatures(folder: Path) -> Iterator[Case]:
+    """A signature that was changed lets nothing pass; one beside a good one changes nothing."""
+    toy = toy_copy(folder)
+    make_key(folder / "key")
+    make_key(folder / "other")
+    (folder / "keys").mkdir()
+    shutil.copy(public_path(folder / "key"), folder / "keys")
+    os.environ[TRUST] = str(folder / "keys")  # of this process alone
+    sign(toy, folder / "other")
+    sign(toy, folder / "key")
+    original = json.loads((toy / SIGNATURES).read_text())
+
+    def case(rng: Random) -> None:
+        tree = mutated(rng, original)
+        data = json_text(tree)
+        data = mutated_bytes(rng, data) if rng.random() < 0.3 else data
+        (toy / SIGNATURES).write_bytes(data)
+        read_trusted(toy, lambda text: None)
+        if original["signatures"][1] not in json.loads(data)["signatures"]:
+            raise WrongResultError(f"taken without the good signature: {data!r}")
+
+    yield case
