@@ -183,6 +183,6 @@ def read_checked(folder: Path, record: FileRecord) -> bytes:
 
 def recorded_files(manifest: Manifest) -> list[str]:
     """Every file that a manifest names, as a path below the artifact's folder."""
-    programs = [file for target in manifest.targets.values() for cell in target.cells.values() for file in cell.files]
+    programs = [file for target in manifest.targets.values() for file in target.files]
     records = (*programs, manifest.vectors.expected, *manifest.tokenizer)
     return [*(record.path for record in records), *manifest.weights.files]

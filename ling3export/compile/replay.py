@@ -206,6 +206,7 @@ def _receipt(artifact: Path, view: Path, manifest: Manifest, name: str, cell: Ce
     target = manifest.targets[name]
     needed = _needed(target.cells, cell)
     files = [file.path for each in needed for file in each.files] + [manifest.vectors.expected.path]
+    files += [] if target.kernels is None else [target.kernels.path]
     for path in (*files, *manifest.weights.files):
         copy = view / path
         copy.parent.mkdir(parents=True, exist_ok=True)

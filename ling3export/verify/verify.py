@@ -62,7 +62,7 @@ def check_digests(artifact: Path, manifest: Manifest) -> tuple[int, int]:
         ArtifactError: One is missing, damaged, or reached through a symbolic link.
     """
     refuse_links(artifact, recorded_files(manifest))
-    files = [file for target in manifest.targets.values() for cell in target.cells.values() for file in cell.files]
+    files = [file for target in manifest.targets.values() for file in target.files]
     files += [*manifest.tokenizer, manifest.vectors.expected]
     for record in files:
         read_checked(artifact, record)
