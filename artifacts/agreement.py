@@ -126,6 +126,8 @@ def _check_target(target: Target, plan: Plan) -> None:
     for where, said in (("state", vars(state)), ("geometry", geometry)):
         for name, (fact, source) in ((each, facts[each]) for each in facts if each in said):
             _same(source, fact, said[name], where, name)
+    if bool(target.kernel_names) != (target.kernels is not None):
+        _wrong("`kernels` where the geometry names some, else none", target.kernel_names, "geometry", "kernels")
     dummies = target.tp if state.placement == "striped" else 1
     snapshots = state.snapshots or 0
     _same("as the state says", snapshots, geometry.get("snapshots", 0), "geometry", "snapshots")

@@ -197,6 +197,6 @@ def recorded_files(manifest: Manifest) -> list[str]:
 
 def file_records(manifest: Manifest) -> tuple[FileRecord, ...]:
     """Every file that a manifest names with its digest: all but those of the weights, whose slabs have one each."""
-    programs = [file for target in manifest.targets.values() for cell in target.cells.values() for file in cell.files]
+    programs = [file for target in manifest.targets.values() for file in target.files]
     vectors = () if manifest.vectors.expected is None else (manifest.vectors.expected,)
     return (*programs, *vectors, *manifest.tokenizer)

@@ -45,6 +45,7 @@ GIVERS = ("prefill", "score", "decode")  # whose logits are sampled
 SPLIT = ("attend", "dispatch", "experts", "combine", "head")  # a decode step cut at each layer's experts
 Error = Annotated[float, UNBOUNDED]  # infinite where something is not finite
 Versions = dict[str, str]
+KERNELS = "kernels.so"  # the name of a target's library of native kernels, in the folder of its programs
 ConfigValue = bool | int | float | str | tuple[int, ...] | None
 
 
@@ -386,6 +387,18 @@ class Target:
     parameters: tuple[Parameter, ...]
     state: State
     cells: dict[str, Cell]
+    kernels: FileRecord | None = None
+
+    @property
+    def kernel_names(self) -> str:
+        """What the names of its native kernels end in; empty where its executables call none."""
+        return str(self.geometry.get("kernels", ""))
+
+    @property
+    def files(self) -> tuple[FileRecord, ...]:
+        """Its programs, and the kernels that they call."""
+        programs = tuple(file for cell in self.cells.values() for file in cell.files)
+        return programs if self.kernels is None else (*programs, self.kernels)
 
     @property
     def text(self) -> str:

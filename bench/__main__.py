@@ -38,8 +38,16 @@ def startup(checkpoint: Path | None, rounds: int) -> None:
 @click.option("--batches", default="1,16", show_default=True, help="Sequences that transformers decodes.")
 @click.option("--peers", default="default,eager", show_default=True, help="Expert implementations of transformers.")
 @click.option("--max-running", default=64, show_default=True, help="Sequences that our side has state for.")
+@click.option("--kernels", default="auto", show_default=True, help="What --kernels builds have on our side: auto,off.")
 def speed(
-    checkpoint: Path | None, rounds: int, context: int, tps: str, batches: str, peers: str, max_running: int
+    checkpoint: Path | None,
+    rounds: int,
+    context: int,
+    tps: str,
+    batches: str,
+    peers: str,
+    max_running: int,
+    kernels: str,
 ) -> None:
     """Prefill and decode tokens/s against transformers, memory bandwidth and dispatch."""
     from bench.inputs import numbers
@@ -47,7 +55,7 @@ def speed(
 
     run(
         checkpoint, rounds, context=context, tps=numbers(tps), batches=numbers(batches),
-        peers=[peer for peer in peers.split(",") if peer], max_running=max_running,
+        peers=[peer for peer in peers.split(",") if peer], max_running=max_running, kernels=kernels.split(","),
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from bench.report import say
 from ling3export.artifacts.records import sha256_of
 from ling3export.cache.keys import source_digests
+from ling3export.plan.kernels import LEVELS, ending
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".cache" / "bench"
@@ -37,7 +38,7 @@ def artifact(source: Path, name: str, options: Sequence[Any]) -> Path:
     wanted = {
         "source": str(source),
         "options": [str(option) for option in options],
-        "sources": sha256_of(source_digests()),
+        "sources": sha256_of([source_digests(), [ending(level) for level in LEVELS]]),
         "toolchain": {name: metadata.version(name) for name in ("jax", "jaxlib")},
     }
     if not (folder.exists() and stamp.exists() and json.loads(stamp.read_text()) == wanted):

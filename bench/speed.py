@@ -52,7 +52,7 @@ def theirs(source: Path, experts: str, context: int, batches: Sequence[int], thr
 
 def measure(
     given: Path | None, rounds: int, *, context: int, tps: Sequence[int], batches: Sequence[int],
-    peers: Sequence[str], max_running: int,
+    peers: Sequence[str], max_running: int, kernels: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
     """Medians of ``rounds`` of every arm; in each round every arm has its turn in a fresh process."""
     source, threads = checkpoint(given), len(os.sched_getaffinity(0))
@@ -64,11 +64,15 @@ def measure(
         ",".join(str(b) for b in decode if b <= max_running),
     ]
     options += ["--max-running", max_running, "--context", max(1024, context + 256)]
-    built = {tp: artifact(source, f"speed-tp{tp}", ["--tp", tp, *options]) for tp in tps}
+    built = {
+        f"tp{tp}" + (f" {each}" if each != "auto" else ""):
+        artifact(source, f"speed-tp{tp}-{each}", ["--tp", tp, "--kernels", each, *options])
+        for tp in tps for each in kernels
+    }  # fmt: skip
     runs: dict[str, list[Flat]] = {}
     for _ in range(rounds):
-        for tp, folder in built.items():
-            runs.setdefault(f"tp{tp}", []).append(ours(folder, context))
+        for arm, folder in built.items():
+            runs.setdefault(arm, []).append(ours(folder, context))
         for peer in peers:
             if None not in runs.get(peer, []) and (found := theirs(source, peer, context, batches, threads)):
                 runs.setdefault(peer, []).append(found)

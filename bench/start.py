@@ -78,7 +78,8 @@ def programs(artifact: Path) -> dict[str, Any]:
         verdicts = judge(record, machine_here(), executable_fits)
         enforce(verdicts, "prebuilt-only", name, str(artifact))
         clock.lap("verdicts")
-        for future in work.load_programs(files, record, pjrt.recorded_mesh(record.mesh), verdicts, {}, pool).values():
+        mesh = pjrt.recorded_mesh(record.mesh)
+        for future in work.load_programs(artifact, files, record, mesh, verdicts, {}, pool).values():
             future.result()
         clock.lap("load")
     total = sum(clock.seconds.values())

@@ -74,7 +74,7 @@ class Ling3(nnx.Module):
         """Logits of this device's v = V/TP rows of the vocabulary, from ``x`` before the final norm."""
         x = rms_norm(x, self.embeddings["norm"][...], self.config.rms_norm_eps).astype(jnp.dtype(self.geometry.dtype))
         filled = fill_rows(x, self.geometry.fewest_rows)
-        return vocab_parallel(filled, self.embeddings["lm_head"][...], self.geometry)[: x.shape[0]]
+        return vocab_parallel(filled, self.embeddings["lm_head"], self.geometry)[: x.shape[0]]
 
     def attention(
         self, x: Float[Array, "T D"], layer: Layer, state: State, batch: Batch

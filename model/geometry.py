@@ -31,6 +31,8 @@ class Geometry:
         latent_row: Stored width of a latent row, at least ``kv_lora_rank + qk_rope_head_dim``.
         form: ``"loops"`` or ``"tiles"``.
         snapshots: Slots behind the sequences' own that hold copies of their state.
+        kernels: The end of the names of the native kernels that executables for cpu call, ``LEVEL-DIGEST``; empty
+            where they call none. Portable programs are lowered without.
     """
 
     tp: int
@@ -42,6 +44,7 @@ class Geometry:
     latent_row: int
     form: Form = "loops"
     snapshots: int = 0
+    kernels: str = ""
 
     @property
     def tiled(self) -> bool:

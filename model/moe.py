@@ -2,7 +2,8 @@
 
 Rows (a token and one of its experts) are sorted by expert into tiles of R rows; a loop runs over the tiles that hold
 rows, and slices the weights of that tile's expert. So the time follows the experts that were chosen, and an expert that
-was not chosen is not read. ``lax.ragged_dot`` would be shorter but is dense over all experts on CPU (docs/log.md).
+was not chosen is not read. ``lax.ragged_dot`` would be shorter but is dense over all experts on CPU (docs/log.md). In
+executables for cpu one native kernel does all of it (``native/``).
 """
 
 import jax
@@ -15,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.layers import Index, of_layer, take
+from ling3export.model.native import calls
 from ling3export.model.products import einsum, gated_mlp, product
 
 SMALLEST_TILE = 4
@@ -171,6 +173,11 @@ class MixtureOfExperts(nnx.Module):
     ) -> Float32[Array, "T D"]:  # fmt: skip
         """The chosen experts of this device, one tile of rows of one expert after the other."""
         layered, stacks = self.geometry.tiled, (self.experts_gate_up_proj, self.experts_down_proj)
+        few = chosen.size <= calls.FEW_EACH * self.config.num_experts
+        if calls.are_there(stacks[0], few, self.geometry):
+            up, out = (stack[...] for stack in stacks)
+            own = chosen - lax.axis_index(AXIS) * up.shape[0] * up.shape[2]
+            return calls.experts(x, up, out, layer, jnp.where(valid[:, None], own, -1), weights, self.geometry)
         gate_up, down = (of_layer(stack, layer, split=True) if layered else stack[...] for stack in stacks)
         shards, each = gate_up.shape[0], gate_up.shape[1 if layered else 2]
         local = shards * each

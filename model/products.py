@@ -6,6 +6,8 @@ large layers are therefore multiplied one TP shard after the other, so that each
 24 against 12 GB/s of weights for one row, 11.5 against 8.3 for 16 rows, equal for 512 (docs/log.md, 2026-11-21). On
 accelerators one large product is the better form.
 
+Executables for cpu may call native kernels instead (``native/``), which read a layer where it lies.
+
 Axis letters as in ``model/parameters.py``: s TP shards, n stacked layers, h heads of one TP shard. ``layer`` is always
 an index into the stack, and ``geometry`` says which form the products have.
 """
@@ -20,6 +22,7 @@ from jaxtyping import Array, Float, Float32
 
 from ling3export.model.geometry import Geometry
 from ling3export.model.layers import Index, of_heads, of_layer, take
+from ling3export.model.native import calls
 
 CACHED = 4 * 2**20  # bytes of one layer's weight that stay in the caches between a copy and the product
 PIECE = 1024  # rows of the vocabulary at a time: 2 to 4 MB, as fast as the TP shards of the layers
@@ -86,6 +89,8 @@ def column_parallel(
 
     ``x`` is the same on every device; ``weights`` are ``[s, n, ..., D]``, or one argument ``[s, ..., D]`` a layer.
     """
+    if calls.are_there(weights, x.shape[0] <= calls.FEW, geometry):
+        return calls.columns(x, weights[...], layer, geometry)
     if isinstance(weights, nnx.Dict) or not _one_by_one(weights[...], geometry):
         return dot(x, of_layer(weights, layer, split=True), geometry.tiled)
     stacked = weights[...]
@@ -99,6 +104,13 @@ def column_parallel(
     return lax.fori_loop(0, shape[0], shard, out).reshape(rows, shape[0], *shape[2:-1])
 
 
+def replicated(x: Float[Array, "T D"], weights: nnx.Param, layer: Index, geometry: Geometry) -> Float32[Array, "T out"]:
+    """A matmul with ``weights [n, out, D]``, which every device has whole."""
+    if calls.are_there(weights, x.shape[0] <= calls.FEW, geometry):
+        return calls.columns(x, weights[...][None], layer, geometry)[:, 0]
+    return dot(x, take(weights[...], layer, split=False))
+
+
 def row_parallel(x: Float[Array, "T F"], weights: nnx.Param, layer: Index, geometry: Geometry) -> Float32[Array, "T D"]:
     """A row-parallel matmul with ``weights [s, n, F/s, D]``: the input axis is split over devices.
 
@@ -106,6 +118,8 @@ def row_parallel(x: Float[Array, "T F"], weights: nnx.Param, layer: Index, geome
         This device's partial sum, to be added up over devices in fp32: rounded first it would depend on TP.
     """
     stacked = weights[...]
+    if calls.are_there(weights, x.shape[0] <= calls.FEW, geometry):
+        return calls.rows(x, stacked, layer, geometry)
     if not _one_by_one(stacked, geometry):
         return dot_merged(x, take(stacked, layer, split=True))
     shards, _, width, dim = stacked.shape
@@ -117,14 +131,15 @@ def row_parallel(x: Float[Array, "T F"], weights: nnx.Param, layer: Index, geome
     return lax.fori_loop(0, shards, shard, jnp.zeros((x.shape[0], dim), jnp.float32))
 
 
-def vocab_parallel(
-    x: Float[Array, "T D"], table: Float[Array, "s each D"], geometry: Geometry
-) -> Float32[Array, "T rows"]:
-    """``x`` times this device's part of the output head, ``s * each`` rows of the vocabulary.
+def vocab_parallel(x: Float[Array, "T D"], weights: nnx.Param, geometry: Geometry) -> Float32[Array, "T rows"]:
+    """``x`` times this device's part of the output head ``[s, each, D]``, ``s * each`` rows of the vocabulary.
 
     One row of ``x`` goes through pieces of the table: for the whole, XLA:CPU would widen all of it to fp32 first.
     """
+    table = weights[...]
     rows, dim = math.prod(table.shape[:-1]), table.shape[-1]
+    if calls.are_there(weights, x.shape[0] <= calls.FEW, geometry):
+        return calls.columns(x, table[:, None], 0, geometry).reshape(x.shape[0], rows)
     if x.shape[0] > 1 or geometry.tiled or table.nbytes <= CACHED:
         return dot(x, table).reshape(x.shape[0], rows)
     size = max(size for size in range(1, PIECE + 1) if rows % size == 0)
@@ -147,6 +162,8 @@ def per_head(
     if geometry.tiled:
         return dot_heads(("thx,hxy->thy", "thx,hyx->thy")[axis], x, of_heads(weights, layer))
     stacked = weights[...]
+    if calls.are_there(weights, x.shape[0] <= calls.FEW, geometry):
+        return calls.heads(x, stacked, layer, axis, geometry)
     shards, _, heads = stacked.shape[:3]
     sizes = (1, 1, 1, *stacked.shape[3:])
 

@@ -5,7 +5,7 @@ Where sources of the model changed and what they lower to did not, a second leve
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,14 @@ class Cells:
             for kind, key in (("cells", origin.key), ("programs", origin.program)):
                 if key is not None:
                     self._cache.path(kind, key).unlink(missing_ok=True)
+
+    def library(self, fields: dict[str, Any], make: Callable[[], bytes]) -> bytes:
+        """A library of native kernels: what ``fields`` decide, taken from the cache or made now and kept."""
+        if entry := self._cache.read("programs", sha256_of(fields), lambda entry: entry.data["so"]):
+            return entry.data["so"]
+        made = make()
+        self._cache.write("programs", fields, {}, {"so": made})
+        return made
 
     def say(self, messages: list[str]) -> None:
         """Passes on what a compiling process had to tell."""

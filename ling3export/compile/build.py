@@ -37,6 +37,7 @@ from ling3export.model.config import Config, read_config
 from ling3export.model.geometry import CHUNK
 from ling3export.model.parameters import arguments
 from ling3export.model.state import state_arrays
+from ling3export.plan.kernels import level_of
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, make_plans
 from ling3export.plan.toolchain import check_toolchain
@@ -344,6 +345,10 @@ def target_record(
         for row in state_arrays(config, geometry)
     )
     requires, mesh = _needs([built[name] for name in named])
+    kernels = file_record(folder, f"{programs}/{schema.KERNELS}") if geometry.kernels else None
+    if kernels is not None:
+        features = {*(requires.cpu_features or ()), *level_of(geometry.kernels).features}
+        requires = replace(requires, cpu_features=tuple(sorted(features)))
     return schema.Target(
         platform=target.platform, kind=target.kind, topology=target.topology, mesh=mesh, requires=requires,
         toolchain=toolchain(target), fingerprint=fingerprint(config, plan),
@@ -353,7 +358,7 @@ def target_record(
             geometry.placement, geometry.slots, geometry.pages, geometry.page_size, geometry.max_pages, CHUNK, arrays,
             geometry.snapshots or None,
         ),
-        cells=named,
+        cells=named, kernels=kernels,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -117,6 +117,7 @@ def lower_cell(config: Config, geometry: Geometry, phase: str, padding: int, pla
     """
     started = time.perf_counter()
     mesh = AbstractMesh((geometry.tp,), (AXIS,), axis_types=(AxisType.Auto,))
+    geometry = replace(geometry, kernels="")  # what any machine can compile knows no kernels
     step, function, arguments = prepared(config, geometry, phase, padding, mesh)
     exported = export.export(function, platforms=(platform,))(*arguments)
     state, out = jax.tree.unflatten(exported.out_tree, exported.out_avals)
@@ -156,6 +157,19 @@ def compile_cell(lowered: Lowered, mesh: Mesh) -> tuple[bytes, Compiled]:
         compiled = pjrt.compile_portable(lowered.blob, mesh)
         raw, executable = pjrt.serialized(compiled)
     return raw, described(compiled, executable, round(time.perf_counter() - started, 3))
+
+
+def compile_with_kernels(
+    config: Config, geometry: Geometry, phase: str, padding: int, mesh: Mesh
+) -> tuple[bytes, Compiled]:
+    """:func:`compile_cell` from a lowering that calls the geometry's native kernels, which must be registered."""
+    started = time.perf_counter()
+    _, function, arguments = prepared(config, geometry, phase, padding, mesh)
+    with pjrt.no_compilation_cache():
+        compiled = function.lower(*arguments).compile()
+        raw, executable = pjrt.serialized(compiled)
+    found = described(compiled, executable, round(time.perf_counter() - started, 3))
+    return raw, replace(found, lowering=schema.Lowering(direct=True, forward_compatible=False))
 
 
 def described(compiled: Any, executable: schema.Executable, seconds: float) -> Compiled:

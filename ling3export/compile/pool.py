@@ -13,6 +13,7 @@ from ling3export.artifacts.records import from_json, to_json
 from ling3export.cache.cells import Built, Cells
 from ling3export.cache.keys import changed
 from ling3export.cache.use import CacheUse
+from ling3export.compile.kernels import put_library
 from ling3export.compile.worker import MODULE, Job
 from ling3export.errors import ArtifactError, Ling3Error, PlanError, listed
 from ling3export.model.config import Config
@@ -63,7 +64,12 @@ class Compilers:
         Args:
             cells: In the order in which they start.
             done: Called, from a worker's thread too, as each cell ends well.
+
+        Raises:
+            PlanError: The native kernels do not compile.
         """
+        if self.plan.geometry.kernels:
+            put_library(self._job.folder, self.plan.geometry.kernels, self._cells)
         waiting: SimpleQueue[Cell] = SimpleQueue()
         outcome = Outcome(self.plan, {}, {})
         for cell in cells:

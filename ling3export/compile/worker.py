@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.files import write_new
 from ling3export.artifacts.records import from_json, sha256_of, to_json
-from ling3export.artifacts.schema import Origin
+from ling3export.artifacts.schema import KERNELS, Origin
 from ling3export.cache.cells import COMPILED, PROGRAM, Built
 from ling3export.cache.keys import imported, program_fields, source_digests
 from ling3export.cache.store import Cache, record_of
@@ -30,6 +30,7 @@ from ling3export.plan.toolchain import compiler_environment
 from ling3export.processes import LOOPBACK, START_TIMEOUT, Child, Failure, Parent, free_port
 from ling3export.runners.hosts.service import Service, join
 from ling3export.runners.load.environment import prepare_cpu
+from ling3export.runners.load.kernels import register
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     Compile = Callable[[], tuple[bytes, Compiled]]
 
 MODULE = "ling3export.compile.recorded"  # which calls `main`
+CALLING = ("prefill", "score", "decode")  # the phases that multiply weights, and so call native kernels
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,10 @@ def compiled_program(cache: Cache, fields: dict[str, Any], compile_it: "Compile"
     if entry := cache.read("programs", sha256_of(fields), lambda entry: record_of(entry, Compiled, ("exec",))):
         return entry.data["exec"], from_json(Compiled, entry.record), PROGRAM
     data, compiled = compile_it()
-    if fields["sources"] == source_digests()["lowering"]:  # compiling may have imported another source
+    if fields["sources"] in (
+        source_digests(),
+        source_digests()["lowering"],
+    ):  # compiling may have imported another source
         cache.write("programs", fields, to_json(compiled), {"exec": data})
     return data, compiled, COMPILED
 
@@ -136,12 +141,17 @@ def run_cell(job: Job, cell: Cell) -> dict[str, Any]:
 
 def _compiler(lowered: "Lowered", job: Job, cell: Cell) -> tuple[dict[str, Any], "Compile"]:
     """Everything that decides the executable of a lowered cell, and the function that compiles it."""
-    from ling3export.compile.lower import compile_cell, device_mesh
+    from ling3export.compile.lower import compile_cell, compile_with_kernels, device_mesh
 
     modules, target, geometry = {"portable": hashlib.sha256(lowered.blob).hexdigest()}, job.target, job.geometry
     if target.chip is None:
         mesh = device_mesh(geometry.tp)
-        return program_fields(target, modules, devices_of(mesh), None), lambda: compile_cell(lowered, mesh)
+        if not geometry.kernels or cell.phase not in CALLING:
+            return program_fields(target, modules, devices_of(mesh), None), lambda: compile_cell(lowered, mesh)
+        register((job.folder / KERNELS).read_bytes(), geometry.kernels)
+        fields = program_fields(target, modules | {"kernels": geometry.kernels}, devices_of(mesh), None)
+        fields["sources"] = source_digests()  # the portable module does not say where kernels are called
+        return fields, lambda: compile_with_kernels(job.config, geometry, cell.phase, cell.padding, mesh)
     from ling3export.compile.accelerators import compile_for, lower_for
 
     arguments = (job.config, geometry, cell.phase, cell.padding, target)

@@ -33,6 +33,7 @@ class Options:
             states.
         dtype: ``bfloat16`` or ``float32`` (highest matmul precision throughout).
         jobs: Cells compiled at a time; None is one a core.
+        kernels: Native kernels in executables for cpu: ``auto`` (where they pay), ``on`` or ``off``.
     """
 
     paddings: tuple[int, ...] = (16, 128, 512)
@@ -50,6 +51,7 @@ class Options:
     snapshots: int = 0
     dtype: str = "bfloat16"
     jobs: int | None = None
+    kernels: str = "auto"
 
 
 # What an artifact's targets have in common: a target that is added takes them as they are.

@@ -7,6 +7,7 @@ from typing import Any
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
+from ling3export.plan.kernels import choose
 from ling3export.plan.options import Options, check_paddings
 from ling3export.plan.pools import size_pages
 from ling3export.plan.targets import DEFAULT_CPU_TP, Target, parse_target
@@ -164,9 +165,12 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
     chosen = options.tp is None and "@" not in target_text and target.platform == "cpu"
     if chosen and target.tp != DEFAULT_CPU_TP:
         notes.append(f"tp {target.tp}: the most of up to {DEFAULT_CPU_TP} devices that this model splits over")
+    kernels, said = choose(config, options, target)
+    notes += [] if said is None else [said]
     geometry = Geometry(
         tp=target.tp, dtype=options.dtype, slots=options.max_running, pages=0, page_size=options.page_size,
-        max_pages=-(-context // options.page_size), snapshots=options.snapshots, **forms(config, target),
+        max_pages=-(-context // options.page_size), snapshots=options.snapshots, kernels=kernels,
+        **forms(config, target),
     )  # fmt: skip
     geometry, note = size_pages(config, geometry, options, target)
     notes.append(note)

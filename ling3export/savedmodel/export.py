@@ -71,7 +71,7 @@ def one_device(options: Options) -> Options:
         raise PlanError(
             f"--format savedmodel: expected target cpu at TP=1, found {found}", "leave out --target and --tp"
         )
-    return replace(options, tp=1, targets=("cpu",))
+    return replace(options, tp=1, targets=("cpu",), kernels="off")
 
 
 def build_savedmodel(

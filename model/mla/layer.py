@@ -30,7 +30,7 @@ from ling3export.model.mla.paged import (
     merge,
     merge_devices,
 )
-from ling3export.model.products import column_parallel, dot, dot_heads, per_head, row_parallel
+from ling3export.model.products import column_parallel, dot, dot_heads, per_head, replicated, row_parallel
 
 LATENT_NORM_EPS = 1e-6  # for the norms of the query's and the key-value latent, whatever rms_norm_eps says
 QUERY_BLOCK = 512  # padded tokens whose scores against the whole call are held at once
@@ -63,7 +63,7 @@ class GatedMLA(nnx.Module):
             y = column_parallel(x, self.q_proj, layer, self.geometry)
         else:
             assert self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None
-            low = dot(x, take(self.q_a_proj[...], layer, split=False))
+            low = replicated(x, self.q_a_proj, layer, self.geometry)
             weight = take(self.q_a_layernorm[...], layer, split=False)
             low = rms_norm(low, weight, LATENT_NORM_EPS).astype(x.dtype)
             y = column_parallel(low, self.q_b_proj, layer, self.geometry)
@@ -72,7 +72,7 @@ class GatedMLA(nnx.Module):
     def _project(self, x: Float[Array, "T D"], layer: Index, position: Int32[Array, "T"]) -> Projected:
         config = self.config
         query = self._query(x, layer) * config.qk_head_dim**-0.5
-        compressed = dot(x, take(self.kv_a_proj_with_mqa[...], layer, split=False))
+        compressed = replicated(x, self.kv_a_proj_with_mqa, layer, self.geometry)
         weight = take(self.kv_a_layernorm[...], layer, split=False)
         nope, rank, tiled = config.qk_nope_head_dim, config.kv_lora_rank, self.geometry.tiled
         gate = jax.nn.sigmoid(column_parallel(x, self.g_proj, layer, self.geometry).reshape(x.shape[0], -1))

@@ -203,7 +203,7 @@ def _load(
             compiled = compile_here(folder, record, recompile, mesh, report)
         # The state first: writing its zeros is the longest piece of work.
         zeroed = pool.submit(timed, "state", lambda: model_runner.fresh_state(record, mesh))
-        loading = programs.load_programs(executables, record, mesh, verdicts, compiled, pool)
+        loading = programs.load_programs(folder, executables, record, mesh, verdicts, compiled, pool)
     with timings.stage("weights"):
         params = weights.arrays(mesh)
     with timings.stage("programs"):

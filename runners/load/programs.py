@@ -9,6 +9,7 @@ from ling3export.artifacts.manifest import read_checked
 from ling3export.artifacts.schema import Call, Cell, Executable, Target
 from ling3export.errors import ArtifactError
 from ling3export.runners import flight
+from ling3export.runners.load.kernels import register
 from ling3export.runners.load.verdict import Status, Verdict
 
 if TYPE_CHECKING:
@@ -28,12 +29,13 @@ def read_executables(folder: Path, target: Target, pool: ThreadPoolExecutor) -> 
 
 
 def load_programs(
-    executables: Mapping[str, Future[bytes]], target: Target, mesh: "Mesh", verdicts: dict[str, Verdict],
+    folder: Path, executables: Mapping[str, Future[bytes]], target: Target, mesh: "Mesh", verdicts: dict[str, Verdict],
     compiled: "dict[str, Compiled]", pool: ThreadPoolExecutor,
 ) -> "dict[str, Future[Program]]":  # fmt: skip
     """Starts loading every cell, once every digest and every signature was found right.
 
     Args:
+        folder: The artifact's.
         executables: What ``read_executables`` gave; all of them are waited for, also those that will not be used.
         target: The manifest's.
         mesh: Where to load.
@@ -53,6 +55,9 @@ def load_programs(
     for name, cell in target.cells.items():
         if verdicts[name].status is Status.OPTIMAL and cell.call is not None:
             parts[name] = read[name], Executable(target.requires, target.mesh, cell.call)
+
+    if target.kernels is not None and any(verdict.status is Status.OPTIMAL for verdict in verdicts.values()):
+        register(read_checked(folder, target.kernels), target.kernel_names)
 
     def load(name: str) -> "Program":
         raw, executable = parts[name]

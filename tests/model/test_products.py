@@ -69,6 +69,6 @@ def test_each_heads_own_matrix(rows: int, axis: int, dtype: str, geometry: Geome
 def test_a_table(rows: int, dtype: str, geometry: Geometry) -> None:
     x, x64 = draw(rows, DIM, seed=0, dtype=dtype)
     table, table64 = draw(4, 15, DIM, seed=1, dtype=dtype)
-    found = products.vocab_parallel(x, table, geometry)
+    found = products.vocab_parallel(x, nnx.Param(table), geometry)
     assert found.shape == (rows, 60) and found.dtype == jnp.float32
     assert relative(found, x64 @ table64.reshape(-1, DIM).T) < ERROR

@@ -59,6 +59,7 @@ class Recipe:
     afd: int = 0
     target: str = "cpu"
     snapshots: int = 0
+    kernels: str = "auto"
 
     @property
     def checkpoint(self) -> str:
@@ -71,6 +72,8 @@ class Recipe:
             "--tp": self.tp, "--decode-paddings": self.decode, "--max-running": 8, "--context": 1024, "--page-size": 64,
             "--paddings": ",".join(map(str, self.paddings)), "--dtype": self.dtype, "--target": self.target,
         }  # fmt: skip
+        if self.kernels != "auto":
+            numbers["--kernels"] = self.kernels
         if self.score:
             numbers["--score-paddings"] = ",".join(map(str, self.score))
         if self.afd:
@@ -95,6 +98,7 @@ RECIPES = {
     "micro-tp4": Recipe(4, "micro"),
     "micro-tp2": Recipe(2, "micro"),
     "micro-tp1": Recipe(1, "micro"),
+    "micro-tp1-kernels": Recipe(1, "micro", dtype="bfloat16", paddings=(16,), decode=1, kernels="on"),
     "micro-tp4-flat": Recipe(4, "micro", overrides={"q_lora_rank": None}),
     # Decode cut at the experts: micro batches of two tokens, of up to three attention processes.
     "micro-tp1-afd": Recipe(1, "micro", paddings=(16,), decode=2, afd=3),
@@ -149,6 +153,7 @@ def sources_of(module: str) -> str:
                 left += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
     assert module in found, f"{module}: expected a module, found none: name another in {__file__}"
     found |= {f"ling3export.cli {path.name}": path for path in package.glob("cli/*.py")}
+    found |= {path.name: path for path in package.glob("model/native/*.cc")}
     return digest_of(found)
 
 

@@ -1,0 +1,58 @@
+"""Compiles the native kernels: one library for a target, which lies beside the programs that call it."""
+
+import subprocess
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ling3export.artifacts.files import write_new
+from ling3export.artifacts.schema import KERNELS
+from ling3export.cache.cells import Cells
+from ling3export.errors import PlanError
+from ling3export.plan.kernels import FLAGS, SOURCE, Level, compiler, level_of
+
+LIMIT = 300  # seconds
+
+
+def put_library(folder: Path, kernels: str, cells: Cells) -> None:
+    """Writes the library of ``kernels``, the name in a geometry, into ``folder`` unless it is there.
+
+    Raises:
+        PlanError: The kernels are of another version, there is no compiler, or it fails.
+        ArtifactError: The disk is full.
+    """
+    if (folder / KERNELS).exists():
+        return
+    level, command = level_of(kernels), compiler()
+    if command is None:
+        raise PlanError("kernels: expected a C++ compiler, found none", "install g++, or ling3export[kernels]")
+    fields = {"kernels": kernels, "compiler": [*command, _run([*command, "--version"])], "headers": _headers()[1]}
+    write_new(folder / KERNELS, cells.library(fields, lambda: compiled(command, level)))
+
+
+def _headers() -> tuple[str, str]:
+    """The folder of the headers of XLA's foreign function interface, and the version that they belong to."""
+    import jax.ffi
+
+    return jax.ffi.include_dir(), metadata.version("jaxlib")
+
+
+def compiled(command: list[str], level: Level) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / KERNELS
+        _run([*command, *FLAGS, *level.flags, "-I", _headers()[0], str(SOURCE), "-o", str(out)])
+        return out.read_bytes()
+
+
+def _run(command: list[Any]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LIMIT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PlanError(
+            f"kernels: expected {command[0]} to run, found: {error}", "or build with --kernels off"
+        ) from None
+    if done.returncode:
+        said = "\n".join(done.stderr.splitlines()[:5])
+        raise PlanError(f"kernels: expected {command[0]} to compile them, found: {said}", "or build with --kernels off")
+    return done.stdout

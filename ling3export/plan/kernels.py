@@ -1,0 +1,106 @@
+"""Which form of the native kernels executables for cpu call, and the compiler that makes it. Imports no jax."""
+
+import hashlib
+import importlib.util
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import ling3export
+from ling3export.errors import PlanError
+from ling3export.model.config import Config
+from ling3export.plan.options import Options
+from ling3export.plan.targets import Target
+from ling3export.runners.load.environment import compiler_flags, cpu_features
+
+SOURCE = Path(ling3export.__file__).parent / "model" / "native" / "kernels.cc"
+COMPILERS = ("c++", "g++", "clang++")
+CHOICES = ("auto", "on", "off")
+NARROW = 512  # hidden sizes below leave so little to read that what XLA makes itself is as fast
+
+
+@dataclass(frozen=True)
+class Level:
+    """A form of the kernels: the features that a processor must have for it, and the compiler's flags."""
+
+    name: str
+    machines: tuple[str, ...]
+    features: tuple[str, ...]
+    flags: tuple[str, ...]
+
+
+X86, ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")
+_AVX2 = ("avx2", "fma")
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+LEVELS = (  # the best first
+    Level("avx512_bf16", X86, (*_AVX2, *_AVX512, "avx512_bf16"),
+          ("-mavx2", "-mfma", *(f"-m{name}" for name in _AVX512), "-mavx512bf16", "-DLING3_BYTES=64")),
+    Level("avx2", X86, _AVX2, ("-mavx2", "-mfma", "-DLING3_BYTES=32")),
+    Level("neon", ARM, ("asimd",), ("-DLING3_BYTES=16",)),
+    Level("plain", (*X86, *ARM), (), ()),
+)  # fmt: skip
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast", "-s")
+
+
+def ending(level: Level) -> str:
+    """What the names of a level's kernels end in: the level, and a digest of source and flags."""
+    text = SOURCE.read_bytes() + " ".join((*FLAGS, *level.flags)).encode()
+    return f"{level.name}-{hashlib.sha256(text).hexdigest()[:12]}"
+
+
+def level_of(kernels: str) -> Level:
+    """The level of a geometry's kernels, which must be those of this version.
+
+    Raises:
+        PlanError: They are of another version.
+    """
+    found = [level for level in LEVELS if ending(level) == kernels]
+    if not found:
+        raise PlanError(f"kernels: expected those of this version of ling3export, found {kernels}", "build again")
+    return found[0]
+
+
+def best_level() -> Level:
+    """The best form that runs on this machine."""
+    here = set(cpu_features())
+    return next(each for each in LEVELS if platform.machine() in each.machines and here.issuperset(each.features))
+
+
+def compiler() -> list[str] | None:
+    """The command of a C++ compiler: the system's, else that of the package ziglang; None without."""
+    for name in COMPILERS:
+        if path := shutil.which(name):
+            return [path]
+    if importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "c++", "-fno-sanitize=undefined"]
+    return None
+
+
+def choose(config: Config, options: Options, target: Target) -> tuple[str, str | None]:
+    """The end of the kernels' names for a geometry, empty for none, and a line that says why, if there is a choice.
+
+    Raises:
+        PlanError: Kernels are asked for and cannot be had.
+    """
+    if options.kernels not in CHOICES:
+        raise PlanError(f"--kernels: expected {' or '.join(CHOICES)}, found {options.kernels}")
+    if target.platform != "cpu" or options.kernels == "off":
+        return "", None
+    wanted = options.kernels == "on"
+    if options.dtype != "bfloat16":
+        if wanted:
+            raise PlanError(f"--kernels on: expected bfloat16, found {options.dtype}", "leave --kernels out")
+        return "", None
+    if config.hidden_size < NARROW and not wanted:
+        return "", None
+    if compiler() is None:
+        found = f"expected a C++ compiler ({', '.join(COMPILERS)} or the package ziglang), found none"
+        hint = "install g++, or ling3export[kernels]"
+        if wanted:
+            raise PlanError(f"--kernels on: {found}", hint)
+        return "", f"no native kernels, programs are slower: {found}; {hint}"
+    limited = "xla_cpu_max_isa" in str(compiler_flags())  # for older processors than this one
+    level = LEVELS[-1] if limited else best_level()
+    return ending(level), f"native kernels {level.name}"

@@ -1,0 +1,1 @@
+"""Kernels for cpu that XLA calls by name, and their source; a build compiles it (ling3export/compile/kernels.py)."""

@@ -1,0 +1,69 @@
+"""The kernels of ``kernels.cc`` as functions of arrays: products with one layer of a stack of bf16 weights.
+
+A kernel gets the whole stack and a layer's number, so that no weight is copied before it is read. The names that XLA
+looks up end in ``geometry.kernels``: processes that run programs of several artifacts keep their kernels apart. Axis
+letters as in ``model/products.py``.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, BFloat16, Float32, Int32
+
+from ling3export.model.geometry import Geometry
+from ling3export.model.layers import Index
+
+# Rows up to which reading the weights takes longer than multiplying: beyond, XLA's own products are faster, which use
+# a processor's matrix unit (docs/log.md, 2026-11-22).
+FEW = 16
+FEW_EACH = 4  # the same of one expert's rows, where all experts are chosen alike
+
+
+def are_there(weights: nnx.Param | nnx.Dict, few: bool, geometry: Geometry) -> bool:
+    """Whether the program that is being traced calls a kernel for products of ``few`` rows with a parameter."""
+    if not geometry.kernels or not few or isinstance(weights, nnx.Dict):
+        return False
+    return bool(weights[...].dtype == jnp.bfloat16)
+
+
+def _call(name: str, geometry: Geometry, shape: tuple[int, ...], *arguments: jax.Array) -> jax.Array:
+    out = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return jax.ffi.ffi_call(f"ling3_{name}.{geometry.kernels}", out)(*arguments, devices=np.int32(geometry.tp))
+
+
+def columns(
+    x: BFloat16[Array, "T D"], stacked: BFloat16[Array, "s n *out D"], layer: Index, geometry: Geometry
+) -> Float32[Array, "T s *out"]:
+    """Products over the last axis of the weights."""
+    shards, _, *out, _ = stacked.shape
+    y = _call("columns", geometry, (x.shape[0], shards, math.prod(out)), x, stacked, jnp.int32(layer))
+    return y.reshape(x.shape[0], shards, *out)
+
+
+def rows(
+    x: BFloat16[Array, "T F"], stacked: BFloat16[Array, "s n each D"], layer: Index, geometry: Geometry
+) -> Float32[Array, "T D"]:
+    """The sum over all TP shards of products over the last but one axis of the weights."""
+    return _call("rows", geometry, (x.shape[0], stacked.shape[-1]), x, stacked, jnp.int32(layer))
+
+
+def heads(
+    x: BFloat16[Array, "T H X"], stacked: BFloat16[Array, "s n h _ _"], layer: Index, axis: int, geometry: Geometry
+) -> Float32[Array, "T H Y"]:
+    """Each head's rows times its own matrix ``[X, Y]``, or ``[Y, X]`` where ``axis`` is 1."""
+    shape = (*x.shape[:2], stacked.shape[4 - axis])
+    return _call(("rows", "columns")[axis], geometry, shape, x, stacked, jnp.int32(layer))
+
+
+def experts(
+    x: BFloat16[Array, "T D"], gate_up: BFloat16[Array, "s n e 2 F D"], down: BFloat16[Array, "s n e D F"],
+    layer: Index, chosen: Int32[Array, "T A"], share: Float32[Array, "T A"], geometry: Geometry,
+) -> Float32[Array, "T D"]:  # fmt: skip
+    """``sum over a of share down(silu(gate x) * up x)`` for the ``chosen`` of this device's ``s e`` experts.
+
+    A number outside of 0 to ``s e - 1`` chooses none.
+    """
+    return _call("experts", geometry, x.shape, x, gate_up, down, jnp.int32(layer), chosen, share)

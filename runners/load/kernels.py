@@ -1,0 +1,43 @@
+"""Registers a target's native kernels with XLA, before any executable that calls them is deserialized."""
+
+import ctypes
+import os
+import threading
+
+from ling3export.artifacts.schema import KERNELS
+from ling3export.errors import ArtifactError
+
+HANDLERS = ("columns", "rows", "experts")  # what the library exports, each with ``ling3_`` before it
+_registered: dict[str, ctypes.CDLL] = {}  # by the end of the names: XLA takes a name once a process, and calls it later
+_lock = threading.Lock()
+
+
+def register(library: bytes, ending: str) -> None:
+    """Makes the kernels in ``library`` known to XLA under names that end in ``ending``; those it knows stay.
+
+    The bytes are loaded from memory: a file could change between its check and here.
+
+    Raises:
+        ArtifactError: They are no library with these kernels that this machine can load.
+    """
+    import jax
+
+    with _lock:
+        if ending in _registered:
+            return
+        descriptor = os.memfd_create(KERNELS, os.MFD_CLOEXEC)
+        try:
+            with open(descriptor, "wb", closefd=False) as file:
+                file.write(library)
+            loaded = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+            symbols = {name: getattr(loaded, f"ling3_{name}") for name in HANDLERS}
+        except (OSError, AttributeError) as error:
+            raise ArtifactError(
+                f"native kernels: expected a library that loads, found: {error}",
+                "build the artifact on this machine, or compile the portable programs here: --programs allow-compile",
+            ) from error
+        finally:
+            os.close(descriptor)
+        for name, symbol in symbols.items():
+            jax.ffi.register_ffi_target(f"ling3_{name}.{ending}", jax.ffi.pycapsule(symbol), platform="cpu")
+        _registered[ending] = loaded

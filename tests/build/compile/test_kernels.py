@@ -1,0 +1,72 @@
+"""Artifacts whose executables call native kernels: where the kernels lie, who needs them, and what is refused."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from ling3export.artifacts.manifest import read_manifest
+from ling3export.checkpoint.synth import config_fields
+from ling3export.cli import main as cli
+from ling3export.errors import PlanError
+from ling3export.model.config import Config
+from ling3export.plan import kernels
+from ling3export.plan.options import Options
+from ling3export.plan.plan import make_plan
+from ling3export.runners.cli import main as runner_cli
+from refusals import refusal
+
+FULL = Config.from_dict(config_fields("full", {}))
+RUN = ("--prompt-ids", "1,2,3", "--max-tokens", "2")
+
+
+@pytest.fixture(scope="module")
+def whole(artifact):
+    if kernels.compiler() is None:
+        pytest.skip("no C++ compiler")
+    return artifact("micro-tp1-kernels")
+
+
+def test_programs_with_kernels_pass_the_receipts_of_those_without(whole):
+    """The expectations are the plain model's, and every cell was compared in a process that had registered them."""
+    manifest = read_manifest(whole)
+    target = manifest.targets["cpu-tp1"]
+    assert manifest.vectors.receipts["cpu-tp1"].passed
+    assert target.kernels is not None and target.kernels.path == "programs/cpu-tp1/kernels.so"
+    level = kernels.level_of(target.kernel_names)
+    assert set(level.features) <= set(target.requires.cpu_features)
+    names = {f"ling3_{name}.{target.kernel_names}" for name in ("columns", "rows", "experts")}
+    for cell in target.cells.values():
+        assert names.issubset(cell.call.custom_calls) == (cell.phase != "sample")
+        assert b"ling3_" not in (whole / cell.stablehlo.path).read_bytes()
+
+
+def test_damaged_kernels_are_refused_before_they_are_loaded(whole, tmp_path):
+    copy = shutil.copytree(whole, tmp_path / "copy.ling3")
+    library = copy / "programs" / "cpu-tp1" / "kernels.so"
+    library.write_bytes(b"\0" + library.read_bytes()[1:])
+    for said in (refusal(runner_cli.main, "generate", copy, *RUN), refusal(cli.main, "verify", copy)):
+        assert "file `programs/cpu-tp1/kernels.so`: expected sha256 " in said
+
+
+def test_where_no_compiler_is_the_plan_says_what_is_lost(monkeypatch):
+    monkeypatch.setattr(kernels, "compiler", lambda: None)
+    plan = make_plan(FULL, Options(tp=1), "cpu")
+    assert plan.geometry.kernels == ""
+    assert any("no native kernels" in note and "found none" in note for note in plan.notes)
+    with pytest.raises(PlanError, match=r"--kernels on: expected a C\+\+ compiler .* found none"):
+        make_plan(FULL, Options(tp=1, kernels="on"), "cpu")
+
+
+def test_kernels_of_another_version_are_not_built():
+    with pytest.raises(PlanError, match="kernels: expected those of this version of ling3export, found avx2-0123"):
+        kernels.level_of("avx2-0123")
+
+
+@pytest.mark.parametrize("options", [{"kernels": "off"}, {"dtype": "float32"}])
+def test_programs_without_kernels(options):
+    assert make_plan(FULL, replace(Options(tp=1), **options), "cpu").geometry.kernels == ""
+
+
+def test_accelerators_have_no_kernels_of_ours():
+    assert make_plan(FULL, Options(), "tpu:v6e:4x4").geometry.kernels == ""

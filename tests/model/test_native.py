@@ -1,0 +1,104 @@
+"""Every form of the native kernels that runs here, over random shapes, against plain products in float64."""
+
+import platform
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from artifacts_fixture import ROOT
+from direct import relative
+from ling3export.compile.kernels import compiled
+from ling3export.model.geometry import Geometry
+from ling3export.model.native import calls
+from ling3export.plan.kernels import LEVELS, compiler, ending
+from ling3export.runners.load.environment import cpu_features
+from ling3export.runners.load.kernels import register
+
+HERE = [each for each in LEVELS if platform.machine() in each.machines and {*cpu_features()}.issuperset(each.features)]
+ERROR = 1e-6  # fp32 sums of at most 300 products of normal numbers; bf16 operands are exact in fp32
+HIDDEN = 4e-3  # between the two products of an expert stands a rounding to bf16: half an ulp is 2e-3
+CASES = 6
+
+
+@pytest.fixture(params=HERE, ids=lambda level: level.name, scope="module")
+def geometry(request: pytest.FixtureRequest) -> Geometry:
+    """A geometry whose programs call one form of the kernels, which is compiled once and kept between runs."""
+    if (command := compiler()) is None:
+        pytest.skip("no C++ compiler")
+    name = ending(request.param)
+    kept = ROOT / ".cache" / "tests" / f"kernels-{name}.so"
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_bytes(compiled(command, request.param))
+    register(kept.read_bytes(), name)
+    return Geometry(
+        tp=1, dtype="bfloat16", slots=1, pages=1, page_size=16, max_pages=1, latent_row=16, kernels=name
+    )  # fmt: skip
+
+
+def draw(rng: np.random.Generator, *shape: int) -> tuple[Any, np.ndarray]:
+    """Random bf16 numbers for jax, and the same in float64."""
+    value = jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+    return value, np.asarray(value.astype(jnp.float32), np.float64)
+
+
+def sizes(rng: np.random.Generator, *most: int) -> list[int]:
+    return [int(rng.integers(1, each, endpoint=True)) for each in most]
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_products_of_any_shape(geometry: Geometry, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows, shards, layers, out, depth = sizes(rng, 70, 3, 3, 150, 300)
+    layer = int(rng.integers(layers))
+    weight, weight64 = draw(rng, shards, layers, out, depth)
+    x, x64 = draw(rng, rows, depth)
+    found = calls.columns(x, weight, layer, geometry)
+    assert relative(found, np.einsum("td,sod->tso", x64, weight64[:, layer])) < ERROR
+    x, x64 = draw(rng, rows, shards * out)
+    found = calls.rows(x, weight, layer, geometry)
+    assert relative(found, x64 @ weight64[:, layer].reshape(-1, depth)) < ERROR
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_each_heads_own_matrix(geometry: Geometry, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows, shards, layers, each, width, out = sizes(rng, 20, 3, 2, 3, 100, 100)
+    weight, weight64 = draw(rng, shards, layers, each, width, out)
+    for axis, equation, size in ((0, "thx,hxy->thy", width), (1, "thx,hyx->thy", out)):
+        x, x64 = draw(rng, rows, shards * each, size)
+        found = calls.heads(x, weight, layers - 1, axis, geometry)
+        own = weight64[:, layers - 1].reshape(shards * each, width, out)
+        assert relative(found, np.einsum(equation, x64, own)) < ERROR
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_experts_of_any_choice(geometry: Geometry, seed: int) -> None:
+    """Tokens that choose no expert of this device give zeros; many tokens may choose the same one."""
+    rng = np.random.default_rng(seed)
+    tokens, shards, layers, each, width, dim, top = sizes(rng, 150, 3, 2, 3, 90, 200, 4)
+    x, x64 = draw(rng, tokens, dim)
+    up, up64 = draw(rng, shards, layers, each, 2, width, dim)
+    down, down64 = draw(rng, shards, layers, each, dim, width)
+    chosen = rng.integers(-1, shards * each + 1, (tokens, top)).astype(np.int32)
+    share = rng.random((tokens, top)).astype(np.float32)
+    found = np.asarray(calls.experts(x, up, down, 0, jnp.asarray(chosen), jnp.asarray(share), geometry))
+    expected = np.zeros((tokens, dim))
+    for expert in range(shards * each):
+        gate_up = up64[:, 0].reshape(-1, 2, width, dim)[expert]
+        gate, y = np.einsum("td,gfd->gtf", x64, gate_up)
+        out = gate / (1 + np.exp(-gate)) * y @ down64[:, 0].reshape(-1, dim, width)[expert].T
+        expected += out * np.where(chosen == expert, share, 0).sum(axis=1, keepdims=True)
+    none = ~((chosen >= 0) & (chosen < shards * each)).any(axis=1)
+    assert (found[none] == 0).all()
+    if expected.any():
+        assert relative(found.ravel(), expected.ravel()) < HIDDEN
+
+
+def test_a_layer_outside_of_its_stack_is_refused(geometry: Geometry) -> None:
+    x, weight = jnp.ones((1, 8), jnp.bfloat16), jnp.ones((1, 2, 4, 8), jnp.bfloat16)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="layer: expected one of the stack"):
+        jax.block_until_ready(calls.columns(x, weight, 2, geometry))
