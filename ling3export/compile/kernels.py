@@ -2,7 +2,7 @@
 
 import subprocess
 import tempfile
-from importlib import metadata
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def put_library(folder: Path, kernels: str, cells: Cells) -> None:
         return
     level, command = level_of(kernels), compiler()
     if command is None:
-        raise PlanError("kernels: expected a C++ compiler, found none", "install g++, or ling3export[kernels]")
+        raise PlanError("kernels: expected a C++ compiler, found none", "install g++")
     fields = {"kernels": kernels, "compiler": [*command, _run([*command, "--version"])], "headers": _headers()[1]}
     write_new(folder / KERNELS, cells.library(fields, lambda: compiled(command, level)))
 
@@ -35,7 +35,7 @@ def _headers() -> tuple[str, str]:
     """The folder of the headers of XLA's foreign function interface, and the version that they belong to."""
     import jax.ffi
 
-    return jax.ffi.include_dir(), metadata.version("jaxlib")
+    return jax.ffi.include_dir(), version("jaxlib")
 
 
 def compiled(command: list[str], level: Level) -> bytes:

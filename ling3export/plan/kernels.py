@@ -1,10 +1,8 @@
 """Which form of the native kernels executables for cpu call, and the compiler that makes it. Imports no jax."""
 
 import hashlib
-import importlib.util
 import platform
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,12 +67,10 @@ def best_level() -> Level:
 
 
 def compiler() -> list[str] | None:
-    """The command of a C++ compiler: the system's, else that of the package ziglang; None without."""
+    """The command of the system's C++ compiler; None without."""
     for name in COMPILERS:
         if path := shutil.which(name):
             return [path]
-    if importlib.util.find_spec("ziglang") is not None:
-        return [sys.executable, "-m", "ziglang", "c++", "-fno-sanitize=undefined"]
     return None
 
 
@@ -96,8 +92,8 @@ def choose(config: Config, options: Options, target: Target) -> tuple[str, str |
     if config.hidden_size < NARROW and not wanted:
         return "", None
     if compiler() is None:
-        found = f"expected a C++ compiler ({', '.join(COMPILERS)} or the package ziglang), found none"
-        hint = "install g++, or ling3export[kernels]"
+        found = f"expected a C++ compiler ({', '.join(COMPILERS)}), found none"
+        hint = "install g++"
         if wanted:
             raise PlanError(f"--kernels on: {found}", hint)
         return "", f"no native kernels, programs are slower: {found}; {hint}"
