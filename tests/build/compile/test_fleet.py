@@ -28,7 +28,7 @@ from ling3export.runners.fleet.pool import Cluster, Pool
 from tiny import tiny_fields, tiny_weights, write_tiny
 
 OPTIONS = Options((16,), (1,), tp=1, max_running=1, page_size=16, context=64)
-CELLS = ["decode@1", "prefill@16", "sample@1"]
+CELLS = ["adjust@1", "decode@1", "prefill@16", "sample@1"]
 
 
 def stub(self: Compilers, cells, done) -> Outcome:
@@ -103,9 +103,9 @@ def test_a_cell_that_fails_loses_none_of_the_others(asked, tmp_path, monkeypatch
         return Outcome(self.plan, {}, {cell.name: Failure("too large")})
 
     monkeypatch.setattr(Compilers, "run", failing)
-    with pytest.raises(PlanError, match="expected 3 cells to build, 1 did not: decode@1: too large") as caught:
+    with pytest.raises(PlanError, match="expected 4 cells to build, 1 did not: decode@1: too large") as caught:
         asked.run()
-    assert "the 2 others are in the cache" in str(caught.value)
+    assert "the 3 others are in the cache" in str(caught.value)
     assert failed_path(asked.artifact).exists()
     assert [name for name, built in asked.kept(tmp_path).items() if built is None] == ["decode@1"]
 

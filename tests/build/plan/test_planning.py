@@ -55,7 +55,7 @@ def test_the_plan_of_the_full_model_on_a_slice(config, tmp_path):
         '{"prompt_tokens": 9000, "output_tokens": 1}\n'
     )
     text = shown(config, "--target", "tpu:v6e:4x4", "--paddings", "16,512", "--lengths", lengths, "--wide")
-    cells = re.compile(r"  (prefill|decode|sample)@\d+( +[0-9.,]+) +(memory|compute)( +[0-9.,]+){4} +- +-")
+    cells = re.compile(r"  (prefill|decode|sample|adjust)@\d+( +[0-9.,]+) +(memory|compute)( +[0-9.,]+){4} +- +-")
     assert [line for line in text.splitlines() if not cells.fullmatch(line)] == [
         "plan  prefill 16,512, decode 1,16,64, bfloat16, context 8192",
         "",
@@ -129,7 +129,7 @@ def test_json_has_the_same_numbers(config):
 def test_the_table_of_cells_fits_80_columns_unless_it_may_be_wide(config):
     lines = shown(config, "--target", "tpu:v6e:4x4").splitlines()
     rows = lines[lines.index("  cell         bound ms  bound by") :]
-    assert len(rows) == 1 + 3 + 3 + 5
+    assert len(rows) == 1 + 3 + 3 + 5 + 5
     assert max(map(len, rows)) <= 80
     assert "  by memory  " not in "\n".join(lines)
 
