@@ -59,7 +59,7 @@ class Recipe:
     afd: int = 0
     target: str = "cpu"
     snapshots: int = 0
-    kernels: str = "auto"
+    kernels: str = "off"
 
     @property
     def checkpoint(self) -> str:
@@ -72,7 +72,7 @@ class Recipe:
             "--tp": self.tp, "--decode-paddings": self.decode, "--max-running": 8, "--context": 1024, "--page-size": 64,
             "--paddings": ",".join(map(str, self.paddings)), "--dtype": self.dtype, "--target": self.target,
         }  # fmt: skip
-        if self.kernels != "auto":
+        if self.kernels != "off":
             numbers["--kernels"] = self.kernels
         if self.score:
             numbers["--score-paddings"] = ",".join(map(str, self.score))
