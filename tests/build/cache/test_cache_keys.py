@@ -388,6 +388,7 @@ class Written:
     vectors: Vectors
     producer: dict[str, str]
     notes: tuple[str, ...]
+    has_weights: bool = True
 
 
 def refusing(*arguments: object) -> None:

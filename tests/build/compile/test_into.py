@@ -257,8 +257,8 @@ def test_files_that_no_manifest_names_are_tolerated(whole):
 
 
 LINKED = {
-    "programs": "programs/cpu-tp1/decode@8.stablehlo",
-    "programs/cpu-tp1": "programs/cpu-tp1/decode@8.stablehlo",
+    "programs": "programs/cpu-tp1/adjust@8.stablehlo",
+    "programs/cpu-tp1": "programs/cpu-tp1/adjust@8.stablehlo",
     "programs/cpu-tp1/prefill@128.exec": "programs/cpu-tp1/prefill@128.exec",
     "weights": "weights/dense.safetensors",
     "vectors/expected.safetensors": "vectors/expected.safetensors",

@@ -37,7 +37,7 @@ def test_programs_with_kernels_pass_the_receipts_of_those_without(whole):
     assert set(level.features) <= set(target.requires.cpu_features)
     names = {f"ling3_{name}.{target.kernel_names}" for name in ("columns", "rows", "experts")}
     for cell in target.cells.values():
-        assert names.issubset(cell.call.custom_calls) == (cell.phase != "sample")
+        assert names.issubset(cell.call.custom_calls) == (cell.phase not in ("sample", "adjust"))
         assert b"ling3_" not in (whole / cell.stablehlo.path).read_bytes()
 
 
@@ -51,7 +51,7 @@ def test_damaged_kernels_are_refused_before_they_are_loaded(whole, tmp_path):
 
 def test_where_no_compiler_is_the_plan_says_what_is_lost(monkeypatch):
     monkeypatch.setattr(kernels, "compiler", lambda: None)
-    plan = make_plan(FULL, Options(tp=1), "cpu")
+    plan = make_plan(FULL, Options(tp=1, kernels="auto"), "cpu")
     assert plan.geometry.kernels == ""
     assert any("no native kernels" in note and "found none" in note for note in plan.notes)
     with pytest.raises(PlanError, match=r"--kernels on: expected a C\+\+ compiler .* found none"):
@@ -63,10 +63,10 @@ def test_kernels_of_another_version_are_not_built():
         kernels.level_of("avx2-0123")
 
 
-@pytest.mark.parametrize("options", [{"kernels": "off"}, {"dtype": "float32"}])
+@pytest.mark.parametrize("options", [{}, {"kernels": "off"}, {"kernels": "auto", "dtype": "float32"}])
 def test_programs_without_kernels(options):
     assert make_plan(FULL, replace(Options(tp=1), **options), "cpu").geometry.kernels == ""
 
 
 def test_accelerators_have_no_kernels_of_ours():
-    assert make_plan(FULL, Options(), "tpu:v6e:4x4").geometry.kernels == ""
+    assert make_plan(FULL, Options(kernels="auto"), "tpu:v6e:4x4").geometry.kernels == ""

@@ -58,7 +58,7 @@ def test_inspect_shows_estimates_and_that_nothing_was_executed(tpu_artifact):
     assert "tokens a sequence, without collectives: nothing was executed" in shown
     assert "bound ms" in shown
     tables = [line for line in shown.splitlines() if re.match(r"  (cell|estimates|state|[a-z]+@\d+)  ", line)]
-    assert len(tables) == 3 + 2 * 5
+    assert len(tables) == 3 + 2 * 7
     assert max(map(len, tables)) <= 80
     wide = CliRunner().invoke(cli.main, ["inspect", str(tpu_artifact), "--wide"]).output
     assert all(name in wide for name in HEADERS)
