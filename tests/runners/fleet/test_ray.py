@@ -84,8 +84,8 @@ def test_an_evaluation_on_a_cluster_is_that_of_one_engine(cluster, tmp_path):
     assert (one.exit_code, many.exit_code) == (0, 0), many.output
     assert one.stdout == many.stdout
     lines = [
-        [json.loads(line) | {"ttft_ms": 0, "e2e_ms": 0} for line in (tmp_path / name / "predictions.jsonl").open()]
-        for name in ("one", "many")
+        [json.loads(line) | {"ttft_ms": 0, "e2e_ms": 0} for line in written.read_text().splitlines()]
+        for written in (tmp_path / name / "predictions.jsonl" for name in ("one", "many"))
     ]
     assert lines[0] == lines[1]
     assert len(lines[0]) == 40
