@@ -9,13 +9,12 @@ of digests: of the root's name and the tokens of each block up to its own. What 
 the calls, no clock: hosts that take the same steps have the same tree.
 """
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
+from ling3export.runners.transfer.objects import chain_start, chained
 
 EVERY = 512  # tokens between snapshots of a prompt
 REMEMBERED = 4096  # names of nodes and snapshots that were evicted, to tell why a request hit nothing
@@ -101,7 +100,7 @@ class PrefixCache:
     """
 
     def __init__(self, pools: Pools, block: int, root: str = "", every: int = EVERY, evict: str = "lru") -> None:
-        self._pools, self._root, self._evict = pools, root.encode(), evict
+        self._pools, self._root, self._evict = pools, root, evict
         self.block, self.every = block, -(-every // block) * block
         self.reset()
 
@@ -124,14 +123,11 @@ class PrefixCache:
 
     def start(self, salt: str) -> bytes:
         """The name before the first block of a sequence; another for each ``salt``."""
-        return hashlib.sha256(self._root + b"\0" + salt.encode(errors="surrogatepass")).digest()
+        return chain_start(self._root, salt)
 
     def names(self, before: bytes, tokens: Sequence[int]) -> Iterator[bytes]:
         """The name of each whole block of ``tokens`` behind the block that is called ``before``."""
-        for at in range(0, len(tokens) - self.block + 1, self.block):
-            part = np.asarray(tokens[at : at + self.block], "<i4")
-            before = hashlib.sha256(before + part.tobytes()).digest()
-            yield before
+        yield from chained(before, tokens[: len(tokens) // self.block * self.block], self.block)
 
     def look_up(self, names: Sequence[bytes], most: int) -> Hit:
         """The longest known beginning of a prompt that a sequence can go on from; nothing changes.

@@ -250,11 +250,20 @@ def prefix_hashes(state_abi: str, salt: str, tokens: Sequence[int], block: int) 
             raise ValueError
     except (ValueError, TypeError, OverflowError) as error:
         raise RequestError("prompt: expected token ids from 0 on, of 31 bits, found others") from error
-    last, found = hashlib.sha256(state_abi.encode() + salt.encode("utf-8", "surrogatepass")).digest(), []
+    return list(chained(chain_start(state_abi, salt), ids, block))
+
+
+def chain_start(state_abi: str, salt: str) -> bytes:
+    """``h(0)`` of :func:`prefix_hashes`: the name before the first block."""
+    return hashlib.sha256(state_abi.encode() + salt.encode("utf-8", "surrogatepass")).digest()
+
+
+def chained(before: bytes, tokens: Sequence[int] | np.ndarray, block: int) -> Iterator[bytes]:
+    """``h(i)`` of every block of ``tokens``, the first of which follows the block that is called ``before``."""
+    ids = np.asarray(tokens, "<i4")
     for at in range(0, len(ids), block):
-        last = hashlib.sha256(last + ids[at : at + block].astype("<i4").tobytes()).digest()
-        found.append(last)
-    return found
+        before = hashlib.sha256(before + ids[at : at + block].tobytes()).digest()
+        yield before
 
 
 def state_abi(description: Mapping[str, object]) -> str:
