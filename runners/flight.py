@@ -11,6 +11,7 @@ program calls and the names of the last ones. Where no command watches, writing 
 This file is also the second process's program, so it imports nothing of ours.
 """
 
+import contextlib
 import faulthandler
 import mmap
 import os
@@ -119,8 +120,13 @@ def landed() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process at once, without tidying up: for threads that say themselves why."""
-    landed()
+    """Ends this process at once, without tidying up: for threads that say themselves why.
+
+    It does not wait until the second process has ended, since another thread could raise an error in that time.
+    """
+    if _watcher is not None and _watcher.stdin is not None:
+        with contextlib.suppress(OSError, ValueError):  # another thread has ended it already
+            os.write(_watcher.stdin.fileno(), _MEANT)
     os._exit(code)
 
 

@@ -22,6 +22,7 @@ from ling3export.runners.hosts.service import Service, join, leave
 
 BEATS = 6  # signs of life in the seconds without one that end everything
 SETTLE = 5.0  # seconds that a failed step waits for the watch to find its cause on another host
+SAYING = 60.0  # seconds that it leaves the watch to say what it found, and to end the process
 PART, STEP, END, DONE, RELEASE, ALIVE = b"P", b"T", b"E", b"D", b"R", b"A"
 GONE, DIVERGED = b"G", b"V"  # what is told to all: a host is gone, or it read other tokens
 
@@ -62,6 +63,7 @@ class Channel:
                 raise
         self._lost = lost
         self._closing = False  # whoever is gone from now on is expected to be
+        self._losing: threading.Event | None = None  # another host is gone; set once that was told
         self._over = threading.Event()  # no more beats
         self._lock = threading.Lock()  # one sender at a time
         self._sent = self._taken = 0  # messages for the other hosts, or of host 0; signs of life do not count
@@ -149,6 +151,8 @@ class Channel:
         except BaseException as error:
             if not self._closing:
                 time.sleep(SETTLE)
+            if self._losing is not None:  # the watch ends this process; the error only follows from what it says
+                self._losing.wait(SAYING)
             self.fail(f"a step failed: {error}")
             raise
 
@@ -219,7 +223,7 @@ class Channel:
     def _gone(self, text: str, kind: bytes = GONE) -> None:
         if self._closing:
             return
-        self._closing = True
+        self._losing, self._closing = threading.Event(), True
         for peer in self._peers.values():  # the lost one as well: it may go on later, and then says why it ends
             if self._lock.acquire(timeout=1):
                 try:
@@ -229,6 +233,7 @@ class Channel:
                 finally:
                     self._lock.release()
         self._lost(text, _code(kind))
+        self._losing.set()
 
     def _beat(self) -> None:
         while not self._over.wait(self.hosts.host_timeout / BEATS):

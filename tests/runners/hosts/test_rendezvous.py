@@ -584,3 +584,24 @@ def test_host_0_that_cannot_load_tells_the_others(tmp_path, capsys):
     one, two = in_threads(lambda: load(tmp_path / "none.ling3", hosts=first), lambda: join(second))
     assert isinstance(one, ArtifactError)
     assert two.message == f"host 0 gave up: {one.message}"
+
+
+def test_an_error_that_follows_from_a_lost_host_comes_after_what_the_watch_says(no_service):
+    """The step's error once ended the process with a traceback while the watch was still saying the cause."""
+    order: list[str] = []
+    found = threading.Event()
+
+    def slowly(text: str, code: int) -> None:
+        found.set()
+        time.sleep(1)
+        order.append(text)
+
+    first, second = hosts()
+    one, two = in_threads(lambda: Channel(first, IDENTITY, print), lambda: Channel(second, IDENTITY, slowly))
+    with pytest.raises(ValueError, match="a collective failed"), two.together():
+        one.close()
+        assert found.wait(30)
+        raise ValueError("a collective failed")
+    order.append("raised")
+    two.close()
+    assert order == ["host 0: expected its process to run, found that it ended", "raised"]
