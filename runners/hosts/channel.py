@@ -7,6 +7,8 @@ the messages that another host has not taken, and gives up one that takes none f
 """
 
 import contextlib
+import faulthandler
+import os
 import socket
 import sys
 import threading
@@ -170,6 +172,8 @@ class Channel:
         stuck = threading.Timer(SETTLE, end_process, (text, _code(kind)))  # threads of a collective never end
         stuck.daemon = True
         stuck.start()
+        # Python may have begun to end by then: it waits for the same threads, and lets no thread of its own run.
+        faulthandler.dump_traceback_later(2 * SETTLE, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
 
     def outlive(self, told: Callable[[str], None], seconds: float) -> None:
         """When another host is gone, calls ``told`` with the reason, and ends this process ``seconds`` later."""
