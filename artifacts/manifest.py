@@ -26,7 +26,8 @@ from ling3export.strict_json import LARGEST, parse_json
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 LAST_LINE = re.compile(rb'  "sha256": "([0-9a-f]{64})"\n}\n\Z')
-PROGRAMS = ("config", "plan", "targets")  # what programs_digest covers
+PROGRAMS = ("config", "plan", "targets")  # what programs_digest covers, ENDS apart
+ENDS = "eos_token_id"  # of the config: it comes with the weights, and a fine-tune may have another
 DIGESTS = ("programs_digest", "weights_digest")
 
 
@@ -129,9 +130,9 @@ def _format_2(raw: dict[str, Any], data: bytes) -> Manifest:
         raise ValueError(f"expected sha256 {last[1].decode()}, found {digest}")
     del raw["format"]
     manifest = _typed(raw)
-    digests = _digests(raw)
+    digests, older = _digests(raw), _digests(raw, older=True)
     for name in DIGESTS:
-        if raw.get(name) != (found := digests.get(name)):
+        if raw.get(name) not in (found := digests.get(name), older.get(name)):
             raise ValueError(f"expected {name} {found}, found {shown(raw.get(name))}")
     return manifest
 
@@ -151,11 +152,12 @@ def _typed(body: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def _digests(body: dict[str, Any]) -> dict[str, Any]:
+def _digests(body: dict[str, Any], *, older: bool = False) -> dict[str, Any]:
     """Digests of the programs, with all that decides how they are called, and of the weights: two artifacts with equal
-    ones hold the same."""
+    ones hold the same. In ``older`` artifacts that of the programs covers ENDS, too."""
     slabs = {name: tensor["sha256"] for name, tensor in body["weights"]["index"].items()}
-    parts = {"programs_digest": {name: body[name] for name in PROGRAMS}}
+    config = {name: value for name, value in body["config"].items() if older or name != ENDS}
+    parts = {"programs_digest": {name: body[name] for name in PROGRAMS} | {"config": config}}
     if slabs:
         parts["weights_digest"] = slabs
     return {name: hashlib.sha256(CANONICAL.encode(part).encode()).hexdigest() for name, part in parts.items()}

@@ -556,6 +556,10 @@ class Manifest:
         receipts = self.vectors.receipts.get(target)
         return None if receipts is None else receipts.cells.get(cell)
 
+    def state_of(self, target: str) -> dict[str, str | None]:
+        """What two artifacts must share to hand sequences over: the form of the target's state, and the weights."""
+        return {"form": self.targets[target].state_abi, "weights": self.weights_digest}
+
     @property
     def vocab_size(self) -> int:
         """Tokens of the vocabulary."""

@@ -13,7 +13,7 @@ from ling3export.artifacts.manifest import read_checked, read_manifest, write_ma
 from ling3export.artifacts.schema import Manifest
 from ling3export.artifacts.staging import staged
 from ling3export.checkpoint.reader import Checkpoint
-from ling3export.compile.build import Reporter, copy_tokenizer, named, receipts, state_abi, weight_half
+from ling3export.compile.build import Reporter, copy_tokenizer, named, receipts, weight_half
 from ling3export.errors import ArtifactError, CheckpointError, listed
 from ling3export.model.config import shown
 from ling3export.pricing.recorded import config_of, plan_of
@@ -58,12 +58,8 @@ def attach(
         tokenizer = copy_tokenizer(folder, source)
         pools = [target.state.pages * target.state.page_size for target in manifest.targets.values()]
         weights, vectors = weight_half(folder, source, manifest.plan.dtype, min(manifest.plan.context, *pools), report)
-        abi = state_abi(
-            source.config, weights, manifest.plan.dtype
-        )  # no state of other weights is taken for one of these
-        targets = {name: replace(target, state_abi=abi) for name, target in manifest.targets.items()}
         manifest = replace(
-            manifest, targets=targets, source=named(source.path, source.digests()), weights=weights, vectors=vectors,
+            manifest, source=named(source.path, source.digests()), weights=weights, vectors=vectors,
             tokenizer=tokenizer, config=manifest.config | {"eos_token_id": source.config.eos_token_ids},
         )  # fmt: skip
         here = [name for name in manifest.targets if run and plan_of(manifest, name).target.runs_here]

@@ -352,7 +352,7 @@ def target_record(
     return schema.Target(
         platform=target.platform, kind=target.kind, topology=target.topology, mesh=mesh, requires=requires,
         toolchain=toolchain(target), fingerprint=fingerprint(config, plan),
-        state_abi=state_abi(config, manifest.weights, geometry.dtype),
+        state_abi=state_abi(config, geometry.dtype),
         geometry=asdict(geometry), parameters=parameters,
         state=schema.State(
             geometry.placement, geometry.slots, geometry.pages, geometry.page_size, geometry.max_pages, CHUNK, arrays,
@@ -362,15 +362,14 @@ def target_record(
     )  # fmt: skip
 
 
-def state_abi(config: Config, weights: schema.Weights, dtype: str) -> str:
-    """The sha256 of what one sequence's state is: artifacts that agree in it may hand sequences over to each other.
+def state_abi(config: Config, dtype: str) -> str:
+    """The sha256 of what one sequence's state is, whatever the weights (`Manifest.state_of` adds them).
 
-    The model, its weights, the dtypes and the order of the arrays count; pools, paddings, sharding and TP do not.
+    The model, the dtypes and the order of the arrays count; pools, paddings, sharding and TP do not.
     """
     return sha256_of({
-        "format": 1,
+        "format": 2,
         "config": config.semantic(),
-        "weights": {name: tensor.sha256 for name, tensor in weights.index.items()},
         "mla.latent": {"dtype": dtype, "axes": ["layers", "tokens", "latent then roped key"]},
         "kda.recurrent": {"dtype": "float32", "axes": ["layers", "heads", "key", "value"]},
         "kda.conv": {"dtype": dtype, "axes": ["layers", "q k v", "heads", "channels", "taps, oldest first"]},

@@ -94,6 +94,7 @@ def _assembled(
     from ling3export.runners.engine.sequence import Sequence
     from ling3export.runners.ffn.split import connected
     from ling3export.runners.state.prefix_cache import PrefixCache
+    from ling3export.runners.transfer.objects import state_abi
 
     manifest, record, channel = loaded.manifest, loaded.record, loaded.channel
     files = TokenizerFiles(loaded.folder, manifest.tokenizer, manifest.eos_token_ids)
@@ -110,7 +111,7 @@ def _assembled(
             "build the artifact again with --snapshots N, or leave the prefix cache off",
         )
     if moves and prefix_cache is not False:
-        shared = PrefixCache(blocks, record.state.page_size, record.state_abi, evict=evict)
+        shared = PrefixCache(blocks, record.state.page_size, state_abi(manifest.state_of(loaded.target)), evict=evict)
 
     @cache
     def takes_any_temperature() -> bool:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ling3export.artifacts.records import sha256_of
 from ling3export.dtypes import BY_NAME
 from ling3export.errors import Ling3Error, RequestError, listed
 from ling3export.runners.transfer.plan import Range
@@ -270,11 +271,9 @@ def state_abi(description: Mapping[str, object]) -> str:
     """The sha256 of what decides whether sequences can go on from each other's state, as canonical JSON.
 
     Args:
-        description: Semantic config, weights digest, cache dtypes, rope, conv order, recurrent axes, lower bound and
-            format, by name.
+        description: What both sides must share, by name: of a target, what `Manifest.state_of` gives.
     """
-    text = json.dumps(description, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return sha256_of(description)
 
 
 def check_same_state(mine: Mapping[str, object], theirs: Mapping[str, object]) -> None:

@@ -90,9 +90,14 @@ def test_canonical_refuses_what_has_two_spellings_or_none(value: Any, message: s
         canonical(value)
 
 
-def test_the_golden_manifest_is_written_again_byte_by_byte(tmp_path: Path) -> None:
-    whole = (GOLDEN / MANIFEST).read_bytes()
-    manifest = read_manifest(GOLDEN)
+def test_the_golden_manifest_is_written_again_byte_by_byte_but_for_the_digest_of_programs(tmp_path: Path) -> None:
+    """The golden one is from when `programs_digest` covered `eos_token_id`, too."""
+    old, golden = (GOLDEN / MANIFEST).read_bytes(), read_manifest(GOLDEN)
+    manifest = write_manifest(tmp_path, golden)
+    assert golden.programs_digest is not None and manifest.programs_digest is not None and manifest.sha256 is not None
+    whole = old.replace(golden.programs_digest.encode(), manifest.programs_digest.encode())
+    assert golden.sha256 is not None and old.count(golden.sha256.encode()) == 1
+    whole = whole.replace(golden.sha256.encode(), manifest.sha256.encode())
     assert write_manifest(tmp_path, manifest) == manifest == read_manifest(tmp_path)
     assert (tmp_path / MANIFEST).read_bytes() == whole
     assert os.listdir(tmp_path) == [MANIFEST]
@@ -104,6 +109,9 @@ def test_the_golden_manifest_is_written_again_byte_by_byte(tmp_path: Path) -> No
     raw = json.loads(whole)
     assert raw["sha256"] == manifest.sha256
     assert raw["weights_digest"] == sha256_of({name: row["sha256"] for name, row in raw["weights"]["index"].items()})
+    assert raw["programs_digest"] != golden.programs_digest
+    assert golden.programs_digest == sha256_of({name: raw[name] for name in ("config", "plan", "targets")})
+    del raw["config"]["eos_token_id"]
     assert raw["programs_digest"] == sha256_of({name: raw[name] for name in ("config", "plan", "targets")})
 
 
@@ -116,6 +124,9 @@ def test_other_weights_leave_the_programs_digest_and_other_programs_that_of_the_
     weights = write_manifest(tmp_path, replace(small, weights=replace(small.weights, index=index)))
     assert weights.programs_digest == before.programs_digest
     assert weights.weights_digest != before.weights_digest
+    assert weights.state_of(TARGET) != before.state_of(TARGET), "states must not be shared"
+    ends = write_manifest(tmp_path, replace(small, config=small.config | {"eos_token_id": (1,)}))
+    assert (ends.programs_digest, ends.sha256 == before.sha256) == (before.programs_digest, False)
     target = replace(small.targets[TARGET], fingerprint="0" * 64)
     programs = write_manifest(tmp_path, replace(small, targets={TARGET: target}))
     assert programs.weights_digest == before.weights_digest

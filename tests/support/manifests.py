@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.manifest import MANIFEST, PROGRAMS, read_manifest, write_manifest
+from ling3export.artifacts.manifest import ENDS, MANIFEST, PROGRAMS, read_manifest, write_manifest
 from ling3export.artifacts.records import laid_out, sha256_of
 from ling3export.artifacts.schema import Manifest, Target
 
@@ -22,7 +22,10 @@ def changed_targets(folder: Path, change: Callable[[Target], Target]) -> Manifes
 def sealed(raw: dict[str, Any]) -> bytes:
     """The text of a manifest of format 2, every digest right, whatever else is in it."""
     body = {key: value for key, value in raw.items() if key not in ("programs_digest", "weights_digest", "sha256")}
-    body["programs_digest"] = sha256_of({name: body.get(name) for name in PROGRAMS})
+    programs = {name: body.get(name) for name in PROGRAMS}
+    if isinstance(programs["config"], dict):
+        programs["config"] = {name: value for name, value in programs["config"].items() if name != ENDS}
+    body["programs_digest"] = sha256_of(programs)
     index = body["weights"]["index"]
     slabs = {name: each.get("sha256") if isinstance(each, dict) else None for name, each in index.items()}
     body["weights_digest"] = sha256_of(slabs)

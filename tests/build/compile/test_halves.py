@@ -92,15 +92,16 @@ def test_weights_of_two_fine_tunes_are_attached_and_nothing_is_compiled(artifact
     attached = read_manifest(here)
     assert attached.weights == whole.weights and attached.weights_digest == whole.weights_digest
     assert attached.targets["cpu-tp1"].cells == before.targets["cpu-tp1"].cells
-    assert attached.targets["cpu-tp1"].state_abi == whole.targets["cpu-tp1"].state_abi
+    assert attached.programs_digest == before.programs_digest
+    assert attached.state_of("cpu-tp1") == whole.state_of("cpu-tp1")
     assert attached.vectors.receipts["cpu-tp1"].passed
     assert sorted(recorded_files(attached)) == sorted(recorded_files(whole))
     other = tmp_path / "other.ling3"
     said("attach", here, artifact.checkpoint("micro-tp1-seed2"), other)
     tuned = read_manifest(other)
     assert tuned.weights_digest != attached.weights_digest
-    assert tuned.targets["cpu-tp1"].cells == before.targets["cpu-tp1"].cells
-    assert tuned.targets["cpu-tp1"].state_abi != attached.targets["cpu-tp1"].state_abi, "states must not be shared"
+    assert tuned.targets == before.targets and tuned.programs_digest == before.programs_digest
+    assert tuned.state_of("cpu-tp1") != attached.state_of("cpu-tp1"), "states must not be shared"
     assert read_manifest(here) == attached
     for folder, same in ((here, "micro-tp1"), (other, "micro-tp1-seed2")):
         with Engine(folder, report=lambda text: None) as engine, Engine(artifact(same), report=lambda _: None) as built:
