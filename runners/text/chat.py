@@ -1,12 +1,8 @@
-"""Messages to text by the checkpoint's own chat template, which is a program: it runs in jinja2's sandbox."""
+"""Messages to text by the checkpoint's own chat template, which is a program: it runs in a sandbox."""
 
 import json
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from types import FrameType
 from typing import Any, NoReturn
 
 from ling3export.errors import ArtifactError, RequestError
@@ -14,8 +10,6 @@ from ling3export.errors import ArtifactError, RequestError
 Message = Mapping[str, Any]
 FILE = "chat_template.jinja"
 SECONDS = 5.0  # that a template may take; published ones take milliseconds
-LARGEST = 1 << 24  # characters of its text, and elements of a value that it repeats
-BITS = 1 << 16  # of a power
 WANTED = 'expected messages, [{"role": TEXT, "content": TEXT}, ...]'
 
 
@@ -36,17 +30,16 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokens: Mapping[str, str], where: str) -> None:
         from jinja2 import TemplateSyntaxError
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        from ling3export.runners.text.sandbox import Sandbox
 
         self._where = where
         self._tokens = dict(tokens)
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = _to_json
-        # Neither is worked out while the template is compiled, as other operators of constants are.
-        environment.intercepted_binops = frozenset(("*", "**"))
-        environment.binop_table |= {"*": _product, "**": _power}
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+        environment = self._sandbox = Sandbox()
+        environment.globals |= {
+            "raise_exception": environment.counted("raise_exception", _refuse),
+            "strftime_now": _now,
+        }
         try:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
@@ -73,22 +66,25 @@ class ChatTemplate:
 
         Raises:
             RequestError: The messages are malformed, or the template refuses them.
-            ArtifactError: The template is broken, takes more than SECONDS, or gives more than LARGEST characters.
+            ArtifactError: The template is broken, takes more than SECONDS, or makes more than its sandbox
+                lets it.
         """
         from jinja2 import TemplateError
+
+        from ling3export.runners.text.sandbox import LARGEST, TooMuch
 
         check_messages(messages, name)
         values = {**self._tokens, "messages": [dict(message) for message in messages]}
         if tools is not None:
             values["tools"] = list(tools)
         try:
-            with _within(SECONDS):
+            with self._sandbox.rendering(SECONDS):
                 pieces, size = [], 0
                 for piece in self._template.generate(values, add_generation_prompt=add_generation_prompt):
                     pieces.append(piece)
                     size += len(piece)
                     if size > LARGEST:
-                        raise _TooMuch(f"more than {LARGEST:,} characters")
+                        raise TooMuch(f"more than {LARGEST:,} characters")
                 return "".join(pieces)
         except _Refusal as error:
             raise RequestError(
@@ -96,7 +92,7 @@ class ChatTemplate:
             ) from error
         except RecursionError as error:
             raise ArtifactError(f"chat template `{self._where}`: expected it to end, found no end") from error
-        except _TooMuch as error:
+        except TooMuch as error:
             raise ArtifactError(f"chat template `{self._where}`: expected it to end, found {error}") from error
         except (
             TemplateError,
@@ -135,54 +131,9 @@ class _Refusal(Exception):
     """Raised by a template through ``raise_exception``."""
 
 
-class _TooMuch(Exception):
-    """A template takes more time or room than it may; says what it took."""
-
-
-@contextmanager
-def _within(seconds: float) -> Iterator[None]:
-    """Ends the block with _TooMuch once a template of this thread has run for so long.
-
-    Loops and macros of a template are Python functions, which are looked at line by line; one operation is not ended.
-    """
-    until, before = time.monotonic() + seconds, sys.gettrace()
-
-    def look(frame: FrameType, event: str, value: object) -> Any:
-        if time.monotonic() > until:
-            raise _TooMuch(f"no end within {seconds:g} s")
-        return look if frame.f_code.co_filename == "<template>" else None
-
-    sys.settrace(look)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
-def _product(left: Any, right: Any) -> Any:
-    for repeated, count in ((left, right), (right, left)):
-        if (
-            isinstance(repeated, (str, bytes, list, tuple))
-            and isinstance(count, int)
-            and len(repeated) * count > LARGEST
-        ):
-            raise _TooMuch(f"a value of {len(repeated) * count:,} elements")
-    return left * right
-
-
-def _power(left: Any, right: Any) -> Any:
-    if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > BITS:
-        raise _TooMuch(f"a power of {left.bit_length() * right:,} bits")
-    return left**right
-
-
 def _refuse(message: object) -> NoReturn:
     raise _Refusal(str(message))
 
 
 def _now(form: str) -> str:
     return datetime.now().strftime(form)
-
-
-def _to_json(value: Any, **options: Any) -> str:
-    return json.dumps(value, **({"ensure_ascii": False} | options))

@@ -8,7 +8,7 @@ import pytest
 from ling3export.artifacts.manifest import file_record
 from ling3export.checkpoint.synth_tokenizer import write_tokenizer
 from ling3export.errors import ArtifactError, RequestError
-from ling3export.runners.text import chat
+from ling3export.runners.text import chat, sandbox
 from ling3export.runners.text.chat import ChatTemplate
 from ling3export.runners.text.tokenizer import TokenizerFiles
 
@@ -131,7 +131,7 @@ ENDLESS = "no end within 0.2 s"
 def test_a_template_that_takes_too_much_is_ended(tmp_path, monkeypatch, template, found):
     """Nested loops once ran for hours, and a power of constants while the template was compiled."""
     monkeypatch.setattr(chat, "SECONDS", 0.2)
-    monkeypatch.setattr(chat, "LARGEST", 100_000)
+    monkeypatch.setattr(sandbox, "LARGEST", 100_000)
     whole = files(tmp_path, template)
     with pytest.raises(ArtifactError) as caught:
         whole.render_chat(HELLO)
@@ -139,10 +139,85 @@ def test_a_template_that_takes_too_much_is_ended(tmp_path, monkeypatch, template
     assert sys.gettrace() is None
 
 
-def test_a_template_without_memory_is_a_clear_error():
-    """A format may ask for any width; here for more than any machine has."""
-    with pytest.raises(ArtifactError, match=r"expected it to render messages, found (MemoryError|OverflowError)"):
-        chat.ChatTemplate("{{ messages[0].content | center(2 ** 62) }}", {}, "t").render(HELLO)
+DOUBLED = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = DOUBLE %}{% endfor %}"
+NESTED = "{% set ns = namespace(x=['ab']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+DOUBLING = """\
+ns.x ~ ns.x
+ns.x + ns.x
+[ns.x, ns.x] | join
+'%s%s' % (ns.x, ns.x)
+'{0}{0}'.format(ns.x)
+ns.x | replace('a', ns.x)
+ns.x.replace('', ns.x)
+'%s%s' | format(ns.x, ns.x)
+m(ns.x)"""
+SHOWING = """\
+ns.x
+ns
+ns.x | string
+ns.x | tojson
+ns.x | tojson(indent=1)
+ns.x ~ ''
+{'a': ns.x}.items()
+'%s' % ns.x
+'{}'.format(ns.x)
+raise_exception(ns.x)
+[ns.x] | map('upper') | join"""
+GROWING = """\
+'a' | center(10 ** 11)
+'a'.ljust(10 ** 11)
+'a'.rjust(width=10 ** 11)
+'a'.zfill(10 ** 11)
+'a\\t'.expandtabs(10 ** 11)
+(1).to_bytes(10 ** 11, 'big')
+'%100000000000d' % 1
+'%*d' % (10 ** 11, 1)
+'%.100000000000f' % 1
+'%100000000000d' | format(1)
+'{:100000000000}'.format(1)
+'{:{}}'.format(1, 10 ** 11)
+'{a:>100000000000}'.format_map({'a': 1})
+'a\\nb' | indent(10 ** 11)
+'a' | indent('  ' * 9000000)
+[1] | batch(10 ** 11, 1) | list
+[1] | slice(10 ** 11) | list
+[1] | tojson(indent=10 ** 11)
+range(9999) | list | tojson(separators=('x' * 9999, ':'))
+(range(99999) | list) * 10 ** 7
+('x' * 99999).join(range(999) | map('string'))
+range(99999) | join('x' * 9999)
+('x' * 99999).translate({120: 'y' * 9999})
+'xyz' | map('center', 10 ** 11) | list
+('x' | attr('center'))(10 ** 11)"""
+TEMPLATES = [
+    "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}" + DOUBLED.replace("DOUBLE", each) for each in DOUBLING.splitlines()
+]
+TEMPLATES += [DOUBLED.replace(" = DOUBLE %}", " %}{{ ns.x }}{{ ns.x }}{% endset %}")]
+TEMPLATES += [f"{NESTED}{{{{ {each} }}}}" for each in SHOWING.splitlines()]
+TEMPLATES += [f"{{{{ {each} }}}}" for each in GROWING.splitlines()]
+TEMPLATES += ["{% for i in range(99) %}{% set x = 'x' * 16000000 %}{% endfor %}"]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_no_operation_of_a_template_multiplies_memory(template):
+    """Each once took what memory there was, or as long as it liked, since only ``*`` and ``**`` were looked at."""
+    with pytest.raises(ArtifactError, match=r"expected it to end, found (a value of|values of|an indent of) [0-9,]+"):
+        chat.ChatTemplate(template, {}, "t").render(HELLO)
+
+
+def test_what_published_templates_do_is_still_done():
+    """Every operation that is counted, at a size that is none to worry about."""
+    source = (
+        "{% macro m(x) %}<{{ x }}>{% endmacro %}{% set t %}{{ m(1) }}{{ m('a') }}{% endset %}{{ t ~ 2 ~ [1, 'b'] }} "
+        "{{ '%s-%03d' % ('a', 7) }} {{ '{:>4}{}'.format(1, none) }} {{ [1, 2] | map('string') | join(', ') }} "
+        "{{ ', '.join(messages | map(attribute='role')) }} {{ 'a b' | replace(' ', '_') | indent(2, true) }} "
+        "{{ {'a': [1.5, none, true, 'é']} | tojson }} {{ [1] | tojson(indent=1) }} {{ [1, 2] + [3] }} {{ 'ab' * 2 }} "
+        "{{ 7 % 4 }} {{ 2 ** 5 }} {{ undefined_name ~ '' }}{{ [[1, 2], [3]] | sum(start=[]) }} {{ 'x'.zfill(3) }}"
+    )
+    text = chat.ChatTemplate(source, {}, "t").render(HELLO)
+    assert text.startswith("<1><a>2[1, 'b'] a-007    1None 1, 2 system, user   a_b {")
+    assert text.endswith("} [\n 1\n] [1, 2, 3] abab 3 32 [1, 2, 3] 00x")
+    assert '{"a": [1.5, null, true, "é"]}' in text
 
 
 @pytest.mark.parametrize(
