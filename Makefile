@@ -1,5 +1,5 @@
 # Each target does its own set-up. A second run finds the stamp of the first and does none again.
-.PHONY: setup parity fmt lint types check test fuzz bench budgets demo smoke runner
+.PHONY: setup parity fmt lint types check test fuzz bench peers budgets demo smoke runner
 .NOTPARALLEL:
 BIN := .venv/bin
 
@@ -42,6 +42,11 @@ fuzz: setup
 
 bench: setup
 	$(BIN)/python -m bench $(ARGS)
+
+# llama.cpp, outside of the checkout; prints the folder that `python -m bench peers --llama-cpp` takes.
+PEERS ?= $(HOME)/.cache/ling3export-peers
+peers: setup parity
+	.ci/peers $(PEERS)
 
 budgets: setup
 	$(BIN)/python tests/support/golden_programs.py

@@ -21,13 +21,14 @@ CACHE = ROOT / ".cache" / "bench"
 SPAWNED = "BENCH_SPAWNED"  # time.monotonic() at which the parent started a process: its clock is the machine's
 
 
-def checkpoint(given: Path | None) -> Path:
-    """``given``, or ``small`` with 24 layers."""
+def checkpoint(given: Path | None, preset: str = "small", layers: int = 24) -> Path:
+    """``given``, or one of ``preset`` with so many layers."""
     if given is not None:
         return given.resolve()
-    folder = CACHE / "small-24"
+    folder = CACHE / f"{preset}-{layers}"
     if not folder.exists():
-        run(["ling3export.cli", "synth", folder, "--preset", "small", "--layers", 24])
+        CACHE.mkdir(parents=True, exist_ok=True)
+        run(["ling3export.cli", "synth", folder, "--preset", preset, "--layers", layers])
     return folder
 
 

@@ -1,0 +1,35 @@
+"""A checkpoint in the published layout as a GGUF file: ``python peers_gguf.py LLAMA_CPP CHECKPOINT FILE``.
+
+llama.cpp's own converter does it, from LLAMA_CPP's sources. It reads config.json through transformers, which drops
+``norm_topk_prob`` and gives another width of a KDA head: both are put back as the file has them, or as the published
+model has them. The tokenizer is left out: the benchmarks draw random tokens. Needs torch and transformers.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    sources, checkpoint, file = (Path(each).resolve() for each in sys.argv[1:])
+    sys.path[:0] = [str(sources), str(sources / "gguf-py")]
+    from conversion import bailingmoe3  # type: ignore[import-not-found]
+
+    said = json.loads((checkpoint / "config.json").read_text())
+    model = bailingmoe3.BailingMoeV3Model
+    parameters = model.set_gguf_parameters
+
+    def as_published(self: Any) -> None:
+        self.hparams |= {"norm_topk_prob": said.get("norm_topk_prob", True), "head_dim": said["head_dim"]}
+        parameters(self)
+
+    model.set_gguf_parameters, model.set_vocab = as_published, model._set_vocab_none
+    sys.argv[1:] = [str(checkpoint), "--outfile", str(file), "--outtype", "bf16", "--no-mtp"]
+    import convert_hf_to_gguf  # type: ignore[import-not-found]
+
+    convert_hf_to_gguf.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Tokens/s through ``Engine`` with its defaults: ``python -m bench.peers_ours ARTIFACT PREFILLS COUNTS``; as JSON.
+
+Decode is what each of COUNTS sequences gets between its first token and its last, summed. Prefill is the time until
+the first token of one prompt. Medians of REPEATS, after one call that is dropped.
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from bench.inputs import numbers
+
+REPEATS, PROMPT, ANSWER = 3, 16, 49
+
+
+def main() -> None:
+    from bench.roof import bytes_touched, read_bandwidth
+    from ling3export.runners.engine.engine import Engine
+
+    folder, lengths, counts = Path(sys.argv[1]), numbers(sys.argv[2]), numbers(sys.argv[3])
+    dice = np.random.default_rng(0)
+    found: dict[str, float] = {}
+    with Engine(folder, report=lambda text: None) as engine:
+
+        def prompts(count: int, length: int) -> list[list[int]]:
+            return dice.integers(0, engine.manifest.vocab_size, (count, length)).tolist()
+
+        for length in lengths:
+            seconds = [engine.generate(prompts(1, length), max_tokens=1)[0].ttft_ms / 1e3 for _ in range(REPEATS + 1)]
+            found[f"prefill {length}"] = length / statistics.median(seconds[1:])
+        for count in counts:
+            speeds = []
+            for _ in range(REPEATS + 1):
+                done = engine.generate(prompts(count, PROMPT), max_tokens=ANSWER, ignore_eos=True)
+                speeds.append(sum(1e3 * (ANSWER - 1) / (each.e2e_ms - each.ttft_ms) for each in done))
+            found[f"decode {count}"] = statistics.median(speeds[1:])
+            touched = bytes_touched(engine.manifest, engine.manifest.targets[engine.target], count)
+            found[f"decode {count} GB/s"] = touched * found[f"decode {count}"] / count / 1e9
+        assert engine.stats()["compile_events"] == 0
+        found["read GB/s"] = read_bandwidth() / 1e9
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
