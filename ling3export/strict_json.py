@@ -10,10 +10,11 @@ from ling3export.reading import read_bytes
 
 LARGEST = 8 << 20  # bytes of a text, unless its reader says otherwise
 DEPTH = 16  # levels of objects and lists
-HALVES = re.compile(rb"\\u[dD][89a-fA-F]")  # of characters beyond U+FFFF; both together are one
-STRINGS = re.compile(rb'"[^"]*"?')
+QUICK = 1 << 14  # elements that the decoder in C reads within milliseconds
+HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # of a character beyond U+FFFF; both together are one
+WHOLE = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..")
 BRACKETS = bytes.maketrans(b"{}", b"[]")
-NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
+NO_BRACKET = bytes(set(range(256)) - set(b"[]{},"))
 
 
 class DoubledKeyError(ValueError):
@@ -24,29 +25,52 @@ class DoubledKeyError(ValueError):
         self.key = key
 
 
-def parse_json(data: bytes, largest: int = LARGEST) -> Any:
+class _Patient(json.JSONDecoder):
+    """The decoder in Python, which takes longer than that in C, and lets other threads run meanwhile."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
+
+
+def parse_json(
+    data: bytes, largest: int = LARGEST, *, depth: int = DEPTH, most: int | None = None, halves: bool = False
+) -> Any:
     """The value of a JSON text.
+
+    Args:
+        data: The text.
+        largest: Most bytes.
+        depth: Most levels of objects and lists.
+        most: Most of them in all, and most elements of a list or an object that follow each other without one between.
+            Where it is given, other threads run meanwhile: none waits longer than some milliseconds.
+        halves: Take strings with half a character, too.
 
     Raises:
         DoubledKeyError: A key stands twice in one object.
-        ValueError: The text is longer than ``largest`` bytes, deeper than DEPTH, no UTF-8 or no JSON, or it has NaN, an
+        ValueError: The text is longer or deeper than that, has more elements, is no UTF-8 or no JSON, or it has NaN, an
             infinity or half a character. The error's text follows "found".
     """
     if len(data) > largest:
         raise ValueError(f"more than {largest:,} bytes")
-    plain = data.replace(rb"\\", b"").replace(rb"\"", b"")  # without escaped backslashes and quotes
-    brackets = STRINGS.sub(b"", plain).translate(BRACKETS, NO_BRACKET)
-    if b"[" * (DEPTH + 1) not in brackets:
-        for _ in range(DEPTH):
+    plain = data.replace(rb"\\", b"__").replace(rb"\"", b"__")  # without escaped backslashes and quotes
+    marks = b"".join(plain.split(b'"')[::2]).translate(BRACKETS, NO_BRACKET)  # those outside of strings
+    if most is not None and b"," * most in marks:
+        raise ValueError(f"more than {most:,} elements in a row")
+    brackets = marks.translate(None, b",")
+    if most is not None and brackets.count(b"[") > most:
+        raise ValueError(f"more than {most:,} lists and objects")
+    if b"[" * (depth + 1) not in brackets:
+        for _ in range(depth):
             brackets = brackets.replace(b"[]", b"")  # the innermost ones
-    if brackets.count(b"[") > DEPTH or (brackets and brackets.count(b"[") == brackets.count(b"]")):
-        raise ValueError(f"more than {DEPTH} levels of objects and lists")
-    value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite)
-    if HALVES.search(data):
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise ValueError("half a character (a lone surrogate)") from None
+    if brackets.count(b"[") > depth or (brackets and brackets.count(b"[") == brackets.count(b"]")):
+        raise ValueError(f"more than {depth} levels of objects and lists")
+    decoder = _Patient if most is not None and len(marks) > QUICK else json.JSONDecoder
+    value = json.loads(
+        data.decode(), cls=decoder, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite
+    )
+    if not halves and HALF.search(WHOLE.sub(b"", plain)):
+        raise ValueError("half a character (a lone surrogate)")
     return value
 
 

@@ -23,7 +23,7 @@ from ling3export.runners.serve import calls
 from ling3export.runners.serve.calls import Call
 from ling3export.runners.serve.metrics import Metrics
 from ling3export.runners.serve.responses import Answer, Stream, event, refused, release, stopped, whole
-from ling3export.runners.serve.schema import ApiError, parse
+from ling3export.runners.serve.schema import ELEMENTS, ApiError, parse
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine
@@ -174,8 +174,9 @@ class _Server:
                     if self._held > BODIES * most:
                         found = f"expected at most {BODIES * most} bytes of them at once, found more"
                         raise ApiError(503, f"bodies: {found}", code="busy", headers={"Retry-After": "1"})
+            elements = max(ELEMENTS, self._engine.limits.context)
             readers = self._readers if len(data) <= SMALL else self._slow_readers
-            return await asyncio.get_running_loop().run_in_executor(readers, lambda: read(parse(bytes(data))))
+            return await asyncio.get_running_loop().run_in_executor(readers, lambda: read(parse(bytes(data), elements)))
         finally:
             self._held -= held
 

@@ -24,13 +24,17 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from ling3export.runners.engine.request import BIAS, BIASES, BOUNDS, LIKELY
+from ling3export.strict_json import DoubledKeyError, parse_json
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Prompt
 
 STOPS, STOP_LENGTH = 16, 1000
 SHOWN = 60  # characters of a wrong value that a message repeats
-QUICK = 1 << 18  # bytes of JSON that the decoder in C reads within milliseconds, whatever they are
+LEVELS = 128  # of objects and lists within each other
+ELEMENTS = (
+    1 << 16
+)  # objects and lists of a body, and elements in a row; as many as the context has tokens if those are more
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 # Fields of OpenAI's API that this server does not implement, and the values under which they ask for nothing.
@@ -337,29 +341,23 @@ class DetokenizeBody(_Served):
     tokens: Annotated[Ids, Field(max_length=1 << 20, description="a list of token ids")]
 
 
-class _Decoder(json.JSONDecoder):
-    """The decoder in Python, which takes longer than that in C, and lets other threads run meanwhile."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
-
-
-def parse(data: bytes) -> dict[str, Any]:
+def parse(data: bytes, most: int = ELEMENTS) -> dict[str, Any]:
     """The JSON object of a body.
+
+    Args:
+        data: The body.
+        most: Lists and objects that it may have, and elements in a row.
 
     Raises:
         ApiError: The body is no JSON object.
     """
-
-    def refuse(word: str) -> float:
-        raise ValueError(f"{word}, which is no JSON")
-
-    decoder = json.JSONDecoder if len(data) <= QUICK else _Decoder
     try:
-        body = json.loads(data.decode(), cls=decoder, parse_constant=refuse)
-    except RecursionError:
-        raise ApiError(400, "body: expected JSON, found it nested too deeply", code="invalid_json") from None
+        # Half a character is refused where it stands, by the field's name.
+        body = parse_json(data, len(data), depth=LEVELS, most=most, halves=True)
+    except DoubledKeyError as error:
+        raise ApiError(
+            400, f"body: expected each key once, found {shown(error.key)} twice", code="invalid_json"
+        ) from None
     except ValueError as error:  # also for bytes that are no UTF-8, and for numbers of thousands of digits
         raise ApiError(400, f"body: expected JSON, found {error}", code="invalid_json") from None
     if not isinstance(body, dict):

@@ -88,7 +88,9 @@ def test_a_folder_below_a_link_may_be_opened_by_its_name(tmp_path):
         assert file.read() == b"x"
 
 
-@pytest.mark.parametrize("text", [b'"\\ud800"', b'{"\\uDFFF": 1}', b'["\\ude00\\ud83d"]'])
+@pytest.mark.parametrize(
+    "text", [b'"\\ud800"', b'{"\\uDFFF": 1}', b'["\\ude00\\ud83d"]', b'"\\ud83d\\"\\ude00"', b'"\\ud83d\\\\\\ude00"']
+)
 def test_half_a_character_is_refused(text):
     """A lone surrogate as ``eos_token`` was a raw UnicodeEncodeError in the tokenizer's library."""
     with pytest.raises(ValueError, match="half a character"):

@@ -23,7 +23,7 @@ from ling3export.runners.serve import run
 from ling3export.runners.serve.app import Policy, application
 from ling3export.runners.serve.connection import PIECES, Bounds
 from ling3export.runners.serve.run import affordable, bound, http_server, own_names
-from ling3export.runners.serve.schema import parse
+from ling3export.runners.serve.schema import ApiError, parse
 from serving import RUNNER, Server
 
 LATE = 20  # seconds, for what takes fractions of one
@@ -416,8 +416,29 @@ class ThreadsOf:
 @pytest.mark.parametrize("item", [b"1", b"[]", b'""', b'{"a": 1}', b"1.5", b"null"])
 def test_the_decoder_of_large_bodies_reads_what_the_other_reads(item):
     """json's decoder in C holds all other threads: for 0.3 s on 4 MB of empty lists."""
-    items = [item] * (300_000 // len(item))
-    data = b'{"prompt": [' + b",".join(items) + b'], "\\u00e9\\n": "x"}'
+    data = b'{"prompt": [' + b",".join([item] * 60_000) + b'], "\\u00e9\\n": "x"}'
+    assert parse(data) == json.loads(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (b"[" + b"[]," * 70_000 + b"[]]", "more than 65,536 lists and objects"),
+        (b"[" + b"1," * 70_000 + b"1]", "more than 65,536 elements in a row"),
+        (b'{"a": 1, "b": {' + b'"c":1,' * 70_000 + b'"d":1}}', "more than 65,536 elements in a row"),
+        (b'["\\"", ' + b'"a",' * 70_000 + b"1]", "more than 65,536 elements in a row"),
+    ],
+)
+def test_a_body_of_too_many_elements_is_refused_before_it_is_parsed(monkeypatch, data, found):
+    """Parsing 4 MB of them took seconds, and the collector of garbage stopped everybody meanwhile."""
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("parsed"))
+    with pytest.raises(ApiError) as caught:
+        parse(data)
+    assert (caught.value.status, caught.value.message) == (400, f"body: expected JSON, found {found}")
+
+
+def test_commas_in_a_text_are_no_elements():
+    data = json.dumps({"prompt": ',"[{' * 70_000 + "\\"}).encode()
     assert parse(data) == json.loads(data)
 
 
