@@ -7,7 +7,7 @@ setup: .venv/installed
 parity: .venv-parity/installed
 
 .venv/installed: pyproject.toml constraints.txt .ci/venv
-	.ci/venv .venv build,tpu,eval,serve,sign,oci,remote,train,test,dev 3.13 3.12 3.11
+	.ci/venv .venv build,tpu,eval,serve,sign,oci,remote,fleet,train,test,dev 3.13 3.12 3.11
 
 # Python 3.11 first: the oldest supported, so this environment also tests the oldest jax.
 .venv-parity/installed: pyproject.toml constraints.txt .ci/venv
@@ -16,7 +16,7 @@ parity: .venv-parity/installed
 # What only tests need, 1.3 GB of TensorFlow in it: not part of `setup`. The same environment, so that jax is installed
 # once; neither TensorFlow nor the two evaluation libraries that can drive an artifact change jax or numpy.
 .venv/tests: .venv/installed
-	$(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt -e '.[savedmodel,inspect,lm-eval,ray]'
+	$(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt -e '.[savedmodel,inspect,lm-eval,ray,router]'
 	touch $@
 
 fmt: setup

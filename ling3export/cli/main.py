@@ -187,12 +187,14 @@ def build(
 @click.option(
     "--from", "artifact", type=PATH, metavar="ARTIFACT", help="Take temporaries and estimates from one built alike."
 )
+@click.option("--fleet", type=PATH, metavar="FILE", help="How to divide --chips for these requests, as JSON lines.")
+@click.option("--chips", type=click.IntRange(1, 10**6), metavar="N", help="Chips of --fleet.")
 @IGNORE
 @WIDE
 @JSON
 def plan(
-    checkpoint: Path | None, lengths: Path | None, artifact: Path | None, ignore: tuple[str, ...], wide: bool,
-    as_json: bool, **options: Any,
+    checkpoint: Path | None, lengths: Path | None, artifact: Path | None, fleet: Path | None, chips: int | None,
+    ignore: tuple[str, ...], wide: bool, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Show what a build would make, without compiling.
 
@@ -201,8 +203,13 @@ def plan(
 
     A line of --lengths is {"prompt_tokens": 317, "output_tokens": 50, "count": 3}, count 1 if left out. Shown is what
     these requests pad at each padding, and as many paddings that pad less.
+
+    --fleet takes the same lines, for one accelerator target, and simulates many replicas instead: what they pass at
+    most with fewer paddings, and with prefill and decode apart (extra fleet).
     """
     require("plan", "build", "flax")
+    if (fleet is None) != (chips is None):
+        raise click.UsageError("--fleet and --chips belong together")
     from ling3export.artifacts.records import to_json
     from ling3export.compile.build import DEMO
     from ling3export.plan.paddings import read_lengths
@@ -210,6 +217,13 @@ def plan(
     from ling3export.pricing.text import described
 
     config = config_of(checkpoint or DEMO, ignore)
+    if fleet is not None and chips is not None:
+        require("plan --fleet", "fleet", "simpy")
+        from ling3export.simulation import answer
+
+        answered = answer.answered(config, Options(**options), answer.read_kinds(fleet), chips, artifact, ignore)
+        click.echo(json.dumps(to_json(answered)) if as_json else answer.described(answered))
+        return
     requests = [] if lengths is None else read_lengths(lengths)
     found = priced(config, Options(**options), requests, artifact, ignore)
     click.echo(json.dumps(to_json(found)) if as_json else described(found, wide=wide))

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from ling3export.model.geometry import CHUNK
 from ling3export.runners.engine.inputs import CALL, Shapes
 from ling3export.strict_json import parse_json
 
+Record = TypeVar("Record")
 Count = Annotated[int, within(1, 2**40)]  # sums stay far inside exact integers
 SETS = 20_000  # the most sets of paddings that are tried: it takes seconds
 SEARCHED = 8192  # the largest padding that is searched for
@@ -49,33 +50,37 @@ def read_lengths(path: Path) -> list[Length]:
         PlanError: No file, no JSON, an unknown or missing field, or a number that is no positive integer; with the
             line.
     """
+    counts: Counter[tuple[int, int]] = Counter()
+    example = 'a line is {"prompt_tokens": 317, "output_tokens": 50, "count": 3}'
+    for found in read_records(path, "--lengths", Length, example):
+        counts[found.prompt_tokens, found.output_tokens] += found.count
+    return [Length(*key, count) for key, count in sorted(counts.items())]
+
+
+def read_records(path: Path, option: str, kind: type[Record], example: str) -> list[Record]:
+    """The lines of a file, each the fields of ``kind``; ``option`` is what messages call it.
+
+    Raises:
+        PlanError: No file, no line, no JSON, or other fields; with the line.
+    """
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise PlanError(
-            f"--lengths `{path.name}`: expected a readable file, found {reason}, in {path.parent}"
-        ) from None
-    counts: Counter[tuple[int, int]] = Counter()
+        raise PlanError(f"{option} `{path.name}`: expected a readable file, found {reason}, in {path.parent}") from None
+    found = []
     for number, line in enumerate(lines, 1):
-        if line.strip():
-            found = _read_line(line, f"line {number} of {path.name}")
-            counts[found.prompt_tokens, found.output_tokens] += found.count
-    if not counts:
-        raise PlanError(f"--lengths `{path}`: expected at least one line, found none")
-    return [Length(*key, count) for key, count in sorted(counts.items())]
-
-
-def _read_line(line: str, where: str) -> Length:
-    example = 'a line is {"prompt_tokens": 317, "output_tokens": 50, "count": 3}'
-    try:
-        value = parse_json(line.encode())
-    except ValueError as error:
-        raise PlanError(f"--lengths: expected JSON, found {error}, in {where}", example) from None
-    try:
-        return from_json(Length, value)
-    except WrongRecordError as error:
-        raise PlanError(f"--lengths: {error}, in {where}", example) from None
+        where = f"line {number} of {path.name}"
+        try:
+            if line.strip():
+                found.append(from_json(kind, parse_json(line.encode())))
+        except WrongRecordError as error:
+            raise PlanError(f"{option}: {error}, in {where}", example) from None
+        except ValueError as error:
+            raise PlanError(f"{option}: expected JSON, found {error}, in {where}", example) from None
+    if not found:
+        raise PlanError(f"{option} `{path}`: expected at least one line, found none")
+    return found
 
 
 def split_by_context(lengths: Sequence[Length], context: int) -> tuple[list[Length], int]:

@@ -34,10 +34,22 @@ PACKAGES = {
     "runners.text": {"jinja2", "llguidance", "numpy", "tokenizers"},
     "runners.transfer": {"numpy"},
     "savedmodel": {"jax", "jaxlib", "numpy", "orbax", "tensorflow"},
+    "simulation": {"numpy", "simpy"},
     "verify": {"numpy", "safetensors"},
 }
 PRIVATE_JAX = {"ling3export.runners.load.pjrt", "ling3export.runners.hosts.service"}
-NEVER_IN_RUNNER = {"flax", "ling3export.model", "optax", "orbax", "ray", "rich", "tensorflow", "torch", "transformers"}
+NEVER_IN_RUNNER = {
+    "flax",
+    "ling3export.model",
+    "optax",
+    "orbax",
+    "ray",
+    "rich",
+    "simpy",
+    "tensorflow",
+    "torch",
+    "transformers",
+}
 SERVER = {"prometheus_client", "pydantic", "starlette", "uvicorn"}
 # Rooms and modules that read files, configurations and arguments, and load no jax.
 WITHOUT_JAX = (

@@ -19,7 +19,7 @@ RUNNERS = (
 )
 BUILD = (
     ("cli",),
-    ("compile", "savedmodel", "report"),
+    ("compile", "savedmodel", "report", "simulation"),
     ("cache", "verify"),
     ("pricing",),
     ("cost",),

@@ -1,0 +1,1 @@
+"""Many replicas in simulated time."""
