@@ -1,35 +1,21 @@
 """A server of OpenAI's API over HTTP, as a client of any such server sees it."""
 
-import asyncio
 import json
-import ssl
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from contextlib import aclosing
 from time import perf_counter as now
 from typing import Any
-from urllib.parse import urlsplit
 
 import h11
 
-from ling3export.errors import Ling3Error, RequestError
+from ling3export.errors import Ling3Error
 from ling3export.runners.bench.metrics import Outcome
 from ling3export.runners.bench.workloads import Ask
+from ling3export.runners.endpoint import LARGEST, Endpoint, told
 from ling3export.strict_json import parse_json
 
-READ = 1 << 16  # bytes at a time
-LARGEST = 64 << 20  # bytes of an answer that is read whole, and of a line of a stream
 COMPILES = "ling3_compile_events"
 OURS = "ling3export"  # the owner of our server's models
-
-
-@dataclass(frozen=True)
-class Reply:
-    """A piece of an answer's body and when it came; the first has the status and no bytes."""
-
-    status: int
-    data: bytes
-    at: float
 
 
 class OverHttp:
@@ -51,17 +37,8 @@ class OverHttp:
     def __init__(
         self, url: str, *, model: str | None, key: str | None, ignore_eos: bool, timeout: float = 600.0
     ) -> None:  # fmt: skip
-        parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
-        try:
-            port = parts.port
-        except ValueError:
-            port = 0
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-            raise RequestError(f"url: expected http://HOST:PORT, found {url[:100]}")
-        self._secure = parts.scheme == "https"
-        self._host, self._port = parts.hostname, port or (443 if self._secure else 80)
-        self._place, self._path = parts.netloc.rpartition("@")[2], parts.path.rstrip("/")
-        self._model, self._key, self._ignore_eos, self._timeout = model, key, ignore_eos, timeout
+        self._server = Endpoint(url.rstrip("/").removesuffix("/v1"), key=key, timeout=timeout)
+        self._model, self._ignore_eos = model, ignore_eos
         self._ours = False
 
     async def open(self) -> None:
@@ -124,23 +101,15 @@ class OverHttp:
         return None
 
     async def _whole(self, method: str, path: str) -> bytes:
-        data = b""
-        try:
-            async with aclosing(self._replies(method, path, b"")) as replies:
-                async for reply in replies:
-                    data += reply.data
-        except (OSError, TimeoutError, h11.ProtocolError) as error:
-            found = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            hint = "start it first: ling3-runner serve ARTIFACT"
-            raise Ling3Error(f"server: expected one at {self._place}, found {found}", hint) from error
-        if reply.status != 200:
-            raise Ling3Error(f"server: expected 200 for {path}, found {reply.status}: {_told(data)}")
+        status, data = await self._server.whole(method, path)
+        if status != 200:
+            raise Ling3Error(f"server: expected 200 for {path}, found {status}: {told(data)}")
         return data
 
     async def _events(self, body: bytes) -> AsyncGenerator[tuple[bytes, float], None]:
         """The data of each server-sent event, and when it came."""
         held = b""
-        async with aclosing(self._replies("POST", "/v1/completions", body)) as replies:
+        async with aclosing(self._server.replies("POST", "/v1/completions", body)) as replies:
             async for reply in replies:
                 held += reply.data
                 if len(held) > LARGEST:
@@ -152,42 +121,7 @@ class OverHttp:
                     if line.startswith(b"data:"):
                         yield line[5:].strip(), reply.at
         if reply.status != 200:
-            raise ValueError(f"status {reply.status}: {_told(held)}")
-
-    async def _replies(self, method: str, path: str, body: bytes) -> AsyncGenerator[Reply, None]:
-        """The pieces of an answer as they come."""
-        http = h11.Connection(h11.CLIENT)
-        context = ssl.create_default_context() if self._secure else None
-        reader, writer = await asyncio.wait_for(
-            asyncio.open_connection(self._host, self._port, ssl=context), self._timeout
-        )
-        try:
-            headers = [("Host", self._place), ("Connection", "close"), ("Accept", "*/*")]
-            if body:
-                headers += [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
-            if self._key:
-                headers.append(("Authorization", f"Bearer {self._key}"))
-            asked = h11.Request(method=method, target=self._path + path, headers=headers)
-            parts = [asked, h11.Data(data=body), h11.EndOfMessage()] if body else [asked, h11.EndOfMessage()]
-            writer.write(b"".join(http.send(part) or b"" for part in parts))
-            await writer.drain()
-            status, at = 0, now()
-            while True:
-                event = http.next_event()
-                if event is h11.NEED_DATA:
-                    http.receive_data(await asyncio.wait_for(reader.read(READ), self._timeout))
-                    at = now()
-                elif isinstance(event, h11.Response):
-                    status = event.status_code
-                    yield Reply(status, b"", at)
-                elif isinstance(event, h11.Data):
-                    yield Reply(status, bytes(event.data), at)
-                elif isinstance(event, (h11.EndOfMessage, h11.ConnectionClosed)):
-                    return
-        finally:
-            writer.close()
-            with suppress(OSError):
-                await writer.wait_closed()
+            raise ValueError(f"status {reply.status}: {told(held)}")
 
 
 def _take(outcome: Outcome, chunk: Any, at: float) -> None:
@@ -195,7 +129,7 @@ def _take(outcome: Outcome, chunk: Any, at: float) -> None:
     if not isinstance(chunk, dict):
         raise ValueError("an event that is no object")
     if chunk.get("error"):
-        outcome.error = _told(json.dumps(chunk).encode())
+        outcome.error = told(json.dumps(chunk).encode())
     for choice in chunk.get("choices") or ():
         ids, text = choice.get("token_ids"), choice.get("text") or ""
         outcome.times += [at] * (len(ids) if ids is not None else bool(text))
@@ -206,12 +140,3 @@ def _take(outcome: Outcome, chunk: Any, at: float) -> None:
         outcome.tokens = int(usage.get("completion_tokens") or 0)
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         outcome.cached = cached if cached is None else int(cached)
-
-
-def _told(data: bytes) -> str:
-    """The message of an error object, else the beginning of what came."""
-    try:
-        error = json.loads(data)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)[:300]
-    except (ValueError, KeyError, TypeError):
-        return data[:300].decode(errors="replace")

@@ -31,6 +31,7 @@ from ling3export.runners.cli.options import (
 )
 from ling3export.runners.cli.prompts import Prompt, line_names, read_prompts
 from ling3export.runners.cli.pull import ARTIFACT, pull
+from ling3export.runners.cli.route import route
 from ling3export.runners.cli.serve import serve
 from ling3export.runners.cli.transfer import transfer
 from ling3export.runners.engine.request import Completion
@@ -58,7 +59,7 @@ class _Ids(click.ParamType):
 @click.group(
     cls=Group,
     sections={
-        "Run": ("pull", "generate", "batch", "serve", "ffn-worker"),
+        "Run": ("pull", "generate", "batch", "serve", "route", "ffn-worker"),
         "Evaluate": ("eval", "lm-eval"),
         "Measure": ("bench", "doctor"),
         "Look after": ("transfer",),
@@ -73,6 +74,7 @@ def main() -> None:
 main.add_command(batch)
 main.add_command(pull)
 main.add_command(serve)
+main.add_command(route)
 main.add_command(ffn_worker)
 main.add_command(evaluate)
 main.add_command(bench)

@@ -10,6 +10,7 @@ from ling3export.runners.cli.ffn import ffn_options
 from ling3export.runners.cli.hosts import host_options, leading
 from ling3export.runners.cli.options import Command, artifact_options, prefix_options, section
 from ling3export.runners.cli.pull import ARTIFACT
+from ling3export.runners.cli.roles import exchanging, transfer_options
 from ling3export.runners.hosts.rendezvous import announced
 
 
@@ -50,13 +51,13 @@ from ling3export.runners.hosts.rendezvous import announced
 @artifact_options
 @ffn_options
 @prefix_options
+@transfer_options
 @host_options
 def serve(
     artifact: Path, host: str, port: int, allow_host: tuple[str, ...], model: str | None, api_key_file: Path | None,
     max_requests: int, max_body: int, max_connections: int, grace: int, restarts: int, target: str | None,
     programs: str, check: str, step_timeout: float | None, ffn: tuple[str, ...], ffn_timeout: float,
-    prefix_cache: bool | None, evict: str,
-    place: dict[str, Any],
+    prefix_cache: bool | None, evict: str, transfer: str | None, place: dict[str, Any], **transfer_settings: Any,
 ) -> None:  # fmt: skip
     """Serve ARTIFACT over HTTP, in the shapes of OpenAI's API.
 
@@ -65,6 +66,7 @@ def serve(
     how: dict[str, Any] = {
         "target": target, "programs": programs, "check": check, "prefix_cache": prefix_cache, "evict": evict,
     }  # fmt: skip
+    exchanged = exchanging(transfer, place, transfer_settings)
     hosts = leading(artifact, place, grace=grace, **how)
     with announced(hosts):
         require("serve", "serve", "starlette", "uvicorn", "prometheus_client", "pydantic")
@@ -79,5 +81,5 @@ def serve(
     policy = Policy(name, key, max_requests, max_body, own_names(listener, allow_host))
     run(
         artifact, policy, listener, bounds=Bounds(max_connections), grace=grace, restarts=restarts,
-        step_timeout=step_timeout, hosts=hosts, ffn=ffn, ffn_timeout=ffn_timeout, **how,
+        step_timeout=step_timeout, hosts=hosts, ffn=ffn, ffn_timeout=ffn_timeout, transfer=exchanged, **how,
     )  # fmt: skip

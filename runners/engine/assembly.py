@@ -121,7 +121,7 @@ def _assembled(
         return right
 
     def sequence(arrival: "Arrival") -> Sequence:  # knows no engine, so that the engine's thread keeps none alive
-        number, request, at = arrival
+        number, request, at, carried = arrival
         if 0 < request.sampling.temperature < COLDEST and not takes_any_temperature():
             request = replace(request, sampling=replace(request.sampling, temperature=0.0))
         stream = tokenizer.stream(request.stop) if tokenizer else None
@@ -130,7 +130,7 @@ def _assembled(
             choice = Choice(
                 request, files.grammars(limits.vocab_size).matcher(request.grammar) if request.grammar else None
             )
-        return Sequence(request, number, limits.answer(request), eos, stream, at, choice)
+        return Sequence(request, number, limits.answer(request), eos, stream, at, choice, carried)
 
     def core() -> EngineCore:
         scheduler = Scheduler(

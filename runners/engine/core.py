@@ -10,13 +10,16 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ling3export.errors import RankDivergence
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.engine.scheduler import Emitted, Scheduler
 from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.hosts.channel import DIVERGED, END, STEP, Channel
+
+if TYPE_CHECKING:
+    from ling3export.runners.state.exchange import Carried
 
 SHORT = 8  # bytes of a digest that travel with every step
 
@@ -28,11 +31,13 @@ class Arrival(NamedTuple):
         number: Its place in the order of arrival.
         request: What was asked.
         at: When it arrived, on the clock of ``sequence.now``; this is noted and decides nothing.
+        carried: The state that it comes with, where it was begun elsewhere; on one host alone.
     """
 
     number: int
     request: Request
     at: float | None = None
+    carried: "Carried | None" = None
 
 
 class StepInputs(NamedTuple):

@@ -28,6 +28,7 @@ from ling3export.runners.load.loader import say
 from ling3export.runners.text.chat import Message
 from ling3export.runners.text.grammar import Grammar
 from ling3export.runners.text.tokenizer import TokenizerFiles
+from ling3export.runners.transfer.options import Transfer
 
 Prompt = str | Many[int] | Many[Message]
 SECONDS = Bounds(0, threading.TIMEOUT_MAX, above=True)
@@ -58,6 +59,7 @@ class Engine:
         report: Told what was chosen and why; stderr by default.
         ffn: Names of the FFN workers that compute the experts of decode steps; none where this process does.
         ffn_timeout: Seconds to wait for a worker to be there, and for each answer.
+        transfer: How states leave for other engines and come from them; None where none does.
 
     Attributes:
         manifest: The manifest of the artifact.
@@ -77,7 +79,11 @@ class Engine:
         overlap: bool = True, max_requests: int | None = None, hosts: Hosts | None = None, linger: float = 0.0,
         step_timeout: float | None = None, prefix_cache: bool | None = None, evict: str = "lru",
         report: Callable[[str], None] = say, ffn: Many[str] = (), ffn_timeout: float = WAIT,
+        transfer: Transfer | None = None,
     ) -> None:  # fmt: skip
+        if transfer is not None and (hosts is not None or ffn):
+            found = "several hosts" if hosts is not None else "FFN workers"
+            raise RequestError(f"--transfer: expected one host that computes its own experts, found {found}")
         if hosts is not None and hosts.number:
             raise RequestError(f"engine: expected it on host 0, found host {hosts.number}", "the others call follow()")
         if ffn and hosts is not None:
@@ -101,10 +107,18 @@ class Engine:
         self._blocks, self._counters, self._cache = parts.blocks, parts.counters, parts.cache
         self._compiles, self._weight_bytes = loaded.compiles, loaded.weight_bytes
         self._several, self._split = hosts is not None, parts.split
-        self._loop = Loop(parts.core, self.timings, max_requests, renew=parts.renew, step_timeout=step_timeout)
+        self._transfer, self._exchange = transfer, None
+        if transfer is not None:
+            from ling3export.runners.state.exchange import exchange_of  # with all carriers
+
+            self._exchange = exchange_of(loaded.manifest, loaded.record, transfer, report)
+        self._loop = Loop(
+            parts.core, self.timings, max_requests, renew=parts.renew, step_timeout=step_timeout,
+            exchange=self._exchange,
+        )  # fmt: skip
         if loaded.channel is not None and linger:
             loaded.channel.outlive(self._loop.abandon, linger)
-        steps = [self._loop.close, *([] if self._split is None else [self._split.close])]
+        steps = [self._loop.close, *(each.close for each in (self._split, self._exchange) if each is not None)]
         self._close = weakref.finalize(self, _closed, *steps)  # also at the end of the process
 
     def generate(
@@ -267,6 +281,8 @@ class Engine:
         if not isinstance(request, Request):
             raise RequestError(f"request: expected a Request, found {shown(request)}", "engine.request makes one")
         self.limits.check(request)
+        if request.leaves or request.comes:
+            self._check_transfer(request)
         if (request.adjusts or request.logprobs is not None) and not self._record.paddings("adjust"):
             raise ArtifactError(
                 f"{request.name}: expected adjust programs in target `{self.target}` for log-probabilities, penalties, "
@@ -279,6 +295,16 @@ class Engine:
             check_cells(self._record, self.target, self._artifact)
         if request.stop:
             self.files.tokenizer(f"{request.name}: stop strings")
+
+    def _check_transfer(self, request: Request) -> None:
+        how = self._transfer
+        if how is None or not (how.gives if request.leaves else how.takes):
+            needed = "prefill" if request.leaves else "decode"
+            found = "none" if how is None else f"--role {how.role}"
+            raise RequestError(
+                f"{request.name}: expected an engine with --transfer and --role {needed} or both for these "
+                f"kv_transfer_params, found {found}"
+            )
 
     @property
     def scores_best(self) -> bool:
@@ -303,6 +329,7 @@ class Engine:
             "compile_events": self._compiles.count,
             "seconds": {name: round(seconds, 4) for name, seconds in self.timings.seconds.copy().items()},
             **({"split": self._split.phases.record()} if self._split else {}),
+            **({"transfer": self._exchange.record()} if self._exchange else {}),
         }
 
     @property

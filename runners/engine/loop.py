@@ -1,14 +1,20 @@
 """The thread that owns the device loop: everybody else hands it requests and cancellations, and takes handles."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Many
 from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from ling3export.runners.engine.core import Arrival, EngineCore, StepInputs, StepOutputs
 from ling3export.runners.engine.handle import EngineStalled, EngineStopped, HostGone, QueueFull, RequestHandle, wake
 from ling3export.runners.engine.request import Request
-from ling3export.runners.engine.sequence import now
+from ling3export.runners.engine.sequence import Sequence, now
 from ling3export.runners.load.loader import Timings
+
+if TYPE_CHECKING:
+    from ling3export.runners.state.exchange import Carried, Exchange
 
 
 class Loop:
@@ -22,12 +28,16 @@ class Loop:
         max_requests: At most this many at once, waiting ones too; None for any number.
         renew: Makes another core, over fresh state, once the thread of the one before has ended; None if none can be.
         step_timeout: Seconds after which a call that did not return stops the loop; None for any time.
+        exchange: Carries states to other engines and from them; None where none leaves or comes.
     """
 
     def __init__(
         self, core: EngineCore, timings: Timings, max_requests: int | None = None, *,
         renew: Callable[[], EngineCore] | None = None, step_timeout: float | None = None,
+        exchange: "Exchange | None" = None,
     ) -> None:  # fmt: skip
+        self._exchange = exchange
+        self._awaited: dict[int, Arrival] = {}  # whose states are being loaded
         self._timings = timings
         self._max_requests = max_requests
         self._renew = renew
@@ -88,7 +98,7 @@ class Loop:
                 self._start(core)
             return failed
 
-    def submit(self, requests: Sequence[Request]) -> list[RequestHandle]:
+    def submit(self, requests: Many[Request]) -> list[RequestHandle]:
         """Hands over requests; they arrive together, in order.
 
         Raises:
@@ -102,11 +112,29 @@ class Loop:
             for request in requests:
                 handle = RequestHandle(request, self._count, self.cancel)
                 self._handles[handle.number] = handle
-                self._arrivals.append(Arrival(handle.number, request, at))
+                arrival = Arrival(handle.number, request, at)
+                if request.comes:
+                    self._await(arrival)
+                else:
+                    self._arrivals.append(arrival)
                 self._count += 1
                 handles.append(handle)
             self._changed.notify()
         return handles
+
+    def _await(self, arrival: Arrival) -> None:
+        """Has a request wait for its state; it arrives with that, or without it."""
+        exchange = self._exchange
+        assert exchange is not None, "the engine checks requests"
+        self._awaited[arrival.number] = arrival
+
+        def done(carried: "Carried | None") -> None:
+            with self._changed:
+                if self._awaited.pop(arrival.number, None) is not None:
+                    self._arrivals.append(arrival._replace(carried=carried))
+                    self._changed.notify()
+
+        exchange.load(arrival.number, arrival.request, done)
 
     def check_room(self, count: int) -> None:
         """Passes if ``count`` requests could be handed over now; nothing is reserved for them.
@@ -125,6 +153,9 @@ class Loop:
         """Cancels a request, soon; an unknown or ended one counts for nothing."""
         with self._changed:
             if number in self._handles:
+                if (arrival := self._awaited.pop(number, None)) is not None and self._exchange is not None:
+                    self._exchange.drop(number)
+                    self._arrivals.append(arrival)
                 self._cancelled.append(number)
                 self._changed.notify()
 
@@ -229,6 +260,9 @@ class Loop:
                 handle.push(token, text, likely)
                 touched[handle.number] = handle
         for sequence in outputs.ended:
+            if sequence.taken is not None and self._exchange is not None:
+                self._hand_over(sequence, self._exchange)
+                continue
             with self._changed:
                 handle = self._handles.pop(sequence.number, None)
             if handle is not None:  # else the loop was abandoned meanwhile
@@ -238,8 +272,32 @@ class Loop:
         for asked in self._compared:
             asked.set_result(outputs.digests)
 
+    def _hand_over(self, sequence: Sequence, exchange: "Exchange") -> None:
+        """Ends a request once its state is where another engine can take it."""
+        assert sequence.taken is not None
+        completion, begun = sequence.completion(), now()
+
+        def done(params: dict[str, Any] | None) -> None:
+            with self._changed:
+                handle = self._handles.pop(sequence.number, None)
+            if handle is None:  # the loop ended
+                return
+            phases = {
+                "queue": completion.queue_ms, "prefill": completion.e2e_ms - completion.queue_ms,
+                "save": 1e3 * (now() - begun),
+            }  # fmt: skip
+            if params is not None:
+                likely = completion.likely[0] if completion.likely else None
+                tail = {"token": completion.token_ids[0], "likely": likely}
+                params |= {"tail": tail, "phases_ms": phases}
+            handle.finish(replace(completion, kv_transfer_params=params))
+            wake([handle])
+
+        exchange.save(sequence.number, sequence.request, sequence.taken, done)
+
     def _fail_all(self) -> None:
         with self._changed:
+            self._awaited.clear()
             handles = list(self._handles.values())
             self._handles.clear()
             self._failed += len(handles)

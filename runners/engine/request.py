@@ -144,6 +144,8 @@ class Request:
         cache_salt: Only requests with the same one share what the prefix cache keeps.
         logprobs: Also return how likely each token was, and so many of the most likely ones; None returns neither.
         grammar: What the text has to be, from its first character on.
+        kv_transfer_params: Whether the prompt's state goes to another engine (``do_remote_decode``), or comes from one
+            (``do_remote_prefill``, and what that one's completion said); None where it stays.
 
     Raises:
         RequestError: A value of another type, or one that no artifact can serve; the message begins with ``name``.
@@ -160,6 +162,7 @@ class Request:
     cache_salt: str = ""
     logprobs: int | None = None
     grammar: Grammar | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
@@ -181,6 +184,8 @@ class Request:
             put("logprobs", LIKELY.number(self.logprobs, f"{name}: logprobs"))
         if self.grammar is not None:
             put("grammar", grammar_of(self.grammar, name))
+        if self.kv_transfer_params is not None:
+            self._check_transfer(self.kv_transfer_params)
         if self.score_from is not None:
             put("score_from", PLACE.number(self.score_from, f"{name}: score_from"))
             put("max_tokens", NONE.number(self.max_tokens, f"{name}: max_tokens where tokens are scored"))
@@ -194,6 +199,28 @@ class Request:
     def adjusts(self) -> bool:
         """Whether logits are changed before a token is taken from them."""
         return self.grammar is not None or self.sampling.penalises or bool(self.sampling.logit_bias)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether another engine goes on from its prompt's state."""
+        return self.kv_transfer_params is not None and bool(self.kv_transfer_params.get("do_remote_decode"))
+
+    @property
+    def comes(self) -> bool:
+        """Whether its prompt's state comes from another engine."""
+        return self.kv_transfer_params is not None and bool(self.kv_transfer_params.get("do_remote_prefill"))
+
+    def _check_transfer(self, given: object) -> None:
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise RequestError(f"{self.name}: expected kv_transfer_params that are an object, found {shown(given)}")
+        if not (self.leaves or self.comes):
+            return
+        if self.leaves and (self.comes or self.max_tokens != 1):
+            found = "both directions" if self.comes else f"{shown(self.max_tokens)}"
+            raise RequestError(f"{self.name}: expected do_remote_decode alone and max_tokens of 1, found {found}")
+        if self.score_from is not None or self.logits:
+            found = "logits" if self.logits else "scores"
+            raise RequestError(f"{self.name}: expected tokens alone with kv_transfer_params, found {found}")
 
     def _check_scores(self, first: int) -> None:
         if first == 0:
@@ -253,6 +280,8 @@ class Completion:
         cached_tokens: How many of the prompt's first tokens the prefix cache had, so that they were not computed.
         best_logprobs: Their log-probabilities; None where the score programs, which are older, do not give them.
         likely: How likely each generated token was, if asked for.
+        kv_transfer_params: Where the prompt's state left: what the request that goes on from it has to have. Where it
+            came: ``phases_ms``, the milliseconds of each phase up to the first token.
     """
 
     prompt_ids: list[int]
@@ -270,6 +299,7 @@ class Completion:
     cached_tokens: int = 0
     best_logprobs: list[float] | None = None
     likely: list[Likely] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     @property
     def gaps_ms(self) -> list[float]:

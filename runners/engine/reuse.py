@@ -4,6 +4,7 @@ The scheduler asks when a sequence gets its slot, where a prefill call has to en
 left. Copies of states are dispatched between the calls that read and write them, so the devices keep them in order.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import Any, Protocol
 
@@ -22,8 +23,11 @@ class Mover(Protocol):
     def fetch(self, slot: int, pages: Many[int]) -> Any:
         """The state of a slot and the latents of pages, in host memory."""
 
+    def fetching(self, slot: int, pages: Many[int]) -> Callable[[], Any]:
+        """``fetch`` of the state as it is now; any thread may wait for it."""
+
     def store(self, slot: int, pages: Many[int], kept: Any) -> None:
-        """Writes what ``fetch`` gave."""
+        """Writes what ``fetch`` gave, or a whole state that came from elsewhere."""
 
 
 class Reuse:
@@ -53,6 +57,8 @@ class Reuse:
                 return False
             self._mover.store(sequence.slot, sequence.stored_pages(self._blocks.page_size), state)
             sequence.kept = None
+            if self._cache is not None and not sequence.start:
+                sequence.start = self._cache.start(sequence.request.cache_salt)
             return True
         if self._cache is None:
             if not self._take(sequence, tokens):
@@ -179,6 +185,10 @@ class Reuse:
         if sequence.table is not None:
             self._blocks.release(sequence.table)
             sequence.table = None
+
+    def take(self, sequence: Sequence) -> None:
+        """Before a sequence leaves for another engine: takes its state along."""
+        sequence.taken = self._mover.fetching(sequence.slot, sequence.stored_pages(self._blocks.page_size))
 
     def keep(self, sequence: Sequence) -> None:
         """Before a sequence gives its pages back: fetches its state, or has it begin again where that cannot be."""

@@ -167,7 +167,13 @@ class Scheduler:
         return bool(self._waiting or self._prefilling or self._running or self._flight)
 
     def submit(self, sequence: Sequence) -> None:
-        """Queues a new sequence behind those that arrived before it."""
+        """Queues a new sequence behind those that arrived before it; tokens that it comes with count as read now."""
+        for token, said in () if sequence.carried is None else sequence.carried.tokens:
+            likely = None if said is None or sequence.request.logprobs is None else Likely(*said)
+            self._emitted.append(Emitted(sequence, token, sequence.accept(token, now(), None, likely), likely))
+            sequence.sampled += 1
+            if sequence.over:
+                return self._end(sequence)
         insort(self._waiting, sequence, key=BY_ARRIVAL)
 
     def cancel(self, sequence: Sequence) -> None:
@@ -445,6 +451,8 @@ class Scheduler:
         self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
+        if sequence.request.leaves and sequence.error is None:
+            self._reuse.take(sequence)
         self._leave(sequence)
         self._ended.append(sequence)
 

@@ -1,5 +1,6 @@
 """A request on its way through the scheduler."""
 
+from collections.abc import Callable
 from time import perf_counter as now
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
 
     from ling3export.runners.engine.block_manager import BlockTable
     from ling3export.runners.engine.choice import Choice
+    from ling3export.runners.load.kept import Kept
+    from ling3export.runners.state.exchange import Carried
     from ling3export.runners.state.prefix_cache import Node
     from ling3export.runners.text.detokenize import TextStream
 
@@ -53,13 +56,15 @@ class Sequence:
         lasting: Those of the places that others may begin from, too; the rest is this turn's end so far.
         turn: The node with the state at this turn's end so far.
         pending: A position whose state was copied, before its tokens were read, and the snapshot's slot.
-        kept: While it waits with its state in host memory: its home, and the state.
+        kept: While it waits with its state in host memory: its home, None for any, and the state.
         fed: The token to decode next where the devices do not have it, else -1.
+        taken: Waits for the state behind the prompt, where that leaves the engine.
+        carried: What it came with, where it was begun elsewhere.
     """
 
     def __init__(
         self, request: Request, number: int, limit: int, eos: frozenset[int], stream: "TextStream | None" = None,
-        arrived: float | None = None, choice: "Choice | None" = None,
+        arrived: float | None = None, choice: "Choice | None" = None, carried: "Carried | None" = None,
     ) -> None:  # fmt: skip
         self.request = request
         self.number = number
@@ -88,8 +93,14 @@ class Sequence:
         self.lasting: set[int] = set()
         self.turn: Node | None = None
         self.pending: tuple[int, int] | None = None
-        self.kept: tuple[int, Any] | None = None
+        self.kept: tuple[int | None, Any] | None = None
         self.fed = -1
+        self.taken: Callable[[], Kept] | None = None
+        self.carried = carried
+        if carried is not None:
+            self.stored = carried.stored
+            self.prefilled = self.cached = min(self.stored, self.length)
+            self.kept = None, carried.state
         # By position: log-probabilities of the next token and of the best one there, and the latter's id.
         self._scores: dict[int, tuple[float, float | None, int]] = {}
 
@@ -213,7 +224,13 @@ class Sequence:
             [Step(self._ms(call.at), call.kind, call.padding, call.tokens) for call in self.calls], logprobs, best,
             self.cached,
             best_logprobs, None if self.request.logprobs is None else list(self.likely),
+            None if self.carried is None else {"phases_ms": self._phases(self.carried)},
         )  # fmt: skip
+
+    def _phases(self, carried: "Carried") -> dict[str, float]:
+        """Milliseconds of each phase up to the first token, elsewhere and here."""
+        rest = (self._ms(self.times[0]) if self.times else 0.0) - carried.phases.get("transfer", 0.0)
+        return {**carried.phases, "decode": rest}
 
     def _ms(self, at: float) -> float:
         return 1e3 * (at - self.arrived)

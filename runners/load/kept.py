@@ -1,6 +1,7 @@
 """One sequence's state in host memory: what ``fetch`` gave, on each host the shards of its own devices.
 
-No host needs what another has: the state goes back to the devices that it came from.
+No host needs what another has: the state goes back to the devices that it came from. A state that travels is ``Whole``:
+one host has all of it, in an order that knows neither devices nor TP.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 Place = tuple[tuple[int, int], ...]  # first and last index plus one, of each axis
+PAGED = "mla_latent"  # the array of pages; the others are a slot's
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,40 @@ class Shards:
 
     def array(self, sharding: Sharding) -> jax.Array:
         """The array on its devices again."""
-        return jax.make_array_from_callback(
-            self.shape, sharding, lambda index: self.parts[_place(index or (), self.shape)]
-        )
+
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            found = self.parts.get(_place(index or (), self.shape))
+            return self.whole()[index or ()] if found is None else found
+
+        return jax.make_array_from_callback(self.shape, sharding, part)
+
+    def whole(self) -> np.ndarray:
+        """The array, where this host has every part of it."""
+        first = next(iter(self.parts.values()))
+        if first.shape == self.shape:
+            return first
+        array = np.empty(self.shape, first.dtype)
+        for place, part in self.parts.items():
+            array[tuple(slice(*ends) for ends in place)] = part
+        return array
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A sequence's state on one host.
+
+    Attributes:
+        arrays: By the name of the pool: of the slot ``[layers, ...]``, of the pages ``[layers, pages, page, width]``,
+            in the order of the sequence.
+    """
+
+    arrays: dict[str, np.ndarray]
+
+    def call(self, places: np.ndarray) -> dict[str, Shards]:
+        """What one call of ``store`` takes: the pages that stand at ``places``; -1 is any of them, for padding."""
+        paged = self.arrays[PAGED][:, places]
+        arrays = {**self.arrays, PAGED: paged}
+        return {name: Shards(each.shape, {tuple((0, n) for n in each.shape): each}) for name, each in arrays.items()}
 
 
 @dataclass(frozen=True)
@@ -43,9 +76,24 @@ class Kept:
     """A sequence's state, as as many calls of ``fetch`` gave it: by the name of the pool.
 
     The first call has the slot's state, the others that of slot 0, which counts for nothing.
+
+    Attributes:
+        calls: What each call gave.
+        places: Of each call, which of the sequence's pages stands where; -1 for padding.
     """
 
     calls: tuple[dict[str, Shards], ...]
+    places: tuple[np.ndarray, ...] = ()
+
+    def whole(self) -> "Whole":
+        """The state in the order of the sequence, where this host has all of it."""
+        arrays = {name: shards.whole() for name, shards in self.calls[0].items()}
+        first = arrays[PAGED]
+        count = 1 + max(int(places.max()) for places in self.places)
+        arrays[PAGED] = np.empty((first.shape[0], count, *first.shape[2:]), first.dtype)
+        for call, places in zip(self.calls, self.places, strict=True):
+            arrays[PAGED][:, places[places >= 0]] = call[PAGED].whole()[:, places >= 0]
+        return Whole(arrays)
 
     def replaced(self, made: Callable[[tuple[int, ...]], np.ndarray]) -> "Kept":
         """A state of the same form with numbers that ``made`` gives for a shape; equal parts stay equal."""
@@ -53,7 +101,7 @@ class Kept:
         def again(each: Shards) -> Shards:
             return Shards(each.shape, {at: made(part.shape).astype(part.dtype) for at, part in each.parts.items()})
 
-        return Kept(tuple({name: again(each) for name, each in call.items()} for call in self.calls))
+        return Kept(tuple({name: again(each) for name, each in call.items()} for call in self.calls), self.places)
 
     def compared(self, other: "Kept") -> tuple[int, int]:
         """(numbers, those of them that have other bits in ``other``)."""

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ling3export.artifacts.schema import Cell, Target
 from ling3export.runners import flight
-from ling3export.runners.load.kept import Kept, Shards
+from ling3export.runners.load.kept import Kept, Shards, Whole
 from ling3export.runners.load.pjrt import Program
 
 # XLA:CPU uses host memory in place if it is aligned to 64 bytes. 8 is aligned for every dtype and never for XLA.
@@ -122,36 +122,51 @@ class ModelRunner:
 
     def fetch(self, slot: int, pages: Sequence[int]) -> Kept:
         """The state of a slot and the latents of pages; waits for them."""
-        calls = []
-        for fields in self._moving(slot, pages):
-            out = self._run(f"fetch@{fields['page'].size}", fields, {})
-            calls.append({name: Shards.of(array) for name, array in out.items()})
-        return Kept(tuple(calls))
+        return self.fetching(slot, pages)()
 
-    def store(self, slot: int, pages: Sequence[int], kept: Kept) -> None:
-        """Writes what ``fetch`` gave; each page must lie on the device of the page that it was fetched from."""
-        for fields, call in zip(self._moving(slot, pages), kept.calls, strict=True):
+    def fetching(self, slot: int, pages: Sequence[int]) -> Callable[[], Kept]:
+        """``fetch`` in two parts: this one takes the state as it is now; any thread may wait with what it gives."""
+        calls, places = [], []
+        for fields, order in self._moving(slot, pages):
+            calls.append(self._run(f"fetch@{fields['page'].size}", fields, {}))
+            places.append(order)
+        return lambda: Kept(
+            tuple({name: Shards.of(array) for name, array in call.items()} for call in calls), tuple(places)
+        )
+
+    def store(self, slot: int, pages: Sequence[int], kept: Kept | Whole) -> None:
+        """Writes what ``fetch`` gave; each page must lie on the device of the page that it was fetched from.
+
+        A whole state, which may come from any target, is written wherever its pages lie.
+        """
+        for number, (fields, places) in enumerate(self._moving(slot, pages)):
             name = f"store@{fields['page'].size}"
             specs = {leaf.name: leaf.spec for leaf in self._target.cells[name].inputs if leaf.group == "batch"}
+            call = kept.call(places) if isinstance(kept, Whole) else kept.calls[number]
             batch = {
                 each: shards.array(NamedSharding(self._mesh, PartitionSpec(*specs[each])))
                 for each, shards in call.items()
             }
             self._run(name, fields, batch)
 
-    def _moving(self, slot: int, pages: Sequence[int]) -> list[dict[str, np.ndarray]]:
-        """The fields of calls that fetch or store: where pages are striped, those of the first device come first."""
+    def _moving(self, slot: int, pages: Sequence[int]) -> list[tuple[dict[str, np.ndarray], np.ndarray]]:
+        """The fields of calls that fetch or store, and which of ``pages`` stands where, -1 for none.
+
+        Where pages are striped, those of the first device come first.
+        """
         (most,) = self._target.paddings("fetch")
         stripes = self._target.tp if self._target.state.placement == "striped" else 1
         calls = []
         for first in range(0, max(1, len(pages)), most):
-            listed = np.zeros((stripes, most // stripes), np.int32)
+            listed, places = np.zeros((2, stripes, most // stripes), np.int32)
+            places -= 1
             filled = [0] * stripes
-            for page in pages[first : first + most]:
+            for place, page in enumerate(pages[first : first + most], first):
                 device = (page - 1) % stripes
-                listed[device, filled[device]] = page
+                listed[device, filled[device]], places[device, filled[device]] = page, place
                 filled[device] += 1
-            calls.append({"slot": np.array([0 if first else slot], np.int32), "page": listed.reshape(-1)})
+            fields = {"slot": np.array([0 if first else slot], np.int32), "page": listed.reshape(-1)}
+            calls.append((fields, places.reshape(-1)))
         return calls
 
     def marks_unusable(self) -> bool:

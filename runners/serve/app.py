@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -69,7 +69,7 @@ def application(engine: "Engine", policy: Policy) -> ASGIApp:
     paths = frozenset(route.path for route in routes)
     return Starlette(
         routes=routes,
-        middleware=[Middleware(_Front, server.counters, paths, policy)],
+        middleware=[Middleware(Front, server.counters, paths, policy)],
         exception_handlers={
             ApiError: _handler(lambda request, error: error),
             QueueFull: _handler(_full),
@@ -187,13 +187,20 @@ class _Server:
         }  # fmt: skip
 
 
-class _Front:
+class Responses(Protocol):
+    """Who counts responses."""
+
+    def responded(self, path: str, status: int) -> None:
+        """Counts a response that was begun."""
+
+
+class Front:
     """Counts responses by route and status, and refuses calls for what their headers say.
 
     Paths that are no routes count as ``other``: clients choose them, without a bound.
     """
 
-    def __init__(self, app: ASGIApp, counters: Metrics, paths: frozenset[str], policy: Policy) -> None:
+    def __init__(self, app: ASGIApp, counters: Responses, paths: frozenset[str], policy: Policy) -> None:
         self._app = app
         self._counters = counters
         self._paths = paths

@@ -205,6 +205,10 @@ def _call(
                 first = replace(first, max_tokens=max(1, _room(engine, len(first.prompt_ids))))
         with _refusing("logit_bias"):
             same = [replace(first, sampling=_sampling(asked, choice)) for choice in range(asked.n)]
+        if asked.kv_transfer_params is not None and not requests:  # one state, so of the first alone
+            with _refusing("kv_transfer_params"):
+                same[0] = replace(same[0], kv_transfer_params=asked.kv_transfer_params)
+                engine.check(same[0])
         with _refusing(name):
             engine.check(same[0])
         requests += same

@@ -93,3 +93,7 @@ class _EngineCounters(Collector):
         for reason, count in stats["prefix_cache"]["misses"].items():
             misses.add_metric([reason], count)
         yield misses
+        moved = CounterMetricFamily("ling3_transfer", "What happened to states on their way.", labels=["what"])
+        for what, count in stats.get("transfer", {}).items():
+            moved.add_metric([what], count)
+        yield moved

@@ -127,7 +127,9 @@ class Answer:
             choices.append({"index": index, **said, **ids, "finish_reason": reason, "logprobs": likely})
         self._cached = sum(each.cached_tokens for each in done)
         counts = self._usage(sum(len(each.token_ids) for each in done))
-        return {**self._head, "object": self._kind, "choices": choices, "usage": counts}
+        moved = done[0].kv_transfer_params if done else None
+        more = {} if moved is None else {"kv_transfer_params": moved}
+        return {**self._head, "object": self._kind, "choices": choices, "usage": counts, **more}
 
     def first(self, index: int) -> dict[str, Any] | None:
         """The chunk that begins a choice of a stream; None where it has none."""

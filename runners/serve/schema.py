@@ -266,6 +266,9 @@ class Body(_Served):
     return_token_ids: Flag = False
     ignore_eos: Flag = False
     cache_salt: Text = ""
+    kv_transfer_params: Annotated[dict[str, Any] | None, Field(description="an object, as vLLM's servers take it")] = (
+        None
+    )
 
     @classmethod
     def _refuse_unless_neutral(cls, name: str, value: Any) -> None:

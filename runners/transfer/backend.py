@@ -4,8 +4,9 @@ A reader never gets bytes whose header or crc32 is wrong, and never waits longer
 wrong is a miss with a reason, which is counted.
 """
 
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -83,6 +84,29 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Ends what this process offers."""
+
+
+class Leases:
+    """What was promised under which transfer's id, and for how long, where objects are found by their names.
+
+    Args:
+        seconds: How long; None where objects stay, promised or not.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._held: dict[str, tuple[float, frozenset[str]]] = {}  # until when, which names
+
+    def add(self, transfer: str, names: Iterable[str]) -> None:
+        """Promises objects."""
+        self._held[transfer] = time.monotonic() + (self._seconds or 0.0), frozenset(names)
+
+    def take_over(self) -> tuple[set[str], set[str]]:
+        """The transfers that are over since the last call, and the names that none is left for."""
+        over = {name for name, (until, _) in self._held.items() if until <= time.monotonic()}
+        named = {name for transfer in over for name in self._held.pop(transfer)[1]}
+        free = named.difference(*(names for _, names in self._held.values()))
+        return over, free if self._seconds is not None else set()
 
 
 class Writer:

@@ -21,7 +21,6 @@ from ling3export.runners.transfer.objects import (
     StateMismatch,
     check_same_state,
     prefix_hashes,
-    state_abi,
 )
 from ling3export.runners.transfer.plan import Pages, heads_of, port_of
 from ling3export.runners.transfer.protocol import (
@@ -55,7 +54,8 @@ class HostConnector(Worker, Connector):
     Args:
         backend: What carries objects.
         layout: What they hold.
-        description: What decides whether states fit (``state_abi``).
+        description: What decides whether states fit.
+        abi: Its digest, with which names begin (``state_abi``).
         rank: Which rank this is.
         tp: How many ranks the instance has.
         address: Host and base port of the instance, as others reach it; rank r is at the base port + 2 r + 1.
@@ -74,16 +74,15 @@ class HostConnector(Worker, Connector):
     """
 
     def __init__(
-        self, backend: Backend, layout: Layout, description: Mapping[str, object], *, rank: int, tp: int,
+        self, backend: Backend, layout: Layout, description: Mapping[str, object], abi: str, *, rank: int, tp: int,
         address: tuple[str, int], deadline: float, every: int, striped: bool,
         groups: Sequence[Mapping[Kind, range]], report: Callable[[str], None],
     ) -> None:  # fmt: skip
         if every % layout.block:
             raise Ling3Error(f"connector: expected a multiple of {layout.block} tokens between saves, found {every}")
-        super().__init__(
-            backend, layout, state_abi(description), rank=rank, tp=tp, deadline=deadline, striped=striped, groups=groups
-        )
+        super().__init__(backend, layout, abi, rank=rank, tp=tp, deadline=deadline, striped=striped, groups=groups)
         self._description, self._address, self._every, self._report = description, address, every, report
+        self._engine = secrets.token_hex(8)
         self.counts: Counter[str] = Counter()
         self._loads: dict[str, Part] = {}
         self._refused: list[Remote] = []
@@ -150,7 +149,8 @@ class HostConnector(Worker, Connector):
             return False, None
         host, port = self._address
         return False, {
-            "do_remote_prefill": True, "do_remote_decode": False, "remote_host": host, "remote_port": port,
+            "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self._engine,
+            "remote_request_id": request.request_id, "remote_host": host, "remote_port": port,
             "remote_block_ids": list(slots.pages), "tp_size": self._tp, "striped": self._striped,
             "transfer_id": transfer, "prompt_digest": self._hashes(request, len(request.prompt_ids))[-1].hex(),
             "state": dict(self._description),

@@ -18,7 +18,7 @@ from ling3export.artifacts.files import replacing
 from ling3export.dtypes import BY_NAME
 from ling3export.errors import ArtifactError
 from ling3export.reading import opened
-from ling3export.runners.transfer.backend import Presence, Source, TransferError, Writer
+from ling3export.runners.transfer.backend import Leases, Presence, Source, TransferError, Writer
 from ling3export.runners.transfer.objects import HEADER, PREFIX, Header, Key, Layout, State, start_of
 from ling3export.strict_json import parse_json
 
@@ -35,12 +35,13 @@ class Folder:
     Args:
         layout: What objects hold.
         folder: Where.
+        lease: Seconds that what this process offers stays for its reader; None for ever.
 
     Raises:
         TransferError: It cannot be made, or is something else.
     """
 
-    def __init__(self, layout: Layout, folder: Path) -> None:
+    def __init__(self, layout: Layout, folder: Path, lease: float | None = None) -> None:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -48,7 +49,8 @@ class Folder:
         self._layout, self._folder = layout, folder
         self.counts: Counter[str] = Counter()
         self.removed: list[str] = []
-        self._offered: set[str] = set()
+        self._written: set[str] = set()
+        self._leases = Leases(lease)
 
     def create(self, key: Key) -> Writer | None:
         """An object in memory, which becomes a file when it is whole."""
@@ -64,19 +66,24 @@ class Folder:
                 except ArtifactError:
                     self.counts["full"] += 1
                     return False
+                self._written.add(key.name)
             self.counts["stored" if whole else "abandoned"] += 1
             return whole
 
         return Writer(key, self._layout, memory, done)
 
     def offer(self, transfer: str, keys: Sequence[Key]) -> None:
-        """Does nothing but note that nobody has to ask: objects are found by their names."""
-        self._offered.add(transfer)
+        """Promises that they stay for the lease; nobody has to ask, since objects are found by their names."""
+        self._leases.add(transfer, (key.name for key in keys))
 
     def sent(self) -> set[str]:
-        """All that were offered."""
-        found, self._offered = self._offered, set()
-        return found
+        """The transfers whose leases are over, or all without one; files written here for them alone are removed."""
+        over, names = self._leases.take_over()
+        for name in names & self._written:
+            self._written.remove(name)
+            (self._folder / f"{name}{SUFFIX}").unlink(missing_ok=True)
+            self.counts["released"] += 1
+        return over
 
     def look(self, key: Key) -> Presence:
         """Whether there is a file of the object's name."""

@@ -40,11 +40,14 @@ class Slots(NamedTuple):
         slot: Of its recurrent and conv state.
         pages: Of its latents, block after block.
         computed: How many tokens' state was there before anything was loaded.
+        own: The sequence's own arrays, of one slot and as many pages, where it does not lie in the registered pools;
+            ``slot`` then only names it.
     """
 
     slot: int
     pages: tuple[int, ...]
     computed: int = 0
+    own: Mapping[str, np.ndarray] | None = None
 
 
 class Scheduled(NamedTuple):

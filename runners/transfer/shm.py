@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ling3export.runners.transfer.backend import PAUSE, Presence, Source, TransferError, Writer
+from ling3export.runners.transfer.backend import PAUSE, Leases, Presence, Source, TransferError, Writer
 from ling3export.runners.transfer.objects import HEADER, PREFIX, Header, Key, Layout, State, start_of
 
 FOLDER = Path("/dev/shm")
@@ -40,12 +40,13 @@ class Shm:
         layout: What objects hold.
         limit: Bytes that all segments of this user may have; the least recently used ready ones go first.
         deadline: Seconds that a reader waits at most for an object that is being written.
+        lease: Seconds that what this process offers stays for its reader; None for as long as there is room.
 
     Raises:
         TransferError: This machine has no shared memory.
     """
 
-    def __init__(self, layout: Layout, limit: int, deadline: float) -> None:
+    def __init__(self, layout: Layout, limit: int, deadline: float, lease: float | None = None) -> None:
         if not FOLDER.is_dir() or limit < HEADER.size:
             raise TransferError(
                 f"shm: expected {FOLDER} and room for an object, found "
@@ -54,8 +55,8 @@ class Shm:
         self._layout, self._limit, self._deadline = layout, limit, deadline
         self.counts: Counter[str] = Counter()
         self.removed: list[str] = []
-        self._written: dict[str, int] = {}  # our segments' inodes by name
-        self._offered: set[str] = set()
+        self._written: dict[str, tuple[int, int]] = {}  # our segments' inodes and times by name
+        self._leases = Leases(lease)
 
     def create(self, key: Key) -> Writer | None:
         """A segment for an object; its bytes are reserved, so that writing cannot meet a full memory."""
@@ -81,13 +82,14 @@ class Shm:
             os.close(place)
             self.counts["full"] += 1
             return None
-        inode = os.fstat(place).st_ino
 
         def done(whole: bool) -> bool:
             memory.close()
             if whole:
                 self.counts["stored"] += 1
-                self._written[key.name] = inode
+                os.utime(place)
+                status = os.fstat(place)
+                self._written[key.name] = status.st_ino, status.st_mtime_ns
             else:
                 self.counts["abandoned"] += 1
                 path.unlink(missing_ok=True)
@@ -97,13 +99,23 @@ class Shm:
         return Writer(key, self._layout, np.frombuffer(memory, np.uint8), done)
 
     def offer(self, transfer: str, keys: Sequence[Key]) -> None:
-        """Does nothing but note that nobody has to ask: objects are found by their names."""
-        self._offered.add(transfer)
+        """Promises that they stay for the lease; nobody has to ask, since objects are found by their names."""
+        self._leases.add(transfer, (key.name for key in keys))
 
     def sent(self) -> set[str]:
-        """All that were offered."""
-        found, self._offered = self._offered, set()
-        return found
+        """The transfers whose leases are over, or all without one; what this process wrote for them alone is removed.
+
+        What a reader has taken counts as ``pulled``, the rest as ``expired``.
+        """
+        over, names = self._leases.take_over()
+        for name in names & self._written.keys():
+            (inode, at), path = self._written.pop(name), FOLDER / f"u{os.geteuid()}_{name}"
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                if status.st_ino == inode:
+                    self.counts["pulled" if status.st_mtime_ns > at else "expired"] += 1
+                    path.unlink()
+        return over
 
     def look(self, key: Key) -> Presence:
         """Whether a segment is ready, or its writer at work, for no longer than the deadline."""
@@ -130,7 +142,7 @@ class Shm:
 
     def close(self) -> None:
         """Removes the segments that this process wrote, unless others took their names."""
-        for name, inode in self._written.items():
+        for name, (inode, _) in self._written.items():
             path = FOLDER / f"u{os.geteuid()}_{name}"
             with suppress(FileNotFoundError):
                 if path.stat().st_ino == inode:

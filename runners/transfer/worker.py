@@ -12,7 +12,7 @@ from ling3export.errors import Ling3Error
 from ling3export.runners.transfer.backend import Backend, Source, Writer
 from ling3export.runners.transfer.objects import Key, Kind, Layout
 from ling3export.runners.transfer.plan import HeadCopy, Pages, head_plan, heads_of, page_plan, port_of
-from ling3export.runners.transfer.protocol import Meta, Part, Removed, Stored
+from ling3export.runners.transfer.protocol import Meta, Part, Removed, Slots, Stored
 
 THREADS = 4  # loads at once
 
@@ -99,12 +99,13 @@ class Worker:
 
     def save_layer(self, group: int, state: Mapping[str, np.ndarray], meta: Meta) -> None:
         for part in meta.saves:
+            arrays_of = state if part.slots.own is None else part.slots.own
             if part.request_id not in self._writers:
                 self._writers[part.request_id] = [(key, row, self._backend.create(key)) for key, row in self._own(part)]
             for key, row, writer in self._writers[part.request_id]:
                 for at, layer in enumerate(self._parts[group].get(key.kind, ())) if writer is not None else ():
                     assert writer is not None
-                    arrays = {piece.name: state[piece.name][at, row] for piece in self._layout.of(key.kind)}
+                    arrays = {piece.name: arrays_of[piece.name][at, row] for piece in self._layout.of(key.kind)}
                     if key.kind == Kind.BLOCK:
                         arrays = {name: array[: key.tokens] for name, array in arrays.items()}
                     writer.write(layer, arrays)
@@ -150,7 +151,8 @@ class Worker:
         for key, number in zip(self._blocks(part), pages.numbers, strict=False):
             if (place := pages.local(number, self._rank)) is not None:
                 found.append((key, place))
-        return [*found, (Key(self._abi, Kind.SNAPSHOT, part.hashes[-1], self._heads), part.slots.slot)]
+        slot = part.slots.slot if part.slots.own is None else 0
+        return [*found, (Key(self._abi, Kind.SNAPSHOT, part.hashes[-1], self._heads), slot)]
 
     def _blocks(self, part: Part) -> list[Key]:
         size = self._layout.block
@@ -209,13 +211,14 @@ class Worker:
             if part.request_id in self._cancelled:
                 return False
             for copy, key, payload in found:
-                self._place(part.slots.slot, copy, key, payload)
+                self._place(part.slots, copy, key, payload)
         return True
 
-    def _place(self, slot: int, copy: Any, key: Key, payload: np.ndarray) -> None:
+    def _place(self, slots: Slots, copy: Any, key: Key, payload: np.ndarray) -> None:
         arrays = self._layout.arrays(key, payload)
+        buffers, slot = (self._buffers, slots.slot) if slots.own is None else (slots.own, 0)
         for piece in self._layout.of(key.kind):
-            pool, array = self._buffers[piece.name], arrays[piece.name]
+            pool, array = buffers[piece.name], arrays[piece.name]
             if isinstance(copy, HeadCopy):
                 assert piece.axis is not None
                 copy.apply(array, pool[:, slot], piece.axis + 1)

@@ -7,7 +7,7 @@ PACKAGE = Path(__file__).parents[2] / "ling3export"
 # From the top down. A room may import what stands in a later line of its tower, nothing beside it in its own line.
 RUNNERS = (
     ("runners.cli",),
-    ("runners.batch",),
+    ("runners.batch", "runners.route"),
     ("runners.serve", "runners.evals", "runners.bench", "runners.doctor", "runners.adapters"),
     ("runners.engine",),
     ("runners.ffn", "runners.state"),
@@ -15,7 +15,7 @@ RUNNERS = (
     ("runners.hosts", "runners.text"),
     ("runners.fleet",),
     ("artifacts",),
-    ("dtypes", "errors", "experts", "reading", "shards", "strict_json", "runners.flight"),
+    ("dtypes", "errors", "experts", "reading", "shards", "strict_json", "runners.endpoint", "runners.flight"),
 )
 BUILD = (
     ("cli",),
@@ -37,6 +37,7 @@ BESIDES = {
     "strict_json": {"reading"},
     "cli": {"runners.cli"},
     "processes": {"errors"},
+    "runners.endpoint": {"errors"},
     "shards": {"errors"},
     "tables": {"errors"},
 }

@@ -44,12 +44,12 @@ BACKENDS = ("shm", "file", "tcp")
 _SALTS = itertools.count()
 
 
-def backend(name: str, folder: Path, limit: int = LIMIT, deadline: float = 5.0, lease: float = 60.0) -> Backend:
+def backend(name: str, folder: Path, limit: int = LIMIT, deadline: float = 5.0, lease: float | None = None) -> Backend:
     if name == "shm":
-        return Shm(LAYOUT, limit, deadline)
+        return Shm(LAYOUT, limit, deadline, lease)
     if name == "file":
-        return Folder(LAYOUT, folder)
-    return Tcp(LAYOUT, limit, deadline, ("127.0.0.1", 0), "", lease)
+        return Folder(LAYOUT, folder, lease)
+    return Tcp(LAYOUT, limit, deadline, ("127.0.0.1", 0), "", lease or 60.0)
 
 
 def fresh_salt() -> str:

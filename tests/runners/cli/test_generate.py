@@ -27,6 +27,7 @@ Run:
   generate    Complete prompts with ARTIFACT.
   batch       Answer a file of requests; merge the answers of shards.
   serve       Serve ARTIFACT over HTTP, in the shapes of OpenAI's API.
+  route       Send requests on to servers: prompts to those that prefill,...
   ffn-worker  Compute ARTIFACT's experts for attention processes.
 
 Evaluate:

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 import transfers
 from ling3export.runners.transfer import shm
-from ling3export.runners.transfer.backend import Presence, Source, TransferError
+from ling3export.runners.transfer.backend import Leases, Presence, Source, TransferError
 from ling3export.runners.transfer.objects import HEADER
 from ling3export.runners.transfer.shm import Shm
 from ling3export.runners.transfer.tcp import Tcp
@@ -274,3 +274,29 @@ def test_a_puller_with_another_secret_is_a_stranger(tmp_path):
     finally:
         holder.close()
         puller.close()
+
+
+@pytest.mark.parametrize("name", ["shm", "file"])
+def test_what_was_promised_goes_with_its_lease(name, tmp_path):
+    writer, reader = (backend(name, tmp_path, lease=0.01) for _ in range(2))
+    wanted = keys()
+    assert all(write(writer, key) for key in wanted)
+    assert reader.fetch(wanted[:1], None, soon())[0] is not None
+    writer.offer("a", wanted)
+    until = soon(60)
+    while not (over := writer.sent()) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert over == {"a"} and all(writer.look(key) is Presence.ABSENT for key in wanted)
+    assert writer.counts == {"stored": 4} | ({"pulled": 1, "expired": 3} if name == "shm" else {"released": 4})
+
+
+def test_a_lease_ends_what_no_other_lease_holds():
+    leases, kept = Leases(0.0), Leases(None)
+    for each in (leases, kept):
+        each.add("a", ["x", "y"])
+    assert leases.take_over() == ({"a"}, {"x", "y"}) and kept.take_over() == ({"a"}, set())
+    held = Leases(60.0)
+    held.add("a", ["x", "y"])
+    held.add("b", ["y"])
+    held._held["a"] = 0.0, held._held["a"][1]
+    assert held.take_over() == ({"a"}, {"x"}) and held.take_over() == (set(), set())

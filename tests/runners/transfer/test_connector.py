@@ -61,7 +61,7 @@ class Instance:
             self.ranks.append(
                 Checked(
                     HostConnector(
-                        end, LAYOUT, DESCRIPTION, rank=rank, tp=tp, address=("127.0.0.1", port), deadline=deadline,
+                        end, LAYOUT, DESCRIPTION, ABI, rank=rank, tp=tp, address=("127.0.0.1", port), deadline=deadline,
                         every=every, striped=striped, groups=groups, report=self.said.append,
                     )
                 )

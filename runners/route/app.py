@@ -1,0 +1,302 @@
+"""The router's application: a prompt goes to a server that prefills, its state's address to one that decodes.
+
+A request is never lost: where a server that prefills fails, another one does, and where none can, the server that
+decodes computes the prompt itself. Where one that decodes fails before its answer begins, another one answers. Once
+bytes of an answer have gone out nothing can take its place, and the stream ends with an error event.
+"""
+
+import asyncio
+import json
+import signal
+import socket
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ling3export.errors import Ling3Error
+from ling3export.runners.endpoint import Endpoint, Reply
+from ling3export.runners.route.workers import Worker, best, blocks_of
+from ling3export.runners.serve.app import Front, Policy
+from ling3export.runners.serve.connection import Bounds
+from ling3export.runners.serve.responses import event, refused
+from ling3export.runners.serve.run import BACKLOG, address, affordable, http_server
+from ling3export.runners.serve.schema import ApiError, parse
+
+AWAY = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
+ELSEWHERE = {429, 500, 502, 503, 504}  # another server may answer
+GONE = (OSError, TimeoutError, h11.ProtocolError)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a router chooses.
+
+    Attributes:
+        weight: Of a prompt's known share.
+        every: Seconds between two looks at each server.
+    """
+
+    weight: float = 1.0
+    every: float = 1.0
+
+
+class _BadAnswer(Exception):
+    """A server's answer that no other server has to better: it goes to the client as it is."""
+
+    def __init__(self, status: int, data: bytes) -> None:
+        self.status, self.data = status, data
+
+
+class Router:
+    """Sends requests on.
+
+    Args:
+        prefill: Servers that prefill for others; none where each does both.
+        decode: Servers that answer.
+        choice: How to choose.
+    """
+
+    def __init__(self, prefill: Sequence[Worker], decode: Sequence[Worker], choice: Choice) -> None:
+        self.prefill, self.decode, self._choice = list(prefill), list(decode), choice
+        self._registry = registry = CollectorRegistry()
+        self._ends = Counter("ling3_route_requests", "Requests, by how they ended.", ["how"], registry=registry)
+        self._responses = Counter(
+            "ling3_http_responses", "Responses that were begun.", ["path", "status"], registry=registry
+        )
+        self._falls = Counter("ling3_route_fallbacks", "What others had to do.", ["why"], registry=registry)
+        names = ["role", "url"]
+        self._well = Gauge("ling3_route_well", "Whether a server answers.", names, registry=registry)
+        self._picked = Gauge("ling3_route_picked", "How often a server was chosen.", names, registry=registry)
+        self._failed = Gauge("ling3_route_failed", "How often it did not answer.", names, registry=registry)
+
+    def responded(self, path: str, status: int) -> None:
+        """Counts a response that was begun."""
+        self._responses.labels(path, str(status)).inc()
+
+    def text(self) -> bytes:
+        """All counters in Prometheus' text format."""
+        for role, workers in (("prefill", self.prefill), ("decode", self.decode)):
+            for worker in workers:
+                self._well.labels(role, worker.url).set(worker.well)
+                self._picked.labels(role, worker.url).set(worker.picked)
+                self._failed.labels(role, worker.url).set(worker.failed)
+        return generate_latest(self._registry)
+
+    async def watch(self) -> None:
+        """Looks at every server again and again."""
+        while True:
+            await asyncio.gather(*(worker.look() for worker in (*self.prefill, *self.decode)))
+            await asyncio.sleep(self._choice.every)
+
+    async def answer(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Reply, None]:
+        """The answer to a request as it comes.
+
+        Raises:
+            ApiError: No server is there.
+        """
+        blocks = blocks_of(body)
+        if self.prefill:
+            params = await self._prefilled(path, body, blocks)
+            body = body if params is None else body | {"kv_transfer_params": params}
+        tried: list[Worker] = []
+        while (worker := self._pick(self.decode, blocks, tried)) is not None:
+            begun = False
+            try:
+                async with aclosing(self._ask(worker, path, body)) as replies:
+                    async for reply in replies:
+                        if (
+                            not begun
+                            and reply.status in ELSEWHERE
+                            and self._pick(self.decode, blocks, [*tried, worker])
+                        ):
+                            break
+                        begun = True
+                        yield reply
+                if begun:
+                    worker.saw(blocks)
+                    self._ends.labels("answered").inc()
+                    return
+                self._falls.labels("decode_refused").inc()
+            except GONE:
+                worker.lost()
+                if begun:
+                    self._ends.labels("broken_off").inc()
+                    raise
+                self._falls.labels("decode_gone").inc()
+            tried.append(worker)
+        self._ends.labels("no_server").inc()
+        raise ApiError(503, "router: expected a server that decodes, found none that answers", code="no_server",
+                       headers={"Retry-After": "1"})  # fmt: skip
+
+    async def _prefilled(self, path: str, body: dict[str, Any], blocks: Sequence[bytes]) -> dict[str, Any] | None:
+        """What a server that prefilled says of the prompt's state; None where none could.
+
+        Raises:
+            _BadAnswer: The request is wrong, whoever answers.
+        """
+        asked = {name: value for name, value in body.items() if name not in ("stream_options", "max_completion_tokens")}
+        asked |= {"max_tokens": 1, "stream": False, "n": 1, "kv_transfer_params": AWAY}
+        tried: list[Worker] = []
+        while (worker := self._pick(self.prefill, blocks, tried)) is not None:
+            status, data = 0, b""
+            try:
+                async with aclosing(self._ask(worker, path, asked)) as replies:
+                    async for reply in replies:
+                        status, data = reply.status, data + reply.data
+                params = json.loads(data).get("kv_transfer_params") if status == 200 else None
+                if isinstance(params, dict):
+                    worker.saw(blocks)
+                    return params
+            except GONE:
+                worker.lost()
+            except ValueError:
+                status = 502
+            if 400 <= status < 500 and status not in ELSEWHERE:
+                raise _BadAnswer(status, data)
+            self._falls.labels("prefill_refused" if status else "prefill_gone").inc()
+            tried.append(worker)
+        self._falls.labels("prefill_by_decode").inc()
+        return None
+
+    async def _ask(self, worker: Worker, path: str, body: dict[str, Any]) -> AsyncGenerator[Reply, None]:
+        worker.picked += 1
+        worker.live += 1
+        try:
+            async with aclosing(worker.endpoint.replies("POST", path, json.dumps(body).encode())) as replies:
+                async for reply in replies:
+                    yield reply
+        finally:
+            worker.live -= 1
+
+    def _pick(self, workers: Sequence[Worker], blocks: Sequence[bytes], tried: Sequence[Worker]) -> Worker | None:
+        return best([worker for worker in workers if worker not in tried], blocks, self._choice.weight)
+
+
+class _Call:
+    """One call of a client; when the client leaves, whoever works for it is left, too."""
+
+    def __init__(self, router: Router, path: str, body: dict[str, Any]) -> None:
+        self._router, self._path, self._body = router, path, body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work, left = asyncio.create_task(self._work(scope, receive, send)), asyncio.create_task(_left(receive))
+        try:
+            await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (work, left):
+                task.cancel()
+            await asyncio.gather(work, left, return_exceptions=True)
+
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+        try:
+            async with aclosing(self._router.answer(self._path, self._body)) as replies:
+                async for reply in replies:
+                    if not begun:
+                        headers = [(b"content-type", reply.kind.encode("latin-1"))]
+                        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+                    begun = True
+                    if reply.data:
+                        await send({"type": "http.response.body", "body": reply.data, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        except _BadAnswer as error:
+            await Response(error.data, error.status, media_type="application/json")(scope, receive, send)
+        except ApiError as error:
+            await refused(error)(scope, receive, send)
+        except GONE:
+            over = ApiError(502, "router: expected the answer to go on, found its server gone", code="server_gone")
+            if begun:
+                await send({"type": "http.response.body", "body": event(over.body()).encode()})
+            else:
+                await refused(over)(scope, receive, send)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def workers_of(urls: Sequence[str], key: str | None, timeout: float) -> list[Worker]:
+    """The servers at these addresses.
+
+    Raises:
+        RequestError: One of them is none.
+    """
+    return [Worker(number, url, Endpoint(url, key=key, timeout=timeout)) for number, url in enumerate(urls)]
+
+
+def application(router: Router, policy: Policy) -> Starlette:
+    """The router's endpoints."""
+
+    async def pass_on(request: Request) -> Any:
+        try:
+            if int(request.headers.get("content-length", "0") or 0) > policy.max_body:
+                raise ApiError(413, f"body: expected at most {policy.max_body} bytes, found more")
+            data = await request.body()
+            if len(data) > policy.max_body:
+                raise ApiError(413, f"body: expected at most {policy.max_body} bytes, found more")
+            return _Call(router, request.url.path, parse(data))
+        except ApiError as error:
+            return refused(error)
+
+    async def models(request: Request) -> Response:
+        for worker in router.decode:
+            try:
+                status, data = await worker.endpoint.whole("GET", request.url.path)
+            except Ling3Error:
+                continue
+            return Response(data, status, media_type="application/json")
+        return refused(ApiError(503, "router: expected a server that decodes, found none", code="no_server"))
+
+    async def health(request: Request) -> Response:
+        there = any(worker.well for worker in router.decode)
+        state = {role: [{"url": worker.url, "well": worker.well} for worker in workers]
+                 for role, workers in (("prefill", router.prefill), ("decode", router.decode))}  # fmt: skip
+        return JSONResponse({"status": "ok" if there else "no server"} | state, 200 if there else 503)
+
+    async def metrics(request: Request) -> Response:
+        return Response(router.text(), media_type="text/plain; version=0.0.4")
+
+    routes = [
+        Route("/v1/completions", pass_on, methods=["POST"]),
+        Route("/v1/chat/completions", pass_on, methods=["POST"]),
+        Route("/v1/models", models, methods=["GET"]),
+        Route("/health", health, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
+    ]
+    paths = frozenset(route.path for route in routes)
+    return Starlette(routes=routes, middleware=[Middleware(Front, router, paths, policy)])
+
+
+def serve(router: Router, policy: Policy, listener: socket.socket, bounds: Bounds, grace: int) -> None:
+    """Serves at the address of ``listener`` until SIGTERM or SIGINT; prints it once clients may connect."""
+    server = http_server(application(router, policy), affordable(bounds), grace)
+
+    async def run() -> None:
+        watch = asyncio.create_task(router.watch())
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    # For a signal that comes before uvicorn has its own handlers, and the one that it raises again after its end.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+    with listener:
+        listener.listen(BACKLOG)
+        print(address(listener), flush=True)
+        asyncio.run(run())

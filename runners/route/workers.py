@@ -1,0 +1,127 @@
+"""The servers that a router knows: whether they answer, how busy they are, and what they have seen of a prompt."""
+
+import hashlib
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ling3export.errors import Ling3Error
+from ling3export.runners.endpoint import Endpoint
+
+TEXT_BLOCK = 512  # characters of a prompt's text, and so many bytes of its messages, that count as one
+IDS_BLOCK = 64  # token ids that do
+REMEMBERED = 1 << 14  # blocks of each server
+LINE = re.compile(r"^ling3_(requests_live|pages|pages_free|slots|slots_free) ([0-9.e+]+)$", re.MULTILINE)
+
+
+class Load(NamedTuple):
+    """What decides between servers.
+
+    Attributes:
+        hit: Share of the prompt that the server has seen.
+        usage: Share of its pages that are held.
+        waiting: Requests that have no slot.
+    """
+
+    hit: float
+    usage: float
+    waiting: float
+
+
+def scores(loads: Sequence[Load], weight: float = 1.0) -> list[float]:
+    """``weight · hit - (usage + waiting / largest waiting) / 2`` of each server."""
+    most = max((load.waiting for load in loads), default=0) or 1
+    return [weight * load.hit - (load.usage + load.waiting / most) / 2 for load in loads]
+
+
+def blocks_of(body: dict[str, Any]) -> list[bytes]:
+    """The chain of digests of a request's prompt, block by block, from its salt and model on."""
+    prompt = body.get("prompt", body.get("messages"))
+    if isinstance(prompt, list) and all(type(each) is int for each in prompt):
+        pieces = [json.dumps(prompt[at : at + IDS_BLOCK]).encode() for at in range(0, len(prompt), IDS_BLOCK)]
+    else:
+        text = prompt if isinstance(prompt, str) else json.dumps(prompt)
+        data = text.encode("utf-8", "surrogatepass")
+        pieces = [data[at : at + TEXT_BLOCK] for at in range(0, len(data), TEXT_BLOCK)]
+    before, found = json.dumps([body.get("model"), body.get("cache_salt")]).encode(), []
+    for piece in pieces:
+        before = hashlib.sha256(before + piece).digest()
+        found.append(before)
+    return found
+
+
+@dataclass(eq=False)
+class Worker:
+    """A server.
+
+    Attributes:
+        number: Its place in the list; ties go to the lowest.
+        url: Its address.
+        endpoint: How it is called.
+        well: Whether it answered the last time.
+        live: Requests of this router that it has at the moment.
+        usage: Share of its pages that are held, when it was asked last.
+        queued: Requests without a slot, when it was asked last.
+        picked: How often it was chosen.
+        failed: How often it did not answer.
+    """
+
+    number: int
+    url: str
+    endpoint: Endpoint
+    well: bool = True
+    live: int = 0
+    usage: float = 0.0
+    queued: float = 0.0
+    picked: int = 0
+    failed: int = 0
+    _seen: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+
+    def load(self, blocks: Sequence[bytes]) -> Load:
+        """What decides between this server and others for a prompt."""
+        known = 0
+        while known < len(blocks) and blocks[known] in self._seen:
+            known += 1
+        return Load(known / max(1, len(blocks)), self.usage, self.queued + self.live)
+
+    def saw(self, blocks: Sequence[bytes]) -> None:
+        """Notes that the server has computed a prompt; the least recently used ones are forgotten."""
+        for block in reversed(blocks):
+            self._seen[block] = None
+            self._seen.move_to_end(block)
+        while len(self._seen) > REMEMBERED:
+            self._seen.popitem(last=False)
+
+    def lost(self) -> None:
+        """Notes that it did not answer: what it knew may be gone."""
+        self.well = False
+        self.failed += 1
+        self._seen.clear()
+
+    async def look(self) -> None:
+        """Asks how it is; what it does not say of itself counts as nothing."""
+        try:
+            status, _ = await self.endpoint.whole("GET", "/health")
+            if status != 200:
+                return self.lost()
+            _, data = await self.endpoint.whole("GET", "/metrics")
+        except Ling3Error:
+            return self.lost()
+        said = {name: float(value) for name, value in LINE.findall(data.decode(errors="replace"))}
+        pages, slots = said.get("pages", 0.0), said.get("slots", 0.0)
+        self.usage = 1 - said.get("pages_free", 0.0) / pages if pages else 0.0
+        held = slots - said.get("slots_free", 0.0)
+        self.queued = max(0.0, said.get("requests_live", 0.0) - held - self.live)
+        self.well = True
+
+
+def best(workers: Sequence[Worker], blocks: Sequence[bytes], weight: float) -> Worker | None:
+    """The server of the highest score among those that answer; of equals the first. None where none does."""
+    there = [worker for worker in workers if worker.well]
+    if not there:
+        return None
+    rated = scores([worker.load(blocks) for worker in there], weight)
+    return there[rated.index(max(rated))]

@@ -1,0 +1,57 @@
+"""Which of an engine's sequences' states leave it and come to it, and how. Imports nothing heavy: command lines do."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ling3export.errors import Ling3Error
+
+ROLES = ("both", "prefill", "decode")
+CARRIERS = ("shm", "tcp", "file")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """How an engine exchanges states with others.
+
+    Attributes:
+        carrier: ``shm``, ``tcp`` or ``file``.
+        role: ``prefill`` gives states away, ``decode`` takes them, ``both`` does both.
+        host: With ``tcp``, the address at which others reach this process.
+        port: With ``tcp``, the base port: this process listens at the next one; 0 for any that is free.
+        folder: With ``file``, where the states are.
+        limit: Bytes that states may take: in shared memory those of all processes of this user, else of this one.
+        lease: Seconds that a state is kept for whoever was promised it.
+        deadline: Seconds that taking a state may last.
+        secret: With ``tcp``, what both ends know; needed where other machines reach the address.
+
+    Raises:
+        Ling3Error: A value is none of these, or ``file`` has no folder.
+    """
+
+    carrier: str = "shm"
+    role: str = "both"
+    host: str = "127.0.0.1"
+    port: int = 0
+    folder: Path | None = None
+    limit: int = 4 << 30
+    lease: float = 60.0
+    deadline: float = 30.0
+    secret: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        for name, value, wanted in (("--transfer", self.carrier, CARRIERS), ("--role", self.role, ROLES)):
+            if value not in wanted:
+                raise Ling3Error(f"{name}: expected one of {', '.join(wanted)}, found {value[:100]}")
+        if (self.carrier == "file") != (self.folder is not None):
+            found = "none" if self.folder is None else f"one with --transfer {self.carrier}"
+            raise Ling3Error(f"--transfer-folder: expected a folder with --transfer file alone, found {found}")
+
+    @property
+    def gives(self) -> bool:
+        """Whether states leave this engine."""
+        return self.role != "decode"
+
+    @property
+    def takes(self) -> bool:
+        """Whether states come to this engine."""
+        return self.role != "prefill"

@@ -1,0 +1,130 @@
+"""The router before servers of a test's own: what is chosen, what is sent, and who answers when a server does not."""
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+
+import pytest
+
+from ling3export.runners.route.app import Choice, Router, _BadAnswer, workers_of
+from ling3export.runners.route.workers import Load, best, blocks_of, scores
+from ling3export.runners.serve.schema import ApiError
+
+PARAMS = {"do_remote_prefill": True, "transfer_id": "0" * 32}
+BODY = {"model": "m", "prompt": "a" * 2000, "max_tokens": 5, "stream": False}
+
+
+def test_the_score_is_that_of_the_specification():
+    found = scores([Load(0.5, 0.3, 2), Load(0, 0.1, 0), Load(1, 0.9, 4)])
+    assert [round(score, 9) for score in found] == [0.10, -0.05, 0.05]
+
+
+def test_who_knows_a_prompt_is_chosen_and_of_equals_the_first():
+    workers = workers_of([f"http://127.0.0.1:{port}" for port in (1, 2, 3)], None, 1.0)
+    blocks = blocks_of(BODY)
+    assert best(workers, blocks, 1.0) is workers[0]
+    workers[2].saw(blocks[:2])
+    assert best(workers, blocks, 1.0) is workers[2] and workers[2].load(blocks).hit == 0.5
+    assert workers[2].load(blocks_of(BODY | {"cache_salt": "x"})).hit == 0
+    workers[2].lost()
+    assert best(workers, blocks, 1.0) is workers[0] and not workers[2].load(blocks).hit
+    assert best([], blocks, 1.0) is None
+
+
+class Fake:
+    """A server that answers each request with the next of its answers; None hangs up, a text breaks off behind it."""
+
+    def __init__(self, *answers):
+        self.answers, self.asked = list(answers), []
+
+    async def __aenter__(self):
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_):
+        self._server.close()
+
+    async def _serve(self, reader, writer):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(head.partition("content-length: ")[2].partition("\r")[0])
+        self.asked.append(json.loads(await reader.readexactly(length)))
+        answer = self.answers.pop(0)
+        if answer is not None:
+            status, body = (200, answer) if isinstance(answer, str) else (answer[0], json.dumps(answer[1]))
+            more = 9 if isinstance(answer, str) else 0
+            size = len(body) + more
+            writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {size}\r\n\r\n{body}".encode())
+            await writer.drain()
+        writer.close()
+
+
+def routed(prefill, decode, body=BODY):
+    """The statuses and the body that a client gets; and the router."""
+
+    async def run():
+        async with AsyncExitStack() as stack:
+            urls = [[(await stack.enter_async_context(fake)).url for fake in fakes] for fakes in (prefill, decode)]
+            router = Router(*(workers_of(each, None, 60.0) for each in urls), Choice())
+            replies = []
+            try:
+                async for reply in router.answer("/v1/completions", body):
+                    replies.append(reply)
+            except (OSError, Exception) as error:
+                return error, b"".join(reply.data for reply in replies), router
+            return replies[0].status, b"".join(reply.data for reply in replies), router
+
+    return asyncio.run(run())
+
+
+def test_a_prompt_is_prefilled_in_one_place_and_answered_in_another():
+    p, d = Fake((200, {"kv_transfer_params": PARAMS})), Fake((200, {"id": 1}))
+    status, data, _ = routed([p], [d], BODY | {"stream_options": {"include_usage": True}, "max_completion_tokens": 5})
+    assert (status, json.loads(data)) == (200, {"id": 1})
+    (asked,) = p.asked
+    assert (asked["max_tokens"], asked["stream"], asked["n"]) == (1, False, 1)
+    assert asked["kv_transfer_params"] == {
+        "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+        "remote_host": None, "remote_port": None,
+    }  # fmt: skip
+    assert not {"stream_options", "max_completion_tokens"} & asked.keys()
+    assert d.asked[0]["kv_transfer_params"] == PARAMS and d.asked[0]["max_tokens"] == 5
+
+
+@pytest.mark.parametrize("failing", [None, (503, {}), (429, {}), (200, {"id": 1})])
+def test_where_a_server_cannot_prefill_another_one_does_else_the_one_that_decodes(failing):
+    p, q, d = Fake(failing), Fake((200, {"kv_transfer_params": PARAMS})), Fake((200, {"id": 1}))
+    assert routed([p, q], [d])[0] == 200 and d.asked[0]["kv_transfer_params"] == PARAMS
+    p, d = Fake(failing), Fake((200, {"id": 1}))
+    status, _, router = routed([p], [d])
+    assert status == 200 and "kv_transfer_params" not in d.asked[0]
+    assert 'ling3_route_fallbacks_total{why="prefill_by_decode"} 1.0' in router.text().decode()
+
+
+def test_a_wrong_request_is_refused_by_whoever_sees_it_first():
+    p, d = Fake((400, {"error": {"message": "wrong"}})), Fake()
+    error, _, _ = routed([p], [d])
+    assert isinstance(error, _BadAnswer) and error.status == 400 and not d.asked
+
+
+@pytest.mark.parametrize("failing", [None, (503, {})])
+def test_where_an_answer_has_not_begun_another_server_gives_it(failing):
+    d, e = Fake(failing), Fake((200, {"id": 2}))
+    status, data, router = routed([], [d, e])
+    assert (status, json.loads(data)) == (200, {"id": 2})
+    assert router.decode[0].well is (failing is not None)
+
+
+def test_what_the_last_server_says_reaches_the_client():
+    assert routed([], [Fake((503, {"error": "full"}))])[0] == 503
+    error, _, router = routed([], [Fake(None)])
+    assert isinstance(error, ApiError) and error.status == 503 and error.code == "no_server"
+    assert 'ling3_route_requests_total{how="no_server"} 1.0' in router.text().decode()
+
+
+def test_an_answer_that_breaks_off_ends_with_an_error_and_is_not_begun_again():
+    d, e = Fake("data: one\n\n"), Fake()
+    error, data, router = routed([], [d, e])
+    assert data == b"data: one\n\n" and not e.asked
+    assert 'ling3_route_requests_total{how="broken_off"} 1.0' in router.text().decode()
+    assert isinstance(error, Exception)

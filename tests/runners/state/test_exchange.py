@@ -1,0 +1,157 @@
+"""States that leave an engine and come to one: the tokens are those of one engine, whatever happens on the way."""
+
+import json
+import socket
+import time
+from dataclasses import replace
+
+import httpx2
+import pytest
+
+import transfers
+from ling3export.errors import ArtifactError, Ling3Error, RequestError
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.request import Request, Sampling
+from ling3export.runners.state.exchange import layout_of
+from ling3export.runners.transfer.options import Transfer
+from serving import Server
+
+AWAY = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
+TOLD = {"check": "programs", "report": lambda text: None, "prefix_cache": False}
+PROMPT = tuple(range(20, 90))
+
+
+@pytest.fixture(scope="module", params=transfers.BACKENDS)
+def engine(request, artifact, tmp_path_factory):
+    """One that gives and takes: both ends of each transfer."""
+    folder = tmp_path_factory.mktemp("states") if request.param == "file" else None
+    how = Transfer(request.param, folder=folder, deadline=60.0)
+    with Engine(artifact("micro-tp1-snapshots"), transfer=how, **TOLD) as engine:
+        yield engine
+
+
+def moved(engine, asked, **changes):
+    """A request whose prompt was computed in one place, with what the wire makes of its ``kv_transfer_params``."""
+    (given,) = engine.complete([replace(asked, max_tokens=1, kv_transfer_params=AWAY)])
+    params = json.loads(json.dumps(given.kv_transfer_params))
+    return given, replace(asked, kv_transfer_params=params | changes)
+
+
+@pytest.mark.parametrize("length", [1, 15, 64, 70])
+def test_who_takes_a_state_goes_on_with_the_same_tokens(engine, length):
+    asked = Request(PROMPT[:length], 12, Sampling(1.0, seed=length), ignore_eos=True, logprobs=2)
+    (alone,) = engine.complete([asked])
+    before = engine.stats()
+    given, taking = moved(engine, asked)
+    (done,) = engine.complete([taking])
+    after = engine.stats()
+    assert done.token_ids == alone.token_ids and done.stop_reason == "length"
+    assert [each.top for each in done.likely] == [each.top for each in alone.likely]
+    assert (done.cached_tokens, after["tokens_in"] - before["tokens_in"]) == (length, length)
+    phases = done.kv_transfer_params["phases_ms"]
+    assert set(phases) == {"queue", "prefill", "save", "transfer", "decode"}
+    save = given.kv_transfer_params["phases_ms"]["save"]
+    assert abs(sum(phases.values()) - (given.e2e_ms + save + done.ttft_ms)) < 1
+    assert after["transfer"]["loaded"] > before["transfer"].get("loaded", 0)
+    assert after["free"] == after["pools"]
+
+
+def test_a_state_that_cannot_be_taken_is_computed_again(engine):
+    """Used before, of another prompt or artifact, without a sampled token or with one that is none, or no object."""
+    asked = Request(PROMPT, 5, ignore_eos=True)
+    (alone,) = engine.complete([asked])
+    _, taking = moved(engine, asked)
+    other = {**taking.kv_transfer_params["state"], "weights": "another"}
+    wrong = (
+        {"prompt_digest": "0" * 64}, {"state": other}, {"tail": None}, {"tail": {"token": 1 << 20}}, {"tp_size": 3},
+        {"remote_port": "x"}, {"remote_block_ids": None}, {"transfer_id": None},
+    )  # fmt: skip
+    for params in wrong:
+        (done,) = engine.complete([replace(taking, kv_transfer_params=taking.kv_transfer_params | params)])
+        assert (done.token_ids, done.kv_transfer_params, done.cached_tokens) == (alone.token_ids, None, 0), params
+    first, again = engine.complete([taking])[0], engine.complete([taking])[0]
+    assert first.token_ids == again.token_ids == alone.token_ids
+    assert (first.cached_tokens, again.cached_tokens) == (len(PROMPT), 0), "an id counts once"
+    counted = engine.stats()["transfer"]
+    assert (counted["other_prompt"], counted["other_state"]) == (1, 1) and counted["bad_params"] == 6
+
+
+def test_an_answer_that_ends_with_its_first_token_needs_no_slot(engine):
+    asked = Request(PROMPT[:30], 1, ignore_eos=True)
+    given, taking = moved(engine, asked)
+    (done,) = engine.complete([taking])
+    assert (done.token_ids, done.stop_reason) == (given.token_ids, "length")
+    assert engine.stats()["free"] == engine.stats()["pools"]
+
+
+def test_a_request_that_waits_for_its_state_can_be_cancelled(artifact):
+    """Its peer takes the connection and says nothing: the request ends at once, and nothing is held."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        Engine(artifact("micro-tp1-snapshots"), transfer=Transfer("tcp", deadline=60.0), **TOLD) as engine,
+    ):
+        _, taking = moved(engine, Request(PROMPT, 5), remote_port=silent.getsockname()[1] - 1)
+        (handle,) = engine.submit(taking)
+        handle.cancel()
+        assert handle.result(60).stop_reason == "cancelled"
+        assert engine.stats()["free"] == engine.stats()["pools"]
+        silent.close()  # so that the pull ends
+
+
+def test_what_nobody_takes_is_released_when_its_lease_is_over(artifact):
+    with Engine(artifact("micro-tp1-snapshots"), transfer=Transfer("shm", lease=0.05), **TOLD) as engine:
+        _, taking = moved(engine, Request(PROMPT, 5, ignore_eos=True, cache_salt=transfers.fresh_salt()))
+        end = time.monotonic() + 60
+        while engine.stats()["transfer"].get("expired") != 6:  # five blocks and a snapshot
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        (done,) = engine.complete([taking])
+        assert done.cached_tokens == 0 and len(done.token_ids) == 5
+        assert engine.stats()["transfer"]["load_failed"] == 1
+
+
+def test_two_servers_speak_the_protocol_of_vllm(artifact):
+    """What a router does: to P with one token, then the same body to D with what P said."""
+    path, body = artifact("micro-tp1-snapshots"), {"prompt": list(PROMPT), "temperature": 0, "ignore_eos": True}
+    body |= {"model": "micro-tp1-snapshots", "cache_salt": transfers.fresh_salt(), "return_token_ids": True}
+    both = ("--check", "programs", "--transfer", "tcp", "--role")
+    with Server(path, *both, "prefill") as p, Server(path, *both, "decode") as d:
+        ask = f"{d.url}/v1/completions"
+        alone = httpx2.post(ask, json=body | {"max_tokens": 9}, timeout=60).json()["choices"][0]["token_ids"]
+        away = AWAY | {"remote_host": None, "remote_port": None}
+        given = httpx2.post(
+            f"{p.url}/v1/completions", json=body | {"max_tokens": 1, "kv_transfer_params": away}, timeout=60
+        ).json()
+        params = given["kv_transfer_params"]
+        assert params["do_remote_prefill"] is True and params["do_remote_decode"] is False
+        assert params["remote_host"] == "127.0.0.1" and params["remote_block_ids"] == [1, 2, 3, 4, 5]
+        assert isinstance(params["remote_engine_id"], str) and isinstance(params["remote_port"], int)
+        taking = body | {"max_tokens": 9, "kv_transfer_params": params}
+        done = httpx2.post(ask, json=taking, timeout=60).json()
+        assert done["choices"][0]["token_ids"] == alone
+        assert done["usage"]["prompt_tokens_details"] == {"cached_tokens": len(PROMPT)}
+        assert d.metrics()['ling3_transfer_total{what="loaded"}'] == 1
+        refused = httpx2.post(ask, json=body | {"max_tokens": 1, "kv_transfer_params": away}, timeout=60)
+        assert refused.status_code == 400
+        assert "expected an engine with --transfer and --role prefill or both" in refused.json()["error"]["message"]
+        p.process.kill()  # its state goes with it
+        taking["kv_transfer_params"] = params | {"transfer_id": "0" * 32}
+        assert httpx2.post(ask, json=taking, timeout=60).json()["choices"][0]["token_ids"] == alone
+        assert d.metrics()['ling3_transfer_total{what="load_failed"}'] == 1
+
+
+def test_what_can_never_be_transferred_is_refused(artifact):
+    with pytest.raises(RequestError, match="expected do_remote_decode alone and max_tokens of 1, found 5"):
+        Request((1,), 5, kv_transfer_params=AWAY)
+    with pytest.raises(RequestError, match="expected kv_transfer_params that are an object, found 3"):
+        Request((1,), 1, kv_transfer_params=3)
+    with pytest.raises(RequestError, match="expected tokens alone with kv_transfer_params, found logits"):
+        Request((1,), 1, kv_transfer_params=AWAY, logits=True)
+    with pytest.raises(Ling3Error, match="expected a folder with --transfer file alone, found none"):
+        Transfer("file")
+    with pytest.raises(Ling3Error, match="--role: expected one of both, prefill, decode, found router"):
+        Transfer("shm", "router")
+    (target,) = artifact.manifest("micro-tp1-snapshots").targets.values()
+    without = replace(target, cells={name: cell for name, cell in target.cells.items() if cell.phase != "fetch"})
+    with pytest.raises(ArtifactError, match="transfer: expected the programs fetch and store, found none"):
+        layout_of(without)
