@@ -147,11 +147,12 @@ def serve(checkpoint: Path | None, clients: int, seconds: float, max_requests: i
 @click.option("--checkpoint", type=click.Path(path_type=Path, exists=True), help="[default: the demo checkpoint]")
 @click.option("--clients", type=click.IntRange(1), default=50, show_default=True)
 @click.option("--seconds", type=click.FloatRange(1), default=20, show_default=True, help="Of each phase.")
-def serve_gap(checkpoint: Path | None, clients: int, seconds: float) -> None:
+@click.option("--apart", is_flag=True, help="Half of the processors for the server, the others for its clients.")
+def serve_gap(checkpoint: Path | None, clients: int, seconds: float, apart: bool) -> None:
     """The longest gap of /health and of a stream while many send 4 MB that cannot fit, and while nobody does."""
     from bench.serve_gap import main as run
 
-    run(checkpoint, clients, seconds)
+    run(checkpoint, clients, seconds, apart)
 
 
 @main.command()

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -104,12 +105,25 @@ def flood(url: str, phase: str, seconds: float, clients: int) -> dict[str, int]:
     return dict(answers)
 
 
-def main(given: Path | None, clients: int, seconds: float) -> dict[str, Any]:
-    """Measures, and prints."""
+def main(given: Path | None, clients: int, seconds: float, apart: bool) -> dict[str, Any]:
+    """Measures, and prints.
+
+    Args:
+        given: Checkpoint; None for the demo.
+        clients: Of the flood.
+        seconds: Of each phase.
+        apart: The server has the first half of the processors for itself, and all clients the other: what it takes from
+            the others is then told apart from what the flood's clients take of their processors.
+    """
     source = (given or DEMO).resolve()
     folder = artifact(source, "serve-tp1", ["--paddings", "16,128,512", "--decode-paddings", "1,16,64", "--tp", 1])
     load, answers = machine(), {}
-    with served(folder) as (url, _):
+    cores = sorted(os.sched_getaffinity(0))
+    with served(folder) as (url, server):
+        if apart:
+            for thread in os.listdir(f"/proc/{server.pid}/task"):
+                os.sched_setaffinity(int(thread), cores[: (len(cores) + 1) // 2])
+            os.sched_setaffinity(0, cores[(len(cores) + 1) // 2 :] or cores)
         watch = Watch(url)
         time.sleep(2)
         for phase in PHASES:
@@ -122,15 +136,17 @@ def main(given: Path | None, clients: int, seconds: float) -> dict[str, Any]:
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             answers[phase] = json.loads(done.stdout)
         watch.end()
-    result = {"benchmark": "serve-gap", "machine": load, "clients": clients, "seconds": seconds, "answers": answers,
-              "longest_s": watch.longest, "counts": watch.counts}  # fmt: skip
+    result = {"benchmark": "serve-gap", "machine": load, "clients": clients, "seconds": seconds, "apart": apart,
+              "answers": answers, "longest_s": watch.longest, "counts": watch.counts}  # fmt: skip
     rows = [
         [phase, *(1e3 * watch.longest[phase][name] for name in ("health", "stream")),
          *(watch.counts[phase][name] for name in ("health", "stream")), answers.get(phase, "")]
         for phase in PHASES
     ]  # fmt: skip
     head = ["", "/health, longest ms", "stream, longest ms", "answers", "pieces", "flood's answers"]
-    show(f"{clients} clients that send {OVERSIZE:,} bytes to {source.name} at TP=1", [table(head, rows)], result)
+    where = ", server and clients on processors of their own" if apart else ""
+    show(f"{clients} clients that send {OVERSIZE:,} bytes to {source.name} at TP=1{where}", [table(head, rows)], result)
+    os.sched_setaffinity(0, cores)
     return result
 
 
