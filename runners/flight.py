@@ -37,6 +37,7 @@ _MEANT = b"."  # told to the second process: the end that follows is meant
 
 _memory = mmap.mmap(-1, _SIZE)
 _calls = 0
+_journal: "list[bytes] | None" = None
 _loading: list[str] = []
 _lock = threading.Lock()
 _watcher: "subprocess.Popen[bytes] | None" = None
@@ -59,10 +60,25 @@ def called(name: bytes) -> None:
         name: What ``name_of`` gave for the program.
     """
     global _calls
+    if _journal is not None:
+        _journal.append(name)
     at = _RING + _calls % _CALLS * _NAME
     _memory[at : at + _NAME] = name
     _calls += 1
     _COUNT.pack_into(_memory, 0, _calls)
+
+
+@contextmanager
+def journal() -> Iterator[list[str]]:
+    """Keeps the names of all programs that are called within the block; they are in the list behind it."""
+    global _journal
+    names: list[str] = []
+    _journal = []
+    try:
+        yield names
+    finally:
+        names += [_text(name) for name in _journal]
+        _journal = None
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from ling3export.runners.cli.options import (
     stop_option,
     temperature_option,
 )
+from ling3export.runners.cli.profile import profile
 from ling3export.runners.cli.prompts import Prompt, line_names, read_prompts
 from ling3export.runners.cli.pull import ARTIFACT, pull
 from ling3export.runners.cli.route import route
@@ -61,7 +62,7 @@ class _Ids(click.ParamType):
     sections={
         "Run": ("pull", "generate", "batch", "serve", "route", "ffn-worker"),
         "Evaluate": ("eval", "lm-eval"),
-        "Measure": ("bench", "doctor"),
+        "Measure": ("bench", "profile", "doctor"),
         "Look after": ("transfer",),
     },
     context_settings={"show_default": True},
@@ -78,6 +79,7 @@ main.add_command(route)
 main.add_command(ffn_worker)
 main.add_command(evaluate)
 main.add_command(bench)
+main.add_command(profile)
 main.add_command(doctor)
 main.add_command(transfer)
 
