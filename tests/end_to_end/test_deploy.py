@@ -25,7 +25,8 @@ FULL = Config.from_dict(config_fields("full", {}))
 TARGETS = {name: parse_target(f"tpu:v6e:{name}", None, FULL) for name in ("4x4", "2x2")}
 
 # What they hold, by the references of JobSet v1alpha2, LeaderWorkerSet v1, batch/v1 Job, apps/v1 Deployment,
-# autoscaling/v2 HorizontalPodAutoscaler, v1 Service and v1 Pod: a mapping of field to schema, a list of one schema for
+# autoscaling/v2 HorizontalPodAutoscaler, v1 Service and v1 Pod (test_deploy_schemas.py has published schemas of all but
+# LeaderWorkerSet): a mapping of field to schema, a list of one schema for
 # every item, a tuple of schemas of which one holds, or a type. Every field is required; `...` as a key allows any.
 CHIPS_OF = {"requests": {"google.com/tpu": str}, "limits": {"google.com/tpu": str}}
 PROCESSOR = {"requests": {"cpu": str, "memory": str}}
