@@ -1,5 +1,5 @@
 # Each target does its own set-up. A second run finds the stamp of the first and does none again.
-.PHONY: setup parity fmt lint types check test fuzz bench peers budgets demo smoke runner
+.PHONY: setup parity fmt lint types check test fuzz bench peers budgets demo demo-pd smoke runner
 .NOTPARALLEL:
 BIN := .venv/bin
 
@@ -54,6 +54,12 @@ budgets: setup
 demo: setup
 	$(BIN)/ling3export build --paddings 16,128,512 --tp 16 --force
 	$(BIN)/python -m bench demo demo.ling3
+
+# Prefill and decode apart: two servers and a router on loopback, stopped at the end.
+demo-pd: setup
+	$(BIN)/ling3export build ling3export/demo demo-pd.ling3 --paddings 16,128 --tp 1 --max-running 8 --context 512 \
+		--page-size 16 --snapshots 16 --force
+	$(BIN)/python -m bench pd demo-pd.ling3 $(ARGS)
 
 # Twice: the second run compiles nothing, or fails.
 smoke: setup

@@ -179,6 +179,18 @@ def transfer(rounds: int, tokens: int, ptp: int, dtp: int) -> None:
     run(rounds, tokens, ptp, dtp)
 
 
+@main.command()
+@click.argument("artifact", type=click.Path(path_type=Path, exists=True))
+@click.option("--transfer", "carrier", type=click.Choice(("shm", "tcp", "file")), default="shm", show_default=True)
+@click.option("--vllm-router", is_flag=True, help="vLLM's router in the place of ours.")
+@click.option("--prompts", type=click.IntRange(1, 8), default=8, show_default=True)
+def pd(artifact: Path, carrier: str, vllm_router: bool, prompts: int) -> None:
+    """Prompts through a server that prefills, one that decodes and a router; not part of all."""
+    from bench.pd import main as run
+
+    run(artifact.resolve(), carrier, vllm_router, prompts)
+
+
 @main.command("all")
 @click.pass_context
 def every(context: click.Context) -> None:

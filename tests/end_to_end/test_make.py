@@ -21,6 +21,7 @@ TARGETS = [
     "bench",
     "budgets",
     "demo",
+    "demo-pd",
     "smoke",
     "runner",
 ]

@@ -6,6 +6,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from bench.pd import PHASES
+from bench.pd import main as demo
 from ling3export.runners.route.app import Choice, Router, _BadAnswer, workers_of
 from ling3export.runners.route.workers import Load, best, blocks_of, scores
 from ling3export.runners.serve.schema import ApiError
@@ -128,3 +130,11 @@ def test_an_answer_that_breaks_off_ends_with_an_error_and_is_not_begun_again():
     assert data == b"data: one\n\n" and not e.asked
     assert 'ling3_route_requests_total{how="broken_off"} 1.0' in router.text().decode()
     assert isinstance(error, Exception)
+
+
+@pytest.mark.parametrize(("carrier", "outside"), [("file", False), ("tcp", True)], ids=["ours", "vllm-router"])
+def test_the_demo_gives_the_answers_of_one_server_and_stops_what_it_started(artifact, capsys, carrier, outside):
+    found = demo(artifact("micro-tp1-snapshots"), carrier, outside, 3)
+    assert (found["same"], found["loaded"]) == (3, 3) and found["hit_rate"] > 0
+    assert set(found["phases_ms"]) == set(PHASES)
+    assert "states taken 3/3; the same answers as one server 3/3" in capsys.readouterr().out
