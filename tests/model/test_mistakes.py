@@ -4,6 +4,8 @@ A mistake is a function that replaces a function of the model while a step is tr
 largest relative errors that each one gave.
 """
 
+from copy import copy
+
 import pytest
 
 from direct import Direct, relative
@@ -44,10 +46,11 @@ def right(case: Case) -> Direct:
     return direct
 
 
-def planted(case: Case, right: Direct, phase: str) -> Direct:
-    """A model of which ``phase`` alone is traced anew."""
-    direct = Quick(case.config, case.read)
+def planted(right: Direct, phase: str) -> Direct:
+    """A model of which ``phase`` alone is traced anew; it shares the parameters."""
+    direct = copy(right)
     direct.steps = {cell: step for cell, step in right.steps.items() if cell[0] != phase}
+    direct.reset()
     return direct
 
 
@@ -62,7 +65,7 @@ def test_a_mistake_moves_the_logits(
     case: Case, right: Direct, mistake: str, phase: str, monkeypatch: pytest.MonkeyPatch
 ):
     MISTAKES[mistake](monkeypatch)
-    found = error(case, planted(case, right, phase), phase)
+    found = error(case, planted(right, phase), phase)
     print(f"{found:.3f}")
     assert found > MISTAKE
 
@@ -73,4 +76,4 @@ def test_a_right_recurrence_planted_moves_nothing(
 ):
     """So it is the mistake that shows, not the way in which it was planted."""
     recurrence(right_token)(monkeypatch)
-    assert error(case, planted(case, right, phase), phase) < FLOAT32
+    assert error(case, planted(right, phase), phase) < FLOAT32

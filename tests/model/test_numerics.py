@@ -216,13 +216,14 @@ def test_strong_decay(gate: str, tmp_path: Path):
 
     case.read = read
     case.expect()
-    error = case.error_of_prompt(case.direct(), 128, 1, lengths=(16, 100, 300, 690), until=700)
+    direct = Quick(case.config, case.read)
+    error = case.error_of_prompt(direct, 128, 1, lengths=(16, 100, 300, 690), until=700)
     assert error < FLOAT32
 
 
 def test_bfloat16(case: Case):
     """The median alone: routes flip here, and a flipped one moves its position by up to 0.4 (measured)."""
-    direct = case.direct(dtype="bfloat16")
+    direct = Quick(case.config, case.read, dtype="bfloat16")
     errors = []
     for n in range(4):
         out = direct.prefill(128, [(n + 1, 0, case.prompts[n][:100])])

@@ -92,7 +92,6 @@ RECIPES = {
     "small-4x4": Recipe(16, target="cpu:4x4"),
     # Two hosts of one device each: the cheapest artifact of several hosts.
     "micro-2x1": Recipe(2, "micro", paddings=(16,), decode=2, target="cpu:2x1"),
-    "small-tp8": Recipe(8),
     "small-tp1": Recipe(1),
     "small-tp16-bf16": Recipe(16, dtype="bfloat16"),
     "micro-tp4": Recipe(4, "micro"),
@@ -234,7 +233,7 @@ class Artifacts:
                     "--cache-dir", self.programs)  # fmt: skip
             self._share_programs()
 
-        source = digest_of(files_below(checkpoint))
+        source = digest_of(files_below(checkpoint) or {checkpoint.name: checkpoint})  # or a config alone
         return self.kept(name, [sources_of(BUILDING), source, options, versions()], build)
 
     def manifest(self, name: str) -> Manifest:
