@@ -165,6 +165,11 @@ class GatedMLA(nnx.Module):
         """Expanded attention of the call's tokens among themselves: ``m [T, H]``, ``l [T, H]``, ``acc [T, H, V]``."""
         k_nope = dot(p.latent, of_heads(self.w_uk, layer)).astype(p.latent.dtype)
         value = dot(p.latent, of_heads(self.w_uv, layer)).astype(p.latent.dtype)
+        # A weight of zero would keep a NaN of another sequence; in its own, it is in the scores instead. In the form
+        # of tiles the products of the convolution keep one anyway.
+        usable = None if self.geometry.tiled else jnp.all(jnp.isfinite(value), axis=(1, 2))
+        if usable is not None:
+            value = jnp.where(usable[:, None, None], value, jnp.zeros((), value.dtype))
         k_rope = jnp.broadcast_to(p.k_rope[:, None], (*k_nope.shape[:2], p.k_rope.shape[-1]))
         key = jnp.concatenate([k_nope, k_rope], axis=-1)
         query = jnp.concatenate([p.q_nope, p.q_rope], axis=-1)
@@ -172,6 +177,7 @@ class GatedMLA(nnx.Module):
         def block(rows: tuple[jax.Array, jax.Array, jax.Array]) -> OnlineSoftmax:
             q, slot, position = rows
             scores = dot_heads("thd,shd->hts", q, key)
+            scores = scores if usable is None else jnp.where(usable, scores, jnp.nan)
             mask = (slot[:, None] == chunks.token_slot) & (chunks.position <= position[:, None]) & chunks.valid
             m, l, weights = masked_softmax(scores, mask[None])  # noqa: E741
             acc = dot_heads("hts,shv->thv", weights.astype(key.dtype), value)

@@ -114,6 +114,26 @@ def test_packed_equals_alone(case: Case, direct: Direct):
         assert relative(packed[n + 1], direct.prefill(128, [(2, 0, case.prompts[n][:size])])[2]) < SAME
 
 
+def test_a_sequence_that_is_not_finite_leaves_the_others_of_its_calls_as_they_are(
+    case: Case, direct: Direct, monkeypatch: pytest.MonkeyPatch
+):
+    """Attention kept a NaN of one sequence at a weight of zero in all others of a prefill call."""
+    ids = [case.prompts[n][:size] for n, size in enumerate((20, 33, 5))]
+    bad = next(token for token in ids[0] if token not in ids[1] + ids[2])
+    parts = [(n + 1, 0, one) for n, one in enumerate(ids)]
+    direct.reset()
+    right = direct.prefill(128, parts)
+    table = direct.params["embeddings"]["word_embeddings"]
+    spoiled = table.at[bad // table.shape[1], bad % table.shape[1]].set(np.nan)
+    embeddings = direct.params["embeddings"] | {"word_embeddings": spoiled}
+    monkeypatch.setattr(direct, "params", direct.params | {"embeddings": embeddings})
+    direct.reset()
+    found = direct.prefill(128, parts)
+    assert np.isnan(found[1]).all()
+    assert all(np.array_equal(found[slot], right[slot]) for slot in (2, 3))
+    assert [np.isfinite(row).all() for row in direct.decode(ROWS, [(1, 20, 3), (2, 33, 3)])] == [False, True]
+
+
 def test_prefill_then_decode_equals_one_prefill(case: Case, direct: Direct):
     ids = case.prompts[2]
     direct.reset()
