@@ -15,6 +15,7 @@ from typing import Any
 from ling3export.artifacts.schema import Target
 from ling3export.cache.cells import Built
 from ling3export.compile.pool import Outcome
+from ling3export.runners.load.environment import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 MARK = "LING3_TEST_MARK"
@@ -33,6 +34,8 @@ if (limit := int(sys.argv.pop(1))):
 runpy.run_module("ling3export.cli", run_name="__main__", alter_sys=True)
 """
 LONG = 300  # seconds: a machine may be busy
+# Two thirds of the processor seconds of compiling, for tests in which a program's numbers do not count.
+UNOPTIMIZED = {"XLA_FLAGS": f"{PATIENCE} --xla_backend_optimization_level=0"}
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:

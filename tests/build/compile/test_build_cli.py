@@ -12,7 +12,17 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from builds import SMALLEST, building, ended, environment, kill_one, marked, wait_for, wait_until_gone
+from builds import (
+    SMALLEST,
+    UNOPTIMIZED,
+    building,
+    ended,
+    environment,
+    kill_one,
+    marked,
+    wait_for,
+    wait_until_gone,
+)
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.cli import main as cli
 from ling3export.cli import options
@@ -31,6 +41,13 @@ def checkpoint(tmp_path_factory) -> Path:
     """A checkpoint without tokenizer files."""
     fields = tiny_fields()
     return write_tiny(tmp_path_factory.mktemp("checkpoint") / "tiny", fields, tiny_weights(fields))
+
+
+@pytest.fixture
+def unoptimized(monkeypatch) -> None:
+    """What a test's processes compile costs them less."""
+    for name, value in UNOPTIMIZED.items():
+        monkeypatch.setenv(name, value)
 
 
 def names(folder: Path) -> list[str]:
@@ -104,7 +121,7 @@ def test_an_installation_without_the_build_side_says_what_is_missing(checkpoint,
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_the_build_and_its_children_and_leaves_nothing(checkpoint, tmp_path, number, code):
+def test_a_signal_ends_the_build_and_its_children_and_leaves_nothing(checkpoint, tmp_path, number, code, unoptimized):
     """SIGTERM once left the temporary folder, and workers that compiled on."""
     artifact = tmp_path / "x.ling3"
     with building(checkpoint, artifact) as process:
@@ -117,7 +134,7 @@ def test_a_signal_ends_the_build_and_its_children_and_leaves_nothing(checkpoint,
     assert names(tmp_path) == []
 
 
-def test_a_kill_at_any_moment_leaves_nothing_whole_and_the_next_build_cleans_up(checkpoint, tmp_path):
+def test_a_kill_at_any_moment_leaves_nothing_whole_and_the_next_build_cleans_up(checkpoint, tmp_path, unoptimized):
     """And: of two builds at once one wins, the other is refused; text is refused where there is no tokenizer; neither
     the working directory nor the user's settings of jax reach the processes that compile (each once broke a build).
     """
