@@ -21,7 +21,7 @@ from ling3export.runners.engine.handle import RequestHandle
 from ling3export.runners.serve import app as server_app
 from ling3export.runners.serve import run
 from ling3export.runners.serve.app import Policy, application
-from ling3export.runners.serve.connection import PIECES, Bounds
+from ling3export.runners.serve.connection import PIECES, READ, Bounds, Connection
 from ling3export.runners.serve.run import affordable, bound, http_server, own_names
 from ling3export.runners.serve.schema import ApiError, parse
 from serving import RUNNER, Server
@@ -435,6 +435,23 @@ def test_a_body_of_too_many_elements_is_refused_before_it_is_parsed(monkeypatch,
     with pytest.raises(ApiError) as caught:
         parse(data)
     assert (caught.value.status, caught.value.message) == (400, f"body: expected JSON, found {found}")
+
+
+def test_a_client_is_read_a_little_at_a_time(monkeypatch, engine):
+    """50 bodies of 4 MB kept everybody else waiting for half a second, at 256 KiB of each in a turn."""
+    sizes: list[int] = []
+    received = Connection.data_received
+
+    def noted(self: Connection, data: bytes) -> None:
+        sizes.append(len(data))
+        received(self, data)
+
+    monkeypatch.setattr(Connection, "data_received", noted)
+    body = json.dumps({"model": "toy", "prompt": "a" * 1_000_000}).encode()
+    data = HEAD + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(body) + body
+    with serving(application(engine, POLICY)) as address, connected(address, data) as client:
+        assert refusal(rest(client))[0] == 400
+    assert sum(sizes) == len(data) and max(sizes) <= READ
 
 
 def test_commas_in_a_text_are_no_elements():
