@@ -55,10 +55,11 @@ demo: setup
 	$(BIN)/ling3export build --paddings 16,128,512 --tp 16 --force
 	$(BIN)/python -m bench demo demo.ling3
 
-# Prefill and decode apart: two servers and a router on loopback, stopped at the end.
+# Prefill and decode apart: two servers of a random model and a router on loopback, stopped at the end.
 demo-pd: setup
-	$(BIN)/ling3export build ling3export/demo demo-pd.ling3 --paddings 16,128 --tp 1 --max-running 8 --context 512 \
-		--page-size 16 --snapshots 16 --force
+	$(BIN)/ling3export synth build/demo-pd --preset micro --seed 1 --force
+	$(BIN)/ling3export build build/demo-pd demo-pd.ling3 --dtype float32 --paddings 64 --tp 1 --decode-paddings 4 \
+		--max-running 4 --context 256 --page-size 16 --pages 28 --snapshots 6 --force
 	$(BIN)/python -m bench pd demo-pd.ling3 $(ARGS)
 
 # Twice: the second run compiles nothing, or fails.
