@@ -389,6 +389,20 @@ class Target:
     cells: dict[str, Cell]
     kernels: FileRecord | None = None
 
+    def slabs(self, host: int) -> list[tuple[str, int, int | None]]:
+        """What a host's devices hold of the weights: tensor, first slab, the slab behind the last (None: all)."""
+        places = [place for place, number in enumerate(self.mesh.hosts) if number == host]
+        found: dict[tuple[str, int, int | None], None] = {}
+        for parameter in self.parameters:
+            if not parameter.spec or parameter.spec[0] != self.mesh.axis:
+                found[parameter.tensor, 0, None] = None
+                continue
+            count = parameter.shape[0] // self.tp
+            for place in places:
+                found[parameter.tensor, place * count, (place + 1) * count] = None
+        whole = {name for name, _, stop in found if stop is None}
+        return [part for part in found if part[2] is None or part[0] not in whole]
+
     @property
     def kernel_names(self) -> str:
         """What the names of its native kernels end in; empty where its executables call none."""

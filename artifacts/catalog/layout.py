@@ -7,16 +7,17 @@ Blobs come first, each whole under its digest by a rename; then one rename of ``
 import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from ling3export.artifacts.catalog import oci
-from ling3export.artifacts.catalog.oci import Descriptor, Entry, Index, Part
+from ling3export.artifacts.catalog.oci import Descriptor, Entry, ImageManifest, Index, Part
 from ling3export.artifacts.catalog.record import LARGEST, parsed
 from ling3export.artifacts.catalog.versions import is_version, latest, order
-from ling3export.artifacts.files import inside, leftovers, open_lock, replace_file, replacing, writing
+from ling3export.artifacts.files import inside, leftovers, open_lock, replacing, writing
 from ling3export.artifacts.records import canonical, to_json
 from ling3export.errors import CatalogError, VersionExists
 from ling3export.reading import opened, read_bytes
@@ -29,6 +30,13 @@ WRITERS, TAGS = ".writers.lock", ".index.lock"
 def named(digest: str) -> str:
     """The path of a blob below the layout."""
     return digest.replace(":", "/", 1).join(("blobs/", ""))
+
+
+def blocks(file: BinaryIO, count: int) -> Iterator[bytes]:
+    """The next ``count`` bytes of a file, as far as there are some."""
+    while count > 0 and (data := file.read(min(BLOCK, count))):
+        yield data
+        count -= len(data)
 
 
 class Layout:
@@ -70,10 +78,10 @@ class Layout:
             raise CatalogError(f"{what}: expected bytes of this digest, found others, in {self}")
         return data
 
-    def stream(self, blob: Descriptor, start: int = 0) -> Iterator[bytes]:
-        """The bytes of a blob from ``start`` on, not checked."""
+    def stream(self, blob: Descriptor, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+        """The bytes of a blob from ``start`` to ``stop``, not checked."""
         try:
-            yield from self._blocks(named(blob.digest), start)
+            yield from self._blocks(named(blob.digest), start, blob.size + 1 if stop is None else stop)
         except OSError as error:
             what = f"blob `{blob.digest}`"
             raise CatalogError(f"{what}: expected a readable file, found {error.strerror}, in {self}") from error
@@ -96,26 +104,33 @@ class Layout:
         """All bytes of a small file."""
         return read_bytes(self.folder, path, largest)
 
-    def _blocks(self, path: str, start: int) -> Iterator[bytes]:
-        """The bytes of a file from ``start`` on."""
+    def _blocks(self, path: str, start: int, stop: int) -> Iterator[bytes]:
+        """The bytes of a file from ``start`` to ``stop``."""
         with opened(self.folder, path) as file:
             file.seek(start)
-            while data := file.read(BLOCK):
-                yield data
+            yield from blocks(file, stop - start)
+
+    def referrers(self, subject: Descriptor) -> list[tuple[Descriptor, ImageManifest]]:
+        """What was said of a version after it was published."""
+        found = []
+        for each in self._index().manifests:
+            if each.artifactType == oci.EVAL:
+                image = oci.image_of(self.read(each), str(self))
+                if image.subject is not None and image.subject.digest == subject.digest:
+                    found.append((each, image))
+        return found
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def writing(self, id: str) -> Iterator[None]:
         """Blobs that are written in the block are not removed by ``gc`` before it ends; makes the layout."""
-        self._writes()
-        with writing(self.folder / LAYOUT):
-            (self.folder / "blobs/sha256").mkdir(parents=True, exist_ok=True)
+        self._begin()
         with self._locked(WRITERS, fcntl.LOCK_SH):
             with self._locked(TAGS):
-                if not os.path.lexists(self.folder / LAYOUT):
-                    replace_file(self.folder / LAYOUT, canonical({"imageLayoutVersion": "1.0.0"}))
-                if not os.path.lexists(self.folder / INDEX):  # last: where it is, there is a whole layout
+                if not self._there(LAYOUT):
+                    self._put(LAYOUT, canonical({"imageLayoutVersion": "1.0.0"}))
+                if not self._there(INDEX):  # last: where it is, there is a whole layout
                     self._write_index(())
             yield
 
@@ -125,16 +140,15 @@ class Layout:
         Raises:
             CatalogError: The file has changed since its digest was taken.
         """
-        blob = inside(self.folder, named(part.digest))
-        if blob.exists():
+        blob = named(part.digest)
+        if self._there(blob):
             return 0
-        with opened(part.path, part.title) as file, replacing(blob, part.size) as out:
+        with opened(part.path, part.title) as file, self._written(blob, part.size) as out:
             file.seek(part.start)
-            left, digest = part.size, sha256()
-            while left and (data := file.read(min(BLOCK, left))):
+            digest = sha256()
+            for data in blocks(file, part.size):
                 digest.update(data)
                 out.write(data)
-                left -= len(data)
             if f"sha256:{digest.hexdigest()}" != part.digest:
                 raise CatalogError(f"file `{part.title}`: expected no change meanwhile, found one, in {part.path}")
         return part.size
@@ -142,8 +156,8 @@ class Layout:
     def add_document(self, data: bytes, media: str, artifact: str | None = None) -> Descriptor:
         """Writes a record or a manifest."""
         digest = f"sha256:{sha256(data).hexdigest()}"
-        if not (self.folder / named(digest)).exists():
-            replace_file(self.folder / named(digest), data)
+        if not self._there(named(digest)):
+            self._put(named(digest), data)
         return Descriptor(mediaType=media, digest=digest, size=len(data), artifactType=artifact)
 
     def enter(self, id: str, version: str, manifest: Descriptor) -> None:
@@ -181,10 +195,18 @@ class Layout:
 
         self._change(hidden)
 
-    def _change(self, change: Callable[[list[Entry]], list[Entry]]) -> None:
-        self._writes()
+    def refer(self, id: str, manifest: Descriptor, image: ImageManifest) -> bool:
+        """Adds what is said of a version, which ``image`` names as its subject; False if it was there."""
+        there = [each.digest for each in self._index().manifests]
+        self._change(lambda entries: entries, replace(manifest, annotations=image.annotations))
+        return manifest.digest not in there
+
+    def _change(self, change: Callable[[list[Entry]], list[Entry]], more: Descriptor | None = None) -> None:
+        self._begin()
         with self._locked(TAGS):
             others = [each for each in self._index().manifests if not _is_ours(each)]
+            if more is not None and more.digest not in {each.digest for each in others}:
+                others.append(more)
             entries = change(self.entries())
             tags = []
             for id in sorted({each.id for each in entries}):
@@ -194,23 +216,19 @@ class Layout:
             self._write_index([*others, *(each.descriptor for each in entries), *tags])
 
     def _write_index(self, manifests: Sequence[Descriptor]) -> None:
-        for left in leftovers(self.folder / INDEX):
-            left.unlink(missing_ok=True)
         body = Index(schemaVersion=2, mediaType=oci.INDEX, manifests=tuple(manifests))
-        replace_file(self.folder / INDEX, canonical(to_json(body)))
+        self._put(INDEX, canonical(to_json(body)))
 
     def gc(self) -> tuple[int, int]:
         """Removes blobs that no version names, yanked ones included; returns how many, and their bytes.
 
         Waits until nobody publishes.
         """
-        self._writes()
         with self._locked(WRITERS), self._locked(TAGS):
             kept: set[str] = set()
             for each in self._index().manifests:
                 kept.add(each.digest)
-                manifest = oci.foreign(oci.ImageManifest, parsed(self.read(each), str(self), "manifest"), str(self),
-                                       "manifest")  # fmt: skip
+                manifest = oci.image_of(self.read(each), str(self))
                 kept |= {manifest.config.digest, *(layer.digest for layer in manifest.layers)}
             removed = freed = 0
             for path in (self.folder / "blobs/sha256").iterdir():
@@ -220,8 +238,24 @@ class Layout:
                         path.unlink()
             return removed, freed
 
-    def _writes(self) -> None:
-        """Refuses where it cannot be written."""
+    def _begin(self) -> None:
+        """Makes the folders, and removes what a killed writer has left of the index."""
+        with writing(self.folder / LAYOUT):
+            (self.folder / "blobs/sha256").mkdir(parents=True, exist_ok=True)
+        with self._locked(TAGS):
+            for left in leftovers(self.folder / INDEX):
+                left.unlink(missing_ok=True)
+
+    def _there(self, path: str) -> bool:
+        return os.path.lexists(inside(self.folder, path))
+
+    def _written(self, path: str, size: int) -> AbstractContextManager[Any]:
+        """A file to write, which is there whole once the block ends well."""
+        return replacing(inside(self.folder, path), size)
+
+    def _put(self, path: str, data: bytes) -> None:
+        with self._written(path, len(data)) as file:
+            file.write(data)
 
     @contextmanager
     def _locked(self, name: str, how: int = fcntl.LOCK_EX) -> Iterator[None]:

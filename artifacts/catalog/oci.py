@@ -7,18 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from ling3export.artifacts.catalog.record import File, Named, Record, typed, without_unknown
+from ling3export.artifacts.catalog.record import File, Named, Record, parsed, typed, without_unknown
 from ling3export.artifacts.records import at_most
 from ling3export.errors import CatalogError
 
 ARTIFACT = "application/vnd.ling3.artifact.v1"
 RECORD = "application/vnd.ling3.record.v1+json"
 LAYER = "application/vnd.ling3.file.v1"
+EVAL = "application/vnd.ling3.eval.v1"  # results of an evaluation; their subject is a version
+EMPTY = "application/vnd.oci.empty.v1+json"
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 INDEX = "application/vnd.oci.image.index.v1+json"
 TITLE = "org.opencontainers.image.title"
 NAME = "org.opencontainers.image.ref.name"
 YANKED = "vnd.ling3.yanked"
+SUITE, SCORE, RUN = "vnd.ling3.eval.suite", "vnd.ling3.eval.score", "vnd.ling3.eval.run"
 PART = 2_000_000_000  # bytes of a layer: registries and proxies refuse much larger ones
 
 
@@ -39,13 +42,15 @@ class Descriptor:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageManifest:
-    """A version: its record and its files."""
+    """A version: its record and its files; with a subject, what was said of a version later."""
 
     schemaVersion: int
     mediaType: str
     config: Descriptor
     layers: Annotated[tuple[Descriptor, ...], at_most(200_000)]
     artifactType: str | None = None
+    annotations: dict[str, str] | None = None
+    subject: Descriptor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +98,12 @@ class Part:
 def foreign(kind: Any, raw: object, where: str, what: str) -> Any:
     """A document of ``kind``, without the fields that other tools may add."""
     return typed(kind, without_unknown(kind, raw)[0], where, what)
+
+
+def image_of(data: bytes, where: str) -> ImageManifest:
+    """A version's manifest from its bytes."""
+    image: ImageManifest = foreign(ImageManifest, parsed(data, where, "manifest"), where, "manifest")
+    return image
 
 
 def layers_of(manifest: ImageManifest, record: Record, where: str) -> dict[str, list[Descriptor]]:

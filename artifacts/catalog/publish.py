@@ -1,5 +1,6 @@
 """From an artifact's folder to a version in a store."""
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,11 +19,12 @@ from ling3export.artifacts.catalog.record import (
     Install,
     Needs,
     Record,
+    Score,
     check_paths,
     digest_of,
     typed,
 )
-from ling3export.artifacts.catalog.stores import Store, find
+from ling3export.artifacts.catalog.stores import Store, choose, find
 from ling3export.artifacts.files import open_regular
 from ling3export.artifacts.records import canonical, to_json
 from ling3export.artifacts.schema import Manifest, Target
@@ -49,6 +51,10 @@ class Writable(Store, Protocol):
 
     def enter(self, id: str, version: str, manifest: Descriptor) -> None:
         """Makes the version, and moves ``latest``."""
+        ...
+
+    def refer(self, id: str, manifest: Descriptor, image: ImageManifest) -> bool:
+        """Adds what is said of a version, which ``image`` names as its subject; False if it was there."""
         ...
 
 
@@ -78,7 +84,9 @@ class Published:
     new: bool
 
 
-def publish(artifact: Path, store: Writable, id: str, version: str, words: Words) -> Published:
+def publish(
+    artifact: Path, store: Writable, id: str, version: str, words: Words, score: Score | None = None
+) -> Published:
     """Publishes a folder whose bytes were verified.
 
     Args:
@@ -87,6 +95,7 @@ def publish(artifact: Path, store: Writable, id: str, version: str, words: Words
         id: Its name there.
         version: A semantic version that is not there yet, or that has the same content.
         words: What people are told of it.
+        score: How it did in an evaluation; a version that is there keeps the score that it was published with.
 
     Raises:
         VersionExists: The version is there with other content.
@@ -100,7 +109,7 @@ def publish(artifact: Path, store: Writable, id: str, version: str, words: Words
         digested = dict(zip(names, pool.map(lambda name: digested_file(artifact, name), names), strict=True))
     files = tuple(file for file, _ in digested.values())
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    record = described(manifest, id, version, words, files, now, now)
+    record = described(manifest, id, version, words, files, now, now, score)
     with store.writing(id):
         there = [entry for entry in store.entries(id) if entry.version == version]
         if there and (same := _same(store, there[0], record)) is not None:
@@ -120,15 +129,61 @@ def publish(artifact: Path, store: Writable, id: str, version: str, words: Words
 
 
 def _same(store: Store, entry: Entry, record: Record) -> Record | None:
-    """The record of a version that is there, if it says the same as a new one, dates apart."""
+    """The record of a version that is there, if it says the same as a new one, dates and score apart."""
     _, old = find(store, entry)
-    dated = sealed(replace(record, created_at=old.created_at, updated_at=old.updated_at))
+    dated = sealed(replace(record, created_at=old.created_at, updated_at=old.updated_at, eval=old.eval))
     return old if dated.digest == old.digest else None
 
 
+def attach(store: Writable, id: str, version: str, score: Score, folder: Path, names: Sequence[str]) -> bool:
+    """Adds the results of an evaluation to a version, as a manifest of their own whose subject is the version's.
+
+    Args:
+        store: Where the version is.
+        id: Its id.
+        version: The version.
+        score: What came out.
+        folder: Where the results are.
+        names: Their files.
+
+    Returns:
+        Whether they were not there before.
+    """
+    with store.writing(id):
+        subject = replace(choose(store, id, version).descriptor, annotations=None, artifactType=None)
+        parts = [part for name in names for part in digested_file(folder, name)[1]]
+        for part in parts:
+            store.add(part)
+        image = ImageManifest(
+            schemaVersion=2, mediaType=oci.MANIFEST, artifactType=oci.EVAL, subject=subject,
+            config=store.add_document(b"{}", oci.EMPTY), layers=tuple(part.descriptor for part in parts),
+            annotations={oci.SUITE: score.suite, oci.SCORE: repr(score.score), oci.RUN: score.run_digest},
+        )  # fmt: skip
+        return store.refer(id, store.add_document(canonical(to_json(image)), oci.MANIFEST, oci.EVAL), image)
+
+
+def attached(store: Store, entry: Entry) -> list[Score]:
+    """The results of evaluations that were added to a version.
+
+    Raises:
+        CatalogError: One of them says something else than that.
+    """
+    found = []
+    for _, image in store.referrers(entry.descriptor):
+        said = image.annotations or {}
+        try:
+            number = float(said.get(oci.SCORE, ""))
+        except ValueError:
+            number = math.nan
+        raw = {"suite": said.get(oci.SUITE), "score": number, "run_digest": said.get(oci.RUN)}
+        found.append(typed(Score, raw, f"{entry} of {store}", "evaluation"))
+    return found
+
+
 def described(
-    manifest: Manifest, id: str, version: str, words: Words, files: tuple[File, ...], created: str, updated: str
-) -> Record:
+    manifest: Manifest, id: str, version: str, words: Words, files: tuple[File, ...], created: str, updated: str,
+    score: Score | None = None,
+) -> Record:  # fmt: skip
     """The record of an artifact.
 
     Raises:
@@ -149,7 +204,7 @@ def described(
         schema=SCHEMA, id=id, version=version, name=words.name or id, description=words.description,
         author=words.author, kind="artifact" if manifest.has_weights else "programs", requirements=needs,
         install=Install(f"ling3-runner serve {id}", {}), tags=tuple(sorted({*words.tags, *facts})),
-        created_at=created, updated_at=updated, files=files, digest="sha256:" + "0" * 64,
+        created_at=created, updated_at=updated, files=files, digest="sha256:" + "0" * 64, eval=score,
     )  # fmt: skip
     return typed(Record, to_json(sealed(record)), "what is to be published", "record")
 

@@ -14,10 +14,12 @@ from typing import Any
 
 from ling3export.artifacts.catalog.oci import Descriptor, Entry
 from ling3export.artifacts.catalog.record import File, Record
+from ling3export.artifacts.catalog.slabs import Slab, begin, copied, holds, ranged, runs, slabs_of, tensors_of
 from ling3export.artifacts.catalog.stores import Store, choose, find
 from ling3export.artifacts.files import open_lock, writing
 from ling3export.artifacts.manifest import MANIFEST, file_records
-from ling3export.artifacts.schema import Manifest
+from ling3export.artifacts.schema import Manifest, StoredTensor
+from ling3export.artifacts.share import write_share
 from ling3export.artifacts.signing import SIGNATURES, read_trusted
 from ling3export.artifacts.staging import staged
 from ling3export.errors import CatalogError, listed
@@ -88,8 +90,8 @@ def resolve(
 
 
 def pull(
-    store: Store, found: Found, to: Path, blobs: Path, *, target: str | None = None, force: bool = False,
-    report: Callable[[str], None] = lambda text: None,
+    store: Store, found: Found, to: Path, blobs: Path, *, target: str | None = None, host: int | None = None,
+    force: bool = False, report: Callable[[str], None] = lambda text: None,
 ) -> Moved:  # fmt: skip
     """Pulls one version.
 
@@ -101,6 +103,7 @@ def pull(
         to: The folder to make.
         blobs: A folder that keeps what was pulled, by digest; what is there already is not pulled again.
         target: Leave out the programs of all other targets of the manifest.
+        host: Leave out the weights that this host of the target does not hold.
         force: Replace ``to`` if it is there.
         report: Told who signed it.
 
@@ -122,9 +125,14 @@ def pull(
                 _place(blobs / files[name].sha256, folder / name)
         manifest = read_trusted(folder, report, str(found.entry))
         wanted = _wanted(manifest, files, target, found)
+        shared = {} if host is None else _shared(manifest, target, host, files, found)
+        wanted = [file for file in wanted if host is None or file.path not in manifest.weights.files]
         with ThreadPoolExecutor(PARALLEL) as pool:
             jobs = [pool.submit(_fetch, store, file, found.layers[file.path], blobs, moved)
                     for file in {file.sha256: file for file in wanted}.values()]  # fmt: skip
+            jobs += [pool.submit(_fetch_share, store, files[path], found.layers[path], blobs / name, moved,
+                                 tensors_of(manifest, path), slabs)
+                     for path, (name, slabs) in shared.items()]  # fmt: skip
             try:
                 for job in jobs:
                     job.result()
@@ -133,7 +141,29 @@ def pull(
                 raise
         for file in wanted:
             _place(blobs / file.sha256, folder / file.path)
+        for path, (name, _) in shared.items():
+            _place(blobs / name, folder / path)
+        if target is not None and host is not None:
+            write_share(folder, target, host)
     return moved
+
+
+def _shared(
+    manifest: Manifest, target: str | None, host: int, files: dict[str, File], found: Found
+) -> dict[str, tuple[str, list[Slab]]]:
+    """A host's slabs of each weight file, and what the file that has them alone is called among blobs.
+
+    Raises:
+        CatalogError: There is no such host, or a file is not as long as the manifest says.
+    """
+    if target is None or host >= (hosts := manifest.targets[target].mesh.processes):
+        wanted = "a --target" if target is None else f"0 to {hosts - 1}"
+        raise CatalogError(f"--host-id: expected {wanted}, found {host}, for {found.entry}")
+    for path, size in manifest.weights.files.items():
+        if files[path].size != size:
+            raise CatalogError(f"file `{path}`: expected {size:,} bytes, found {files[path].size:,}, in {found.entry}")
+    slabs = slabs_of(manifest, target, host)
+    return {path: (f"{files[path].sha256}-{target}-{host}", slabs.get(path, [])) for path in manifest.weights.files}
 
 
 def _wanted(manifest: Manifest, files: dict[str, File], target: str | None, found: Found) -> list[File]:
@@ -196,6 +226,40 @@ def _fetch(store: Store, file: File, layers: list[Descriptor], blobs: Path, move
                 f"file `{file.path}`: expected sha256 {file.sha256}, found {digest.hexdigest()}, in {store}",
                 "the store is damaged, or what was pulled before: try again, then have it published again",
             )
+        os.fsync(descriptor)
+        os.fchmod(descriptor, 0o444)
+        os.rename(f"{blob}.partial", blob)
+
+
+def _fetch_share(
+    store: Store, file: File, layers: list[Descriptor], blob: Path, moved: Moved, tensors: dict[str, StoredTensor],
+    slabs: list[Slab],
+) -> None:  # fmt: skip
+    """Brings a host's slabs of a weight file to ``blob``, each checked by its digest."""
+    if blob.is_file():
+        with open(blob, "rb") as there:
+            if all(holds(there.fileno(), slab) for slab in slabs):
+                moved.add(here=sum(slab.stop - slab.start for slab in slabs))
+                return
+        blob.unlink()
+    with _partial(blob) as descriptor:
+        if descriptor is None:
+            return
+        missing = begin(descriptor, file.size, tensors, slabs)
+        moved.add(here=sum(slab.stop - slab.start for slab in slabs if slab not in missing))
+        for run in runs(missing):
+            for left in range(TRIES - 1, -1, -1):
+                try:
+                    data = ranged(store, layers, run[0].start, run[-1].stop)
+                    for count in copied(data, descriptor, run, file, store):
+                        moved.add(pulled=count)
+                    break
+                except ConnectionError as error:
+                    if not left:
+                        raise CatalogError(
+                            f"file `{file.path}`: expected all of a range, found an end, in {store}: {error}",
+                            "the same command goes on from there",
+                        ) from error
         os.fsync(descriptor)
         os.fchmod(descriptor, 0o444)
         os.rename(f"{blob}.partial", blob)

@@ -4,44 +4,26 @@ A file is a layer whose title is its whole path. Blobs come first, then the mani
 The registry has no lock: of two publishers of one version the second is refused only if the first had ended.
 """
 
-import base64
-import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 import requests
-from requests.auth import AuthBase
 
 from ling3export.artifacts.catalog import oci
+from ling3export.artifacts.catalog.credentials import TIMEOUT, TOKEN, Credentials, authorization, bounded
 from ling3export.artifacts.catalog.layout import BLOCK
-from ling3export.artifacts.catalog.oci import Descriptor, Entry, Part
-from ling3export.artifacts.catalog.record import LARGEST, parsed
+from ling3export.artifacts.catalog.oci import Descriptor, Entry, ImageManifest, Index, Part
+from ling3export.artifacts.catalog.record import parsed
 from ling3export.artifacts.catalog.versions import is_version, latest, order
+from ling3export.artifacts.records import canonical, to_json
 from ling3export.errors import AuthDenied, AuthRequired, CatalogError, VersionExists
 from ling3export.reading import opened
-from ling3export.strict_json import read_json
 
-TOKEN = "LING3_CATALOG_TOKEN"
-TIMEOUT = (10, 60)  # seconds to connect, and without a byte
 PAGES = 1000  # of a list of tags
-
-
-class _Credentials(AuthBase):
-    """Adds a header; requests leaves it out where a redirect leads to another host."""
-
-    def __init__(self, header: str | None) -> None:
-        self.header = header
-
-    def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        if self.header is not None:
-            request.headers["Authorization"] = self.header
-        return request
 
 
 class Registry:
@@ -57,7 +39,8 @@ class Registry:
         here = self._host.partition(":")[0] in ("localhost", "127.0.0.1")
         self._base = f"{'http' if here else 'https'}://{self._host}/v2/"
         self._session = requests.Session()
-        self._session.auth = self._credentials = _Credentials(_authorization(self._host))
+        self._session.headers["Accept-Encoding"] = "identity"  # bytes are counted, and parts of them asked for
+        self._session.auth = self._credentials = Credentials(self._host, authorization(self._host))
         self._homes: dict[str, str] = {}  # which repository a blob was named in
         self._repository = ""
         self._documents: dict[str, bytes] = {}
@@ -89,7 +72,7 @@ class Registry:
             reply = self._call("GET", path, missing=True)
             if reply.status_code == 404:
                 break
-            page = parsed(_bounded(reply, str(self)), str(self), path).get(field) or []
+            page = parsed(bounded(reply, str(self)), str(self), path).get(field) or []
             if not isinstance(page, list) or not all(isinstance(each, str) for each in page):
                 raise CatalogError(f"{path}: expected `{field}` to be a list of text, found another, in {self}")
             found += page
@@ -101,7 +84,7 @@ class Registry:
 
     def _head(self, repository: str, tag: str) -> Descriptor:
         reply = self._call("GET", f"{repository}/manifests/{tag}", headers={"Accept": oci.MANIFEST})
-        data = _bounded(reply, str(self))
+        data = bounded(reply, str(self))
         blob = Descriptor(mediaType=oci.MANIFEST, digest=f"sha256:{sha256(data).hexdigest()}", size=len(data))
         self._homes[blob.digest] = repository
         self._documents[blob.digest] = data
@@ -111,29 +94,31 @@ class Registry:
         """A manifest or a record, its digest checked."""
         data = self._documents.get(blob.digest)
         if data is None:
-            data = _bounded(self._call("GET", f"{self._home(blob)}/blobs/{blob.digest}", stream=True), str(self))
+            data = bounded(self._call("GET", f"{self._home(blob)}/blobs/{blob.digest}"), str(self))
         if f"sha256:{sha256(data).hexdigest()}" != blob.digest:
             raise CatalogError(f"blob `{blob.digest}`: expected bytes of this digest, found others, in {self}")
         if blob.mediaType == oci.MANIFEST:
-            where = str(self)
-            image = oci.foreign(oci.ImageManifest, parsed(data, where, "manifest"), where, "manifest")
+            image = oci.image_of(data, str(self))
             self._homes |= {each.digest: self._home(blob) for each in (image.config, *image.layers)}
         return data
 
-    def stream(self, blob: Descriptor, start: int = 0) -> Iterator[bytes]:
-        """The bytes of a blob from ``start`` on, not checked.
+    def stream(self, blob: Descriptor, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+        """The bytes of a blob from ``start`` to ``stop``, not checked.
 
         Raises:
             ConnectionError: The registry broke off.
         """
-        headers = {"Range": f"bytes={start}-"} if start else {}
-        reply = self._call("GET", f"{self._home(blob)}/blobs/{blob.digest}", headers=headers, stream=True)
-        skip = start if reply.status_code == 200 else 0  # a registry without ranges sends all
+        stop = blob.size if stop is None else stop
+        headers = {} if (start, stop) == (0, blob.size) else {"Range": f"bytes={start}-{stop - 1}"}
+        reply = self._call("GET", f"{self._home(blob)}/blobs/{blob.digest}", headers=headers)
+        at = 0 if reply.status_code == 200 else start  # a registry without ranges sends all
         with reply:
             try:
                 for data in reply.iter_content(BLOCK):
-                    yield data[skip:]
-                    skip = max(0, skip - len(data))
+                    yield data[max(0, start - at) :]
+                    at += len(data)
+                    if headers and at >= stop:
+                        return
             except requests.RequestException as error:
                 raise ConnectionError(f"{self}: {type(error).__name__}") from None
 
@@ -154,7 +139,7 @@ class Registry:
             return 0
         with opened(part.path, part.title) as file:
             file.seek(part.start)
-            self._upload(part.digest, _Range(file, part.size))
+            self._upload(part.digest, Body(file, part.size))
         return part.size
 
     def add_document(self, data: bytes, media: str, artifact: str | None = None) -> Descriptor:
@@ -179,8 +164,50 @@ class Registry:
                 "what was published never changes: publish under the next version",
             )
         for tag in (version.replace("+", "_"), *(["latest"] if latest([*there, version]) == version else [])):
-            data = self._documents[manifest.digest]
-            self._call("PUT", f"{repository}/manifests/{tag}", data=data, headers={"Content-Type": oci.MANIFEST})
+            self._put(f"{repository}/manifests/{tag}", self._documents[manifest.digest], oci.MANIFEST)
+
+    def referrers(self, subject: Descriptor) -> list[tuple[Descriptor, ImageManifest]]:
+        """What was said of a version after it was published: what the registry lists, or a tag of the version's."""
+        repository = self._home(subject)
+        found = []
+        for each in self._referring(repository, subject):
+            if each.artifactType == oci.EVAL:
+                blob = self._head(repository, each.digest)
+                image = oci.foreign(
+                    ImageManifest, parsed(self.read(blob), str(self), "manifest"), str(self), "manifest"
+                )
+                if blob.digest == each.digest and image.subject is not None and image.subject.digest == subject.digest:
+                    found.append((blob, image))
+        return found
+
+    def refer(self, id: str, manifest: Descriptor, image: ImageManifest) -> bool:
+        """Adds what is said of a version, which ``image`` names as its subject; False if it was there."""
+        assert image.subject is not None
+        repository = self._prefix + id
+        there = self._referring(repository, image.subject)
+        if manifest.digest in {each.digest for each in there}:
+            return False
+        data = self._documents[manifest.digest]
+        reply = self._put(f"{repository}/manifests/{manifest.digest}", data, oci.MANIFEST)
+        if "OCI-Subject" not in reply.headers:  # it keeps no list: the specification has us keep it, under a tag
+            named = (*there, replace(manifest, annotations=image.annotations))
+            index = Index(schemaVersion=2, mediaType=oci.INDEX, manifests=named)
+            self._put(f"{repository}/manifests/{_tag(image.subject)}", canonical(to_json(index)), oci.INDEX)
+        return True
+
+    def _referring(self, repository: str, subject: Descriptor) -> list[Descriptor]:
+        reply = self._call("GET", f"{repository}/referrers/{subject.digest}", missing=True)
+        if reply.status_code == 404:
+            reply = self._call("GET", f"{repository}/manifests/{_tag(subject)}", missing=True,
+                               headers={"Accept": oci.INDEX})  # fmt: skip
+        if reply.status_code == 404:
+            return []
+        where = str(self)
+        index: Index = oci.foreign(Index, parsed(bounded(reply, where), where, "referrers"), where, "referrers")
+        return list(index.manifests)
+
+    def _put(self, path: str, data: bytes, media: str) -> requests.Response:
+        return self._call("PUT", path, data=data, headers={"Content-Type": media})
 
     def _has(self, digest: str) -> bool:
         return self._call("HEAD", f"{self._repository}/blobs/{digest}", missing=True).status_code == 200
@@ -188,15 +215,14 @@ class Registry:
     def _upload(self, digest: str, data: Any) -> None:
         begun = self._call("POST", f"{self._repository}/blobs/uploads/")
         place = urljoin(begun.url, begun.headers.get("Location", ""))
+        kept = self._session.auth
         if urlsplit(place).netloc != self._host:
-            self._credentials.header, kept = None, self._credentials.header
-        else:
-            kept = self._credentials.header
+            self._session.auth = Credentials(self._host, None)
         try:
             self._call("PUT", place, data=data, params={"digest": digest},
                        headers={"Content-Type": "application/octet-stream"})  # fmt: skip
         finally:
-            self._credentials.header = kept
+            self._session.auth = kept
 
     def _call(self, method: str, path: str, *, missing: bool = False, **options: Any) -> requests.Response:
         """Asks the registry.
@@ -206,10 +232,11 @@ class Registry:
             CatalogError: It is not there, or refuses for another reason.
         """
         url = urljoin(self._base, path)
-        try:
-            reply = self._session.request(method, url, timeout=TIMEOUT, **options)
-        except requests.RequestException as error:
-            raise CatalogError(f"store `{self}`: expected an answer, found {type(error).__name__}") from None
+        reply = self._asked(method, url, options)
+        if reply.status_code == 401 and self._credentials.exchanged(reply, str(self)):
+            if isinstance(body := options.get("data"), Body):
+                body.rewind()
+            reply = self._asked(method, url, options)
         if reply.status_code in (401, 403):
             if self._credentials.header is None and reply.status_code == 401:
                 raise AuthRequired(
@@ -220,12 +247,30 @@ class Registry:
             raise CatalogError(f"store `{self}`: expected to {method} {urlsplit(url).path}, found {reply.status_code}")
         return reply
 
+    def _asked(self, method: str, url: str, options: dict[str, Any]) -> requests.Response:
+        try:
+            reply = self._session.request(method, url, timeout=TIMEOUT, stream=True, **options)
+        except requests.RequestException as error:
+            raise CatalogError(f"store `{self}`: expected an answer, found {type(error).__name__}") from None
+        if reply.status_code >= 400:
+            reply.close()  # nobody reads it
+        elif method != "GET":
+            bounded(reply, str(self))  # so that the connection is used again
+        if url.startswith("https:") and not reply.url.startswith("https:"):
+            raise CatalogError(f"store `{self}`: expected an answer by https, found one from {reply.url}")
+        return reply
 
-class _Range:
+
+class Body:
     """So many bytes of an open file, as requests sends them: with their length."""
 
     def __init__(self, file: Any, size: int) -> None:
-        self._file, self._size, self._left = file, size, size
+        self._file, self._size, self._left, self._start = file, size, size, file.tell()
+
+    def rewind(self) -> None:
+        """To be sent again."""
+        self._file.seek(self._start)
+        self._left = self._size
 
     def __len__(self) -> int:
         return self._size
@@ -237,39 +282,6 @@ class _Range:
         return data
 
 
-def _bounded(reply: requests.Response, where: str) -> bytes:
-    """The body of an answer that is a document.
-
-    Raises:
-        CatalogError: It is too long for one, or breaks off.
-    """
-    found = b""
-    try:
-        for data in reply.iter_content(BLOCK):
-            found += data
-            if len(found) > LARGEST:
-                raise CatalogError(f"store `{where}`: expected a document of at most {LARGEST:,} bytes, found more")
-    except requests.RequestException as error:
-        raise CatalogError(f"store `{where}`: expected a whole answer, found {type(error).__name__}") from None
-    return found
-
-
-def _authorization(host: str) -> str | None:
-    """The header for a registry: the token of LING3_CATALOG_TOKEN, or of the file (0600) that it names, or docker's.
-
-    Raises:
-        AuthDenied: Others may read the file.
-    """
-    if token := os.environ.get(TOKEN):
-        path = Path(token)
-        if path.is_absolute():
-            if stat.S_IMODE(path.stat().st_mode) & 0o077:
-                raise AuthDenied(f"token file `{path}`: expected that its owner alone can read it, found others may")
-            token = path.read_text().strip()
-        return f"Bearer {token}"
-    folder = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
-    try:
-        known = read_json(folder / "config.json", links=True)["auths"][host]["auth"]
-        return f"Basic {base64.b64encode(base64.b64decode(known)).decode()}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def _tag(subject: Descriptor) -> str:
+    """Where those who keep the list of a manifest's referrers themselves keep it."""
+    return subject.digest.replace(":", "-")

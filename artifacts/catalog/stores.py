@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ling3export.artifacts.catalog import oci
 from ling3export.artifacts.catalog.layout import Layout
 from ling3export.artifacts.catalog.oci import Descriptor, Entry, ImageManifest
-from ling3export.artifacts.catalog.record import Record, parsed, read_record
+from ling3export.artifacts.catalog.record import Record, read_record
 from ling3export.artifacts.catalog.versions import is_version, latest, order
 from ling3export.errors import CatalogError, listed
 
@@ -32,8 +32,12 @@ class Store(Protocol):
         """A manifest or a record, its digest checked."""
         ...
 
-    def stream(self, blob: Descriptor, start: int = 0) -> Iterator[bytes]:
-        """The bytes of a blob from ``start`` on, not checked."""
+    def stream(self, blob: Descriptor, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+        """The bytes of a blob from ``start`` to ``stop``, not checked."""
+        ...
+
+    def referrers(self, subject: Descriptor) -> list[tuple[Descriptor, ImageManifest]]:
+        """What was said of a version after it was published, by the descriptor of its manifest."""
         ...
 
 
@@ -132,9 +136,7 @@ def find(
         UnsafePath: A path that leaves its folder.
     """
     where = f"{entry} of {store}"
-    image: ImageManifest = oci.foreign(
-        ImageManifest, parsed(store.read(entry.descriptor), where, "manifest"), where, "manifest"
-    )
+    image = oci.image_of(store.read(entry.descriptor), where)
     record = read_record(store.read(image.config), where, strict=strict, warn=warn)
     if (record.id, record.version) != (entry.id, entry.version):
         raise CatalogError(f"record: expected that of {entry}, found {record.id}@{record.version}, in {store}")

@@ -16,7 +16,7 @@ from ling3export.tables import aligned
 def catalog() -> None:
     """Publish artifacts, find them, pull them.
 
-    STORE is oci:FOLDER (an OCI image layout), HOST[/PREFIX] (an OCI registry), or the URL of a layout, for reading.
+    STORE is oci:FOLDER (an OCI image layout), HOST[/PREFIX] (an OCI registry), or the URL of a layout.
     REFERENCE is STORE/ID or STORE/ID@VERSION, of a registry also HOST/ID:VERSION.
     """
 
@@ -34,25 +34,33 @@ catalog.add_command(pull)
 @click.option("--author", default="")
 @click.option("--tag", "tags", multiple=True, help="A word to find it by, beside targets and dtype; again for more.")
 @click.option("--depends", multiple=True, metavar="ID@VERSION", help="Pulled with it; again for more.")
+@click.option(
+    "--eval", "evaluation", type=PATH, metavar="RUN", help="Attach a finished evaluation of ARTIFACT, its folder."
+)
 @click.option("--no-run", is_flag=True, help="Check digests alone before: nothing of ARTIFACT is executed.")
 @trust_option
 def publish(
     artifact: Path, store: str, name: str, version: str, title: str, description: str, author: str,
-    tags: tuple[str, ...], depends: tuple[str, ...], no_run: bool,
+    tags: tuple[str, ...], depends: tuple[str, ...], evaluation: Path | None, no_run: bool,
 ) -> None:  # fmt: skip
     """Publish ARTIFACT as a version that never changes.
 
     ARTIFACT is verified first. The same content again does nothing; other content is refused. Prints the version's
     digest.
     """
-    from ling3export.artifacts.catalog.publish import Words
+    from ling3export.artifacts.catalog.publish import Words, attach
     from ling3export.artifacts.catalog.publish import publish as published
-    from ling3export.artifacts.catalog.record import Dependency
+    from ling3export.artifacts.catalog.record import Dependency, Score
     from ling3export.artifacts.catalog.stores import open_store
+    from ling3export.artifacts.manifest import file_record, read_manifest
+    from ling3export.runners.cli.eval import finished_run
     from ling3export.verify.verify import verify_artifact
 
     needed = tuple(Dependency(*each.partition("@")[::2]) for each in depends)
-    place = open_store(store)
+    place, score = open_store(store), None
+    if evaluation is not None:
+        suite, rate, results = finished_run(evaluation, read_manifest(artifact).sha256)
+        score = Score(suite, rate, f"sha256:{file_record(evaluation, results[0]).sha256}")
     signed: list[str] = []
     result = verify_artifact(artifact, None, run=not no_run, report=signed.append)
     if not result.passed:
@@ -60,10 +68,13 @@ def publish(
             f"artifact `{artifact.name}`: expected every cell within its tolerance, found another, in {artifact}",
             f"see: ling3export verify {artifact}",
         )
-    done = published(artifact, place, name, version, Words(title, description, author, tags, needed))
+    done = published(artifact, place, name, version, Words(title, description, author, tags, needed), score)
     said = f"{done.moved:,} bytes written" if done.new else "was there"
     click.echo("\n".join(signed), err=True)
     click.echo(f"{name}@{version}: {said}, of {done.record.size:,}", err=True)
+    if evaluation is not None and score is not None:
+        new = attach(place, name, version, score, evaluation, results)
+        click.echo(f"{score.suite}: {score.score:.4f}, {'attached' if new else 'was attached'}", err=True)
     click.echo(done.record.digest)
 
 
@@ -99,7 +110,8 @@ def search(
 @click.argument("reference")
 @click.option("--strict", is_flag=True, help="Refuse fields that this version does not know.")
 def info(reference: str, strict: bool) -> None:
-    """Print the record of REFERENCE."""
+    """Print the record of REFERENCE, and on stderr the evaluations that were attached to it."""
+    from ling3export.artifacts.catalog.publish import attached
     from ling3export.artifacts.catalog.stores import choose, find, open_store, parse_reference
     from ling3export.artifacts.records import laid_out, to_json
 
@@ -108,6 +120,8 @@ def info(reference: str, strict: bool) -> None:
     entry = choose(store, wanted.id, wanted.version)
     record = find(store, entry, strict=strict, warn=lambda text: click.echo(text, err=True))[1]
     click.echo(laid_out(to_json(record)))
+    for each in attached(store, entry):
+        click.echo(f"{each.suite}: {each.score:.4f} ({each.run_digest})", err=True)
 
 
 @catalog.command()

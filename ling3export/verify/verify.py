@@ -9,6 +9,7 @@ from ling3export.artifacts.files import refuse_links
 from ling3export.artifacts.manifest import file_records, read_checked, recorded_files
 from ling3export.artifacts.records import to_json
 from ling3export.artifacts.schema import Manifest, Receipts, Target
+from ling3export.artifacts.share import check_share
 from ling3export.artifacts.signing import read_trusted
 from ling3export.artifacts.store import Store
 from ling3export.errors import ArtifactError, listed
@@ -64,6 +65,7 @@ def check_digests(artifact: Path, manifest: Manifest) -> tuple[int, int]:
         ArtifactError: One is missing, damaged, or reached through a symbolic link.
     """
     refuse_links(artifact, recorded_files(manifest))
+    check_share(artifact, "every target", None)
     files = file_records(manifest)
     for record in files:
         read_checked(artifact, record)

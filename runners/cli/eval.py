@@ -44,6 +44,30 @@ if TYPE_CHECKING:
 DEFAULTS = RunConfig()
 
 
+def finished_run(path: Path, artifact: str | None) -> tuple[str, float, list[str]]:
+    """The suite and the success rate of a finished evaluation, and the files of its folder, run.json first.
+
+    Args:
+        path: The folder that ``eval run`` wrote.
+        artifact: The sha256 of the manifest that must have been evaluated.
+
+    Raises:
+        EvalError: The run has not ended, is invalid, is one of several shards, or is one of another artifact.
+    """
+    from ling3export.runners.evals.folder import PREDICTIONS, REPORT, RUN, TASKS, read_run
+    from ling3export.runners.evals.trials import EvalError
+
+    run = read_run(path)
+    totals = run.totals or {}
+    rate, invalid = totals.get("success_rate"), totals.get("invalid")
+    if run.status != "complete" or run.shard != str(WHOLE) or type(rate) is not float or invalid is not False:
+        raise EvalError(f"run `{path.name}`: expected one that is finished, whole and valid, found another, in {path}")
+    if run.environment.get("artifact") != artifact:
+        found = str(run.environment.get("artifact"))[:64]
+        raise EvalError(f"run `{path.name}`: expected one of artifact {artifact}, found {found}, in {path}")
+    return run.suite["name"], rate, [name for name in (RUN, TASKS, PREDICTIONS, REPORT) if (path / name).exists()]
+
+
 def _suite_options(*more: Decorator) -> Decorator:
     """The options that say what is asked."""
     return section(

@@ -22,11 +22,15 @@ STORE = "LING3_STORE"
 @click.argument("reference")
 @click.option("--to", type=PATH, metavar="FOLDER", help=f"Where to.  [default: a folder in ${STORE}]")
 @click.option("--target", help="Leave out the programs of all other targets.")
+@click.option("--host-id", type=click.IntRange(0), metavar="N", help="Of the weights only what host N of it holds.")
 @click.option("--force", is_flag=True, help="Replace FOLDER if it is there.")
 @click.option("--elsewhere", is_flag=True, help="Pull also what this machine cannot run.")
 @click.option("--strict", is_flag=True, help="Refuse a record with fields that this version does not know.")
 @trust_option
-def pull(reference: str, to: Path | None, target: str | None, force: bool, elsewhere: bool, strict: bool) -> None:
+def pull(
+    reference: str, to: Path | None, target: str | None, host_id: int | None, force: bool, elsewhere: bool,
+    strict: bool,
+) -> None:  # fmt: skip
     """Pull STORE/ID or STORE/ID@VERSION, and what it depends on.
 
     Every byte is checked; a pull that broke off is gone on with. With LING3_STORE set, files that an earlier pull has
@@ -35,7 +39,9 @@ def pull(reference: str, to: Path | None, target: str | None, force: bool, elsew
     kept = os.environ.get(STORE)
     if to is None and not kept:
         raise click.UsageError(f"expected --to FOLDER, or a folder in {STORE}.")
-    click.echo(_pulled(reference, to, kept, target, force=force, elsewhere=elsewhere, strict=strict))
+    if host_id is not None and target is None:
+        raise click.UsageError("expected --target NAME with --host-id.")
+    click.echo(_pulled(reference, to, kept, target, host=host_id, force=force, elsewhere=elsewhere, strict=strict))
 
 
 class _Artifact(click.ParamType):
@@ -58,8 +64,8 @@ REFERENCE = re.compile(r"oci:.|[a-z0-9]+://|[\w-]+(\.[\w-]+)*(:\d+)?/[a-z0-9._/-
 
 
 def _pulled(
-    reference: str, to: Path | None, kept: str | None, target: str | None, *, force: bool = False,
-    elsewhere: bool = False, strict: bool = False,
+    reference: str, to: Path | None, kept: str | None, target: str | None, *, host: int | None = None,
+    force: bool = False, elsewhere: bool = False, strict: bool = False,
 ) -> Path:  # fmt: skip
     """Pulls a version and what it depends on, unless it is there; returns its folder."""
     from ling3export.artifacts.catalog.pull import pull as one
@@ -70,16 +76,19 @@ def _pulled(
     store = open_store(wanted.store)
     found = resolve(store, wanted.id, wanted.version, strict=strict, warn=_say)
     last = found[-1]
-    places = [_place(each, to, kept, each is last, target) for each in found]
+    places = [_place(each, to, kept, each is last, target, host) for each in found]
     for each, place in zip(found, places, strict=True):
-        _check_machine(each, target if each is last else None, place, elsewhere)
+        _check_machine(each, target if each is last else None, place, elsewhere, part=each is last and host is not None)
     for each, place in zip(found, places, strict=True):
         if to is None and place.is_dir():
             _say(f"{each.entry}: there already, at {place}")
             continue
         blobs = Path(kept) / "blobs" if kept else place.parent / f".{place.name}.pull"
         place.parent.mkdir(parents=True, exist_ok=True)
-        moved = one(store, each, place, blobs, target=target if each is last else None, force=force, report=_say)
+        moved = one(
+            store, each, place, blobs, target=target if each is last else None, host=host if each is last else None,
+            force=force, report=_say,
+        )  # fmt: skip
         if not kept:
             shutil.rmtree(blobs)
         _say(f"{each.entry}: {moved.pulled:,} bytes pulled, {moved.here:,} were here")
@@ -90,16 +99,17 @@ def _say(text: str) -> None:
     click.echo(text, err=True)
 
 
-def _place(found: "Found", to: Path | None, kept: str | None, last: bool, target: str | None) -> Path:
+def _place(found: "Found", to: Path | None, kept: str | None, last: bool, target: str | None, host: int | None) -> Path:
     """The folder of a version: ``to``, or beside it for what it depends on, or in the store."""
     if to is not None:
         return to if last else to.with_name(f"{found.entry}.ling3")
-    parts = [str(found.entry), found.record.digest[7:19], *([target] if target and last else [])]
+    parts = [str(found.entry), found.record.digest[7:19]]
+    parts += [str(part) for part in (target, host) if last and part is not None]
     return Path(kept or "") / "artifacts" / f"{'-'.join(parts)}.ling3"
 
 
-def _check_machine(found: "Found", target: str | None, place: Path, elsewhere: bool) -> None:
-    """Says what this machine lacks before anything is pulled.
+def _check_machine(found: "Found", target: str | None, place: Path, elsewhere: bool, part: bool) -> None:
+    """Says what this machine lacks before anything is pulled. Only the manifest tells how much a ``part`` is.
 
     Raises:
         CatalogError: It has not the devices or not the room on its disk.
@@ -118,7 +128,7 @@ def _check_machine(found: "Found", target: str | None, place: Path, elsewhere: b
         _say(f"{found.entry}: compiled for jaxlib {needs.jaxlib}, here is {version('jaxlib')}")
     there = next(folder for folder in place.absolute().parents if folder.is_dir())
     free = shutil.disk_usage(there).free
-    if free < found.record.size:
+    if free < found.record.size and not part:
         raise CatalogError(
             f"disk: expected {found.record.size:,} bytes free for {found.entry}, found {free:,}, in {there}"
         )

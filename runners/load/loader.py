@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.files import TRUST
 from ling3export.artifacts.schema import Manifest, Target
+from ling3export.artifacts.share import check_share
 from ling3export.artifacts.signing import read_trusted
 from ling3export.errors import ArtifactError, printable
 from ling3export.runners import flight
@@ -180,6 +181,7 @@ def _load(
 
         executables = programs.read_executables(folder, record, pool)
         host = 0 if channel is None else channel.hosts.number
+        check_share(folder, target, host)
         weights = Weights(folder, manifest, record, host, copied=check == "copy")
         if check == "programs":
             report("weights are not checked (--check programs)")

@@ -26,22 +26,12 @@ class Weights:
         self, folder: Path, manifest: Manifest, target: Target, host: int = 0, *, copied: bool = False
     ) -> None:
         self._store = Store(folder, manifest.weights.index, copied=copied)
-        self._target = target
-        self._places = [place for place, number in enumerate(target.mesh.hosts) if number == host]
+        self._target, self._host = target, host
 
     @property
     def ranges(self) -> list[tuple[str, int, int | None]]:
         """The slabs that this host's devices hold: tensor, first slab, and the slab behind the last (None for all)."""
-        found: dict[tuple[str, int, int | None], None] = {}
-        for parameter in self._target.parameters:
-            if not parameter.spec or parameter.spec[0] != self._target.mesh.axis:
-                found[parameter.tensor, 0, None] = None
-                continue
-            slabs = parameter.shape[0] // self._target.tp
-            for place in self._places:
-                found[parameter.tensor, place * slabs, (place + 1) * slabs] = None
-        whole = {name for name, _, stop in found if stop is None}
-        return [part for part in found if part[2] is None or part[0] not in whole]
+        return self._target.slabs(self._host)
 
     @property
     def nbytes(self) -> int:

@@ -1,11 +1,13 @@
 """Publishing, finding and pulling, over an OCI layout in a folder; the artifact is the toy."""
 
+import hashlib
 import json
 import os
 import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -21,12 +23,19 @@ from ling3export.artifacts.catalog.stores import find, parse_reference, search
 from ling3export.artifacts.files import TRUST
 from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manifest
 from ling3export.artifacts.records import canonical, to_json
-from ling3export.artifacts.schema import Manifest, Vectors, Weights
+from ling3export.artifacts.schema import Manifest, Target, Vectors
+from ling3export.artifacts.schema import Weights as Stored
+from ling3export.artifacts.share import check_share
 from ling3export.artifacts.signing import make_key, public_path, sign
 from ling3export.cli import main as cli
-from ling3export.errors import CatalogError, TrustError, UnsafePath, VersionExists
+from ling3export.errors import ArtifactError, CatalogError, TrustError, UnsafePath, VersionExists
 from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.engine.engine import Engine
+from ling3export.runners.evals.folder import RunRecord
+from ling3export.runners.evals.trials import RunConfig
+from ling3export.runners.load.weights import Weights
+from ling3export.shards import WHOLE
+from manifests import changed_targets
 from refusals import refusal
 
 
@@ -184,6 +193,106 @@ def test_weights_move_once_for_many_programs_and_a_host_pulls_its_target_alone(t
         pulled(store, tmp_path / "three", target="tpu")
 
 
+@pytest.fixture
+def hosts(toy) -> Path:
+    """The toy as two hosts of one device each would have it."""
+
+    def parted(target: Target) -> Target:
+        return replace(target, mesh=replace(target.mesh, hosts=(0, 1)))
+
+    changed_targets(toy, parted)
+    return toy
+
+
+def test_a_host_pulls_the_slabs_of_its_own_devices_alone(hosts, store, tmp_path, monkeypatch):
+    monkeypatch.setattr(oci, "PART", 50_000)  # so that a slab lies in several layers
+    publish(hosts, store, "toy", "1.0.0", Words())
+    manifest = read_manifest(hosts)
+    stored, whole = manifest.weights.index["toy.table"], (hosts / "weights/toy.safetensors").read_bytes()
+    rest = sum(path.stat().st_size for path in hosts.rglob("*") if path.is_file()) - len(whole)
+    for host in (0, 1):
+        out = tmp_path / f"out-{host}"
+        moved = pulled(store, out, target="cpu-tp2", host=host)
+        here = moved.here if host else 0
+        assert (moved.pulled, here) == ((stored.slab_bytes, rest) if host else (stored.slab_bytes + rest, 0))
+        data = (out / "weights/toy.safetensors").read_bytes()
+        start, size = stored.offset, stored.slab_bytes
+        parts = [data[start : start + size], data[start + size :]]
+        assert parts[host] == whole[start + host * size :][:size] and not any(parts[1 - host])
+        assert data[:start] == whole[:start] and len(data) == len(whole)
+        weights = Weights(out, manifest, manifest.targets["cpu-tp2"], host)
+        weights.check()
+        assert (contents(out).keys() - contents(hosts).keys()) == {"share.json"}
+        check_share(out, "cpu-tp2", host)
+        with pytest.raises(ArtifactError, match=f"expected the share of host {1 - host} of `cpu-tp2`, found a share"):
+            check_share(out, "cpu-tp2", 1 - host)
+        assert "expected all of `every target`, found a share" in refusal(cli.main, "verify", out, "--no-run")
+    again = pulled(store, tmp_path / "again", target="cpu-tp2", host=1)
+    assert again.pulled == 0 and contents(tmp_path / "again") == contents(tmp_path / "out-1")
+    with pytest.raises(CatalogError, match="--host-id: expected 0 to 1, found 2"):
+        pulled(store, tmp_path / "three", target="cpu-tp2", host=2)
+    assert (
+        "expected --target NAME with --host-id"
+        in CliRunner()
+        .invoke(runner_cli.main, ["pull", f"{store}/toy", "--to", str(tmp_path / "x"), "--host-id", "1"])
+        .stderr
+    )
+    words = ("pull", f"{store}/toy", "--to", tmp_path / "there", "--target", "cpu-tp2", "--host-id", 1)
+    said(runner_cli.main, *words)
+    assert contents(tmp_path / "there") == contents(tmp_path / "out-1")
+
+
+def test_a_share_that_breaks_off_goes_on_slab_by_slab_and_a_damaged_slab_is_refused(hosts, store, tmp_path):
+    publish(hosts, store, "toy", "1.0.0", Words())
+    manifest = read_manifest(hosts)
+    stored = manifest.weights.index["toy.table"]
+    (found,) = pulling.resolve(store, "toy", None)
+    (layer,) = found.layers["weights/toy.safetensors"]
+    blob = store.folder / "blobs" / layer.digest.replace(":", "/")
+    data = blob.read_bytes()
+    damaged = bytearray(data)
+    damaged[stored.offset + stored.slab_bytes + 7] ^= 1
+    blob.write_bytes(damaged)
+    pulled(store, tmp_path / "zero", target="cpu-tp2", host=0)  # which does not hold that slab
+    with pytest.raises(CatalogError, match=r"tensor `toy\.table` slab 1: expected sha256 "):
+        pulled(store, tmp_path / "one", target="cpu-tp2", host=1)
+    blob.write_bytes(data[: stored.offset + stored.slab_bytes + 100])
+    with pytest.raises(CatalogError, match="expected all of a range, found an end"):
+        pulled(store, tmp_path / "one", target="cpu-tp2", host=1)
+    assert not (tmp_path / "one").exists()
+    blob.write_bytes(data)
+    pulled(store, tmp_path / "one", target="cpu-tp2", host=1)
+    Weights(tmp_path / "one", manifest, manifest.targets["cpu-tp2"], 1).check()
+
+
+def test_an_evaluation_stands_in_the_record_and_later_ones_are_attached(toy, store, tmp_path):
+    def run(name: str, rate: float, **changes: Any) -> Path:
+        environment = {"artifact": read_manifest(toy).sha256}
+        record = RunRecord.of({"name": name}, RunConfig(), environment, WHOLE)
+        record = replace(record, status="complete", totals={"success_rate": rate, "invalid": False})
+        (folder := tmp_path / name).mkdir()
+        (folder / "run.json").write_text(json.dumps(vars(replace(record, **changes))))
+        return folder
+
+    words = ("catalog", "publish", toy, store, "--id", "toy", "--version", "1.0.0", "--no-run", "--eval")
+    digest = said(cli.main, *words, run("sums", 0.75))
+    assert said(cli.main, *words, run("differences", 0.5)) == digest
+    assert said(cli.main, *words, tmp_path / "sums") == digest
+    info = CliRunner().invoke(cli.main, ["catalog", "info", f"{store}/toy"])
+    record = json.loads(info.stdout)
+    assert (record["eval"]["suite"], record["eval"]["score"]) == ("sums", 0.75)
+    assert [line.partition(" (")[0] for line in info.stderr.splitlines()] == ["sums: 0.7500", "differences: 0.5000"]
+    run_digest = hashlib.sha256((tmp_path / "sums/run.json").read_bytes()).hexdigest()
+    assert record["eval"]["run_digest"] == f"sha256:{run_digest}" and run_digest in info.stderr
+    assert store.gc() == (0, 0) and (store.folder / "blobs/sha256" / run_digest).exists()
+    said(cli.main, "catalog", "pull", f"{store}/toy", "--to", tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(toy)
+    running = run("running", 0.5, status="running")
+    assert "expected one that is finished, whole and valid, found another" in refusal(cli.main, *words, running)
+    noted(toy, "changed")
+    assert "expected one of artifact " in refusal(cli.main, *words, tmp_path / "sums")
+
+
 def _size(folder: Path) -> int:
     return (folder / MANIFEST).stat().st_size
 
@@ -191,7 +300,7 @@ def _size(folder: Path) -> int:
 def test_programs_alone_are_published_as_such(toy, store):
     manifest = read_manifest(toy)
     none = Vectors("none", 0, manifest.vectors.margins, ())
-    write_manifest(toy, replace(manifest, weights=Weights({}, {}), vectors=none))
+    write_manifest(toy, replace(manifest, weights=Stored({}, {}), vectors=none))
     record = publish(toy, store, "toy-programs", "1.0.0", Words()).record
     assert record.kind == "programs" and not any(file.path.startswith("weights/") for file in record.files)
 

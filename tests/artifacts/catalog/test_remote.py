@@ -4,18 +4,21 @@ import base64
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import pytest
 import requests
 from click.testing import CliRunner
 
 import toy_artifact
-from ling3export.artifacts.catalog import oci
+from ling3export.artifacts.catalog import oci, remote
 from ling3export.artifacts.catalog import pull as pulling
 from ling3export.artifacts.catalog.layout import Layout
-from ling3export.artifacts.catalog.publish import Words, publish
+from ling3export.artifacts.catalog.publish import Words, attach, attached, publish
+from ling3export.artifacts.catalog.record import Score
 from ling3export.artifacts.catalog.registry import TOKEN, Registry
 from ling3export.artifacts.catalog.remote import Remote
 from ling3export.artifacts.catalog.stores import open_store, parse_reference
@@ -26,6 +29,7 @@ from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.engine.engine import Engine
 from refusals import refusal
 from registries import HTPASSWD, docker_registry, web_server
+from token_server import USER, Answer, TokenServer, answering
 
 
 @pytest.fixture(scope="module")
@@ -157,3 +161,164 @@ def test_a_layout_on_a_web_server_is_searched_verified_and_pulled(toy, tmp_path)
             store.entries()
     with pytest.raises(CatalogError, match="expected an OCI image layout, found"):
         Remote(url).entries()
+
+
+def test_a_registry_that_names_a_token_server_gets_tokens_for_the_password_of_docker(toy, tmp_path, monkeypatch):
+    """A real registry: it checks the tokens' signature, audience and scopes."""
+    tokens = TokenServer(tmp_path)
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    with answering(tokens.answer) as realm:
+        auth = (
+            f"auth: {{token: {{realm: 'http://{realm}/token', service: catalogue, issuer: tokens, "
+            f"rootcertbundle: {tokens.bundle}}}}}\n"
+        )
+        with docker_registry(tmp_path, auth) as host:
+            with pytest.raises(AuthRequired, match=f"expected a token from {realm}, found 401"):
+                Registry(host).entries("toy")
+            (tmp_path / "config.json").write_text(json.dumps({"auths": {host: {"auth": USER.partition(" ")[2]}}}))
+            publish(toy, Registry(host), "toy", "1.0.0", Words())
+            pulled(Registry(host), "toy", tmp_path / "out")
+            assert contents(tmp_path / "out") == contents(toy)
+            assert {scope for scope, given in tokens.asked if given} == {
+                "repository:toy:pull", "repository:toy:pull,push"
+            }  # fmt: skip
+            wrong = base64.b64encode(b"me:wrong").decode()
+            (tmp_path / "config.json").write_text(json.dumps({"auths": {host: {"auth": wrong}}}))
+            with pytest.raises(AuthDenied) as caught:
+                Registry(host).entries("toy")
+            assert wrong not in str(caught.value) and "wrong" not in str(caught.value)
+            monkeypatch.setenv(TOKEN, "refused")  # the user's own token is not exchanged for another
+            with pytest.raises(AuthDenied, match="expected a token that may do this, found one that may not"):
+                Registry(host).entries("toy")
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ((200, {}, b"{}"), "expected a token from .*, found 200"),
+        ((200, {}, b'{"token": "a\\nHost: x"}'), "expected a token from .*, found 200"),
+        ((200, {}, b" " * ((8 << 20) + 1)), "expected a document of at most"),
+        ((500, {}, b"{}"), "expected a token from .*, found 500"),
+    ],
+)
+def test_a_token_server_that_answers_otherwise_is_refused(reply, message):
+    with answering(lambda path, headers: reply) as realm:
+        challenge = {"WWW-Authenticate": f'Bearer realm="http://{realm}/",service="x"'}
+        with answering(lambda path, headers: (401, challenge, b"")) as host, pytest.raises(CatalogError, match=message):
+            Registry(host).entries("toy")
+
+
+def test_a_password_is_not_sent_to_a_token_server_on_another_host(tmp_path, monkeypatch):
+    seen: list[str | None] = []
+
+    def asked(path: str, headers: dict[str, str]) -> Answer:
+        seen.append(headers.get("authorization"))
+        return 401, {}, b"{}"
+
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    with answering(asked) as realm:
+        elsewhere = realm.replace("127.0.0.1", "localhost")
+        challenge = {"WWW-Authenticate": f'Bearer realm="http://{elsewhere}/",service="x"'}
+        with answering(lambda path, headers: (401, challenge, b"")) as host:
+            (tmp_path / "config.json").write_text(json.dumps({"auths": {host: {"auth": USER.partition(" ")[2]}}}))
+            with pytest.raises(AuthDenied, match=f"found 401, where a password for {host} is not sent"):
+                Registry(host).entries("toy")
+    assert seen == [None]
+
+
+def test_a_registry_that_redirects_takes_no_token_with_it_and_no_endless_answer(monkeypatch):
+    monkeypatch.setenv(TOKEN, "s3cret-token")
+    seen: list[str | None] = []
+
+    def elsewhere(path: str, headers: dict[str, str]) -> Answer:
+        seen.append(headers.get("authorization"))
+        return 200, {}, b" " * ((8 << 20) + 1)
+
+    with answering(elsewhere) as other:
+        away = {"Location": f"http://{other}/x"}
+        with answering(lambda path, headers: (307, away, b"")) as host:
+            store = Registry(host)
+            with pytest.raises(CatalogError, match="expected a document of at most 8,388,608 bytes, found more"):
+                store.entries("toy")
+        loop = {"Location": "/v2/again"}
+        with (
+            answering(lambda path, headers: (307, loop, b"")) as host,
+            pytest.raises(CatalogError, match="expected an answer, found TooManyRedirects"),
+        ):
+            Registry(host).entries("toy")
+        with (
+            answering(lambda path, headers: (307, {"Location": "file:///etc/passwd"}, b"")) as host,
+            pytest.raises(CatalogError, match="expected an answer, found InvalidSchema"),
+        ):
+            Registry(host).entries("toy")
+    assert seen and set(seen) == {None}
+
+
+def test_a_layout_that_fsspec_writes_is_published_into_and_pulled_from(toy, tmp_path):
+    where = "memory://bucket/catalogue"
+    try:
+        words = ("catalog", "publish", toy, where, "--id", "toy", "--no-run", "--version")
+        digest = said(cli.main, *words, "1.0.0")
+        assert said(cli.main, *words, "1.0.0") == digest
+        first = Remote(where).entries()
+        write_manifest(toy, replace(read_manifest(toy), notes=("other programs",)))
+        with pytest.raises(VersionExists):
+            publish(toy, Remote(where), "toy", "1.0.0", Words())
+        assert publish(toy, Remote(where), "toy", "1.1.0", Words()).moved == (toy / MANIFEST).stat().st_size
+        assert Remote(where).entries()[:1] == first
+        assert json.loads(said(cli.main, "catalog", "search", where, "toy", "--json"))[0]["version"] == "1.1.0"
+        said(runner_cli.main, "pull", f"{where}/toy", "--to", tmp_path / "out.ling3")
+        assert contents(tmp_path / "out.ling3") == contents(toy)
+        said(cli.main, "catalog", "yank", f"{where}/toy@1.1.0")
+        assert pulling.resolve(Remote(where), "toy", None)[0].entry.version == "1.0.0"
+        assert "where nobody knows who else is publishing" in refusal(cli.main, "catalog", "gc", where)
+    finally:
+        fsspec.filesystem("memory").rm("/bucket", recursive=True)
+
+
+def test_a_publication_through_fsspec_that_breaks_leaves_no_part_and_waits_for_the_index(toy, monkeypatch):
+    store = Remote("memory://broken")
+    try:
+        breaking = iter([None, None, KeyboardInterrupt])
+
+        def written(self, path, size, real=Remote._written):
+            if (error := next(breaking, None)) is not None:
+                raise error
+            return real(self, path, size)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Remote, "_written", written)
+            with pytest.raises(KeyboardInterrupt):
+                publish(toy, store, "toy", "1.0.0", Words())
+        assert store.entries() == []
+        with suppress(ZeroDivisionError), store._written("blobs/sha256/y", 1) as file:
+            file.write(b"half")
+            raise ZeroDivisionError
+        assert not store._there("blobs/sha256/y")
+        assert store._created(".index.lock", "another machine, process 1")
+        monkeypatch.setattr(remote, "PATIENCE", 0.0)
+        with pytest.raises(CatalogError, match="found it held by another machine, process 1"):
+            publish(toy, store, "toy", "1.0.0", Words())
+        store._files.rm_file(store._at(".index.lock"))
+        publish(toy, store, "toy", "1.0.0", Words())
+        assert pulling.verify(store, pulling.resolve(store, "toy", None)[0]) > 0
+        assert not store._there(".index.lock")
+    finally:
+        fsspec.filesystem("memory").rm("/broken", recursive=True)
+
+
+def test_evaluations_are_attached_in_a_registry_under_the_tag_that_the_specification_names(toy, registry):
+    store = Registry(registry)
+    publish(toy, store, "scored", "1.0.0", Words())
+    results = toy.parent / "run"
+    results.mkdir()
+    (results / "run.json").write_text("{}")
+    for suite in ("one", "two", "one"):
+        score = Score(suite, 0.5, "sha256:" + "0" * 64)
+        attach(store, "scored", "1.0.0", score, results, ["run.json"])
+    reader = Registry(registry)
+    (entry,) = reader.entries("scored")
+    assert [score.suite for score in attached(reader, entry)] == ["one", "two"]
+    tag = entry.descriptor.digest.replace(":", "-")
+    listed = requests.get(f"http://{registry}/v2/scored/manifests/{tag}", headers={"Accept": oci.INDEX}, timeout=60)
+    assert {each["artifactType"] for each in listed.json()["manifests"]} == {oci.EVAL}
