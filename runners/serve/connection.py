@@ -19,7 +19,8 @@ from ling3export.runners.serve.responses import refused
 from ling3export.runners.serve.schema import ApiError
 
 PIECES, PIECE = 1024, 256  # a body in more pieces than the first has at least the second in bytes a piece
-READ = 1 << 15  # bytes taken of a client in its turn, where asyncio would take 256 KiB: 50 such turns are 0.1 s
+READ = 1 << 15  # bytes taken of a body in its client's turn: 50 turns of WHOLE are 0.1 s
+WHOLE = 1 << 18  # bytes taken otherwise, as asyncio does: headers that are too long are read before they are refused
 FOUND = 200  # characters of what h11 says about bytes that are no request
 
 
@@ -61,7 +62,6 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Takes the connection, or refuses its first request where no other one can be closed for it."""
         super().connection_made(transport)
-        transport.max_size = READ  # type: ignore[attr-defined]
         others = cast("set[Connection]", self.connections - {self})
         if len(others) >= self._bounds.connections:
             waiting = [other for other in others if other._owes is not None]
@@ -140,6 +140,7 @@ class Connection(H11Protocol):
         if self._due is not None:
             self._due.cancel()
         self._owes, self._due = owes, None
+        self.transport.max_size = READ if owes == "body" else WHOLE  # type: ignore[attr-defined]
         if owes is not None:
             self._since = self.loop.time()
             self._due = self.loop.call_later(getattr(self._bounds, owes), self._overdue)
