@@ -208,6 +208,28 @@ def pd(artifact: Path, carrier: str, vllm_router: bool, prompts: int) -> None:
     run(artifact.resolve(), carrier, vllm_router, prompts)
 
 
+@main.command()
+@click.option("--artifact", type=click.Path(path_type=Path, exists=True), help="[default: one of the demo checkpoint]")
+@click.option("--replicas", default="1,3", show_default=True, help="Numbers of replicas.")
+@click.option("--seconds", type=click.FloatRange(0.1), default=1.5, show_default=True, help="Of each kind of call.")
+def fleet(artifact: Path | None, replicas: str, seconds: float) -> None:
+    """A simulated fleet against real replicas on this machine, which share its cores; needs the extra fleet."""
+    from bench.fleet import main as run
+    from bench.inputs import numbers
+
+    run(artifact, numbers(replicas), seconds)
+
+
+@main.command("fleet-scale")
+@click.option("--plots", type=click.Path(path_type=Path), default="docs/fleet", show_default=True, help="A folder.")
+@click.option("--requests", type=click.IntRange(100), default=1_000_000, show_default=True, help="Of the last run.")
+def fleet_scale(plots: Path, requests: int) -> None:
+    """1,000 chips and 10^6 requests, simulated: ratio of prefill to decode, paddings, router; draws the plots."""
+    from bench.fleet_scale import main as run
+
+    run(plots, requests)
+
+
 @main.command("all")
 @click.pass_context
 def every(context: click.Context) -> None:

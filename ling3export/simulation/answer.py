@@ -140,7 +140,7 @@ def times_of(target: PricedTarget, prefill: Sequence[int], decode: Sequence[int]
         PlanError: Neither is known.
     """
 
-    def seconds(name: str) -> float:
+    def seconds(name: str, collectives: bool = True) -> float:
         cell = target.cells[name]
         if cell.bound is None:
             raise PlanError(
@@ -148,14 +148,14 @@ def times_of(target: PricedTarget, prefill: Sequence[int], decode: Sequence[int]
                 "estimates and bounds are those of accelerators: --target tpu:v6e:4x4",
             )
         found = cell.bound.seconds if cell.estimated_seconds is None else cell.estimated_seconds
-        return found + cell.bound.collective_seconds
+        return found + cell.bound.collective_seconds * collectives
 
     slots = min(target.pool.slots, decode[-1])
-    costs = tuple(target.cells[f"prefill@{each}"].estimated_seconds or 0.0 for each in prefill)
+    costs = tuple(seconds(f"prefill@{each}", collectives=False) for each in prefill)  # as in a manifest
     return Times(
         {each: seconds(f"prefill@{each}") + seconds(f"sample@{each // CHUNK}") for each in prefill},
         {each: seconds(f"decode@{each}") + seconds(f"sample@{each}") for each in decode},
-        slots, target.pool.tokens * slots / target.pool.slots, prefixes, CHUNK, costs if all(costs) else (),
+        slots, target.pool.tokens * slots / target.pool.slots, prefixes, CHUNK, costs,
     )  # fmt: skip
 
 

@@ -1,12 +1,15 @@
 """A Ray cluster in this machine. Run as a program: prints its address; a line of JSON on stdin adds or kills a node."""
 
+import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+TRIES = 5
 SMALL = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
 
@@ -56,17 +59,25 @@ def cluster() -> Iterator[Nodes]:
             process.kill()
 
 
+def patient(start: Callable[[], Any]) -> Any:
+    """What ``start`` starts. Ray gives a node 30 s, which a busy machine exceeds: then it is tried again."""
+    for _ in range(TRIES - 1):
+        with contextlib.suppress(Exception):
+            return start()
+    return start()
+
+
 def main() -> None:
     """Obeys until stdin ends."""
     from ray.cluster_utils import Cluster
 
-    nodes = Cluster(initialize_head=True, head_node_args=SMALL | {"include_dashboard": False})
+    nodes = patient(lambda: Cluster(initialize_head=True, head_node_args=SMALL | {"include_dashboard": False}))
     print(">", nodes.address, flush=True)
     added = []
     for line in sys.stdin:
         order = json.loads(line)
         if "add" in order:
-            added.append(nodes.add_node(**SMALL, resources=order["add"]))
+            added.append(patient(partial(nodes.add_node, **SMALL, resources=order["add"])))
         else:
             nodes.remove_node(added.pop(), allow_graceful=False)
         print("> done", flush=True)
