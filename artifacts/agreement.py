@@ -186,13 +186,14 @@ def _check_cell(cell: Cell, target: Target) -> None:
         _same("the shape of the field", shape, field.shape, "fields", at, "shape")
         offset += field.size
     _check_leaves(cell, target)
+    scale = _scale(target)
     results = {
         "decode": {"logits": rows},
         "prefill": {"logits": rows},
         "score": {"logits": rows, "logprob": cell.padding, "best": cell.padding},
         "sample": {"token": rows, "logprob": rows},
         "attend": dict.fromkeys(("residual", "tokens", "expert_ids", "weights"), rows),
-        "dispatch": {"y": rows, "gather_idx": rows, "actual_token_num": 1, "dropped": 1},
+        "dispatch": {"y": rows, "gather_idx": rows, "actual_token_num": 1, "dropped": 1} | dict.fromkeys(scale, rows),
         "experts": {"results": rows},
         "combine": {"hidden": rows},
         "head": {"logits": rows},
@@ -211,6 +212,11 @@ def _check_cell(cell: Cell, target: Target) -> None:
         _same_each("whether input {} is state, which is donated", state, donated, "call", "inputs")
         _same_each("input {} of the cell", _kinds(cell.inputs), _kinds(cell.call.inputs), "call", "inputs")
         _same_each("output {} of the cell", _kinds(cell.outputs), _kinds(cell.call.outputs), "call", "outputs")
+
+
+def _scale(target: Target) -> list[str]:
+    """What ``dispatch`` gives to ``experts`` besides tokens of 8 bits."""
+    return ["dynamic_scale"] if target.geometry.get("token_dtype") == "int8" else []
 
 
 def _check_moved(cell: Cell, target: Target) -> None:
@@ -255,7 +261,7 @@ def _check_leaves(cell: Cell, target: Target) -> None:
     more = {
         "sample": ["logits"], "adjust": ["edits", "logits", "mask", "token"],
         "store": [array.name for array in arrays], "attend": ["hidden"],
-        "dispatch": ["token_data"], "experts": ["group_list", "y"],
+        "dispatch": ["token_data"], "experts": [*_scale(target), "group_list", "y"],
         "combine": ["expert_ids", "residual", "results", "weights"], "head": ["hidden"],
     }  # fmt: skip
     names = sorted([*more.get(cell.phase, []), *["packed"] * bool(cell.fields)])

@@ -33,6 +33,8 @@ class Geometry:
         snapshots: Slots behind the sequences' own that hold copies of their state.
         kernels: The end of the names of the native kernels that executables for cpu call, ``LEVEL-DIGEST``; empty
             where they call none. Portable programs are lowered without.
+        token_dtype: What travels to the experts of a decode step that is cut there: ``"model"``, tokens in the model's
+            dtype, or ``"int8"``, tokens of 8 bits with an fp32 scale each.
     """
 
     tp: int
@@ -45,6 +47,7 @@ class Geometry:
     form: Form = "loops"
     snapshots: int = 0
     kernels: str = ""
+    token_dtype: str = "model"
 
     @property
     def tiled(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ling3export.dtypes import TABLE
+from ling3export.dtypes import BY_CODE
 from ling3export.errors import CheckpointError
 from ling3export.reading import opened
 from ling3export.strict_json import DoubledKeyError, parse_json
@@ -29,7 +29,7 @@ ITEM_BYTES = {
     **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
     **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
 }
-READABLE = {dtype.code: dtype.numpy for dtype in TABLE if dtype.code != "I32"}
+READABLE = {code: dtype.numpy for code, dtype in BY_CODE.items() if code != "I32"}
 
 
 class Entry(NamedTuple):

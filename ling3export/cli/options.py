@@ -47,6 +47,7 @@ PROGRAMS = section(
     ),
     _option("--score-paddings", PADDINGS, "Padded tokens of a call that scores given tokens."),
     _option("--afd", int, "Also cut decode at the experts, for N processes.  [default: 0]", metavar="N"),
+    _option("--afd-dtype", click.Choice(["model", "int8"]), "What travels to the experts; int8 with a scale a token."),
     _option("--kernels", click.Choice(["auto", "on", "off"]), "Native kernels in executables for cpu."),
     _option("--dtype", click.Choice(["bfloat16", "float32"]), "float32 means highest matmul precision throughout."),
 )  # fmt: skip

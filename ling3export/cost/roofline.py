@@ -5,6 +5,7 @@ import math
 from ling3export.artifacts.schema import MOVING, ON_LOGITS, SPLIT, Experts, RooflineBound
 from ling3export.dtypes import BY_NAME
 from ling3export.model.config import Config
+from ling3export.model.ffn.dispatch import SCALE_BYTES
 from ling3export.model.ffn.halves import HEAD
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.mla.paged import TILE
@@ -105,9 +106,10 @@ def _split_bound(
     ``experts`` reads the experts that ``padding`` pairs touch where every expert is as likely as any other.
     """
     width, dim, layers = BY_NAME[geometry.dtype].nbytes, config.hidden_size, config.num_hidden_layers
+    sent = dim + SCALE_BYTES if geometry.token_dtype == "int8" else dim * width
     moved = {
-        "dispatch": {"tokens": 2 * padding * dim * width},
-        "experts": {"tokens": 2 * padding * dim * width},
+        "dispatch": {"tokens": 2 * padding * sent},
+        "experts": {"tokens": padding * (sent + dim * width)},
         "combine": {"tokens": padding * dim * (config.num_experts_per_tok * width + 2 * 4)},
         "attend": {name: each // layers for name, each in _state_moved(config, geometry, padding, tokens).items()},
     }.get(phase, {})

@@ -21,6 +21,7 @@ class Options:
         decode_paddings: Sequences of the decode programs; None derives them from ``paddings`` and ``max_running``.
         score_paddings: Padded tokens of the score programs; none without.
         afd: Attention processes of which an FFN worker takes tokens; 0 for a model that is not split.
+        afd_dtype: What travels to an FFN worker: tokens in the ``model``'s dtype, or ``int8`` with a scale each.
         tp: Devices that share the model on cpu; None is 16, or all slabs of a model that has fewer.
         targets: ``PLATFORM[:KIND][:TOPOLOGY][@TP]``.
         max_running: Sequences that hold state at once.
@@ -40,6 +41,7 @@ class Options:
     decode_paddings: tuple[int, ...] | None = None
     score_paddings: tuple[int, ...] = ()
     afd: int = 0
+    afd_dtype: str = "model"
     tp: int | None = None
     targets: tuple[str, ...] = ("cpu",)
     max_running: int = 64

@@ -155,6 +155,9 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
             raise PlanError(f"{name}: expected a positive number, found {number}")
     if not 0 <= options.snapshots <= MOST_SNAPSHOTS:
         raise PlanError(f"--snapshots: expected 0 to {MOST_SNAPSHOTS}, found {options.snapshots}")
+    if options.afd_dtype != "model" and (options.dtype != "bfloat16" or not options.afd):
+        found = f"--dtype {options.dtype} and --afd {options.afd}"
+        raise PlanError(f"--afd-dtype {options.afd_dtype}: expected --dtype bfloat16 and --afd, found {found}")
     if not 0 < options.memory_fraction <= 1:
         raise PlanError(f"--memory-fraction: expected above 0 and at most 1, found {options.memory_fraction}")
     limit = config.max_position_embeddings
@@ -170,6 +173,7 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
     geometry = Geometry(
         tp=target.tp, dtype=options.dtype, slots=options.max_running, pages=0, page_size=options.page_size,
         max_pages=-(-context // options.page_size), snapshots=options.snapshots, kernels=kernels,
+        token_dtype=options.afd_dtype,
         **forms(config, target),
     )  # fmt: skip
     geometry, note = size_pages(config, geometry, options, target)

@@ -65,7 +65,7 @@ def measure_target(artifact: Path, name: str, manifest: Manifest, hosts: Hosts |
             receipts[cell.name] = logits_receipt(logits, expected, tolerance)
     if loaded.channel is not None:
         loaded.channel.finish()
-    return Receipts(tolerance, receipts, agreement(found))
+    return Receipts(tolerance, receipts, agreement(found, cut))
 
 
 def split_of(target: Target, cell: Cell) -> tuple[int, int]:

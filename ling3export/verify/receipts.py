@@ -119,11 +119,13 @@ def decided(logits: np.ndarray, bound: float) -> bool:
     return bool(first - second > 2 * bound * np.linalg.norm(logits))
 
 
-def agreement(found: Mapping[str, Logits]) -> dict[str, float]:
-    """Largest relative distance between the logits of two paddings, for prefill and for decode.
+def agreement(found: Mapping[str, Logits], cut: Mapping[tuple[int, int], Logits]) -> dict[str, float]:
+    """Largest relative distance between the logits of two paddings, for prefill and for decode; and between those of a
+    whole decode step that was cut at the experts and those of ``decode`` at its padding.
 
     Args:
         found: By cell, the logits that it gave.
+        cut: Those of steps that were cut, by the paddings of ``attend`` and ``dispatch``.
     """
     distances = {}
     for phase in ("prefill", "decode"):
@@ -131,6 +133,10 @@ def agreement(found: Mapping[str, Logits]) -> dict[str, float]:
         errors = [relative_error(other[key], cells[0][key]) for other in cells[1:] for key in other if key in cells[0]]
         if errors:
             distances[f"{phase}_padding_against_padding"] = max(errors)
+    whole = [(found.get(f"decode@{padding}", {}), values) for (padding, _), values in cut.items()]
+    errors = [relative_error(values[key], fused[key]) for fused, values in whole for key in values if key in fused]
+    if errors:
+        distances["split_against_decode"] = max(errors)
     return distances
 
 

@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt8
 
 from ling3export.experts import MASK
 from ling3export.model.config import Config
 from ling3export.model.decoder import Layer, Ling3, static_layer
-from ling3export.model.ffn.dispatch import ffn_worker_batching
+from ling3export.model.ffn.dispatch import FLOAT16, INT8, SCALE_BYTES, ffn_worker_batching
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.inputs import decode_rows
 from ling3export.model.layers import State, fill_rows, rms_norm, take
@@ -65,18 +65,21 @@ def half(config: Config, geometry: Geometry, phase: str, padding: int) -> Half |
     shape = jax.ShapeDtypeStruct
     hidden = shape((padding, dim), jnp.float32)
     routing = {"expert_ids": shape((padding, chosen), jnp.int32), "weights": shape((padding, chosen), jnp.float32)}
-    rows = shape((padding, dim), dtype)
+    rows, int8 = shape((padding, dim), dtype), geometry.token_dtype == "int8"
     numbers = len(config.layers("moe")) * config.num_experts
     if phase == "attend":
         names: tuple[str, ...] = ("residual", "tokens", "expert_ids", "weights")
         return Half(lambda name: name not in (*ROUTED, *HEAD), True, {"hidden": hidden}, dict.fromkeys(names, P()),
                     attend)  # fmt: skip
     if phase == "dispatch":
-        names = ("y", "group_list", "gather_idx", "actual_token_num", "dropped")
-        return Half(lambda name: False, False, {"token_data": rows}, dict.fromkeys(names, P()),
+        names = ("y", "group_list", "gather_idx", "actual_token_num", "dropped", *["dynamic_scale"] * int8)
+        sent = shape((padding, dim + SCALE_BYTES), jnp.uint8) if int8 else rows
+        return Half(lambda name: False, False, {"token_data": sent}, dict.fromkeys(names, P()),
                     lambda _, state, fields, batch: (state, dispatch(fields, batch["token_data"], config)))  # fmt: skip
     if phase == "experts":
         batch = {"y": rows, "group_list": shape((numbers, 2), jnp.int32)}
+        if int8:
+            batch |= {"y": shape(rows.shape, jnp.int8), "dynamic_scale": shape((padding,), jnp.float32)}
         return Half(lambda name: name in ROUTED, False, batch, {"results": P()},
                     lambda model, state, _, batch: (state, {"results": experts(model.moe, **batch)}))  # fmt: skip
     if phase == "combine":
@@ -97,7 +100,8 @@ def attend(model: Ling3, state: State, fields: Tree, batch: Tree) -> tuple[State
 
     Returns:
         ``residual [B, D]`` in fp32, with the shared expert or the dense MLP; ``tokens [B, D]``, what routed experts
-        take, in the model dtype; ``expert_ids`` and ``weights [B, K]``: MASK for padding and in dense layers.
+        take, in the model dtype, or as rows of ``quantized``; ``expert_ids`` and ``weights [B, K]``: MASK for padding
+        and in dense layers.
     """
     config, geometry, number = model.config, model.geometry, fields["layer"][0]
     count = fields["slot"].shape[0]
@@ -141,33 +145,51 @@ def _half_layer(model: Ling3, layer: Layer, x: Float32[Array, "B D"], state: Sta
         chosen = jnp.where(rows.valid[:, None], chosen, MASK)
         local = model.moe.shared(tokens, layer.mlp_index)
     residual = x + lax.psum(local, AXIS)
+    tokens = quantized(normed) if model.geometry.token_dtype == "int8" else tokens
     return {"residual": residual, "tokens": tokens, "expert_ids": chosen, "weights": weights}, state
 
 
-def dispatch(fields: Tree, token_data: Float[Array, "Y D"], config: Config) -> Tree:
+def quantized(x: Float32[Array, "B D"]) -> UInt8[Array, "B HS"]:
+    """Rows of ``D`` int8 values and their fp32 scale, as bytes: the largest of a row becomes 127 or -127."""
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=1), 1e-30) / 127
+    values = jnp.clip(jnp.round(x / scale[:, None]), -127, 127).astype(jnp.int8)
+    return jnp.concatenate([lax.bitcast_convert_type(each, jnp.uint8) for each in (values, scale)], axis=1)
+
+
+def dispatch(fields: Tree, token_data: Shaped[Array, "Y HS"], config: Config) -> Tree:
     """The operator, for pairs that are rows of their own: so one program serves any number of sessions and tokens.
 
-    Fields are ``expert_ids [Y]``, ``layer_ids [Y]`` (counted among the layers that have experts) and ``out_num [1]``.
+    Rows are tokens, or those of ``quantized``, whose scales then come out as ``dynamic_scale [Y]``. Fields are
+    ``expert_ids [Y]``, ``layer_ids [Y]`` (counted among the layers that have experts) and ``out_num [1]``.
     """
-    layers, (pairs, dim) = len(config.layers("moe")), token_data.shape
+    layers, (pairs, sent), dim = len(config.layers("moe")), token_data.shape, config.hidden_size
+    kind = INT8 if token_data.dtype == jnp.uint8 else FLOAT16  # floats stay what they are
     rows = jnp.arange(pairs, dtype=jnp.int32)
     found = ffn_worker_batching(
-        token_data.reshape(pairs, 1, 1, 1, dim), fields["expert_ids"].reshape(pairs, 1, 1), rows, jnp.zeros_like(rows),
-        expert_num=layers * config.num_experts, max_out_shape=(pairs, 1, 1, dim), layer_ids=fields["layer_ids"],
-        layer_num=layers, out_num=fields["out_num"][0],
+        token_data.reshape(pairs, 1, 1, 1, sent), fields["expert_ids"].reshape(pairs, 1, 1), rows, jnp.zeros_like(rows),
+        expert_num=layers * config.num_experts, max_out_shape=(pairs, 1, 1, dim), token_dtype=kind,
+        layer_ids=fields["layer_ids"], layer_num=layers, out_num=fields["out_num"][0],
     )  # fmt: skip
-    return {
+    scale = {"dynamic_scale": found.dynamic_scale} if kind == INT8 else {}
+    return scale | {
         "y": found.y, "group_list": found.group_list, "gather_idx": found.gather_idx,
         "actual_token_num": found.actual_token_num[None], "dropped": found.dropped[None],
     }  # fmt: skip
 
 
-def experts(moe: MixtureOfExperts, y: Float[Array, "Y D"], group_list: Int32[Array, "N 2"]) -> Float[Array, "Y D"]:
+def experts(
+    moe: MixtureOfExperts, y: Shaped[Array, "Y D"], group_list: Int32[Array, "N 2"],
+    dynamic_scale: Float32[Array, "Y"] | None = None,
+) -> Float[Array, "Y D"]:  # fmt: skip
     """What each row's expert makes of it, unweighted; rows without an expert are zero.
+
+    Rows of int8 are multiplied by their ``dynamic_scale`` first.
 
     Rows are ordered by expert number, ``layer * E + expert``, and may be of several layers. Each device multiplies the
     rows of its own experts, a tile of rows of one expert after the other; the devices' results are added up.
     """
+    if dynamic_scale is not None:
+        y = (y.astype(jnp.float32) * dynamic_scale[:, None]).astype(moe.geometry.dtype)
     layered, total = moe.geometry.tiled, moe.config.num_experts
     stacks = [stack[f"{0:03}"] if layered else stack for stack in (moe.experts_gate_up_proj, moe.experts_down_proj)]
     shards, each = stacks[0].shape[0], stacks[0].shape[1 if layered else 2]

@@ -58,6 +58,10 @@ class _Share(click.ParamType):
         "--micro-batch-size", "tokens", type=click.IntRange(1), metavar="N",
         help="Tokens of a micro batch.  [default: the largest that was built]",
     ),
+    click.option(
+        "--schedule", type=click.Choice(["async", "sync"]), default="async",
+        help="Take a micro batch from sessions that have it ready, or from all at once.",
+    ),
     click.option("--share", type=_Share(), default=Shard(), help="Share of the experts, where there are N workers."),
 )  # fmt: skip
 @section(
@@ -72,7 +76,7 @@ class _Share(click.ParamType):
     "Output", click.option("--stats", is_flag=True, help="Print seconds and counts of each phase on stderr at the end.")
 )
 @section("Artifact", target_option, programs_option, check_option, trust_option)
-def ffn_worker(artifact: Path, stats: bool, **options: Any) -> None:
+def ffn_worker(artifact: Path, stats: bool, schedule: str, **options: Any) -> None:
     """Compute ARTIFACT's experts for attention processes.
 
     These are generate and serve with --ffn, on this machine. Ends once all of them have left.
@@ -80,7 +84,7 @@ def ffn_worker(artifact: Path, stats: bool, **options: Any) -> None:
     with flight.watched():
         from ling3export.runners.ffn.worker import FfnWorker, stopping
 
-        worker = FfnWorker(artifact, options.pop("context"), **options)
+        worker = FfnWorker(artifact, options.pop("context"), synchronous=schedule == "sync", **options)
         with stopping(worker):
             worker.run()
         if stats:

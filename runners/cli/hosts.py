@@ -2,15 +2,17 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
 
+from ling3export.errors import RequestError
 from ling3export.runners import flight
 from ling3export.runners.cli.options import PATH, section
+from ling3export.runners.ffn import FFN_ALONE
 from ling3export.runners.hosts.hosts import Hosts, find_hosts
 
 SECONDS = click.FloatRange(0, min_open=True)
@@ -58,22 +60,28 @@ def host_options(command: Callable[..., Any]) -> Any:
     return _host_section(placed)
 
 
-def leading(artifact: Path, place: Mapping[str, Any], *, grace: float | None = None, **engine: Any) -> Hosts | None:
+def leading(
+    artifact: Path, place: Mapping[str, Any], *, ffn: Sequence[str] = (), grace: float | None = None, **engine: Any
+) -> Hosts | None:  # fmt: skip
     """This process's place among several hosts, None where it is alone. Returns on host 0 only: the others follow it.
 
     Args:
         artifact: Its folder.
         place: What ``host_options`` gave.
+        ffn: FFN workers, which every one of several hosts refuses: none has to wait for another to hear it.
         grace: Seconds that host 0 goes on after SIGTERM, so the others do, too; None where the signal ends it at once.
         engine: The arguments with which host 0 makes its engine; ``follower.follow`` takes them.
 
     Raises:
-        Ling3Error: ``place`` names no host (``find_hosts``); on the other hosts, what ended them.
+        Ling3Error: ``place`` names no host (``find_hosts``), or there are FFN workers; on the other hosts, what ended
+            them.
         SystemExit: On the other hosts, once host 0 has ended.
     """
     hosts = find_hosts(**place)
     if hosts is None:
         return None
+    if ffn:
+        raise RequestError(*FFN_ALONE)
     _keep_stdout()
     if hosts.number:
         from ling3export.runners.engine.follower import follow

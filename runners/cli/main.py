@@ -148,7 +148,7 @@ def generate(
     how: dict[str, Any] = {
         "target": target, "programs": programs, "check": check, "prefix_cache": prefix_cache, "evict": evict,
     }  # fmt: skip
-    hosts = leading(artifact, place, **how)
+    hosts = leading(artifact, place, ffn=ffn, **how)
     with announced(hosts):
         prompts = _prompts(prompt, prompt_ids, prompt_file)
         if logits is not None:

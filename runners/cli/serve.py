@@ -67,7 +67,7 @@ def serve(
         "target": target, "programs": programs, "check": check, "prefix_cache": prefix_cache, "evict": evict,
     }  # fmt: skip
     exchanged = exchanging(transfer, place, transfer_settings)
-    hosts = leading(artifact, place, grace=grace, **how)
+    hosts = leading(artifact, place, ffn=ffn, grace=grace, **how)
     with announced(hosts):
         require("serve", "serve", "starlette", "uvicorn", "prometheus_client", "pydantic")
         from ling3export.runners.serve.app import Policy

@@ -22,7 +22,7 @@ from ling3export.runners.engine.request import (
     token_ids,
 )
 from ling3export.runners.engine.score import Score, Text, check_cells, pair_ids, scored
-from ling3export.runners.ffn import WAIT
+from ling3export.runners.ffn import FFN_ALONE, WAIT
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.load.loader import say
 from ling3export.runners.text.chat import Message
@@ -87,7 +87,7 @@ class Engine:
         if hosts is not None and hosts.number:
             raise RequestError(f"engine: expected it on host 0, found host {hosts.number}", "the others call follow()")
         if ffn and hosts is not None:
-            raise RequestError("ffn: expected none on several hosts, found some", "run one process a session")
+            raise RequestError(*FFN_ALONE)
         if step_timeout is not None:
             step_timeout = SECONDS.number(step_timeout, "step_timeout")
         parts = load_parts(

@@ -14,4 +14,5 @@ class _All:
 FFN = ("dispatch", "experts")  # the phases of a worker's programs
 ATTENTION = _All(*FFN)  # those of an attention process
 WHOLE = _All(*FFN, "attend", "combine", "head")  # those of a process that computes its own experts
+FFN_ALONE = "--ffn: expected none on several hosts, found some", "run one process a session"
 WAIT = 60.0  # seconds that one side waits for the other before it calls that a fault

@@ -18,7 +18,7 @@ from ling3export.experts import MASK
 from ling3export.runners.ffn import WAIT
 from ling3export.runners.ffn.context import ContextError
 from ling3export.runners.ffn.schedule import FLAG, LAYER, LONGEST_NAP, Published, ScheduleTimeout
-from ling3export.runners.ffn.segment import HERE, LEFT, LOOK, NEVER, FfnGone, Segment
+from ling3export.runners.ffn.segment import HERE, LEFT, LOOK, NEVER, FfnGone, Row, Segment
 
 
 @dataclass
@@ -63,13 +63,14 @@ class AttentionConnector:
         names: The workers' segments, in any order.
         artifact: The digest of the manifest that runs here.
         experts: Experts of a layer.
-        width: Numbers of a token.
-        dtype: Of tokens and results.
+        there: What is sent of each pair.
+        back: What comes back.
         wait: Seconds to wait for a worker to be there, and for each answer.
 
     Attributes:
         micro_batches: How many may be in flight.
         tokens: Tokens of a micro batch.
+        synchronous: Whether the workers take each micro batch in turn, so that none may be left out.
         phases: What was done.
 
     Raises:
@@ -78,22 +79,25 @@ class AttentionConnector:
     """
 
     def __init__(
-        self, names: Sequence[str], *, artifact: str, experts: int, width: int, dtype: np.dtype, wait: float = WAIT
+        self, names: Sequence[str], *, artifact: str, experts: int, there: Row, back: Row, wait: float = WAIT
     ) -> None:
-        self.phases, self._wait, self._dtype, self._width = Phases(), wait, dtype, width
+        self.phases, self._wait, self._back = Phases(), wait, back
         self._segments: list[Segment] = []
+        self._taken: list[Segment] = []  # those that this process has a session of
         self.session = -1
         try:
-            self._segments = [Segment.attach(name, width * dtype.itemsize, wait) for name in names]
+            self._segments = [Segment.attach(name, there, back, wait) for name in names]
             self._segments.sort(key=lambda segment: segment.share.index)
             self._check(artifact)
             for segment in self._segments:
                 self.session = segment.claim(None if self.session < 0 else self.session)
+                self._taken.append(segment)
         except BaseException:
             self.close()
             raise
         context = self._segments[0].context
         self.micro_batches, self.tokens = context.micro_batch_num, context.micro_batch_size
+        self.synchronous = self._segments[0].share.synchronous
         self._owner = owners(experts, len(names))
         self._sent: dict[int, tuple[int, np.ndarray]] = {}  # by micro batch: its layer, and the worker of each pair
 
@@ -107,10 +111,10 @@ class AttentionConnector:
         for segment in self._segments:
             if segment.share.artifact != artifact:
                 raise ContextError(f"--ffn `{segment.name}`: expected a worker of this artifact, found one of another")
-        sizes = {(each.context.data_shape, each.context.expert_num) for each in self._segments}
-        if len(sizes) > 1:
-            raise ContextError(f"--ffn: expected workers of one size, found {len(sizes)}",
-                               "give them the same --sessions, --micro-batches and --micro-batch-size")  # fmt: skip
+        kinds = {(each.context.data_shape, each.share.synchronous) for each in self._segments}
+        if len(kinds) > 1:
+            raise ContextError(f"--ffn: expected workers of one size and schedule, found {len(kinds)}", "give them the "
+                               "same --sessions, --micro-batches, --micro-batch-size and --schedule")  # fmt: skip
 
     def send_attn_output(self, micro_batch: int, layer: int, tokens: np.ndarray, expert_ids: np.ndarray) -> None:
         """Publishes a micro batch.
@@ -118,7 +122,7 @@ class AttentionConnector:
         Args:
             micro_batch: Which of those in flight.
             layer: Its layer, among those that have experts.
-            tokens: ``[BS, H]``.
+            tokens: ``[BS, width]``.
             expert_ids: int32 ``[BS, K1]``, MASK for no expert.
         """
         with self.phases.timed("send_attn_output"):
@@ -128,7 +132,7 @@ class AttentionConnector:
             raw = np.ascontiguousarray(tokens).view(np.uint8).reshape(len(tokens), -1)
             for number, segment in enumerate(self._segments):
                 mine = owner == number
-                if mine.any():
+                if self.synchronous or mine.any():
                     row, place = np.nonzero(mine)
                     segment.buffers.data[self.session, micro_batch, row, place, : raw.shape[1]] = raw[row]
                     self.phases.sent += raw.shape[1] * len(row)
@@ -136,22 +140,22 @@ class AttentionConnector:
                     segment.buffers.announce(self.session, micro_batch, layer, ids)
 
     def recv_ffn_output(self, micro_batch: int) -> np.ndarray:
-        """What the experts made of each pair: ``[BS, K1, H]``, zeros where there was none.
+        """What the experts made of each pair: ``[BS, K1, width]``, zeros where there was none.
 
         Raises:
             FfnGone: A worker is dead or has ended.
             ScheduleTimeout: One lives and does not answer.
         """
         layer, owner = self._sent.pop(micro_batch)
-        results = np.zeros((*owner.shape, self._width), self._dtype)
+        results = np.zeros((*owner.shape, self._back.width), self._back.dtype)
         with self.phases.timed("recv_ffn_output"):
             for number, segment in enumerate(self._segments):
                 mine = owner == number
-                if mine.any():
+                if self.synchronous or mine.any():
                     info = segment.back_info[self.session, micro_batch]
                     self._await(segment, info, micro_batch, layer)
                     data = segment.back_data[self.session, micro_batch][mine]
-                    results[mine] = data[:, : self._width * self._dtype.itemsize].view(self._dtype)
+                    results[mine] = data[:, : self._back.nbytes].view(self._back.dtype)
                     info[FLAG] = 0
         return results
 
@@ -176,11 +180,10 @@ class AttentionConnector:
 
     def close(self) -> None:
         """Leaves every worker in order; may be called again."""
-        segments, self._segments = self._segments, []
-        for segment in segments:
-            if self.session >= 0 and segment.states[self.session] == HERE:
-                segment.leave(self.session)
-            segment.close()
+        while self._taken:
+            self._taken.pop().leave(self.session)
+        while self._segments:
+            self._segments.pop().close()
 
 
 class FfnConnector:
@@ -190,26 +193,27 @@ class FfnConnector:
         segment: Its own.
         experts: Experts of a layer.
         layers: Layers that have experts.
-        dtype: Of tokens and results.
-        width: Numbers of a token.
+        there: What sessions send of each pair.
         wait: Seconds in which all sessions have to come.
         quiet: Seconds without work after which the sessions that are there have to have left; None for any time.
     """
 
     def __init__(
-        self, segment: Segment, *, experts: int, layers: int, dtype: np.dtype, width: int, wait: float = WAIT,
-        quiet: float | None = None,
-    ) -> None:  # fmt: skip
+        self, segment: Segment, *, experts: int, layers: int, there: Row, wait: float = WAIT, quiet: float | None = None
+    ) -> None:
         self.phases = Phases()
         self._segment, self._experts, self._layers = segment, experts, layers
-        self._dtype, self._width, self._wait, self._quiet = dtype, width, wait, quiet
+        self._there, self._wait, self._quiet = there, wait, quiet
         self._started = self._worked = self._looked = time.monotonic()
 
     def recv_attn_output(self) -> tuple[Published, np.ndarray] | None:
         """Waits for the next micro batch that any session has published, and takes it from all that have it ready.
 
+        A synchronous worker waits until all that have not left have published the one whose turn it is.
+
         Returns:
-            What was published, and its data ``[rows, BS, K1, H]``; None once all sessions left, or the run flag is 0.
+            What was published, and its data ``[rows, BS, K1, width]``; None once all sessions left, or the run flag
+            is 0.
 
         Raises:
             FfnGone: A session died.
@@ -220,7 +224,8 @@ class FfnConnector:
         with self.phases.timed("recv_attn_output"):
             while self._look():
                 try:
-                    found = buffers.take(LOOK, synchronous=False)
+                    among = np.flatnonzero(self._segment.states != LEFT)
+                    found = buffers.take(LOOK, synchronous=self._segment.share.synchronous, among=among)
                 except ScheduleTimeout:
                     continue
                 if not found.out_num:
@@ -230,7 +235,7 @@ class FfnConnector:
                 rows, (batch, *_) = found.session_ids[: found.out_num], found.micro_batch_ids
                 sent = buffers.data[rows, batch]
                 self._worked = time.monotonic()
-                return found, sent[..., : self._width * self._dtype.itemsize].view(self._dtype)
+                return found, sent[..., : self._there.nbytes].view(self._there.dtype)
         return None
 
     def _check_layers(self, found: Published) -> None:
@@ -257,9 +262,9 @@ class FfnConnector:
                 "start them with --ffn, or fewer --sessions",
             )
         if self._quiet is not None and now - self._worked > self._quiet and (states == HERE).any():
+            late = np.flatnonzero((states == HERE) & ~self._segment.buffers.published()).tolist()
             raise ScheduleTimeout(
-                f"`{self._segment.name}`: expected sessions {np.flatnonzero(states == HERE).tolist()} to publish "
-                f"within {self._quiet:g} s, found nothing",
+                f"`{self._segment.name}`: expected sessions {late} to publish within {self._quiet:g} s, found nothing",
                 "see whether their processes are stopped",
             )
         return not (states == LEFT).all()
@@ -269,10 +274,10 @@ class FfnConnector:
 
         Args:
             found: What was published.
-            results: ``[rows, BS, K1, H]``; what stands for pairs without an expert is not given back.
+            results: ``[rows, BS, K1, width]``; what stands for pairs without an expert is not given back.
         """
         with self.phases.timed("send_ffn_output"):
-            size = self._width * self._dtype.itemsize
+            size = results.shape[-1] * results.itemsize
             for row in range(found.out_num):
                 session, batch = int(found.session_ids[row]), int(found.micro_batch_ids[row])
                 live = found.expert_ids[row] < MASK

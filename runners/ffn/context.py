@@ -32,10 +32,10 @@ class ScheduleContext:
         micro_batch_num: M: micro batches of a session in flight.
         micro_batch_size: BS: tokens of a micro batch.
         selected_expert_num: K1: experts of a token, a shared one included.
-        expert_num: Experts of the worker.
+        expert_num: Experts of a layer.
         attn_to_ffn_token_size: Bytes from one pair's data to the next, a multiple of 512.
         ffn_to_attn_token_size: The same on the way back.
-        schedule_mode: Kept as it is; which schedule is used is the caller's choice.
+        schedule_mode: What is scheduled: 0 the FFN side, 1 the attention side, 2 both. Segments of workers have 0.
         run_flag: 0 ends the worker.
         ffn_token_info_buf: int32 ``[A, M, 2 + BS * K1]``: flag, layer and expert ids of each micro batch.
         ffn_token_data_buf: uint8 ``[A, M, BS, K1, attn_to_ffn_token_size]``.

@@ -6,7 +6,9 @@ written last, which needs no lock where stores become visible in order (x86-64).
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -93,6 +95,11 @@ class TokenBuffers:
         self._info[:] = 0
         self._info[..., HEAD:] = MASK
 
+    def published(self) -> np.ndarray:
+        """Whether each session has published the micro batch whose turn it is: bool ``[A]``."""
+        turn = get(self._memory, "polling_index") % self.context.micro_batch_num
+        return np.asarray(self._info[:, turn, FLAG] == 1)
+
     @property
     def running(self) -> bool:
         """Whether the run flag is set."""
@@ -135,13 +142,14 @@ class TokenBuffers:
         info[HEAD:] = expert_ids.reshape(-1)
         info[FLAG] = 1
 
-    def take(self, timeout: float, *, synchronous: bool = True) -> Published:
+    def take(self, timeout: float, *, synchronous: bool = True, among: np.ndarray | None = None) -> Published:
         """Waits for rows and takes them.
 
         Args:
             timeout: Seconds.
             synchronous: Whether all sessions are waited for, at the micro batch whose turn it is; otherwise the first
                 micro batch from there on for which any session is ready is taken, with the sessions that are.
+            among: The sessions that are waited for; all by default.
 
         Returns:
             The rows; none once the run flag is 0.
@@ -150,15 +158,16 @@ class TokenBuffers:
             ScheduleTimeout: Names the micro batch and the sessions that did not come.
         """
         deadline, nap = time.monotonic() + timeout, LONGEST_NAP / 64
+        among = np.arange(self.context.session_num) if among is None else among
         while self.running:
             first = get(self._memory, "polling_index") % self.context.micro_batch_num
             for step in range(1 if synchronous else self.context.micro_batch_num):
                 micro_batch = (first + step) % self.context.micro_batch_num
                 ready = np.flatnonzero(self._info[:, micro_batch, FLAG] == 1)
-                if len(ready) == self.context.session_num or (len(ready) and not synchronous):
+                if len(ready) and (not synchronous or np.isin(among, ready).all()):
                     return self._taken(ready, micro_batch)
             if time.monotonic() > deadline:
-                missing = np.flatnonzero(self._info[:, first, FLAG] != 1).tolist()
+                missing = among[~self.published()[among]].tolist()
                 raise ScheduleTimeout(
                     f"micro batch {first}: expected sessions {missing} within {timeout:g} s, found nothing published",
                     "see whether their processes live; run_flag 0 ends a worker without an error",
@@ -198,3 +207,39 @@ class TokenBuffers:
         return Published(
             read(now.session_ids_buf), read(now.micro_batch_ids_buf), read(now.layer_ids_buf), ids, now.out_num
         )
+
+
+def receive(
+    buffers: TokenBuffers, operator: Callable[..., Any], *, need_schedule: int, timeout: float,
+    synchronous: bool = True, checks: str = "mask",
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """FfnWorkerBatching over a segment, with the integers of the original.
+
+    Args:
+        buffers: The segment's.
+        operator: The program: from ``token_data``, ``expert_ids``, ``session_ids``, ``micro_batch_ids``, ``layer_ids``
+            and ``out_num`` to the named outputs of ``ffn_worker_batching``.
+        need_schedule: 1 waits for rows and takes them, as ``TokenBuffers.take``; 0 reads those of another scheduler.
+        timeout: Seconds to wait for rows.
+        synchronous: Which rows are waited for.
+        checks: What becomes of experts that do not exist: ``mask`` leaves that to the operator, ``error`` raises.
+
+    Returns:
+        The outputs by name; ``group_list`` and ``actual_token_num`` as int64, which programs have no room for.
+
+    Raises:
+        ValueError: A setting that there is not.
+        ContextError: An expert that does not exist, or result buffers that do not fit the segment.
+        ScheduleTimeout: No rows in time.
+    """
+    for name, found, there in (("need_schedule", need_schedule, (0, 1)), ("checks", checks, ("mask", "error"))):
+        if found not in there:
+            raise ValueError(f"ffn_worker_batching `{name}`: expected {there[0]} or {there[1]}, found {found}")
+    rows = buffers.take(timeout, synchronous=synchronous) if need_schedule else buffers.scheduled()
+    if checks == "error":
+        rows.check(buffers.context.expert_num)
+    batch = operator(
+        buffers.data, rows.expert_ids, rows.session_ids, rows.micro_batch_ids, rows.layer_ids, np.int32(rows.out_num)
+    )
+    outputs = {name: np.asarray(value) for name, value in batch._asdict().items()}
+    return outputs | {name: outputs[name].astype(np.int64) for name in ("group_list", "actual_token_num")}

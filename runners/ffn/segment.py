@@ -10,8 +10,10 @@ import fcntl
 import mmap
 import os
 import re
+import stat
 import struct
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +25,8 @@ from ling3export.runners.ffn.schedule import TokenBuffers
 
 FOLDER, PREFIX = Path("/dev/shm"), "ling3-ffn-"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-MAGIC, VERSION = b"ling3ffn", 1
-GREETING = struct.Struct("<8sI2I64s")  # magic, version, share and shares, the artifact's digest
+MAGIC, VERSION = b"ling3ffn", 2
+GREETING = struct.Struct("<8s4I64s")  # magic, version, share, shares, whether synchronous, the artifact's digest
 SAID, SAID_BYTES = SIZE + 256, 512  # where the worker says why it ended
 SESSIONS = 2 * SIZE  # int32 [A]: whether each session is there
 NEVER, HERE, LEFT = range(3)
@@ -38,6 +40,24 @@ class FfnGone(Ling3Error):
 
 
 @dataclass(frozen=True)
+class Row:
+    """What travels of one pair of a token and one of its experts.
+
+    Attributes:
+        width: How many numbers.
+        dtype: Of each.
+    """
+
+    width: int
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it."""
+        return self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class Share:
     """What a worker computes.
 
@@ -45,11 +65,13 @@ class Share:
         index: Which share of the experts, from 0: those of number e with ``e * count // experts == index``.
         count: How many workers share them.
         artifact: The digest of the manifest that both sides run.
+        synchronous: Whether it takes a micro batch from all sessions at once, each micro batch in turn.
     """
 
     index: int
     count: int
     artifact: str
+    synchronous: bool = False
 
 
 def path_of(name: str) -> Path:
@@ -69,19 +91,19 @@ def aligned(size: int) -> int:
 
 
 def layout(
-    sessions: int, micro_batches: int, tokens: int, experts_a_token: int, experts: int, row: int
+    sessions: int, micro_batches: int, tokens: int, experts_a_token: int, experts: int, there: Row, back: Row
 ) -> ScheduleContext:
-    """The context of a segment whose pairs have ``row`` bytes of data each way."""
-    pairs, stride = sessions * micro_batches * tokens * experts_a_token, aligned(row)
+    """The context of a segment whose pairs have such rows on their way to the experts, and back."""
+    pairs, strides = sessions * micro_batches * tokens * experts_a_token, (aligned(there.nbytes), aligned(back.nbytes))
     info = 4 * sessions * micro_batches * (HEAD + tokens * experts_a_token)
-    sizes = [4 * sessions, info, pairs * stride, 4 * sessions * micro_batches * HEAD, pairs * stride]
+    sizes = [4 * sessions, info, pairs * strides[0], 4 * sessions * micro_batches * HEAD, pairs * strides[1]]
     places = [SESSIONS]
     for size in sizes:
         places.append(places[-1] + aligned(size))
     return ScheduleContext(
         session_num=sessions, micro_batch_num=micro_batches, micro_batch_size=tokens,
-        selected_expert_num=experts_a_token, expert_num=experts, attn_to_ffn_token_size=stride,
-        ffn_to_attn_token_size=stride, schedule_mode=1, run_flag=1, attention_micro_batch_id=micro_batches - 1,
+        selected_expert_num=experts_a_token, expert_num=experts, attn_to_ffn_token_size=strides[0],
+        ffn_to_attn_token_size=strides[1], run_flag=1, attention_micro_batch_id=micro_batches - 1,
         ffn_token_info_buf=places[1], ffn_token_info_size=sizes[1], ffn_token_data_buf=places[2],
         ffn_token_data_size=sizes[2], attention_token_info_buf=places[3], attention_token_info_size=sizes[3],
         attention_token_data_buf=places[4], attention_token_data_size=sizes[4],
@@ -94,7 +116,8 @@ class Segment:
     Args:
         name: What ``--context`` and ``--ffn`` call it.
         descriptor: Its open file, which this takes over.
-        row_bytes: Bytes of a pair's data.
+        there: A pair's data on its way to the experts.
+        back: What they made of it.
 
     Attributes:
         buffers: What sessions publish.
@@ -107,22 +130,22 @@ class Segment:
         ContextError: It is not a segment of this version, or not as large as its context says.
     """
 
-    def __init__(self, name: str, descriptor: int, row_bytes: int) -> None:
+    def __init__(self, name: str, descriptor: int, there: Row, back: Row) -> None:
         self.name, self._descriptor = name, descriptor
         size = os.fstat(descriptor).st_size
         where = f"segment `{name}`"
         if size < SESSIONS:
             raise ContextError(f"{where}: expected at least {SESSIONS} bytes, found {size}")
         self.memory = memoryview(mmap.mmap(descriptor, size))
-        magic, version, index, count, digest = GREETING.unpack_from(self.memory, SIZE)
+        magic, version, index, count, synchronous, digest = GREETING.unpack_from(self.memory, SIZE)
         if (magic, version) != (MAGIC, VERSION):
             found = f"version {version}" if magic == MAGIC else "another"
             raise ContextError(f"{where}: expected one of an FFN worker, version {VERSION}, found {found}")
-        self.share = Share(index, count, digest.decode("ascii", "replace"))
-        self.buffers = TokenBuffers(self.memory, row_bytes)
+        self.share = Share(index, count, digest.decode("ascii", "replace"), bool(synchronous))
+        self.buffers = TokenBuffers(self.memory, there.nbytes)
         context = self.context = self.buffers.context
-        if context.ffn_to_attn_token_size % ALIGNMENT or context.ffn_to_attn_token_size < row_bytes:
-            expected = f"a multiple of {ALIGNMENT} of at least {row_bytes} bytes"
+        if context.ffn_to_attn_token_size % ALIGNMENT or context.ffn_to_attn_token_size < back.nbytes:
+            expected = f"a multiple of {ALIGNMENT} of at least {back.nbytes} bytes"
             raise ContextError(f"context `ffn_to_attn_token_size`: expected {expected}, found "
                                f"{context.ffn_to_attn_token_size}")  # fmt: skip
         self.states = self.buffers.view(SESSIONS, np.int32, (context.session_num,))
@@ -131,38 +154,35 @@ class Segment:
                                            (*context.data_shape[:4], context.ffn_to_attn_token_size))  # fmt: skip
 
     @classmethod
-    def create(cls, name: str, context: ScheduleContext, share: Share, row_bytes: int) -> "Segment":
-        """Makes the segment of a worker, which holds its lock. One whose worker is dead is replaced.
+    def create(cls, name: str, context: ScheduleContext, share: Share, there: Row, back: Row) -> "Segment":
+        """Makes the segment of a worker, which holds its lock. Names of workers that are dead are removed.
 
         Raises:
             ContextError: Another worker has the name.
         """
         path = path_of(name)
+        for other in FOLDER.glob(f"{PREFIX}*"):
+            _remove_dead(other)
         size = context.attention_token_data_buf + context.attention_token_data_size
         descriptor = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)  # without a name until it is whole
-        os.ftruncate(descriptor, size)
-        os.pwrite(descriptor, context.build(), 0)
-        greeting = GREETING.pack(MAGIC, VERSION, share.index, share.count, share.artifact.encode())
-        os.pwrite(descriptor, greeting, SIZE)
-        segment = cls(name, descriptor, row_bytes)
-        segment.buffers.clear()
-        segment.lock(WORKER)
-        while True:
-            try:
-                _name(descriptor, path)
-                return segment
-            except FileExistsError:
-                if (other := _opened(path)) is not None:
-                    held = _holder(other, WORKER)
-                    os.close(other)
-                    if held:
-                        raise ContextError(
-                            f"--context: expected a free name, found a worker that has `{name}`", "choose another"
-                        ) from None
-                    path.unlink(missing_ok=True)
+        greeting = GREETING.pack(MAGIC, VERSION, share.index, share.count, share.synchronous, share.artifact.encode())
+        try:
+            context.check(there.nbytes, size)
+            _reserve(descriptor, size)
+            os.pwrite(descriptor, context.build() + greeting, 0)
+            segment = cls(name, descriptor, there, back)
+            segment.buffers.clear()
+            segment.lock(WORKER)
+            while not _named(descriptor, path):
+                if not _remove_dead(path):
+                    raise ContextError(f"--context: expected a free name, found `{name}` taken", "choose another")
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return segment
 
     @classmethod
-    def attach(cls, name: str, row_bytes: int, wait: float) -> "Segment":
+    def attach(cls, name: str, there: Row, back: Row, wait: float) -> "Segment":
         """Opens the segment of a worker that lives; waits for one.
 
         Raises:
@@ -174,12 +194,12 @@ class Segment:
             if (descriptor := _opened(path)) is not None:
                 if _holder(descriptor, WORKER):
                     try:
-                        return cls(name, descriptor, row_bytes)
+                        return cls(name, descriptor, there, back)
                     except BaseException:
                         os.close(descriptor)
                         raise
                 os.close(descriptor)
-                path.unlink(missing_ok=True)  # its worker died
+                _remove_dead(path)
             if time.monotonic() > deadline:
                 raise FfnGone(
                     f"--ffn `{name}`: expected an FFN worker within {wait:g} s, found none",
@@ -253,12 +273,7 @@ class Segment:
 
     def unlink(self) -> None:
         """Removes the segment's name, if it is still this one's; who has it open keeps it."""
-        path, own = path_of(self.name), os.fstat(self._descriptor)
-        try:
-            if os.stat(path).st_ino == own.st_ino:
-                path.unlink()
-        except FileNotFoundError:
-            pass
+        _unlink(path_of(self.name), self._descriptor)
 
     def close(self) -> None:
         """Gives every lock back; the memory goes with the last view of it."""
@@ -266,22 +281,71 @@ class Segment:
         os.close(self._descriptor)
 
 
-def _name(descriptor: int, path: Path) -> None:
-    """Gives a file without a name one. ``os.link`` follows a link of ``/proc`` only from a folder that is open."""
+def _reserve(descriptor: int, size: int) -> None:
+    """Takes the memory of a segment now: where it is short, the first write to it would end the process."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        raise ContextError(f"segment: expected {size:,} bytes of free memory in {FOLDER}, found: {error.strerror}",
+                           "take fewer --sessions or --micro-batches") from error  # fmt: skip
+
+
+def _named(descriptor: int, path: Path) -> bool:
+    """Gives a file without a name one; False where another file has it.
+
+    ``os.link`` follows a link of ``/proc`` only from a folder that is open.
+    """
     folder = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.link(str(descriptor), path, src_dir_fd=folder, follow_symlinks=True)
+        return True
+    except FileExistsError:
+        return False
     finally:
         os.close(folder)
 
 
 def _opened(path: Path) -> int | None:
+    """The open file of a name, None where there is none.
+
+    Raises:
+        ContextError: It is no file, or another user's, who would read the tokens and answer what he likes.
+    """
     try:
-        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ContextError(f"--ffn `{path.name}`: expected a segment, found {error.strerror}") from error
+        raise ContextError(f"segment `{path.name}`: expected a file, found: {error.strerror}") from error
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        os.close(descriptor)
+        what = f"one of user {found.st_uid}" if stat.S_ISREG(found.st_mode) else "something else"
+        raise ContextError(f"segment `{path.name}`: expected a file of this user, {os.geteuid()}, found {what}")
+    return descriptor
+
+
+def _remove_dead(path: Path) -> bool:
+    """Removes the name of a segment whose worker is dead; False where it lives, or the file is another user's."""
+    try:
+        if (descriptor := _opened(path)) is None:
+            return True
+    except ContextError:
+        return False
+    try:
+        if _holder(descriptor, WORKER):
+            return False
+        _unlink(path, descriptor)
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _unlink(path: Path, descriptor: int) -> None:
+    """Removes a name if it is that of the open file."""
+    with suppress(FileNotFoundError):
+        if os.stat(path, follow_symlinks=False).st_ino == os.fstat(descriptor).st_ino:
+            path.unlink()
 
 
 def _holder(descriptor: int, byte: int) -> bool:

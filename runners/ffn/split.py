@@ -11,6 +11,7 @@ from ling3export.dtypes import BY_NAME
 from ling3export.errors import ArtifactError
 from ling3export.experts import MASK
 from ling3export.runners.ffn.connector import AttentionConnector, Phases
+from ling3export.runners.ffn.segment import Row
 
 if TYPE_CHECKING:
     from ling3export.runners.load.model_runner import ModelRunner
@@ -38,8 +39,8 @@ class Sizes:
         dense: How many of them, the first ones, have no experts.
         experts: Experts of a layer.
         chosen: Experts of a token.
-        width: Numbers of a token.
-        dtype: Of tokens and results.
+        there: What a pair of a token and an expert takes to the experts.
+        back: What they make of it.
 
     Raises:
         ArtifactError: It was built without ``--afd``.
@@ -53,10 +54,11 @@ class Sizes:
                 "build the artifact again with --afd and the number of attention processes",
             )
         numbers = {name: value for name, value in manifest.config.items() if isinstance(value, int)}
-        tokens = next(leaf for leaf in attend.outputs if leaf.name == "tokens")
+        leaves = (*attend.outputs, *target.cells[f"combine@{attend.padding}"].inputs)
+        shapes = {leaf.name: Row(leaf.shape[-1], np.dtype(BY_NAME[leaf.dtype].numpy)) for leaf in leaves}
+        self.there, self.back = shapes["tokens"], shapes["results"]
         self.layers, self.dense = numbers["num_hidden_layers"], numbers["first_k_dense_replace"]
         self.experts, self.chosen = numbers["num_experts"], numbers["num_experts_per_tok"]
-        self.width, self.dtype = tokens.shape[1], np.dtype(BY_NAME[tokens.dtype].numpy)
 
 
 class ExpertPrograms:
@@ -76,12 +78,12 @@ class ExpertPrograms:
         """What each pair's expert makes of it.
 
         Args:
-            data: ``[n, H]``, copied.
+            data: ``[n, width]`` there, copied.
             expert_ids: int32 ``[n]``, MASK for none.
             layer_ids: int32 ``[n]``, among the layers that have experts.
 
         Returns:
-            ``[n, H]``; zeros for pairs without an expert.
+            ``[n, width]`` back; zeros for pairs without an expert.
         """
         count = len(data)
         padding = next((each for each in self.paddings if each >= count), None)
@@ -101,9 +103,9 @@ class ExpertPrograms:
             found = self._runner.call(f"dispatch@{padding}", fields, {"token_data": rows})
             place, live = self._runner.read(found["gather_idx"]), int(self._runner.read(found["actual_token_num"])[0])
         with self._phases.timed("experts"):
-            batch = {name: found[name] for name in ("y", "group_list")}
+            batch = {name: value for name, value in found.items() if name in ("y", "group_list", "dynamic_scale")}
             done = self._runner.read(self._runner.call(f"experts@{padding}", {}, batch)["results"])
-        results = np.zeros_like(rows)
+        results = np.zeros((padding, self._sizes.back.width), self._sizes.back.dtype)
         results[place[:live]] = done[:live]
         return results[:count]
 
@@ -129,7 +131,7 @@ class LocalExperts:
 
 def decode(
     runner: "ModelRunner", sizes: Sizes, exchange: Exchange, fields: Mapping[str, np.ndarray], tokens: int,
-    in_flight: int, phases: Phases,
+    in_flight: int, phases: Phases, *, in_turn: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """A decode step as micro batches, of which up to ``in_flight`` wait for their experts.
 
@@ -143,13 +145,16 @@ def decode(
         tokens: The most sequences of a micro batch: a padding of ``attend``.
         in_flight: How many there may be at once; their numbers are below it.
         phases: Where the programs' times go.
+        in_turn: Whether the last micro batches are followed by empty ones, until each number had as many.
 
     Returns:
         Logits, fp32 ``[rows, vocab]``.
     """
     used = int(np.max(np.flatnonzero(fields["slot"]), initial=0)) + 1
     size = min(tokens, -(-used // in_flight))
-    starts, free = deque(range(0, used, size)), deque(range(in_flight))
+    parts = -(-used // size)
+    parts += -parts % in_flight if in_turn else 0
+    starts, free = deque(range(0, parts * size, size)), deque(range(in_flight))
     out: dict[int, np.ndarray] = {}
     running: deque[tuple[int, int, Iterator[Any]]] = deque()
     while starts or running:
@@ -179,7 +184,7 @@ def _micro_batch(
 ) -> Iterator[Any]:  # fmt: skip
     """One micro batch through all layers: None whenever its tokens are away, in the end its logits."""
     count = len(fields["slot"])
-    hidden: Any = np.zeros((count, sizes.width), np.float32)
+    hidden: Any = np.zeros((count, sizes.back.width), np.float32)
     for layer in range(sizes.layers):
         with phases.timed("attend"):
             at = fields | {"layer": np.array([layer], np.int32)}
@@ -220,7 +225,8 @@ class SplitRunner:
             return self._runner.step(phase, padding, fields)
         link = self._connector
         with self.phases.timed("decode"):
-            logits = decode(self._runner, self._sizes, link, fields, link.tokens, link.micro_batches, link.phases)
+            logits = decode(self._runner, self._sizes, link, fields, link.tokens, link.micro_batches, link.phases,
+                            in_turn=link.synchronous)  # fmt: skip
         return self._runner.logits(logits)
 
 
@@ -234,8 +240,8 @@ def connected(
         FfnGone, ContextError: The workers are not there, or are others.
     """
     sizes = Sizes(manifest, target)
-    link = AttentionConnector(names, artifact=manifest.sha256 or "", experts=sizes.experts, width=sizes.width,
-                              dtype=sizes.dtype, wait=wait)  # fmt: skip
+    link = AttentionConnector(names, artifact=manifest.sha256 or "", experts=sizes.experts, there=sizes.there,
+                              back=sizes.back, wait=wait)  # fmt: skip
     if link.tokens not in target.paddings("attend"):
         link.close()
         raise ArtifactError(f"--ffn: expected micro batches of {list(target.paddings('attend'))} tokens, found "

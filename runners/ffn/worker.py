@@ -15,7 +15,7 @@ from ling3export.experts import MASK
 from ling3export.runners.ffn import FFN, WAIT
 from ling3export.runners.ffn.connector import FfnConnector, owners
 from ling3export.runners.ffn.context import ContextError
-from ling3export.runners.ffn.segment import Segment, Share, layout
+from ling3export.runners.ffn.segment import Segment, Share, layout, path_of
 from ling3export.runners.ffn.split import ExpertPrograms, Sizes
 from ling3export.runners.load.loader import load, say
 from ling3export.shards import Shard
@@ -36,6 +36,8 @@ class FfnWorker:
         micro_batches: Micro batches of each that may be in flight.
         tokens: Tokens of a micro batch; None takes the largest that its programs hold of so many sessions.
         share: Which of how many workers this one is.
+        synchronous: Whether to take a micro batch from all sessions at once, each micro batch in turn, or from those
+            that have it ready.
         target: Which target; None takes the only one that fits this machine.
         programs: ``prebuilt-only``, or ``allow-compile``.
         check: Whose digests are checked.
@@ -45,15 +47,16 @@ class FfnWorker:
 
     Raises:
         ArtifactError: The artifact cannot be loaded here, or has no programs for these sizes.
-        ContextError: Another worker has the name.
+        ContextError: Another worker has the name, or it could be another file's.
     """
 
     def __init__(
         self, artifact: str | Path, context: str, *, sessions: int = 1, micro_batches: int = 2,
-        tokens: int | None = None, share: Shard = WHOLE_SHARE, target: str | None = None,
+        tokens: int | None = None, share: Shard = WHOLE_SHARE, synchronous: bool = False, target: str | None = None,
         programs: str = "prebuilt-only", check: str = "all", wait: float = WAIT, quiet: float | None = None,
         report: Callable[[str], None] = say,
     ) -> None:  # fmt: skip
+        path_of(context)  # a name that cannot be is refused before anything is loaded
         loaded = load(artifact, target=target, programs=programs, check=check, report=report, phases=FFN)
         sizes = Sizes(loaded.manifest, loaded.record)
         micro, pairs = loaded.record.paddings("attend"), loaded.record.paddings("dispatch")
@@ -65,13 +68,12 @@ class FfnWorker:
                 f"found attend at {list(micro)} tokens and experts at {list(pairs)} pairs of a token and an expert",
                 "build with --afd and as many sessions, or start the worker with fewer --sessions",
             )
-        row = sizes.width * sizes.dtype.itemsize
-        numbers = (sizes.layers - sizes.dense) * sizes.experts
-        shape = layout(sessions, micro_batches, tokens, sizes.chosen, numbers, row)
+        rows = sizes.there, sizes.back
+        shape = layout(sessions, micro_batches, tokens, sizes.chosen, sizes.experts, *rows)
         digest = loaded.manifest.sha256 or ""
-        self.segment = Segment.create(context, shape, Share(share.index, share.count, digest), row)
+        self.segment = Segment.create(context, shape, Share(share.index, share.count, digest, synchronous), *rows)
         self._link = FfnConnector(self.segment, experts=sizes.experts, layers=sizes.layers - sizes.dense,
-                                  dtype=sizes.dtype, width=sizes.width, wait=wait, quiet=quiet)  # fmt: skip
+                                  there=sizes.there, wait=wait, quiet=quiet)  # fmt: skip
         self._own = owners(sizes.experts, share.count) == share.index
         self._programs = ExpertPrograms(loaded.runner, sizes, pairs, self._link.phases)
         report(f"{context}: {sessions} sessions, {micro_batches} micro batches of {tokens} tokens in flight, "

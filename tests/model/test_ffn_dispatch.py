@@ -12,8 +12,11 @@ import pytest
 from jax import export
 
 from ling3export.model.ffn import FfnBatch, combine, ffn_worker_batching, group_sizes
+from ling3export.runners.ffn.context import SIZE, ContextError, ScheduleContext
+from ling3export.runners.ffn.schedule import TokenBuffers, receive
 
 MASK = 1_000_000
+ITEM = (2, 2, 1)  # bytes of a number, by token_dtype
 IDS = np.array([[[3, 0, 4], [0, MASK, 4]], [[3, 1, 4], [MASK, MASK, MASK]]], np.int32)
 EXAMPLE: dict[str, Any] = {"session_ids": np.arange(2, dtype=np.int32), "micro_batch_ids": np.array([1, 0], np.int32)}
 OPTIONS: dict[str, Any] = {"expert_num": 5, "max_out_shape": (2, 2, 3, 4)}
@@ -101,14 +104,17 @@ SHAPES = (
 
 
 def random_case(
-    rng: np.random.Generator, kind: int, a: int, m: int, bs: int, k1: int, width: int, experts: int, layers: int
-) -> tuple[Any, ...]:
+    rng: np.random.Generator, kind: int, a: int, m: int, bs: int, k1: int, width: int, experts: int, layers: int,
+    token_dtype: int | None,
+) -> tuple[Any, ...]:  # fmt: skip
     """Arguments of one case: 0 masks everything, 1 gives all to one expert, 2 names sessions that do not exist."""
     ids = rng.integers(-2, experts + 2, (a, bs, k1)).astype(np.int32)
     ids[rng.random(ids.shape) < 0.3] = MASK + int(rng.integers(0, 5))
     if kind < 2:
         ids[:] = (MASK, experts // max(layers, 1) - 1)[kind]
     data = rng.integers(0, 2**16, (a, m, bs, k1, width)).astype(np.uint16).view(np.float16)
+    if token_dtype is not None:
+        data = rng.integers(0, 2**8, (a, m, bs, k1, width * ITEM[token_dtype] + 4 + kind)).astype(np.uint8)
     sessions = rng.integers(-1, a + 1, a) if kind == 2 else rng.permutation(a)
     numbers = (sessions, rng.integers(0, m, a), rng.integers(-1, layers + 1, a) if layers else np.zeros(a))
     return data, ids, *(each.astype(np.int32) for each in numbers), np.int32(rng.integers(0, a + 1))
@@ -116,19 +122,20 @@ def random_case(
 
 @pytest.mark.parametrize("seed", range(len(SHAPES)))
 def test_random_cases_equal_the_oracle_to_the_bit(seed):
-    """50 cases a shape: every bit pattern of a float, also NaN with payload, and every masking."""
+    """50 cases a shape: any bits of floats, fp16, bf16 or int8 with a scale, NaN with payload too, and any masking."""
     rng, compared = np.random.default_rng(seed), 0
     a, _, bs, k1, width, experts, layers, mode = SHAPES[seed]
+    token_dtype = (None, 1, 2, 0)[seed % 4]  # None: floats instead of bytes
 
     @jax.jit
     def call(data, ids, sessions, micro, layer_ids, out_num):
         return ffn_worker_batching(
             data, ids, sessions, micro, expert_num=experts, max_out_shape=(a, bs, k1, width), expert_offsets=mode,
-            layer_num=layers, layer_ids=layer_ids if layers else None, out_num=out_num,
+            layer_num=layers, layer_ids=layer_ids if layers else None, out_num=out_num, token_dtype=token_dtype or 0,
         )  # fmt: skip
 
     for case in range(50):
-        arguments = random_case(rng, case % 8, *SHAPES[seed][:7])
+        arguments = random_case(rng, case % 8, *SHAPES[seed][:7], token_dtype)
         batch = FfnBatch(*map(np.asarray, call(*arguments)))
         rows, groups, dropped = oracle(*arguments, experts, layers, mode)
         count = len(rows)
@@ -138,9 +145,13 @@ def test_random_cases_equal_the_oracle_to_the_bit(seed):
         for at, name in enumerate(names, 1):
             found = getattr(batch, name).tolist()
             assert found == [row[at] for row in rows] + [0] * (len(found) - count), name
-        bits = batch.y.view(np.uint8)
-        assert bits[:count].tobytes() == b"".join(row[0].tobytes() for row in rows)
+        end, bits = batch.y.shape[1] * batch.y.itemsize, batch.y.view(np.uint8)
+        assert bits[:count].tobytes() == b"".join(row[0].tobytes()[:end] for row in rows)
         assert not bits[count:].any()
+        if token_dtype == 2:
+            scales = batch.dynamic_scale.view(np.uint8).reshape(-1, 4)
+            assert scales[:count].tobytes() == b"".join(row[0].tobytes()[end : end + 4] for row in rows)
+            assert not scales[count:].any()
         places = batch.gather_idx[:count].tolist()
         assert len(set(places)) == count  # a permutation of what was not masked
         compared += count
@@ -203,6 +214,65 @@ for rows in range(4):
         assert int(expected.actual_token_num) == 10 * published
         for name, left, right in zip(FfnBatch._fields, found, expected, strict=True):
             assert left.tobytes() == np.asarray(right).tobytes(), name
+
+
+def segment_of_the_example() -> TokenBuffers:
+    """Both sessions have published: session 0 its micro batch 1, session 1 its micro batch 0, as rows of fp16."""
+    info, pairs = 4 * 2 * 2 * (2 + 6), 2 * 2 * 6
+    context = ScheduleContext(
+        session_num=2, micro_batch_num=2, micro_batch_size=2, selected_expert_num=3, expert_num=5,
+        attn_to_ffn_token_size=512, run_flag=1, ffn_token_info_buf=SIZE, ffn_token_info_size=info,
+        ffn_token_data_buf=SIZE + info, ffn_token_data_size=512 * pairs,
+    )  # fmt: skip
+    memory = memoryview(bytearray(SIZE + info + 512 * pairs))
+    memory[:SIZE] = context.build()
+    buffers = TokenBuffers(memory)
+    data = np.repeat(values()[..., None], 4, -1).astype(np.float16).view(np.uint8)
+    for session, micro in enumerate(EXAMPLE["micro_batch_ids"]):
+        buffers.publish(session, int(micro), 0, IDS[session], data[session, micro])
+    return buffers
+
+
+def operator(*arguments: Any) -> FfnBatch:
+    *given, _, out_num = arguments
+    return ffn_worker_batching(*given, **OPTIONS, out_num=out_num)
+
+
+def test_the_operator_over_a_segment_takes_what_is_ready_in_the_integers_of_the_original():
+    """An asynchronous worker finds session 1 with its micro batch 0 first, then session 0 with its micro batch 1."""
+    buffers = segment_of_the_example()
+    found = [receive(buffers, operator, need_schedule=1, synchronous=False, timeout=1) for _ in range(2)]
+    assert [each["group_list"].tolist() for each in found] == [
+        [[1, 1], [3, 1], [4, 1], [0, 0], [0, 0]], [[0, 2], [3, 1], [4, 2], [0, 0], [0, 0]],
+    ]  # fmt: skip
+    assert [each["y"][:5, 0].tolist() for each in found] == [[1001, 1000, 1002, 0, 0], [101, 110, 100, 102, 112]]
+    assert [int(each["actual_token_num"]) for each in found] == [3, 5]
+    dtypes = {name: value.dtype for name, value in found[0].items()}
+    assert dtypes["group_list"] == dtypes["actual_token_num"] == np.int64
+    assert dtypes["session_ids"] == dtypes["token_ids"] == np.int32 and dtypes["y"] == np.float16
+    buffers.stop()
+    ended = receive(buffers, operator, need_schedule=1, timeout=60)
+    assert int(ended["actual_token_num"]) == 0 and not ended["group_list"].any()
+
+
+def test_an_expert_that_does_not_exist_is_masked_and_counted_or_an_error():
+    ids = IDS[0].copy()
+    ids[0, 0] = 5
+    for checks in ("mask", "error"):
+        buffers = segment_of_the_example()
+        for session in range(2):
+            buffers.take(1, synchronous=False)
+            buffers.publish(session, 0, 0, ids, np.zeros((2, 3, 8), np.uint8))
+        if checks == "mask":
+            found = receive(buffers, operator, need_schedule=1, timeout=1)
+            assert (int(found["dropped"]), int(found["actual_token_num"])) == (2, 8)
+        else:
+            with pytest.raises(ContextError, match="expected them below 5, found 5 for token 0 of session 0"):
+                receive(buffers, operator, need_schedule=1, timeout=1, checks=checks)
+    with pytest.raises(ValueError, match="`need_schedule`: expected 0 or 1, found 2"):
+        receive(buffers, operator, need_schedule=2, timeout=1)
+    with pytest.raises(ValueError, match="`checks`: expected mask or error, found no"):
+        receive(buffers, operator, need_schedule=1, timeout=1, checks="no")
 
 
 @pytest.mark.parametrize(

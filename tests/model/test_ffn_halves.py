@@ -10,7 +10,7 @@ import pytest
 
 from direct import Direct, pack, relative
 from ling3export.experts import MASK
-from ling3export.model.ffn.halves import combine_rows, dispatch, experts
+from ling3export.model.ffn.halves import combine_rows, dispatch, experts, quantized
 from ling3export.model.geometry import Form
 from ling3export.model.moe import MixtureOfExperts, route
 from ling3export.model.program import bind
@@ -123,21 +123,37 @@ def test_dispatch_experts_and_combine_equal_the_fused_experts(case: Case):
     x = jnp.asarray(rng.standard_normal((tokens, config.hidden_size)), jnp.float32)
     valid, residual = jnp.arange(tokens) < 37, jnp.asarray(rng.standard_normal(x.shape), jnp.float32)
 
-    def both(params: Any) -> tuple[jax.Array, jax.Array]:
+    def through(moe: MixtureOfExperts, data: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
+        pairs = tokens * top
+        fields = {"expert_ids": chosen.reshape(-1), "layer_ids": jnp.full(pairs, layer), "out_num": jnp.array([pairs])}
+        found = dispatch(fields, jnp.repeat(data, top, axis=0), config)
+        done = experts(moe, found["y"], found["group_list"], found.get("dynamic_scale"))
+        place = jnp.where(jnp.arange(pairs) < found["actual_token_num"], found["gather_idx"], pairs)
+        results = jnp.full(done.shape, jnp.nan).at[place].set(done, mode="drop")
+        return combine_rows(residual, results.reshape(tokens, top, -1), chosen, weights) - residual
+
+    def both(params: Any) -> tuple[jax.Array, ...]:
         moe = bind(config, direct.geometry)(params).moe
         assert isinstance(moe, MixtureOfExperts)
         fused = moe(x, layer, valid) - moe.shared(x, layer)
         chosen, weights = route(*moe.scores(x, layer), config)
         chosen = jnp.where(valid[:, None], chosen, MASK)
-        pairs = tokens * top
-        fields = {"expert_ids": chosen.reshape(-1), "layer_ids": jnp.full(pairs, layer), "out_num": jnp.array([pairs])}
-        found = dispatch(fields, jnp.repeat(x, top, axis=0), config)
-        results = jnp.full_like(jnp.repeat(x, top, axis=0), jnp.nan)
-        place = jnp.where(jnp.arange(pairs) < found["actual_token_num"], found["gather_idx"], pairs)
-        results = results.at[place].set(experts(moe, found["y"], found["group_list"]), mode="drop")
-        return fused, combine_rows(residual, results.reshape(tokens, top, -1), chosen, weights) - residual
+        return fused, through(moe, x, chosen, weights), through(moe, quantized(x), chosen, weights)
 
     alone = jax.vmap(both, in_axes=None, axis_name="tp", axis_size=1)
-    fused, split = (np.asarray(value)[0] for value in jax.jit(alone)(direct.params))
-    assert not split[37:].any()
+    fused, split, int8 = (np.asarray(value)[0] for value in jax.jit(alone)(direct.params))
+    assert not split[37:].any() and not int8[37:].any()
     assert relative(split[:37], fused[:37]) < SAME
+    # A rounding of at most half of a 127th of a row's largest number.
+    assert 1e-3 < relative(int8[:37], fused[:37]) < 3e-2
+
+
+def test_tokens_of_8_bits_are_as_near_as_their_scale_says():
+    """Also a row of zeros, and one whose largest number is negative."""
+    x = np.random.default_rng(0).standard_normal((5, 7)).astype(np.float32) * 10.0 ** np.arange(-12, 13, 6)[:, None]
+    x[2], x[3, 4] = 0, -9e9
+    rows = np.asarray(jax.jit(quantized)(x.astype(np.float32)))
+    assert rows.shape == (5, 11) and rows.dtype == np.uint8
+    values, scale = rows[:, :7].view(np.int8), rows[:, 7:].copy().view("<f4")
+    assert values[3, 4] == -127 and np.abs(values).max(axis=1).tolist() == [127, 127, 0, 127, 127]
+    assert (np.abs(values * scale - x) <= scale * (0.5 + 1e-4)).all()

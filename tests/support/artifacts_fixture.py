@@ -57,6 +57,7 @@ class Recipe:
     decode: int = 8
     score: tuple[int, ...] = ()
     afd: int = 0
+    afd_dtype: str = "model"
     target: str = "cpu"
     snapshots: int = 0
     kernels: str = "off"
@@ -77,7 +78,7 @@ class Recipe:
         if self.score:
             numbers["--score-paddings"] = ",".join(map(str, self.score))
         if self.afd:
-            numbers["--afd"] = self.afd
+            numbers |= {"--afd": self.afd, "--afd-dtype": self.afd_dtype}
         if self.snapshots:  # blocks of 16 tokens, and not enough of them for all sequences that may run
             numbers |= {"--max-running": 4, "--context": 256, "--page-size": 16, "--pages": 28}
             numbers["--snapshots"] = self.snapshots
@@ -101,6 +102,7 @@ RECIPES = {
     "micro-tp4-flat": Recipe(4, "micro", overrides={"q_lora_rank": None}),
     # Decode cut at the experts: micro batches of two tokens, of up to three attention processes.
     "micro-tp1-afd": Recipe(1, "micro", paddings=(16,), decode=2, afd=3),
+    "micro-tp1-afd-int8": Recipe(1, "micro", dtype="bfloat16", paddings=(16,), decode=2, afd=1, afd_dtype="int8"),
     "micro-tp1-snapshots": Recipe(1, "micro", paddings=(64,), decode=4, snapshots=6),
     "micro-tp1-seed2": Recipe(1, "micro", seed=2),
     "micro-tp1-experts": Recipe(1, "micro", overrides={"num_experts": 32}),

@@ -56,6 +56,9 @@ def test_a_split_model_has_experts_for_one_session_and_for_all():
     assert [cell for cell in plan.cells if cell.name not in split] == list(whole.cells)
     assert "ffn_paddings" not in whole.record() and plan.record()["ffn_paddings"] == [8, 24, 32, 96]
     assert refusal(afd=-1) == "--afd: expected 0 to 1024 attention processes, found -1"
+    dtypes = "expected --dtype bfloat16 and --afd, found --dtype"
+    assert refusal(afd=1, afd_dtype="int8", dtype="float32") == f"--afd-dtype int8: {dtypes} float32 and --afd 1"
+    assert refusal(afd=0, afd_dtype="int8", dtype="bfloat16") == f"--afd-dtype int8: {dtypes} bfloat16 and --afd 0"
     with pytest.raises(PlanError, match="--afd: expected none with --format savedmodel, found it"):
         build_savedmodel(Path("checkpoint"), Path("model"), Options(afd=1), Mock())
     dense = Config.from_dict(tiny_fields(first_k_dense_replace=7))

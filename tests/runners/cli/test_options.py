@@ -36,6 +36,34 @@ def test_options_that_add_up_may_be_repeated():
     assert told.stderr.startswith("error: artifact `none`:")
 
 
+@pytest.mark.parametrize("host", ["0", "1"])
+@pytest.mark.parametrize("command", [["generate", "--prompt-ids", "1", "--max-tokens", "1"], ["serve"]])
+def test_each_of_several_hosts_refuses_ffn_workers_at_once(command: list[str], host: str):
+    """A follower took no notice of them, and waited for host 0, which had refused them alone."""
+    several = ["--coordinator", "127.0.0.1:1", "--num-hosts", "2", "--host-id", host, "--ffn", "any"]
+    told = CliRunner().invoke(runner, [command[0], "none", *command[1:], *several])
+    assert told.exit_code == 1
+    assert told.stderr == (
+        "error: --ffn: expected none on several hosts, found some\nhint: run one process a session\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--context", "../up"], 1, "--context: expected a name of letters, digits, `.`, `_` and `-`, found `../up`"),
+        (["--context", "a", "--micro-batches", "0"], 2, "Invalid value for '--micro-batches': 0 is not in the range"),
+        (["--context", "a", "--sessions", "1025"], 2, "Invalid value for '--sessions': 1025 is not in the range"),
+        (["--context", "a", "--share", "2/2"], 2, "expected a share I/N, found '2/2'"),
+        (["--context", "a", "--schedule", "any"], 2, "Invalid value for '--schedule': 'any' is not one of"),
+        ([], 2, "Missing option '--context'"),
+    ],
+)
+def test_what_an_ffn_worker_cannot_be_is_refused_before_anything_is_loaded(options: list[str], code: int, said: str):
+    told = CliRunner().invoke(runner, ["ffn-worker", "none", *options])
+    assert (told.exit_code, said in told.stderr) == (code, True), told.stderr
+
+
 def group_that(raises):
     @click.group(cls=Group)
     def main():

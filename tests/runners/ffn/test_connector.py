@@ -1,6 +1,7 @@
 """Both sides of a segment, as threads of one process: what travels, and how each ends when the other does."""
 
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -14,14 +15,16 @@ from ling3export.errors import Ling3Error
 from ling3export.experts import MASK
 from ling3export.runners.ffn.connector import AttentionConnector, FfnConnector, owners
 from ling3export.runners.ffn.context import SIZE, ContextError
-from ling3export.runners.ffn.schedule import ScheduleTimeout
+from ling3export.runners.ffn.schedule import FLAG, ScheduleTimeout
 from ling3export.runners.ffn.segment import (
     FOLDER,
     HERE,
     LEFT,
+    NEVER,
     SESSIONS,
     WORKER,
     FfnGone,
+    Row,
     Segment,
     Share,
     layout,
@@ -29,8 +32,7 @@ from ling3export.runners.ffn.segment import (
 )
 
 TOKENS, CHOSEN, EXPERTS, LAYERS, WIDTH, MICRO = 3, 2, 8, 2, 6, 2
-ROW, DIGEST = 4 * WIDTH, "d" * 64
-SIZES: dict[str, Any] = {"experts": EXPERTS, "width": WIDTH, "dtype": np.dtype(np.float32)}
+ROW, DIGEST = Row(WIDTH, np.dtype(np.float32)), "d" * 64
 SOON = 0.4  # seconds of a wait that has to end by itself
 ONE = Share(0, 1, DIGEST)
 IDS = np.array([[0, 5], [7, 2], [MASK, MASK]], np.int32)
@@ -47,16 +49,16 @@ def name(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def worker(name: str, sessions: int = 1, share: Share = ONE) -> Segment:
-    context = layout(sessions, MICRO, TOKENS, CHOSEN, LAYERS * EXPERTS, ROW)
-    return Segment.create(name, context, share, ROW)
+    context = layout(sessions, MICRO, TOKENS, CHOSEN, EXPERTS, ROW, ROW)
+    return Segment.create(name, context, share, ROW, ROW)
 
 
 def link(*names: str, wait: float = 20) -> AttentionConnector:
-    return AttentionConnector(names, artifact=DIGEST, wait=wait, **SIZES)
+    return AttentionConnector(names, artifact=DIGEST, experts=EXPERTS, there=ROW, back=ROW, wait=wait)
 
 
 def connector(segment: Segment, **limits: float) -> FfnConnector:
-    return FfnConnector(segment, layers=LAYERS, **SIZES, **limits)
+    return FfnConnector(segment, layers=LAYERS, experts=EXPERTS, there=ROW, **limits)
 
 
 def end(segment: Segment) -> None:
@@ -113,12 +115,43 @@ def test_every_pair_comes_back_from_the_worker_that_has_its_expert(name: str, wo
             for micro in reversed(range(MICRO)):
                 wanted = expected(tokens(10 * turn + micro + 1 - number), (turn + micro) % LAYERS)
                 assert np.array_equal(side.recv_ffn_output(micro), wanted)
-    assert first.phases.sent == 5 * MICRO * 4 * ROW  # four pairs have an expert, whatever the number of workers
+    assert first.phases.sent == 5 * MICRO * 4 * ROW.nbytes  # four pairs have an expert, whatever the number of workers
     first.close()
     second.close()
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
+
+
+def test_a_synchronous_worker_takes_each_micro_batch_from_all_sessions_until_they_leave(name: str):
+    """Also where a session has no expert of this worker, and once another has left."""
+    segment = worker(name, 2, replace(ONE, synchronous=True))
+    thread = serve(segment, quiet=60)
+    first, second = link(name), link(name)
+    assert first.synchronous
+    for turn in range(4):
+        first.send_attn_output(turn % MICRO, 0, tokens(0), IDS)
+        assert not segment.back_info[0, turn % MICRO, FLAG]  # the other has not published it
+        second.send_attn_output(turn % MICRO, 1, tokens(1), np.full_like(IDS, MASK))
+        assert np.array_equal(first.recv_ffn_output(turn % MICRO), expected(tokens(0), 0))
+        assert not second.recv_ffn_output(turn % MICRO).any()
+    first.close()
+    second.send_attn_output(0, 1, tokens(1), IDS)
+    assert np.array_equal(second.recv_ffn_output(0), expected(tokens(1), 1))
+    second.close()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_a_synchronous_worker_names_the_session_that_it_waits_for(name: str):
+    segment, errors = worker(name, 2, replace(ONE, synchronous=True)), list[Ling3Error]()
+    thread = serve(segment, errors, quiet=SOON)
+    first, second = link(name), link(name)
+    second.send_attn_output(0, 0, tokens(0), IDS)
+    thread.join(60)
+    assert isinstance(errors[0], ScheduleTimeout) and "expected sessions [0] to publish within 0.4 s" in str(errors[0])
+    first.close()
+    second.close()
 
 
 def test_experts_are_shared_out_whole_and_in_order():
@@ -249,11 +282,14 @@ def test_no_worker_is_said_with_the_command_that_starts_one(name: str):
         link(name, wait=0.1)
 
 
-def test_what_a_dead_worker_left_is_replaced_and_a_live_one_is_not(name: str):
-    dead = worker(name)
-    dead.close()
+def test_what_a_dead_worker_left_is_removed_and_a_live_one_stays(name: str):
+    """By a worker of any name, too: else a worker that was killed before its sessions came left its memory for ever."""
+    for left in (name, f"{name}.other"):
+        dead = worker(left)
+        dead.close()
     live = worker(name)
-    with pytest.raises(ContextError, match="expected a free name, found a worker that has"):
+    assert not path_of(f"{name}.other").exists()
+    with pytest.raises(ContextError, match="expected a free name, found `"):
         worker(name)
     assert link(name).session == 0
     end(live)
@@ -270,6 +306,19 @@ def test_a_session_takes_what_is_free_and_leaves_in_order(name: str):
     end(segment)
 
 
+def test_a_session_that_is_refused_leaves_none_of_another_process(name: str):
+    """The second worker's session 0 is somebody else's; it was marked as left when this one gave up."""
+    names = [f"{name}.0", f"{name}.1"]
+    segments = [worker(each, 2, Share(index, 2, DIGEST)) for index, each in enumerate(names)]
+    other = Segment.attach(names[1], ROW, ROW, 20)
+    assert other.claim() == 0
+    with pytest.raises(ContextError, match="expected session 0 to be free of 2, found it taken"):
+        link(*names)
+    assert [segment.states.tolist() for segment in segments] == [[LEFT, NEVER], [HERE, NEVER]]
+    for each in (other, *segments):
+        end(each) if each in segments else each.close()
+
+
 def damaged(name: str, at: int, data: bytes, size: int | None = None) -> Segment:
     """A live worker's segment with other bytes, as another program or version may have written it."""
     segment = worker(name)
@@ -282,8 +331,8 @@ def damaged(name: str, at: int, data: bytes, size: int | None = None) -> Segment
 @pytest.mark.parametrize(
     ("at", "data", "size", "message"),
     [
-        (SIZE, b"other", None, "expected one of an FFN worker, version 1, found another"),
-        (SIZE + 8, b"\7", None, "expected one of an FFN worker, version 1, found version 7"),
+        (SIZE, b"other", None, "expected one of an FFN worker, version 2, found another"),
+        (SIZE + 8, b"\7", None, "expected one of an FFN worker, version 2, found version 7"),
         (0, b"\0\0\0\0", None, "context `session_num`: expected 1 to 1024, found 0"),
         (0, b"\xff\0\0\0", None, "context `ffn_token_info_size`: expected at least"),
         (24, b"\1\0\0\0", None, "context `ffn_to_attn_token_size`: expected a multiple of 512"),
@@ -318,11 +367,12 @@ def test_workers_of_other_shares_or_artifacts_are_refused(name: str, shares: lis
         end(segment)
 
 
-def test_workers_of_other_sizes_are_refused(name: str):
+@pytest.mark.parametrize("other", [(2, False), (1, True)])
+def test_workers_of_other_sizes_and_schedules_are_refused(name: str, other: tuple[int, bool]):
     names = [f"{name}.0", f"{name}.1"]
-    segments = [worker(each, sessions, Share(index, 2, DIGEST)) for index, (each, sessions) in
-                enumerate(zip(names, (1, 2), strict=True))]  # fmt: skip
-    with pytest.raises(ContextError, match="expected workers of one size, found 2"):
+    segments = [worker(each, sessions, Share(index, 2, DIGEST, synchronous)) for index, (each, (sessions, synchronous))
+                in enumerate(zip(names, ((1, False), other), strict=True))]  # fmt: skip
+    with pytest.raises(ContextError, match="expected workers of one size and schedule, found 2"):
         link(*names)
     for segment in segments:
         end(segment)
@@ -334,9 +384,47 @@ def test_names_that_could_be_other_files_are_refused(wrong: str):
         path_of(wrong)
 
 
+def test_a_segment_is_for_its_user_alone(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Who may write it could answer anything, and who made it reads all tokens."""
+    segment = worker(name)
+    assert stat.S_IMODE(path_of(name).stat().st_mode) == 0o600
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(ContextError, match=f"expected a file of this user, {user + 1}, found one of user {user}"):
+        link(name, wait=0)
+    with pytest.raises(ContextError, match="expected a free name, found `"):
+        worker(name)  # it is left alone, whether its worker lives or not
+    monkeypatch.undo()
+    end(segment)
+
+
+@pytest.mark.parametrize("made", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_no_file_is_neither_opened_nor_removed(name: str, made: Any):
+    made(path_of(name))
+    with pytest.raises(ContextError, match="expected a file"):
+        link(name, wait=0)
+    with pytest.raises(ContextError, match="expected a free name, found `"):
+        worker(name)
+    assert os.path.lexists(path_of(name))
+    path_of(name).rmdir() if path_of(name).is_dir() else path_of(name).unlink()
+
+
+def test_a_refused_segment_leaves_no_open_file(name: str):
+    live, before = worker(name), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(ContextError):
+            worker(name)
+        for micro, size, said in ((0, TOKENS, "expected 1 to 64, found 0"), (64, 1 << 20, "bytes of free memory")):
+            context = layout(1024, micro, size, CHOSEN, EXPERTS, ROW, ROW)
+            with pytest.raises(ContextError, match=said):
+                Segment.create(f"{name}.other", context, ONE, ROW, ROW)
+    assert len(os.listdir("/proc/self/fd")) == before
+    end(live)
+
+
 def test_the_context_of_a_segment_is_one_of_the_published_layout(name: str):
     segment = worker(name, 2)
-    segment.context.check(ROW, len(segment.memory))
+    segment.context.check(ROW.nbytes, len(segment.memory))
     assert segment.context.data_shape == (2, MICRO, TOKENS, CHOSEN, 512)
     assert segment.context == replace(segment.context, run_flag=1, attention_micro_batch_id=MICRO - 1)
     end(segment)

@@ -46,6 +46,36 @@ def test_fields_lie_where_the_published_layout_has_them():
     assert context.build().hex().startswith("0100000002000000030000000400000005000000060000000700000008000000")
 
 
+def test_a_known_context_is_these_1024_bytes():
+    """Written down by hand from the published layout, not by this code: two sessions of bf16 tokens of 1536."""
+    fixture = {
+        0: "02000000 03000000 04000000 09000000 b8000000 000c0000 000c0000 00000000", 128: "01000000",
+        256: "0000500000000000 6003000000000000 0000600000000000 00200a0000000000 02000000",
+        384: "0000100000000000 9003000000000000 0000200000000000 00200a0000000000 01000000 00000000",
+        512: "00e00f0000000000 0800000000000000 10e00f0000000000 0800000000000000 20e00f0000000000 0800000000000000"
+             "30e00f0000000000 2001000000000000 02000000",
+        1020: "deadbeef",
+    }  # fmt: skip
+    data = bytearray(SIZE)
+    for offset, text in fixture.items():
+        data[offset : offset + len(bytes.fromhex(text))] = bytes.fromhex(text)
+    context = ScheduleContext.parse(data)
+    assert context.data_shape == (2, 3, 4, 9, 3072) and context.info_shape == (2, 3, 38)
+    assert (context.expert_num, context.ffn_to_attn_token_size, context.run_flag, context.schedule_mode) == (
+        184,
+        3072,
+        1,
+        0,
+    )
+    assert (context.attention_token_info_buf, context.attention_token_data_size) == (0x500000, 663_552)
+    assert (context.attention_micro_batch_id, context.polling_index, context.out_num) == (2, 1, 2)
+    assert (context.ffn_token_info_buf, context.ffn_token_info_size) == (0x100000, 4 * 2 * 3 * 38)
+    assert (context.ffn_token_data_buf, context.ffn_token_data_size) == (0x200000, 4 * 9 * 3072 * 2 * 3)
+    assert (context.layer_ids_buf, context.expert_ids_buf, context.expert_ids_size) == (0xFE000, 0xFE030, 4 * 2 * 36)
+    assert context.build() == bytes(data)  # the reserved bytes at the end, too
+    context.check(row_bytes=3072)
+
+
 def test_reserved_bytes_and_every_number_survive():
     generator = random.Random(0)
     for _ in range(200):
