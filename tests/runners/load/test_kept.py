@@ -1,0 +1,22 @@
+"""A sequence's state in host memory."""
+
+import numpy as np
+
+from ling3export.runners.load.kept import Kept, Shards
+
+
+def shards(*shape, value):
+    return Shards(shape, {tuple((0, n) for n in shape): np.full(shape, value, np.float32)})
+
+
+def test_what_later_calls_say_of_slot_0_counts_for_nothing():
+    """Each call of ``store`` behind the first writes slot 0: receipts of builds with three calls or more failed."""
+
+    def kept(slot_0, latent=1):
+        first = {"kda_recurrent": shards(2, 3, value=1), "mla_latent": shards(1, 2, value=1)}
+        middle = {"kda_recurrent": shards(2, 3, value=slot_0), "mla_latent": shards(1, 2, value=1)}
+        last = {"kda_recurrent": shards(2, 3, value=slot_0), "mla_latent": shards(1, 2, value=latent)}
+        return Kept((first, middle, last))
+
+    assert kept(5).compared(kept(6)) == (6 + 3 * 2, 0)
+    assert kept(5).compared(kept(5, latent=9)) == (12, 2)
