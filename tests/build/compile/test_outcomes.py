@@ -8,7 +8,7 @@ import pytest
 
 from ling3export.artifacts.schema import Memory, Origin, Program, Receipt, Receipts, Tolerance
 from ling3export.cli.progress import Console
-from ling3export.compile import pool, replay
+from ling3export.compile import build, pool, replay
 from ling3export.compile.pool import Outcome
 from ling3export.errors import ArtifactError, PlanError
 from ling3export.model.config import Config
@@ -165,3 +165,13 @@ def test_a_damaged_note_of_a_failed_build_counts_as_none(tmp_path, damaged):
     """Other JSON types in it once ended in a traceback."""
     replay.failed_path(tmp_path / "x.ling3").write_text(damaged)
     assert replay.read_failure(tmp_path / "x.ling3") is None
+
+
+def test_a_refused_build_names_the_cell_that_failed(monkeypatch, tmp_path):
+    """It once named the cell with the largest error, which in bfloat16 may have passed."""
+    passed = Receipt("passed", 0.42, 0.01, 9.0, 14)  # one routing flip, and the median is judged
+    failed = Receipt("failed", 0.19, 0.19, 17_400.0, 89_600)
+    measured = Receipts(Tolerance("median", 0.15), {"decode@1": passed, "copy@8": failed}, {})
+    monkeypatch.setattr(build, "measure_apart", lambda *_: measured)
+    with pytest.raises(ArtifactError, match="'absolute': 17400.0, 'positions': 89600}, in copy@8"):
+        build.receipts(tmp_path, None, "cpu-tp1")
