@@ -40,6 +40,14 @@ def end_process(text: str, code: int) -> None:
     flight.leave(code)
 
 
+def end_anyway(seconds: float) -> None:
+    """Ends this process in so many seconds with 1, and says nothing: Python need not run any more by then.
+
+    Where it has begun to end, it may wait for the threads of a collective, and let no thread of its own run.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True, file=os.open(os.devnull, os.O_WRONLY))
+
+
 class Channel:
     """The connection of this host to host 0, or those of host 0 to all others. Making one waits for all hosts.
 
@@ -172,8 +180,7 @@ class Channel:
         stuck = threading.Timer(SETTLE, end_process, (text, _code(kind)))  # threads of a collective never end
         stuck.daemon = True
         stuck.start()
-        # Python may have begun to end by then: it waits for the same threads, and lets no thread of its own run.
-        faulthandler.dump_traceback_later(2 * SETTLE, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
+        end_anyway(2 * SETTLE)
 
     def outlive(self, told: Callable[[str], None], seconds: float) -> None:
         """When another host is gone, calls ``told`` with the reason, and ends this process ``seconds`` later."""

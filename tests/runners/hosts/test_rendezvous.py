@@ -104,6 +104,12 @@ def connected(lost: list[tuple[str, int]], **settings: Any) -> Iterator[list[Cha
             each.close()
 
 
+@pytest.fixture(autouse=True)
+def this_process_goes_on(monkeypatch):
+    """Whatever fails in a test: ``end_anyway`` would end all tests."""
+    monkeypatch.setattr(channels, "end_anyway", lambda seconds: None)
+
+
 @pytest.fixture
 def no_service(monkeypatch):
     monkeypatch.setattr(channels, "Service", NoService)
