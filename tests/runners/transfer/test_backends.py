@@ -82,7 +82,8 @@ def test_an_object_without_all_of_its_layers_never_becomes_ready(both):
     assert part.finish() is False
     writer.offer(TRANSFER, [key])
     assert reader.fetch([key], source(writer), soon()) == [None]
-    assert (writer.counts, reader.counts) == ({"abandoned": 1}, {"miss": 1})
+    # A writer over TCP also counts that it was asked, a moment after the reader has its answer.
+    assert (writer.counts["abandoned"], reader.counts) == (1, {"miss": 1})
     assert write(writer, key)
 
 
