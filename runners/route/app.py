@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from ling3export.errors import Ling3Error
 from ling3export.runners.endpoint import Endpoint, Reply
 from ling3export.runners.route.workers import Worker, best, blocks_of
-from ling3export.runners.serve.app import Front, Policy
+from ling3export.runners.serve.app import Front, Policy, received
 from ling3export.runners.serve.connection import Bounds
 from ling3export.runners.serve.responses import event, refused
 from ling3export.runners.serve.run import BACKLOG, address, affordable, http_server
@@ -243,11 +243,7 @@ def application(router: Router, policy: Policy) -> Starlette:
 
     async def pass_on(request: Request) -> Any:
         try:
-            if int(request.headers.get("content-length", "0") or 0) > policy.max_body:
-                raise ApiError(413, f"body: expected at most {policy.max_body} bytes, found more")
-            data = await request.body()
-            if len(data) > policy.max_body:
-                raise ApiError(413, f"body: expected at most {policy.max_body} bytes, found more")
+            data = b"".join([chunk async for chunk in received(request, policy.max_body)])
             return _Call(router, request.url.path, parse(data))
         except ApiError as error:
             return refused(error)

@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -158,16 +158,10 @@ class _Server:
                 415, f"`Content-Type`: expected application/json, found {kind[:100]}", code="unsupported_media_type"
             )
         most = self._policy.max_body
-        # The header is looked at first, so that a body that is too large is not even received.
-        claimed = request.headers.get("content-length", "0")
-        if claimed.isdecimal() and int(claimed) > most:
-            raise _too_large(most, int(claimed))
         data, held = bytearray(), 0
         try:
-            async for chunk in request.stream():
+            async for chunk in received(request, most):
                 data += chunk
-                if len(data) > most:
-                    raise _too_large(most, len(data))
                 if len(data) > SMALL:
                     self._held += len(data) - held
                     held = len(data)
@@ -185,6 +179,22 @@ class _Server:
             "id": self._policy.model, "object": "model", "created": self._since, "owned_by": "ling3export",
             "max_model_len": self._engine.limits.context,
         }  # fmt: skip
+
+
+async def received(request: Request, most: int) -> AsyncGenerator[bytes, None]:
+    """The pieces of a request's body as they come.
+
+    Raises:
+        ApiError: It has more than ``most`` bytes. The header is looked at first: such a body is not even received.
+    """
+    claimed, length = request.headers.get("content-length", "0"), 0
+    if claimed.isdecimal() and int(claimed) > most:
+        raise _too_large(most, int(claimed))
+    async for chunk in request.stream():
+        length += len(chunk)
+        if length > most:
+            raise _too_large(most, length)
+        yield chunk
 
 
 class Responses(Protocol):
