@@ -46,6 +46,7 @@ WHOLE = Fleet(
     handover_token=LATENT / LINK,
 )  # fmt: skip
 LOADS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+ASKED = 8_000  # requests at each load
 PREFILL, DECODE = (16, 128, 512, 1024, 2048), (1, 16, 64, 128, 256)
 Points = Sequence[tuple[float, float]]
 COLOURS = ("#1f6f8b", "#c8553d", "#6a994e", "#7b5ea7", "#888888")
@@ -103,7 +104,7 @@ def loads(folder: Path, fleets: dict[str, tuple[Fleet, float]]) -> dict[str, Any
     for name, (fleet, most) in fleets.items():
         rows = []
         for load in LOADS:
-            found = simulate(fleet, asks(KINDS, 8_000, load * most * GROUP / REPLICAS, 3))
+            found = simulate(fleet, asks(KINDS, ASKED, load * most * GROUP / REPLICAS, 3))
             rows.append([load * most, *(1e3 * value for value in (*found.first_token(), *found.each_token()))])
         first[name], each[name] = [(row[0], row[2]) for row in rows], [(row[0], row[4]) for row in rows]
         result[name] = rows

@@ -174,7 +174,7 @@ def build(
             if on is not None:
                 from ling3export.compile.fleet import build_on
 
-                make_pool = partial(on_cluster, "build", None, on, replicas, resources)
+                make_pool = partial(on_cluster, "build", on, replicas, resources)
                 build_on(make_pool, source, destination, what, console, ignore=ignore, cache=use)
             manifest = building.build(source, destination, what, console, force=force, ignore=ignore, cache=use)
             console.summary(destination, manifest)

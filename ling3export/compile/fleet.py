@@ -26,7 +26,9 @@ from ling3export.plan.plan import Cell, Plan, make_plans
 from ling3export.pricing.pricing import config_of
 from ling3export.processes import Failure
 from ling3export.reading import read_bytes
-from ling3export.runners.fleet.pool import Pool, Worker, versions
+from ling3export.runners.fleet.crew import Worker, versions
+from ling3export.runners.fleet.pool import Pool
+from ling3export.runners.hosts.hosts import Hosts
 
 STAGE = "compile on the cluster"
 Compiled = tuple[dict[str, Any], Any, dict[str, bytes]]  # what decides the cell there, Built as JSON, files by suffix
@@ -42,7 +44,7 @@ class CompileWorker:
 
     config: Config
 
-    def start(self) -> dict[str, Any]:
+    def start(self, hosts: Hosts | None) -> dict[str, Any]:
         """Nothing to get ready."""
         return {"versions": versions()}
 

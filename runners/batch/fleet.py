@@ -7,26 +7,34 @@ from typing import Any
 
 from ling3export.runners.batch.run import WINDOW, Answer, Answered, Numbered, Record, answers
 from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.follower import follow
 from ling3export.runners.engine.handle import EngineStopped
-from ling3export.runners.fleet.pool import Gone, Pool, versions
+from ling3export.runners.fleet.crew import versions
+from ling3export.runners.fleet.pool import Gone, Pool
+from ling3export.runners.hosts.hosts import Hosts
 
 PIECE = 32  # lines
 
 
 @dataclass
 class BatchWorker:
-    """An engine on a node, for ``Pool``.
+    """An engine on a node, or on several, for ``Pool``.
 
     Args:
         options: The engine's arguments; ``artifact`` is a path that every node sees.
+        step_timeout: Seconds after which a call of the devices that did not return stops the engine.
     """
 
     options: dict[str, Any]
+    step_timeout: float | None = None
     engine: Engine = field(init=False)
 
-    def start(self) -> dict[str, Any]:
+    def start(self, hosts: Hosts | None) -> dict[str, Any]:
         """Loads the artifact."""
-        self.engine = Engine(**self.options)
+        if hosts is not None and hosts.number:
+            follow(**self.options, hosts=hosts)
+            return {}
+        self.engine = Engine(**self.options, hosts=hosts, step_timeout=self.step_timeout)
         return {"artifact": self.engine.manifest.sha256, "target": self.engine.target, "versions": versions()}
 
     def work(self, piece: tuple[Record, list[Numbered]]) -> list[Answer]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ling3export.runners.cli.cluster import on_cluster
+from ling3export.runners.cli.cluster import hosts_each, on_cluster
 from ling3export.runners.cli.errors import require
 from ling3export.runners.cli.hosts import host_options, leading
 from ling3export.runners.cli.options import (
@@ -70,23 +70,24 @@ def run(
     A line is a request in OpenAI's batch format, or one of {"prompt": TEXT}, {"prompt_ids": [ID, ...]} and
     {"messages": [...]}. A line that cannot be served gets an error as its answer.
     """
-    hosts = leading(artifact, place, target=target, programs=programs, check=check)
+    each = None if on is None else hosts_each(place)
+    hosts = leading(artifact, place, target=target, programs=programs, check=check) if on is None else None
     with announced(hosts):
         require("batch", "serve", "starlette", "prometheus_client", "pydantic")
         from ling3export.runners.batch.run import answer_file, run_batch
     from ling3export.runners.engine.engine import Engine
 
     name = model or artifact.resolve().name.removesuffix(".ling3")
-    options: dict[str, Any] = {"target": target, "programs": programs, "check": check, "step_timeout": step_timeout}
+    options: dict[str, Any] = {"target": target, "programs": programs, "check": check}
     what: dict[str, Any] = {"model": name, "settings": settings, "shard": shard, "force": force}
     if on is not None:
         from ling3export.runners.batch.fleet import BatchWorker, answered_by
 
-        worker = partial(BatchWorker, {"artifact": artifact.resolve(), **options})
-        with on_cluster("batch", hosts, on, replicas, resources, worker, at_once=2) as pool:
+        worker = partial(BatchWorker, {"artifact": artifact.resolve(), **options}, step_timeout)
+        with on_cluster("batch", on, replicas, resources, worker, hosts=each, at_once=2) as pool:
             done = answer_file(pool.about["artifact"], answered_by(pool), source, output, **what)
     else:
-        with Engine(artifact, hosts=hosts, **options) as engine:
+        with Engine(artifact, hosts=hosts, step_timeout=step_timeout, **options) as engine:
             done = run_batch(engine, source, output, **what)
     earlier = f", {done.earlier} of them by an earlier run" if done.earlier else ""
     click.echo(f"{output}: {done.answered} lines of shard {shard}{earlier}; refused now: {done.refused}", err=True)

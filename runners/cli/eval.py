@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from ling3export.errors import Ling3Error, listed
-from ling3export.runners.cli.cluster import on_cluster
+from ling3export.runners.cli.cluster import hosts_each, on_cluster
 from ling3export.runners.cli.errors import INVALID, NOT_DETERMINISTIC, REGRESSION
 from ling3export.runners.cli.hosts import host_options, leading
 from ling3export.runners.cli.options import (
@@ -145,14 +145,15 @@ def run(
     from ling3export.runners.evals.backend import OVERLAP
     from ling3export.runners.evals.run import run_suite
 
-    hosts = leading(artifact, place, target=target, programs=programs, overlap=OVERLAP, prefix_cache=prefix_cache)
+    options: dict[str, Any] = {"target": target, "programs": programs, "prefix_cache": prefix_cache}
+    each = None if on is None else hosts_each(place)
+    hosts = leading(artifact, place, overlap=OVERLAP, **options) if on is None else None
     with announced(hosts):
         loaded, config = _suite_of(suite, data, limit), replace(DEFAULTS, **settings)
-    options = {"target": target, "programs": programs, "step_timeout": step_timeout, "prefix_cache": prefix_cache}
     opened: AbstractContextManager[Answering] = (
         open_backend(artifact, target, programs, hosts, step_timeout, prefix_cache)
         if on is None
-        else _on(on, replicas, resources, loaded, hosts, {"artifact": artifact.resolve(), **options})
+        else _on(on, replicas, resources, loaded, each, {"artifact": artifact.resolve(), **options}, step_timeout)
     )
     with opened as backend, progress(f"eval {loaded.name}") as told:
         summary = run_suite(loaded, backend, run_folder, config, shard=shard, force=force, progress=told)
@@ -314,7 +315,13 @@ def open_backend(
 
 @contextmanager
 def _on(
-    on: str, replicas: int, resources: str, suite: "Suite", hosts: Hosts | None, options: dict[str, Any]
+    on: str,
+    replicas: int,
+    resources: str,
+    suite: "Suite",
+    hosts: Hosts | None,
+    options: dict[str, Any],
+    step_timeout: float | None,
 ) -> Iterator["Answering"]:
     """What answers an evaluation's prompts on a cluster."""
     from ling3export.runners.evals.fleet import EvalWorker, PoolBackend
@@ -322,7 +329,8 @@ def _on(
     if suite.product:
         hint = "run it on each node without --on"
         raise Ling3Error(f"--on: expected a suite that looks at answers alone, found `{suite.name}`", hint)
-    with on_cluster("eval run", hosts, on, replicas, resources, partial(EvalWorker, options)) as pool:
+    worker = partial(EvalWorker, options, step_timeout)
+    with on_cluster("eval run", on, replicas, resources, worker, hosts=hosts) as pool:
         yield PoolBackend(pool)
 
 

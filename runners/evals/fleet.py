@@ -4,25 +4,32 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ling3export.runners.engine.follower import follow
 from ling3export.runners.engine.handle import EngineStopped
-from ling3export.runners.evals.backend import Answer, Answering, Ask, EngineBackend, answered
+from ling3export.runners.evals.backend import OVERLAP, Answer, Answering, Ask, EngineBackend, answered
 from ling3export.runners.fleet.pool import Gone, Pool
+from ling3export.runners.hosts.hosts import Hosts
 
 
 @dataclass
 class EvalWorker:
-    """An engine on a node, for ``Pool``.
+    """An engine on a node, or on several, for ``Pool``.
 
     Args:
         options: The arguments of EngineBackend; ``artifact`` is a path that every node sees.
+        step_timeout: Seconds after which a call of the devices that did not return stops the engine.
     """
 
     options: dict[str, Any]
+    step_timeout: float | None = None
     backend: EngineBackend = field(init=False)
 
-    def start(self) -> dict[str, Any]:
+    def start(self, hosts: Hosts | None) -> dict[str, Any]:
         """Loads the artifact; the environment of the run."""
-        self.backend = EngineBackend(**self.options)
+        if hosts is not None and hosts.number:
+            follow(**self.options, hosts=hosts, overlap=OVERLAP)
+            return {}
+        self.backend = EngineBackend(**self.options, hosts=hosts, step_timeout=self.step_timeout)
         return self.backend.environment()
 
     def work(self, piece: tuple[Sequence[Ask], int]) -> list[Answer]:

@@ -11,6 +11,13 @@ class Dead(BaseException):
     """Ends the process of a worker."""
 
 
+class Ref(int):
+    """The number of a call; as an argument of another one it stands for its result."""
+
+
+RUNS = object()  # the result of a call that has not ended
+
+
 class RayError(Exception):
     pass
 
@@ -25,8 +32,11 @@ class FakeRay:
     """What Pool uses of Ray.
 
     Attributes:
-        started: How many workers were.
+        started: How many actors were.
         killed: How many were ended.
+        groups: Arguments of each placement group.
+        removed: How many of those were.
+        following: Calls of hosts that follow another one, which do not end by themselves.
     """
 
     exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
@@ -35,7 +45,20 @@ class FakeRay:
         self.random, self.room = random.Random(seed), room
         self.results: dict[int, Any] = {}
         self.numbers = itertools.count()
-        self.started = self.killed = 0
+        self.started = self.killed = self.removed = 0
+        self.labels: list[dict[str, str]] = [{}]  # of each node
+        self.groups: list[dict[str, Any]] = []
+        self.following: list[Ref] = []
+        placed = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda group, number: (group, number))
+        self.util = SimpleNamespace(placement_group=self.group, remove_placement_group=self.remove,
+                                    get_node_ip_address=lambda: "127.0.0.1", scheduling_strategies=placed)  # fmt: skip
+
+    def group(self, bundles: list[dict[str, float]], **options: Any) -> int:
+        self.groups.append({"bundles": bundles, **options})
+        return len(self.groups) - 1
+
+    def remove(self, group: int) -> None:
+        self.removed += 1
 
     def init(self, **_: object) -> Any:
         return SimpleNamespace(dashboard_url="10.0.0.1:8265")
@@ -44,10 +67,10 @@ class FakeRay:
         pass
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"Alive": True, "Resources": {"CPU": self.room}}]
+        return [{"Alive": True, "Resources": {"CPU": self.room}, "Labels": labels} for labels in self.labels]
 
     def available_resources(self) -> dict[str, float]:
-        return {"CPU": self.room}
+        return {"CPU": self.room * len(self.labels)}
 
     def remote(self, cls: type) -> Any:
         return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda make: self.actor(cls(make))))
@@ -57,12 +80,16 @@ class FakeRay:
         self.started += 1
 
         def call(method: Callable[..., Any]) -> Any:
-            def remote(*arguments: Any) -> int:
-                number = next(self.numbers)
+            def remote(*arguments: Any) -> Ref:
+                number = Ref(next(self.numbers))
                 try:
                     if actor.dead:
                         raise Dead
-                    self.results[number] = method(*arguments)
+                    given = [self.results[each] if isinstance(each, Ref) else each for each in arguments]
+                    self.results[number] = method(*given)
+                    if any(getattr(each, "number", 0) for each in given):
+                        self.results[number] = RUNS
+                        self.following.append(number)
                 except Dead:
                     actor.dead = True
                     self.results[number] = RayError("the actor died")
@@ -72,13 +99,13 @@ class FakeRay:
 
             return SimpleNamespace(remote=remote)
 
-        actor.start, actor.work = call(worker.start), call(worker.work)
+        actor.listens, actor.start, actor.work = call(worker.listens), call(worker.start), call(worker.work)
         return actor
 
     def wait(self, references: list[int], *, num_returns: int, timeout: float | None) -> tuple[list[int], list[int]]:
         if self.room == 0:  # nothing starts
             return [], references
-        return [self.random.choice(references)], []
+        return [self.random.choice([each for each in references if self.results[each] is not RUNS])], []
 
     def get(self, reference: int) -> Any:
         result = self.results.pop(reference)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -48,8 +49,10 @@ class Nodes:
 @contextmanager
 def cluster() -> Iterator[Nodes]:
     """A cluster whose head has no resources of ours."""
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, text=True) as process:
+    pipe, equals = subprocess.PIPE, {"RAY_worker_niceness": "0"}  # with 15, the default, workers starve beside others
+    with subprocess.Popen(
+        [sys.executable, __file__], stdin=pipe, stdout=pipe, text=True, env=os.environ | equals
+    ) as process:
         try:
             yield Nodes(process)
             assert process.stdin is not None

@@ -11,9 +11,8 @@ RUNNERS = (
     ("runners.serve", "runners.evals", "runners.bench", "runners.doctor", "runners.adapters"),
     ("runners.engine",),
     ("runners.ffn", "runners.state"),
-    ("runners.load", "runners.transfer"),
+    ("runners.load", "runners.transfer", "runners.fleet"),
     ("runners.hosts", "runners.text"),
-    ("runners.fleet",),
     ("artifacts",),
     ("dtypes", "errors", "experts", "reading", "shards", "strict_json", "runners.endpoint", "runners.flight"),
 )

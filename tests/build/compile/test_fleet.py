@@ -24,7 +24,8 @@ from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plans
 from ling3export.pricing.pricing import config_of
 from ling3export.processes import Failure
-from ling3export.runners.fleet.pool import Cluster, Pool
+from ling3export.runners.fleet.crew import Cluster
+from ling3export.runners.fleet.pool import Pool
 from tiny import tiny_fields, tiny_weights, write_tiny
 
 OPTIONS = Options((16,), (1,), tp=1, max_running=1, page_size=16, context=64)

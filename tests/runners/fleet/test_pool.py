@@ -2,23 +2,30 @@
 
 import random
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from fake_ray import Dead, FakeRay
+from fake_ray import Dead, FakeRay, RayError
 from ling3export.errors import ArtifactError, Ling3Error
 from ling3export.runners.cli.cluster import on_cluster
-from ling3export.runners.fleet.pool import Cluster, ClusterError, Gone, Pool
+from ling3export.runners.fleet.crew import PLACE, SLICE, Cluster, ClusterError
+from ling3export.runners.fleet.pool import Gone, Pool
+from ling3export.runners.hosts.hosts import Hosts
+
+HOSTS = -3
 
 
 class Doubler:
-    """Doubles numbers; ``does`` says what else happens at a number, and how often."""
+    """Doubles numbers; ``does`` says what else happens at a number, and how often, and is told of HOSTS."""
 
-    def __init__(self, does: dict[int, list[BaseException]]) -> None:
+    def __init__(self, does: dict[int, list[Any]]) -> None:
         self.does = does
 
-    def start(self) -> dict[str, Any]:
+    def start(self, hosts: Hosts | None) -> dict[str, Any]:
+        if hosts is not None:
+            self.does.setdefault(HOSTS, []).append(hosts)
         if self.does.get(-1):
             raise self.does[-1].pop()
         return {
@@ -37,11 +44,14 @@ def pool(monkeypatch):
     """Makes a pool whose workers do something at some numbers."""
 
     def made(
-        does: dict[int, list[Any]], *, seed: int = 0, replicas: int = 2, at_once: int = 2, room: float = 4
-    ) -> Pool:
+        does: dict[int, list[Any]], *, seed: int = 0, replicas: int = 2, at_once: int = 2, room: float = 4,
+        hosts: int = 1, labels: Sequence[dict[str, str]] = ({},),
+    ) -> Pool:  # fmt: skip
         ray = FakeRay(seed, room)
+        ray.labels = [*labels]
         monkeypatch.setitem(sys.modules, "ray", ray)
-        cluster = Cluster(None, replicas, {"CPU": 1})
+        several = Hosts("127.0.0.1:1", hosts, 0, 7.0) if hosts > 1 else None
+        cluster = Cluster(None, replicas, {"CPU": 1}, several)
         said: list[str] = []
         found: Any = Pool(cluster, lambda: Doubler(does), at_once=at_once, report=said.append)
         found.ray, found.said = ray, said
@@ -64,6 +74,57 @@ def test_results_come_in_order_whoever_dies(pool, seed):
         gone = [line for line in workers.said if "a worker is gone" in line]
     assert 1 <= len(gone) <= deaths
     assert workers.said[0].startswith("ray: ") and "http://10.0.0.1:8265" in workers.said[0]
+
+
+SLICES = [{SLICE: name, PLACE: str(place)} for name in "ab" for place in range(3)]
+
+
+def test_a_worker_of_several_hosts_is_ended_and_replaced_whole_when_one_of_them_ends(pool):
+    """Each slice has one worker, whose host n is the slice's n-th; host 0 does the pieces."""
+    does: dict[int, list[Any]] = {}
+
+    def source(workers):
+        for number in range(60):
+            if number == 20:
+                victim = workers.ray.following[0]
+                workers.ray.results[victim] = RayError("the actor died")
+            yield number
+
+    with pool(does, hosts=3, room=1, labels=SLICES) as workers:
+        assert workers.said == ["ray: 2 workers of 3 hosts, http://10.0.0.1:8265"]
+        assert list(workers.map(source(workers))) == [2 * n for n in range(60)]
+        ray = workers.ray
+        assert (len(ray.groups), ray.removed, ray.started, ray.killed) == (3, 1, 9, 3)
+    assert ray.removed == 3
+    slices = [group["bundle_label_selector"] for group in ray.groups]
+    assert {each[0][SLICE] for each in slices[:2]} == {"a", "b"}
+    assert slices[2] == slices[0] or slices[2] == slices[1]
+    assert all(each in (SLICES[:3], SLICES[3:]) for each in slices)
+    assert {group["strategy"] for group in ray.groups} == {"STRICT_SPREAD"}
+    assert [group["bundles"] for group in ray.groups] == [[{"CPU": 1}] * 3] * 3
+    for first in range(0, 9, 3):
+        hosts = does[HOSTS][first : first + 3]
+        assert [(each.number, each.count, each.start_timeout) for each in hosts] == [(n, 3, 7.0) for n in range(3)]
+        assert len({(each.coordinator, each.secret) for each in hosts}) == 1 and len(hosts[0].secret) > 16
+
+
+def test_an_error_of_a_host_that_follows_is_the_runs(pool):
+    """Its node lacks the artifact, for example. Host 0 would wait for it."""
+    wrong = ArtifactError("artifact `x.ling3`: expected a manifest, found none")
+    first = Hosts("127.0.0.1:1", 2, 0)
+    does = {-1: [wrong]}
+
+    class Second(Doubler):
+        def start(self, hosts: Hosts | None) -> dict[str, Any]:
+            assert hosts is not None
+            return super().start(hosts) if hosts.number else {"artifact": "a"}
+
+    pool({})  # a Ray of this process
+    with (
+        pytest.raises(ClusterError, match=r"ray: artifact `x.ling3`: expected a manifest, found none; on node"),
+        Pool(Cluster(None, 1, {"CPU": 1}, first), lambda: Second(does), report=print) as workers,
+    ):
+        list(workers.map(range(50)))
 
 
 def test_pieces_are_taken_only_as_far_ahead_as_results_can_wait(pool):
@@ -135,7 +196,7 @@ def test_what_ray_prints_is_no_data_of_a_command(monkeypatch, capsys):
 
     monkeypatch.setitem(sys.modules, "ray", Chatty())
     monkeypatch.setattr("ling3export.runners.cli.cluster.require", lambda *_: None)
-    with on_cluster("batch", None, "ray", 1, '{"CPU": 1}', lambda: Doubler({})) as workers:
+    with on_cluster("batch", "ray", 1, '{"CPU": 1}', lambda: Doubler({})) as workers:
         assert list(workers.map([1, 2])) == [2, 4]
     print("data")
     out, err = capsys.readouterr()

@@ -71,6 +71,20 @@ def test_a_node_that_dies_in_the_middle_of_a_batch_loses_nothing(cluster, tmp_pa
     assert timeless[0].count("\n") == 501
 
 
+def test_an_engine_on_two_hosts_of_the_cluster_answers_as_one(cluster, artifact, tmp_path):
+    """Each host is an actor on a node of its own; greedy tokens of float32 are those of one process."""
+    source = written(tmp_path / "in.jsonl", 9)
+    with Engine(artifact("micro-tp2"), check="programs", report=quiet) as engine:
+        run_batch(engine, source, tmp_path / "one", model="m", settings=SETTINGS | {"temperature": 0.0})
+    where = ["--on", f"ray://{cluster.address}", "--num-hosts", 2, "--resources", '{"engine": 1}']
+    options = ["--max-tokens", 6, "--seed", 5, "--model", "m", "--check", "programs"]
+    done = call("batch", artifact("micro-2x1"), source, tmp_path / "two", *options, *where)
+    assert done.exit_code == 0, done.output
+    assert "ray: 1 workers of 2 hosts" in done.stderr and "some on one node" not in done.stderr
+    timeless = [re.sub(r'"created": \d+', "", (tmp_path / name).read_text()) for name in ("one", "two")]
+    assert timeless[0] == timeless[1]
+
+
 def test_an_evaluation_on_a_cluster_is_that_of_one_engine(cluster, tmp_path):
     tasks = tmp_path / "tasks.json"
     tasks.write_text(json.dumps([
