@@ -4,35 +4,36 @@ import json
 import re
 from pathlib import Path
 
-from ling3export.runners.serve.schema import LABELS, NEUTRAL, ChatBody, CompletionsBody, StreamOptions
+from ling3export.runners.serve.items import STORED, ResponsesBody
+from ling3export.runners.serve.schema import LABELS, ChatBody, CompletionsBody, Sampled, StreamOptions
 
 PAGE = Path(__file__).parents[1] / "docs" / "serving.md"
 BETWEEN = re.compile(r"(?<=<!-- fields -->\n).*?(?=\n## )", re.DOTALL)
-BODIES = (CompletionsBody, ChatBody)
+BODIES = (CompletionsBody, ChatBody, ResponsesBody)
 
 
 def rows() -> list[tuple[str, ...]]:
-    """(field, completions, chat) of each: ``taken``, ``neutral: VALUES`` or ``refused``."""
-    names = sorted({name for body in BODIES for name in body.model_fields} | NEUTRAL.keys() | LABELS)
-    found = [(f"`{name}`", *(_said(name, name in body.model_fields) for body in BODIES)) for name in names]
+    """(field, completions, chat, responses) of each: ``taken``, ``neutral: VALUES`` or ``refused``."""
+    names = {name for body in BODIES for name in (*body.model_fields, *body.neutral)} | LABELS | STORED
+    found = [(f"`{name}`", *(_said(name, body) for body in BODIES)) for name in names]
     options = (f"`stream_options.{name}`" for name in StreamOptions.model_fields)
-    return sorted([*found, *((name, "taken", "taken") for name in options)])
+    return sorted([*found, *((name, "taken", "taken", "refused") for name in options)])
 
 
-def _said(name: str, known: bool) -> str:
-    if known:
+def _said(name: str, body: type[Sampled]) -> str:
+    if name in body.model_fields:
         return "taken"
     if name in LABELS:
         return "neutral: any"
-    if name not in NEUTRAL:
+    if name not in body.neutral:
         return "refused"
-    shown = dict.fromkeys(json.dumps(value) for value in NEUTRAL[name])
+    shown = dict.fromkeys(json.dumps(value) for value in body.neutral[name])
     return f"neutral: {', '.join(f'`{value}`' for value in shown)}"
 
 
 def table() -> str:
     """The table as Markdown."""
-    lines = ["| field | /v1/completions | /v1/chat/completions |", "|---|---|---|"]
+    lines = ["| field | /v1/completions | /v1/chat/completions | /v1/responses |", "|---|---|---|---|"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows())]) + "\n"
 
 

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ling3export.runners.engine.handle import QueueFull, RequestFailed
 from ling3export.runners.serve import calls
 from ling3export.runners.serve.calls import Call
+from ling3export.runners.serve.items_answer import ItemsAnswer
 from ling3export.runners.serve.metrics import Metrics
 from ling3export.runners.serve.responses import Answer, Stream, event, refused, release, stopped, whole
 from ling3export.runners.serve.schema import ELEMENTS, ApiError, parse
@@ -59,8 +60,10 @@ def application(engine: "Engine", policy: Policy) -> ASGIApp:
     routes = [
         Route("/v1/completions", server.completions, methods=["POST"]),
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
+        Route("/v1/responses", server.responses, methods=["POST"]),
         Route("/tokenize", server.tokenize, methods=["POST"]),
         Route("/detokenize", server.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", server.tokenizer_info, methods=["GET"]),
         Route("/v1/models", server.models, methods=["GET"]),
         Route("/v1/models/{name:path}", server.model, methods=["GET"]),
         Route(HEALTH, server.health, methods=["GET"]),
@@ -97,15 +100,13 @@ class _Server:
         self.counters = Metrics(engine)
 
     async def completions(self, request: Request) -> Response:
-        policy = self._policy
-        return await self._answer(
-            request, lambda body: calls.completions(body, self._engine, policy.model, policy.max_requests)
-        )
+        return await self._answer(request, calls.completions)
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(
-            request, lambda body: calls.chat(body, self._engine, self._policy.model, self._policy.max_requests)
-        )
+        return await self._answer(request, calls.chat)
+
+    async def responses(self, request: Request) -> Response:
+        return await self._answer(request, calls.responses)
 
     async def tokenize(self, request: Request) -> Response:
         model = self._policy.model
@@ -114,6 +115,9 @@ class _Server:
     async def detokenize(self, request: Request) -> Response:
         model = self._policy.model
         return JSONResponse(await self._call(request, lambda body: calls.detokenize(body, self._engine, model)))
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        return JSONResponse(calls.tokenizer_info(self._engine))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -132,10 +136,11 @@ class _Server:
     async def metrics(self, request: Request) -> Response:
         return Response(self.counters.text(), media_type="text/plain; version=0.0.4")
 
-    async def _answer(self, request: Request, read: Callable[[dict[str, Any]], Call]) -> Response:
-        call = await self._call(request, read)
+    async def _answer(self, request: Request, read: "Callable[[dict[str, Any], Engine, str, int], Call]") -> Response:
+        policy = self._policy
+        call = await self._call(request, lambda body: read(body, self._engine, policy.model, policy.max_requests))
         handles = self._engine.submit(*call.requests)
-        answer = Answer(call, self._policy.model)
+        answer = (Answer if call.repeated is None else ItemsAnswer)(call, policy.model)
         if call.stream:
             return Stream(handles, answer, self.counters)
         try:

@@ -5,11 +5,12 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ling3export.errors import ArtifactError, RequestError
 from ling3export.runners.engine.request import SEEDS, Request, Sampling
 from ling3export.runners.serve import structure
+from ling3export.runners.serve.items import ResponsesBody
 from ling3export.runners.serve.schema import (
     CHOICES,
     ApiError,
@@ -47,9 +48,10 @@ class Call:
         prompts: Token ids of each prompt.
         echo: The text of each prompt, to stand before its choices; None where it is not asked for.
         scores: How many of the requests score a prompt's tokens, where they are asked for.
-        tokenizer: Says what text log-probabilities are of; None where none are asked for.
-        top: How many of the most likely tokens are asked for in the place of each.
+        tokenizer: Says what text tokens stand for; None where the artifact has none.
+        top: How many of the most likely tokens are asked for in the place of each; None where no log-probabilities are.
         format: What of an answer's text is a thought or the call of a tool; None where all of it is content.
+        repeated: What an answer of /v1/responses repeats of its body; None for the other endpoints.
     """
 
     requests: list[Request]
@@ -63,8 +65,16 @@ class Call:
     echo: tuple[str, ...] | None = None
     scores: int = 0
     tokenizer: "Tokenizer | None" = None
-    top: int = 0
+    top: int | None = None
     format: Format | None = None
+    repeated: dict[str, Any] | None = None
+
+
+class Names(NamedTuple):
+    """What messages call the fields of an endpoint."""
+
+    prompt: str
+    form: str = "response_format"
 
 
 def completions(body: dict[str, Any], engine: "Engine", model: str, most: int) -> Call:
@@ -85,7 +95,7 @@ def completions(body: dict[str, Any], engine: "Engine", model: str, most: int) -
     prompts = asked.prompts
     if isinstance(prompts[0], str) and not engine.files.there:
         raise refusal("prompt", "token ids", "text: this model has no tokenizer", "no_tokenizer")
-    call = _call(asked, engine, prompts, most, logprobs=asked.logprobs)
+    call = _call(asked, engine, prompts, most, Names("prompt"), logprobs=asked.logprobs)
     if not asked.echo:
         return call
     tokenizer = engine.files.tokenizer("echo")
@@ -116,21 +126,40 @@ def chat(body: dict[str, Any], engine: "Engine", model: str, most: int = CHOICES
         ApiError: The call can never be served.
         QueueFull: The engine has no room for the call now.
     """
-    messages, context = body.get("messages"), engine.limits.context
+    _check_messages(body, "messages", engine)
+    return _chat(checked(ChatBody, body, model), engine, most, Names("messages"))
+
+
+def responses(body: dict[str, Any], engine: "Engine", model: str, most: int = CHOICES) -> Call:
+    """A call of /v1/responses, which is a chat in other words; the arguments are those of ``completions``.
+
+    Raises:
+        ApiError: The call can never be served.
+        QueueFull: The engine has no room for the call now.
+    """
+    _check_messages(body, "input", engine)
+    asked = validated(ResponsesBody, body, model)
+    return replace(_chat(asked.as_chat(), engine, most, Names("input", "text")), repeated=asked.repeated())
+
+
+def _check_messages(body: dict[str, Any], name: str, engine: "Engine") -> None:
+    messages, context = body.get(name), engine.limits.context
     if isinstance(messages, list) and len(messages) > context:
-        raise refusal("messages", f"at most {context} messages", str(len(messages)))
-    asked = checked(ChatBody, body, model)
+        raise refusal(name, f"at most {context} messages", str(len(messages)))
+
+
+def _chat(asked: ChatBody, engine: "Engine", most: int, names: Names) -> Call:
     if not engine.files.there or not engine.files.chats:
-        raise refusal("messages", "a model with a chat template", "none: use /v1/completions", "no_chat_template")
+        raise refusal(names.prompt, "a model with a chat template", "none: use /v1/completions", "no_chat_template")
     if asked.top_logprobs and not asked.logprobs:
         raise refusal("top_logprobs", "it with `logprobs` only", str(asked.top_logprobs))
     logprobs = asked.top_logprobs if asked.logprobs else None
     engine.check_room(asked.n)
     tools = structure.tools(asked, engine.files.template_text)
     conversation = [structure.spoken(message.model_dump(exclude_none=True)) for message in asked.messages]
-    with _refusing("messages"):
-        text = engine.files.render_chat(conversation, tools=tools.offered, name="messages")
-    call = _call(asked, engine, [text], most, logprobs=logprobs, chat=True, grammar=tools.grammar)
+    with _refusing(names.prompt):
+        text = engine.files.render_chat(conversation, tools=tools.offered, name=names.prompt)
+    call = _call(asked, engine, [text], most, names, logprobs=logprobs, chat=True, grammar=tools.grammar)
     return replace(call, format=Format.of(engine.files.template_text, text, tools))
 
 
@@ -169,6 +198,17 @@ def detokenize(body: dict[str, Any], engine: "Engine", model: str) -> dict[str, 
         return {"prompt": engine.files.tokenizer("tokens").decode(asked.tokens)}
 
 
+def tokenizer_info(engine: "Engine") -> dict[str, Any]:
+    """The answer of /tokenizer_info: the names of special tokens, and the chat template, as vLLM's servers say them.
+
+    Raises:
+        ApiError: The model has no tokenizer.
+    """
+    if not engine.files.there:
+        raise ApiError(404, "tokenizer: expected one, found none: this model takes token ids", code="no_tokenizer")
+    return {"eos_token": None, **engine.files.named_tokens, "chat_template": engine.files.template_text or None}
+
+
 @contextmanager
 def _refusing(param: str) -> Iterator[None]:
     """Refuses the call where the block cannot serve it; an ArtifactError says what the artifact lacks."""
@@ -182,8 +222,8 @@ def _refusing(param: str) -> Iterator[None]:
 
 
 def _call(
-    asked: Body, engine: "Engine", prompts: "list[Prompt]", most: int, *, logprobs: int | None, chat: bool = False,
-    grammar: structure.Grammar | None = None,
+    asked: Body, engine: "Engine", prompts: "list[Prompt]", most: int, names: Names, *, logprobs: int | None,
+    chat: bool = False, grammar: structure.Grammar | None = None,
 ) -> Call:  # fmt: skip
     if asked.stop and not engine.files.there:
         raise refusal("stop", "none", "some: this model has no tokenizer", "no_tokenizer")
@@ -191,8 +231,8 @@ def _call(
         raise refusal("n", f"at most {most} answers", str(len(prompts) * asked.n))
     engine.check_room(len(prompts) * asked.n)  # before the work of tokenizing them
     limit = asked.max_completion_tokens if asked.max_tokens is None else asked.max_tokens
-    name = "messages" if chat else "prompt"
-    grammar = structure.grammar(asked) or grammar
+    name = names.prompt
+    grammar = structure.grammar(asked, names.form) or grammar
     requests: list[Request] = []
     for number, prompt in enumerate(prompts):
         called = name if len(prompts) == 1 else f"{name} {number}"
@@ -218,7 +258,8 @@ def _call(
         asked.return_token_ids or not engine.files.there, asked.n,
         options is not None and options.continuous_usage_stats,
         tuple(request.prompt_ids for request in requests[:: asked.n]),
-        tokenizer=None if logprobs is None else engine.files.tokenizer("logprobs"), top=logprobs or 0,
+        tokenizer=None if logprobs is None and not engine.files.there else engine.files.tokenizer("logprobs"),
+        top=logprobs,
     )  # fmt: skip
 
 

@@ -85,7 +85,12 @@ class Answer:
     Args:
         call: The call.
         model: The name that the model is served under.
+
+    Attributes:
+        ending: What a stream ends with.
     """
+
+    ending = "data: [DONE]\n\n"
 
     def __init__(self, call: Call, model: str) -> None:
         self._call = call
@@ -131,11 +136,13 @@ class Answer:
         more = {} if moved is None else {"kv_transfer_params": moved}
         return {**self._head, "object": self._kind, "choices": choices, "usage": counts, **more}
 
-    def first(self, index: int) -> dict[str, Any] | None:
-        """The chunk that begins a choice of a stream; None where it has none."""
+    def begin(self) -> list[dict[str, Any]]:
+        """The chunks that begin the choices of a stream."""
+        choices = range(len(self._offsets))
         if self._call.chat:
-            return self._chunk([self._choice(index, {"role": "assistant", "content": ""})])
-        return self._chunk([self._choice(index, {"content": self._echo(index)})]) if self._call.echo else None
+            return [self._chunk([self._choice(index, {"role": "assistant", "content": ""})]) for index in choices]
+        echoes = choices if self._call.echo else ()
+        return [self._chunk([self._choice(index, {"content": self._echo(index)})]) for index in echoes]
 
     def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
         """The chunks that a piece of a choice adds to a stream; none if the piece has nothing to say yet."""
@@ -162,9 +169,13 @@ class Answer:
             chunks.append(self._chunk([self._choice(index, {}, reason)]))
         return chunks
 
-    def counts(self) -> dict[str, Any] | None:
-        """The chunk with the numbers of tokens that ends a stream; None if the call did not ask for it."""
-        return self._chunk([]) | {"usage": self._usage(sum(self._counts))} if self._call.include_usage else None
+    def end(self) -> list[dict[str, Any]]:
+        """The chunk with the numbers of tokens that ends a stream; none if the call did not ask for it."""
+        return [self._chunk([]) | {"usage": self._usage(sum(self._counts))}] if self._call.include_usage else []
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """What ends a stream that cannot go on."""
+        return error.body()
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._call.chat else self._kind
@@ -194,7 +205,7 @@ class Answer:
     @property
     def _scored_prompts(self) -> Sequence[Sequence[int]]:
         """The prompts whose tokens' log-probabilities are asked for."""
-        return self._prompts if self._call.echo is not None and self._call.tokenizer is not None else ()
+        return self._prompts if self._call.echo is not None and self._call.top is not None else ()
 
     def _scored(self, ids: Sequence[int], score: Completion | None) -> dict[str, Any]:
         """The log-probabilities of a prompt's tokens, in the form of /v1/completions; the first one has none."""
@@ -215,7 +226,7 @@ class Answer:
 
     def _likely(self, index: int, ids: Sequence[int], likely: Sequence[Likely]) -> dict[str, Any] | None:
         """The log-probabilities of generated tokens, in the form of the endpoint."""
-        if self._call.tokenizer is None:
+        if self._call.top is None:
             return None
         if not self._call.chat:
             said = self._listed(self._offsets[index], ids, likely)
@@ -285,9 +296,8 @@ def release(handles: Sequence[RequestHandle], metrics: Metrics) -> None:
 
 async def events(handles: Sequence[RequestHandle], answer: Answer, metrics: Metrics) -> AsyncGenerator[str, None]:
     """The events of a stream."""
-    for index in range(len(handles)):
-        if (first := answer.first(index)) is not None:
-            yield event(first)
+    for said in answer.begin():
+        yield event(said)
     try:
         async with aclosing(merged(handles)) as pieces:
             async for index, piece in pieces:
@@ -296,11 +306,12 @@ async def events(handles: Sequence[RequestHandle], answer: Answer, metrics: Metr
                 for chunk in answer.piece(index, piece):
                     yield event(chunk)
     except RequestFailed as error:
-        yield event(stopped(error).body())
+        yield event(answer.failed(stopped(error)))
         return
-    if (counts := answer.counts()) is not None:
-        yield event(counts)
-    yield "data: [DONE]\n\n"
+    for said in answer.end():
+        yield event(said)
+    if answer.ending:
+        yield answer.ending
 
 
 async def merged(handles: Sequence[RequestHandle]) -> AsyncGenerator[tuple[int, Piece], None]:
@@ -341,5 +352,6 @@ async def _left(receive: Receive) -> None:
 
 
 def event(data: dict[str, Any]) -> str:
-    """A server-sent event."""
-    return f"data: {json.dumps(data)}\n\n"
+    """A server-sent event, named by its data's type if that has one."""
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{name}data: {json.dumps(data)}\n\n"

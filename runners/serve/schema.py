@@ -6,7 +6,7 @@ A field's description is what the message about a wrong value says that it expec
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -44,7 +44,7 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "echo": (False,),
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "parallel_tool_calls": (True, False),
+    "parallel_tool_calls": (True, False),  # where there are no tools
     "functions": ([],),
     "function_call": ("none", "auto"),
     "tools": ([],),
@@ -155,12 +155,12 @@ def _prompt_kind(value: Any) -> str:
     return "IDS" if type(first) is int else "IDS_LISTS" if isinstance(first, list) else "TEXTS"
 
 
-def _joined(content: Any) -> Any:
-    """A message's content in one piece: its parts are joined if all of them are text."""
+def joined(content: Any, kinds: Sequence[str] = ("text",)) -> Any:
+    """A message's content in one piece: its parts are joined if all of them are text, of one of these types."""
     if not isinstance(content, list):
         return content
     for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
             kind = shown(part.get("type") if isinstance(part, dict) else part)
             found = {"wanted": "content of text alone", "found": f"a part of type {kind}"}
             raise PydanticCustomError("part", "a part that is no text", found)
@@ -187,13 +187,24 @@ Stops = Annotated[
 ]
 Ids = Annotated[list[int], FailFast()]
 FORMS = {"TEXT", "TEXTS", "IDS", "IDS_LISTS", "str", "dict[str,any]"}
+ITEMS = {"message": "MESSAGE", "function_call": "CALL", "function_call_output": "OUTPUT", "reasoning": "REASONING"}
+FORMS |= {"ITEMS", *ITEMS.values()}
 
 
-class Message(_Object):
+class Inner(_Object):
+    """An object in a list of a body: a message about it says where in the list it stands."""
+
+    @classmethod
+    def _refuse_unless_neutral(cls, name: str, value: Any) -> None:
+        # Escaped like a value: a name may hold half a character, which pydantic cannot take into an error.
+        raise PydanticCustomError("unknown", "an unknown field", {"found": f"`{shown(name)[1:-1]}` {shown(value)}"})
+
+
+class Message(Inner):
     """A message of a conversation, its content joined from its parts. A call of tools needs no content."""
 
     role: str
-    content: Annotated[str, BeforeValidator(_joined)]
+    content: Annotated[str, BeforeValidator(joined)]
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
@@ -209,11 +220,6 @@ class Message(_Object):
     @classmethod
     def _developer(cls, role: str) -> str:
         return "system" if role == "developer" else role
-
-    @classmethod
-    def _refuse_unless_neutral(cls, name: str, value: Any) -> None:
-        # Escaped like a value: a name may hold half a character, which pydantic cannot take into an error.
-        raise PydanticCustomError("unknown", "an unknown field", {"found": f"`{shown(name)[1:-1]}` {shown(value)}"})
 
 
 class StreamOptions(_Object):
@@ -237,11 +243,13 @@ class _Served(_Object):
         return name
 
 
-class Body(_Served):
-    """The fields that both endpoints take. Temperature, top_k and top_p have the defaults of OpenAI's API."""
+class Sampled(_Served):
+    """What all endpoints take: how tokens are taken, and when they end. Temperature, top_k and top_p have the defaults
+    of OpenAI's API.
+    """
 
-    max_tokens: Count = None
-    max_completion_tokens: Count = None
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = NEUTRAL
+
     temperature: Annotated[float, _setting("temperature")] = 1.0
     top_p: Annotated[float, _setting("top_p")] = 1.0
     top_k: Annotated[int, _setting("top_k")] = 0
@@ -253,33 +261,40 @@ class Body(_Served):
         Field(max_length=BIASES, description=f"an object of at most {BIASES} token ids with {BIAS}"),
         BeforeValidator(_biases),
     ] = []
-    n: Annotated[int, Field(ge=1, le=CHOICES, description=f"a whole number from 1 to {CHOICES}")] = 1
     seed: Annotated[int | None, Field(ge=-(1 << 63), lt=1 << 64, description="a whole number of 64 bits")] = None
-    response_format: Annotated[
-        dict[str, Any] | None, Field(description="an object with a type: text, json_object or json_schema")
-    ] = None
     guided_regex: Annotated[str | None, Field(description="a regex")] = None
     guided_grammar: Annotated[str | None, Field(description="a grammar in Lark's form")] = None
     stop: Stops = []
     stream: Flag = False
-    stream_options: Annotated[StreamOptions | None, Field(description="it with `stream` only, and an object")] = None
-    return_token_ids: Flag = False
     ignore_eos: Flag = False
     cache_salt: Text = ""
-    kv_transfer_params: Annotated[dict[str, Any] | None, Field(description="an object, as vLLM's servers take it")] = (
-        None
-    )
 
     @classmethod
     def _refuse_unless_neutral(cls, name: str, value: Any) -> None:
         if name in LABELS:
             return
-        if name not in NEUTRAL:
+        if name not in cls.neutral:
             super()._refuse_unless_neutral(name, value)
-        if repr(value) not in map(repr, NEUTRAL[name]):  # by repr, since 1 equals True
-            wanted = " or ".join(json.dumps(each) for each in NEUTRAL[name])
+        if repr(value) not in map(repr, cls.neutral[name]):  # by repr, since 1 equals True
+            wanted = " or ".join(json.dumps(each) for each in cls.neutral[name])
             found = f"{shown(value)}: not supported here"
             raise refusal(name, f"it left out or {wanted}", found, "unsupported_parameter")
+
+
+class Body(Sampled):
+    """The fields that both /v1/completions and /v1/chat/completions take."""
+
+    max_tokens: Count = None
+    max_completion_tokens: Count = None
+    n: Annotated[int, Field(ge=1, le=CHOICES, description=f"a whole number from 1 to {CHOICES}")] = 1
+    response_format: Annotated[
+        dict[str, Any] | None, Field(description="an object with a type: text, json_object or json_schema")
+    ] = None
+    stream_options: Annotated[StreamOptions | None, Field(description="it with `stream` only, and an object")] = None
+    return_token_ids: Flag = False
+    kv_transfer_params: Annotated[dict[str, Any] | None, Field(description="an object, as vLLM's servers take it")] = (
+        None
+    )
 
 
 class CompletionsBody(Body):
@@ -315,6 +330,11 @@ Messages = Annotated[
 ]
 
 
+ToolChoice = Annotated[
+    str | dict[str, Any], Field(description='"auto", "none", "required" or the name of a function of `tools`')
+]
+
+
 class ChatBody(Body):
     """The body of /v1/chat/completions."""
 
@@ -323,9 +343,8 @@ class ChatBody(Body):
     tools: Annotated[
         list[dict[str, Any]], Field(max_length=CHOICES, description=f"a list of at most {CHOICES} functions")
     ] = []
-    tool_choice: Annotated[
-        str | dict[str, Any], Field(description='"auto", "none", "required" or the name of a function of `tools`')
-    ] = "auto"
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: Flag = True
     messages: Messages
 
 

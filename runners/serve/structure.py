@@ -14,35 +14,42 @@ THINK, THOUGHT = "<think>", "</think>"
 CALL, CALLED = "<tool_call>", "</tool_call>"  # around {"name": NAME, "arguments": OBJECT}, as Ling's templates write it
 # Blanks in a call as templates write them: a model that may choose them may never come to an end.
 AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# A text with one call at its end, or with none.
+AT_MOST_ONE = Grammar(
+    "lark",
+    "start: SAID | before called\nSAID: /(?s:.*)/\n"
+    f'before[suffix="{CALL}"]: /(?s:.*)/\ncalled[suffix="{CALLED}"]: /(?s:.*)/\n',
+)
 TEXT, REASONING, TOOL = "content", "reasoning_content", "tool_calls"
 
 
-def grammar(asked: Body) -> Grammar | None:
+def grammar(asked: Body, name: str = "response_format") -> Grammar | None:
     """What the text has to be; None where a body does not say.
+
+    Args:
+        asked: The body.
+        name: What messages call its `response_format`.
 
     Raises:
         ApiError: It says so twice, or in a form that is unknown; or its schema is too large or nested too deeply.
     """
-    found = {name: value for name in ("guided_regex", "guided_grammar") if (value := getattr(asked, name)) is not None}
-    form = asked.response_format
-    if form is not None and form.get("type") != "text":
-        found["response_format"] = form
-    if len(found) > 1:
-        raise refusal("response_format", "one of response_format, guided_regex, guided_grammar", " and ".join(found))
-    if form is not None and form.get("type") not in ("text", "json_object", "json_schema"):
-        raise refusal("response_format", "a type of text, json_object or json_schema", shown(form.get("type")))
-    for name, value in found.items():
-        if name != "response_format":
-            return Grammar("regex" if name == "guided_regex" else "lark", value)
-    if "response_format" not in found or form is None:
-        return None
-    if form["type"] == "json_object":
-        return Grammar("json", '{"type": "object"}')
+    found = {each: value for each in ("guided_regex", "guided_grammar") if (value := getattr(asked, each)) is not None}
+    form = {"type": "text"} if asked.response_format is None else asked.response_format
+    kind = form.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise refusal(name, "a type of text, json_object or json_schema", shown(kind))
+    if len(found) + (kind != "text") > 1:
+        given = [*found, *([name] if kind != "text" else [])]
+        raise refusal(name, f"one of {name}, guided_regex, guided_grammar", " and ".join(given))
+    for each, value in found.items():
+        return Grammar("regex" if each == "guided_regex" else "lark", value)
+    if kind != "json_schema":
+        return Grammar("json", '{"type": "object"}') if kind == "json_object" else None
     inner = form.get("json_schema")
     schema = inner.get("schema") if isinstance(inner, dict) else None
     if not isinstance(schema, (dict, bool)):
-        raise refusal("response_format", "a json_schema with a schema, an object", "none")
-    return Grammar("json", schema_text(schema, "response_format"))
+        raise refusal(name, "a json_schema with a schema, an object", "none")
+    return Grammar("json", schema_text(schema, name))
 
 
 def schema_text(schema: Any, param: str) -> str:
@@ -111,7 +118,7 @@ def tools(asked: ChatBody, template: str) -> Tools:
         raise refusal("tools", wanted, "another: this model has none")
     called = [str(named)] if isinstance(choice, dict) else list(functions) if choice == "required" else []
     if not called:
-        return Tools(asked.tools, frozenset(functions))
+        return Tools(asked.tools, frozenset(functions), None if asked.parallel_tool_calls else AT_MOST_ONE)
     calls = []
     for name in called:
         arguments = functions[name].get("parameters") or {"type": "object"}
@@ -155,7 +162,7 @@ class Format:
     def of(cls, template: str, prompt: str, tools: Tools) -> "Format | None":
         """The format of answers to ``prompt``; None where its text has no marks."""
         thinks = THOUGHT in template
-        within = thinks and tools.grammar is None and prompt.rfind(THINK) > prompt.rfind(THOUGHT)
+        within = thinks and tools.grammar in (None, AT_MOST_ONE) and prompt.rfind(THINK) > prompt.rfind(THOUGHT)
         return cls(thinks, within, tools.names) if thinks or tools.names else None
 
 
@@ -173,6 +180,11 @@ class Parts:
         self._begun = False  # whether the content has anything but blanks
         self._marked = form.within  # whether there was a mark
         self.calls = 0
+
+    @property
+    def thinking(self) -> bool:
+        """Whether what comes next belongs to a thought."""
+        return self._kind == REASONING
 
     def push(self, text: str, *, last: bool = False) -> list[tuple[str, Any]]:
         """The parts that are certain now: (``content`` or ``reasoning_content``, text) or (``tool_calls``, call).

@@ -198,8 +198,13 @@ class TokenizerFiles:
             raise ArtifactError(
                 f"chat template `{where}`: expected a text, found {type(source).__name__}, in {self._folder}"
             )
+        return chat.ChatTemplate(source, self.named_tokens, where)
+
+    @property
+    def named_tokens(self) -> dict[str, str]:
+        """The special tokens that tokenizer_config.json names: ``bos_token``, ``eos_token`` and so on."""
         values = {key: _token(value) for key, value in self._json(CONFIG).items() if key.endswith("_token")}
-        return chat.ChatTemplate(source, {key: token for key, token in values.items() if token}, where)
+        return {key: token for key, token in values.items() if token}
 
     @property
     def chats(self) -> bool:

@@ -249,6 +249,7 @@ def tools_of(**fields: Any) -> structure.Tools:
 def test_a_call_that_is_required_is_one_of_a_function_that_was_offered(engine):
     named = {"type": "function", "function": {"name": "f"}}
     assert (tools_of().grammar, tools_of().offered) == (None, [TOOL])
+    assert tools_of(parallel_tool_calls=True).grammar is None
     assert tools_of(tool_choice="none").offered is None
     for choice in ("required", named):
         tools = tools_of(tool_choice=choice)
@@ -272,6 +273,32 @@ def test_tools_that_cannot_be_taken_are_refused_by_name(engine):
     ):
         answer = call(engine, CHAT, SAID | fields)
         assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(found)
+
+
+ONE = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "ends", "fits"),
+    [
+        ("so " + ONE, True, True), (ONE, True, True), ("no call, 1 < 2", False, True), ("", False, True),
+        (ONE + ONE, True, False), (ONE + " and", True, False), ("<tool_call>{", False, True),
+    ],
+)  # fmt: skip
+def test_calls_that_may_not_be_parallel_are_one(engine, text, ends, fits):
+    """The grammar takes a text up to its first call, behind which only its end may come."""
+    tools = tools_of(parallel_tool_calls=False)
+    assert (tools.offered, tools.grammar) == ([TOOL], structure.AT_MOST_ONE)
+    matcher = engine.files.grammars(toy_artifact.VOCAB).matcher(tools.grammar)
+    taken = []
+    for id in engine.files.tokenizer("test").encode(text, special=False):
+        mask = np.zeros(-(-toy_artifact.VOCAB // 32), np.int32)
+        matcher.fill(mask)
+        taken.append(bool(mask[id // 32] >> id % 32 & 1))
+        if not taken[-1]:
+            break
+        matcher.accept(id)
+    assert (all(taken), matcher.over) == (fits, ends)
 
 
 PIECES = [
@@ -337,5 +364,5 @@ def test_texts_and_messages_become_tokens_and_texts_again(engine):
 def test_the_page_has_the_table_of_all_fields():
     """After a change: ``python -m tools.api_fields``."""
     assert api_fields.BETWEEN.search(api_fields.PAGE.read_text()).group() == api_fields.table()
-    assert ("`prompt`", "taken", "refused") in api_fields.rows()
+    assert ("`prompt`", "taken", "refused", "refused") in api_fields.rows()
     assert {"echo", "logprobs", "n"} <= CompletionsBody.model_fields.keys()

@@ -58,6 +58,31 @@ def test_a_chat_with_log_probabilities_and_a_schema_whole_and_as_a_stream(client
     assert chunks[-1].usage == whole.usage
 
 
+def test_a_response_whole_and_as_a_stream(client):
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    asked = {
+        "model": "toy", "instructions": "a", "input": [{"role": "user", "content": "A"}], "temperature": 0,
+        "max_output_tokens": 30, "text": {"format": {"type": "json_schema", "name": "n", "schema": schema}},
+        "include": ["message.output_text.logprobs"], "store": False,
+    }  # fmt: skip
+    whole = client.responses.create(**asked)
+    assert json.loads(whole.output_text)["n"] in (1, 2)
+    assert (whole.status, whole.usage.total_tokens) == (
+        "completed",
+        whole.usage.input_tokens + whole.usage.output_tokens,
+    )
+    with client.responses.stream(**asked) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        assert "".join(deltas) == stream.get_final_response().output_text == whole.output_text
+        assert stream.get_final_response().usage == whole.usage
+    again = client.responses.create(model="toy", input=[*asked["input"], *whole.output, *asked["input"]], store=False)
+    assert again.usage.input_tokens > whole.usage.input_tokens
+    for fields in ({"store": True}, {"previous_response_id": whole.id}):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.responses.create(model="toy", input="A", **fields)
+        assert [refused.value.param] == [*fields] and "keeps no answers" in refused.value.message
+
+
 def test_refusals_are_the_clients_errors(client):
     messages = [{"role": "user", "content": "A"}]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -1,0 +1,250 @@
+"""/v1/responses: items that become a chat, and a chat's answer as items and as the events in which they grow."""
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import httpx2
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+import toy_artifact
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.handle import Piece
+from ling3export.runners.engine.request import Completion
+from ling3export.runners.serve.app import Policy, application
+from ling3export.runners.serve.calls import Call
+from ling3export.runners.serve.items import ResponsesBody
+from ling3export.runners.serve.items_answer import ItemsAnswer
+from ling3export.runners.serve.schema import ApiError, validated
+from ling3export.runners.serve.structure import Format
+
+ASKED: dict[str, Any] = {"model": "toy", "input": "A", "temperature": 0, "max_output_tokens": 8}
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine(toy_artifact.shared(), max_requests=8, report=lambda text: None) as engine:
+        yield engine
+
+
+def call(engine: Engine, body: Any, path: str = "/v1/responses") -> httpx2.Response:
+    async def ask() -> httpx2.Response:
+        transport = httpx2.ASGITransport(application(engine, Policy("toy", None, 8, 100_000)))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://toy") as client:
+            return await client.post(path, json=body)
+
+    return asyncio.run(ask())
+
+
+def streamed(engine: Engine, body: Any) -> list[dict[str, Any]]:
+    """The events of a stream, each of which is what the client's own model says and has the name of its type."""
+    answer = call(engine, body | {"stream": True})
+    assert answer.status_code == 200, answer.text
+    found = []
+    for said in answer.text.removesuffix("\n\n").split("\n\n"):
+        name, data = said.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+        EVENT.validate_python(found[-1])
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+def text_of(response: dict[str, Any]) -> str:
+    return "".join(part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"])
+
+
+def without_ids(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: without_ids(each) for name, each in value.items() if name not in ("id", "call_id", "created_at")}
+    return [without_ids(each) for each in value] if isinstance(value, list) else value
+
+
+def test_a_response_is_a_chats_answer(engine):
+    more = {"instructions": "a", "input": [{"role": "user", "content": [{"type": "input_text", "text": "A"}]}]}
+    found = call(engine, ASKED | more | {"metadata": {"k": "v"}, "top_logprobs": 2}).json()
+    Response.model_validate(found)
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "A"}]
+    chat = call(
+        engine,
+        {"model": "toy", "messages": messages, "temperature": 0, "max_tokens": 8, "logprobs": True, "top_logprobs": 2},
+        "/v1/chat/completions",
+    ).json()
+    (choice,) = chat["choices"]
+    (item,) = found["output"]
+    assert text_of(found) == choice["message"]["content"]
+    assert item["content"][0]["logprobs"] == choice["logprobs"]["content"]
+    assert (found["status"], found["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert (found["instructions"], found["metadata"], found["store"]) == ("a", {"k": "v"}, False)
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    assert [found["usage"][name] for name in ("input_tokens", "output_tokens", "total_tokens")] == [
+        chat["usage"][name] for name in names
+    ]
+
+
+def test_a_stream_has_the_events_that_clients_wait_for_and_ends_with_the_whole(engine):
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    form = {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}
+    body = ASKED | {"text": form, "max_output_tokens": 30, "top_logprobs": 1}
+    events = streamed(engine, body)
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert kinds == [
+        "created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * len(deltas),
+        "output_text.done", "content_part.done", "output_item.done", kinds[-1],
+    ]  # fmt: skip
+    last = events[-1]["response"]
+    assert kinds[-1] == last["status"] == "completed"
+    assert json.loads(text_of(last))["n"] in (1, 2)
+    assert "".join(event["delta"] for event in deltas) == text_of(last)
+    (part,) = last["output"][0]["content"]
+    assert [entry for event in deltas for entry in event["logprobs"]] == part["logprobs"]
+    assert len(part["logprobs"]) + 1 >= last["usage"]["output_tokens"]
+    assert without_ids(last) == without_ids(call(engine, body).json())
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "found"),
+    [
+        ({"input": None}, "input", "a text or a list of items, [{\"role\": TEXT, \"content\": TEXT}, ...], found none"),
+        ({"input": []}, "input", "a text or a list of items, [{\"role\": TEXT, \"content\": TEXT}, ...], found []"),
+        ({"input": [5]}, "input", "found 5 at place 0"),
+        ({"input": [{"role": "user"}]}, "input", "found no `content` at place 0"),
+        ({"input": [{"role": "user", "content": "A", "nope": 1}]}, "input", "found `nope` 1 at place 0"),
+        ({"input": [{"role": "user", "content": "A"}, {"type": "item_reference", "id": "x"}]}, "input",
+         "`input`: expected items of type message, function_call, function_call_output, reasoning, found "
+         '"item_reference" at place 1'),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input",
+         '`input`: expected content of text alone, found a part of type "input_image" at place 0'),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input",
+         "found no `call_id` at place 0"),
+        ({"input": "A" * 1000}, "input", "input: expected text within the context of 64 tokens"),
+        ({"input": [{"role": "user", "content": "A"}] * 65}, "input", "expected at most 64 messages, found 65"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "found 0"),
+        ({"store": True}, "store", "this server keeps no answers"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "this server keeps no answers, so `input` has the "
+         'whole conversation, found "resp_1"'),
+        ({"conversation": "c"}, "conversation", "this server keeps no answers"),
+        ({"background": True}, "background", "expected it left out or false, found true"),
+        ({"include": ["reasoning.encrypted_content"]}, "include", 'expected [] or ["message.output_text.logprobs"]'),
+        ({"text": {"format": {"type": "xml"}}}, "text",
+         '`text`: expected a type of text, json_object or json_schema, found "xml"'),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text",
+         "`text`: expected a json_schema with a schema"),
+        ({"text": {"verbosity": "low"}}, "text", "found \"low\""),
+        ({"tools": [{"type": "web_search"}]}, "tools", "at place 0"),
+        ({"tools": [{"type": "function", "name": "f"}]}, "tools", "expected a chat template that writes tools"),
+        ({"reasoning": {"effort": "high"}}, "reasoning", "expected it left out or {}"),
+        ({"max_tokens": 3}, "max_tokens", "expected fields that this server knows"),
+        ({"n": 2}, "n", "expected fields that this server knows"),
+        ({"top_logprobs": 21}, "top_logprobs", "found 21"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_by_name(engine, change, param, found):
+    answer = call(engine, ASKED | change)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert found in error["message"]
+
+
+def test_fields_that_ask_for_nothing_are_taken(engine):
+    more = {
+        "store": False, "previous_response_id": None, "reasoning": {}, "truncation": "disabled", "text": {},
+        "service_tier": "auto", "user": "u", "prompt_cache_key": "k", "include": [], "tools": [], "tool_choice": "auto",
+        "parallel_tool_calls": False, "stream_options": {"include_obfuscation": False}, "top_k": 5,
+    }  # fmt: skip
+    assert text_of(call(engine, ASKED | more).json()) == text_of(call(engine, ASKED).json())
+
+
+def test_items_of_an_answer_go_back_as_a_history():
+    """What an answer had as items is one message of the assistant, as chat templates take it."""
+    made = {
+        "type": "function_call",
+        "id": "fc_1",
+        "call_id": "c1",
+        "name": "f",
+        "arguments": "{}",
+        "status": "completed",
+    }
+    items = [
+        {"role": "developer", "content": "brief"}, {"role": "user", "content": "A", "type": "message"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
+         "content": [{"type": "output_text", "text": "so", "annotations": [], "logprobs": []}]},
+        made, made | {"call_id": "c2"}, {"type": "function_call_output", "call_id": "c1", "output": "5"}, made,
+        {"type": "reasoning", "id": "rs_2", "summary": []}, {"role": "user", "content": "B"},
+    ]  # fmt: skip
+    body = validated(ResponsesBody, ASKED | {"input": items, "instructions": "i"}, "toy").as_chat()
+    function = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    assert [message.model_dump(exclude_none=True) for message in body.messages] == [
+        {"role": "system", "content": "i"}, {"role": "system", "content": "brief"}, {"role": "user", "content": "A"},
+        {"role": "assistant", "content": "so", "reasoning_content": "hm",
+         "tool_calls": [{"id": "c1", **function}, {"id": "c2", **function}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "5"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", **function}]},
+        {"role": "assistant", "content": "", "reasoning_content": ""}, {"role": "user", "content": "B"},
+    ]  # fmt: skip
+
+
+def test_tools_are_a_chats_tools():
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+    asked = validated(ResponsesBody, ASKED | {"tools": [tool], "tool_choice": {"type": "function", "name": "f"}}, "toy")
+    function = {"name": "f", "parameters": {"type": "object"}, "strict": True}
+    assert asked.as_chat().tools == [{"type": "function", "function": function}]
+    assert asked.repeated()["tools"] == [tool | {"description": None}]
+
+
+def answer_of(engine: Engine, form: Format | None) -> ItemsAnswer:
+    repeated = validated(ResponsesBody, ASKED, "toy").repeated()
+    tokenizer = engine.files.tokenizer("test")
+    more = {"format": form, "tokenizer": tokenizer, "repeated": repeated}
+    return ItemsAnswer(Call([], True, False, False, False, prompts=((1, 2),), **more), "toy")
+
+
+def test_thoughts_and_calls_are_items_of_their_own_in_whatever_pieces_they_come(engine):
+    form, tokenizer = Format(True, False, frozenset({"add"})), engine.files.tokenizer("test")
+    thought, tail = "<think>a b</think>", '\nso<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    ids = tokenizer.encode(thought + tail, special=False)
+    whole = answer_of(engine, form).whole([Completion([1, 2], ids, thought + tail, "eos", 0, 0)])
+    Response.model_validate(whole)
+    assert [(item["type"], item["status"]) for item in whole["output"]] == [
+        (kind, "completed") for kind in ("reasoning", "message", "function_call")
+    ]
+    reasoning, message, made = whole["output"]
+    assert (reasoning["content"][0]["text"], message["content"][0]["text"]) == ("a b", "so")
+    assert (made["name"], made["arguments"]) == ("add", '{"a": 1}')
+    count = whole["usage"]["output_tokens_details"]["reasoning_tokens"]
+    assert len(tokenizer.encode("a b", special=False)) <= count <= len(tokenizer.encode(thought, special=False))
+    for seed in range(10):
+        draw, answer, at, stream = random.Random(seed), answer_of(engine, form), 0, tokenizer.stream()
+        events = answer.begin()
+        while at < len(ids):
+            some = ids[at : at + draw.randint(1, 4)]
+            at += len(some)
+            text = "".join(map(stream.push, some)) + (stream.finish() if at == len(ids) else "")
+            done = Completion([1, 2], ids, thought + tail, "eos", 0, 0) if at == len(ids) else None
+            events += answer.piece(0, Piece(text, some, done))
+        for event in events:
+            EVENT.validate_python(event)
+        assert without_ids(events[-1]["response"]) == without_ids(whole)
+        for at, item in enumerate(whole["output"]):
+            deltas = [each["delta"] for each in events if "delta" in each and each["output_index"] == at]
+            assert "".join(deltas) == (item["arguments"] if "arguments" in item else item["content"][0]["text"])
+
+
+def test_an_answer_without_a_character_is_an_empty_message(engine):
+    whole = answer_of(engine, None).whole([Completion([1, 2], [3], "", "eos", 0, 0)])
+    assert (text_of(whole), len(whole["output"]), whole["status"]) == ("", 1, "completed")
+
+
+def test_a_stream_that_cannot_go_on_says_so(engine):
+    answer = answer_of(engine, None)
+    answer.begin()
+    event = answer.failed(ApiError(503, "engine: expected it running, found it stopped", code="engine_stopped"))
+    EVENT.validate_python(event | {"response": event["response"] | {"error": None}})  # codes are OpenAI's own there
+    assert (event["type"], event["response"]["status"]) == ("response.failed", "failed")
+    assert event["response"]["error"]["message"] == "engine: expected it running, found it stopped"
