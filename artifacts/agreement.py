@@ -288,7 +288,9 @@ def _check_vectors(vectors: Vectors, vocabulary: int, targets: Mapping[str, Targ
                 _wrong(f"1 to {len(ids)} tokens", sequence.prompt, "prompt")
             if not positions or positions != tuple(sorted(set(positions))) or positions[-1] >= len(ids):
                 _wrong(f"ascending positions below {len(ids)}", positions, "positions")
-    for name, receipts in vectors.receipts.items():
-        cells = targets[name].cells if name in targets else {}
-        if unknown := sorted(receipts.cells.keys() - cells.keys()):
-            _wrong("receipts of cells that there are", unknown[0], "receipts", name)
+    for where, found in (("receipts", vectors.receipts), ("portable", vectors.portable or {})):
+        for name, receipts in found.items():
+            cells = targets[name].cells if name in targets else {}
+            named = {*receipts.cells, *getattr(receipts, "lacking", ())}
+            if unknown := sorted(named - cells.keys()):
+                _wrong("receipts of cells that there are", unknown[0], where, name)

@@ -532,6 +532,17 @@ class Receipts:
 
 
 @dataclass(frozen=True)
+class PortableReceipts(Receipts):
+    """What the portable programs gave that were compiled for the processor, on virtual devices of a fresh process.
+
+    A cell that is not run has the custom calls that the processor's compiler lacks, its own or of what it needs.
+    """
+
+    compiler: str
+    lacking: dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
 class Vectors:
     """Sequences with expected logits, what computed them, and receipts by target."""
 
@@ -541,6 +552,7 @@ class Vectors:
     sequences: tuple[Sequence, ...]
     expected: FileRecord | None = None
     receipts: dict[str, Receipts] = field(default_factory=dict)
+    portable: dict[str, PortableReceipts] | None = None
 
 
 @dataclass(frozen=True)
@@ -564,6 +576,10 @@ class Manifest:
     def has_weights(self) -> bool:
         """Whether it can run; programs alone wait for weights to be attached."""
         return bool(self.weights.index)
+
+    def measured(self, target: str) -> Receipts | None:
+        """What was measured of a target: of its executables, else of its portable programs; None where neither ran."""
+        return self.vectors.receipts.get(target) or (self.vectors.portable or {}).get(target)
 
     def receipt(self, target: str, cell: str) -> Receipt | None:
         """The receipt of a cell; None where it was not executed."""

@@ -85,6 +85,15 @@ def main() -> None:
     IGNORE,
 )  # fmt: skip
 @section(
+    "Proof",
+    click.option(
+        "--prove-portable/--no-prove-portable",
+        "prove",
+        default=None,
+        help="Run portable programs of machines that are not here on the processor.  [default: for up to 1 GB]",
+    ),
+)
+@section(
     "Compiling",
     click.option("--jobs", type=click.IntRange(1), metavar="N", help="Cells built at a time.  [default: one a core]"),
     click.option(
@@ -104,7 +113,7 @@ def main() -> None:
 def build(
     checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], into: Path | None, replay: str | None,
     force: bool, kind: str, cache: str, cache_dir: Path | None, explain: bool, shard: Shard, no_weights: bool,
-    dummy_weights: int | None, on: str | None, replicas: int, resources: str, **options: Any,
+    dummy_weights: int | None, prove: bool | None, on: str | None, replicas: int, resources: str, **options: Any,
 ) -> None:  # fmt: skip
     """Build ARTIFACT from CHECKPOINT.
 
@@ -162,13 +171,14 @@ def build(
             from ling3export.compile.into import add_targets
 
             manifest, names = add_targets(
-                into, what, chosen, console, checkpoint=checkpoint, force=force, ignore=ignore, cache=use
+                into, what, chosen, console, checkpoint=checkpoint, force=force, ignore=ignore, cache=use, prove=prove
             )
             console.summary(into, manifest, names)
         elif no_weights:
             manifest = building.build_programs(
-                source, destination, what, console, dummy=dummy_weights, force=force, ignore=ignore, cache=use
-            )
+                source, destination, what, console, dummy=dummy_weights, force=force, ignore=ignore, cache=use,
+                prove=prove,
+            )  # fmt: skip
             console.summary(destination, manifest)
         else:
             if on is not None:
@@ -176,7 +186,9 @@ def build(
 
                 make_pool = partial(on_cluster, "build", on, replicas, resources)
                 build_on(make_pool, source, destination, what, console, ignore=ignore, cache=use)
-            manifest = building.build(source, destination, what, console, force=force, ignore=ignore, cache=use)
+            manifest = building.build(
+                source, destination, what, console, force=force, ignore=ignore, cache=use, prove=prove
+            )
             console.summary(destination, manifest)
 
 
@@ -319,18 +331,22 @@ def report(artifact: Path, out: Path | None, force: bool) -> None:
 @click.argument("artifact", type=PATH)
 @click.option("--target", help="Only this target.")
 @click.option("--no-run", is_flag=True, help="Check digests alone: nothing of ARTIFACT is executed.")
+@click.option("--portable", is_flag=True, help="Run the portable programs of every target, on the processor.")
 @trust_option
 @JSON
-def verify(artifact: Path, target: str | None, no_run: bool, as_json: bool) -> None:
+def verify(artifact: Path, target: str | None, no_run: bool, portable: bool, as_json: bool) -> None:
     """Check ARTIFACT: every digest, then every vector in every cell.
 
-    That executes native code of ARTIFACT, without --no-run. Cells of machines unlike this one are not run. The worst
-    error comes first. Exits with 1 when a cell is outside its tolerance.
+    That executes native code of ARTIFACT, without --no-run. Cells of machines unlike this one are not run; --portable
+    compiles the portable programs of all here, and runs these. The worst error comes first. Exits with 1 when a cell
+    is outside its tolerance.
     """
+    if no_run and portable:
+        raise click.UsageError("--portable runs programs: no --no-run beside it")
     from ling3export.verify.verify import verify_artifact
 
     signed: list[str] = []
-    result = verify_artifact(artifact, target, run=not no_run, report=signed.append)
+    result = verify_artifact(artifact, target, run=not no_run, portable=portable, report=signed.append)
     click.echo("\n".join(signed), err=True)
     if as_json:
         click.echo(json.dumps(result.record))

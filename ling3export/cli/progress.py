@@ -14,8 +14,8 @@ from ling3export.artifacts.schema import Manifest, Program
 from ling3export.cache.cells import CELL, PROGRAM
 from ling3export.compile.pool import Outcome
 from ling3export.errors import listed, printable
+from ling3export.runners.calibrate.receipts import ERROR_COLUMNS, NO_WEIGHTS, error_columns, told
 from ling3export.tables import aligned
-from ling3export.verify.receipts import ERROR_COLUMNS, NO_WEIGHTS, error_columns, explained
 
 COLUMNS = ("cell", "status", "seconds", "peak MB")
 LABELS = {
@@ -95,14 +95,15 @@ class Console:
         self.note(f"{what} in {seconds:.1f} s ({held})")
 
     def _target(self, name: str, manifest: Manifest) -> None:
-        target, receipts = manifest.targets[name], manifest.vectors.receipts.get(name)
+        target, receipts = manifest.targets[name], manifest.measured(name)
         rows: list[tuple[str, ...]] = [(*COLUMNS, *ERROR_COLUMNS)]
         rows += [(cell.name, *_built(cell), *error_columns(cell.name, receipts)) for cell in target.cells.values()]
         self._table(name, rows)
         said = "no machine here runs these programs: ling3export verify does where one does"
         if not manifest.has_weights:
             said = f"not run: {NO_WEIGHTS}"
-        self.note(f"  {said if receipts is None else explained(receipts.tolerance)}")
+        for line in [said] if receipts is None else told(receipts):
+            self.note(f"  {line}")
 
     def _table(self, target: str, rows: Sequence[tuple[str, ...]]) -> None:
         self.note(f"{target}:")

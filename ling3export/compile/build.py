@@ -22,7 +22,7 @@ from ling3export.artifacts import schema
 from ling3export.artifacts.files import write_new
 from ling3export.artifacts.manifest import file_record, write_manifest
 from ling3export.artifacts.records import sha256_of, to_json
-from ling3export.artifacts.schema import Cell, FileRecord, Manifest, Mesh, Receipts, Requirements
+from ling3export.artifacts.schema import Cell, FileRecord, Manifest, Mesh, PortableReceipts, Receipts, Requirements
 from ling3export.artifacts.staging import staged
 from ling3export.cache.cells import SUFFIXES, Built, Cells, opened, summary
 from ling3export.cache.keys import fingerprint, toolchain
@@ -42,9 +42,11 @@ from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, make_plans
 from ling3export.plan.toolchain import check_toolchain
 from ling3export.pricing.recorded import config_of
+from ling3export.runners.calibrate.receipts import PORTABLE
 from ling3export.runners.text.tokenizer import TokenizerFiles
 from ling3export.shards import WHOLE, Shard
 from ling3export.verify.measure import measure_apart
+from ling3export.verify.portable import too_large
 from ling3export.verify.vectors import write_vectors
 
 DEMO = Path(ling3export.__file__).parent / "demo"
@@ -60,7 +62,7 @@ class Reporter(Progress, Protocol):
 
 def build(
     checkpoint: Path, artifact: Path, options: Options, report: Reporter, *, force: bool = False,
-    ignore: Sequence[str] = (), cache: CacheUse = DEFAULT_USE,
+    ignore: Sequence[str] = (), cache: CacheUse = DEFAULT_USE, prove: bool | None = None,
 ) -> Manifest:  # fmt: skip
     """Builds ``artifact`` from ``checkpoint``.
 
@@ -72,6 +74,7 @@ def build(
         force: Replace an artifact that is there.
         ignore: Fields of config.json to ignore.
         cache: How compiled programs of earlier builds are used.
+        prove: Whether portable programs of machines that are not here are run on the processor; None for small models.
 
     Returns:
         The manifest.
@@ -90,14 +93,14 @@ def build(
             described(source.config, named(source.path, source.digests()), options, plans[0]),
             weights=weights, vectors=vectors, tokenizer=tokenizer,
         )  # fmt: skip
-        manifest = complete(folder, body, outcomes, report, cells)
+        manifest = complete(folder, body, outcomes, report, cells, prove=prove)
         ended(artifact, manifest, report, cache)
         return manifest
 
 
 def build_programs(
     config: Path, artifact: Path, options: Options, report: Reporter, *, dummy: int | None = None, force: bool = False,
-    ignore: Sequence[str] = (), cache: CacheUse = DEFAULT_USE,
+    ignore: Sequence[str] = (), cache: CacheUse = DEFAULT_USE, prove: bool | None = None,
 ) -> Manifest:  # fmt: skip
     """Builds the programs alone, as :func:`build` does, for weights that are attached later.
 
@@ -110,6 +113,7 @@ def build_programs(
         force: Replace an artifact that is there.
         ignore: Fields of config.json to ignore.
         cache: How compiled programs of earlier builds are used.
+        prove: As in :func:`build`.
 
     Returns:
         The manifest.
@@ -130,7 +134,7 @@ def build_programs(
                 stored, vectors = weight_half(folder, weights, options.dtype, longest(plans), report)
                 body = replace(body, weights=stored, vectors=vectors)
             outcomes = compiled()
-        manifest = complete(folder, body, outcomes, report, cells)
+        manifest = complete(folder, body, outcomes, report, cells, prove=prove)
         if dummy is not None:
             said = f"{manifest.vectors.source}; dummy weights of seed {dummy}, not kept"
             for half in ("weights", "vectors"):
@@ -257,7 +261,7 @@ def compiling(
 
 def complete(
     folder: Path, manifest: Manifest, outcomes: Sequence[Outcome], report: Reporter, cells: Cells,
-    programs: Mapping[str, str] = MappingProxyType({}),
+    programs: Mapping[str, str] = MappingProxyType({}), *, prove: bool | None = None,
 ) -> Manifest:  # fmt: skip
     """Adds compiled targets to a manifest, runs the vectors through what runs here, and writes it.
 
@@ -268,6 +272,7 @@ def complete(
         report: Told of the receipts.
         cells: The cache, which forgets the programs of a target whose receipts are refused.
         programs: By target the name of its folder in ``programs/``, where that is not the target's.
+        prove: As in :func:`build`.
 
     Returns:
         The manifest as written.
@@ -280,25 +285,39 @@ def complete(
         name, plan = outcome.plan.target.name, outcome.plan
         path = f"programs/{programs.get(name, name)}"
         kept = {each: found for each, found in manifest.vectors.receipts.items() if each != name}
+        proven = {each: found for each, found in (manifest.vectors.portable or {}).items() if each != name}
         manifest = replace(
             manifest,
             targets=manifest.targets | {name: target_record(folder, manifest, plan, outcome.built, path)},
-            vectors=replace(manifest.vectors, receipts=kept),
+            vectors=replace(manifest.vectors, receipts=kept, portable=proven or None),
             producer={**toolchain(plan.target), **manifest.producer},
             notes=(*(note for note in manifest.notes if not note.startswith(f"{name}: ")), *plan.named_notes),
         )
-    here = [outcome for outcome in outcomes if outcome.plan.target.runs_here and manifest.has_weights]
-    found = {}
-    report.start("receipts", len(here))
-    for outcome in here:
+    run = [each for each in outcomes if manifest.has_weights and _is_run(manifest, each.plan, prove, report)]
+    vectors = manifest.vectors
+    report.start("receipts", len(run))
+    for outcome in run:
+        name = outcome.plan.target.name
         try:
-            found[outcome.plan.target.name] = receipts(folder, manifest, outcome.plan.target.name)
+            found = receipts(folder, manifest, name, portable=not outcome.plan.target.runs_here)
         except ArtifactError:
             cells.forget(built.program for built in outcome.built.values())
             raise
+        if isinstance(found, PortableReceipts):
+            vectors = replace(vectors, portable=(vectors.portable or {}) | {name: found})
+        else:
+            vectors = replace(vectors, receipts=vectors.receipts | {name: found})
         report.advance("receipts", 1)
-    vectors = replace(manifest.vectors, receipts=manifest.vectors.receipts | found)
     return write_manifest(folder, replace(manifest, vectors=vectors))
+
+
+def _is_run(manifest: Manifest, plan: Plan, prove: bool | None, report: Reporter) -> bool:
+    """Whether the vectors are run through a target: its executables, or its portable programs on the processor."""
+    if plan.target.runs_here or prove is not None:
+        return plan.target.runs_here or bool(prove)
+    if reason := too_large(manifest, plan.target.name):
+        report.note(f"{plan.target.name}: portable programs not run: {reason}; --prove-portable runs them all the same")
+    return reason is None
 
 
 def copy_tokenizer(folder: Path, source: Checkpoint) -> tuple[FileRecord, ...]:
@@ -393,20 +412,21 @@ def _needs(built: Sequence[Built]) -> tuple[Requirements, Mesh]:
     return replace(requires, cpu_features=tuple(sorted(features)) or None), mesh
 
 
-def receipts(folder: Path, manifest: Manifest, name: str) -> Receipts:
+def receipts(folder: Path, manifest: Manifest, name: str, *, portable: bool = False) -> Receipts:
     """Runs the vectors through every cell of a target, and refuses a build whose programs are wrong.
 
     They run in a fresh process, because an executable can work in the one that compiled it and fail in any other.
+    ``portable`` runs the portable programs on the processor.
 
     Raises:
         ArtifactError: A cell differs from its expectation by more than its tolerance, or does not run.
     """
-    measured = measure_apart(folder, name, manifest)
+    measured = measure_apart(folder, name, manifest, portable=portable)
     if not measured.passed:
         failed = {name: receipt for name, receipt in measured.cells.items() if receipt.status != "passed"}
         cell, worst = max(failed.items(), key=lambda item: item[1].relative)
         raise ArtifactError(
-            f"receipts of `{name}`: expected a {measured.tolerance.measure} relative error "
+            f"receipts of `{name}`{f', {PORTABLE}' * portable}: expected a {measured.tolerance.measure} relative error "
             f"of at most {measured.tolerance.bound:g}, found {to_json(worst)}, in {cell}",
             "the programs do not compute what the model computes: do not use them, and report this",
         )

@@ -45,7 +45,7 @@ PROGRAM_FILE = re.compile(r"[a-z]+@\d+\.(stablehlo|exec)|kernels\.so")
 
 def add_targets(
     artifact: Path, options: Options, given: set[str], report: Reporter, *, checkpoint: Path | None = None,
-    force: bool = False, ignore: Sequence[str] = (), cache: CacheUse = DEFAULT_USE,
+    force: bool = False, ignore: Sequence[str] = (), cache: CacheUse = DEFAULT_USE, prove: bool | None = None,
 ) -> tuple[Manifest, list[str]]:  # fmt: skip
     """Adds the targets of ``options`` to ``artifact``.
 
@@ -58,6 +58,7 @@ def add_targets(
         force: Replace targets that are there.
         ignore: Fields of the checkpoint's config.json to ignore.
         cache: How compiled programs of earlier builds are used.
+        prove: As in :func:`~ling3export.compile.build.build`.
 
     Returns:
         The manifest, and the names of the added targets.
@@ -86,7 +87,7 @@ def add_targets(
         taken = {name: _copied(artifact, staging, name, there.get(name)) for name in (p.target.name for p in plans)}
         with compiling(artifact, config_of(manifest), options, plans, staging, cells, report, taken) as compiled:
             outcomes = compiled()
-        written = _take_in(staging, artifact, manifest, outcomes, report, cells)
+        written = _take_in(staging, artifact, manifest, outcomes, report, cells, prove)
         cells_of = [(name, cell) for name in taken for cell in written.targets[name].cells.values()]
         report.note(summary((cell for name, cell in cells_of if cell.name not in taken[name]), cache))
         return written, list(taken)
@@ -184,8 +185,9 @@ def _copied(artifact: Path, staging: Path, name: str, target: Target | None) -> 
 
 
 def _take_in(
-    staging: Path, artifact: Path, manifest: Manifest, outcomes: Sequence[Outcome], report: Reporter, cells: Cells
-) -> Manifest:
+    staging: Path, artifact: Path, manifest: Manifest, outcomes: Sequence[Outcome], report: Reporter, cells: Cells,
+    prove: bool | None,
+) -> Manifest:  # fmt: skip
     """Moves the programs in, runs what runs here, and replaces the manifest."""
     sync_tree(staging)
     moved: dict[str, str] = {}
@@ -194,7 +196,7 @@ def _take_in(
             moved[name] = _free_name(artifact, name)
             (staging / "programs" / name).rename(artifact / "programs" / moved[name])
         sync_folder(artifact / "programs")
-        written = complete(artifact, manifest, outcomes, report, cells, moved)
+        written = complete(artifact, manifest, outcomes, report, cells, moved, prove=prove)
     except BaseException:
         if read_manifest(artifact).sha256 == manifest.sha256:
             for programs in moved.values():

@@ -28,11 +28,11 @@ from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, make_plans
 from ling3export.plan.toolchain import check_toolchain
 from ling3export.pricing.recorded import config_of, plan_of
+from ling3export.runners.calibrate.receipts import NO_WEIGHTS
 from ling3export.runners.load.targets import named_target
 from ling3export.strict_json import read_json
 from ling3export.tables import readable
 from ling3export.verify.measure import measure_apart
-from ling3export.verify.receipts import NO_WEIGHTS
 
 
 @dataclass(frozen=True)

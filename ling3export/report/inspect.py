@@ -2,8 +2,8 @@
 
 from ling3export.artifacts.schema import Experts, Manifest, Receipts, State, Target
 from ling3export.report.figures import estimated
+from ling3export.runners.calibrate.receipts import ERROR_COLUMNS, error_columns, told
 from ling3export.tables import aligned, selected
-from ling3export.verify.receipts import ERROR_COLUMNS, error_columns, explained
 
 # The columns for a terminal of 80 characters; a wide table has all.
 CELL_COLUMNS = ("cell", "size MB", "peak MB", "compile s", *ERROR_COLUMNS)
@@ -31,7 +31,7 @@ def _cells(target: Target, receipts: Receipts | None, wide: bool) -> list[str]:
         }
         rows.append(row | dict(zip(ERROR_COLUMNS, error_columns(name, receipts), strict=True)))
     shown = selected(rows, list(rows[0]) if wide and rows else CELL_COLUMNS)
-    return shown if receipts is None else [*shown, f"  {explained(receipts.tolerance)}"]
+    return shown if receipts is None else [*shown, *(f"  {line}" for line in told(receipts))]
 
 
 def _estimates(target: Target, wide: bool) -> list[str]:
@@ -107,7 +107,7 @@ def describe(manifest: Manifest, *, wide: bool = False) -> str:
         f"tokenizer   {'yes' if manifest.tokenizer else 'none: token ids only'}",
     ]
     for name, target in manifest.targets.items():
-        receipts, state = manifest.vectors.receipts.get(name), target.state
+        receipts, state = manifest.measured(name), target.state
         statuses = sorted({cell.status for cell in target.cells.values()})
         lines += [
             "",

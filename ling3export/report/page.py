@@ -13,7 +13,7 @@ from ling3export.cost.operations import KINDS
 from ling3export.errors import ArtifactError
 from ling3export.plan.chips import CHIPS
 from ling3export.report.figures import MEMORY, estimated, figures, memory_parts, si, times
-from ling3export.verify.receipts import ERROR_COLUMNS, error_columns, explained
+from ling3export.runners.calibrate.receipts import ERROR_COLUMNS, error_columns, told
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -58,7 +58,7 @@ def render(manifest: Manifest) -> str:
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    engine.filters |= {"si": si, "times": times, "explained": explained, "errors": error_columns, "parts": memory_parts}
+    engine.filters |= {"si": si, "times": times, "told": told, "errors": error_columns, "parts": memory_parts}
     page = engine.get_template("report.html").render(
         manifest=manifest, targets=[_shown(manifest, name) for name in manifest.targets], kinds=KINDS, memory=MEMORY,
         errors=ERROR_COLUMNS, unknown=UNKNOWN,
@@ -76,6 +76,7 @@ def _shown(manifest: Manifest, name: str) -> dict[str, Any]:
     # Every program is loaded at once, and the one with the largest temporaries runs.
     together = sum((sum if kind == "code" else max)(part[kind] for part in parts) for kind in MEMORY)
     return {
-        "name": name, "target": target, "receipts": manifest.vectors.receipts.get(name), "cells": cells, "chip": chip,
+        "name": name, "target": target, "receipts": manifest.measured(name),
+        "executed": name in manifest.vectors.receipts, "cells": cells, "chip": chip,
         "estimated": estimated(cells), "figures": figures(cells, target.tp, chip), "together": together,
     }  # fmt: skip

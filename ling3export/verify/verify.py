@@ -8,15 +8,15 @@ from typing import Any
 from ling3export.artifacts.files import refuse_links
 from ling3export.artifacts.manifest import file_records, read_checked, recorded_files
 from ling3export.artifacts.records import to_json
-from ling3export.artifacts.schema import Manifest, Receipts, Target
+from ling3export.artifacts.schema import Manifest, PortableReceipts, Receipts, Target
 from ling3export.artifacts.share import check_share
 from ling3export.artifacts.signing import read_trusted
 from ling3export.artifacts.store import Store
 from ling3export.errors import ArtifactError, listed
+from ling3export.runners.calibrate.receipts import ERROR_COLUMNS, NO_WEIGHTS, PORTABLE, error_columns, told
 from ling3export.runners.load.targets import platforms_here
 from ling3export.tables import aligned
 from ling3export.verify.measure import measure_apart
-from ling3export.verify.receipts import ERROR_COLUMNS, NO_WEIGHTS, error_columns, explained
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,12 @@ class Result:
             if isinstance(found, str):
                 lines.append(f"{name}: not run here: {found}")
                 continue
+            portable = isinstance(found, PortableReceipts)
             rows: list[tuple[str, ...]] = [("cell", "status", *ERROR_COLUMNS, "absolute", "positions")]
             for cell, row in sorted(found.cells.items(), key=lambda item: -item[1].relative):
                 errors = error_columns(cell, found)
                 rows.append((cell, row.status, *errors, f"{row.absolute:.1e}", str(row.positions)))
-            lines += [f"{name}:", *aligned(rows), f"  {explained(found.tolerance)}"]
+            lines += [f"{name}{f', {PORTABLE}' * portable}:", *aligned(rows), *(f"  {each}" for each in told(found))]
             for what, value in found.agreement.items():
                 lines.append(f"  {what.replace('_', ' ')}: {value:.2e}")
         return "\n".join(lines)
@@ -74,25 +75,27 @@ def check_digests(artifact: Path, manifest: Manifest) -> tuple[int, int]:
     return len(files), sum(len(tensor.sha256) for tensor in index.values())
 
 
-def _not_here(target: Target) -> str | None:
-    """Why a target cannot be measured on this machine; None if it can."""
+def _not_here(target: Target, proven: bool) -> str | None:
+    """Why a target cannot be measured on this machine; None if it can. ``proven``: its portable programs were run."""
     hosts, here = target.processes, platforms_here()
     if target.platform in here and (hosts == 1 or target.platform == "cpu"):
         return None
-    statuses = sorted({cell.status for cell in target.cells.values()})
+    said = " and ".join(sorted({cell.status for cell in target.cells.values()})) + f" ({PORTABLE})" * proven
     wanted = f"{target.tp} devices of {target.text} on {hosts} host{'s' * (hosts > 1)}"
-    return f"{' and '.join(statuses)}; it needs {wanted}, found {' and '.join(here)} in one process"
+    return f"{said}; it needs {wanted}, found {' and '.join(here)} in one process"
 
 
 def verify_artifact(
-    artifact: Path, target: str | None, *, run: bool = True, report: Callable[[str], None] = lambda text: None
-) -> Result:
+    artifact: Path, target: str | None, *, run: bool = True, portable: bool = False,
+    report: Callable[[str], None] = lambda text: None,
+) -> Result:  # fmt: skip
     """Checks every digest, then measures every target that runs here.
 
     Args:
         artifact: The folder.
         target: Only this one; None for all.
         run: Whether to measure; otherwise nothing of the artifact is executed.
+        portable: Measure the portable programs of every target, compiled for this processor, instead of executables.
         report: Told who signed it.
 
     Raises:
@@ -106,8 +109,9 @@ def verify_artifact(
     files, slabs = check_digests(artifact, manifest)
     targets: dict[str, Receipts | str] = {}
     for name in names:
-        reason = _not_here(manifest.targets[name]) if run else "--no-run"
+        proven = name in (manifest.vectors.portable or {})
+        reason = None if portable else _not_here(manifest.targets[name], proven) if run else "--no-run"
         if not manifest.has_weights:
             reason = NO_WEIGHTS
-        targets[name] = reason or measure_apart(artifact, name, manifest)
+        targets[name] = reason or measure_apart(artifact, name, manifest, portable=portable)
     return Result(files, slabs, targets)

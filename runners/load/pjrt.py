@@ -10,6 +10,7 @@ The record is an ``Executable`` of `artifacts.schema`. Its inputs stand in jax's
 its outputs in that of the result.
 """
 
+import dataclasses
 import re
 import threading
 from collections import Counter
@@ -35,6 +36,10 @@ from ling3export.runners.load.verdict import executable_fits
 
 Program = Callable[..., list[jax.Array]]  # flat inputs → flat outputs
 
+CUSTOM_CALL = re.compile(r"stablehlo\.custom_call @\"?([\w.$]+)")
+# Custom calls that every compiler turns into something else: shardings, and what StableHLO has no operation for.
+EXPANDED = {"Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "mhlo.topk", "mhlo.erf", "chlo.top_k"}
+
 TRACED = "/jax/core/compile/jaxpr_trace_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
@@ -56,11 +61,16 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 def compile_portable(blob: bytes, mesh: Mesh) -> stages.Compiled:
     """Compiles a portable program for ``mesh``.
 
+    The processor's compiler takes those of other platforms, too, as they stand: their operations are StableHLO's, apart
+    from the custom calls that ``lacking`` names.
+
     Args:
         blob: What ``jax.export`` serialized: a program of parameters, state and batch, whose state is donated.
         mesh: The devices.
     """
     exported = export.deserialize(bytearray(blob))
+    if mesh.devices.flat[0].platform == "cpu":
+        exported = dataclasses.replace(exported, platforms=("cpu",))
     flat = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
         for aval, sharding in zip(exported.in_avals, exported.in_shardings_jax(mesh), strict=True)
@@ -68,6 +78,12 @@ def compile_portable(blob: bytes, mesh: Mesh) -> stages.Compiled:
     arguments, _ = jax.tree.unflatten(exported.in_tree, flat)
     # jax.export forgets donation: the state is the second argument of every program.
     return jax.jit(exported.call, donate_argnums=(1,)).lower(*arguments).compile()
+
+
+def lacking(blob: bytes) -> tuple[str, ...]:
+    """The custom calls of a portable program that the processor has no code for."""
+    text = export.deserialize(bytearray(blob)).mlir_module()
+    return tuple(sorted({*CUSTOM_CALL.findall(text)} - EXPANDED - {*xla_client.custom_call_targets("Host")}))
 
 
 def serialized(compiled: stages.Compiled) -> tuple[bytes, Executable]:

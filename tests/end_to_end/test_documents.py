@@ -33,7 +33,7 @@ WITH_COMMANDS = [page for page in PAGES if (ROOT / page).is_file() and commands(
 MICRO = ("--paddings", "16", "--tp", "2", "--max-running", "2", "--context", "512", "--score-paddings", "16")
 # Pages that start from an artifact which another page builds.
 GIVEN = {
-    "docs/targets.md": ["micro"],
+    "docs/targets.md": ["micro", "micro.ling3"],
     "docs/cache.md": ["micro"],
     "docs/benchmark.md": ["micro.ling3", "gsm8k"],
     "docs/catalog.md": ["micro", "micro.ling3"],
@@ -44,7 +44,13 @@ GIVEN = {
     "docs/state.md": ["micro", "shared.ling3"],
 }
 SWAPS = {
-    "README.md": [("--paddings 16,128,512", "--paddings 16 --decode-paddings 16 --max-running 4 --context 512")],
+    "README.md": [
+        ("--paddings 16,128,512", "--paddings 16 --decode-paddings 16 --max-running 4 --context 512"),
+        ("--target tpu:v6e:4x4", "--target tpu:v6e:4x4 --no-prove-portable"),
+    ],
+    # Compiling the portable programs for the processor, too, takes half a minute.
+    "docs/build.md": [("--target tpu:v6e:2x2", "--target tpu:v6e:2x2 --no-prove-portable")],
+    "docs/targets.md": [("--context 512", "--context 512 --no-prove-portable")],
     "docs/hosts.md": [
         ("--target cpu:4x4", "--target cpu:4x4 --paddings 16 --decode-paddings 16 --max-running 4 --context 512")
     ],

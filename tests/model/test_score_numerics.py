@@ -11,8 +11,8 @@ from ling3export.checkpoint.reader import Checkpoint
 from ling3export.checkpoint.synth import synthesize
 from ling3export.model.geometry import CHUNK, Form
 from ling3export.model.sampling.sample import ROWS
+from ling3export.runners.calibrate.receipts import log_softmax
 from ling3export.runners.engine.inputs import Span
-from ling3export.verify.receipts import log_softmax
 from ling3export.verify.reference import Reference
 from numerics import Case, Quick
 from tolerances import FLOAT32, MARGIN

@@ -9,6 +9,7 @@ RUNNERS = (
     ("runners.cli",),
     ("runners.batch", "runners.route"),
     ("runners.serve", "runners.evals", "runners.bench", "runners.doctor", "runners.adapters"),
+    ("runners.calibrate",),
     ("runners.engine",),
     ("runners.ffn", "runners.state"),
     ("runners.load", "runners.transfer", "runners.fleet"),
@@ -30,7 +31,8 @@ BUILD = (
 # Single modules at the bottom, for the whole build side; and what it may import of the runners.
 BOTTOM = {"processes", "sources", "tables"}
 FROM_RUNNERS = {
-    "runners.engine.inputs", "runners.ffn", "runners.fleet", "runners.hosts", "runners.load", "runners.text",
+    "runners.calibrate", "runners.engine.inputs", "runners.ffn", "runners.fleet", "runners.hosts", "runners.load",
+    "runners.text",
 }  # fmt: skip
 BESIDES = {
     "strict_json": {"reading"},

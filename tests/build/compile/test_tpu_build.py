@@ -2,12 +2,15 @@
 
 import json
 import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from ling3export.artifacts.manifest import read_manifest
-from ling3export.artifacts.schema import Lowering, Mesh
+from ling3export.artifacts.manifest import read_manifest, write_manifest
+from ling3export.artifacts.schema import Lowering, Mesh, PortableReceipts, Receipt, Tolerance
 from ling3export.checkpoint.synth import synthesize
 from ling3export.cli import main as cli
 
@@ -40,6 +43,24 @@ def test_every_cell_is_compiled_priced_and_labelled_as_never_executed(tpu_artifa
         assert not cell.estimate.custom_calls
         assert cell.estimate.tokens_a_sequence == 512  # no more than the context
     assert TARGET not in manifest.vectors.receipts
+
+
+def test_receipts_of_its_portable_programs_stand_beside_compiled_not_executed(tpu_artifact, tmp_path):
+    folder = Path(shutil.copytree(tpu_artifact, tmp_path / "x.ling3"))
+    manifest = read_manifest(folder)
+    cells = dict.fromkeys(manifest.targets[TARGET].cells, Receipt("passed", 0.021, 0.0123, 0.1, 5))
+    special = cells.pop("score@16") and {"score@16": ("only_there",)}
+    proof = PortableReceipts(Tolerance("median", 0.15), cells, {}, "jaxlib 0.11.2", special)
+    write_manifest(folder, replace(manifest, vectors=replace(manifest.vectors, portable={TARGET: proof})))
+    shown = CliRunner().invoke(cli.main, ["inspect", str(folder)]).output
+    assert "stablehlo, on cpu (jaxlib 0.11.2), virtual devices: no executable of the target ran" in shown
+    assert "1.2e-02 ≤ 1.5e-01" in shown
+    assert "score@16: not run: only an accelerator has only_there" in shown
+    CliRunner().invoke(cli.main, ["report", str(folder), str(tmp_path / "page.html")])
+    said = (tmp_path / "page.html").read_text()
+    assert '<span class="label">compiled, never executed</span>\n<span class="label">stablehlo, on cpu</span>' in said
+    done = CliRunner().invoke(cli.main, ["verify", str(folder)])
+    assert f"{TARGET}: not run here: compiled, not executed (stablehlo, on cpu); it needs 4 devices" in done.output
 
 
 def test_donated_state_stays_in_place(tpu_artifact):

@@ -18,10 +18,10 @@ from ling3export.artifacts.records import to_json
 from ling3export.artifacts.schema import ON_LOGITS, Sequence, Tolerance
 from ling3export.cli import main as cli
 from ling3export.errors import ArtifactError
+from ling3export.runners.calibrate.prober import Prober
+from ling3export.runners.calibrate.receipts import logits_receipt, relative_error
 from ling3export.verify import verify
 from ling3export.verify.measure import measure_apart
-from ling3export.verify.prober import Prober
-from ling3export.verify.receipts import logits_receipt, relative_error
 from ling3export.verify.verify import check_digests
 
 VECTORS = "vectors/expected.safetensors"

@@ -23,6 +23,7 @@ from ling3export.checkpoint.reader import Checkpoint
 from ling3export.cli import main as cli
 from ling3export.compile import replay
 from ling3export.errors import ArtifactError, Ling3Error
+from ling3export.runners.calibrate.receipts import Scored, log_softmax, score_receipt
 from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.inputs import Shapes
@@ -30,7 +31,6 @@ from ling3export.runners.engine.request import Completion, Request
 from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.score import pair_ids, scored
 from ling3export.runners.engine.sequence import Sequence
-from ling3export.verify.receipts import Scored, log_softmax, score_receipt
 from ling3export.verify.reference import Reference
 from refusals import refusal
 from scheduler_rig import CHUNK, Rig, prompt

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ling3export.artifacts import schema
-from ling3export.artifacts.schema import Receipt, Receipts, Tolerance
-from ling3export.errors import ArtifactError
+from ling3export.artifacts.schema import PortableReceipts, Receipt, Receipts, Tolerance
+from ling3export.errors import ArtifactError, listed
 
 Logits = dict[tuple[int, int], np.ndarray]  # (sequence, position) → logits [V]
 
@@ -142,6 +142,7 @@ def agreement(found: Mapping[str, Logits], cut: Mapping[tuple[int, int], Logits]
 
 EXACT = tuple(f"{phase}@" for phase in (*schema.ON_LOGITS, *schema.MOVING))
 ERROR_COLUMNS = ("median error", "worst error")
+PORTABLE = "stablehlo, on cpu"
 NO_WEIGHTS = "no weights"  # why the cells of programs alone are not run
 
 
@@ -166,6 +167,16 @@ def error_columns(cell: str, receipts: Receipts | None) -> tuple[str, str]:
 
 def _beside(text: str, error: float, bound: float) -> str:
     return f"{text} {'≤' if error <= bound else '>'} {bound:.1e}"
+
+
+def told(receipts: Receipts) -> list[str]:
+    """What stands below a table of receipts: what the errors are, and what ran of portable programs."""
+    lines = [explained(receipts.tolerance)]
+    if isinstance(receipts, PortableReceipts):
+        lines.append(f"{PORTABLE} ({receipts.compiler}), virtual devices: no executable of the target ran")
+        lacking = receipts.lacking.items()
+        lines += [f"{cell}: not run: only an accelerator has {listed(list(calls))}" for cell, calls in lacking]
+    return lines
 
 
 def explained(tolerance: Tolerance) -> str:

@@ -8,10 +8,10 @@ import numpy as np
 
 from ling3export.artifacts.schema import GIVERS, Manifest, Sequence, Target
 from ling3export.errors import ArtifactError
+from ling3export.runners.calibrate.receipts import Logits, Scored, log_softmax
 from ling3export.runners.engine.inputs import Fields, Span, decode_fields, prefill_fields, sample_fields
 from ling3export.runners.ffn import split
 from ling3export.runners.ffn.connector import Phases
-from ling3export.verify.receipts import Logits, Scored, log_softmax
 
 if TYPE_CHECKING:
     from ling3export.runners.load.model_runner import ModelRunner
