@@ -3,11 +3,12 @@
 import json
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ling3export.errors import RequestError
 from ling3export.runners import flight
@@ -39,6 +40,7 @@ from ling3export.runners.engine.request import Completion
 from ling3export.runners.hosts.rendezvous import announced
 
 # Everything behind lm-eval's first word is lm-eval's, its --help included.
+SAMPLING = ("temperature", "top_k", "top_p", "seed")
 VERBATIM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
@@ -110,6 +112,10 @@ def lm_eval(arguments: tuple[str, ...]) -> None:
         "--prompt-file", cls=Once, type=PATH, metavar="FILE",
         help='JSON lines, {"prompt": TEXT}, {"prompt_ids": [ID, ...]} or {"messages": [...]}, run as one batch.',
     ),
+    click.option(
+        "--resume", cls=Once, type=PATH, metavar="FILE",
+        help="Go on with the answer that --save wrote, with its settings; --max-tokens counts all of it.",
+    ),
 )  # fmt: skip
 @section(
     "Answers",
@@ -128,7 +134,8 @@ def lm_eval(arguments: tuple[str, ...]) -> None:
         "--logits", type=PATH, metavar="OUT.npz",
         help="Write tokens [n] and the logits [n, vocab] that they were taken from.",
     ),
-    click.option("--force", is_flag=True, help="Replace OUT.npz if it is there."),
+    click.option("--save", type=PATH, metavar="FILE", help="Write one answer and the state behind it, for --resume."),
+    click.option("--force", is_flag=True, help="Replace OUT.npz or FILE if it is there."),
     click.option("--stats", is_flag=True, help="Print counters and the times of the start on stderr."),
 )  # fmt: skip
 @artifact_options
@@ -137,9 +144,9 @@ def lm_eval(arguments: tuple[str, ...]) -> None:
 @host_options
 def generate(
     artifact: Path, prompt: str | None, prompt_ids: tuple[int, ...] | None, prompt_file: Path | None,
-    logits: Path | None, force: bool, as_json: bool, stats: bool, target: str | None, programs: str, check: str,
-    step_timeout: float | None, ffn: tuple[str, ...], ffn_timeout: float, prefix_cache: bool | None, evict: str,
-    place: dict[str, Any], **settings: Any,
+    resume: Path | None, logits: Path | None, save: Path | None, force: bool, as_json: bool, stats: bool,
+    target: str | None, programs: str, check: str, step_timeout: float | None, ffn: tuple[str, ...],
+    ffn_timeout: float, prefix_cache: bool | None, evict: str, place: dict[str, Any], **settings: Any,
 ) -> None:  # fmt: skip
     """Complete prompts with ARTIFACT.
 
@@ -150,16 +157,30 @@ def generate(
     }  # fmt: skip
     hosts = leading(artifact, place, ffn=ffn, **how)
     with announced(hosts):
-        prompts = _prompts(prompt, prompt_ids, prompt_file)
+        prompts = _prompts(prompt, prompt_ids, prompt_file, resume)
+        if save is not None and (resume is not None or len(prompts) != 1):
+            found = "--resume" if resume is not None else f"{len(prompts)} prompts"
+            raise click.UsageError(f"--save: expected one prompt with it, found {found}.")
         if logits is not None:
-            _check_output(logits, force)
+            _check_output("--logits", logits, force, "logits", ".npz files", zipfile.is_zipfile)
+        if save is not None:
+            _check_output("--save", save, force, "the state", "saved states", _is_state)
+        if resume is not None:
+            _check_settings(settings, logits)
     from ling3export.runners.engine.engine import Engine
+    from ling3export.runners.engine.request import Sampling
 
     with Engine(
         artifact, hosts=hosts, step_timeout=step_timeout, ffn=ffn, ffn_timeout=ffn_timeout, **how
     ) as engine:  # fmt: skip
-        names = ["prompt"] if prompt_file is None else line_names(prompt_file, len(prompts))
-        completions = engine.generate(prompts, names=names, logits=logits is not None, **settings)
+        if resume is not None:
+            completions = [engine.resume(resume, max_tokens=settings["max_tokens"]).result()]
+        elif save is not None:
+            chosen = {name: settings.pop(name) for name in SAMPLING}
+            completions = [engine.save(engine.request(prompts[0], sampling=Sampling(**chosen), **settings), save)]
+        else:
+            names = ["prompt"] if prompt_file is None else line_names(prompt_file, len(prompts))
+            completions = engine.generate(prompts, names=names, logits=logits is not None, **settings)
         if logits is not None:
             _write_logits(logits, completions, numbered=prompt_file is not None)
         for completion in completions:
@@ -168,14 +189,25 @@ def generate(
             click.echo(f"stats: {json.dumps(engine.stats())}", err=True)
 
 
-def _prompts(prompt: str | None, prompt_ids: tuple[int, ...] | None, prompt_file: Path | None) -> Sequence[Prompt]:
-    given = [value for value in (prompt, prompt_ids, prompt_file) if value is not None]
+def _prompts(
+    prompt: str | None, prompt_ids: tuple[int, ...] | None, prompt_file: Path | None, resume: Path | None
+) -> Sequence[Prompt]:
+    given = [value for value in (prompt, prompt_ids, prompt_file, resume) if value is not None]
     if len(given) != 1:
         found = len(given) or "none"
-        raise click.UsageError(f"expected one of --prompt, --prompt-ids and --prompt-file, found {found}.")
+        raise click.UsageError(f"expected one of --prompt, --prompt-ids, --prompt-file and --resume, found {found}.")
     if prompt_file is not None:
         return read_prompts(prompt_file)
     return [given[0]] if isinstance(given[0], (str, tuple)) else []
+
+
+def _check_settings(settings: dict[str, Any], logits: Path | None) -> None:
+    """Refuses what a resumed answer cannot have: its settings are those of its file."""
+    context = click.get_current_context()
+    given = [name for name in settings if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    found = [f"--{name.replace('_', '-')}" for name in given if name != "max_tokens"]
+    if found or logits is not None:
+        raise click.UsageError(f"--resume: expected --max-tokens alone with it, found {(found or ['--logits'])[0]}.")
 
 
 def _text(completion: Completion) -> str:
@@ -188,18 +220,25 @@ def _json_line(completion: Completion) -> str:
     return json.dumps({name: getattr(completion, name) for name in names} | times, ensure_ascii=False)
 
 
-def _check_output(path: Path, force: bool) -> None:
+def _is_state(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b'"ling3.state"' in file.read(64)
+
+
+def _check_output(
+    option: str, path: Path, force: bool, what: str, kind: str, is_kind: Callable[[Path], bool]
+) -> None:  # fmt: skip
     """Refuses a file that cannot be written or is there already, before anything is loaded."""
     if not path.parent.is_dir():
-        raise RequestError(f"--logits `{path}`: expected an existing folder, found none, at {path.parent}")
+        raise RequestError(f"{option} `{path}`: expected an existing folder, found none, at {path.parent}")
     if path.exists() and not path.is_file():  # renaming over /dev/null would remove the device
-        raise RequestError(f"--logits `{path}`: expected a file, found a folder or a device")
+        raise RequestError(f"{option} `{path}`: expected a file, found a folder or a device")
     if path.exists() and not force:
-        raise RequestError(f"--logits `{path}`: expected no such file, found one", "replace it with --force")
-    if path.exists() and not zipfile.is_zipfile(path):
+        raise RequestError(f"{option} `{path}`: expected no such file, found one", "replace it with --force")
+    if path.exists() and not is_kind(path):
         raise RequestError(
-            f"--logits `{path}`: expected logits of an earlier run, found another kind of file",
-            "--force replaces only .npz files: choose another name",
+            f"{option} `{path}`: expected {what} of an earlier run, found another kind of file",
+            f"--force replaces only {kind}: choose another name",
         )
     from ling3export.artifacts.files import try_writing, writing
 

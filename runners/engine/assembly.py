@@ -93,8 +93,8 @@ def _assembled(
     from ling3export.runners.engine.scheduler import Scheduler
     from ling3export.runners.engine.sequence import Sequence
     from ling3export.runners.ffn.split import connected
+    from ling3export.runners.state.form import root_of
     from ling3export.runners.state.prefix_cache import PrefixCache
-    from ling3export.runners.transfer.objects import state_abi
 
     manifest, record, channel = loaded.manifest, loaded.record, loaded.channel
     files = TokenizerFiles(loaded.folder, manifest.tokenizer, manifest.eos_token_ids)
@@ -111,7 +111,7 @@ def _assembled(
             "build the artifact again with --snapshots N, or leave the prefix cache off",
         )
     if moves and prefix_cache is not False:
-        shared = PrefixCache(blocks, record.state.page_size, state_abi(manifest.state_of(loaded.target)), evict=evict)
+        shared = PrefixCache(blocks, record.state.page_size, root_of(manifest, record), evict=evict)
 
     @cache
     def takes_any_temperature() -> bool:
@@ -121,7 +121,7 @@ def _assembled(
         return right
 
     def sequence(arrival: "Arrival") -> Sequence:  # knows no engine, so that the engine's thread keeps none alive
-        number, request, at, carried = arrival
+        number, request, at, carried, saved = arrival
         if 0 < request.sampling.temperature < COLDEST and not takes_any_temperature():
             request = replace(request, sampling=replace(request.sampling, temperature=0.0))
         stream = tokenizer.stream(request.stop) if tokenizer else None
@@ -130,7 +130,7 @@ def _assembled(
             choice = Choice(
                 request, files.grammars(limits.vocab_size).matcher(request.grammar) if request.grammar else None
             )
-        return Sequence(request, number, limits.answer(request), eos, stream, at, choice, carried)
+        return Sequence(request, number, limits.answer(request), eos, stream, at, choice, carried, saved)
 
     def core() -> EngineCore:
         scheduler = Scheduler(

@@ -13,13 +13,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from ling3export.errors import RankDivergence
-from ling3export.runners.engine.request import Request, Sampling
+from ling3export.runners.engine.request import Request, request_of
 from ling3export.runners.engine.scheduler import Emitted, Scheduler
 from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.hosts.channel import DIVERGED, END, STEP, Channel
 
 if TYPE_CHECKING:
-    from ling3export.runners.state.exchange import Carried
+    from ling3export.runners.state.form import Carried
 
 SHORT = 8  # bytes of a digest that travel with every step
 
@@ -32,12 +32,14 @@ class Arrival(NamedTuple):
         request: What was asked.
         at: When it arrived, on the clock of ``sequence.now``; this is noted and decides nothing.
         carried: The state that it comes with, where it was begun elsewhere; on one host alone.
+        saved: Whether its state is taken along when it ends; on one host alone.
     """
 
     number: int
     request: Request
     at: float | None = None
     carried: "Carried | None" = None
+    saved: bool = False
 
 
 class StepInputs(NamedTuple):
@@ -47,11 +49,13 @@ class StepInputs(NamedTuple):
         arrivals: In order.
         cancelled: Numbers of arrivals; unknown and ended ones count for nothing.
         compare: Whether the hosts are to compare the tokens that they read.
+        saved: Numbers of arrivals that end where they are, so that they can go on elsewhere; on one host alone.
     """
 
     arrivals: tuple[Arrival, ...] = ()
     cancelled: tuple[int, ...] = ()
     compare: bool = False
+    saved: tuple[int, ...] = ()
 
 
 class StepOutputs(NamedTuple):
@@ -97,6 +101,9 @@ class EngineCore:
             if found is not None:
                 self.scheduler.cancel(found)
                 ended.append(found)
+        for number in inputs.saved:
+            if number in self._live:
+                self.scheduler.save(self._live[number])
         emitted = self.scheduler.step()
         over = self.scheduler.take_ended()
         ended += [sequence for sequence in over if self._live.pop(sequence.number, None) is not None]
@@ -183,8 +190,5 @@ def decode(payload: bytes) -> StepInputs:
     if not payload:
         return StepInputs()
     said = json.loads(payload)
-    arrivals = (
-        Arrival(number, Request(**{**fields, "sampling": Sampling(**fields["sampling"])}))
-        for number, fields in said["arrivals"]
-    )
-    return StepInputs(tuple(arrivals), tuple(said["cancelled"]), said["compare"])
+    arrivals = (Arrival(number, request_of(fields)) for number, fields in said["arrivals"])
+    return StepInputs(tuple(arrivals), tuple(said["cancelled"]), said["compare"], tuple(said["saved"]))

@@ -264,6 +264,57 @@ class Engine:
             for handle in handles:
                 handle.cancel()
 
+    def save(self, asked: Request | RequestHandle, file: str | Path) -> Completion:
+        """Writes where a request is to a file, from which ``resume`` goes on: its settings, tokens and state.
+
+        Args:
+            asked: A request is run to its end first, and goes on where its ``max_tokens`` ended it. One that runs
+                ends where it is, with the stop reason ``saved``.
+            file: Is there whole or not at all; one of this name is replaced.
+
+        Returns:
+            The answer so far.
+
+        Raises:
+            ArtifactError: The artifact has no programs that move states, or the file cannot be written.
+            RequestError: The request cannot be served or saved, has ended, or is cancelled meanwhile.
+            RequestFailed: For the reasons that ``RequestHandle.result`` gives.
+        """
+        self._check_alone("save")
+        from ling3export.runners.engine.saving import save  # with numpy
+
+        if isinstance(asked, Request):
+            self.check(asked)
+        return save(self._loop, self.manifest, self._record, asked, Path(file))
+
+    def resume(self, file: str | Path, *, max_tokens: int | None = None) -> RequestHandle:
+        """Goes on from what ``save`` wrote, in any engine of the same model and weights: the tokens are the same.
+
+        The answer begins with the tokens in the file.
+
+        Args:
+            file: The file.
+            max_tokens: How many tokens the whole answer has at most; by default as the request said.
+
+        Raises:
+            StateFileError: The file is missing, cut, damaged, or something else.
+            StateMismatch: It is of another model, of other weights, or of other dtypes.
+            ArtifactError: The artifact has no programs that move states.
+            RequestError, QueueFull, EngineStopped: For the reasons that ``submit`` gives.
+        """
+        self._check_alone("resume")
+        from ling3export.runners.engine.saving import resumed
+
+        request, carried = resumed(self.manifest, self._record, Path(file), max_tokens)
+        self.check(request)
+        (handle,) = self._loop.submit([request], carried)
+        return handle
+
+    def _check_alone(self, what: str) -> None:
+        if self._several or self._split:
+            found = "several hosts" if self._several else "FFN workers"
+            raise RequestError(f"{what}: expected one host that computes its own experts, found {found}")
+
     def digests(self) -> tuple[bytes, ...]:
         """sha256 of the tokens that each host read since the last call, by host; nothing where one host runs alone.
 

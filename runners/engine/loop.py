@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ling3export.errors import RequestError
 from ling3export.runners.engine.core import Arrival, EngineCore, StepInputs, StepOutputs
 from ling3export.runners.engine.handle import EngineStalled, EngineStopped, HostGone, QueueFull, RequestHandle, wake
 from ling3export.runners.engine.request import Request
@@ -14,7 +15,8 @@ from ling3export.runners.engine.sequence import Sequence, now
 from ling3export.runners.load.loader import Timings
 
 if TYPE_CHECKING:
-    from ling3export.runners.state.exchange import Carried, Exchange
+    from ling3export.runners.state.exchange import Exchange
+    from ling3export.runners.state.form import Carried
 
 
 class Loop:
@@ -38,6 +40,7 @@ class Loop:
     ) -> None:  # fmt: skip
         self._exchange = exchange
         self._awaited: dict[int, Arrival] = {}  # whose states are being loaded
+        self._saving: dict[int, Future[Sequence]] = {}  # who waits for their states
         self._timings = timings
         self._max_requests = max_requests
         self._renew = renew
@@ -54,6 +57,7 @@ class Loop:
         self._core: EngineCore | None = core
         self._arrivals: list[Arrival] = []
         self._cancelled: list[int] = []
+        self._saved: list[int] = []
         self._comparing: list[Future[tuple[bytes, ...]]] = []  # asked for in the next step
         self._compared: list[Future[tuple[bytes, ...]]] = []  # and in this one
         self._failure: BaseException | None = None
@@ -98,8 +102,15 @@ class Loop:
                 self._start(core)
             return failed
 
-    def submit(self, requests: Many[Request]) -> list[RequestHandle]:
+    def submit(
+        self, requests: Many[Request], carried: "Carried | None" = None, saved: "Future[Sequence] | None" = None
+    ) -> list[RequestHandle]:
         """Hands over requests; they arrive together, in order.
+
+        Args:
+            requests: Checked.
+            carried: What the one request comes with, where it was begun elsewhere.
+            saved: Gets the sequence of the one request once it ended, with its state.
 
         Raises:
             QueueFull: They would be more than max_requests; none was taken.
@@ -112,7 +123,9 @@ class Loop:
             for request in requests:
                 handle = RequestHandle(request, self._count, self.cancel)
                 self._handles[handle.number] = handle
-                arrival = Arrival(handle.number, request, at)
+                arrival = Arrival(handle.number, request, at, carried, saved is not None)
+                if saved is not None:
+                    self._saving[handle.number] = saved
                 if request.comes:
                     self._await(arrival)
                 else:
@@ -153,11 +166,34 @@ class Loop:
         """Cancels a request, soon; an unknown or ended one counts for nothing."""
         with self._changed:
             if number in self._handles:
-                if (arrival := self._awaited.pop(number, None)) is not None and self._exchange is not None:
-                    self._exchange.drop(number)
-                    self._arrivals.append(arrival)
+                self._give_up_waiting(number)
                 self._cancelled.append(number)
                 self._changed.notify()
+
+    def save(self, handle: RequestHandle) -> "Future[Sequence]":
+        """Ends a request where it is, soon; gives its sequence, with its state.
+
+        Raises:
+            RequestError: It has ended, belongs to another engine, or is being saved.
+            EngineStopped: The loop has ended.
+        """
+        saved: Future[Sequence] = Future()
+        with self._changed:
+            self._check_open()
+            if self._handles.get(handle.number) is not handle or handle.number in self._saving:
+                found = "one that is being saved" if handle.number in self._saving else "one that ended"
+                raise RequestError(f"{handle.request.name}: expected a request that runs in this engine, found {found}")
+            self._give_up_waiting(handle.number)
+            self._saving[handle.number] = saved
+            self._saved.append(handle.number)
+            self._changed.notify()
+        return saved
+
+    def _give_up_waiting(self, number: int) -> None:
+        """Has a request arrive without the state that it waits for."""
+        if (arrival := self._awaited.pop(number, None)) is not None and self._exchange is not None:
+            self._exchange.drop(number)
+            self._arrivals.append(arrival)
 
     def compare(self) -> tuple[bytes, ...]:
         """Has the hosts compare the tokens that they read since the last time; waits for their digests, by host.
@@ -242,12 +278,14 @@ class Loop:
     def _next(self, core: EngineCore) -> StepInputs | None:
         """The inputs of the next step, once there are some or there is work; None when the loop is to end."""
         with self._changed:
-            while not (self._over or self._arrivals or self._cancelled or self._comparing or core.busy):
+            while not (self._over or self._arrivals or self._cancelled or self._saved or self._comparing or core.busy):
                 self._changed.wait()
             if self._over:
                 return None
-            inputs = StepInputs(tuple(self._arrivals), tuple(self._cancelled), bool(self._comparing))
-            self._arrivals, self._cancelled = [], []
+            inputs = StepInputs(
+                tuple(self._arrivals), tuple(self._cancelled), bool(self._comparing), tuple(self._saved)
+            )
+            self._arrivals, self._cancelled, self._saved = [], [], []
             self._compared, self._comparing = self._comparing, []
         return inputs
 
@@ -260,14 +298,17 @@ class Loop:
                 handle.push(token, text, likely)
                 touched[handle.number] = handle
         for sequence in outputs.ended:
-            if sequence.taken is not None and self._exchange is not None:
+            if sequence.request.leaves and sequence.taken is not None and self._exchange is not None:
                 self._hand_over(sequence, self._exchange)
                 continue
             with self._changed:
                 handle = self._handles.pop(sequence.number, None)
+                saved = self._saving.pop(sequence.number, None)
             if handle is not None:  # else the loop was abandoned meanwhile
                 handle.finish(sequence.error or sequence.completion())
                 touched[handle.number] = handle
+            if saved is not None:
+                saved.set_result(sequence)
         wake(touched.values())
         for asked in self._compared:
             asked.set_result(outputs.digests)
@@ -301,7 +342,9 @@ class Loop:
             handles = list(self._handles.values())
             self._handles.clear()
             self._failed += len(handles)
-            asked = [each for each in (*self._compared, *self._comparing) if not each.done()]
+            waiting: list[Future[Any]] = [*self._compared, *self._comparing, *self._saving.values()]
+            asked = [each for each in waiting if not each.done()]
+            self._saving.clear()
         for handle in handles:
             handle.finish(self._reason())
         for each in asked:

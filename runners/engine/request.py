@@ -232,6 +232,15 @@ class Request:
             raise RequestError(f"{self.name}: expected a continuation of at least one token, found an empty one")
 
 
+def request_of(fields: Mapping[str, Any]) -> Request:
+    """The request that ``dataclasses.asdict`` gave ``fields`` of, which may have gone through JSON since.
+
+    Raises:
+        RequestError, LookupError, TypeError: They are those of none.
+    """
+    return Request(**{**fields, "sampling": Sampling(**fields["sampling"])})
+
+
 class Step(NamedTuple):
     """An engine step whose call a request took part in.
 
@@ -268,7 +277,7 @@ class Completion:
         prompt_ids: Token ids of the prompt.
         token_ids: Generated ids, with the end-of-text token where that ended them.
         text: Their text without special tokens and without the stop string; None where the artifact has no tokenizer.
-        stop_reason: ``eos``, ``stop``, ``length``, ``scored`` or ``cancelled``.
+        stop_reason: ``eos``, ``stop``, ``length``, ``scored``, ``saved`` or ``cancelled``.
         ttft_ms: Milliseconds from submission to the first token; 0 if there is none.
         e2e_ms: Milliseconds from submission to the last one.
         logits: fp32 ``[len(token_ids), vocab]`` if asked for: row i is what token i was taken from.

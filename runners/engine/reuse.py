@@ -187,8 +187,12 @@ class Reuse:
             sequence.table = None
 
     def take(self, sequence: Sequence) -> None:
-        """Before a sequence leaves for another engine: takes its state along."""
-        sequence.taken = self._mover.fetching(sequence.slot, sequence.stored_pages(self._blocks.page_size))
+        """Before a sequence leaves for another engine: takes its state along, wherever that is."""
+        if sequence.table is not None:
+            sequence.taken = self._mover.fetching(sequence.slot, sequence.stored_pages(self._blocks.page_size))
+        elif sequence.kept is not None:
+            _, state = sequence.kept
+            sequence.taken = lambda: state
 
     def keep(self, sequence: Sequence) -> None:
         """Before a sequence gives its pages back: fetches its state, or has it begin again where that cannot be."""

@@ -182,6 +182,15 @@ class Scheduler:
             sequence.stop_reason = "cancelled"
             self._leave(sequence)
 
+    def save(self, sequence: Sequence) -> None:
+        """Ends a sequence where it is, once what was dispatched for it is read; its state is taken along."""
+        sequence.saved = True
+        while self._flight:
+            self._collect()
+        if not sequence.over:
+            sequence.stop_reason = "saved"
+            self._end(sequence)
+
     def step(self) -> list[Emitted]:
         """Dispatches one call, and waits for the oldest outstanding one where enough are in flight.
 
@@ -451,7 +460,7 @@ class Scheduler:
         self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
-        if sequence.request.leaves and sequence.error is None:
+        if (sequence.request.leaves or sequence.saved) and sequence.error is None:
             self._reuse.take(sequence)
         self._leave(sequence)
         self._ended.append(sequence)

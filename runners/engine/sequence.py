@@ -1,6 +1,6 @@
 """A request on its way through the scheduler."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter as now
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from ling3export.runners.engine.block_manager import BlockTable
     from ling3export.runners.engine.choice import Choice
-    from ling3export.runners.load.kept import Kept
-    from ling3export.runners.state.exchange import Carried
+    from ling3export.runners.load.kept import Kept, Whole
+    from ling3export.runners.state.form import Carried
     from ling3export.runners.state.prefix_cache import Node
     from ling3export.runners.text.detokenize import TextStream
 
@@ -44,7 +44,7 @@ class Sequence:
         stored: Positions whose state was dispatched. The last sampled token is not among them.
         table: Its slot and pages, while it has them.
         prefilled: How many tokens of the prompt were ever dispatched.
-        stop_reason: ``eos``, ``stop``, ``length``, ``scored``, ``cancelled`` or ``failed`` once it ended.
+        stop_reason: ``eos``, ``stop``, ``length``, ``scored``, ``saved``, ``cancelled`` or ``failed`` once it ended.
         error: Why it failed.
         started: When its first call was dispatched.
         times: When each token was read.
@@ -58,13 +58,15 @@ class Sequence:
         pending: A position whose state was copied, before its tokens were read, and the snapshot's slot.
         kept: While it waits with its state in host memory: its home, None for any, and the state.
         fed: The token to decode next where the devices do not have it, else -1.
-        taken: Waits for the state behind the prompt, where that leaves the engine.
+        taken: Waits for its state of ``stored`` positions, where that leaves the engine.
         carried: What it came with, where it was begun elsewhere.
+        saved: Whether its state is taken along when it ends.
     """
 
     def __init__(
         self, request: Request, number: int, limit: int, eos: frozenset[int], stream: "TextStream | None" = None,
         arrived: float | None = None, choice: "Choice | None" = None, carried: "Carried | None" = None,
+        saved: bool = False,
     ) -> None:  # fmt: skip
         self.request = request
         self.number = number
@@ -95,12 +97,13 @@ class Sequence:
         self.pending: tuple[int, int] | None = None
         self.kept: tuple[int | None, Any] | None = None
         self.fed = -1
-        self.taken: Callable[[], Kept] | None = None
+        self.taken: Callable[[], Kept | Whole] | None = None
+        self.saved = saved
         self.carried = carried
         if carried is not None:
             self.stored = carried.stored
             self.prefilled = self.cached = min(self.stored, self.length)
-            self.kept = None, carried.state
+            self.kept = None if carried.state is None else (None, carried.state)
         # By position: log-probabilities of the next token and of the best one there, and the latter's id.
         self._scores: dict[int, tuple[float, float | None, int]] = {}
 
@@ -224,13 +227,13 @@ class Sequence:
             [Step(self._ms(call.at), call.kind, call.padding, call.tokens) for call in self.calls], logprobs, best,
             self.cached,
             best_logprobs, None if self.request.logprobs is None else list(self.likely),
-            None if self.carried is None else {"phases_ms": self._phases(self.carried)},
+            None if self.carried is None or self.carried.phases is None else self._phases(self.carried.phases),
         )  # fmt: skip
 
-    def _phases(self, carried: "Carried") -> dict[str, float]:
+    def _phases(self, elsewhere: Mapping[str, float]) -> dict[str, dict[str, float]]:
         """Milliseconds of each phase up to the first token, elsewhere and here."""
-        rest = (self._ms(self.times[0]) if self.times else 0.0) - carried.phases.get("transfer", 0.0)
-        return {**carried.phases, "decode": rest}
+        rest = (self._ms(self.times[0]) if self.times else 0.0) - elsewhere.get("transfer", 0.0)
+        return {"phases_ms": {**elsewhere, "decode": rest}}
 
     def _ms(self, at: float) -> float:
         return 1e3 * (at - self.arrived)

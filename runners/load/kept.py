@@ -64,6 +64,10 @@ class Whole:
 
     arrays: dict[str, np.ndarray]
 
+    def whole(self) -> "Whole":
+        """Itself."""
+        return self
+
     def call(self, places: np.ndarray) -> dict[str, Shards]:
         """What one call of ``store`` takes: the pages that stand at ``places``; -1 is any of them, for padding."""
         paged = self.arrays[PAGED][:, places]

@@ -14,17 +14,24 @@ from dataclasses import dataclass
 from time import perf_counter as now
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
-from ling3export.artifacts.records import sha256_of
 from ling3export.artifacts.schema import Manifest, Target
-from ling3export.dtypes import BY_NAME
-from ling3export.errors import ArtifactError, Ling3Error
-from ling3export.runners.load.kept import PAGED, Kept, Whole
+from ling3export.errors import Ling3Error
+from ling3export.runners.load.kept import Kept, Whole
+from ling3export.runners.state.form import (
+    Carried,
+    Token,
+    canonical,
+    description_of,
+    empty,
+    layout_of,
+    root_of,
+    storable,
+    token_of,
+)
 from ling3export.runners.transfer.backend import Backend
 from ling3export.runners.transfer.connector import HostConnector
 from ling3export.runners.transfer.folder import Folder
-from ling3export.runners.transfer.objects import Kind, Layout, Piece
+from ling3export.runners.transfer.objects import Layout
 from ling3export.runners.transfer.options import Transfer
 from ling3export.runners.transfer.plan import port_of
 from ling3export.runners.transfer.protocol import Connector, Scheduled, Slots
@@ -33,9 +40,6 @@ from ling3export.runners.transfer.tcp import Tcp
 
 LOOK = 0.001  # seconds between two looks for loads that have ended
 IDLE = 1.0  # and for leases that are over
-MOST_LIKELY = 20  # tokens beside the one that was sampled
-
-Token = tuple[int, tuple[float, tuple[tuple[int, float], ...]] | None]  # and what request.Likely says of it
 
 
 class Asked(Protocol):
@@ -68,25 +72,9 @@ def _ticket(number: int, request: Asked) -> Ticket:
     return Ticket(str(number), request.prompt_ids, request.cache_salt, request.kv_transfer_params)
 
 
-class Carried(NamedTuple):
-    """A sequence that comes with its state.
-
-    Attributes:
-        tokens: Those that were generated elsewhere, each with what ``request.Likely`` says of it, or None.
-        stored: How many positions the state is of.
-        state: What ``ModelRunner.store`` takes.
-        phases: Milliseconds that it spent elsewhere, by what was done; and since it arrived here.
-    """
-
-    tokens: tuple[Token, ...]
-    stored: int
-    state: Whole
-    phases: Mapping[str, float]
-
-
 class _Save(NamedTuple):
     ticket: Ticket
-    fetched: Callable[[], Kept]
+    fetched: Callable[[], Kept | Whole]
     done: Callable[[dict[str, Any] | None], None]
 
 
@@ -123,7 +111,11 @@ class Exchange:
         self._thread.start()
 
     def save(
-        self, number: int, request: Asked, fetched: Callable[[], Kept], done: Callable[[dict[str, Any] | None], None]
+        self,
+        number: int,
+        request: Asked,
+        fetched: Callable[[], Kept | Whole],
+        done: Callable[[dict[str, Any] | None], None],
     ) -> None:
         """Offers the state behind a prompt to whoever ``done`` tells of it.
 
@@ -187,7 +179,7 @@ class Exchange:
     def _save(self, job: _Save) -> None:
         params = None
         try:
-            own = self._canonical(job.fetched().whole())
+            own = canonical(self._layout, job.fetched().whole())
             pages = tuple(range(1, own["mla.latent"].shape[1]))
             slots = Slots(0, pages, own=own)
             self._step([Scheduled(job.ticket, slots, len(job.ticket.prompt_ids))])
@@ -202,13 +194,14 @@ class Exchange:
     def _load(self, job: _Load) -> None:
         ticket = job.ticket
         try:
-            tail = self._tail(ticket.kv_transfer_params or {})
-        except (LookupError, TypeError, ValueError):
+            said = (ticket.kv_transfer_params or {})["tail"]
+            tail = token_of(said["token"], said.get("likely"), self._vocab_size)
+        except (LookupError, TypeError, ValueError, AttributeError):
             self.counts["bad_params"] += 1
             return job.done(None)
         count = -(-len(ticket.prompt_ids) // self._layout.block)
         self._serial += 1
-        slots = Slots(self._serial, tuple(range(1, count + 1)), own=self._empty(count))
+        slots = Slots(self._serial, tuple(range(1, count + 1)), own=empty(self._layout, count))
         external, _ = self._connector.get_num_new_matched_tokens(ticket, 0)
         self._connector.update_state_after_alloc(ticket, slots, external or 0)
         if external:
@@ -232,50 +225,8 @@ class Exchange:
             params = job.ticket.kv_transfer_params or {}
             assert slots.own is not None
             phases = {**_phases(params.get("phases_ms")), "transfer": 1e3 * (now() - job.begun)}
-            state = self._stored(slots.own)
+            state = storable(slots.own)
             job.done(Carried((tail,), len(job.ticket.prompt_ids), state, phases))
-
-    def _tail(self, params: Mapping[str, Any]) -> Token:
-        """The token behind the prompt, as another process sampled it.
-
-        Raises:
-            LookupError, TypeError, ValueError: It has another form.
-        """
-        token, likely = params["tail"]["token"], params["tail"].get("likely")
-        if type(token) is not int or not 0 <= token < self._vocab_size:
-            raise ValueError
-        if likely is not None:
-            top = [(int(each), float(logprob)) for each, logprob in likely[1]]
-            likely = float(likely[0]), tuple(top[:MOST_LIKELY])
-        return token, likely
-
-    def _empty(self, count: int) -> dict[str, np.ndarray]:
-        """A sequence's own arrays: one slot, and pages 1 to ``count``."""
-        found = {}
-        for piece in self._layout.pieces:
-            rows = count + 1 if piece.kind == Kind.BLOCK else 1
-            shape = self._layout.shape(piece, (0, self._layout.heads), self._layout.block)
-            found[piece.name] = np.zeros((self._layout.layers[piece.kind], rows, *shape), BY_NAME[piece.dtype].numpy)
-        return found
-
-    def _canonical(self, whole: Whole) -> dict[str, np.ndarray]:
-        """A sequence's own arrays, filled. A row of the conv state has its taps first, in a program's order."""
-        latent, conv = whole.arrays[PAGED], whole.arrays["kda_conv"]
-        layers, heads, _ = conv.shape
-        key = whole.arrays["kda_recurrent"].shape[2]
-        own = self._empty(latent.shape[1])
-        own["mla.latent"][:, 1:] = latent
-        own["kda.recurrent"][:, 0] = whole.arrays["kda_recurrent"]
-        own["kda.conv"][:, 0] = conv.reshape(layers, heads, -1, 3, key).transpose(0, 3, 1, 4, 2)
-        return own
-
-    @staticmethod
-    def _stored(own: Mapping[str, np.ndarray]) -> Whole:
-        conv = own["kda.conv"][:, 0].transpose(0, 2, 4, 1, 3)
-        return Whole({
-            PAGED: own["mla.latent"][:, 1:], "kda_recurrent": own["kda.recurrent"][:, 0],
-            "kda_conv": conv.reshape(*conv.shape[:2], -1),
-        })  # fmt: skip
 
 
 def _phases(given: object) -> dict[str, float]:
@@ -285,41 +236,6 @@ def _phases(given: object) -> dict[str, float]:
     return {
         name: float(each) for name, each in given.items()
         if isinstance(name, str) and re.fullmatch("[a-z]{1,20}", name) and type(each) in (int, float)
-    }  # fmt: skip
-
-
-def layout_of(target: Target) -> Layout:
-    """What the objects of a target's sequences hold.
-
-    Raises:
-        ArtifactError: It has no programs that move states.
-    """
-    paddings = target.paddings("fetch")
-    if not paddings:
-        raise ArtifactError(
-            "transfer: expected the programs fetch and store, found none",
-            "build the artifact again with --snapshots N",
-        )
-    leaves = {leaf.name: leaf for leaf in target.cells[f"fetch@{paddings[0]}"].outputs if leaf.group == "out"}
-    latent, recurrent, conv = (leaves[name] for name in (PAGED, "kda_recurrent", "kda_conv"))
-    heads, key = recurrent.shape[1:3]
-    return Layout(
-        (
-            Piece("mla.latent", Kind.BLOCK, (latent.shape[3],), latent.dtype),
-            Piece("kda.recurrent", Kind.SNAPSHOT, tuple(recurrent.shape[1:]), recurrent.dtype, 0),
-            Piece("kda.conv", Kind.SNAPSHOT, (3, heads, key, conv.shape[2] // 3 // key), conv.dtype, 1),
-        ),
-        {Kind.BLOCK: latent.shape[0], Kind.SNAPSHOT: recurrent.shape[0]}, heads, target.state.page_size,
-    )  # fmt: skip
-
-
-def description_of(manifest: Manifest, target: Target) -> dict[str, object]:
-    """What decides whether states fit, in few words: they name what differs, ``state_abi`` decides."""
-    config = {name: value for name, value in manifest.config.items() if not name.endswith("token_id")}
-    weights = {name: tensor.sha256 for name, tensor in manifest.weights.index.items()}
-    return {
-        "state_abi": target.state_abi, "config": sha256_of(config)[:16], "weights": sha256_of(weights)[:16],
-        "dtypes": [piece.dtype for piece in layout_of(target).pieces], "format": 1,
     }  # fmt: skip
 
 
@@ -344,7 +260,7 @@ def exchange_of(manifest: Manifest, target: Target, transfer: Transfer, report: 
     groups = [{kind: range(count) for kind, count in layout.layers.items()}]
     try:
         connector = HostConnector(
-            backend, layout, description_of(manifest, target), target.state_abi, rank=0, tp=1, address=address,
+            backend, layout, description_of(manifest, target), root_of(manifest, target), rank=0, tp=1, address=address,
             deadline=transfer.deadline, every=0, striped=False, groups=groups, report=report,
         )  # fmt: skip
     except Ling3Error:

@@ -9,8 +9,9 @@ import math
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -154,29 +155,57 @@ def read_header(length: bytes, read: Callable[[int], bytes]) -> Header:
     Raises:
         ValueError: There is none; the text follows "found".
     """
-    if len(length) != LENGTH.size or (size := LENGTH.unpack(length)[0]) > LARGEST_HEAD:
-        raise ValueError("no safetensors file")
-    tree = parse_json(read(size), LARGEST_HEAD)
-    found = tree.get("__metadata__") if isinstance(tree, dict) else None
-    text = found.get(METADATA) if isinstance(found, dict) else None
+    found = safetensors_metadata(length, read, LARGEST_HEAD)
+    text = found.get(METADATA)
     if not isinstance(text, str):
         raise ValueError("a file without the header of an object")
     return Header.parse(bytes.fromhex(text))
 
 
-def _head(layout: Layout, key: Key, header: bytes) -> bytes:
-    """What stands before the payload: safetensors' own header, its length a multiple of 8."""
-    tree: dict[str, object] = {"__metadata__": {METADATA: header.hex()}}
+def safetensors_metadata(length: bytes, read: Callable[[int], bytes], largest: int) -> dict[str, Any]:
+    """The metadata in the header of a safetensors file: the names that it has are not checked, nor is the rest.
+
+    Args:
+        length: The first eight bytes.
+        read: Gives the next bytes.
+        largest: Most bytes of the header.
+
+    Raises:
+        ValueError: There is none; the text follows "found".
+    """
+    if len(length) != LENGTH.size or (size := LENGTH.unpack(length)[0]) > largest:
+        raise ValueError("no safetensors file")
+    tree = parse_json(read(size), largest)
+    found = tree.get("__metadata__") if isinstance(tree, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def safetensors_head(tensors: Iterable[tuple[str, Sequence[int], str]], metadata: Mapping[str, str]) -> bytes:
+    """What stands before the tensors of a safetensors file, of a length that is a multiple of 8.
+
+    Args:
+        tensors: Name, shape and dtype of each, in the order of their bytes.
+        metadata: What else is to stand there.
+    """
+    tree: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
-    for layer in range(layout.layers[key.kind]):
-        for piece in layout.of(key.kind):
-            shape, dtype = layout.shape(piece, key.heads, key.tokens), BY_NAME[piece.dtype]
-            size = dtype.nbytes * math.prod(shape)
-            tree[f"{piece.name}.{layer}"] = {"dtype": dtype.code, "shape": shape, "data_offsets": [at, at + size]}
-            at += size
+    for name, shape, dtype in tensors:
+        size = BY_NAME[dtype].nbytes * math.prod(shape)
+        tree[name] = {"dtype": BY_NAME[dtype].code, "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
     text = json.dumps(tree, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return LENGTH.pack(len(text)) + text
+
+
+def _head(layout: Layout, key: Key, header: bytes) -> bytes:
+    """What stands before an object's payload."""
+    tensors = (
+        (f"{piece.name}.{layer}", layout.shape(piece, key.heads, key.tokens), piece.dtype)
+        for layer in range(layout.layers[key.kind])
+        for piece in layout.of(key.kind)
+    )
+    return safetensors_head(tensors, {METADATA: header.hex()})
 
 
 def _removed(path: Path, reason: str, dry_run: bool) -> Iterator[tuple[str, int, str]]:

@@ -26,4 +26,5 @@ TARGETS = {
     "request": (network_cases.requests, 100),
     "object": (transfer_cases.objects, 150),
     "pull": (transfer_cases.pulls, 60),
+    "saved": (transfer_cases.saved, 150),
 }

@@ -1,5 +1,7 @@
 """Damaged objects of sequence states: in shared memory, in files, and on both ends of a connection."""
 
+import hashlib
+import json
 import socket
 import threading
 import time
@@ -9,14 +11,18 @@ from pathlib import Path
 from random import Random
 
 from harness import Case, WrongResultError
+from ling3export.runners.engine.request import request_of
 from ling3export.runners.hosts.rendezvous import HEAD, challenge, prove, receive
+from ling3export.runners.state.form import empty, storable
+from ling3export.runners.state.saved import Saved, _tensors, read_saved, write_saved
 from ling3export.runners.transfer import folder as folders
 from ling3export.runners.transfer import shm
 from ling3export.runners.transfer.backend import Source
+from ling3export.runners.transfer.folder import safetensors_head
 from ling3export.runners.transfer.objects import HEADER
 from ling3export.runners.transfer.tcp import ASK, OBJECT, ROLES, Tcp
 from mutations import json_text, mutated, mutated_bytes
-from transfers import backend, keys, same, segment, write
+from transfers import DESCRIPTION, TARGET_LAYOUT, backend, keys, same, segment, write
 
 TRANSFER = "0" * 32
 HOST = "127.0.0.1"
@@ -69,6 +75,35 @@ def pulls(folder: Path) -> Iterator[Case]:
                 raise WrongResultError(f"a right pull got {found}; {dict(puller.counts)}")
 
         yield case
+
+
+@contextmanager
+def saved(folder: Path) -> Iterator[Case]:
+    """Damaged files of saved sequences, half of them with the right digest: refused, or as whole as they say."""
+    path, record = folder / "state", {"prompt_ids": [1, 2, 3], "max_tokens": 9, "sampling": {"seed": 3}}
+    state = storable(empty(TARGET_LAYOUT, 1))
+    write_saved(path, Saved(record, ((3, (-0.5, ((3, -0.5),))), (4, None)), 4, state), TARGET_LAYOUT, DESCRIPTION)
+    data = path.read_bytes()
+    head = 8 + int.from_bytes(data[:8], "little")
+    text = json.loads(data[8:head])["__metadata__"]["ling3.state"]
+
+    def case(rng: Random) -> None:
+        right = rng.random() < 0.5
+        if right:
+            other = json_text(mutated(rng, json.loads(text), 2)).decode("utf-8", "replace")
+            digest = hashlib.sha256(other.encode() + data[head:]).hexdigest()
+            tensors = [(name, shape, dtype) for name, shape, dtype in _tensors(TARGET_LAYOUT, 4)]
+            path.write_bytes(safetensors_head(tensors, {"ling3.state": other, "sha256": digest}) + data[head:])
+        else:
+            split = rng.choice((8, head, len(data)))
+            path.write_bytes(mutated_bytes(rng, data[:split]) + data[split:])
+        found = read_saved(path, TARGET_LAYOUT, DESCRIPTION, 100)
+        with suppress(LookupError, TypeError):
+            request_of(found.request)
+        if not right and (found.request, found.stored) != (record, 4):
+            raise WrongResultError(f"another sequence than was saved: {found}")
+
+    yield case
 
 
 def _ask(rng: Random, source: Source, name: str) -> None:

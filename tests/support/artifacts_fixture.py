@@ -106,6 +106,7 @@ RECIPES = {
     "micro-tp1-afd": Recipe(1, "micro", paddings=(16,), decode=2, afd=3),
     "micro-tp1-afd-int8": Recipe(1, "micro", dtype="bfloat16", paddings=(16,), decode=2, afd=1, afd_dtype="int8"),
     "micro-tp1-snapshots": Recipe(1, "micro", paddings=(64,), decode=4, snapshots=6),
+    "micro-tp2-snapshots": Recipe(2, "micro", paddings=(64,), decode=4, snapshots=2),
     "micro-tp1-seed2": Recipe(1, "micro", seed=2),
     "micro-tp1-experts": Recipe(1, "micro", overrides={"num_experts": 32}),
     "demo-tp16": Recipe(16, "demo", dtype="bfloat16", score=(128,)),

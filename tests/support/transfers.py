@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,10 @@ LAYOUT = Layout(
     {Kind.BLOCK: 2, Kind.SNAPSHOT: 3},
     heads=4,
     block=8,
+)
+# With the axes of a target: the conv state has the width of a key and as many taps.
+TARGET_LAYOUT = replace(
+    LAYOUT, pieces=(*LAYOUT.pieces[:2], Piece("kda.conv", Kind.SNAPSHOT, (3, 4, 3, 3), "bfloat16", 1))
 )
 LIMIT = 1 << 20
 BACKENDS = ("shm", "file", "tcp")

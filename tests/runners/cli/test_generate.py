@@ -55,6 +55,8 @@ Prompts (one of these):
   --prompt-ids ID,ID,...  Token ids to complete.
   --prompt-file FILE      JSON lines, {"prompt": TEXT}, {"prompt_ids": [ID,
                           ...]} or {"messages": [...]}, run as one batch.
+  --resume FILE           Go on with the answer that --save wrote, with its
+                          settings; --max-tokens counts all of it.
 
 Answers:
   --max-tokens INTEGER RANGE  Generate at most this many tokens.  [x>=1;
@@ -73,7 +75,8 @@ Output:
   --json            Print one JSON object for each prompt.
   --logits OUT.npz  Write tokens [n] and the logits [n, vocab] that they were
                     taken from.
-  --force           Replace OUT.npz if it is there.
+  --save FILE       Write one answer and the state behind it, for --resume.
+  --force           Replace OUT.npz or FILE if it is there.
   --stats           Print counters and the times of the start on stderr.
 
 Artifact:
@@ -223,8 +226,10 @@ def test_an_existing_logits_file_is_kept_unless_forced(tmp_path, artifact):
     ("arguments", "code", "message"),
     [
         (["--prompt-ids", "1"], 2, "Missing option '--max-tokens'"),
-        (["--max-tokens", "1"], 2, "expected one of --prompt, --prompt-ids and --prompt-file, found none."),
-        (["--max-tokens", "1", "--prompt", "a", "--prompt-ids", "1"], 2, "--prompt-file, found 2."),
+        (["--max-tokens", "1"], 2, "expected one of --prompt, --prompt-ids, --prompt-file and --resume, found none."),
+        (["--max-tokens", "1", "--prompt", "a", "--prompt-ids", "1"], 2, "--prompt-file and --resume, found 2."),
+        (["--max-tokens", "1", "--resume", "a", "--seed", "1"], 2, "--max-tokens alone with it, found --seed."),
+        (["--max-tokens", "1", "--resume", "a", "--save", "b"], 2, "expected one prompt with it, found --resume."),
         (["--max-tokens", "1", "--prompt-ids", "1,x"], 2, "expected whole numbers with commas between, found '1,x'."),
         (["--max-tokens", "0", "--prompt-ids", "1"], 2, "0 is not in the range x>=1"),
         (["--max-tokens", "1", "--prompt-ids", "1", "--top-p", "0"], 2, "expected a number above 0, at most 1, found"),

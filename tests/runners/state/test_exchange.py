@@ -12,7 +12,7 @@ import transfers
 from ling3export.errors import ArtifactError, Ling3Error, RequestError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
-from ling3export.runners.state.exchange import layout_of
+from ling3export.runners.state.form import layout_of
 from ling3export.runners.transfer.options import Transfer
 from serving import Server
 

@@ -1,0 +1,183 @@
+"""Sequences in files: who resumes one goes on with the same tokens; a file that is not whole is refused by name."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ling3export.errors import ArtifactError, RequestError
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.request import Request, Sampling
+from ling3export.runners.engine.saving import check_savable
+from ling3export.runners.load.kept import PAGED
+from ling3export.runners.state.form import canonical, description_of, empty, layout_of, root_of, storable
+from ling3export.runners.state.saved import Saved, StateFileError, read_saved, write_saved
+from ling3export.runners.transfer.objects import StateMismatch
+from transfers import TARGET_LAYOUT as LAYOUT
+
+TOLD = {"check": "programs", "report": lambda text: None}
+PROMPT = tuple(range(20, 90))
+WHAT = {"state_abi": "a", "weights": "b"}
+VOCAB = 100
+
+
+def whole(count, seed=0):
+    """A random state of so many pages, as a program gives it."""
+    own = {
+        piece.name: np.random.default_rng(seed).standard_normal(array.shape).astype(array.dtype)
+        for piece, array in zip(LAYOUT.pieces, empty(LAYOUT, count).values(), strict=True)
+    }
+    return storable(own)
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Eleven positions of a request, in blocks of eight."""
+    tokens = ((3, (-0.5, ((3, -0.5), (4, -1.5)))), (4, None))
+    write_saved(tmp_path / "a", Saved({"prompt_ids": [1] * 10}, tokens, 11, whole(2)), LAYOUT, WHAT)
+    return tmp_path / "a"
+
+
+def test_what_was_written_is_read_bit_for_bit(file):
+    read = read_saved(file, LAYOUT, WHAT, VOCAB)
+    assert read.request == {"prompt_ids": [1] * 10} and read.stored == 11
+    assert read.tokens == ((3, (-0.5, ((3, -0.5), (4, -1.5)))), (4, None))
+    mine, theirs = canonical(LAYOUT, whole(2)), canonical(LAYOUT, read.state)
+    for name, array in mine.items():
+        if name == "mla.latent":  # what is behind the last position does not travel
+            assert not theirs[name][:, 2, 3:].any()
+            array, theirs[name] = array[:, 1:].copy(), theirs[name][:, 1:]
+            array[:, 1, 3:] = 0
+        assert array.tobytes() == theirs[name].tobytes(), name
+
+
+def test_pages_of_another_size_hold_the_same_positions(file):
+    again = read_saved(file, replace(LAYOUT, block=4), WHAT, VOCAB)
+    latents = read_saved(file, LAYOUT, WHAT, VOCAB).state.arrays[PAGED]
+    assert again.state.arrays[PAGED].shape == (2, 3, 4, 6)
+    flat = [array.reshape(2, -1, 6)[:, :11].tobytes() for array in (again.state.arrays[PAGED], latents)]
+    assert flat[0] == flat[1]
+
+
+def test_any_reader_of_safetensors_opens_a_file(file):
+    from safetensors import safe_open
+
+    with safe_open(file, "numpy") as opened:
+        assert sorted(opened.keys()) == ["kda.conv", "kda.recurrent", "mla.latent"]
+        assert opened.get_slice("mla.latent").get_shape() == [2, 11, 6]
+        assert json.loads(opened.metadata()["ling3.state"])["stored"] == 11
+
+
+def test_a_file_that_is_not_whole_is_refused_by_name(file, tmp_path):
+    data = file.read_bytes()
+    head = int.from_bytes(data[:8], "little") + 8
+    cases = {
+        b"": "no safetensors file", data[:-1]: "bytes in a file of", data + b"x": "bytes in a file of",
+        data[:head] + bytes([data[head] ^ 1]) + data[head + 1 :]: "bytes of another digest",
+        data.replace(b'version\\": 1', b'version\\": 2'): "a state of another version",
+        data.replace(b"ling3.state", b"ling4.state"): "a file without a saved state",
+        data.replace(b'stored\\": 11', b'stored\\": 10'): "another header",
+        data.replace(b"[4, null]", b"[5, null]"): "bytes of another digest",
+    }  # fmt: skip
+    for damaged, found in cases.items():
+        (tmp_path / "b").write_bytes(damaged)
+        with pytest.raises(StateFileError, match=rf"^state `b`: expected a whole file .*found .*{found}"):
+            read_saved(tmp_path / "b", LAYOUT, WHAT, VOCAB)
+    for path, found in ((tmp_path / "none", "No such file or directory"), (tmp_path, "a folder")):
+        with pytest.raises(StateFileError, match=found):
+            read_saved(path, LAYOUT, WHAT, VOCAB)
+    with pytest.raises(StateFileError, match="outside of the vocabulary"):
+        read_saved(file, LAYOUT, WHAT, 4)
+
+
+def test_the_state_of_another_artifact_is_refused_by_what_differs(file):
+    with pytest.raises(StateMismatch, match=r"^state of another artifact: expected the same weights, found others"):
+        read_saved(file, LAYOUT, WHAT | {"weights": "c"}, VOCAB)
+
+
+def test_names_of_states_tell_weights_apart(artifact):
+    """Names began with a digest of the form alone: two models of one form took each other's states by name."""
+    manifest = artifact.manifest("micro-tp1-snapshots")
+    (target,) = manifest.targets.values()
+    other = replace(manifest, weights_digest="0" * 64)
+    assert root_of(manifest, target) != root_of(other, target)
+
+
+@pytest.fixture(scope="module")
+def engine(artifact):
+    with Engine(artifact("micro-tp1-snapshots"), **TOLD) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def other(artifact):
+    """The same model on two devices."""
+    with Engine(artifact("micro-tp2-snapshots"), **TOLD) as engine:
+        yield engine
+
+
+def test_another_engine_of_another_tp_goes_on_with_the_same_tokens(engine, other, tmp_path):
+    asked = Request(PROMPT, 30, Sampling(1.0, seed=3, frequency_penalty=0.5), ignore_eos=True, logprobs=2)
+    (alone,) = engine.complete([asked])
+    for first, second in ((engine, other), (other, engine)):
+        begun = first.save(replace(asked, max_tokens=9), tmp_path / "state")
+        assert (begun.token_ids, begun.stop_reason) == (alone.token_ids[:9], "length")
+        before = second.stats()["tokens_in"]
+        done = second.resume(tmp_path / "state", max_tokens=30).result()
+        assert (done.token_ids, done.stop_reason) == (alone.token_ids, "length")
+        assert done.kv_transfer_params is None and done.cached_tokens == len(PROMPT)
+        assert [[token for token, _ in each.top] for each in done.likely] == [
+            [token for token, _ in each.top] for each in alone.likely
+        ]
+        assert second.stats()["tokens_in"] == before, "nothing is computed again"
+
+
+def test_a_request_that_runs_ends_where_it_is(engine, tmp_path):
+    """Six at once over four slots: some decode, some wait for a slot."""
+    asked = [Request(PROMPT[: 20 + n], 40, Sampling(1.0, seed=n), ignore_eos=True) for n in range(6)]
+    alone = [each.token_ids for each in engine.complete(asked)]
+    handles = engine.submit(*asked)
+    begun = [engine.save(handle, tmp_path / str(n)) for n, handle in enumerate(handles)]
+    assert "saved" in {each.stop_reason for each in begun}
+    assert all(each.token_ids == whole[: len(each.token_ids)] for each, whole in zip(begun, alone, strict=True))
+    done = [engine.resume(tmp_path / str(n)).result() for n in range(6)]
+    assert [each.token_ids for each in done] == alone
+    with pytest.raises(RequestError, match="expected a request that runs in this engine, found one that ended"):
+        engine.save(handles[0], tmp_path / "again")
+
+
+def test_an_answer_that_ended_by_itself_ends_again(engine, other, tmp_path):
+    (alone,) = engine.generate([PROMPT], max_tokens=1)
+    stop = alone.text or ""
+    assert stop
+    asked = engine.request(PROMPT, 40, stop=[stop])
+    begun = engine.save(asked, tmp_path / "state")
+    assert begun.stop_reason == "stop"
+    done = other.resume(tmp_path / "state", max_tokens=50).result()
+    assert (done.token_ids, done.text, done.stop_reason) == (begun.token_ids, begun.text, "stop")
+
+
+def test_what_cannot_be_saved_or_resumed_is_refused(engine, other, artifact, tmp_path):
+    with pytest.raises(RequestError, match=r"^request: expected tokens alone where a state is saved, found logits"):
+        engine.save(Request((1,), 1, logits=True), tmp_path / "a")
+    with pytest.raises(RequestError, match="found scores"):
+        check_savable(Request((1, 2), 0, score_from=1))
+    with pytest.raises(ArtifactError, match=r"expected a file, found|No such file|expected a writable file"):
+        engine.save(Request((1,), 1), tmp_path / "none" / "a")
+    (handle,) = engine.submit(Request(PROMPT, 100, ignore_eos=True))
+    with pytest.raises(RequestError, match="expected a request that runs in this engine"):
+        other.save(handle, tmp_path / "a")
+    handle.cancel()
+    manifest = artifact.manifest("micro-tp1-snapshots")
+    (target,) = manifest.targets.values()
+    layout, description = layout_of(target), description_of(manifest, target)
+    for request in ({"prompt_ids": [1]}, {"prompt_ids": [1], "max_tokens": 1, "sampling": {}, "x": 1}):
+        write_saved(tmp_path / "b", Saved(request, (), 0, None), layout, description)
+        with pytest.raises(StateFileError, match=r"^state `b`: expected a request, found another form"):
+            engine.resume(tmp_path / "b")
+    request = {"prompt_ids": [1], "max_tokens": 1, "sampling": {}}
+    write_saved(tmp_path / "b", Saved(request, ((1, None), (2, None)), 0, None), layout, description)
+    with pytest.raises(StateFileError, match="expected fewer positions than tokens, found 0 stored of 3, 2 of 1"):
+        engine.resume(tmp_path / "b")
+    assert engine.stopped is None
