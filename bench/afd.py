@@ -1,14 +1,19 @@
 """Attention and FFN apart: what each phase takes, how long each side waits, and where the split would pay on paper."""
 
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from bench.inputs import artifact
 from bench.report import machine, say, show, table
@@ -19,13 +24,16 @@ from ling3export.model.config import Config
 from ling3export.plan.chips import CHIPS
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
-from ling3export.runners.ffn import WAIT
+from ling3export.runners.engine.inputs import decode_fields
+from ling3export.runners.ffn import WAIT, WHOLE
+from ling3export.runners.load.loader import load
 
 RUNNER = (sys.executable, "-m", "ling3export.runners.cli")
 PROMPT, ANSWER = 8, 32  # tokens
 BATCHES, WIDTHS = (16, 64, 256, 1024), (512, 2048, 8192)  # sequences of an attention group, expert widths
 LINKS = (25, 100, 400)  # GB/s of a group of 16 chips, each way
 MOST = 8  # groups of a kind
+WARM, STEPS = 4, 32  # fused steps that are not measured, and that are
 
 
 def stats(text: str) -> dict[str, Any]:
@@ -72,6 +80,22 @@ def run(folder: Path, sessions: int, workers: int, micro_batches: int) -> dict[s
     }  # fmt: skip
 
 
+def fused_step(folder: Path) -> float:
+    """Seconds of one ``decode`` of the artifact with every row in use, until its logits are on the host: the median."""
+    loaded = load(folder, check="programs", report=lambda _: None, phases=WHOLE)
+    target, padding = loaded.record, loaded.record.paddings("decode")[-1]
+    pages = -(-(PROMPT + ANSWER) // target.state.page_size)
+    table = np.zeros((padding + 1, target.state.max_pages), np.int32)
+    table[1:, :pages] = 1 + np.arange(padding * pages).reshape(padding, pages)
+    rows, seconds = range(padding), []
+    for step in range(WARM + STEPS):
+        fields = decode_fields(padding, [1 + row for row in rows], [step % ANSWER] * padding, table, [1] * padding)
+        started = time.perf_counter()
+        loaded.runner.read(loaded.runner.step("decode", padding, fields))
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[WARM:])
+
+
 def phases(found: dict[str, Any]) -> list[list[Any]]:
     """Rows of a table: side, phase, calls, µs a call, share of the side's time; the time is the decode steps' own."""
     rows = []
@@ -90,6 +114,9 @@ def measured(folder: Path, ways: list[tuple[int, int, int]]) -> dict[str, Any]:
     """Each way's answers against one engine's, and its phases."""
     alone: list[dict[str, Any]] = []
     rows, tables, result = [], [], {}
+    say("one fused decode step")
+    with ProcessPoolExecutor(1, get_context("spawn")) as alone_in_process:
+        fused_seconds = alone_in_process.submit(fused_step, folder).result()
     for sessions, workers, micro_batches in ways:
         while len(alone) < sessions:
             say(f"fused engine, prompts of session {len(alone)}")
@@ -101,15 +128,19 @@ def measured(folder: Path, ways: list[tuple[int, int, int]]) -> dict[str, Any]:
         same = found["tokens"] == fused["tokens"]
         decoded = found["attention"][0]["split"]
         steps = decoded["calls"]["decode"]
-        waiting = decoded["seconds"]["recv_ffn_output"] / decoded["seconds"]["decode"]
+        whole = decoded["seconds"]["decode"]
+        waiting, step = decoded["seconds"]["recv_ffn_output"] / whole, whole / steps
         idle = found["ffn"][0]["seconds"]["recv_attn_output"] / sum(found["ffn"][0]["seconds"].values())
         name = f"{sessions}A{workers}F x {micro_batches}"
-        rows.append([name, "yes" if same else "NO", steps, 1e3 * decoded["seconds"]["decode"] / steps, f"{waiting:.0%}",
+        rows.append([name, "yes" if same else "NO", steps, 1e3 * step, step / fused_seconds, f"{waiting:.0%}",
                      f"{idle:.0%}", found["seconds"] / fused["seconds"]])  # fmt: skip
         tables.append(table([name, "phase", "calls", "µs a call", "share"], phases(found)))
         result[name] = {"same": same, "seconds": found["seconds"], "fused_seconds": fused["seconds"],
+                        "step_seconds": step, "fused_step_seconds": fused_seconds,
                         "attention": decoded, "ffn": found["ffn"][0]}  # fmt: skip
-    head = ["way", "tokens equal", "steps", "ms a step", "attention waits", "FFN waits", "whole run, fused = 1"]
+    head = ["way", "tokens equal", "steps", "ms a step", "fused step = 1", "attention idle", "FFN idle",
+            "whole run, fused = 1"]  # fmt: skip
+    tables = [table(["one fused decode step", "ms"], [["of all rows", 1e3 * fused_seconds]]), *tables]
     show("decode steps through FFN workers", [table(head, rows), *tables], {"machine": machine(), **result})
     assert all(each["same"] for each in result.values())
     return result

@@ -2,6 +2,7 @@
 
 import os
 import stat
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ling3export.dtypes import BY_NAME
 from ling3export.errors import Ling3Error
 from ling3export.experts import MASK
 from ling3export.runners.ffn.connector import AttentionConnector, FfnConnector, owners
@@ -77,7 +79,7 @@ def serve(segment: Segment, errors: list[Ling3Error] | None = None, **limits: fl
                 found, data = taken
                 ids = found.expert_ids[: found.out_num]
                 added = 100 * found.layer_ids[: found.out_num, None, None] + ids
-                link.send_ffn_output(found, (data + added[..., None]).astype(np.float32))
+                link.send_ffn_output(found, (data.astype(np.float32) + added[..., None]).astype(ROW.dtype))
         except Ling3Error as error:
             segment.say(error.message)
             assert errors is not None
@@ -91,17 +93,20 @@ def serve(segment: Segment, errors: list[Ling3Error] | None = None, **limits: fl
 
 
 def tokens(seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal((TOKENS, WIDTH)).astype(np.float32)
+    return np.random.default_rng(seed).standard_normal((TOKENS, WIDTH)).astype(ROW.dtype)
 
 
 def expected(data: np.ndarray, layer: int) -> np.ndarray:
     live = IDS < MASK
-    return np.where(live[..., None], data[:, None] + (100 * layer + IDS)[..., None], 0).astype(np.float32)
+    return np.where(live[..., None], data[:, None].astype("f4") + (100 * layer + IDS)[..., None], 0).astype(ROW.dtype)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_every_pair_comes_back_from_the_worker_that_has_its_expert(name: str, workers: int):
+@pytest.mark.parametrize(("workers", "dtype"), [(1, "float32"), (2, "float32"), (3, "float32"), (2, "bfloat16")])
+def test_every_pair_comes_back_from_the_worker_that_has_its_expert(
+    name: str, workers: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+):
     """Micro batches of different layers are in flight at once, and come back in any order."""
+    monkeypatch.setattr(sys.modules[__name__], "ROW", Row(WIDTH, np.dtype(BY_NAME[dtype].numpy)))
     names = [f"{name}.{index}" for index in range(workers)]
     segments = [worker(each, 2, Share(index, workers, DIGEST)) for index, each in enumerate(names)]
     threads = [serve(segment) for segment in segments]
