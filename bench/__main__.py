@@ -64,7 +64,7 @@ def speed(
 @click.option("--layers", default=12, show_default=True, help="Of the default checkpoint; 12 are 8.1 GB.")
 @ROUNDS
 @click.option("--llama-cpp", type=click.Path(path_type=Path, exists=True), required=True, help="As `make peers` says.")
-@click.option("--kernels", default="off", show_default=True, help="What --kernels builds have on our side: auto,off.")
+@click.option("--kernels", default="auto", show_default=True, help="What --kernels builds have on our side: auto,off.")
 @click.option("--transformers/--no-transformers", default=True, show_default=True, help="Needs `make parity`.")
 def peers(checkpoint: Path | None, layers: int, rounds: int, llama_cpp: Path, kernels: str, transformers: bool) -> None:
     """Our engine against llama.cpp and transformers; not part of all."""

@@ -117,9 +117,13 @@ class Ling3(nnx.Module):
         eps, dtype = self.config.rms_norm_eps, jnp.dtype(self.geometry.dtype)
         weight = take(self.layers["input_layernorm"][...], layer.number, split=False)
         out, state = self.attention(rms_norm(x, weight, eps).astype(dtype), layer, state, batch)
-        x = x + lax.psum(out, AXIS)
+        x = self._without_padding(x + lax.psum(out, AXIS), batch)
         weight = take(self.layers["post_attention_layernorm"][...], layer.number, split=False)
         return x + lax.psum(self._mlp(rms_norm(x, weight, eps), layer, batch.valid), AXIS), state
+
+    def _without_padding(self, x: Float32[Array, "T D"], batch: Batch) -> Float32[Array, "T D"]:
+        """Rows of padding as zeros, for native kernels pass over zeros at the end; nothing else looks at them."""
+        return jnp.where(batch.valid[:, None], x, 0.0) if self.geometry.kernels else x
 
     def run_layers(self, x: Float32[Array, "T D"], state: State, batch: Batch) -> tuple[Float32[Array, "T D"], State]:
         """All layers: one by one, or in a loop over whole groups and then an incomplete last one.
@@ -128,7 +132,7 @@ class Ling3(nnx.Module):
         """
         config, size = self.config, self.config.layer_group_size
         groups = config.num_hidden_layers // size if not self.geometry.tiled else 0
-        carry = (x, state)
+        carry = (self._without_padding(x, batch), state)
         if groups:
             carry = lax.fori_loop(0, groups, self._group(batch), carry)
         for index in range(groups * size, config.num_hidden_layers):

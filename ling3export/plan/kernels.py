@@ -32,9 +32,11 @@ class Level:
 X86, ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")
 _AVX2 = ("avx2", "fma")
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+_BF16 = ("-mavx2", "-mfma", *(f"-m{name}" for name in _AVX512), "-mavx512bf16", "-DLING3_BYTES=64")
 LEVELS = (  # the best first
-    Level("avx512_bf16", X86, (*_AVX2, *_AVX512, "avx512_bf16"),
-          ("-mavx2", "-mfma", *(f"-m{name}" for name in _AVX512), "-mavx512bf16", "-DLING3_BYTES=64")),
+    Level("amx_bf16", X86, (*_AVX2, *_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
+          (*_BF16, "-mamx-tile", "-mamx-bf16")),
+    Level("avx512_bf16", X86, (*_AVX2, *_AVX512, "avx512_bf16"), _BF16),
     Level("avx2", X86, _AVX2, ("-mavx2", "-mfma", "-DLING3_BYTES=32")),
     Level("neon", ARM, ("asimd",), ("-DLING3_BYTES=16",)),
     Level("plain", (*X86, *ARM), (), ()),

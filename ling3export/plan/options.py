@@ -53,7 +53,7 @@ class Options:
     snapshots: int = 0
     dtype: str = "bfloat16"
     jobs: int | None = None
-    kernels: str = "off"
+    kernels: str = "auto"
 
 
 # What an artifact's targets have in common: a target that is added takes them as they are.

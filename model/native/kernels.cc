@@ -2,20 +2,25 @@
 //
 // A handler gets a whole stack of weights and the number of a layer, so nothing is sliced or copied before it. Weights
 // are read once, in the order in which they lie in memory, by all cores; sums are fp32. One form is compiled, chosen by
-// the compiler's flags: vectors of LING3_BYTES bytes, on processors with avx512_bf16 its dot products, or, without
-// LING3_BYTES, plain loops, which are what the other forms are tested against.
+// the compiler's flags: vectors of LING3_BYTES bytes, on processors with avx512_bf16 its dot products, on those with
+// amx_bf16 also its tiles, or, without LING3_BYTES, plain loops, which are what the other forms are tested against.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <thread>
 #include <vector>
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
+#endif
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #include "xla/ffi/api/ffi.h"
@@ -30,7 +35,7 @@ namespace {
 
 constexpr int64_t kOutputs = 64;  // outputs of a task: 200 kB of weights at Ling3-Tiny's width
 constexpr int64_t kRows = 64;     // rows of x that stay in the second cache while a task's weights pass
-constexpr int64_t kColumns = 128; // columns of a task of a product over rows of the weight
+constexpr int64_t kParts = 16;    // tasks of a product over rows of the weight, each with sums of its own
 
 float Widen(Bf16 value) {
   uint32_t bits = uint32_t(value) << 16;
@@ -165,6 +170,65 @@ void Outer(const Bf16* w, int64_t outputs, int64_t depth, const Bf16* const* x, 
   }
 }
 
+#ifdef __AMX_BF16__
+constexpr int64_t kTile = 16;   // rows of a tile, and its 32-bit columns
+constexpr int64_t kDepth = 32;  // bf16 numbers in a row of a tile
+constexpr int64_t kAhead = 256; // numbers of a row of w that are asked for before they are read
+constexpr int64_t kFewest = 3;  // rows of x from which on tiles are faster than dot products
+
+// Whether the operating system lets this process use tiles, which it must be asked for once.
+bool MayUseTiles() {
+  static const bool may = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
+  return may;
+}
+
+// Up to 16 rows of x as the right operands of products of tiles: [depth / 32][16 pairs of neighbours][16 rows][2].
+std::vector<Bf16> Paired(const Bf16* x, int64_t rows, int64_t depth) {
+  std::vector<Bf16> out(depth * kTile);
+  for (int64_t pair = 0; pair < depth / 2; ++pair) {
+    for (int64_t t = 0; t < rows; ++t) std::memcpy(&out[(pair * kTile + t) * 2], x + t * depth + pair * 2, 4);
+  }
+  return out;
+}
+
+// Tiles 0 to 4, each of so many rows of 64 bytes, until the end of the block.
+struct Tiles {
+  explicit Tiles(std::initializer_list<uint8_t> rows) {
+    struct alignas(64) {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t bytes[16] = {};
+      uint8_t rows[16] = {};
+    } shape;
+    std::copy(rows.begin(), rows.end(), shape.rows);
+    std::fill_n(shape.bytes, rows.size(), uint16_t(64));
+    _tile_loadconfig(&shape);
+  }
+  ~Tiles() { _tile_release(); }
+};
+
+// Outer, for `outputs` and `depth` that tiles divide. The left operand is w as it lies, so the sums come transposed.
+void TiledOuter(const Bf16* w, int64_t outputs, int64_t depth, const Bf16* paired, int64_t rows, float* out,
+                int64_t stride) {
+  const Tiles tiles({kTile, kTile, kTile});
+  alignas(64) float sums[kTile][kTile];
+  for (int64_t o = 0; o < outputs; o += kTile) {
+    const Bf16 *own = w + o * depth, *next = own + kTile * depth;
+    _tile_zero(0);
+    for (int64_t d = 0; d < depth; d += kDepth) {
+      // What the next tiles read, in the order of the addresses; tiles themselves jump from row to row.
+      for (int64_t line = 0; line < kTile; ++line) __builtin_prefetch(next + d * kTile + line * kDepth, 0, 2);
+      _tile_loadd(1, own + d, depth * sizeof(Bf16));
+      _tile_loadd(2, paired + d * kTile, 64);
+      _tile_dpbf16ps(0, 1, 2);
+    }
+    _tile_stored(0, sums, 64);
+    for (int64_t t = 0; t < rows; ++t) {
+      for (int64_t each = 0; each < kTile; ++each) out[t * stride + o + each] = sums[each][t];
+    }
+  }
+}
+#endif
+
 // out[t][c] += sum over f of x[t][f] w[f][c], for `columns` columns of w and T rows of x.
 #ifdef LING3_BYTES
 // V vectors side by side, so that what is read of a row of w is long enough for the memory.
@@ -230,6 +294,43 @@ void Inner(const Bf16* w, int64_t step, int64_t depth, int64_t columns, const Bf
   }
 }
 
+#ifdef __AMX_BF16__
+// Inner, for `depth` and `columns` that kDepth divides: neighbouring rows of w are brought side by side for the tiles.
+void TiledInner(const Bf16* w, int64_t depth, int64_t columns, const Bf16* x, int64_t stride, int64_t rows,
+                float* out) {
+  alignas(64) uint16_t order[2][kDepth];
+  for (int i = 0; i < kDepth; ++i) {
+    order[0][i] = uint16_t(i / 2 + i % 2 * kDepth);
+    order[1][i] = uint16_t(order[0][i] + kTile);
+  }
+  const __m512i low = _mm512_load_si512(order[0]), high = _mm512_load_si512(order[1]);
+  const uint8_t used = uint8_t(rows);
+  const Tiles tiles({used, used, used, kTile, kTile});
+  alignas(64) Bf16 pairs[2][kTile][kDepth];
+  for (int64_t f = 0; f < depth; f += kDepth) {
+    _tile_loadd(2, x + f, stride * sizeof(Bf16));
+    for (int64_t c = 0; c < columns; c += kDepth) {
+      for (int64_t p = 0; p < kTile; ++p) {
+        const Bf16* at = w + (f + 2 * p) * columns + c;
+        __builtin_prefetch(at + kAhead);
+        __builtin_prefetch(at + columns + kAhead);
+        const __m512i one = _mm512_loadu_si512(at), two = _mm512_loadu_si512(at + columns);
+        _mm512_store_si512(pairs[0][p], _mm512_permutex2var_epi16(one, low, two));
+        _mm512_store_si512(pairs[1][p], _mm512_permutex2var_epi16(one, high, two));
+      }
+      _tile_loadd(0, out + c, columns * sizeof(float));
+      _tile_loadd(1, out + c + kTile, columns * sizeof(float));
+      _tile_loadd(3, pairs[0], 64);
+      _tile_loadd(4, pairs[1], 64);
+      _tile_dpbf16ps(0, 2, 3);
+      _tile_dpbf16ps(1, 2, 4);
+      _tile_stored(0, out + c, columns * sizeof(float));
+      _tile_stored(1, out + c + kTile, columns * sizeof(float));
+    }
+  }
+}
+#endif
+
 // Calls run(0) … run(count - 1), by this thread and by others of XLA's pool where cores are left over.
 //
 // Tasks are claimed one by one, by this thread too, and it waits only for tasks that a running thread has claimed: so
@@ -262,6 +363,13 @@ std::vector<const Bf16*> Pointers(const Bf16* from, int64_t rows, int64_t stride
   std::vector<const Bf16*> out(rows);
   for (int64_t t = 0; t < rows; ++t) out[t] = from + t * stride;
   return out;
+}
+
+// One past the last row of x that is not all zeros: rows of padding are, stand last, and cost nothing.
+int64_t Used(const Bf16* x, int64_t rows, int64_t width) {
+  const auto zero = [](Bf16 value) { return value == 0; };
+  while (rows && std::all_of(x + (rows - 1) * width, x + rows * width, zero)) --rows;
+  return rows;
 }
 
 const Bf16* Data(const Bf16s& buffer) { return reinterpret_cast<const Bf16*>(buffer.untyped_data()); }
@@ -297,12 +405,23 @@ ffi::Error Columns(ffi::ThreadPool pool, Bf16s x, Bf16s w, Ints layer_of, ffi::R
   if (ffi::Error error = CheckLayer(layer, stack.layers); error.failure()) return error;
   const int64_t width = stack.groups() * stack.rows, tasks = (stack.rows + kOutputs - 1) / kOutputs;
   const Bf16* from = Data(x);
+  const int64_t step = own ? stack.groups() * depth : depth, used = Used(from, rows, step);
   float* out = y->typed_data();
+  std::fill_n(out + used * width, (rows - used) * width, 0.0f);
+#ifdef __AMX_BF16__
+  const bool tiled = !own && used >= kFewest && used <= kTile && depth % kDepth == 0 && MayUseTiles();
+  const auto paired = std::make_shared<std::vector<Bf16>>(tiled ? Paired(from, used, depth) : std::vector<Bf16>());
+#endif
   Parallel(pool, devices, stack.groups() * tasks, [=](int64_t task) {
-    const int64_t g = task / tasks, o = task % tasks * kOutputs;
-    const auto at = Pointers(from + (own ? g * depth : 0), rows, own ? stack.groups() * depth : depth);
-    Outer(stack.group(g, layer) + o * depth, std::min(kOutputs, stack.rows - o), depth, at.data(), rows,
-          out + g * stack.rows + o, width);
+    const int64_t g = task / tasks, o = task % tasks * kOutputs, count = std::min(kOutputs, stack.rows - o);
+    const Bf16* weights = stack.group(g, layer) + o * depth;
+    float* to = out + g * stack.rows + o;
+    int64_t done = 0;
+#ifdef __AMX_BF16__
+    if (tiled) TiledOuter(weights, done = count / kTile * kTile, depth, paired->data(), used, to, width);
+#endif
+    const auto at = Pointers(from + (own ? g * depth : 0), used, step);
+    Outer(weights + done * depth, count - done, depth, at.data(), used, to + done, width);
   });
   return ffi::Error::Success();
 }
@@ -313,25 +432,43 @@ ffi::Error Rows(ffi::ThreadPool pool, Bf16s x, Bf16s w, Ints layer_of, ffi::Resu
   const Stack stack(w, own ? w.dimensions()[2] : 1);
   const int64_t layer = layer_of.typed_data()[0], rows = x.dimensions()[0];
   if (ffi::Error error = CheckLayer(layer, stack.layers); error.failure()) return error;
-  const int64_t groups = stack.groups(), width = own ? groups * stack.columns : stack.columns;
-  const int64_t tasks = (stack.columns + kColumns - 1) / kColumns;
+  const int64_t groups = stack.groups(), columns = stack.columns, width = own ? groups * columns : columns;
+  const int64_t depth = own ? stack.rows : groups * stack.rows;  // rows of the weight that meet in one sum
+  const int64_t part = own ? depth : (depth + kParts - 1) / kParts, parts = (depth + part - 1) / part;
   const Bf16* from = Data(x);
+  const int64_t xs = groups * stack.rows, used = Used(from, rows, xs);
   float* out = y->typed_data();
-  Parallel(pool, devices, (own ? groups : 1) * tasks, [=](int64_t task) {
-    const int64_t first = task / tasks, c = task % tasks * kColumns, columns = std::min(kColumns, stack.columns - c);
-    std::vector<float*> to(rows);
-    for (int64_t t = 0; t < rows; ++t) {
-      to[t] = out + t * width + first * stack.columns + c;
+#ifdef __AMX_BF16__
+  const bool tiled = !own && used >= kFewest && used <= kTile && columns % kDepth == 0 && MayUseTiles();
+#endif
+  std::vector<float> others((parts - 1) * used * columns);  // of all parts but the first, which has its sums in y
+  Parallel(pool, devices, (own ? groups : 1) * parts, [=, &others](int64_t task) {
+    const int64_t group = task / parts, number = task % parts;
+    const int64_t first = group * depth + number * part, end = std::min(first + part, (group + 1) * depth);
+    std::vector<float*> to(used);
+    for (int64_t t = 0; t < used; ++t) {
+      to[t] = number ? &others[((number - 1) * used + t) * columns] : out + t * width + group * columns;
       std::fill_n(to[t], columns, 0.0f);
     }
-    for (int64_t g = first; g < (own ? first + 1 : groups); ++g) {
-      for (int64_t f = 0; f < stack.rows; f += kRows) {
-        const auto at = Pointers(from + g * stack.rows + f, rows, groups * stack.rows);
-        Inner(stack.group(g, layer) + f * stack.columns + c, stack.columns, std::min(kRows, stack.rows - f), columns,
-              at.data(), rows, to.data());
-      }
+    for (int64_t f = first; f < end;) {
+      const int64_t g = f / stack.rows, row = f % stack.rows, count = std::min({kRows, stack.rows - row, end - f});
+      const Bf16 *weights = stack.group(g, layer) + row * columns, *own_x = from + f;
+      int64_t done = 0;
+#ifdef __AMX_BF16__
+      if (tiled && (done = count / kDepth * kDepth)) TiledInner(weights, done, columns, own_x, xs, used, to[0]);
+#endif
+      const auto at = Pointers(own_x + done, used, xs);
+      Inner(weights + done * columns, columns, count - done, columns, at.data(), used, to.data());
+      f += count;
     }
   });
+  const int64_t sums = parts > 1 ? used * columns : 0, span = (sums + kParts - 1) / kParts;
+  Parallel(pool, devices, sums ? kParts : 0, [=, &others](int64_t task) {
+    for (int64_t each = 0; each < parts - 1; ++each) {
+      for (int64_t i = task * span; i < std::min(sums, (task + 1) * span); ++i) out[i] += others[each * sums + i];
+    }
+  });
+  std::fill_n(out + used * width, (rows - used) * width, 0.0f);
   return ffi::Error::Success();
 }
 

@@ -15,7 +15,8 @@ _lock = threading.Lock()
 def register(library: bytes, ending: str) -> None:
     """Makes the kernels in ``library`` known to XLA under names that end in ``ending``; those it knows stay.
 
-    The bytes are loaded from memory: a file could change between its check and here.
+    The bytes are loaded from memory: a file could change between its check and here. That memory's descriptor stays
+    open, for a second library that got its number would have its name, and the loader would give the first one again.
 
     Raises:
         ArtifactError: They are no library with these kernels that this machine can load.
@@ -32,12 +33,11 @@ def register(library: bytes, ending: str) -> None:
             loaded = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
             symbols = {name: getattr(loaded, f"ling3_{name}") for name in HANDLERS}
         except (OSError, AttributeError) as error:
+            os.close(descriptor)
             raise ArtifactError(
                 f"native kernels: expected a library that loads, found: {error}",
                 "build the artifact on this machine, or compile the portable programs here: --programs allow-compile",
             ) from error
-        finally:
-            os.close(descriptor)
         for name, symbol in symbols.items():
             jax.ffi.register_ffi_target(f"ling3_{name}.{ending}", jax.ffi.pycapsule(symbol), platform="cpu")
         _registered[ending] = loaded
