@@ -14,7 +14,7 @@ from jaxtyping import install_import_hook
 # its annotations say. Only tests pay for it.
 install_import_hook("ling3export.model", "beartype.beartype")
 
-from artifacts_fixture import artifact, tpu_artifact  # noqa: E402, F401  (fixtures)
+from artifacts_fixture import artifact, kept_folder, tpu_artifact  # noqa: E402, F401  (fixtures)
 from ling3export.runners.load.environment import prepare_cpu  # noqa: E402
 
 # Never the user's cache; what one test builds may serve another. Removed when the process ends. With ``-n`` there is
@@ -29,6 +29,9 @@ os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"  # a bf16 array that meets an
 
 import jax  # noqa: E402
 
+# What a test compiles in this process under plain jit is kept between runs, by jax, under a digest of the program and the
+# toolchain. Builds and engines turn it off, and processes that tests start know nothing of it.
+jax.config.update("jax_compilation_cache_dir", str(kept_folder() / "jit"))
 jax.devices()  # started here: a test that changes the environment must not be the one that starts it
 
 # A test that takes one of these fixtures gets the marker. Two modules have an `artifact` of their own, a toy.
