@@ -6,7 +6,7 @@ The records are in `schema`, their agreement in `agreement`, how format 1 become
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from ling3export.artifacts.files import REBUILD, leftovers, open_regular, replac
 from ling3export.artifacts.format_1 import check_bytes, upgraded
 from ling3export.artifacts.records import CANONICAL, WrongRecordError, from_json, laid_out, shown, to_json
 from ling3export.artifacts.schema import FileRecord, Manifest
-from ling3export.errors import ArtifactError
+from ling3export.errors import ArtifactError, listed
 from ling3export.strict_json import LARGEST, parse_json
 
 # Version history (artifacts/FORMAT.md tells what a reader must do):
@@ -202,3 +202,17 @@ def file_records(manifest: Manifest) -> tuple[FileRecord, ...]:
     programs = [file for target in manifest.targets.values() for file in target.files]
     vectors = () if manifest.vectors.expected is None else (manifest.vectors.expected,)
     return (*programs, *vectors, *manifest.tokenizer)
+
+
+def named_target(names: Iterable[str], wanted: str) -> str:
+    """The one of ``names`` that a user means by ``cpu-tp16``, ``cpu@16`` or ``cpu``.
+
+    Raises:
+        ArtifactError: ``wanted`` means none of them, or several.
+    """
+    text, there = wanted.replace("@tp", "@").replace("@", "-tp").replace(":", "-"), sorted(names)
+    found = [text] if text in there else [name for name in there if name.rpartition("-tp")[0] == text]
+    if len(found) != 1:
+        what = "none of that name" if not found else f"{len(found)}: {listed(found)}"
+        raise ArtifactError(f"target `{wanted}`: expected one of {listed(there)}, found {what}, in the manifest")
+    return found[0]

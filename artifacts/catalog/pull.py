@@ -6,7 +6,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -17,12 +17,12 @@ from ling3export.artifacts.catalog.record import File, Record
 from ling3export.artifacts.catalog.slabs import Slab, begin, copied, holds, ranged, runs, slabs_of, tensors_of
 from ling3export.artifacts.catalog.stores import Store, choose, find
 from ling3export.artifacts.files import open_lock, writing
-from ling3export.artifacts.manifest import MANIFEST, file_records
+from ling3export.artifacts.manifest import MANIFEST, file_records, named_target
 from ling3export.artifacts.schema import Manifest, StoredTensor
 from ling3export.artifacts.share import write_share
 from ling3export.artifacts.signing import SIGNATURES, read_trusted
 from ling3export.artifacts.staging import staged
-from ling3export.errors import CatalogError, listed
+from ling3export.errors import CatalogError
 
 BLOCK = 1 << 20
 PARALLEL = 4  # files at a time
@@ -119,14 +119,14 @@ def pull(
         blobs.mkdir(parents=True, exist_ok=True)
     files = {file.path: file for file in found.record.files}
     with staged(to, force=force) as folder:
-        for name in (MANIFEST, SIGNATURES):
-            if name in files:
-                _fetch(store, files[name], found.layers[name], blobs, moved)
-                _place(blobs / files[name].sha256, folder / name)
-        manifest = read_trusted(folder, report, str(found.entry))
+        manifest = pull_manifest(store, found, folder, blobs, moved, report)
+        target = None if target is None else named_target(manifest.targets, target)
         wanted = _wanted(manifest, files, target, found)
         shared = {} if host is None else _shared(manifest, target, host, files, found)
         wanted = [file for file in wanted if host is None or file.path not in manifest.weights.files]
+        if target is not None:
+            needs = {name: sum(slab.stop - slab.start for slab in slabs) for name, slabs in shared.values()}
+            check_room(found, blobs, folder, needs | {file.sha256: file.size for file in wanted})
         with ThreadPoolExecutor(PARALLEL) as pool:
             jobs = [pool.submit(_fetch, store, file, found.layers[file.path], blobs, moved)
                     for file in {file.sha256: file for file in wanted}.values()]  # fmt: skip
@@ -146,6 +146,51 @@ def pull(
         if target is not None and host is not None:
             write_share(folder, target, host)
     return moved
+
+
+def pull_manifest(
+    store: Store, found: Found, folder: Path, blobs: Path, moved: Moved, report: Callable[[str], None]
+) -> Manifest:
+    """Pulls the manifest of a version, and who signed it, into ``folder``, and reads it.
+
+    Raises:
+        CatalogError: It is not what the record says.
+        TrustError: It is not signed by a trusted key.
+    """
+    for file in found.record.files:
+        if file.path in (MANIFEST, SIGNATURES):
+            _fetch(store, file, found.layers[file.path], blobs, moved)
+            _place(blobs / file.sha256, folder / file.path)
+    return read_trusted(folder, report, str(found.entry))
+
+
+def check_room(found: Found, blobs: Path, folder: Path, needs: dict[str, int]) -> None:
+    """Passes where the disk has room for what a version needs and is not there yet.
+
+    Args:
+        found: The version.
+        blobs: Where its files are kept by digest.
+        folder: Where they get their names; on another file system than ``blobs`` they are copied there.
+        needs: Bytes of what it needs, by its name in ``blobs``.
+
+    Raises:
+        CatalogError: It has not.
+    """
+    missing = sum(max(0, size - _begun(blobs / name)) for name, size in needs.items() if not (blobs / name).is_file())
+    kept, place = (next(each for each in (path, *path.absolute().parents) if each.is_dir()) for path in (blobs, folder))
+    wanted = [(kept, missing)]
+    if os.stat(kept).st_dev != os.stat(place).st_dev:
+        wanted.append((place, sum(needs.values())))
+    for where, size in wanted:
+        if (free := shutil.disk_usage(where).free) < size:
+            raise CatalogError(f"disk: expected {size:,} bytes free for {found.entry}, found {free:,}, in {where}")
+
+
+def _begun(blob: Path) -> int:
+    """Bytes on the disk of a blob that is not whole; holes do not count."""
+    with suppress(FileNotFoundError):
+        return os.stat(f"{blob}.partial").st_blocks * 512
+    return 0
 
 
 def _shared(
@@ -170,14 +215,9 @@ def _wanted(manifest: Manifest, files: dict[str, File], target: str | None, foun
     """The files that a manifest names and that are to be pulled.
 
     Raises:
-        CatalogError: The record has one of them not, or with another digest, or there is no such target.
+        CatalogError: The record has one of them not, or with another digest.
     """
-    if target is not None and target not in manifest.targets:
-        raise CatalogError(f"--target: expected one of {listed(list(manifest.targets))}, found {target}")
-    others = {
-        file.path for name, each in manifest.targets.items() if target not in (None, name)
-        for cell in each.cells.values() for file in cell.files
-    }  # fmt: skip
+    others = {file.path for name, each in manifest.targets.items() if target not in (None, name) for file in each.files}
     named = {record.path: record.sha256 for record in file_records(manifest)}
     named |= dict.fromkeys(manifest.weights.files, "")  # whose slabs have digests, which loading compares
     for path, digest in named.items():

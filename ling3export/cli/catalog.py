@@ -9,6 +9,7 @@ from ling3export.cli.options import JSON
 from ling3export.errors import CatalogError
 from ling3export.runners.cli.options import PATH, Group, trust_option
 from ling3export.runners.cli.pull import pull
+from ling3export.runners.cli.references import Artifact
 from ling3export.tables import aligned
 
 
@@ -25,7 +26,7 @@ catalog.add_command(pull)
 
 
 @catalog.command()
-@click.argument("artifact", type=PATH)
+@click.argument("artifact", type=Artifact(elsewhere=True))
 @click.argument("store")
 @click.option("--id", "name", required=True, help="What it is called there: a-z, 0-9 and -.")
 @click.option("--version", required=True, help="A semantic version.")

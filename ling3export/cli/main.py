@@ -22,7 +22,8 @@ from ling3export.errors import Ling3Error
 from ling3export.plan.options import Options
 from ling3export.runners.cli.cluster import on_cluster
 from ling3export.runners.cli.errors import require
-from ling3export.runners.cli.options import PATH, Group, cluster_options, section, shard_option, trust_option
+from ling3export.runners.cli.options import FOLDER, PATH, Group, cluster_options, section, shard_option, trust_option
+from ling3export.runners.cli.references import Artifact
 from ling3export.shards import WHOLE, Shard
 
 
@@ -62,17 +63,18 @@ def _unwinding() -> Iterator[None]:
 def main() -> None:
     """Compile Ling3-Tiny ahead of time: one artifact, any machine.
 
-    CHECKPOINT is a Hugging Face folder, ARTIFACT the folder NAME.ling3 that a build makes of it. ling3-runner runs it.
+    CHECKPOINT is a Hugging Face folder, ARTIFACT the folder NAME.ling3 that a build makes of it; what is only read may
+    be a REFERENCE of the catalogue in its place. ling3-runner runs it.
     """
 
 
 @main.command()
 @click.argument("checkpoint", required=False, type=PATH)
-@click.argument("artifact", required=False, type=PATH)
+@click.argument("artifact", required=False, type=FOLDER)
 @build_options
 @section(
     "Output",
-    click.option("--into", type=PATH, metavar="ARTIFACT", help="Add the targets to this artifact instead."),
+    click.option("--into", type=FOLDER, metavar="ARTIFACT", help="Add the targets to this artifact instead."),
     click.option("--force", is_flag=True, help="Replace ARTIFACT, or targets of --into, if they are there."),
     click.option("--no-weights", is_flag=True, help="Build programs alone; CHECKPOINT may be a config.json."),
     click.option(
@@ -197,7 +199,11 @@ def build(
 @build_options
 @click.option("--lengths", type=PATH, metavar="FILE", help="A histogram of requests, as JSON lines.")
 @click.option(
-    "--from", "artifact", type=PATH, metavar="ARTIFACT", help="Take temporaries and estimates from one built alike."
+    "--from",
+    "artifact",
+    type=Artifact(manifest=True),
+    metavar="ARTIFACT",
+    help="Take temporaries and estimates from one built alike.",
 )
 @click.option("--fleet", type=PATH, metavar="FILE", help="How to divide --chips for these requests, as JSON lines.")
 @click.option("--chips", type=click.IntRange(1, 10**6), metavar="N", help="Chips of --fleet.")
@@ -248,9 +254,9 @@ main.add_command(sign)
 
 
 @main.command()
-@click.argument("artifact", type=PATH)
+@click.argument("artifact", type=Artifact(elsewhere=True, out="out"))
 @click.argument("checkpoint", type=PATH)
-@click.argument("out", required=False, type=PATH)
+@click.argument("out", required=False, type=FOLDER)
 @click.option("--force", is_flag=True, help="Replace OUT, or the weights that ARTIFACT has.")
 @click.option("--no-run", is_flag=True, help="Write no receipts: nothing of ARTIFACT is executed.")
 @IGNORE
@@ -290,7 +296,7 @@ def synth(directory: Path, preset: str, seed: int, layers: int | None, force: bo
 
 
 @main.command()
-@click.argument("artifact", type=PATH)
+@click.argument("artifact", type=Artifact(manifest=True))
 @WIDE
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
 @click.option("--load-plan", is_flag=True, help="Print what each stored tensor is made of, as JSON.")
@@ -313,7 +319,7 @@ def inspect(artifact: Path, wide: bool, as_json: bool, load_plan: bool) -> None:
 
 
 @main.command()
-@click.argument("artifact", type=PATH)
+@click.argument("artifact", type=Artifact(manifest=True, out="out"))
 @click.argument("out", required=False, type=PATH)
 @click.option("--force", is_flag=True, help="Replace OUT if it is there.")
 def report(artifact: Path, out: Path | None, force: bool) -> None:
@@ -328,8 +334,8 @@ def report(artifact: Path, out: Path | None, force: bool) -> None:
 
 
 @main.command()
-@click.argument("artifact", type=PATH)
-@click.option("--target", help="Only this target.")
+@click.argument("artifact", type=Artifact(elsewhere=True))
+@click.option("--target", help="Only this target; programs of others need not be there.")
 @click.option("--no-run", is_flag=True, help="Check digests alone: nothing of ARTIFACT is executed.")
 @click.option("--portable", is_flag=True, help="Run the portable programs of every target, on the processor.")
 @trust_option

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from ling3export.runners.cli.errors import require
-from ling3export.runners.cli.options import PATH, Command
+from ling3export.runners.cli.options import FOLDER, PATH, Command
 
 
 @click.command(cls=Command)
@@ -23,7 +23,7 @@ def keygen(key: Path) -> None:
 
 
 @click.command(cls=Command)
-@click.argument("artifact", type=PATH)
+@click.argument("artifact", type=FOLDER)
 @click.option("--key", type=PATH, required=True, help="A private key, as keygen or openssl writes it.")
 def sign(artifact: Path, key: Path) -> None:
     """Sign ARTIFACT: its manifest, which names every other byte by digest.

@@ -51,10 +51,9 @@ def attach(
                 "name a folder for the new artifact, or replace the weights with --force",
             )
         check_config(source, manifest, artifact)
-        for cell in (cell for target in manifest.targets.values() for cell in target.cells.values()):
-            for record in cell.files:
-                (folder / record.path).parent.mkdir(parents=True, exist_ok=True)
-                write_new(folder / record.path, read_checked(artifact, record))
+        for record in (record for target in manifest.targets.values() for record in target.files):
+            (folder / record.path).parent.mkdir(parents=True, exist_ok=True)
+            write_new(folder / record.path, read_checked(artifact, record))
         tokenizer = copy_tokenizer(folder, source)
         pools = [target.state.pages * target.state.page_size for target in manifest.targets.values()]
         weights, vectors = weight_half(folder, source, manifest.plan.dtype, min(manifest.plan.context, *pools), report)

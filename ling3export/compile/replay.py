@@ -15,7 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ling3export.artifacts.files import replace_file, writing
-from ling3export.artifacts.manifest import MANIFEST, file_record, read_checked, read_manifest, recorded_files
+from ling3export.artifacts.manifest import (
+    MANIFEST,
+    file_record,
+    named_target,
+    read_checked,
+    read_manifest,
+    recorded_files,
+)
 from ling3export.artifacts.records import from_json, to_json
 from ling3export.artifacts.schema import GIVERS, MOVING, SPLIT, Cell, FileRecord, Manifest, Program, Receipt
 from ling3export.cache.cells import SUFFIXES, Cells, opened
@@ -29,7 +36,6 @@ from ling3export.plan.plan import Plan, make_plans
 from ling3export.plan.toolchain import check_toolchain
 from ling3export.pricing.recorded import config_of, plan_of
 from ling3export.runners.calibrate.receipts import NO_WEIGHTS
-from ling3export.runners.load.targets import named_target
 from ling3export.strict_json import read_json
 from ling3export.tables import readable
 from ling3export.verify.measure import measure_apart

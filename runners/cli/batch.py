@@ -19,7 +19,7 @@ from ling3export.runners.cli.options import (
     shard_option,
     temperature_option,
 )
-from ling3export.runners.cli.pull import ARTIFACT
+from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.hosts.rendezvous import announced
 from ling3export.shards import Shard
 

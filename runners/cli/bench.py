@@ -13,6 +13,7 @@ from ling3export.runners import flight
 from ling3export.runners.cli.errors import require
 from ling3export.runners.cli.eval import progress
 from ling3export.runners.cli.options import INTERRUPTED, PATH, Decorator, Group, artifact_options, section
+from ling3export.runners.cli.references import ARTIFACT, Artifact
 
 if TYPE_CHECKING:
     from ling3export.runners.bench.measure import Measurement, Settings
@@ -84,7 +85,7 @@ _written: Decorator = section(
 
 
 @bench.command()
-@click.argument("artifact", type=PATH, required=False)
+@click.argument("artifact", type=ARTIFACT, required=False)
 @click.option("--url", help="Measure the server there.  [default: ARTIFACT in this process]")
 @_workload
 @_sending
@@ -113,7 +114,7 @@ def serve(
 
 
 @bench.command()
-@click.argument("artifact", type=PATH)
+@click.argument("artifact", type=ARTIFACT)
 @_workload
 @_written
 @artifact_options
@@ -138,7 +139,7 @@ def throughput(
 
 
 @bench.command()
-@click.argument("artifact", type=PATH)
+@click.argument("artifact", type=ARTIFACT)
 @click.option("--configs", required=True, metavar="CONFIG,...", help="1xTP: a target of ARTIFACT. NAME=URL: a server.")
 @_workload
 @_sending
@@ -193,7 +194,9 @@ def check(file: Any) -> None:
 @click.option("--least", type=POSITIVE, default=2, help="Texts that share a prefix.")
 @click.option("--longer", type=click.IntRange(0), default=120, help="Units that a prefix is longer than.")
 @click.option("--unit", type=click.Choice(["character", "token"]), default="character", help="What is counted.")
-@click.option("--tokenizer", type=PATH, help="A tokenizer.json, or an artifact, that counts tokens.")
+@click.option(
+    "--tokenizer", type=Artifact(elsewhere=True), help="A tokenizer.json, or an artifact, that counts tokens."
+)
 @click.option("--block", type=POSITIVE, default=256, help="Tokens a block of a prefix cache.")
 @click.option("--top", type=click.IntRange(0), default=10, help="Prefixes to list.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object with all of them.")

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import click
 
 from ling3export.artifacts.files import REBUILD
-from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.manifest import named_target, read_manifest
 from ling3export.artifacts.schema import Manifest
 from ling3export.errors import ArtifactError
-from ling3export.runners.cli.options import PATH, Command, target_option
-from ling3export.runners.load.targets import choose_target, named_target, platforms_here
+from ling3export.runners.cli.options import Command, target_option
+from ling3export.runners.cli.references import ARTIFACT
+from ling3export.runners.load.targets import choose_target, platforms_here
 
 if TYPE_CHECKING:
     from ling3export.runners.doctor.diagnosis import Fault
@@ -26,7 +27,7 @@ WORDS = {
 
 
 @click.command(cls=Command)
-@click.argument("artifact", type=PATH, required=False)
+@click.argument("artifact", type=ARTIFACT, required=False)
 @target_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def doctor(artifact: Path | None, target: str | None, as_json: bool) -> None:

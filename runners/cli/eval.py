@@ -30,7 +30,7 @@ from ling3export.runners.cli.options import (
     temperature_option,
     trust_option,
 )
-from ling3export.runners.cli.pull import ARTIFACT
+from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.evals.trials import RunConfig
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import announced

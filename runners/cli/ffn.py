@@ -17,7 +17,7 @@ from ling3export.runners.cli.options import (
     target_option,
     trust_option,
 )
-from ling3export.runners.cli.pull import ARTIFACT
+from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.ffn import WAIT
 from ling3export.shards import Shard
 

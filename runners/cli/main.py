@@ -32,7 +32,8 @@ from ling3export.runners.cli.options import (
 )
 from ling3export.runners.cli.profile import profile
 from ling3export.runners.cli.prompts import Prompt, line_names, read_prompts
-from ling3export.runners.cli.pull import ARTIFACT, pull
+from ling3export.runners.cli.pull import pull
+from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.cli.route import route
 from ling3export.runners.cli.serve import serve
 from ling3export.runners.cli.transfer import transfer

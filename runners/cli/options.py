@@ -4,10 +4,11 @@ The sampling options have the bounds, defaults and words that Python and HTTP ha
 """
 
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import click
 
@@ -19,7 +20,34 @@ from ling3export.shards import WHOLE, Shard
 
 INTERRUPTED = 130  # the exit code that shells give after SIGINT
 PATH = click.Path(path_type=Path)
+# What no folder is called: a store's kind in front, or a host and a version.
+REFERENCE = re.compile(r"oci:.|[a-z0-9]+://|[\w-]+(\.[\w-]+)*(:\d+)?/[a-z0-9._/-]+[:@]\w")
 Decorator = Callable[[Any], Any]
+
+
+class _Folder(click.Path):
+    """A folder that is to be written, which no version in a store is."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path, or a usage error."""
+        if isinstance(value, str) and REFERENCE.match(value) and not Path(value).parent.is_dir():
+            self.fail(f"expected a folder to write, found the reference {value}; pull it, and publish another.")
+        return super().convert(value, param, ctx)
+
+
+FOLDER = _Folder()
+
+
+@runtime_checkable
+class Later(Protocol):
+    """The value of a parameter that the others decide, too."""
+
+    def decided(self, context: click.Context) -> Any:
+        """The value, once ``context`` has those of the others."""
+        ...
 
 
 class Once(click.Option):
@@ -42,6 +70,13 @@ class Once(click.Option):
 
 class Command(click.Command):
     """A command whose help shows its options in the sections that ``section`` gave them."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command, once every parameter has its value."""
+        for name, value in ctx.params.items():
+            if isinstance(value, Later):
+                ctx.params[name] = value.decided(ctx)
+        return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes a list of options for each section, and the other options last."""

@@ -8,7 +8,7 @@ import click
 from ling3export.errors import Ling3Error
 from ling3export.runners import flight
 from ling3export.runners.cli.options import PATH, Command, artifact_options
-from ling3export.runners.cli.pull import ARTIFACT
+from ling3export.runners.cli.references import ARTIFACT
 
 
 @click.command(cls=Command)

@@ -1,16 +1,20 @@
 """``ling3-runner pull``: an artifact from a catalogue, checked and whole, or nothing."""
 
+import fcntl
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from ling3export.artifacts.files import open_lock, writing
 from ling3export.errors import CatalogError, listed
-from ling3export.runners.cli.options import PATH, Command, trust_option
+from ling3export.runners.cli.options import FOLDER, Command, trust_option
 
 if TYPE_CHECKING:
     from ling3export.artifacts.catalog.pull import Found
@@ -20,7 +24,7 @@ STORE = "LING3_STORE"
 
 @click.command(cls=Command)
 @click.argument("reference")
-@click.option("--to", type=PATH, metavar="FOLDER", help=f"Where to.  [default: a folder in ${STORE}]")
+@click.option("--to", type=FOLDER, metavar="FOLDER", help=f"Where to.  [default: a folder in ${STORE}]")
 @click.option("--target", help="Leave out the programs of all other targets.")
 @click.option("--host-id", type=click.IntRange(0), metavar="N", help="Of the weights only what host N of it holds.")
 @click.option("--force", is_flag=True, help="Replace FOLDER if it is there.")
@@ -41,35 +45,16 @@ def pull(
         raise click.UsageError(f"expected --to FOLDER, or a folder in {STORE}.")
     if host_id is not None and target is None:
         raise click.UsageError("expected --target NAME with --host-id.")
-    click.echo(_pulled(reference, to, kept, target, host=host_id, force=force, elsewhere=elsewhere, strict=strict))
+    click.echo(pulled(reference, to, kept, target, host=host_id, force=force, elsewhere=elsewhere, strict=strict))
 
 
-class _Artifact(click.ParamType):
-    """A folder, or a reference to a version in a catalogue, which is pulled into the folder that LING3_STORE names."""
-
-    name = "artifact"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """The folder."""
-        if not isinstance(value, str) or not REFERENCE.match(value) or os.path.lexists(value):
-            return Path(value)
-        if not (kept := os.environ.get(STORE)):
-            raise CatalogError(f"artifact `{value}`: expected a folder in {STORE} to pull it into, found none")
-        return _pulled(value, None, kept, None)
-
-
-ARTIFACT = _Artifact()
-# What no folder is called: a store's kind in front, or a host and a version.
-REFERENCE = re.compile(r"oci:.|[a-z0-9]+://|[\w-]+(\.[\w-]+)*(:\d+)?/[a-z0-9._/-]+[:@]\w")
-
-
-def _pulled(
+def pulled(
     reference: str, to: Path | None, kept: str | None, target: str | None, *, host: int | None = None,
     force: bool = False, elsewhere: bool = False, strict: bool = False,
 ) -> Path:  # fmt: skip
     """Pulls a version and what it depends on, unless it is there; returns its folder."""
+    from ling3export.artifacts.catalog.pull import check_room, resolve
     from ling3export.artifacts.catalog.pull import pull as one
-    from ling3export.artifacts.catalog.pull import resolve
     from ling3export.artifacts.catalog.stores import open_store, parse_reference
 
     wanted = parse_reference(reference)
@@ -78,21 +63,53 @@ def _pulled(
     last = found[-1]
     places = [_place(each, to, kept, each is last, target, host) for each in found]
     for each, place in zip(found, places, strict=True):
-        _check_machine(each, target if each is last else None, place, elsewhere, part=each is last and host is not None)
+        _check_machine(each, target if each is last else None, elsewhere)
+        if (target is None or each is not last) and (to is not None or not place.is_dir()):  # parts: after the manifest
+            check_room(each, _blobs(place, kept), place.parent, {file.sha256: file.size for file in each.record.files})
     for each, place in zip(found, places, strict=True):
-        if to is None and place.is_dir():
-            _say(f"{each.entry}: there already, at {place}")
-            continue
-        blobs = Path(kept) / "blobs" if kept else place.parent / f".{place.name}.pull"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        moved = one(
-            store, each, place, blobs, target=target if each is last else None, host=host if each is last else None,
-            force=force, report=_say,
-        )  # fmt: skip
+        blobs = _blobs(place, kept)
+        with writing(place):
+            place.parent.mkdir(parents=True, exist_ok=True)
+        with _one_at_a_time(place, to):
+            if to is None and place.is_dir():
+                _say(f"{each.entry}: there already, at {place}")
+                continue
+            moved = one(
+                store, each, place, blobs, target=target if each is last else None, host=host if each is last else None,
+                force=force, report=_say,
+            )  # fmt: skip
         if not kept:
             shutil.rmtree(blobs)
         _say(f"{each.entry}: {moved.pulled:,} bytes pulled, {moved.here:,} were here")
     return places[-1]
+
+
+def pulled_manifest(reference: str, folder: Path) -> Path:
+    """Pulls the manifest of a version, without its files; returns the folder that it lies in, in ``folder``."""
+    from ling3export.artifacts.catalog.pull import Found, Moved, pull_manifest
+    from ling3export.artifacts.catalog.stores import choose, find, open_store, parse_reference
+
+    wanted = parse_reference(reference)
+    store = open_store(wanted.store)
+    entry = choose(store, wanted.id, wanted.version)
+    found, place = Found(entry, *find(store, entry, warn=_say)), folder / f"{entry}.ling3"
+    place.mkdir()
+    pull_manifest(store, found, place, folder, Moved(), _say)
+    return place
+
+
+@contextmanager
+def _one_at_a_time(place: Path, to: Path | None) -> Iterator[None]:
+    """Waits until no other process pulls into a folder of the store: several servers may start with one reference."""
+    if to is not None:
+        yield
+        return
+    descriptor = open_lock(place.with_name(f".{place.name}.pulling"), os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _say(text: str) -> None:
@@ -108,17 +125,23 @@ def _place(found: "Found", to: Path | None, kept: str | None, last: bool, target
     return Path(kept or "") / "artifacts" / f"{'-'.join(parts)}.ling3"
 
 
-def _check_machine(found: "Found", target: str | None, place: Path, elsewhere: bool, part: bool) -> None:
-    """Says what this machine lacks before anything is pulled. Only the manifest tells how much a ``part`` is.
+def _blobs(place: Path, kept: str | None) -> Path:
+    """Where a pull keeps files by digest: in the store, or until it ends."""
+    return Path(kept) / "blobs" if kept else place.parent / f".{place.name}.pull"
+
+
+def _check_machine(found: "Found", target: str | None, elsewhere: bool) -> None:
+    """Says what this machine lacks before anything is pulled.
 
     Raises:
-        CatalogError: It has not the devices or not the room on its disk.
+        CatalogError: It has not the devices.
     """
     from ling3export.runners.load.targets import platforms_here
 
     needs, here = found.record.requirements, platforms_here()
-    targets = [each for each in needs.targets if target is None or each.startswith(target.partition("-")[0])]
-    if targets and not elsewhere and not any(each.partition(":")[0].partition("@")[0] in here for each in targets):
+    wanted = target and re.split("[-:@]", target)[0]
+    targets = [each for each in needs.targets if wanted in (None, re.split("[:@]", each)[0])]
+    if targets and not elsewhere and not any(re.split("[:@]", each)[0] in here for each in targets):
         devices = f"{needs.devices} device{'s' * (needs.devices > 1)}"
         raise CatalogError(
             f"machine: expected {devices} of {listed(targets)} for {found.entry}, found {listed(here)}",
@@ -126,9 +149,3 @@ def _check_machine(found: "Found", target: str | None, place: Path, elsewhere: b
         )
     if needs.jaxlib not in (None, version("jaxlib")):
         _say(f"{found.entry}: compiled for jaxlib {needs.jaxlib}, here is {version('jaxlib')}")
-    there = next(folder for folder in place.absolute().parents if folder.is_dir())
-    free = shutil.disk_usage(there).free
-    if free < found.record.size and not part:
-        raise CatalogError(
-            f"disk: expected {found.record.size:,} bytes free for {found.entry}, found {free:,}, in {there}"
-        )

@@ -9,7 +9,7 @@ from ling3export.runners.cli.errors import require
 from ling3export.runners.cli.ffn import ffn_options
 from ling3export.runners.cli.hosts import host_options, leading
 from ling3export.runners.cli.options import Command, artifact_options, prefix_options, section
-from ling3export.runners.cli.pull import ARTIFACT
+from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.cli.roles import exchanging, transfer_options
 from ling3export.runners.hosts.rendezvous import announced
 

@@ -2,9 +2,10 @@
 
 import importlib.util
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
+from ling3export.artifacts.manifest import named_target
 from ling3export.artifacts.schema import Target
 from ling3export.errors import ArtifactError, listed
 from ling3export.runners.load.environment import prepare_cpu
@@ -78,20 +79,6 @@ def choose_target(targets: Mapping[str, Target], wanted: str | None, here: list[
         f"found {there}, in the manifest",
         hint,
     )
-
-
-def named_target(names: Iterable[str], wanted: str) -> str:
-    """The one of ``names`` that a user means by ``cpu-tp16``, ``cpu@16`` or ``cpu``.
-
-    Raises:
-        ArtifactError: ``wanted`` means none of them, or several.
-    """
-    text, there = wanted.replace("@tp", "@").replace("@", "-tp").replace(":", "-"), sorted(names)
-    found = [text] if text in there else [name for name in there if name.rpartition("-tp")[0] == text]
-    if len(found) != 1:
-        what = "none of that name" if not found else f"{len(found)}: {listed(found)}"
-        raise ArtifactError(f"target `{wanted}`: expected one of {listed(there)}, found {what}, in the manifest")
-    return found[0]
 
 
 def on_all(hosts: int) -> str:

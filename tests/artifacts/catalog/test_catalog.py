@@ -23,7 +23,7 @@ from ling3export.artifacts.catalog.stores import find, parse_reference, search
 from ling3export.artifacts.files import TRUST
 from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manifest
 from ling3export.artifacts.records import canonical, to_json
-from ling3export.artifacts.schema import Manifest, Target, Vectors
+from ling3export.artifacts.schema import Manifest, Vectors
 from ling3export.artifacts.schema import Weights as Stored
 from ling3export.artifacts.share import check_share
 from ling3export.artifacts.signing import make_key, public_path, sign
@@ -35,7 +35,7 @@ from ling3export.runners.evals.folder import RunRecord
 from ling3export.runners.evals.trials import RunConfig
 from ling3export.runners.load.weights import Weights
 from ling3export.shards import WHOLE
-from manifests import changed_targets
+from manifests import parted
 from refusals import refusal
 
 
@@ -189,7 +189,7 @@ def test_weights_move_once_for_many_programs_and_a_host_pulls_its_target_alone(t
         os.stat(tmp_path / "one/weights/toy.safetensors").st_ino
         == os.stat(tmp_path / "two/weights/toy.safetensors").st_ino
     )
-    with pytest.raises(CatalogError, match="--target: expected one of cpu-tp2, found tpu"):
+    with pytest.raises(ArtifactError, match="target `tpu`: expected one of cpu-tp2, found none of that name"):
         pulled(store, tmp_path / "three", target="tpu")
 
 
@@ -197,10 +197,7 @@ def test_weights_move_once_for_many_programs_and_a_host_pulls_its_target_alone(t
 def hosts(toy) -> Path:
     """The toy as two hosts of one device each would have it."""
 
-    def parted(target: Target) -> Target:
-        return replace(target, mesh=replace(target.mesh, hosts=(0, 1)))
-
-    changed_targets(toy, parted)
+    parted(toy)
     return toy
 
 

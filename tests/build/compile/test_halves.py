@@ -110,6 +110,15 @@ def test_weights_of_two_fine_tunes_are_attached_and_nothing_is_compiled(artifact
             assert engine.stats()["compile_events"] == 0
 
 
+def test_native_kernels_stay_with_the_programs_that_call_them(artifact, no_compiler, tmp_path):
+    """They were left out: what came of ``attach`` could not be loaded."""
+    out = tmp_path / "out.ling3"
+    said("attach", artifact("micro-tp1-kernels"), artifact.checkpoint("micro-tp1-kernels"), out, "--no-run")
+    manifest = read_manifest(out)
+    assert manifest.targets["cpu-tp1"].kernels is not None
+    assert check_digests(out, manifest) == check_digests(artifact("micro-tp1-kernels"), manifest)
+
+
 def test_another_config_or_weights_that_are_there_are_refused_and_nothing_changes(artifact, programs, tmp_path):
     before = {path: path.read_bytes() for path in programs.rglob("*") if path.is_file()}
     flat = artifact.checkpoint("micro-tp4-flat")
