@@ -302,6 +302,7 @@ def synth(directory: Path, preset: str, seed: int, layers: int | None, force: bo
 @click.option("--load-plan", is_flag=True, help="Print what each stored tensor is made of, as JSON.")
 def inspect(artifact: Path, wide: bool, as_json: bool, load_plan: bool) -> None:
     """Show what ARTIFACT holds: plan, cells, sizes, costs, state."""
+    from ling3export.artifacts.calibration import found_beside
     from ling3export.artifacts.manifest import read_manifest
     from ling3export.artifacts.records import to_json
     from ling3export.report.inspect import describe
@@ -313,9 +314,11 @@ def inspect(artifact: Path, wide: bool, as_json: bool, load_plan: bool) -> None:
 
         click.echo(json.dumps(planned(config_of(manifest), manifest.plan.dtype), indent=2))
         return
-    click.echo(
-        json.dumps(to_json(manifest), indent=2, ensure_ascii=False) if as_json else describe(manifest, wide=wide)
-    )
+    if as_json:
+        click.echo(json.dumps(to_json(manifest), indent=2, ensure_ascii=False))
+        return
+    found, note = found_beside(artifact, manifest)
+    click.echo(describe(manifest, wide=wide, calibration=found, note=note or ""))
 
 
 @main.command()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ling3export.artifacts.calibration import Calibration, Times, found_beside
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Cell, Manifest, RooflineBound
 from ling3export.cost.roofline import TOKENS, roofline_bound
@@ -46,6 +47,7 @@ class PricedCell:
     temporaries: int | None  # bytes on one device; None while nothing is compiled
     # The compiler's estimate; None while nothing is compiled, or where it estimates nothing.
     estimated_seconds: float | None
+    measured_seconds: float | None = None  # what a machine measured, by the calibration beside the artifact
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class PricedTarget:
     unknown: str | None  # why temporaries are not known; None where they are
     tokens_a_sequence: int  # cached tokens that loops over pages are counted for
     cells: dict[str, PricedCell]  # by name
+    measured: str | None = None  # on which machine, or why a calibration that is there is not used
 
 
 @dataclass(frozen=True)
@@ -136,15 +139,18 @@ def priced(
     """
     plans = make_plans(config, options)
     manifest = None if artifact is None else read_manifest(artifact)
+    measured = (None, None) if artifact is None or manifest is None else found_beside(artifact, manifest)
     first = plans[0]
     return Priced(
         options.dtype, first.paddings, first.decode_paddings, first.score_paddings, first.context,
-        {plan.target.name: _target(config, plan, manifest) for plan in plans},
+        {plan.target.name: _target(config, plan, manifest, *measured) for plan in plans},
         _traffic(lengths, first, options, ignore) if lengths else None,
     )  # fmt: skip
 
 
-def _target(config: Config, plan: Plan, manifest: Manifest | None) -> PricedTarget:
+def _target(
+    config: Config, plan: Plan, manifest: Manifest | None, calibration: Calibration | None, note: str | None
+) -> PricedTarget:
     target, geometry = plan.target, plan.geometry
     compiled: dict[str, Cell] = {}
     unknown = None
@@ -154,22 +160,26 @@ def _target(config: Config, plan: Plan, manifest: Manifest | None) -> PricedTarg
         unknown = f"unknown: the artifact of --from has {difference}"
     else:
         compiled = {cell.name: manifest.targets[target.name].cells[cell.name] for cell in plan.cells}
+    times: dict[str, Times] = {}
+    if compiled and calibration is not None and calibration.target == target.name:
+        times, note = calibration.cells, f"measured on {calibration.machine}, {calibration.made}"
     context = min(TOKENS, plan.context)
     cells = {}
     for cell in plan.cells:
         bound = None
         if (chip := target.chip) is not None:
             found = roofline_bound(config, geometry, cell.phase, cell.padding, chip, context)
-            times = found.moved / chip.bandwidth, found.flops / chip.flops
-            bound = PricedBound(**vars(found), memory_seconds=times[0], compute_seconds=times[1])
+            both = found.moved / chip.bandwidth, found.flops / chip.flops
+            bound = PricedBound(**vars(found), memory_seconds=both[0], compute_seconds=both[1])
         record = compiled.get(cell.name)
         passing, seconds = (None, None) if record is None else (record.memory.passing, record.estimated_seconds)
-        cells[cell.name] = PricedCell(bound, passing, seconds)
+        measured = times[cell.name].median if cell.name in times else None
+        cells[cell.name] = PricedCell(bound, passing, seconds, measured)
     held_tokens = geometry.pages * geometry.page_size
     pool = Pool(geometry.slots, geometry.pages, geometry.page_size, geometry.placement, held_tokens)
     return PricedTarget(
         target.text, target.tp, target.processes, plan.notes, pool, held(config, plan, compiled), unknown,
-        context, cells,
+        context, cells, note,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from ling3export.tables import aligned, readable, selected
 COST = f"a call counted as its padded tokens and {CALL} more"
 BOUND_COLUMNS = ("bound ms", "bound by", "by memory", "by compute", "MB moved", "Gflop")
 COMPILED_COLUMNS = ("temporaries MB", "estimate ms")
+MEASURED = "measured ms"
 
 
 def described(priced: Priced, *, wide: bool = False) -> str:
@@ -51,15 +52,19 @@ def _target(name: str, target: PricedTarget, wide: bool) -> list[str]:
     else:
         lines.append("  roofline bounds: none, the bandwidth and FLOP/s of this machine's processor are in no table")
     wanted = BOUND_COLUMNS[: 6 if wide else 2] if bounded else ()
+    if target.measured is not None:
+        lines.append(f"  {target.measured}")
     if target.unknown is None or (wide and bounded):
         wanted += COMPILED_COLUMNS
+    if any(cell.measured_seconds is not None for cell in target.cells.values()):
+        wanted += (MEASURED,)
     rows = [_columns(name, cell) for name, cell in target.cells.items()]
     return lines + (selected(rows, ("cell", *wanted)) if wanted else [])
 
 
 def _columns(name: str, cell: PricedCell) -> dict[str, str]:
     """A text for every column."""
-    columns = {"cell": name} | dict.fromkeys((*BOUND_COLUMNS, *COMPILED_COLUMNS), "-")
+    columns = {"cell": name} | dict.fromkeys((*BOUND_COLUMNS, *COMPILED_COLUMNS, MEASURED), "-")
     if (bound := cell.bound) is not None:
         memory, compute = bound.memory_seconds, bound.compute_seconds
         columns |= {
@@ -71,6 +76,8 @@ def _columns(name: str, cell: PricedCell) -> dict[str, str]:
         columns["temporaries MB"] = f"{cell.temporaries / 1e6:,.1f}"
     if cell.estimated_seconds is not None:
         columns["estimate ms"] = f"{1e3 * cell.estimated_seconds:.3f}"
+    if cell.measured_seconds is not None:
+        columns[MEASURED] = f"{1e3 * cell.measured_seconds:.3f}"
     return columns
 
 

@@ -1,8 +1,10 @@
 """``ling3export inspect``: an artifact's manifest as a page of text."""
 
+from ling3export.artifacts.calibration import Calibration
 from ling3export.artifacts.schema import Experts, Manifest, Receipts, State, Target
 from ling3export.report.figures import estimated
 from ling3export.runners.calibrate.receipts import ERROR_COLUMNS, error_columns, told
+from ling3export.runners.calibrate.text import table as measured_table
 from ling3export.tables import aligned, selected
 
 # The columns for a terminal of 80 characters; a wide table has all.
@@ -84,12 +86,14 @@ def _state(state: State) -> list[str]:
     return aligned(rows)
 
 
-def describe(manifest: Manifest, *, wide: bool = False) -> str:
+def describe(manifest: Manifest, *, wide: bool = False, calibration: Calibration | None = None, note: str = "") -> str:
     """The plan, cells, sizes, costs and state schema of every target, for a person.
 
     Args:
         manifest: An artifact's.
         wide: Whether tables may be wider than 80 characters; they then have all columns.
+        calibration: What a machine measured of one of its targets.
+        note: Why there is none, where that has to be said.
     """
     plan, weights = manifest.plan, manifest.weights
     versions = ", ".join(f"{name} {version}" for name, version in manifest.producer.items())
@@ -116,8 +120,9 @@ def describe(manifest: Manifest, *, wide: bool = False) -> str:
             f"  {state.pages} pages of {state.page_size} tokens ({state.placement})",
             *_cells(target, receipts, wide),
             *_estimates(target, wide),
+            *(measured_table(calibration) if calibration is not None and calibration.target == name else ()),
             *_state(state),
         ]
-    if manifest.notes:
-        lines += ["", *manifest.notes]
+    if notes := [*manifest.notes, *([note] if note else [])]:
+        lines += ["", *notes]
     return "\n".join(lines)

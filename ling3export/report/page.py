@@ -5,15 +5,17 @@ from typing import Any
 
 import jinja2
 
+from ling3export.artifacts.calibration import Calibration, found_beside
 from ling3export.artifacts.files import replace_file
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Manifest
 from ling3export.cost.estimates import UNKNOWN
-from ling3export.cost.operations import KINDS
 from ling3export.errors import ArtifactError
+from ling3export.operations import KINDS
 from ling3export.plan.chips import CHIPS
 from ling3export.report.figures import MEMORY, estimated, figures, memory_parts, si, times
 from ling3export.runners.calibrate.receipts import ERROR_COLUMNS, error_columns, told
+from ling3export.runners.calibrate.text import ordered
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -45,12 +47,14 @@ def write_report(artifact: Path, destination: Path | None = None, *, force: bool
             f"report `{page.name}`: expected a free name, found one that exists, in {page.parent}",
             "choose another name, or replace it with --force",
         )
-    replace_file(page, render(manifest).encode())
+    replace_file(page, render(manifest, *found_beside(artifact, manifest)).encode())
     return page
 
 
-def render(manifest: Manifest) -> str:
-    """The page. It depends on the manifest only: no clock, no path.
+def render(manifest: Manifest, calibration: Calibration | None = None, note: str | None = None) -> str:
+    """The page. It depends on the manifest and the calibration beside it only: no clock, no path.
+
+    ``note`` says why a calibration that is there is not shown.
 
     Everything from the manifest is escaped: the checkpoint's name comes from whoever made it.
     """
@@ -61,7 +65,8 @@ def render(manifest: Manifest) -> str:
     engine.filters |= {"si": si, "times": times, "told": told, "errors": error_columns, "parts": memory_parts}
     page = engine.get_template("report.html").render(
         manifest=manifest, targets=[_shown(manifest, name) for name in manifest.targets], kinds=KINDS, memory=MEMORY,
-        errors=ERROR_COLUMNS, unknown=UNKNOWN,
+        errors=ERROR_COLUMNS, unknown=UNKNOWN, calibration=calibration, note=note,
+        measured=[] if calibration is None else ordered(calibration),
     )  # fmt: skip
     return f"{page}\n"
 

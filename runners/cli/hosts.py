@@ -82,7 +82,7 @@ def leading(
         return None
     if ffn:
         raise RequestError(*FFN_ALONE)
-    _keep_stdout()
+    keep_stdout()
     if hosts.number:
         from ling3export.runners.engine.follower import follow
 
@@ -91,7 +91,7 @@ def leading(
     return hosts
 
 
-def _keep_stdout() -> None:
+def keep_stdout() -> None:
     """Leaves stdout to this program's own data: what libraries in C++ print there (gloo does) goes to stderr."""
     sys.stdout.flush()
     own = os.dup(1)

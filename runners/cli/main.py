@@ -14,6 +14,7 @@ from ling3export.errors import RequestError
 from ling3export.runners import flight
 from ling3export.runners.cli.batch import batch
 from ling3export.runners.cli.bench import bench
+from ling3export.runners.cli.calibrate import calibrate
 from ling3export.runners.cli.doctor import doctor
 from ling3export.runners.cli.errors import require
 from ling3export.runners.cli.eval import evaluate
@@ -65,7 +66,7 @@ class _Ids(click.ParamType):
     sections={
         "Run": ("pull", "generate", "batch", "serve", "route", "ffn-worker"),
         "Evaluate": ("eval", "lm-eval"),
-        "Measure": ("bench", "profile", "doctor"),
+        "Measure": ("bench", "profile", "calibrate", "doctor"),
         "Look after": ("transfer",),
     },
     context_settings={"show_default": True},
@@ -76,6 +77,7 @@ def main() -> None:
 
 
 main.add_command(batch)
+main.add_command(calibrate)
 main.add_command(pull)
 main.add_command(serve)
 main.add_command(route)

@@ -93,6 +93,7 @@ def _assembled(
     from ling3export.runners.engine.scheduler import Scheduler
     from ling3export.runners.engine.sequence import Sequence
     from ling3export.runners.ffn.split import connected
+    from ling3export.runners.load.calibrated import calls_measured
     from ling3export.runners.state.form import root_of
     from ling3export.runners.state.prefix_cache import PrefixCache
 
@@ -100,7 +101,8 @@ def _assembled(
     files = TokenizerFiles(loaded.folder, manifest.tokenizer, manifest.eos_token_ids)
     eos, tokenizer = files.eos_token_ids(), files.tokenizer("text out") if files.there else None
     limits = Limits(manifest.plan.context, manifest.vocab_size, record.state.pages, record.state.page_size)
-    blocks, counters, shapes = BlockManager.of(record), Counters(), Shapes.of(record)
+    measured = calls_measured(loaded.folder, manifest, loaded.target, report, channel)
+    blocks, counters, shapes = BlockManager.of(record), Counters(), Shapes.of(record, measured)
     split = connected(loaded.runner, manifest, record, ffn, ffn_timeout) if ffn else None
     runner: Any = split or loaded.runner  # the one hands on to the other whatever is no decode step
 

@@ -1,8 +1,9 @@
 """The calls that programs take: which paddings there are, which one pays, and the fields of the step contract."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -36,13 +37,20 @@ class Shapes:
     score: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, target: Target) -> "Shapes":
-        """The shapes of a manifest's target; costs are the compiler's estimates if every prefill program has one."""
+    def of(cls, target: Target, measured: Mapping[str, float] = MappingProxyType({})) -> "Shapes":
+        """The shapes of a manifest's target.
+
+        Costs are what was measured, or the compiler's estimates, if every prefill program has one.
+
+        Args:
+            target: The manifest's.
+            measured: Seconds of a call, by cell.
+        """
         prefill, decode, score = (target.paddings(phase) for phase in ("prefill", "decode", "score"))
-        estimates = [target.cells[f"prefill@{padding}"].estimated_seconds for padding in prefill]
-        costs = tuple(seconds for seconds in estimates if seconds)
-        if len(costs) < len(prefill):
-            costs = ()
+        cells = [target.cells[f"prefill@{padding}"] for padding in prefill]
+        sources = [measured.get(cell.name) for cell in cells], [cell.estimated_seconds for cell in cells]
+        whole = [tuple(seconds for seconds in each if seconds) for each in sources]
+        costs = next((each for each in whole if len(each) == len(prefill)), ())
         return cls(prefill, decode, target.state.chunk, costs, score)
 
     def paying(self, work: int, *, beside_decode: bool = False) -> int:

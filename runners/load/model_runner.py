@@ -19,6 +19,7 @@ from ling3export.runners.load.pjrt import Program
 
 # XLA:CPU uses host memory in place if it is aligned to 64 bytes. 8 is aligned for every dtype and never for XLA.
 MISALIGNED = 8
+Inputs = tuple[Mapping[str, np.ndarray], dict[str, jax.Array]]  # the fields of a call, and the arrays beside them
 
 
 class ModelRunner:
@@ -33,6 +34,9 @@ class ModelRunner:
         state: The state arrays, by name.
         mesh: The devices.
         parts: Collects bytes of all hosts on host 0 (``Channel.parts``); None where this host runs alone.
+
+    Attributes:
+        inputs: Of each cell the fields and arrays of its last call; None, as it is at first, keeps none.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class ModelRunner:
         self._target, self._mesh = target, mesh
         self.state = state
         self._parts = parts
+        self.inputs: dict[str, Inputs] | None = None
         self._blank: dict[tuple[str, str], jax.Array] = {}
         self.cells = {name: _Cell(name, cell, programs[name], params) for name, cell in target.cells.items()}
 
@@ -224,6 +229,8 @@ class ModelRunner:
 
     def _run(self, name: str, fields: Mapping[str, np.ndarray], batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         cell = self.cells[name]
+        if self.inputs is not None:
+            self.inputs[name] = fields, dict(batch)
         batch["packed"] = device_array(cell.pack(fields), self._replicated)
         arguments = [self.state[key] for key in cell.state_in]
         flight.called(cell.name)

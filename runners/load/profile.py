@@ -3,7 +3,7 @@
 import re
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jax
 
 from ling3export.errors import Ling3Error
+from ling3export.hlo import parse
+from ling3export.operations import kinds_of
 from ling3export.runners import flight
 
 UNKNOWN = "?"  # the program of a run that the engine did not start
@@ -26,6 +28,7 @@ class Operation(NamedTuple):
         program: ``decode@16``.
         name: What the compiler calls it.
         source: What the model calls it: the last parts of jax's name, empty where the compiler keeps none.
+        kind: What kind of work it is: one of ``operations.KINDS`` or COLLECTIVES; empty where no program tells.
         calls: How often it ran, on all devices.
         seconds: Its own time, without that of operations inside it, over all devices and threads.
     """
@@ -33,6 +36,7 @@ class Operation(NamedTuple):
     program: str
     name: str
     source: str
+    kind: str
     calls: int
     seconds: float
 
@@ -45,11 +49,13 @@ class Profile:
         file: The trace, as xprof reads it; ``perfetto_trace.json.gz`` lies beside it.
         calls: How often the engine called each program.
         operations: All operations, the dearest first.
+        spans: Of each program, the seconds of every call from its first operation's begin to its last one's end.
     """
 
     file: Path
     calls: Counter[str]
     operations: list[Operation]
+    spans: dict[str, list[float]]
 
     @property
     def seconds(self) -> float:
@@ -68,16 +74,34 @@ def profile(work: Callable[[], object], folder: Path) -> Profile:
         Ling3Error: The trace has no operations: jax's profiler knows none of this device.
     """
     work()
-    with flight.journal() as called, jax.profiler.trace(str(folder), create_perfetto_trace=True):
+    return traced(work, folder, perfetto=True)
+
+
+def traced(work: Callable[[], object], folder: Path, *, perfetto: bool = False) -> Profile:
+    """Runs ``work`` once under jax's profiler; otherwise like :func:`profile`.
+
+    Args:
+        work: Calls programs of a model runner.
+        folder: Where the profiler writes.
+        perfetto: Also write the trace for Perfetto, which takes longer.
+    """
+    with flight.journal() as called, jax.profiler.trace(str(folder), create_perfetto_trace=perfetto):
         work()
     files = sorted(folder.glob("plugins/profile/*/*.xplane.pb"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of jaxlib; an error would abort
         runs = _runs(jax.profiler.ProfileData.from_file(str(files[-1])).planes)
-    operations = _operations(runs, called)
+    order = sorted(runs, key=lambda run: min(events[0][0] for events in runs[run]))
+    # A run is of the program that was called as the same of them, by the time of its beginning.
+    names = dict(zip(order, called if len(called) == len(order) else [UNKNOWN] * len(order), strict=True))
+    operations = _operations(runs, names)
     if not operations:
         raise Ling3Error(f"profile: expected operations in the trace, found none, at {files[-1]}")
-    return Profile(files[-1], Counter(called), operations)
+    spans: dict[str, list[float]] = defaultdict(list)
+    for run in order:
+        events = [event for line in runs[run] for event in line]
+        spans[names[run]].append((max(end for _, end, _ in events) - min(begin for begin, _, _ in events)) / 1e9)
+    return Profile(files[-1], Counter(called), operations, spans)
 
 
 def _runs(planes: Any) -> dict[int, list[list[_Event]]]:
@@ -96,20 +120,19 @@ def _runs(planes: Any) -> dict[int, list[list[_Event]]]:
     return runs
 
 
-def _operations(runs: dict[int, list[list[_Event]]], called: Sequence[str]) -> list[Operation]:
-    """The sums over runs; a run is of the program that was called as the same of them, by the time of its beginning."""
-    order = sorted(runs, key=lambda run: min(events[0][0] for events in runs[run]))
-    names = called if len(called) == len(order) else [UNKNOWN] * len(order)
+def _operations(runs: dict[int, list[list[_Event]]], names: Mapping[int, str]) -> list[Operation]:
+    """The sums over runs, whose programs have ``names``."""
     counts: Counter[tuple[str, str]] = Counter()
     spent: Counter[tuple[str, str]] = Counter()
-    for run, program in zip(order, names, strict=True):
+    for run, program in names.items():
         for events in runs[run]:
             for name, own in own_times(events):
                 counts[program, name] += 1
                 spent[program, name] += own
-    sources = {program: _sources({name for p, name in counts if p == program}) for program in set(names)}
+    loaded = list(_loaded())
+    told = {each: _told({name for p, name in counts if p == each}, loaded) for each in {*names.values()}}
     return [
-        Operation(program, name, sources[program].get(name, ""), counts[program, name], own / 1e9)
+        Operation(program, name, *told[program].get(name, ("", "")), counts[program, name], own / 1e9)
         for (program, name), own in spent.most_common()
     ]
 
@@ -127,13 +150,18 @@ def own_times(events: Sequence[_Event]) -> Iterator[tuple[str, int]]:
         yield open_[-1][1], open_.pop()[2]
 
 
-def _sources(names: set[str]) -> dict[str, str]:
-    """What jax calls the operations of a program: that of the loaded ones which has them all, and the fewest others."""
-    best: dict[str, str] = {}
+def _loaded() -> Iterator[tuple[dict[str, str], str]]:
+    """Every loaded program: by operation what jax calls it, and the program's text."""
     for executable in jax.devices()[0].client.live_executables():
-        found: dict[str, str] = {}
-        for module in executable.hlo_modules():
-            found |= dict(_NAMED.findall(module.to_string()))
-        if names <= found.keys() and (not best or len(found) < len(best)):
-            best = found
-    return {name: "/".join(best[name].split("/")[-DEPTH:]) for name in names if name in best}
+        text = "\n".join(module.to_string() for module in executable.hlo_modules())
+        yield dict(_NAMED.findall(text)), text
+
+
+def _told(names: set[str], loaded: Iterable[tuple[dict[str, str], str]]) -> dict[str, tuple[str, str]]:
+    """Source and kind of a program's operations, by the loaded one which has them all, and the fewest others."""
+    fitting = [each for each in loaded if names <= each[0].keys()]
+    if not fitting:
+        return {}
+    sources, text = min(fitting, key=lambda each: len(each[0]))
+    kinds = kinds_of(parse(text))
+    return {name: ("/".join(sources[name].split("/")[-DEPTH:]), kinds.get(name, "")) for name in names}

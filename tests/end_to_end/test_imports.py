@@ -22,7 +22,7 @@ PACKAGES = {
     "report": {"jinja2", "ml_dtypes", "numpy"},
     "runners.adapters": {"inspect_ai", "lm_eval"},
     "runners.bench": {"h11", "jinja2"},
-    "runners.calibrate": {"numpy", "safetensors"},
+    "runners.calibrate": {"jax", "jinja2", "numpy", "safetensors"},
     "runners.cli": {"click", "numpy"},
     "runners.endpoint": {"h11"},
     "runners.engine": {"numpy"},

@@ -16,11 +16,17 @@ from random import Random
 from typing import Any
 
 from harness import Case, WrongResultError
+from ling3export.artifacts.calibration import SCHEMA, Calibration, Times, beside, found_beside, programs_digest
 from ling3export.artifacts.manifest import MANIFEST, file_record, read_checked, read_manifest
 from ling3export.artifacts.records import sha256_of, to_json
-from ling3export.artifacts.schema import ON_LOGITS, Executable
+from ling3export.artifacts.schema import ON_LOGITS, Executable, Receipt, Receipts, Tolerance
+from ling3export.errors import ArtifactError
 from ling3export.report.inspect import describe
+from ling3export.report.page import render
+from ling3export.runners.calibrate.text import executed
+from ling3export.runners.calibrate.text import page as calibration_page
 from ling3export.runners.load import recompile
+from ling3export.runners.load.calibrated import calls_measured, measuring
 from ling3export.runners.load.environment import prepare_cpu
 from ling3export.runners.text import chat
 from ling3export.runners.text.tokenizer import TokenizerFiles
@@ -78,6 +84,48 @@ def manifests(folder: Path) -> Iterator[Case]:
                 measure_target(toy, name, manifest)
 
     look(sealed(original), measured=True)
+    yield case
+
+
+@contextmanager
+def calibrations(folder: Path) -> Iterator[Case]:
+    """A calibration beside the toy, mostly with its digests: shown by inspect and report, and asked for costs."""
+    toy = toy_copy(folder)
+    manifest = read_manifest(toy)
+    ((name, target),) = manifest.targets.items()
+    receipt, seconds = Receipt("passed", 1e-6, 1e-6, 1e-5, 3), Times(
+        calls=2, median=2e-3, fastest=1e-3, slowest=3e-3, dispatch=1e-4, device=1e-3, by_kind={"sorts": 1e-3},
+    )  # fmt: skip
+    original = to_json(
+        Calibration(
+            SCHEMA, "toy", name, programs_digest(target), str(manifest.weights_digest), "2026-11-22", measuring(), 64,
+            {"programs": 0.1}, Receipts(Tolerance("largest", 1e-5), dict.fromkeys(target.cells, receipt), {}),
+            dict.fromkeys(target.cells, seconds),
+        )
+    )  # fmt: skip
+
+    def case(rng: Random) -> None:
+        data = json.dumps(mutated(rng, original)).encode()
+        beside(toy).write_bytes(data if rng.random() < 0.8 else mutated_bytes(rng, data))
+        look(drawn=rng.random() < 0.1)
+
+    def look(drawn: bool) -> None:
+        notes: list[str] = []
+        calls_measured(toy, manifest, name, notes.append, None)
+        found, note = found_beside(toy, manifest)
+        texts = [describe(manifest, calibration=found, note=note or ""), *notes]
+        if drawn:
+            render(manifest, found, note)
+        if found is not None:
+            texts.append("\n".join(executed(found)))
+            calibration_page(found, target)
+        if not all(line.isprintable() for text in texts for line in text.split("\n")):
+            raise WrongResultError(f"a calibration shows control characters: {texts!r}")
+        if notes and found is None:
+            raise ArtifactError(notes[0])
+
+    beside(toy).write_text(json.dumps(original))
+    look(drawn=True)
     yield case
 
 

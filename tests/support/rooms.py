@@ -15,7 +15,19 @@ RUNNERS = (
     ("runners.load", "runners.transfer", "runners.fleet"),
     ("runners.hosts", "runners.text"),
     ("artifacts",),
-    ("dtypes", "errors", "experts", "reading", "shards", "strict_json", "runners.endpoint", "runners.flight"),
+    (
+        "dtypes",
+        "errors",
+        "experts",
+        "hlo",
+        "operations",
+        "reading",
+        "shards",
+        "strict_json",
+        "tables",
+        "runners.endpoint",
+        "runners.flight",
+    ),
 )
 BUILD = (
     ("cli",),
@@ -26,7 +38,7 @@ BUILD = (
     ("plan",),
     ("checkpoint",),
     ("model", "artifacts"),
-    ("dtypes", "errors", "experts", "reading", "shards", "strict_json"),
+    ("dtypes", "errors", "experts", "hlo", "operations", "reading", "shards", "strict_json"),
 )
 # Single modules at the bottom, for the whole build side; and what it may import of the runners.
 BOTTOM = {"processes", "sources", "tables"}
@@ -37,6 +49,7 @@ FROM_RUNNERS = {
 BESIDES = {
     "strict_json": {"reading"},
     "cli": {"runners.cli"},
+    "operations": {"hlo"},
     "processes": {"errors"},
     "runners.endpoint": {"errors"},
     "shards": {"errors"},

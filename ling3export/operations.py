@@ -2,12 +2,14 @@
 
 import re
 
-from ling3export.cost.hlo import Computation, Instruction, Module, shape_bytes
+from ling3export.hlo import Computation, Instruction, Module, shape_bytes
 
 FAST = "S(1)"  # the memory space of a chip's own fast memory, in a layout
 PRODUCTS, INDEXED, SORTS, REDUCTIONS, LAYOUT, ELEMENTWISE = KINDS = (
     "matrix products", "gathers and scatters", "sorts", "reductions", "copies and layout", "elementwise",
 )  # fmt: skip
+COLLECTIVES = "collectives"  # whose time is in no estimate
+BETWEEN = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")  # opcodes of devices
 # The first row that names an instruction, or one inside a fusion, decides its kind.
 OPCODES = (
     (PRODUCTS, {"convolution", "dot", "ragged-dot"}),
@@ -29,6 +31,12 @@ def kind(module: Module, instruction: Instruction) -> str:
         if opcodes & members:
             return name
     return LAYOUT if opcodes <= MOVING else ELEMENTWISE
+
+
+def kinds_of(module: Module) -> dict[str, str]:
+    """The kind of every instruction of a module, by its name: one of KINDS, or COLLECTIVES."""
+    each = [instruction for inner in module.computations.values() for instruction in inner.instructions.values()]
+    return {one.name: COLLECTIVES if one.opcode.startswith(BETWEEN) else kind(module, one) for one in each}
 
 
 def _opcodes(module: Module, instruction: Instruction) -> set[str]:

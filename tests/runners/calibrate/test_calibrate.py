@@ -1,0 +1,267 @@
+"""``ling3-runner calibrate``: what it measures and writes, who uses it, and when it is not used."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import toy_artifact
+from ling3export.artifacts.calibration import (
+    Calibration,
+    Times,
+    beside,
+    found_beside,
+    programs_digest,
+    read_calibration,
+    write_calibration,
+)
+from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.schema import Receipt
+from ling3export.cli.main import main as build_side
+from ling3export.errors import ArtifactError
+from ling3export.pricing.recorded import config_fields
+from ling3export.runners.calibrate.calibrate import finite
+from ling3export.runners.calibrate.text import bars, page
+from ling3export.runners.calibrate.times import full
+from ling3export.runners.cli.main import main
+from ling3export.runners.engine.inputs import Shapes, decode_fields, prefill_fields
+from ling3export.runners.load import calibrated
+from ling3export.runners.load.calibrated import calls_measured
+
+
+class Run(NamedTuple):
+    """An artifact's copy with its calibration beside it, and what the command printed."""
+
+    folder: Path
+    file: Path
+    said: str
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Run:
+    folder = Path(shutil.copytree(toy_artifact.shared(), tmp_path_factory.mktemp("calibrate") / "toy.ling3"))
+    done = CliRunner().invoke(main, ["calibrate", str(folder), "--calls", "3"])
+    assert done.exit_code == 0, done.output
+    return Run(folder, folder.with_name("toy.calibration.json"), done.stdout)
+
+
+@pytest.fixture
+def copied(run, tmp_path) -> Run:
+    """A copy whose calibration a test may change."""
+    folder = Path(shutil.copytree(run.folder, tmp_path / "toy.ling3"))
+    shutil.copy(run.file, beside(folder))
+    return Run(folder, beside(folder), run.said)
+
+
+def changed(at: Run, **changes: object) -> None:
+    write_calibration(at.file, replace(read_calibration(at.file), **changes))
+
+
+def test_every_cell_is_proven_and_timed_and_the_file_names_machine_and_digests(run):
+    manifest, found = read_manifest(run.folder), read_calibration(run.file)
+    (target,) = manifest.targets.values()
+    assert found.cells.keys() == found.receipts.cells.keys() == target.cells.keys()
+    assert found.receipts.passed and found.weights == manifest.weights_digest
+    assert found.machine == calibrated.measuring()
+    assert found_beside(run.folder, manifest, calibrated.measuring) == (found, None)
+    for times in found.cells.values():
+        assert times.calls == 3
+        assert 0 < times.fastest <= times.median <= times.slowest
+        assert 0 < times.dispatch <= times.slowest
+        assert (times.estimate, times.bound) == (None, None)  # the processor's compiler estimates nothing
+    decode = found.cells["decode@2"]
+    assert decode.device is not None and decode.device > 0
+    assert decode.by_kind is not None and sum(decode.by_kind.values()) > 0
+    assert {"programs", "weights", "state"} <= found.load.keys()
+    rows = [line.split()[0] for line in run.said.splitlines() if re.match(r"  \w+@\d+ ", line)]
+    assert sorted(rows) == sorted([*target.cells, *target.cells])  # times, then receipts
+
+
+def test_the_page_has_a_bar_for_each_of_estimate_measured_and_bound_and_no_reference_outside(run):
+    found = read_calibration(run.file)
+    (target,) = read_manifest(run.folder).targets.values()
+    text = run.file.with_suffix(".html").read_text()
+    assert text == page(found, target)
+    assert not re.search(r"https?://|src=|@import|url\(", text)
+    cells = found.cells | {"decode@2": replace(found.cells["decode@2"], estimate=3e-4, bound=1e-4)}
+    text = page(replace(found, name="<b>", cells=cells), target)
+    assert "&lt;b&gt;" in text and "<b>" not in text
+    figure = text.partition('aria-label="decode@2"')[2].partition("</table>")[0]
+    assert re.findall(r'<th scope="row">([\w ]+)</th>', figure) == ["estimate", "measured", "on the device", "bound"]
+    assert [each.what for each in bars(found.cells["decode@2"])] == ["measured", "on the device"]
+
+
+def test_inspect_report_and_plan_show_what_was_measured(copied):
+    found = read_calibration(copied.file)
+    shown = CliRunner().invoke(build_side, ["inspect", str(copied.folder)]).stdout
+    assert f"  medians on {found.machine}, {found.made}; decoding sequences have" in shown
+    assert f"{1e3 * found.cells['decode@2'].median:.3f}" in shown
+    copied.folder.with_name("page.html").unlink(missing_ok=True)
+    done = CliRunner().invoke(build_side, ["report", str(copied.folder), str(copied.folder.with_name("page.html"))])
+    assert done.exit_code == 0, done.output
+    assert f"<p>Executed on {found.machine}; {found.made}." in copied.folder.with_name("page.html").read_text()
+
+
+def test_plan_shows_what_was_measured_of_an_artifact_that_was_built_alike(run, artifact, tmp_path):
+    folder = Path(shutil.copytree(artifact("micro-tp1"), tmp_path / "micro.ling3"))
+    manifest = read_manifest(folder)
+    ((name, target),) = manifest.targets.items()
+    one = read_calibration(run.file)
+    times, receipt = next(iter(one.cells.values())), next(iter(one.receipts.cells.values()))
+    found = replace(
+        one, target=name, programs=programs_digest(target), weights=manifest.weights_digest,
+        cells=dict.fromkeys(target.cells, replace(times, median=1.234567)),
+        receipts=replace(one.receipts, cells=dict.fromkeys(target.cells, receipt)),
+    )  # fmt: skip
+    write_calibration(beside(folder), found)
+    config, plan = tmp_path / "config.json", manifest.plan
+    config.write_text(json.dumps(config_fields(manifest)))
+    options = {
+        "--paddings": "128", "--decode-paddings": "8", "--max-running": plan.max_running, "--context": plan.context,
+        "--page-size": plan.page_size, "--dtype": plan.dtype, "--target": "cpu@1", "--from": folder,
+    }  # fmt: skip
+    arguments = [str(part) for pair in options.items() for part in pair]
+    done = CliRunner().invoke(build_side, ["plan", str(config), *arguments])
+    assert done.exit_code == 0, done.output
+    assert f"  measured on {found.machine}, {found.made}" in done.stdout
+    assert done.stdout.count(" 1234.567") == len(target.cells)
+
+
+def test_the_engine_chooses_prefill_paddings_by_measured_times():
+    golden = Path(__file__).parents[2] / "golden/format-2-targets"
+    target = next(iter(read_manifest(golden).targets.values()))
+    some, names = next(iter(target.cells.values())), [f"prefill@{padding}" for padding in (16, 128, 512)]
+    cells = {name: replace(some, phase="prefill", padding=int(name[8:]), estimate=None) for name in names}
+    shapes = Shapes.of(replace(target, cells=cells), dict(zip(names, (1.0, 1.1, 9.0), strict=True)))
+    assert shapes.costs == (1.0, 1.1, 9.0)
+    assert [shapes.paying(work) for work in (16, 32, 512)] == [16, 128, 128]
+    assert Shapes.of(replace(target, cells=cells), {names[0]: 1.0}).costs == ()  # some were not measured
+
+
+def used(at: Run, channel=None) -> tuple[dict[str, float], list[str]]:
+    said: list[str] = []
+    (name,) = (manifest := read_manifest(at.folder)).targets
+    return calls_measured(at.folder, manifest, name, said.append, channel), said
+
+
+def test_a_start_says_that_it_uses_a_calibration_that_fits(copied):
+    found = read_calibration(copied.file)
+    seconds, said = used(copied)
+    assert seconds == {name: times.median for name, times in found.cells.items()}
+    assert said == [f"prefill paddings are chosen by the calibration of {found.made}"]
+    copied.file.unlink()
+    assert used(copied) == ({}, [])
+
+
+def test_a_calibration_of_another_artifact_machine_or_target_is_not_used_and_the_note_says_why(copied):
+    found, name = read_calibration(copied.file), "calibration `toy.calibration.json`: not used: "
+    changed(copied, weights="0" * 64)
+    assert used(copied) == (
+        {}, [f"{name}another artifact's: measured with weights 000000000000, found {found.weights[:12]}"],
+    )  # fmt: skip
+    changed(copied, weights=found.weights, programs="1" * 64)
+    assert used(copied)[1] == [
+        f"{name}another artifact's: measured with programs 111111111111, found {found.programs[:12]}"
+    ]
+    shown = CliRunner().invoke(build_side, ["inspect", str(copied.folder)]).stdout
+    assert f"{name}another artifact's" in shown.splitlines()[-1]
+    changed(copied, programs=found.programs, machine=replace(found.machine, processor="Other 9000"))
+    assert used(copied)[1] == [
+        f"{name}another machine's: measured with processor Other 9000, found {found.machine.processor}"
+    ]
+    changed(copied, machine=found.machine, target="tpu-v6e-2x2-tp4")
+    assert used(copied)[1][0].startswith(f"{name}another artifact's: measured with programs")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda text: text[: len(text) // 2], ": expected JSON, found "),
+        (lambda text: "[]", ": expected an object, found a list of 0, in "),
+        (
+            lambda text: text.replace('"calls": 3', '"calls": "3"', 1),
+            ".calls`: expected a whole number, found '3', in ",
+        ),
+        (lambda text: text.replace('"calls": 3', '"calls": 3, "call": 3', 1), ": expected only the fields calls, "),
+        (
+            lambda text: text.replace("ling3.calibration/1", "ling3.calibration/2"),
+            "expected 'ling3.calibration/1', found",
+        ),
+        (lambda text: re.sub(r'"fastest": [\d.e-]+', '"fastest": -1', text, count=1), "expected a number from 0 to"),
+        (lambda text: text.replace('"cells": {', '"cells": {"x@1": 1, ', 1), "expected an object, found 1, in"),
+    ],
+)
+def test_a_cut_file_and_wrong_types_are_refused_by_name(copied, change, told):
+    text = copied.file.read_text()
+    assert change(text) != text
+    copied.file.write_text(change(text))
+    with pytest.raises(ArtifactError) as caught:
+        read_calibration(copied.file)
+    assert caught.value.message.startswith("calibration `toy.calibration.json`")
+    assert told in caught.value.message
+    assert caught.value.hint == "calibrate again: ling3-runner calibrate ARTIFACT --force"
+    seconds, (note,) = used(copied)
+    assert seconds == {} and note == f"{caught.value.message}: not used"
+
+
+class Channel:
+    """The connection to another host, which says what it found."""
+
+    def __init__(self, other: bytes | None) -> None:
+        self.other = other
+
+    def gather(self, payload: bytes) -> tuple[bytes, ...]:
+        return payload, payload if self.other is None else self.other
+
+
+def test_several_hosts_use_a_calibration_only_where_all_have_the_same(copied):
+    assert used(copied, Channel(None))[0]
+    assert used(copied, Channel(b"\0" * 32)) == (
+        {}, ["calibration: not used: expected the same beside the artifact of each host, found others"],
+    )  # fmt: skip
+
+
+def test_what_is_there_is_replaced_only_by_force_and_nothing_goes_into_the_artifact(run):
+    done = CliRunner().invoke(main, ["calibrate", str(run.folder)])
+    assert done.exit_code == 1
+    assert "error: calibration `toy.calibration.json`: expected a free name, found one that exists" in done.stderr
+    done = CliRunner().invoke(main, ["calibrate", str(run.folder), "--to", str(run.folder / "x.json")])
+    assert done.exit_code == 1
+    assert "error: calibration `x.json`: expected a place outside of the artifact, found one in it" in done.stderr
+
+
+def test_a_timed_call_has_all_its_rows_in_use(run):
+    (target,) = read_manifest(run.folder).targets.values()
+    table = np.zeros((toy_artifact.SLOTS + 1, target.state.max_pages), np.int32)
+    given = decode_fields(4, [1], [3], table, [5])
+    fields = full(target.cells["decode@4"], target, given, toy_artifact.VOCAB)
+    assert {name: value.shape for name, value in fields.items()} == {name: value.shape for name, value in given.items()}
+    assert fields["slot"].tolist() == [1, 2, 3, 0]  # a slot each
+    assert fields["position"].tolist() == [47, 47, 47, 0]  # a third of ten pages of 16 tokens
+    pages = fields["page_table"][fields["page_table"] > 0]
+    assert sorted(pages.tolist()) == list(range(1, 10))
+    span = full(target.cells["prefill@16"], target, prefill_fields(16, [], 16, table), toy_artifact.VOCAB)
+    assert (span["chunk_len"].tolist(), span["chunk_slot"].tolist(), span["fresh"].tolist()) == ([16], [1], [1])
+
+
+def test_errors_that_are_not_finite_can_be_written(copied):
+    wrong = finite(Receipt("failed", float("inf"), float("inf"), 1.0, 3))
+    found = read_calibration(copied.file)
+    changed(copied, receipts=replace(found.receipts, cells=found.receipts.cells | {"decode@2": wrong}))
+    assert read_calibration(copied.file).receipts.cells["decode@2"].relative > 1e308
+
+
+def test_times_and_receipts_are_of_the_same_cells(copied):
+    found: Calibration = read_calibration(copied.file)
+    more = Times(calls=1, median=1.0, fastest=1.0, slowest=1.0, dispatch=1.0)
+    changed(copied, cells=found.cells | {"decode@9": more})
+    with pytest.raises(
+        ArtifactError, match="expected times and a receipt of each cell, found one of them alone of dec"
+    ):
+        read_calibration(copied.file)
