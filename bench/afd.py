@@ -81,7 +81,7 @@ def run(folder: Path, sessions: int, workers: int, micro_batches: int) -> dict[s
 
 
 def fused_step(folder: Path) -> float:
-    """Seconds of one ``decode`` of the artifact with every row in use, until its logits are on the host: the median."""
+    """Seconds of one ``decode`` with every row in use, until its logits are on the host: a mean, as phases are."""
     loaded = load(folder, check="programs", report=lambda _: None, phases=WHOLE)
     target, padding = loaded.record, loaded.record.paddings("decode")[-1]
     pages = -(-(PROMPT + ANSWER) // target.state.page_size)
@@ -93,7 +93,7 @@ def fused_step(folder: Path) -> float:
         started = time.perf_counter()
         loaded.runner.read(loaded.runner.step("decode", padding, fields))
         seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[WARM:])
+    return statistics.mean(seconds[WARM:])
 
 
 def phases(found: dict[str, Any]) -> list[list[Any]]:
