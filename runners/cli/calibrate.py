@@ -19,7 +19,7 @@ from ling3export.runners.cli.options import (
     target_option,
     trust_option,
 )
-from ling3export.runners.cli.pull import ARTIFACT
+from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.hosts.hosts import find_hosts
 from ling3export.runners.hosts.rendezvous import announced
 
