@@ -94,9 +94,14 @@ class Grammars:
         Raises:
             RequestError: The grammar is malformed or too large, or no text fits it.
         """
-        return Matcher(self._made(grammar, name).deep_copy())
+        try:
+            return Matcher(
+                self._made(grammar).deep_copy()
+            )  # not by name: it is checked under one, and runs under another
+        except RequestError as error:
+            raise RequestError(f"{name}: {error.message}") from None
 
-    def _make(self, grammar: Grammar, name: str) -> Any:
+    def _make(self, grammar: Grammar) -> Any:
         import numpy as np
 
         kind, text = grammar
@@ -107,7 +112,7 @@ class Grammars:
             else:
                 inner = make.grammar_from_regex(text) if kind == "regex" else make.grammar_from_lark(text)
         except ValueError as error:
-            raise RequestError(f"{name}: expected a {kind} grammar, found {error}") from None
+            raise RequestError(f"expected a {kind} grammar, found {error}") from None
         found = Matcher(make(self._tokenizer, inner, log_level=0))
         mask = np.zeros(self._words, np.int32)
         if not found.error:
@@ -115,7 +120,7 @@ class Grammars:
         if found.error or not mask.any():
             why = " ".join(found.error.split())
             why = "that no text fits it" if not why or why.startswith("NoExtension") else why
-            raise RequestError(f"{name}: expected a {kind} grammar that some text fits, found {why}")
+            raise RequestError(f"expected a {kind} grammar that some text fits, found {why}")
         return found.inner
 
 

@@ -114,6 +114,15 @@ def test_an_impossible_grammar_is_refused_with_the_reason(engine, grammar, found
         engine.submit(ask(grammar=grammar))
 
 
+def test_a_grammar_is_compiled_once_however_many_requests_have_it(engine):
+    """Once it was compiled to check a request, and again in the engine's thread, where all others waited for it."""
+    made = engine.files.grammars(toy_artifact.VOCAB)._made
+    before = made.cache_info().misses
+    done = engine.complete([ask(9, name=name, grammar=("regex", "[b-d]{7}"), ignore_eos=False) for name in "ab"])
+    assert all(re.fullmatch("[b-d]{7}", each.text) for each in done)
+    assert made.cache_info().misses == before + 1
+
+
 def test_what_is_no_grammar_is_refused():
     for grammar in (("xml", "a"), ("regex",), 5, ("regex", 7), "regex"):
         with pytest.raises(RequestError, match="expected a grammar"):

@@ -209,7 +209,8 @@ def test_any_json_object_or_length(engine):
     [
         ({"items": {}}, None), (None, "expected a json_schema with a schema"),
         ("x" * 70_000, "expected a json_schema with a schema"), ({"a": "x" * 70_000}, "at most 65,536 characters"),
-        ({"type": "nope"}, "Invalid type: nope"),
+        ({"type": "nope"}, "Invalid type: nope"), ({"type": "integer", "minimum": 5, "maximum": 3}, "Unsatisfiable"),
+        (False, "schema is false"), ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no text fits it"),
     ],
 )  # fmt: skip
 def test_schemas_past_limits_are_refused(engine, schema, found):
