@@ -1,0 +1,82 @@
+"""lm-eval evaluates an artifact through a server on loopback, offline, as in process."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import toy_artifact
+from ling3export.runners.engine.engine import Engine
+from serving import Server
+
+pytestmark = pytest.mark.install
+
+COUNT, TOKENS = 4, 12
+QUESTIONS = [f"{'the of and to '[: 3 + 3 * number]}?" for number in range(COUNT)]
+
+
+@pytest.fixture(scope="module")
+def toy():
+    with Server(toy_artifact.shared(), "--model", "toy") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """What the engine itself answers, greedily."""
+    with Engine(toy_artifact.shared(), report=lambda text: None) as engine:
+        asked = [engine.request([{"role": "user", "content": text}], TOKENS) for text in QUESTIONS]
+        return [done.text or "" for done in engine.complete(asked)]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    with warnings.catch_warnings():  # theirs
+        warnings.simplefilter("ignore")
+        yield
+
+
+def lm_eval(folder: Path, rows: list[dict[str, Any]], task: dict[str, Any], model: str, **how: Any) -> dict[str, Any]:
+    """Scores and samples of one task."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    from ling3export.runners.adapters.lm_eval import NAME
+
+    assert model in (NAME, "local-completions", "local-chat-completions")
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")}
+    task = {"task": "ours", "dataset_path": "json", "dataset_kwargs": source, "test_split": "test", **task}
+    (folder / "ours.yaml").write_text(yaml.safe_dump(task))
+    found = lm_eval.simple_evaluate(
+        model=model, tasks=["ours"], bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False), **how,
+    )  # fmt: skip
+    samples = sorted(found["samples"]["ours"], key=lambda sample: sample["doc_id"])
+    return {"scores": found["results"]["ours"], "answers": [sample["filtered_resps"] for sample in samples]}
+
+
+def test_lm_eval_chats_as_in_process(toy: Server, texts: list[str], tmp_path: Path):
+    rows = [{"question": text, "answer": texts[0]} for text in QUESTIONS]
+    task = {
+        "output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["\n\n\n"], "max_gen_toks": TOKENS, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    }  # fmt: skip
+    url = f"{toy.url}/v1/chat/completions"
+    over = lm_eval(
+        tmp_path, rows, task, "local-chat-completions", apply_chat_template=True,
+        model_args={"model": "toy", "base_url": url, "eos_string": "<|endoftext|>"},
+    )  # fmt: skip
+    within = lm_eval(
+        tmp_path, rows, task, "ling3", apply_chat_template=True, model_args={"artifact": toy_artifact.shared()}
+    )
+    assert over["answers"] == within["answers"] == [[text] for text in texts]
+    assert over["scores"]["exact_match,none"] == within["scores"]["exact_match,none"] >= 1 / COUNT
