@@ -40,6 +40,7 @@ from ling3export.runners.cli.serve import serve
 from ling3export.runners.cli.transfer import transfer
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.hosts.rendezvous import announced
+from ling3export.runners.transfer.options import PrefixFolder
 
 # Everything behind lm-eval's first word is lm-eval's, its --help included.
 SAMPLING = ("temperature", "top_k", "top_p", "seed")
@@ -149,7 +150,8 @@ def generate(
     artifact: Path, prompt: str | None, prompt_ids: tuple[int, ...] | None, prompt_file: Path | None,
     resume: Path | None, logits: Path | None, save: Path | None, force: bool, as_json: bool, stats: bool,
     target: str | None, programs: str, check: str, step_timeout: float | None, ffn: tuple[str, ...],
-    ffn_timeout: float, prefix_cache: bool | None, evict: str, place: dict[str, Any], **settings: Any,
+    ffn_timeout: float, prefix_cache: bool | None, evict: str, prefix_store: Path | None, prefix_store_bytes: int,
+    place: dict[str, Any], **settings: Any,
 ) -> None:  # fmt: skip
     """Complete prompts with ARTIFACT.
 
@@ -174,7 +176,8 @@ def generate(
     from ling3export.runners.engine.request import Sampling
 
     with Engine(
-        artifact, hosts=hosts, step_timeout=step_timeout, ffn=ffn, ffn_timeout=ffn_timeout, **how
+        artifact, hosts=hosts, step_timeout=step_timeout, ffn=ffn, ffn_timeout=ffn_timeout,
+        prefix_store=None if prefix_store is None else PrefixFolder(prefix_store, prefix_store_bytes), **how,
     ) as engine:  # fmt: skip
         if resume is not None:
             completions = [engine.resume(resume, max_tokens=settings["max_tokens"]).result()]

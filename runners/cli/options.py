@@ -16,6 +16,7 @@ from ling3export.artifacts.files import TRUST
 from ling3export.runners.cli.errors import guarded, require
 from ling3export.runners.engine.request import BOUNDS, Sampling
 from ling3export.runners.load.verdict import CHECKS, POLICIES
+from ling3export.runners.transfer.options import PrefixFolder
 from ling3export.shards import WHOLE, Shard
 
 INTERRUPTED = 130  # the exit code that shells give after SIGINT
@@ -259,6 +260,14 @@ prefix_options = section(
     click.option(
         "--evict", type=click.Choice(["lru", "flops"]), default="lru",
         help="What it gives up first: what was not used for longest, or what saves least work.",
+    ),
+    click.option(
+        "--prefix-store", type=PATH, metavar="FOLDER",
+        help="Keep what it knows in this folder, for later and for others.  [default: it ends with the process]",
+    ),
+    click.option(
+        "--prefix-store-bytes", type=click.IntRange(1), default=PrefixFolder.limit,
+        help="What the folder may have; what was not used for longest goes.",
     ),
 )  # fmt: skip
 artifact_options = section("Artifact", target_option, programs_option, check_option, trust_option, step_timeout_option)

@@ -12,6 +12,7 @@ from ling3export.runners.cli.options import Command, artifact_options, prefix_op
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.cli.roles import exchanging, transfer_options
 from ling3export.runners.hosts.rendezvous import announced
+from ling3export.runners.transfer.options import PrefixFolder
 
 
 @click.command(cls=Command)
@@ -57,7 +58,8 @@ def serve(
     artifact: Path, host: str, port: int, allow_host: tuple[str, ...], model: str | None, api_key_file: Path | None,
     max_requests: int, max_body: int, max_connections: int, grace: int, restarts: int, target: str | None,
     programs: str, check: str, step_timeout: float | None, ffn: tuple[str, ...], ffn_timeout: float,
-    prefix_cache: bool | None, evict: str, transfer: str | None, place: dict[str, Any], **transfer_settings: Any,
+    prefix_cache: bool | None, evict: str, prefix_store: Path | None, prefix_store_bytes: int, transfer: str | None,
+    place: dict[str, Any], **transfer_settings: Any,
 ) -> None:  # fmt: skip
     """Serve ARTIFACT over HTTP, in the shapes of OpenAI's API.
 
@@ -81,5 +83,6 @@ def serve(
     policy = Policy(name, key, max_requests, max_body, own_names(listener, allow_host))
     run(
         artifact, policy, listener, bounds=Bounds(max_connections), grace=grace, restarts=restarts,
-        step_timeout=step_timeout, hosts=hosts, ffn=ffn, ffn_timeout=ffn_timeout, transfer=exchanged, **how,
+        step_timeout=step_timeout, hosts=hosts, ffn=ffn, ffn_timeout=ffn_timeout, transfer=exchanged,
+        prefix_store=None if prefix_store is None else PrefixFolder(prefix_store, prefix_store_bytes), **how,
     )  # fmt: skip

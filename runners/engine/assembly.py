@@ -13,6 +13,7 @@ from ling3export.runners.ffn import ATTENTION, WAIT, WHOLE
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.load.loader import Loaded, load
 from ling3export.runners.text.tokenizer import TokenizerFiles
+from ling3export.runners.transfer.options import PrefixFolder
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.block_manager import BlockManager
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ling3export.runners.engine.counters import Counters
     from ling3export.runners.ffn.split import SplitRunner
     from ling3export.runners.state.prefix_cache import PrefixCache
+    from ling3export.runners.state.prefix_store import PrefixStore
 
 # A hundred times the temperature below which sample programs of old artifacts took wrong tokens.
 COLDEST = 1e-6
@@ -42,6 +44,7 @@ class Parts:
         core: Takes the steps; host 0 of several tells the others.
         cache: Keeps beginnings of sequences for others; None where nothing is shared.
         renew: Makes another core over the same weights, with fresh state and nothing held; None on several hosts.
+        store: Keeps what the cache knows in a folder; None where nothing does.
         split: What sends decode steps through FFN workers; None where this process computes its own experts.
     """
 
@@ -53,13 +56,14 @@ class Parts:
     core: "EngineCore"
     cache: "PrefixCache | None"
     renew: "Callable[[], EngineCore] | None"
+    store: "PrefixStore | None"
     split: "SplitRunner | None"
 
 
 def load_parts(
     artifact: str | Path, *, target: str | None, programs: str, check: str, overlap: bool, hosts: Hosts | None,
     report: Callable[[str], None], ffn: tuple[str, ...] = (), ffn_timeout: float = WAIT,
-    prefix_cache: bool | None = None, evict: str = "lru",
+    prefix_cache: bool | None = None, evict: str = "lru", prefix_store: PrefixFolder | None = None,
 ) -> Parts:  # fmt: skip
     """Loads an artifact and assembles its engine. The arguments are those of ``Engine``, and equal on all hosts.
 
@@ -72,7 +76,7 @@ def load_parts(
         phases=ATTENTION if ffn else WHOLE,
     )  # fmt: skip
     with loaded.channel.together() if loaded.channel else nullcontext():
-        return _assembled(loaded, overlap, report, ffn, ffn_timeout, prefix_cache, evict)
+        return _assembled(loaded, overlap, report, ffn, ffn_timeout, prefix_cache, evict, prefix_store)
 
 
 def _assembled(
@@ -83,6 +87,7 @@ def _assembled(
     ffn_timeout: float,
     prefix_cache: bool | None,
     evict: str,
+    prefix_store: PrefixFolder | None,
 ) -> Parts:
     # numpy comes with these.
     from ling3export.runners.engine.block_manager import BlockManager
@@ -96,6 +101,7 @@ def _assembled(
     from ling3export.runners.load.calibrated import calls_measured
     from ling3export.runners.state.form import root_of
     from ling3export.runners.state.prefix_cache import PrefixCache
+    from ling3export.runners.state.prefix_store import PrefixStore
 
     manifest, record, channel = loaded.manifest, loaded.record, loaded.channel
     files = TokenizerFiles(loaded.folder, manifest.tokenizer, manifest.eos_token_ids)
@@ -114,6 +120,15 @@ def _assembled(
         )
     if moves and prefix_cache is not False:
         shared = PrefixCache(blocks, record.state.page_size, root_of(manifest, record), evict=evict)
+
+    store = None
+    if prefix_store is not None:
+        if shared is None:
+            raise ArtifactError(
+                f"prefix store: expected a prefix cache, found it off or without snapshots, in {loaded.folder}",
+                "leave the prefix cache on, and build the artifact with --snapshots N",
+            )
+        store = PrefixStore(manifest, record, prefix_store, shared, report)
 
     @cache
     def takes_any_temperature() -> bool:
@@ -137,7 +152,7 @@ def _assembled(
     def core() -> EngineCore:
         scheduler = Scheduler(
             runner, shapes, blocks, limits.vocab_size, ahead=1 if overlap else 0, counters=counters, cache=shared,
-            moves=moves,
+            moves=moves, store=store,
         )  # fmt: skip
         return SharedCore(scheduler, sequence, channel) if channel else EngineCore(scheduler, sequence)
 
@@ -150,4 +165,4 @@ def _assembled(
 
     if channel and channel.leads:
         channel.parts(b"")  # the others give theirs when they begin to follow
-    return Parts(loaded, files, limits, blocks, counters, core(), shared, None if channel else renew, split)
+    return Parts(loaded, files, limits, blocks, counters, core(), shared, None if channel else renew, store, split)

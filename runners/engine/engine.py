@@ -28,7 +28,7 @@ from ling3export.runners.load.loader import say
 from ling3export.runners.text.chat import Message
 from ling3export.runners.text.grammar import Grammar
 from ling3export.runners.text.tokenizer import TokenizerFiles
-from ling3export.runners.transfer.options import Transfer
+from ling3export.runners.transfer.options import PrefixFolder, Transfer
 
 Prompt = str | Many[int] | Many[Message]
 SECONDS = Bounds(0, threading.TIMEOUT_MAX, above=True)
@@ -60,6 +60,7 @@ class Engine:
         ffn: Names of the FFN workers that compute the experts of decode steps; none where this process does.
         ffn_timeout: Seconds to wait for a worker to be there, and for each answer.
         transfer: How states leave for other engines and come from them; None where none does.
+        prefix_store: The folder in which the prefix cache keeps what it knows for later; None where that ends with it.
 
     Attributes:
         manifest: The manifest of the artifact.
@@ -79,11 +80,12 @@ class Engine:
         overlap: bool = True, max_requests: int | None = None, hosts: Hosts | None = None, linger: float = 0.0,
         step_timeout: float | None = None, prefix_cache: bool | None = None, evict: str = "lru",
         report: Callable[[str], None] = say, ffn: Many[str] = (), ffn_timeout: float = WAIT,
-        transfer: Transfer | None = None,
+        transfer: Transfer | None = None, prefix_store: PrefixFolder | None = None,
     ) -> None:  # fmt: skip
-        if transfer is not None and (hosts is not None or ffn):
-            found = "several hosts" if hosts is not None else "FFN workers"
-            raise RequestError(f"--transfer: expected one host that computes its own experts, found {found}")
+        for option, given in (("--transfer", transfer), ("--prefix-store", prefix_store)):
+            if given is not None and (hosts is not None or ffn):
+                found = "several hosts" if hosts is not None else "FFN workers"
+                raise RequestError(f"{option}: expected one host that computes its own experts, found {found}")
         if hosts is not None and hosts.number:
             raise RequestError(f"engine: expected it on host 0, found host {hosts.number}", "the others call follow()")
         if ffn and hosts is not None:
@@ -92,7 +94,7 @@ class Engine:
             step_timeout = SECONDS.number(step_timeout, "step_timeout")
         parts = load_parts(
             artifact, target=target, programs=programs, check=check, overlap=overlap, hosts=hosts, report=report,
-            ffn=tuple(ffn), ffn_timeout=ffn_timeout, prefix_cache=prefix_cache, evict=evict,
+            ffn=tuple(ffn), ffn_timeout=ffn_timeout, prefix_cache=prefix_cache, evict=evict, prefix_store=prefix_store,
         )  # fmt: skip
         from ling3export.runners.engine.loop import Loop  # with numpy
 
@@ -106,7 +108,7 @@ class Engine:
         self._record, self._artifact = loaded.record, artifact
         self._blocks, self._counters, self._cache = parts.blocks, parts.counters, parts.cache
         self._compiles, self._weight_bytes = loaded.compiles, loaded.weight_bytes
-        self._several, self._split = hosts is not None, parts.split
+        self._several, self._split, self._store = hosts is not None, parts.split, parts.store
         self._transfer, self._exchange = transfer, None
         if transfer is not None:
             from ling3export.runners.state.exchange import exchange_of  # with all carriers
@@ -114,11 +116,14 @@ class Engine:
             self._exchange = exchange_of(loaded.manifest, loaded.record, transfer, report)
         self._loop = Loop(
             parts.core, self.timings, max_requests, renew=parts.renew, step_timeout=step_timeout,
-            exchange=self._exchange,
+            exchange=self._exchange, store=self._store,
         )  # fmt: skip
         if loaded.channel is not None and linger:
             loaded.channel.outlive(self._loop.abandon, linger)
-        steps = [self._loop.close, *(each.close for each in (self._split, self._exchange) if each is not None)]
+        steps = [
+            self._loop.close,
+            *(each.close for each in (self._split, self._exchange, self._store) if each is not None),
+        ]
         self._close = weakref.finalize(self, _closed, *steps)  # also at the end of the process
 
     def generate(
@@ -381,6 +386,7 @@ class Engine:
             "seconds": {name: round(seconds, 4) for name, seconds in self.timings.seconds.copy().items()},
             **({"split": self._split.phases.record()} if self._split else {}),
             **({"transfer": self._exchange.record()} if self._exchange else {}),
+            **({"prefix_store": self._store.record()} if self._store else {}),
         }
 
     @property

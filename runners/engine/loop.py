@@ -17,6 +17,7 @@ from ling3export.runners.load.loader import Timings
 if TYPE_CHECKING:
     from ling3export.runners.state.exchange import Exchange
     from ling3export.runners.state.form import Carried
+    from ling3export.runners.state.prefix_store import PrefixStore
 
 
 class Loop:
@@ -31,14 +32,15 @@ class Loop:
         renew: Makes another core, over fresh state, once the thread of the one before has ended; None if none can be.
         step_timeout: Seconds after which a call that did not return stops the loop; None for any time.
         exchange: Carries states to other engines and from them; None where none leaves or comes.
+        store: Has beginnings of prompts in a folder; None where there is none.
     """
 
     def __init__(
         self, core: EngineCore, timings: Timings, max_requests: int | None = None, *,
         renew: Callable[[], EngineCore] | None = None, step_timeout: float | None = None,
-        exchange: "Exchange | None" = None,
+        exchange: "Exchange | None" = None, store: "PrefixStore | None" = None,
     ) -> None:  # fmt: skip
-        self._exchange = exchange
+        self._exchange, self._store = exchange, store
         self._awaited: dict[int, Arrival] = {}  # whose states are being loaded
         self._saving: dict[int, Future[Sequence]] = {}  # who waits for their states
         self._timings = timings
@@ -126,8 +128,9 @@ class Loop:
                 arrival = Arrival(handle.number, request, at, carried, saved is not None)
                 if saved is not None:
                     self._saving[handle.number] = saved
-                if request.comes:
-                    self._await(arrival)
+                source = self._exchange if request.comes else self._store
+                if request.comes or (source is not None and carried is None and request.score_from is None):
+                    self._await(arrival, source)
                 else:
                     self._arrivals.append(arrival)
                 self._count += 1
@@ -135,10 +138,9 @@ class Loop:
             self._changed.notify()
         return handles
 
-    def _await(self, arrival: Arrival) -> None:
+    def _await(self, arrival: Arrival, source: "Exchange | PrefixStore | None") -> None:
         """Has a request wait for its state; it arrives with that, or without it."""
-        exchange = self._exchange
-        assert exchange is not None, "the engine checks requests"
+        assert source is not None, "the engine checks requests"
         self._awaited[arrival.number] = arrival
 
         def done(carried: "Carried | None") -> None:
@@ -147,7 +149,7 @@ class Loop:
                     self._arrivals.append(arrival._replace(carried=carried))
                     self._changed.notify()
 
-        exchange.load(arrival.number, arrival.request, done)
+        source.load(arrival.number, arrival.request, done)
 
     def check_room(self, count: int) -> None:
         """Passes if ``count`` requests could be handed over now; nothing is reserved for them.
@@ -191,8 +193,9 @@ class Loop:
 
     def _give_up_waiting(self, number: int) -> None:
         """Has a request arrive without the state that it waits for."""
-        if (arrival := self._awaited.pop(number, None)) is not None and self._exchange is not None:
-            self._exchange.drop(number)
+        if (arrival := self._awaited.pop(number, None)) is not None:
+            if arrival.request.comes and self._exchange is not None:
+                self._exchange.drop(number)
             self._arrivals.append(arrival)
 
     def compare(self) -> tuple[bytes, ...]:

@@ -6,12 +6,16 @@ left. Copies of states are dispatched between the calls that read and write them
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ling3export.runners.engine.block_manager import BlockManager, BlockTable
 from ling3export.runners.engine.counters import Counters
 from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.state.prefix_cache import Node, PrefixCache
+
+if TYPE_CHECKING:
+    from ling3export.runners.state.prefix_store import PrefixStore
+from ling3export.runners.state.prefix_store import PrefixStore
 
 
 class Mover(Protocol):
@@ -40,11 +44,14 @@ class Reuse:
         cache: Keeps beginnings of sequences; None where nothing is shared.
         moves: Whether the artifact has the programs that move states: then a sequence that gives its pages back keeps
             its state in host memory.
+        store: Keeps what the cache knows in a folder; None where nothing does.
     """
 
     def __init__(
-        self, mover: Mover, blocks: BlockManager, counters: Counters, cache: PrefixCache | None, *, moves: bool
-    ) -> None:
+        self, mover: Mover, blocks: BlockManager, counters: Counters, cache: PrefixCache | None, *, moves: bool,
+        store: "PrefixStore | None" = None,
+    ) -> None:  # fmt: skip
+        self._store = store
         self._mover, self._blocks, self._counters, self._cache = mover, blocks, counters, cache
         self._moves = moves
 
@@ -59,6 +66,8 @@ class Reuse:
             sequence.kept = None
             if self._cache is not None and not sequence.start:
                 sequence.start = self._cache.start(sequence.request.cache_salt)
+                if not sequence.generated:
+                    self._begun_elsewhere(sequence, self._cache)
             return True
         if self._cache is None:
             if not self._take(sequence, tokens):
@@ -85,10 +94,22 @@ class Reuse:
             self._counters.hit(hit.tokens)
         else:
             self._counters.missed(hit.reason)
-        last = sequence.length // cache.block * cache.block
-        sequence.stops = sorted({*range(cache.every, sequence.length + 1, cache.every), min(hit.matched, last), last})
-        sequence.lasting = {*range(cache.every, sequence.length + 1, cache.every), hit.matched}
+        self._plan(sequence, cache, hit.matched)
         return True
+
+    @staticmethod
+    def _plan(sequence: Sequence, cache: PrefixCache, matched: int) -> None:
+        """Where the calls of a prompt end, of which so many tokens are known."""
+        last = sequence.length // cache.block * cache.block
+        sequence.stops = sorted({*range(cache.every, sequence.length + 1, cache.every), min(matched, last), last})
+        sequence.lasting = {*range(cache.every, sequence.length + 1, cache.every), matched}
+
+    def _begun_elsewhere(self, sequence: Sequence, cache: PrefixCache) -> None:
+        """A sequence came with the state of a part of its prompt: others may begin from that, too."""
+        sequence.names = list(cache.names(sequence.start, sequence.request.prompt_ids))
+        self._plan(sequence, cache, sequence.stored // cache.block * cache.block)
+        self._counters.hit(sequence.stored)
+        self.prefilled([sequence])
 
     def _take(self, sequence: Sequence, tokens: int, shared: Many[int] = (), home: int | None = None) -> bool:
         while (table := self._blocks.admit(tokens, shared, home)) is None:
@@ -185,6 +206,11 @@ class Reuse:
         if sequence.table is not None:
             self._blocks.release(sequence.table)
             sequence.table = None
+
+    def publish(self, sequence: Sequence) -> None:
+        """Before a sequence that ended well gives its pages back: what others may share of it goes into the folder."""
+        if self._store is not None and self._cache is not None:
+            self._store.keep(self._cache.path(sequence.names), self._mover.fetching)
 
     def take(self, sequence: Sequence) -> None:
         """Before a sequence leaves for another engine: takes its state along, wherever that is."""

@@ -25,7 +25,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -46,6 +46,9 @@ from ling3export.runners.engine.request import Likely
 from ling3export.runners.engine.reuse import Mover, Reuse
 from ling3export.runners.engine.sequence import Call, Sequence, now
 from ling3export.runners.state.prefix_cache import PrefixCache
+
+if TYPE_CHECKING:
+    from ling3export.runners.state.prefix_store import PrefixStore
 
 Pending = Any  # an array that may still be being computed
 BY_ARRIVAL = attrgetter("number")
@@ -134,6 +137,7 @@ class Scheduler:
         counters: Those of an earlier scheduler, to go on with.
         cache: Keeps beginnings of sequences for others; None shares nothing.
         moves: Whether the artifact has the programs that move states.
+        store: Keeps what the cache knows in a folder; None where nothing does.
 
     Attributes:
         counters: What was done.
@@ -143,6 +147,7 @@ class Scheduler:
     def __init__(
         self, backend: Backend, shapes: Shapes, blocks: BlockManager, vocab_size: int, *, ahead: int = 1,
         counters: Counters | None = None, cache: PrefixCache | None = None, moves: bool = False,
+        store: "PrefixStore | None" = None,
     ) -> None:  # fmt: skip
         self.counters = Counters() if counters is None else counters
         self.doing: tuple[str, float] | None = None
@@ -151,7 +156,7 @@ class Scheduler:
         self._shapes = shapes
         self._blocks = blocks
         self._ahead = ahead
-        self._reuse = Reuse(backend, blocks, self.counters, cache, moves=moves)
+        self._reuse = Reuse(backend, blocks, self.counters, cache, moves=moves, store=store)
         self._sampling = np.full(len(blocks.page_table), GREEDY)  # how the tokens of each state slot are sampled
         self._waiting: list[Sequence] = []  # by arrival
         self._prefilling: list[Sequence] = []  # by arrival
@@ -460,8 +465,10 @@ class Scheduler:
         self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
-        if (sequence.request.leaves or sequence.saved) and sequence.error is None:
-            self._reuse.take(sequence)
+        if sequence.error is None:
+            if sequence.request.leaves or sequence.saved:
+                self._reuse.take(sequence)
+            self._reuse.publish(sequence)
         self._leave(sequence)
         self._ended.append(sequence)
 

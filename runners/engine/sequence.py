@@ -99,7 +99,7 @@ class Sequence:
         self.fed = -1
         self.taken: Callable[[], Kept | Whole] | None = None
         self.saved = saved
-        self.carried = carried
+        self.carried = None if carried is None else carried._replace(state=None)  # which is ``kept`` until it is stored
         if carried is not None:
             self.stored = carried.stored
             self.prefilled = self.cached = min(self.stored, self.length)

@@ -93,7 +93,11 @@ class _EngineCounters(Collector):
         for reason, count in stats["prefix_cache"]["misses"].items():
             misses.add_metric([reason], count)
         yield misses
-        moved = CounterMetricFamily("ling3_transfer", "What happened to states on their way.", labels=["what"])
-        for what, count in stats.get("transfer", {}).items():
-            moved.add_metric([what], count)
-        yield moved
+        for name, text in (
+            ("transfer", "What happened to states on their way."),
+            ("prefix_store", "What happened to states in the folder of the prefix cache."),
+        ):
+            moved = CounterMetricFamily(f"ling3_{name}", text, labels=["what"])
+            for what, count in stats.get(name, {}).items():
+                moved.add_metric([what], count)
+            yield moved

@@ -23,7 +23,7 @@ from ling3export.runners.load.loader import say
 from ling3export.runners.serve.app import Policy, application
 from ling3export.runners.serve.connection import Bounds, Connection
 from ling3export.runners.serve.supervisor import supervised
-from ling3export.runners.transfer.options import Transfer
+from ling3export.runners.transfer.options import PrefixFolder, Transfer
 
 LINGER = 5.0  # seconds that the server still answers when another host is gone, so that clients hear why
 BACKLOG = 512  # connections that the system keeps until they are taken
@@ -35,7 +35,7 @@ def serve(
     artifact: Path, policy: Policy, listener: socket.socket, *, bounds: Bounds, grace: int, target: str | None,
     programs: str, check: str, hosts: Hosts | None = None, restarts: int = 0, step_timeout: float | None = None,
     ffn: tuple[str, ...] = (), ffn_timeout: float = WAIT, prefix_cache: bool | None = None, evict: str = "lru",
-    transfer: Transfer | None = None,
+    transfer: Transfer | None = None, prefix_store: PrefixFolder | None = None,
 ) -> None:  # fmt: skip
     """Serves at the address of ``listener`` (``bound``) until SIGTERM or SIGINT; prints it once clients may connect.
 
@@ -43,8 +43,8 @@ def serve(
     seconds, then the process ends.
 
     After a failed step the engine is restarted, up to ``restarts`` times in ten minutes. A call of the devices that
-    takes longer than ``step_timeout`` seconds stops the engine. ``ffn``, ``ffn_timeout`` and ``transfer`` are the
-    engine's, too.
+    takes longer than ``step_timeout`` seconds stops the engine. ``ffn``, ``ffn_timeout``, ``transfer`` and
+    ``prefix_store`` are the engine's, too.
 
     At the signal it takes no new connections; calls that run have ``grace`` seconds to end, then they are cancelled,
     and their clients get an error.
@@ -58,7 +58,7 @@ def serve(
         Engine(
             artifact, target=target, programs=programs, check=check, max_requests=policy.max_requests, hosts=hosts,
             linger=LINGER, step_timeout=step_timeout, ffn=ffn, ffn_timeout=ffn_timeout, prefix_cache=prefix_cache,
-            evict=evict, transfer=transfer,
+            evict=evict, transfer=transfer, prefix_store=prefix_store,
         ) as engine,
         supervised(engine, restarts),
     ):  # fmt: skip

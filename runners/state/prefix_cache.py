@@ -136,12 +136,7 @@ class PrefixCache:
             names: Of the prompt's blocks.
             most: No more than so many tokens: the last one has to be computed, for its logits.
         """
-        path: list[Node] = []
-        for name in names:
-            node = self._nodes.get(name)
-            if node is None:
-                break
-            path.append(node)
+        path = self.path(names)
         usable = path[: most // self.block]
         last = next((node for node in reversed(usable) if node.snapshot is not None), None)
         matched = len(path) * self.block
@@ -155,6 +150,16 @@ class PrefixCache:
         else:
             reason = "no_snapshot" if path else "no_match"
         return Hit(0, (), None, matched, reason)
+
+    def path(self, names: Sequence[bytes]) -> list[Node]:
+        """The nodes of a sequence's blocks, from the first one on, as far as there are any."""
+        found: list[Node] = []
+        for name in names:
+            node = self._nodes.get(name)
+            if node is None:
+                break
+            found.append(node)
+        return found
 
     def use(self, names: Sequence[bytes], hit: Hit) -> None:
         """Notes that a sequence goes on from ``hit``: its blocks and its snapshot were used last."""

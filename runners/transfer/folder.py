@@ -6,10 +6,12 @@ header stands in the file's metadata, in hexadecimal. A file is there whole or n
 
 import json
 import math
+import os
 import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,36 @@ class Folder:
             self.counts["released"] += 1
         return over
 
+    def touch(self, keys: Sequence[Key]) -> list[Key]:
+        """Notes that files were used now, the first one last; gives those that are not there."""
+        gone = []
+        for key in reversed(keys):
+            try:
+                os.utime(self._path(key))
+            except OSError:
+                gone.append(key)
+        return gone
+
+    def trim(self, most: int) -> None:
+        """Removes the files that were not used for longest until the others have ``most`` bytes; tells ``removed``.
+
+        Who reads one of them meanwhile has all of it: it is open.
+        """
+        found = []
+        for entry in os.scandir(self._folder):
+            if entry.name.startswith(PREFIX) and entry.name.endswith(SUFFIX):
+                with suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    found.append((status.st_mtime_ns, entry.name, status.st_size))
+        total = sum(size for *_, size in found)
+        for _, name, size in sorted(found):
+            if total <= most:
+                return
+            (self._folder / name).unlink(missing_ok=True)
+            total -= size
+            self.counts["evicted"] += 1
+            self.removed.append(name.removesuffix(SUFFIX))
+
     def look(self, key: Key) -> Presence:
         """Whether there is a file of the object's name."""
         return Presence.READY if self._path(key).is_file() else Presence.ABSENT
@@ -143,6 +175,11 @@ def collect(folder: Path, *, dry_run: bool) -> Iterator[tuple[str, int, str]]:
             reason = f"no object: {error.strerror if isinstance(error, OSError) else error}"
         if reason:
             yield from _removed(path, reason, dry_run)
+    yield from left_behind(folder, dry_run=dry_run)
+
+
+def left_behind(folder: Path, *, dry_run: bool) -> Iterator[tuple[str, int, str]]:
+    """Removes what killed writers left; gives name, bytes and reason of each."""
     for path in sorted(folder.glob(f".{PREFIX}*{SUFFIX}.partial-*")):
         pid = path.name.rpartition("partial-")[2].partition("-")[0]
         if pid.isdigit() and start_of(int(pid)) is None and time.time() - path.stat().st_mtime > YOUNG:

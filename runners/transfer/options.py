@@ -10,6 +10,19 @@ CARRIERS = ("shm", "tcp", "file")
 
 
 @dataclass(frozen=True)
+class PrefixFolder:
+    """Where a prefix cache keeps what it knows for later processes, and for others.
+
+    Attributes:
+        folder: Made if it is not there. Several processes may share it.
+        limit: Bytes that its files may have; what was not used for longest goes first.
+    """
+
+    folder: Path
+    limit: int = 16 << 30
+
+
+@dataclass(frozen=True)
 class Transfer:
     """How an engine exchanges states with others.
 

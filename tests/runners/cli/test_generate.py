@@ -100,10 +100,18 @@ Attention and FFN apart:
                          answer for so long.  [default: 60.0; x>0]
 
 Prefix cache:
-  --prefix-cache [on|off]  Compute prompts that begin alike once.  [default: on
-                           where the artifact has snapshots]
-  --evict [lru|flops]      What it gives up first: what was not used for
-                           longest, or what saves least work.  [default: lru]
+  --prefix-cache [on|off]         Compute prompts that begin alike once.
+                                  [default: on where the artifact has snapshots]
+  --evict [lru|flops]             What it gives up first: what was not used for
+                                  longest, or what saves least work.  [default:
+                                  lru]
+  --prefix-store FOLDER           Keep what it knows in this folder, for later
+                                  and for others.  [default: it ends with the
+                                  process]
+  --prefix-store-bytes INTEGER RANGE
+                                  What the folder may have; what was not used
+                                  for longest goes.  [default: 17179869184;
+                                  x>=1]
 
 Several hosts:
   --coordinator HOST:PORT    Where host 0 listens for the others; auto asks the
