@@ -201,11 +201,14 @@ def transfer(rounds: int, tokens: int, ptp: int, dtp: int) -> None:
 @click.option("--transfer", "carrier", type=click.Choice(("shm", "tcp", "file")), default="shm", show_default=True)
 @click.option("--vllm-router", is_flag=True, help="vLLM's router in the place of ours.")
 @click.option("--prompts", type=click.IntRange(1, 8), default=8, show_default=True)
-def pd(artifact: Path, carrier: str, vllm_router: bool, prompts: int) -> None:
-    """Prompts through a server that prefills, one that decodes and a router; not part of all."""
+@click.option("--replicas", default="1,1", show_default=True, help="Servers that prefill, and that decode.")
+def pd(artifact: Path, carrier: str, vllm_router: bool, prompts: int, replicas: str) -> None:
+    """Prompts through servers that prefill, some that decode and a router; not part of all."""
+    from bench.inputs import numbers
     from bench.pd import main as run
 
-    run(artifact.resolve(), carrier, vllm_router, prompts)
+    prefill, decode = numbers(replicas)
+    run(artifact.resolve(), carrier, vllm_router, prompts, (prefill, decode))
 
 
 @main.command()

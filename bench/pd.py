@@ -1,4 +1,4 @@
-"""What ``make demo-pd`` shows: prompts through a server that prefills, one that decodes and a router, on loopback.
+"""What ``make demo-pd`` shows: prompts through servers that prefill, some that decode and a router, on loopback.
 
 Each answer is compared with that of the server that decodes alone. ``--vllm-router`` puts vLLM's router in the place of
 ours (``pip install vllm-router``). Everything that was started is stopped.
@@ -82,33 +82,43 @@ def until_well(url: str) -> None:
             time.sleep(0.1)
 
 
-def vllm_router(prefill: str, decode: str) -> tuple[list[str], str]:
-    """vLLM's router before two servers, and where it will listen."""
+def vllm_router(prefill: list[str], decode: list[str]) -> tuple[list[str], str]:
+    """vLLM's router before servers, and where it will listen."""
     with socket.create_server((LOOPBACK, 0)) as free, socket.create_server((LOOPBACK, 0)) as other:
         port, metrics = free.getsockname()[1], other.getsockname()[1]
     program = str(Path(sys.executable).parent / "vllm-router")
     command = [
-        program, "--vllm-pd-disaggregation", "--prefill", prefill, "--decode", decode, "--kv-connector", "nixl",
-        "--policy", "round_robin", "--host", LOOPBACK, "--port", str(port), "--prometheus-port", str(metrics),
+        program, "--vllm-pd-disaggregation", *options("prefill", prefill), *options("decode", decode),
+        "--kv-connector", "nixl", "--policy", "round_robin", "--host", LOOPBACK, "--port", str(port),
+        "--prometheus-port", str(metrics),
     ]  # fmt: skip
     return command, f"http://{LOOPBACK}:{port}"
 
 
-def main(artifact: Path, carrier: str, outside: bool, prompts: int) -> dict[str, Any]:
+def options(name: str, urls: list[str]) -> list[str]:
+    """``--name URL`` for each."""
+    return [part for url in urls for part in (f"--{name}", url)]
+
+
+def main(
+    artifact: Path, carrier: str, outside: bool, prompts: int, replicas: tuple[int, int] = (1, 1)
+) -> dict[str, Any]:
     """Starts, asks, prints and stops."""
     with ExitStack() as stack:
         serve = [*RUNNER, "serve", str(artifact), "--port", "0", "--transfer", carrier]
         if carrier == "file":
             serve += ["--transfer-folder", stack.enter_context(tempfile.TemporaryDirectory(prefix="ling3-pd-"))]
-        servers = [stack.enter_context(started([*serve, "--role", role])) for role in ("prefill", "decode")]
-        prefill, decode = map(url_of, servers)
+        roles = ["prefill"] * replicas[0] + ["decode"] * replicas[1]
+        servers = [stack.enter_context(started([*serve, "--role", role])) for role in roles]
+        urls = [url_of(server) for server in servers]
+        prefill, decode = urls[: replicas[0]], urls[replicas[0] :]
         command, url = vllm_router(prefill, decode) if outside else (
-            [*RUNNER, "route", "--prefill", prefill, "--decode", decode, "--port", "0"], ""
+            [*RUNNER, "route", *options("prefill", prefill), *options("decode", decode), "--port", "0"], ""
         )  # fmt: skip
         router = stack.enter_context(started(command))
         url = url or url_of(router)
         until_well(url)
-        name = json.loads(asked(decode, "/v1/models"))["data"][0]["id"]
+        name = json.loads(asked(decode[0], "/v1/models"))["data"][0]["id"]
         phases: list[dict[str, float]] = []
         same = 0
         for question in QUESTIONS[:prompts]:
@@ -116,11 +126,13 @@ def main(artifact: Path, carrier: str, outside: bool, prompts: int) -> dict[str,
                 "model": name, "prompt": HEAD + question, "max_tokens": 24, "temperature": 0, "return_token_ids": True,
             }  # fmt: skip
             through = json.loads(asked(url, "/v1/completions", body))
-            alone = json.loads(asked(decode, "/v1/completions", body))
+            alone = json.loads(asked(decode[0], "/v1/completions", body))
             phases.append(through["kv_transfer_params"]["phases_ms"])
             same += through["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
-        cached, computed = (metric(prefill, f"ling3_{each}_tokens_total") for each in ("cached", "prompt"))
-        loaded = metric(decode, 'ling3_transfer_total{what="loaded"}')
+        cached, computed = (
+            sum(metric(each, f"ling3_{what}_tokens_total") for each in prefill) for what in ("cached", "prompt")
+        )
+        loaded = sum(metric(each, 'ling3_transfer_total{what="loaded"}') for each in decode)
     last = phases[-1]
     middle = {each: statistics.median(one[each] for one in phases) for each in PHASES}
     print(f"{prompts} prompts through {'vllm-router' if outside else 'ling3-runner route'}, states over {carrier}\n")
@@ -128,6 +140,6 @@ def main(artifact: Path, carrier: str, outside: bool, prompts: int) -> dict[str,
     print(table(["milliseconds", "last request", "median"], rows))
     print(f"\nstates taken {loaded:.0f}/{prompts}; the same answers as one server {same}/{prompts}")
     rate = cached / (cached + computed)
-    print(f"hit rate of the server that prefills: {rate:.0%} of {cached + computed:.0f} tokens")
+    print(f"hit rate of the servers that prefill: {rate:.0%} of {cached + computed:.0f} tokens")
     assert same == loaded == prompts
     return {"phases_ms": middle, "hit_rate": rate, "same": same, "loaded": loaded}
