@@ -134,8 +134,7 @@ def test_an_answer_that_breaks_off_ends_with_an_error_and_is_not_begun_again():
 
 @pytest.mark.parametrize(("carrier", "outside"), [("file", False), ("tcp", True)], ids=["ours", "vllm-router"])
 def test_the_demo_gives_the_answers_of_one_server_and_stops_what_it_started(artifact, capsys, carrier, outside):
-    replicas = (1, 1) if outside else (2, 1)
-    found = demo(artifact("micro-tp1-snapshots"), carrier, outside, 3, replicas)
+    found = demo(artifact("micro-tp1-snapshots"), carrier, outside, 3)
     assert (found["same"], found["loaded"]) == (3, 3) and found["hit_rate"] > 0
     assert set(found["phases_ms"]) == set(PHASES)
     assert "states taken 3/3; the same answers as one server 3/3" in capsys.readouterr().out
