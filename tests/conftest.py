@@ -29,8 +29,8 @@ os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"  # a bf16 array that meets an
 
 import jax  # noqa: E402
 
-# What a test compiles in this process under plain jit is kept between runs, by jax, under a digest of the program and the
-# toolchain. Builds and engines turn it off, and processes that tests start know nothing of it.
+# What a test compiles in this process under plain jit is kept between runs, by jax, under a digest of the program and
+# the toolchain. Builds and engines turn it off, and processes that tests start know nothing of it.
 jax.config.update("jax_compilation_cache_dir", str(kept_folder() / "jit"))
 jax.devices()  # started here: a test that changes the environment must not be the one that starts it
 
