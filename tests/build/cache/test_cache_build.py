@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from builds import ended
+from builds import UNOPTIMIZED, ended
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Manifest
 from ling3export.cache.cells import counts
@@ -50,6 +50,7 @@ class Tree:
             shutil.copytree(ROOT / part, folder / part, symlinks=True, ignore=ignore)
         self.variables = {name: value for name, value in os.environ.items() if name != "LING3_CACHE"}
         self.variables |= {"HOME": str(self.home), "USER": user, "LOGNAME": user, "PYTHONPATH": str(folder)}
+        self.variables |= UNOPTIMIZED
 
     @contextmanager
     def building(self, checkpoint: Path, artifact: Path, *options: object) -> Iterator[subprocess.Popen[str]]:

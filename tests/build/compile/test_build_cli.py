@@ -188,7 +188,7 @@ def check_text_is_refused(artifact: Path) -> None:
     assert len(line["token_ids"]) == 2
 
 
-def test_a_compiler_that_dies_is_named_and_loses_no_other_cell(checkpoint, tmp_path):
+def test_a_compiler_that_dies_is_named_and_loses_no_other_cell(checkpoint, tmp_path, unoptimized):
     """And: the failed cell is built alone by --replay; the same build again then compiles nothing."""
     artifact = tmp_path / "x.ling3"
     cache = ["--cache", "on", "--cache-dir", tmp_path / "cache"]

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from artifacts_fixture import run, sources_of, versions
+from builds import UNOPTIMIZED
 from direct import Direct, pack, relative
 from ling3export import processes
 from ling3export.artifacts.schema import Weights
@@ -26,6 +27,7 @@ from ling3export.model.parameters import parameters
 from ling3export.model.program import build_step
 from ling3export.plan.options import Options
 from ling3export.savedmodel import export as savedmodel
+from numerics import Quick
 from tiny import tiny_fields
 
 pytestmark = pytest.mark.install
@@ -95,7 +97,7 @@ def under_jit(direct: Direct) -> list[dict[str, np.ndarray]]:
 def test_signatures_compute_what_the_steps_compute_under_jit(exported, tmp_path):
     checkpoint, model = exported
     source = Checkpoint.open(checkpoint)
-    direct = Direct(source.config, source.tensor, slots=2, page_size=32, max_pages=4)
+    direct = Quick(source.config, source.tensor, slots=2, page_size=32, max_pages=4)
     inputs = {f"state.{name}": np.asarray(value) for name, value in direct.state.items()}
     calls = calls_of(direct)
     for number, (_, fields) in enumerate(calls):
@@ -105,7 +107,7 @@ def test_signatures_compute_what_the_steps_compute_under_jit(exported, tmp_path)
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
     done = run(
         sys.executable, CALLS, model, tmp_path / "calls.json", tmp_path / "in.npz", tmp_path / "out.npz",
-        environment=os.environ | quiet,
+        environment=os.environ | quiet | UNOPTIMIZED,
     )  # fmt: skip
     found = np.load(tmp_path / "out.npz")
     expected = under_jit(direct)

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from artifacts_fixture import ROOT, Artifacts, run
+from artifacts_fixture import ROOT, Artifacts, digest_of, files_below, run, versions
 from serving import RUNNER, Server
 
 pytestmark = pytest.mark.install
@@ -18,10 +18,16 @@ PROMPT = ["--prompt", "the number of", "--max-tokens", 12, "--json"]
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("packed") / "ling3-runner"
-    run(ROOT / ".ci/runner", file)
-    return file
+def packed(artifact: Artifacts) -> Path:
+    """Packed again when a source has changed, or what is installed beside."""
+    names = ("pyproject.toml", "constraints.txt", ".ci/runner", "ling3export", "artifacts", "model", "runners")
+    files = {f"{name}/{file}": path for name in names for file, path in files_below(ROOT / name).items()
+             if path.suffix != ".pyc"}  # fmt: skip
+    files |= {name: ROOT / name for name in names if (ROOT / name).is_file()}
+    folder = artifact.kept(
+        "packed", [digest_of(files), versions()], lambda path: run(ROOT / ".ci/runner", path / "ling3-runner")
+    )
+    return folder / "ling3-runner"
 
 
 def test_the_file_needs_python_alone(packed: Path, artifact: Artifacts, tmp_path: Path):
