@@ -1,7 +1,8 @@
 """Tokens/s through ``Engine`` with its defaults: ``python -m bench.peers_ours ARTIFACT PREFILLS COUNTS``; as JSON.
 
-Decode is what each of COUNTS sequences gets between its first token and its last, summed. Prefill is the time until
-the first token of one prompt. Medians of REPEATS, after one call that is dropped.
+Decode is what COUNTS sequences get from the moment at which all have their first token until the end: prompts are
+prefilled before. Prefill is the time until the first token of one prompt. Medians of REPEATS, after one call that is
+dropped.
 """
 
 import json
@@ -35,7 +36,8 @@ def main() -> None:
             speeds = []
             for _ in range(REPEATS + 1):
                 done = engine.generate(prompts(count, PROMPT), max_tokens=ANSWER, ignore_eos=True)
-                speeds.append(sum(1e3 * (ANSWER - 1) / (each.e2e_ms - each.ttft_ms) for each in done))
+                seconds = (max(each.e2e_ms for each in done) - max(each.ttft_ms for each in done)) / 1e3
+                speeds.append(count * (ANSWER - 1) / seconds)
             found[f"decode {count}"] = statistics.median(speeds[1:])
             touched = bytes_touched(engine.manifest, engine.manifest.targets[engine.target], count)
             found[f"decode {count} GB/s"] = touched * found[f"decode {count}"] / count / 1e9
