@@ -177,7 +177,7 @@ def test_killed_at_any_moment_the_artifact_is_whole_and_the_next_addition_cleans
 
 
 def test_receipts_that_fail_leave_the_artifact_as_it_was(whole, compiled, monkeypatch):
-    def fail(*arguments):
+    def fail(*_, **__):
         assert (whole / "programs" / "cpu-tp2").is_dir()
         raise PlanError("no")
 

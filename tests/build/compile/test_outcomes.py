@@ -77,7 +77,8 @@ def manifest(receipts):
         cells[name] = replace(PROGRAM, phase=phase, padding=int(padding), origin=origin)
     return SimpleNamespace(
         targets={"cpu-tp1": SimpleNamespace(cells=cells)},
-        vectors=SimpleNamespace(receipts={"cpu-tp1": receipts} if receipts else {}),
+        vectors=SimpleNamespace(receipts={"cpu-tp1": receipts} if receipts else {}, portable=None),
+        measured=lambda target: receipts,
         weights=SimpleNamespace(nbytes=10**6),
         has_weights=True,
     )
@@ -172,6 +173,6 @@ def test_a_refused_build_names_the_cell_that_failed(monkeypatch, tmp_path):
     passed = Receipt("passed", 0.42, 0.01, 9.0, 14)  # one routing flip, and the median is judged
     failed = Receipt("failed", 0.19, 0.19, 17_400.0, 89_600)
     measured = Receipts(Tolerance("median", 0.15), {"decode@1": passed, "copy@8": failed}, {})
-    monkeypatch.setattr(build, "measure_apart", lambda *_: measured)
+    monkeypatch.setattr(build, "measure_apart", lambda *_, **__: measured)
     with pytest.raises(ArtifactError, match=r"'absolute': 17400\.0, 'positions': 89600}, in copy@8"):
         build.receipts(tmp_path, None, "cpu-tp1")
