@@ -35,9 +35,10 @@ Evaluate:
   lm-eval  Run lm-eval's command line with the model ling3.
 
 Measure:
-  bench    Measure latencies and throughput of serving.
-  profile  Trace steps of ARTIFACT, and print the dearest operations.
-  doctor   Say what this machine is, and whether ARTIFACT runs on it.
+  bench      Measure latencies and throughput of serving.
+  profile    Trace steps of ARTIFACT, and print the dearest operations.
+  calibrate  Run every cell of ARTIFACT here, on its vectors, and time it.
+  doctor     Say what this machine is, and whether ARTIFACT runs on it.
 
 Look after:
   transfer  Look after sequence states that are kept for other processes.
