@@ -235,7 +235,7 @@ def test_fewer_devices_than_tp(whole):
         (["--prompt", ""], 1, "error: prompt: expected a prompt of at least one token, found an empty one"),
         (["--prompt", "a\udcff"], 1, "error: prompt: expected text in Unicode, found half a character"),
         ([], 2, "expected one of --prompt, --prompt-ids, --prompt-file and --resume, found none"),
-        (["--prompt", "a", "--prompt-ids", "1"], 2, "expected one of --prompt, --prompt-ids, --prompt-file and --resume, found "),
+        (["--prompt", "a", "--prompt-ids", "1"], 2, "--prompt, --prompt-ids, --prompt-file and --resume, found 2"),
         (["--prompt", "a", "--max-tokens", "0"], 2, "Invalid value for '--max-tokens'"),
         (["--prompt", "a", "--logits", "no/such/x.npz"], 1, "--logits `no/such/x.npz`: expected an existing folder"),
         (["--prompt", "a", "--logits", "/proc/out.npz"], 1, "error: write `out.npz`: expected a writable file"),
