@@ -378,6 +378,7 @@ def test_a_worker_of_other_sources_fails_its_cell_and_keeps_nothing(tmp_path, mo
 @dataclass(frozen=True)
 class Vectors:
     receipts: dict[str, Any]
+    portable: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -391,7 +392,7 @@ class Written:
     has_weights: bool = True
 
 
-def refusing(*arguments: object) -> None:
+def refusing(*_: object, **__: object) -> None:
     raise ArtifactError("expected a cell that runs")
 
 
