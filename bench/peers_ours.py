@@ -36,8 +36,8 @@ def main() -> None:
             speeds = []
             for _ in range(REPEATS + 1):
                 done = engine.generate(prompts(count, PROMPT), max_tokens=ANSWER, ignore_eos=True)
-                seconds = (max(each.e2e_ms for each in done) - max(each.ttft_ms for each in done)) / 1e3
-                speeds.append(count * (ANSWER - 1) / seconds)
+                decoding = max(each.e2e_ms for each in done) - max(each.ttft_ms for each in done)
+                speeds.append(1e3 * count * (ANSWER - 1) / decoding)
             found[f"decode {count}"] = statistics.median(speeds[1:])
             touched = bytes_touched(engine.manifest, engine.manifest.targets[engine.target], count)
             found[f"decode {count} GB/s"] = touched * found[f"decode {count}"] / count / 1e9
