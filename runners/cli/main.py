@@ -42,8 +42,8 @@ from ling3export.runners.engine.request import Completion
 from ling3export.runners.hosts.rendezvous import announced
 from ling3export.runners.transfer.options import PrefixFolder
 
-# Everything behind lm-eval's first word is lm-eval's, its --help included.
 SAMPLING = ("temperature", "top_k", "top_p", "seed")
+# Everything behind lm-eval's first word is lm-eval's, its --help included.
 VERBATIM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 

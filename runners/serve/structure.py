@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from math import inf, isfinite
+from math import inf
 from typing import Any
 
 from ling3export.runners.serve.schema import Body, ChatBody, refusal, shown
@@ -79,9 +79,9 @@ def schema_text(schema: Any, param: str) -> str:
 
 
 def _digits(step: float) -> float:
-    """0.05 → 5, 1200 → 12; infinite for what has no digits."""
-    digits = Decimal(str(step)).normalize().as_tuple().digits if isfinite(step) else ()
-    return int("".join(map(str, digits))) if digits else inf
+    """0.05 → 5, 1200 → 12; infinite for what is no number."""
+    number = Decimal(str(step) if isinstance(step, float) else step)
+    return int("".join(map(str, number.normalize().as_tuple().digits))) if number.is_finite() else inf
 
 
 @dataclass(frozen=True)

@@ -210,6 +210,7 @@ def test_any_json_object_or_length(engine):
         ({"items": {}}, None), (None, "expected a json_schema with a schema"),
         ("x" * 70_000, "expected a json_schema with a schema"), ({"a": "x" * 70_000}, "at most 65,536 characters"),
         ({"type": "nope"}, "Invalid type: nope"), ({"type": "integer", "minimum": 5, "maximum": 3}, "Unsatisfiable"),
+        ({"multipleOf": True}, "Expected f64 for 'multipleOf'"), ({"multipleOf": 10**400}, "number out of range"),
         ({"multipleOf": 0.05}, None), ({"multipleOf": 999_983}, "a number up to 10,000, found 999983"),
         (False, "schema is false"), ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no text fits it"),
     ],
