@@ -101,7 +101,6 @@ def _assembled(
     from ling3export.runners.load.calibrated import calls_measured
     from ling3export.runners.state.form import root_of
     from ling3export.runners.state.prefix_cache import PrefixCache
-    from ling3export.runners.state.prefix_store import PrefixStore
 
     manifest, record, channel = loaded.manifest, loaded.record, loaded.channel
     files = TokenizerFiles(loaded.folder, manifest.tokenizer, manifest.eos_token_ids)
@@ -128,6 +127,8 @@ def _assembled(
                 f"prefix store: expected a prefix cache, found it off or without snapshots, in {loaded.folder}",
                 "leave the prefix cache on, and build the artifact with --snapshots N",
             )
+        from ling3export.runners.state.prefix_store import PrefixStore  # with a carrier, which no other start needs
+
         store = PrefixStore(manifest, record, prefix_store, shared, report)
 
     @cache

@@ -15,7 +15,6 @@ from ling3export.runners.state.prefix_cache import Node, PrefixCache
 
 if TYPE_CHECKING:
     from ling3export.runners.state.prefix_store import PrefixStore
-from ling3export.runners.state.prefix_store import PrefixStore
 
 
 class Mover(Protocol):
