@@ -12,7 +12,7 @@ from rooms import below, room
 
 ROOT = Path(__file__).parents[2]
 STEP = re.compile(r"`((?:ling3export|model|artifacts|runners)/[\w/]+\.py):([\w.]+)`")
-WALKS = ("A tensor, built", "A tensor, loaded", "A token", "A cell")
+WALKS = ("A tensor, built", "A tensor, loaded", "A token", "A cell", "A state, given", "A state, taken")
 CHECKING = {"raises", "fail", "refusal"}
 
 
