@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ling3export.runners.engine.request import SEEDS, Completion
 from ling3export.runners.serve import calls
 from ling3export.runners.serve.calls import Call
-from ling3export.runners.serve.responses import Answer
+from ling3export.runners.serve.items_answer import answer_to
 from ling3export.runners.serve.schema import ApiError, refusal, shown
 from ling3export.strict_json import parse_json
 
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine
 
 LONGEST = 8 << 20  # bytes of a line
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHECKS = {
+    "/v1/completions": calls.completions, "/v1/chat/completions": calls.chat, "/v1/responses": calls.responses,
+}  # fmt: skip
+COMPLETIONS, CHAT, RESPONSES = CHECKS
 REQUEST = ("custom_id", "method", "url", "body")
 PLAIN = {"prompt": COMPLETIONS, "prompt_ids": COMPLETIONS, "messages": CHAT}
 MOST_PROMPTS = 256  # of one line
@@ -46,9 +49,12 @@ class Line:
         try:
             url, body = self._read(text)
             seed = {"seed": (defaults["seed"] + number) % SEEDS}  # not a random one: a run can be repeated
-            given = {"model": model, **defaults, **seed, **body}
-            if "max_completion_tokens" in body and "max_tokens" not in body:  # a newer name of the same
+            given = {"model": model, **defaults, **seed}
+            if url == RESPONSES:
+                given["max_output_tokens"] = given.pop("max_tokens")
+            elif "max_completion_tokens" in body and "max_tokens" not in body:  # a newer name of the same
                 del given["max_tokens"]
+            given |= body
             self.call = self._checked(url, given, engine, model)
         except ApiError as error:
             self.refused = error
@@ -69,15 +75,14 @@ class Line:
         if value.keys() != set(REQUEST) or not isinstance(value["body"], dict):
             fields = ", ".join(sorted(value)[:8]) or "no field"
             raise ApiError(400, f"line: expected {WANTED}, found {fields[:200]}", code="invalid_line")
-        if value["method"] != "POST" or value["url"] not in (CHAT, COMPLETIONS):
+        if value["method"] != "POST" or value["url"] not in [*CHECKS]:  # it may be a list
             found = f"{shown(value['method'])} {shown(value['url'])}"
-            raise refusal("url", f'"POST" to "{CHAT}" or "{COMPLETIONS}"', found, "invalid_url")
+            raise refusal("url", f'"POST" to one of {", ".join(CHECKS)}', found, "invalid_url")
         return value["url"], value["body"]
 
     @staticmethod
     def _checked(url: str, body: dict[str, Any], engine: "Engine", model: str) -> Call:
-        chat = url == CHAT
-        call = (calls.chat if chat else calls.completions)(body, engine, model, MOST_PROMPTS)
+        call = CHECKS[url](body, engine, model, MOST_PROMPTS)
         if call.stream:
             raise refusal("stream", "false in a batch", "true")
         return call
@@ -94,7 +99,7 @@ class Line:
             status, body = self.refused.status, self.refused.body()
         else:
             assert self.call is not None
-            status, body = 200, Answer(self.call, self._model).whole(completions) | {"id": name}
+            status, body = 200, answer_to(self.call, self._model).whole(completions) | {"id": name}
         response = {"status_code": status, "request_id": name, "body": body}
         record = {"id": name, "custom_id": self.custom_id, "response": response, "error": None}
         return json.dumps(record, ensure_ascii=True).encode() + b"\n"

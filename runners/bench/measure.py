@@ -184,7 +184,7 @@ def throughput(how: Settings, report: Callable[[str], None] = say) -> Measuremen
     outcomes = [
         Outcome(
             started, [started + at / 1e3 for at in each.token_ms], len(each.prompt_ids), len(each.token_ids),
-            each.text or "", len(each.token_ids), queue=each.queue_ms / 1e3,
+            each.text or "", len(each.token_ids), cached=each.cached_tokens, queue=each.queue_ms / 1e3,
         )
         for each in answers
     ]  # fmt: skip

@@ -80,9 +80,9 @@ class OverHttp:
                 if data == b"[DONE]":
                     over = True
                     break
-                _take(outcome, parse_json(data, LARGEST), last)
+                over |= _take(outcome, parse_json(data, LARGEST), last)
             if not over and outcome.error is None:
-                outcome.error = "stream: expected [DONE] at its end, found it cut short"
+                outcome.error = "stream: expected [DONE] or a finish_reason at its end, found it cut short"
         except (Ling3Error, OSError, TimeoutError, ValueError, h11.ProtocolError) as error:
             outcome.error = f"{type(error).__name__}: {error}"[:500]
         if outcome.tokens and not outcome.times:  # an answer without text
@@ -124,8 +124,12 @@ class OverHttp:
             raise ValueError(f"status {reply.status}: {told(held)}")
 
 
-def _take(outcome: Outcome, chunk: Any, at: float) -> None:
-    """Adds an event of a stream to what is known of its request."""
+def _take(outcome: Outcome, chunk: Any, at: float) -> bool:
+    """Adds an event of a stream to what is known of its request; whether it says that the answer is whole.
+
+    Some servers, such as that of transformers, send no [DONE] behind it.
+    """
+    whole = False
     if not isinstance(chunk, dict):
         raise ValueError("an event that is no object")
     if chunk.get("error"):
@@ -134,9 +138,11 @@ def _take(outcome: Outcome, chunk: Any, at: float) -> None:
         ids, text = choice.get("token_ids"), choice.get("text") or ""
         outcome.times += [at] * (len(ids) if ids is not None else bool(text))
         outcome.text += text
+        whole |= bool(choice.get("finish_reason"))
     usage = chunk.get("usage")
     if isinstance(usage, dict):
         outcome.prompt_tokens = int(usage.get("prompt_tokens") or 0)
         outcome.tokens = int(usage.get("completion_tokens") or 0)
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         outcome.cached = cached if cached is None else int(cached)
+    return whole

@@ -63,7 +63,7 @@ class InProcess:
             return outcome
         outcome.times = [outcome.start + at / 1e3 for at in done.token_ms]
         outcome.prompt_tokens, outcome.tokens = len(done.prompt_ids), len(done.token_ids)
-        outcome.text, outcome.queue = done.text or "", done.queue_ms / 1e3
+        outcome.text, outcome.queue, outcome.cached = done.text or "", done.queue_ms / 1e3, done.cached_tokens
         return outcome
 
     async def compiles(self) -> int | None:

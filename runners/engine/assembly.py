@@ -12,6 +12,7 @@ from ling3export.runners.engine.request import Limits
 from ling3export.runners.ffn import ATTENTION, WAIT, WHOLE
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.load.loader import Loaded, load
+from ling3export.runners.text.grammar import library
 from ling3export.runners.text.tokenizer import TokenizerFiles
 from ling3export.runners.transfer.options import PrefixFolder
 
@@ -70,9 +71,12 @@ def load_parts(
     Raises:
         ArtifactError, HostsError, Ling3Error: The artifact cannot be loaded here (``load``).
     """
+    agreed = {"overlap": overlap, "prefix_cache": prefix_cache, "evict": evict}
+    if hosts is not None:  # each fills the masks of grammars itself, so all fill the same ones or none fills any
+        agreed["llguidance"] = library()
     loaded = load(
         artifact, target=target, programs=programs, check=check, report=report, hosts=hosts,
-        agreed={"overlap": overlap, "prefix_cache": prefix_cache, "evict": evict},
+        agreed=agreed,
         phases=ATTENTION if ffn else WHOLE,
     )  # fmt: skip
     with loaded.channel.together() if loaded.channel else nullcontext():

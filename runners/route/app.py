@@ -36,6 +36,7 @@ AWAY = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
     "remote_host": None, "remote_port": None,
 }  # fmt: skip
+RESPONSES = "/v1/responses"
 ELSEWHERE = {429, 500, 502, 503, 504}  # another server may answer
 GONE = (OSError, TimeoutError, h11.ProtocolError)
 
@@ -108,7 +109,7 @@ class Router:
             ApiError: No server is there.
         """
         blocks = blocks_of(body)
-        if self.prefill:
+        if self.prefill and path != RESPONSES:  # which takes no kv_transfer_params: who decodes computes the prompt
             params = await self._prefilled(path, body, blocks)
             body = body if params is None else body | {"kv_transfer_params": params}
         tried: list[Worker] = []
@@ -269,6 +270,7 @@ def application(router: Router, policy: Policy) -> Starlette:
     routes = [
         Route("/v1/completions", pass_on, methods=["POST"]),
         Route("/v1/chat/completions", pass_on, methods=["POST"]),
+        Route(RESPONSES, pass_on, methods=["POST"]),
         Route("/v1/models", models, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),

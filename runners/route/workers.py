@@ -39,7 +39,7 @@ def scores(loads: Sequence[Load], weight: float = 1.0) -> list[float]:
 
 def blocks_of(body: dict[str, Any]) -> list[bytes]:
     """The chain of digests of a request's prompt, block by block, from its salt and model on."""
-    prompt = body.get("prompt", body.get("messages"))
+    prompt = body.get("prompt", body.get("messages", [body.get("instructions"), body.get("input")]))
     if isinstance(prompt, list) and all(type(each) is int for each in prompt):
         pieces = [json.dumps(prompt[at : at + IDS_BLOCK]).encode() for at in range(0, len(prompt), IDS_BLOCK)]
     else:

@@ -21,9 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ling3export.runners.engine.handle import QueueFull, RequestFailed
 from ling3export.runners.serve import calls
 from ling3export.runners.serve.calls import Call
-from ling3export.runners.serve.items_answer import ItemsAnswer
+from ling3export.runners.serve.items_answer import answer_to
 from ling3export.runners.serve.metrics import Metrics
-from ling3export.runners.serve.responses import Answer, Stream, event, refused, release, stopped, whole
+from ling3export.runners.serve.responses import Stream, event, refused, release, stopped, whole
 from ling3export.runners.serve.schema import ELEMENTS, ApiError, parse
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class _Server:
         policy = self._policy
         call = await self._call(request, lambda body: read(body, self._engine, policy.model, policy.max_requests))
         handles = self._engine.submit(*call.requests)
-        answer = (Answer if call.repeated is None else ItemsAnswer)(call, policy.model)
+        answer = answer_to(call, policy.model)
         if call.stream:
             return Stream(handles, answer, self.counters)
         try:

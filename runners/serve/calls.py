@@ -25,6 +25,7 @@ from ling3export.runners.serve.schema import (
     validated,
 )
 from ling3export.runners.serve.structure import Format
+from ling3export.runners.text.grammar import grammar_of
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine, Prompt
@@ -232,7 +233,12 @@ def _call(
     engine.check_room(len(prompts) * asked.n)  # before the work of tokenizing them
     limit = asked.max_completion_tokens if asked.max_tokens is None else asked.max_tokens
     name = names.prompt
-    grammar = structure.grammar(asked, names.form) or grammar
+    formed = structure.grammar(asked, names.form)
+    grammar = formed or grammar
+    if grammar is not None:
+        field = structure.field_of(asked, names.form) if formed else "tools"
+        with _refusing(field):
+            engine.files.grammars(engine.limits.vocab_size).matcher(grammar_of(grammar, field), field)
     requests: list[Request] = []
     for number, prompt in enumerate(prompts):
         called = name if len(prompts) == 1 else f"{name} {number}"

@@ -27,6 +27,8 @@ from ling3export.runners.serve.schema import (
 # Fields that would have a server keep answers.
 STORED = frozenset({"store", "previous_response_id", "conversation"})
 LOGPROBS = "message.output_text.logprobs"
+# A copy of thoughts that a server which keeps none could read again: here thoughts go back as the text that they are.
+ENCRYPTED = "reasoning.encrypted_content"
 
 Content = Annotated[str, BeforeValidator(partial(joined, kinds=("input_text", "output_text")))]
 
@@ -108,7 +110,7 @@ class ResponsesBody(Sampled):
     """The body of /v1/responses."""
 
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
-        **NEUTRAL, "reasoning": ({},), "stream_options": ({}, {"include_obfuscation": False}),
+        **NEUTRAL, "reasoning": ({}, {"summary": "auto"}), "stream_options": ({}, {"include_obfuscation": False}),
     }  # fmt: skip
 
     input: Annotated[
@@ -133,8 +135,8 @@ class ResponsesBody(Sampled):
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: Flag = True
     include: Annotated[
-        list[Literal["message.output_text.logprobs"]],
-        Field(default_factory=list, description=f'[] or ["{LOGPROBS}"]'),
+        list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+        Field(default_factory=list, description=f'a list of "{LOGPROBS}" and "{ENCRYPTED}" at most'),
     ]
     top_logprobs: Annotated[int, Field(ge=0, le=LIKELY.high, description=str(LIKELY))] = 0
     metadata: Annotated[dict[str, Any], Field(default_factory=dict, description="an object")]
@@ -157,7 +159,7 @@ class ResponsesBody(Sampled):
             **same, messages=self._messages(), max_tokens=self.max_output_tokens, response_format=form,
             tools=[{"type": tool.pop("type"), "function": tool} for tool in tools], tool_choice=self.tool_choice,
             parallel_tool_calls=self.parallel_tool_calls, top_logprobs=self.top_logprobs,
-            logprobs=bool(self.include) or self.top_logprobs > 0,
+            logprobs=LOGPROBS in self.include or self.top_logprobs > 0,
         )  # fmt: skip
 
     def repeated(self) -> dict[str, Any]:

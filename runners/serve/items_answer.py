@@ -164,6 +164,11 @@ class ItemsAnswer(Answer):
         }  # fmt: skip
 
 
+def answer_to(call: Call, model: str) -> Answer:
+    """The answer to a call, in the form of its endpoint; ``model`` is the name that the model is served under."""
+    return (Answer if call.repeated is None else ItemsAnswer)(call, model)
+
+
 class _Thoughts:
     """Tells which tokens of an answer belong to thoughts, the marks around them included.
 

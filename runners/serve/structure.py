@@ -9,15 +9,13 @@ from math import inf
 from typing import Any
 
 from ling3export.runners.serve.schema import Body, ChatBody, refusal, shown
-from ling3export.runners.text.grammar import LARGEST, Grammar
+from ling3export.runners.text.grammar import AS_WRITTEN, LARGEST, Grammar
 
 DEPTH = 64  # objects and lists within each other that a schema may have
 # Of a `multipleOf`, without zeros at its end and its point: 10,000 take 0.7 s to compile, 999,983 took 67 s.
 LARGEST_STEP = 10_000
 THINK, THOUGHT = "<think>", "</think>"
 CALL, CALLED = "<tool_call>", "</tool_call>"  # around {"name": NAME, "arguments": OBJECT}, as Ling's templates write it
-# Blanks in a call as templates write them: a model that may choose them may never come to an end.
-AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # A text with one call at its end, or with none.
 AT_MOST_ONE = Grammar(
     "lark",
@@ -25,6 +23,13 @@ AT_MOST_ONE = Grammar(
     f'before[suffix="{CALL}"]: /(?s:.*)/\ncalled[suffix="{CALLED}"]: /(?s:.*)/\n',
 )
 TEXT, REASONING, TOOL = "content", "reasoning_content", "tool_calls"
+
+GUIDES = {"guided_regex": "regex", "guided_grammar": "lark"}
+
+
+def field_of(asked: Body, form: str) -> str:
+    """Which field says what the text has to be, where one does; ``form`` is what messages call `response_format`."""
+    return next((each for each in GUIDES if getattr(asked, each) is not None), form)
 
 
 def grammar(asked: Body, name: str = "response_format") -> Grammar | None:
@@ -37,7 +42,7 @@ def grammar(asked: Body, name: str = "response_format") -> Grammar | None:
     Raises:
         ApiError: It says so twice, or in a form that is unknown; or its schema is too large or nested too deeply.
     """
-    found = {each: value for each in ("guided_regex", "guided_grammar") if (value := getattr(asked, each)) is not None}
+    found = {each: value for each in GUIDES if (value := getattr(asked, each)) is not None}
     form = {"type": "text"} if asked.response_format is None else asked.response_format
     kind = form.get("type")
     if kind not in ("text", "json_object", "json_schema"):
@@ -46,14 +51,14 @@ def grammar(asked: Body, name: str = "response_format") -> Grammar | None:
         given = [*found, *([name] if kind != "text" else [])]
         raise refusal(name, f"one of {name}, guided_regex, guided_grammar", " and ".join(given))
     for each, value in found.items():
-        return Grammar("regex" if each == "guided_regex" else "lark", value)
+        return Grammar(GUIDES[each], value)
     if kind != "json_schema":
         return Grammar("json", '{"type": "object"}') if kind == "json_object" else None
     inner = form.get("json_schema")
     schema = inner.get("schema") if isinstance(inner, dict) else None
     if not isinstance(schema, (dict, bool)):
         raise refusal(name, "a json_schema with a schema, an object", "none")
-    return Grammar("json", schema_text(schema, name))
+    return Grammar("json", schema_text({} if schema is True else schema, name))
 
 
 def schema_text(schema: Any, param: str) -> str:

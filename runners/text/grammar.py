@@ -6,6 +6,7 @@ by counted steps and not by time, so that several hosts come to the same end.
 
 from collections.abc import Iterable
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ling3export.errors import ArtifactError, RequestError
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 KINDS = ("json", "regex", "lark")
 LARGEST = 1 << 16  # characters of a schema, regex or grammar
+# Blanks as Python and the templates of tools write them: a model that may choose them may never come to an end.
+AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 KEPT = 32  # of the last ones, what they were compiled to: half a second for a large one
 
 
@@ -28,6 +31,14 @@ class Grammar(NamedTuple):
 
     kind: str
     text: str
+
+
+def library() -> str:
+    """The version of llguidance; ``none`` where it is not installed."""
+    try:
+        return version("llguidance")
+    except PackageNotFoundError:
+        return "none"
 
 
 class Matcher:
@@ -108,7 +119,9 @@ class Grammars:
         make = self._library.LLMatcher
         try:
             if kind == "json":
-                inner = make.grammar_from_json_schema(text)
+                # The schemas true and false take no options.
+                options: Any = AS_WRITTEN if text.lstrip().startswith("{") else None
+                inner = make.grammar_from_json_schema(text, defaults=options)
             else:
                 inner = make.grammar_from_regex(text) if kind == "regex" else make.grammar_from_lark(text)
         except ValueError as error:

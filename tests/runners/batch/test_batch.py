@@ -21,7 +21,7 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.shards import Shard
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 SETTINGS: dict[str, Any] = {"max_tokens": 4, "temperature": 1.0, "seed": 5}
 
 
@@ -65,14 +65,20 @@ def test_each_line_is_answered_in_order_with_what_the_engine_says(engine, tmp_pa
         request(CHAT, "c", messages=[{"role": "user", "content": "A"}], max_completion_tokens=2),
         {"messages": [{"role": "user", "content": "A"}], "custom_id": "d"},
         {"prompt": "AB"},
+        request(RESPONSES, "f", input="A"),
+        request(RESPONSES, "g", input=[{"role": "user", "content": "A"}], max_output_tokens=2),
     ])  # fmt: skip
     summary = run(engine, source, tmp_path / "out.jsonl")
-    assert (summary.answered, summary.refused, summary.earlier) == (5, 0, 0)
+    assert (summary.answered, summary.refused, summary.earlier) == (7, 0, 0)
     found = answers(tmp_path / "out.jsonl")
-    assert [line["custom_id"] for line in found] == ["a", "line-1", "c", "d", "line-4"]
+    assert [line["custom_id"] for line in found] == ["a", "line-1", "c", "d", "line-4", "f", "g"]
     assert {line["response"]["status_code"] for line in found} == {200}
-    assert len({line["id"] for line in found}) == 5
-    bodies = [line["response"]["body"] for line in found]
+    assert len({line["id"] for line in found}) == 7
+    *bodies, whole, short = [line["response"]["body"] for line in found]
+    assert [(body["object"], body["usage"]["output_tokens"]) for body in (whole, short)] == [
+        ("response", 4),
+        ("response", 2),
+    ]
     kinds = ["text_completion", "text_completion", "chat.completion", "chat.completion", "text_completion"]
     assert [body["object"] for body in bodies] == kinds
     assert [body["usage"]["completion_tokens"] for body in bodies] == [3, 4, 2, 4, 4]
@@ -96,6 +102,8 @@ def test_each_line_is_answered_in_order_with_what_the_engine_says(engine, tmp_pa
             "line: expected a request",
         ),
         (request("/v1/embeddings", input="A"), "invalid_url", 'found "POST" "/v1/embeddings"'),
+        (request([COMPLETIONS], prompt=[1]), "invalid_url", 'found "POST" a list'),
+        (request(RESPONSES, input="A", max_tokens=3), "unsupported_parameter", "`max_tokens`: expected fields that"),
         (request(COMPLETIONS, prompt=[1], stream=True), "invalid_value", "`stream`: expected false in a batch"),
         (request(COMPLETIONS, prompt=[1], model="other"), "model_not_found", 'expected "toy", found "other"'),
         (request(COMPLETIONS, prompt=[10**6]), "invalid_value", "1000000"),

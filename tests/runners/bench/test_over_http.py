@@ -52,6 +52,15 @@ def test_the_warm_up_is_short_and_its_failure_ends_the_run():
         sent(url, [Ask("a", 100)])
 
 
+def test_an_answer_that_says_how_it_ended_is_whole():
+    """The server of transformers sends no [DONE] behind its answers: all of them counted as cut short."""
+    last = {"choices": [{"text": "", "finish_reason": "stop"}], "usage": {"prompt_tokens": 2, "completion_tokens": 1}}
+    answer = [HEAD, event({"choices": [{"text": "a", "finish_reason": None}]}), event(last), b"0\r\n\r\n"]
+    with serving(lambda body: answer) as (url, _):
+        (outcome,) = sent(url, [Ask("a", 1)]).outcomes
+    assert (outcome.error, outcome.tokens, outcome.text) == (None, 1, "a")
+
+
 def test_tokens_that_come_together_have_one_time():
     def answer(body):
         pieces = [{"choices": [{"text": "ab", "token_ids": [1, 2]}]}, {"choices": [{"text": "", "token_ids": [3]}]}]

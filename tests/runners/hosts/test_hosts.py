@@ -119,16 +119,17 @@ def test_a_damaged_weight_on_one_host_ends_all_with_its_name(artifact, tmp_path)
     assert "error: host 3 ended: tensor `embeddings.lm_head` slab 13: expected sha256" in said[0]
 
 
-def test_hosts_agree_on_overlap_and_prefix_cache_before_anything_is_loaded(monkeypatch):
-    """They decide which calls come in which order."""
+def test_hosts_agree_on_overlap_prefix_cache_and_llguidance_before_anything_is_loaded(monkeypatch):
+    """They decide which calls come in which order. A host without llguidance once failed in the middle of a step."""
 
     def load(*_, agreed, **others):
         raise Ling3Error(f"{agreed} {others['hosts'].number}")
 
     monkeypatch.setattr(assembly, "load", load)
-    with pytest.raises(Ling3Error, match=r"^\{'overlap': False, 'prefix_cache': None, 'evict': 'lru'\} 0$"):
+    monkeypatch.setattr(assembly, "library", lambda: "none")
+    with pytest.raises(Ling3Error, match=r"^\{'overlap': False, .*, 'evict': 'lru', 'llguidance': 'none'\} 0$"):
         Engine("none", hosts=Hosts("127.0.0.1:1", 2, 0), overlap=False)
-    with pytest.raises(Ling3Error, match=r"^\{'overlap': True, 'prefix_cache': False, 'evict': 'flops'\} 1$"):
+    with pytest.raises(Ling3Error, match=r"^\{'overlap': True, 'prefix_cache': False, .*, 'llguidance': 'none'\} 1$"):
         follow("none", Hosts("127.0.0.1:1", 2, 1), prefix_cache=False, evict="flops")
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from bench.pd import PHASES
 from bench.pd import main as demo
-from ling3export.runners.route.app import Choice, Router, _BadAnswer, workers_of
+from ling3export.runners.route.app import Choice, Router, _BadAnswer, application, workers_of
 from ling3export.runners.route.workers import Load, best, blocks_of, scores
+from ling3export.runners.serve.app import Policy
 from ling3export.runners.serve.schema import ApiError
 
 PARAMS = {"do_remote_prefill": True, "transfer_id": "0" * 32}
@@ -61,7 +62,7 @@ class Fake:
         writer.close()
 
 
-def routed(prefill, decode, body=BODY):
+def routed(prefill, decode, body=BODY, path="/v1/completions"):
     """The statuses and the body that a client gets; and the router."""
 
     async def run():
@@ -70,7 +71,7 @@ def routed(prefill, decode, body=BODY):
             router = Router(*(workers_of(each, None, 60.0) for each in urls), Choice())
             replies = []
             try:
-                async for reply in router.answer("/v1/completions", body):
+                async for reply in router.answer(path, body):
                     replies.append(reply)
             except (OSError, Exception) as error:
                 return error, b"".join(reply.data for reply in replies), router
@@ -101,6 +102,19 @@ def test_where_a_server_cannot_prefill_another_one_does_else_the_one_that_decode
     status, _, router = routed([p], [d])
     assert status == 200 and "kv_transfer_params" not in d.asked[0]
     assert 'ling3_route_fallbacks_total{why="prefill_by_decode"} 1.0' in router.text().decode()
+
+
+def test_a_response_is_routed_by_what_it_asks_and_its_prompt_computed_where_it_is_answered():
+    """/v1/responses was no endpoint of the router; its body has no place for the address of a state."""
+    body = {"model": "m", "input": "a" * 2000, "instructions": "b"}
+    p, d = Fake(), Fake((200, {"object": "response"}))
+    status, data, router = routed([p], [d], body, "/v1/responses")
+    assert (status, json.loads(data)) == (200, {"object": "response"})
+    assert not p.asked and d.asked == [body]
+    assert router.decode[0].load(blocks_of(body)).hit == 1
+    assert blocks_of(body)[0] != blocks_of(body | {"instructions": "c"})[0]
+    app = application(router, Policy("m", None, 1, 1000))
+    assert "/v1/responses" in {route.path for route in app.routes}
 
 
 def test_a_wrong_request_is_refused_by_whoever_sees_it_first():

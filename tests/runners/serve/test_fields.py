@@ -59,11 +59,11 @@ def engine():
         yield engine
 
 
-def call(engine: Engine, path: str, body: Any) -> httpx2.Response:
+def call(engine: Engine, path: str, body: Any = None) -> httpx2.Response:
     async def ask() -> httpx2.Response:
         transport = httpx2.ASGITransport(application(engine, Policy("toy", None, 8, 100_000)))
         async with httpx2.AsyncClient(transport=transport, base_url="http://toy") as client:
-            return await client.post(path, json=body)
+            return await (client.get(path) if body is None else client.post(path, json=body))
 
     return asyncio.run(ask())
 
@@ -198,6 +198,17 @@ def test_an_answer_has_the_form_that_was_asked_for(engine, path, field, check):
         assert choice["finish_reason"] == "length" or check(text), text
 
 
+@pytest.mark.parametrize("field", ["guided_regex", "guided_grammar"])
+def test_a_grammar_that_cannot_be_taken_is_refused_by_its_field(engine, field):
+    """`param` was `prompt`."""
+    for wrong, found in (
+        ("(" if field == "guided_regex" else "start: (", "expected a"),
+        ("a" * 70_000, "at most 65,536"),
+    ):
+        error = call(engine, COMPLETIONS, IDS | {field: wrong}).json()["error"]
+        assert error["param"] == field and found in error["message"]
+
+
 def test_any_json_object_or_length(engine):
     (choice,) = asked(engine, CHAT, SAID | {"response_format": {"type": "json_object"}, "max_tokens": 30})["choices"]
     assert choice["message"]["content"].startswith("{")
@@ -219,7 +230,9 @@ def test_schemas_past_limits_are_refused(engine, schema, found):
     body = IDS | {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
     answer = call(engine, COMPLETIONS, body)
     assert answer.status_code == (200 if found is None else 400)
-    assert found is None or found in answer.json()["error"]["message"]
+    if found is not None:
+        error = answer.json()["error"]
+        assert found in error["message"] and error["param"] == "response_format"
     deep: dict[str, Any] = {}
     for _ in range(80):
         deep = {"items": deep}
@@ -343,6 +356,15 @@ def test_a_call_ends_with_its_own_reason():
     text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     (choice,) = answer.whole([Completion([1], [2], text, "eos", 0, 0)])["choices"]
     assert choice["finish_reason"] == "tool_calls"
+
+
+def test_a_client_can_tokenize_as_the_server_does(engine):
+    """lm-eval's remote tokenizer takes the names of special tokens and the template from there."""
+    answer = call(engine, "/tokenizer_info")
+    assert answer.status_code == 200
+    files = engine.files
+    assert answer.json() == {"eos_token": None} | files.named_tokens | {"chat_template": files.template_text}
+    assert answer.json()["eos_token"] and "messages" in answer.json()["chat_template"]
 
 
 def test_texts_and_messages_become_tokens_and_texts_again(engine):

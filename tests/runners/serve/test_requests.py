@@ -143,11 +143,12 @@ def refused(answer: httpx2.Response, status: int) -> tuple[str, str | None, str 
         ({"guided_regex": "a", "guided_grammar": "b"}, "response_format",
          "`response_format`: expected one of response_format, guided_regex, guided_grammar, found guided_regex and "
          "guided_grammar"),
-        ({"guided_regex": "(a"}, "prompt", "prompt: expected a regex grammar that some text fits, found at 1(8): "
+        ({"guided_regex": "(a"}, "guided_regex",
+         "guided_regex: expected a regex grammar that some text fits, found at 1(8): "
          'invalid regex "(a" (in regex): regex parse error: (a ^ error: unclosed group 1 | start: /(a/ ^'),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "integer", "minimum": 5,
-          "maximum": 3}}}}, "prompt", "prompt: expected a json grammar that some text fits, found Unsatisfiable "
-         "schema: minimum (5) is greater than maximum (3)"),
+          "maximum": 3}}}}, "response_format",
+         "response_format: expected a json grammar that some text fits, found Unsatisfiable schema: minimum (5) is greater than maximum (3)"),
         ({"echo": True, "logprobs": 2}, "echo",
          "`echo`: expected a whole answer and at most 1 log-probability with `logprobs`, found 2 log-probabilities"),
         ({"stop": ""}, "stop", f'`stop`: expected {STOP}, found ""'),
@@ -324,6 +325,8 @@ def test_without_a_tokenizer(wordless):
     assert found == ("`prompt`: expected token ids, found text: this model has no tokenizer", "prompt", "no_tokenizer")
     found = refused(call(wordless, COMPLETIONS, IDS | {"stop": "a"}), 400)
     assert found == ("`stop`: expected none, found some: this model has no tokenizer", "stop", "no_tokenizer")
+    found = refused(call(wordless, "/tokenizer_info", b"", method="GET"), 404)
+    assert found == ("tokenizer: expected one, found none: this model takes token ids", None, "no_tokenizer")
     found = refused(call(wordless, CHAT, SAID), 400)
     assert found == (
         "`messages`: expected a model with a chat template, found none: use /v1/completions", "messages",
