@@ -148,7 +148,8 @@ def refused(answer: httpx2.Response, status: int) -> tuple[str, str | None, str 
          'invalid regex "(a" (in regex): regex parse error: (a ^ error: unclosed group 1 | start: /(a/ ^'),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "integer", "minimum": 5,
           "maximum": 3}}}}, "response_format",
-         "response_format: expected a json grammar that some text fits, found Unsatisfiable schema: minimum (5) is greater than maximum (3)"),
+         "response_format: expected a json grammar that some text fits, found Unsatisfiable schema: minimum (5) "
+         "is greater than maximum (3)"),
         ({"echo": True, "logprobs": 2}, "echo",
          "`echo`: expected a whole answer and at most 1 log-probability with `logprobs`, found 2 log-probabilities"),
         ({"stop": ""}, "stop", f'`stop`: expected {STOP}, found ""'),
