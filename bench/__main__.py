@@ -74,6 +74,19 @@ def peers(checkpoint: Path | None, layers: int, rounds: int, llama_cpp: Path, ke
 
 
 @main.command()
+@click.argument("first", type=click.Path(path_type=Path, exists=True))
+@click.argument("second", type=click.Path(path_type=Path, exists=True))
+@click.option("--rounds", type=click.IntRange(2), default=8, show_default=True, help="The first one is dropped.")
+@click.option("--counts", default="1,4,16", show_default=True, help="Sequences that decode at once.")
+def pair(first: Path, second: Path, rounds: int, counts: str) -> None:
+    """A decode step of two artifacts, in turn in one process; not part of all."""
+    from bench.inputs import numbers
+    from bench.pair import main as run
+
+    run(first, second, rounds, numbers(counts))
+
+
+@main.command()
 @ROUNDS
 @click.option("--layers", default=2, show_default=True, help="Expert layers of the full size; 2 are 1.8 GB.")
 @click.option("--folder", type=click.Path(path_type=Path, exists=True), help="A volume that holds twice the bytes.")

@@ -20,6 +20,7 @@ from ling3export.model.kda.conv import causal_conv, convolve_tiles, step_conv
 from ling3export.model.kda.recurrence import ChunkTerms, Inputs, chunk_step, chunk_terms, is_factored, recurrent_step
 from ling3export.model.kda.tiled import Rows, island_precision, tile_scan
 from ling3export.model.layers import Index, State, l2_norm, of_heads, rms_norm, take
+from ling3export.model.native import calls
 from ling3export.model.products import column_parallel, row_parallel
 
 IN_BOUNDS = "promise_in_bounds"  # slots come from the block manager; a bounds check costs XLA:CPU the in-place update
@@ -96,6 +97,12 @@ class KimiDeltaAttention(nnx.Module):
             new, out = recurrent_step(pool.at[layer, slot].get(mode=IN_BOUNDS), inputs, hold)
             state = state | {"kda_recurrent": pool.at[layer, slot].set(new, mode=IN_BOUNDS)}
             return self._output(out, gate, layer, x.dtype), state
+        if self.geometry.kernels:
+            pool, out = calls.recurrence(
+                state["kda_recurrent"], layer, slot, rows.used, jnp.exp(inputs.g), inputs.beta[..., None] * inputs.k,
+                inputs.q, inputs.k, inputs.v, self.geometry,
+            )  # fmt: skip
+            return self._output(out, gate, layer, x.dtype), state | {"kda_recurrent": pool}
 
         def step(b: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             pool, out = carry

@@ -1,4 +1,4 @@
-"""The kernels of ``kernels.cc`` as functions of arrays: products with one layer of a stack of bf16 weights.
+"""The kernels of ``kernels.cc`` as functions of arrays: products with bf16 weights, and the recurrence of one token.
 
 A kernel gets the whole stack and a layer's number, so that no weight is copied before it is read. The names that XLA
 looks up end in ``geometry.kernels``: processes that run programs of several artifacts keep their kernels apart. Axis
@@ -69,3 +69,28 @@ def experts(
     A number outside of 0 to ``s e - 1`` chooses none.
     """
     return _call("experts", geometry, x.shape, x, gate_up, down, jnp.int32(layer), chosen, share)
+
+
+def recurrence(
+    pool: Float32[Array, "n slots H K V"], layer: Index, slot: Int32[Array, "B"], used: Int32[Array, ""],
+    decay: Float32[Array, "B H K"], written: Float32[Array, "B H K"], q: Float32[Array, "B H K"],
+    k: Float32[Array, "B H K"], v: Float32[Array, "B H V"], geometry: Geometry,
+) -> tuple[Float32[Array, "n slots H K V"], Float32[Array, "B H V"]]:  # fmt: skip
+    """One token of the delta rule of the first ``used`` sequences, whose states change where they lie in the pool.
+
+    Args:
+        pool: The states of all KDA layers and slots.
+        layer: The layer whose states these are.
+        slot: Where each sequence has its state.
+        used: How many rows have a sequence; of the others no state is read, and their outputs are zeros.
+        decay: What is left of each key's row of the state.
+        written: The key times its strength.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        geometry: Whose kernels are called.
+    """
+    out = tuple(jax.ShapeDtypeStruct(each.shape, jnp.float32) for each in (pool, v))
+    call = jax.ffi.ffi_call(f"ling3_recurrence.{geometry.kernels}", out, input_output_aliases={0: 0})
+    found = call(pool, jnp.int32(layer), slot, used, decay, written, q, k, v, devices=np.int32(geometry.tp))
+    return found[0], found[1]

@@ -538,6 +538,58 @@ ffi::Error Experts(ffi::ThreadPool pool, Bf16s x, Bf16s gate_up, Bf16s down, Int
   return ffi::Error::Success();
 }
 
+// One token of the delta rule: state [K, V] <- decay * state, r = v - k^T state, state += written r^T, o = q^T state.
+void Delta(float* __restrict state, int64_t keys, int64_t values, const float* decay, const float* written,
+           const float* q, const float* k, const float* v, float* __restrict rest, float* __restrict o) {
+  std::copy_n(v, values, rest);
+  for (int64_t i = 0; i < keys; ++i) {
+    float* __restrict row = state + i * values;
+    const float kept = decay[i], key = k[i];
+    for (int64_t j = 0; j < values; ++j) {
+      const float each = row[j] * kept;
+      row[j] = each;
+      rest[j] -= key * each;
+    }
+  }
+  std::fill_n(o, values, 0.0f);
+  for (int64_t i = 0; i < keys; ++i) {
+    float* __restrict row = state + i * values;
+    const float strength = written[i], query = q[i];
+    for (int64_t j = 0; j < values; ++j) {
+      const float each = row[j] + strength * rest[j];
+      row[j] = each;
+      o[j] += query * each;
+    }
+  }
+}
+
+// A token of each of the first `used` of B sequences, whose states are pool[layer, slot[b]]; they are changed in place.
+//
+// pool [n, slots, H, K, V]; decay, written, q and k [B, H, K], v [B, H, V] -> pool, o [B, H, V], zeros beyond `used`.
+ffi::Error Recurrence(ffi::ThreadPool threads, Floats, Ints layer_of, Ints slots, Ints used_of, Floats decay,
+                      Floats written, Floats q, Floats k, Floats v, ffi::Result<Floats> pool, ffi::Result<Floats> o,
+                      int32_t devices) {
+  const auto size = pool->dimensions();
+  const int64_t heads = size[2], keys = size[3], values = size[4], layer = layer_of.typed_data()[0];
+  const int64_t rows = slots.dimensions()[0], used = std::min<int64_t>(rows, used_of.typed_data()[0]);
+  const int32_t* slot = slots.typed_data();
+  if (ffi::Error error = CheckLayer(layer, size[0]); error.failure()) return error;
+  for (int64_t b = 0; b < used; ++b) {
+    if (slot[b] < 0 || slot[b] >= size[1]) return ffi::Error::InvalidArgument("slot: expected one of the pool");
+  }
+  float *own = pool->typed_data() + layer * size[1] * heads * keys * values, *out = o->typed_data();
+  const float *kept = decay.typed_data(), *strength = written.typed_data(), *query = q.typed_data();
+  const float *key = k.typed_data(), *value = v.typed_data();
+  Parallel(threads, devices, std::max<int64_t>(0, used) * heads, [=](int64_t task) {
+    const int64_t at = task * keys, b = task / heads, h = task % heads;
+    std::vector<float> rest(values);
+    Delta(own + (slot[b] * heads + h) * keys * values, keys, values, kept + at, strength + at, query + at, key + at,
+          value + task * values, rest.data(), out + task * values);
+  });
+  std::fill(out + std::max<int64_t>(0, used) * heads * values, out + rows * heads * values, 0.0f);
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ling3_columns, Columns,
@@ -547,3 +599,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ling3_rows, Rows,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ling3_experts, Experts,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Bf16s>().Arg<Bf16s>().Arg<Bf16s>().Arg<Ints>().Arg<Ints>().Arg<Floats>()
         .Ret<Floats>().Attr<int32_t>("devices"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ling3_recurrence, Recurrence,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Ints>().Arg<Ints>().Arg<Ints>().Arg<Floats>().Arg<Floats>()
+        .Arg<Floats>().Arg<Floats>().Arg<Floats>().Ret<Floats>().Ret<Floats>().Attr<int32_t>("devices"));

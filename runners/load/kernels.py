@@ -7,7 +7,8 @@ import threading
 from ling3export.artifacts.schema import KERNELS
 from ling3export.errors import ArtifactError
 
-HANDLERS = ("columns", "rows", "experts")  # what the library exports, each with ``ling3_`` before it
+# What a library exports, each with ``ling3_`` before it; those of older artifacts have no recurrence.
+HANDLERS = ("columns", "rows", "experts", "recurrence")
 _registered: dict[str, ctypes.CDLL] = {}  # by the end of the names: XLA takes a name once a process, and calls it later
 _lock = threading.Lock()
 
@@ -31,7 +32,9 @@ def register(library: bytes, ending: str) -> None:
             with open(descriptor, "wb", closefd=False) as file:
                 file.write(library)
             loaded = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
-            symbols = {name: getattr(loaded, f"ling3_{name}") for name in HANDLERS}
+            symbols = {name: getattr(loaded, f"ling3_{name}") for name in HANDLERS if hasattr(loaded, f"ling3_{name}")}
+            if not symbols:
+                raise AttributeError(f"none of {', '.join(HANDLERS)} in it")
         except (OSError, AttributeError) as error:
             os.close(descriptor)
             raise ArtifactError(

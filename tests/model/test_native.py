@@ -11,8 +11,11 @@ import pytest
 
 from artifacts_fixture import ROOT
 from direct import relative
+from kda_oracle import close, delta_rule, random_rows
 from ling3export.compile.kernels import compiled
+from ling3export.errors import ArtifactError
 from ling3export.model.geometry import Geometry
+from ling3export.model.kda.recurrence import Inputs
 from ling3export.model.native import calls
 from ling3export.plan.kernels import LEVELS, compiler, ending
 from ling3export.runners.load import kernels
@@ -116,7 +119,48 @@ def test_experts_of_any_choice(geometry: Geometry, seed: int) -> None:
         assert relative(found.ravel(), expected.ravel()) < HIDDEN
 
 
+@pytest.mark.parametrize("seed", range(CASES))
+def test_one_token_of_the_recurrence(geometry: Geometry, seed: int) -> None:
+    """States that no row has, and those of rows of padding, stay as they are, bit for bit."""
+    rng = np.random.default_rng(seed)
+    layers, rows, heads, keys, values = sizes(rng, 3, 6, 4, 70, 150)
+    used, layer, slots = int(rng.integers(rows + 1)), int(rng.integers(layers)), rows + 2
+    pool, slot = rng.normal(size=(layers, slots, heads, keys, values)), rng.permutation(slots)[:rows]
+    x = random_rows(rng, "published", (rows, heads), keys, values, False)
+    pool32, x32 = jnp.asarray(pool, jnp.float32), jax.tree.map(lambda y: jnp.asarray(y, jnp.float32), x)
+    found, o = calls.recurrence(
+        pool32, layer, jnp.asarray(slot, jnp.int32), jnp.int32(used), jnp.exp(x32.g), x32.beta[..., None] * x32.k,
+        x32.q, x32.k, x32.v, geometry,
+    )  # fmt: skip
+    expected, wanted = np.array(pool32, np.float64), np.zeros((rows, heads, values))
+    for b in range(used):
+        row = Inputs(*(y[b : b + 1] for y in x))
+        expected[layer, slot[b]], wanted[b : b + 1] = delta_rule(expected[layer, slot[b]], row)
+    assert close(found, expected) < ERROR
+    assert close(o, wanted) < ERROR if used else not np.asarray(o).any()
+    assert not np.asarray(o[used:]).any()
+    others = np.ones(pool.shape[:2], bool)
+    others[layer, slot[:used]] = False
+    np.testing.assert_array_equal(np.asarray(found)[others], np.asarray(pool32)[others])
+
+
+def test_a_slot_outside_of_the_pool_is_refused(geometry: Geometry) -> None:
+    pool, row = jnp.ones((1, 2, 1, 4, 4)), jnp.ones((1, 1, 4))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="slot: expected one of the pool"):
+        jax.block_until_ready(calls.recurrence(pool, 0, jnp.int32([2]), jnp.int32(1), *[row] * 5, geometry))
+
+
 def test_a_layer_outside_of_its_stack_is_refused(geometry: Geometry) -> None:
     x, weight = jnp.ones((1, 8), jnp.bfloat16), jnp.ones((1, 2, 4, 8), jnp.bfloat16)
     with pytest.raises(jax.errors.JaxRuntimeError, match="layer: expected one of the stack"):
         jax.block_until_ready(calls.columns(x, weight, 2, geometry))
+
+
+def test_a_library_of_an_older_version_has_fewer_kernels(geometry: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = (ROOT / ".cache" / "tests" / f"kernels-{geometry.kernels}.so").read_bytes()
+    monkeypatch.setattr(kernels, "_registered", {})
+    monkeypatch.setattr(kernels, "HANDLERS", (*kernels.HANDLERS, "later"))
+    register(library, f"{geometry.kernels}-older")
+    monkeypatch.setattr(kernels, "HANDLERS", ("later",))
+    with pytest.raises(ArtifactError, match="none of later in it"):
+        register(library, f"{geometry.kernels}-none")
