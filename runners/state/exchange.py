@@ -137,7 +137,8 @@ class Exchange:
 
     def record(self) -> dict[str, int]:
         """All counts, as JSON."""
-        return dict(sorted((self.counts + self._backend.counts + self._connector.counts).items()))  # type: ignore[attr-defined]
+        counted = (self.counts, self._backend.counts, self._connector.counts)  # type: ignore[attr-defined]
+        return dict(sorted(sum((each.copy() for each in counted), Counter[str]()).items()))
 
     def close(self) -> None:
         """Ends the thread; what has not been carried is not. May be called again."""
@@ -262,6 +263,7 @@ def exchange_of(manifest: Manifest, target: Target, transfer: Transfer, report: 
         connector = HostConnector(
             backend, layout, description_of(manifest, target), root_of(manifest, target), rank=0, tp=1, address=address,
             deadline=transfer.deadline, every=0, striped=False, groups=groups, report=report,
+            lease=transfer.lease,
         )  # fmt: skip
     except Ling3Error:
         backend.close()

@@ -4,11 +4,15 @@ A reader never gets bytes whose header or crc32 is wrong, and never waits longer
 wrong is a miss with a reason, which is counted.
 """
 
+import fcntl
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -79,6 +83,9 @@ class Backend(Protocol):
             until: On the monotonic clock.
         """
 
+    def renew(self, source: Source, until: float) -> str:
+        """Has whoever offers a transfer keep it for another lease from now on: ``renewed``, or why it does not."""
+
     def sent(self) -> set[str]:
         """The transfers that nobody will ask for any more, since the last call."""
 
@@ -89,24 +96,71 @@ class Backend(Protocol):
 class Leases:
     """What was promised under which transfer's id, and for how long, where objects are found by their names.
 
+    Each lease has an empty file: its time is when the lease began, so whoever waits for the transfer renews it by
+    setting the time, and gives it up by removing the file. The lock of those who offer it tells a file of a process
+    that runs from one that was left behind.
+
     Args:
         seconds: How long; None where objects stay, promised or not.
+        file: Where the file of a transfer is.
+        clock: Seconds since 1970.
     """
 
-    def __init__(self, seconds: float | None) -> None:
-        self._seconds = seconds
-        self._held: dict[str, tuple[float, frozenset[str]]] = {}  # until when, which names
+    def __init__(
+        self, seconds: float | None, file: Callable[[str], Path], clock: Callable[[], float] = time.time
+    ) -> None:
+        self._seconds, self._file, self._clock = seconds, file, clock
+        self._held: dict[str, tuple[int | None, frozenset[str]]] = {}  # descriptors and names
 
     def add(self, transfer: str, names: Iterable[str]) -> None:
-        """Promises objects."""
-        self._held[transfer] = time.monotonic() + (self._seconds or 0.0), frozenset(names)
+        """Promises objects.
+
+        Raises:
+            OSError: The file cannot be made.
+        """
+        place = None
+        if self._seconds is not None:
+            place = os.open(self._file(transfer), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(place, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            os.utime(place, (self._clock(),) * 2)
+        self._held[transfer] = place, frozenset(names)
+
+    def renew(self, transfer: str) -> str:
+        """Keeps another process's promise alive; ``refused`` where there is none any more."""
+        try:
+            os.utime(self._file(transfer), (self._clock(),) * 2, follow_symlinks=False)
+        except OSError:
+            return "refused"
+        return "renewed"
+
+    def give_back(self, transfer: str) -> None:
+        """Says that nobody wants what another process promised."""
+        self._file(transfer).unlink(missing_ok=True)
 
     def take_over(self) -> tuple[set[str], set[str]]:
         """The transfers that are over since the last call, and the names that none is left for."""
-        over = {name for name, (until, _) in self._held.items() if until <= time.monotonic()}
-        named = {name for transfer in over for name in self._held.pop(transfer)[1]}
+        over = {transfer for transfer, (place, _) in self._held.items() if self._end_of(place) <= self._clock()}
+        named = {name for transfer in over for name in self._end(transfer)}
         free = named.difference(*(names for _, names in self._held.values()))
         return over, free if self._seconds is not None else set()
+
+    def close(self) -> None:
+        """Ends every promise."""
+        for transfer in [*self._held]:
+            self._end(transfer)
+
+    def _end_of(self, place: int | None) -> float:
+        if place is None or self._seconds is None or not (status := os.fstat(place)).st_nlink:
+            return 0.0
+        return status.st_mtime + self._seconds
+
+    def _end(self, transfer: str) -> frozenset[str]:
+        place, names = self._held.pop(transfer)
+        if place is not None:
+            self._file(transfer).unlink(missing_ok=True)
+            os.close(place)
+        return names
 
 
 class Writer:

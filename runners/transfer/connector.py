@@ -38,6 +38,7 @@ from ling3export.runners.transfer.worker import Worker
 
 TRANSFER = re.compile("[0-9a-f]{32}")
 REMEMBERED = 1 << 16  # transfers that cannot be used again
+LONGEST = 1e6  # seconds of a lease
 
 
 class _UnusableError(Exception):
@@ -64,6 +65,7 @@ class HostConnector(Worker, Connector):
         striped: Whether pages are striped over the ranks.
         groups: The layers of each kind in each group.
         report: Gets a line when another instance's state does not fit.
+        lease: Seconds that the backend keeps what is offered; None where it does not let go of it, or does not say.
 
     Attributes:
         groups: How many groups of layers there are.
@@ -76,14 +78,14 @@ class HostConnector(Worker, Connector):
     def __init__(
         self, backend: Backend, layout: Layout, description: Mapping[str, object], abi: str, *, rank: int, tp: int,
         address: tuple[str, int], deadline: float, every: int, striped: bool,
-        groups: Sequence[Mapping[Kind, range]], report: Callable[[str], None],
+        groups: Sequence[Mapping[Kind, range]], report: Callable[[str], None], lease: float | None = None,
     ) -> None:  # fmt: skip
         if every % layout.block:
             raise Ling3Error(f"connector: expected a multiple of {layout.block} tokens between saves, found {every}")
         super().__init__(backend, layout, abi, rank=rank, tp=tp, deadline=deadline, striped=striped, groups=groups)
         self._description, self._address, self._every, self._report = description, address, every, report
-        self._engine = secrets.token_hex(8)
-        self.counts: Counter[str] = Counter()
+        self._engine, self._lease = secrets.token_hex(8), lease
+        self.counts: Counter[str] = self._renewals.counts
         self._loads: dict[str, Part] = {}
         self._refused: list[Remote] = []
         self._used: OrderedDict[str, None] = OrderedDict()  # transfers, the last ones
@@ -153,7 +155,7 @@ class HostConnector(Worker, Connector):
             "remote_request_id": request.request_id, "remote_host": host, "remote_port": port,
             "remote_block_ids": list(slots.pages), "tp_size": self._tp, "striped": self._striped,
             "transfer_id": transfer, "prompt_digest": self._hashes(request, len(request.prompt_ids))[-1].hex(),
-            "state": dict(self._description),
+            "state": dict(self._description), **({} if self._lease is None else {"lease": self._lease}),
         }  # fmt: skip
 
     def take_events(self) -> list[Stored | Removed]:
@@ -181,6 +183,8 @@ class HostConnector(Worker, Connector):
             right = right and isinstance(numbers, list) and all(type(n) is int and n > 0 for n in numbers)
             right = right and len(numbers) == -(-len(request.prompt_ids) // self._layout.block)
             right = right and isinstance(given["state"], Mapping)
+            lease = given.get("lease")
+            right = right and (lease is None or (type(lease) in (int, float) and 0 < lease <= LONGEST))
             if not right or not TRANSFER.fullmatch(transfer) or type(given["striped"]) is not bool:
                 raise TypeError
             heads_of(0, self._layout.heads, tp)
@@ -195,4 +199,4 @@ class HostConnector(Worker, Connector):
             raise _UnusableError("other_prompt", text)
         if transfer in self._used:
             raise _UnusableError("used", "kv_transfer_params: expected a transfer of its own, found one used before")
-        return Remote(host, port, transfer, Pages(numbers, tp, given["striped"]))
+        return Remote(host, port, transfer, Pages(numbers, tp, given["striped"]), lease)

@@ -4,6 +4,7 @@ Tensors are called ``kda.recurrent.0`` and so on, after their layers, and lie in
 header stands in the file's metadata, in hexadecimal. A file is there whole or not at all, by rename.
 """
 
+import fcntl
 import json
 import math
 import os
@@ -28,7 +29,7 @@ from ling3export.strict_json import parse_json
 LENGTH = struct.Struct("<Q")
 LARGEST_HEAD = 1 << 20  # bytes of a file before its tensors
 YOUNG = 60.0  # seconds that a file may be unfinished though no process of this machine writes it: another one may
-SUFFIX = ".safetensors"
+SUFFIX, LEASE = ".safetensors", ".lease"
 METADATA = "ling3"
 
 
@@ -39,12 +40,15 @@ class Folder:
         layout: What objects hold.
         folder: Where.
         lease: Seconds that what this process offers stays for its reader; None for ever.
+        clock: Seconds since 1970.
 
     Raises:
         TransferError: It cannot be made, or is something else.
     """
 
-    def __init__(self, layout: Layout, folder: Path, lease: float | None = None) -> None:
+    def __init__(
+        self, layout: Layout, folder: Path, lease: float | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -53,7 +57,7 @@ class Folder:
         self.counts: Counter[str] = Counter()
         self.removed: list[str] = []
         self._written: set[str] = set()
-        self._leases = Leases(lease)
+        self._leases = Leases(lease, lambda transfer: folder / f"{PREFIX}{transfer}{LEASE}", clock)
 
     def create(self, key: Key) -> Writer | None:
         """An object in memory, which becomes a file when it is whole."""
@@ -78,6 +82,10 @@ class Folder:
     def offer(self, transfer: str, keys: Sequence[Key]) -> None:
         """Promises that they stay for the lease; nobody has to ask, since objects are found by their names."""
         self._leases.add(transfer, (key.name for key in keys))
+
+    def renew(self, source: Source, until: float) -> str:
+        """Sets the time of the lease's file."""
+        return self._leases.renew(source.transfer)
 
     def sent(self) -> set[str]:
         """The transfers whose leases are over, or all without one; files written here for them alone are removed."""
@@ -124,6 +132,8 @@ class Folder:
 
     def fetch(self, keys: Sequence[Key], source: Source | None, until: float) -> list[np.ndarray | None]:
         """The objects' payloads; a damaged file is removed."""
+        if not keys and source is not None:
+            self._leases.give_back(source.transfer)
         found = []
         for key in keys:
             payload, reason = self._read(key) if time.monotonic() < until else (None, "timeout")
@@ -134,7 +144,8 @@ class Folder:
         return found
 
     def close(self) -> None:
-        """Does nothing: files stay."""
+        """Ends what was promised; files stay."""
+        self._leases.close()
 
     def _path(self, key: Key) -> Path:
         return self._folder / f"{key.name}{SUFFIX}"
@@ -184,6 +195,12 @@ def left_behind(folder: Path, *, dry_run: bool) -> Iterator[tuple[str, int, str]
         pid = path.name.rpartition("partial-")[2].partition("-")[0]
         if pid.isdigit() and start_of(int(pid)) is None and time.time() - path.stat().st_mtime > YOUNG:
             yield from _removed(path, f"its writer, process {pid}, is gone", dry_run)
+    for path in sorted(folder.glob(f"{PREFIX}*{LEASE}")):
+        with suppress(OSError), opened(folder, path.name) as file:
+            old = time.time() - os.fstat(file.fileno()).st_mtime > YOUNG
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # who offers it has a lock
+            if old:
+                yield from _removed(path, "a lease of a process that is gone", dry_run)
 
 
 def read_header(length: bytes, read: Callable[[int], bytes]) -> Header:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ling3export.errors import Ling3Error
-from ling3export.runners.transfer.plan import Pages
+from ling3export.runners.transfer.backend import Source
+from ling3export.runners.transfer.plan import Pages, port_of
 
 
 class ProtocolError(Ling3Error):
@@ -59,12 +60,25 @@ class Scheduled(NamedTuple):
 
 
 class Remote(NamedTuple):
-    """Where a prefill instance offers a sequence's state: of each rank at ``port + 2 rank + 1``."""
+    """Where a prefill instance offers a sequence's state: of each rank at ``port + 2 rank + 1``.
+
+    Attributes:
+        host: Its name or address.
+        port: Its base port.
+        transfer: The transfer's id.
+        pages: Where the instance has the blocks.
+        lease: Seconds that it keeps them, unless that is renewed; None where it does not say, as older ones do not.
+    """
 
     host: str
     port: int
     transfer: str
     pages: Pages
+    lease: float | None = None
+
+    def sources(self) -> list[Source]:
+        """Where each rank is asked."""
+        return [Source(self.host, self.port + port_of(rank), self.transfer) for rank in range(self.pages.tp)]
 
 
 class Part(NamedTuple):

@@ -13,7 +13,7 @@ import os
 import stat
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -41,12 +41,16 @@ class Shm:
         limit: Bytes that all segments of this user may have; the least recently used ready ones go first.
         deadline: Seconds that a reader waits at most for an object that is being written.
         lease: Seconds that what this process offers stays for its reader; None for as long as there is room.
+        clock: Seconds since 1970.
 
     Raises:
         TransferError: This machine has no shared memory.
     """
 
-    def __init__(self, layout: Layout, limit: int, deadline: float, lease: float | None = None) -> None:
+    def __init__(
+        self, layout: Layout, limit: int, deadline: float, lease: float | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
         if not FOLDER.is_dir() or limit < HEADER.size:
             raise TransferError(
                 f"shm: expected {FOLDER} and room for an object, found "
@@ -56,7 +60,7 @@ class Shm:
         self.counts: Counter[str] = Counter()
         self.removed: list[str] = []
         self._written: dict[str, tuple[int, int]] = {}  # our segments' inodes and times by name
-        self._leases = Leases(lease)
+        self._leases = Leases(lease, lambda transfer: FOLDER / f"{own_prefix()}{transfer}.lease", clock)
 
     def create(self, key: Key) -> Writer | None:
         """A segment for an object; its bytes are reserved, so that writing cannot meet a full memory."""
@@ -102,6 +106,10 @@ class Shm:
         """Promises that they stay for the lease; nobody has to ask, since objects are found by their names."""
         self._leases.add(transfer, (key.name for key in keys))
 
+    def renew(self, source: Source, until: float) -> str:
+        """Sets the time of the lease's file."""
+        return self._leases.renew(source.transfer)
+
     def sent(self) -> set[str]:
         """The transfers whose leases are over, or all without one; what this process wrote for them alone is removed.
 
@@ -133,6 +141,8 @@ class Shm:
     def fetch(self, keys: Sequence[Key], source: Source | None, until: float) -> list[np.ndarray | None]:
         """Copies of the objects; one that is being written is waited for, until the deadline."""
         until = min(until, time.monotonic() + self._deadline)
+        if not keys and source is not None:
+            self._leases.give_back(source.transfer)
         found = []
         for key in keys:
             payload, reason = self._read(key, until)
@@ -148,6 +158,7 @@ class Shm:
                 if path.stat().st_ino == inode:
                     path.unlink()
         self._written.clear()
+        self._leases.close()
 
     def _read(self, key: Key, until: float) -> tuple[np.ndarray | None, str]:
         while True:

@@ -6,7 +6,8 @@ Both ends prove to each other that they know the secret (``hosts.rendezvous``) b
     holder to puller  OBJECT  header and payload, for each name in order; or REFUSED
     puller to holder  TAKEN
 
-Each part of a transfer is pulled once, however that ends. The transfer ends with the last of them, when a puller asks
+An ASK for part 0 of 0 and for no names renews the transfer's lease; the holder answers RENEWED, or REFUSED. Each part
+of a transfer is pulled once, however that ends. The transfer ends with the last of them, when a puller asks
 for no names, and when its lease is over. What follows the proofs is neither signed nor encrypted.
 """
 
@@ -16,8 +17,8 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
@@ -40,7 +41,7 @@ from ling3export.runners.transfer.backend import PAUSE, Presence, Source, Transf
 from ling3export.runners.transfer.objects import HEADER, Header, Key, Layout, State
 
 ROLES = ("puller", "holder")
-ASK, OBJECT, TAKEN = b"A", b"B", b"K"
+ASK, OBJECT, TAKEN, RENEWED, ARRAY = b"A", b"B", b"K", b"N", b"D"
 MOST_PARTS = 1024
 LARGEST_ASK = 1 << 20  # bytes of what a puller asks, 30,000 names
 TRANSFER = re.compile("[0-9a-f]{32}")
@@ -56,7 +57,7 @@ class _Offer:
         self.pulled: set[int] = set()
 
 
-class _Refused(Exception):
+class RefusedError(Exception):
     """The holder does not know a transfer, or has given it away."""
 
 
@@ -70,6 +71,7 @@ class Tcp:
         address: Where to listen: host and port, port 0 for any that is free.
         secret: What both ends know; needed where other machines reach the address.
         lease: Seconds that a transfer is kept for its puller.
+        clock: Gives the seconds by which leases end.
 
     Attributes:
         port: Where this end listens.
@@ -79,12 +81,14 @@ class Tcp:
     """
 
     def __init__(
-        self, layout: Layout, limit: int, deadline: float, address: tuple[str, int], secret: str, lease: float
-    ) -> None:
+        self, layout: Layout, limit: int, deadline: float, address: tuple[str, int], secret: str, lease: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         host, port = address
         if not (secret or is_loopback(host)):
             raise TransferError(f"tcp {host}: expected a secret where other machines reach it, found none", SHARE)
         self._layout, self._limit, self._deadline, self._secret, self._lease = layout, limit, deadline, secret, lease
+        self._clock = clock
         self.counts: Counter[str] = Counter()
         self.removed: list[str] = []
         self._lock = threading.Lock()
@@ -134,7 +138,7 @@ class Tcp:
         """Keeps objects for whoever pulls ``transfer`` until the lease is over. Those not written are left out."""
         with self._lock:
             found = {key.name: memory for key in keys if (memory := self._objects.get(key.name)) is not None}
-            self._offers[transfer] = _Offer(found, time.monotonic() + self._lease)
+            self._offers[transfer] = _Offer(found, self._clock() + self._lease)
             for name in found:
                 self._fresh.pop(name, None)
 
@@ -149,10 +153,7 @@ class Tcp:
         try:
             if source is None:
                 raise FileNotFoundError
-            with socket.create_connection(source[:2], max(0.001, until - time.monotonic())) as peer:
-                prove(peer, self._secret, 0, until, ROLES)
-                names = [key.name for key in keys]
-                tell(peer, ASK, transfer=source.transfer, part=source.part, parts=source.parts, names=names)
+            with self._asking(source, [key.name for key in keys], until) as peer:
                 for key in keys:
                     payload, reason = self._pull(peer, key, until)
                     found.append(payload)
@@ -163,12 +164,22 @@ class Tcp:
             last = "miss"
         except TimeoutError:
             last = "timeout"
-        except (_Refused, SecretError):
+        except (RefusedError, SecretError):
             last = "refused"
         except (OSError, ValueError):
             last = "peer_gone"
         self.counts.update([*reasons, *[last] * (len(keys) - len(reasons))])
         return found + [None] * (len(keys) - len(found))
+
+    def renew(self, source: Source, until: float) -> str:
+        """Asks the holder."""
+        try:
+            with self._asking(source._replace(part=0, parts=0), [], until) as peer:
+                return "renewed" if receive(peer, 0, until)[0] == RENEWED else "refused"
+        except SecretError:
+            return "refused"
+        except (OSError, ValueError):
+            return "peer_gone"
 
     def sent(self) -> set[str]:
         """Transfers that were pulled, broken off, or whose lease is over."""
@@ -186,19 +197,19 @@ class Tcp:
             self._offers.clear()
             self._fresh.clear()
 
+    @contextmanager
+    def _asking(self, source: Source, names: list[str], until: float) -> Iterator[socket.socket]:
+        """A connection on which a holder was asked."""
+        with socket.create_connection(source[:2], max(0.001, until - time.monotonic())) as peer:
+            prove(peer, self._secret, 0, until, ROLES)
+            tell(peer, ASK, transfer=source.transfer, part=source.part, parts=source.parts, names=names)
+            yield peer
+
     def _pull(self, peer: socket.socket, key: Key, until: float) -> tuple[np.ndarray | None, str]:
         """The next object and ``hit``, or the reason why there is none."""
-        head = np.empty(HEAD.size, np.uint8)
-        _into(peer, head, until)
-        kind, length = HEAD.unpack(head.tobytes())
-        if kind == REFUSED:
-            raise _Refused
-        if (kind, length) == (OBJECT, 0):
+        memory = self._arrived(peer, key, until)
+        if memory is None:
             return None, "miss"
-        if kind != OBJECT or length != HEADER.size + self._layout.nbytes(key):
-            raise ConnectionError("another message than an object")
-        memory = np.empty(length, np.uint8)
-        _into(peer, memory, until)
         try:
             header = Header.parse(memory[: HEADER.size].tobytes())
         except ValueError:
@@ -208,6 +219,27 @@ class Tcp:
         if fault is None and (header.state != State.READY or header.crc(payload) != header.crc32):
             fault = "corrupt"
         return (payload, "hit") if fault is None else (None, fault)
+
+    def _arrived(self, peer: socket.socket, key: Key, until: float) -> np.ndarray | None:
+        """The bytes of the next object, None where the holder does not have it."""
+        head = np.empty(HEAD.size, np.uint8)
+        _into(peer, head, until)
+        kind, length = HEAD.unpack(head.tobytes())
+        if kind == REFUSED:
+            raise RefusedError
+        if (kind, length) == (OBJECT, 0):
+            return None
+        if kind != OBJECT or length != HEADER.size + self._layout.nbytes(key):
+            raise ConnectionError("another message than an object")
+        memory = np.empty(length, np.uint8)
+        _into(peer, memory, until)
+        return memory
+
+    def _hand(self, caller: socket.socket, memory: np.ndarray) -> object:
+        """Sends an object; gives what has to stay until the puller has it."""
+        caller.sendall(HEAD.pack(OBJECT, memory.nbytes))
+        caller.sendall(memory.data)
+        return memory
 
     def _listen(self) -> None:
         with self._listener:
@@ -231,7 +263,7 @@ class Tcp:
     def _expire(self) -> None:
         """Gives up transfers whose lease is over."""
         with self._lock:
-            for transfer in [name for name, offer in self._offers.items() if offer.until < time.monotonic()]:
+            for transfer in [name for name, offer in self._offers.items() if offer.until < self._clock()]:
                 del self._offers[transfer]
                 self._sent.add(transfer)
                 self.counts["expired"] += 1
@@ -243,15 +275,29 @@ class Tcp:
                 caller.settimeout(GREETING)
                 challenge(caller, self._secret, until, ROLES)
                 asked = hear(caller, ASK, until, LARGEST_ASK, transfer=str, part=int, parts=int, names=list)
-                if not TRANSFER.fullmatch(asked["transfer"]) or not 0 <= asked["part"] < asked["parts"] <= MOST_PARTS:
+                part, parts, names = asked["part"], asked["parts"], asked["names"]
+                renews = (part, parts, names) == (0, 0, [])
+                if not TRANSFER.fullmatch(asked["transfer"]) or not (renews or 0 <= part < parts <= MOST_PARTS):
                     raise ConnectionError("no transfer")
-                if not all(isinstance(name, str) for name in asked["names"]):
+                if not all(isinstance(name, str) for name in names):
                     raise ConnectionError("no names")
             except (OSError, ValueError):
                 return self._note("stranger")
             finally:
                 self._room.release()
+            if renews:
+                return self._keep(caller, asked["transfer"])
             self._give(caller, **asked)
+
+    def _keep(self, caller: socket.socket, transfer: str) -> None:
+        """Begins a transfer's lease anew, if it is not over."""
+        with self._lock:
+            offer = self._offers.get(transfer)
+            if offer is not None:
+                offer.until = self._clock() + self._lease
+            self.counts["unknown" if offer is None else "renewed"] += 1
+        with suppress(OSError):
+            send(caller, REFUSED if offer is None else RENEWED, b"")
 
     def _take(self, transfer: str, part: int, parts: int, names: list[str]) -> _Offer | None:
         """The offer that a puller may have a part of; with the last part it ends. None where there is none."""
@@ -274,13 +320,14 @@ class Tcp:
             with suppress(OSError):
                 send(caller, REFUSED, b"")
             return
-        outcome = "broken_off"
+        outcome, kept = "broken_off", []
         try:
             for name in names:
-                memory = offer.objects.get(name, np.empty(0, np.uint8))
                 caller.settimeout(max(0.001, until - time.monotonic()))
-                caller.sendall(HEAD.pack(OBJECT, memory.nbytes))
-                caller.sendall(memory.data)
+                if (memory := offer.objects.get(name)) is None:
+                    send(caller, OBJECT, b"")
+                else:
+                    kept.append(self._hand(caller, memory))
             if receive(caller, 0, until)[0] == TAKEN:
                 outcome = "pulled" if names else "given_back"
         except OSError:

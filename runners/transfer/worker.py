@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 
 from ling3export.errors import Ling3Error
-from ling3export.runners.transfer.backend import Backend, Source, Writer
+from ling3export.runners.transfer.backend import Backend, Writer
 from ling3export.runners.transfer.objects import Key, Kind, Layout
-from ling3export.runners.transfer.plan import HeadCopy, Pages, head_plan, heads_of, page_plan, port_of
-from ling3export.runners.transfer.protocol import Meta, Part, Removed, Slots, Stored
+from ling3export.runners.transfer.plan import HeadCopy, Pages, head_plan, heads_of, page_plan
+from ling3export.runners.transfer.protocol import Meta, Part, Remote, Removed, Slots, Stored
+from ling3export.runners.transfer.renewals import Renewals
 
 THREADS = 4  # loads at once
+RENEWAL = 5.0  # seconds that one renewal of a lease may take
 
 
 class Worker:
@@ -59,6 +61,7 @@ class Worker:
         self._gone: set[str] = set()  # transfers that were sent before their requests had finished
         self._errors: set[int] = set()
         self._pool = ThreadPoolExecutor(THREADS, "ling3-load")
+        self._renewals = Renewals(lambda source: backend.renew(source, time.monotonic() + min(RENEWAL, deadline)))
 
     def register_state_buffers(self, buffers: Mapping[str, np.ndarray]) -> None:
         """Raises Ling3Error where a pool is missing, or has another shape or dtype than the layout says."""
@@ -85,12 +88,12 @@ class Worker:
 
     def start_load(self, ctx: object) -> None:
         for part in self._meta.loads:
+            if self._rank == 0 and part.remote is not None and part.remote.lease is not None:
+                self._renewals.add(part.request_id, part.remote.sources(), part.remote.lease)
             with self._lock:
                 self._running[part.request_id] = self._pool.submit(self._load, part)
-        for remote in self._meta.refused if self._rank == 0 else ():
-            for p in range(remote.pages.tp):
-                source = Source(remote.host, remote.port + port_of(p), remote.transfer)
-                self._pool.submit(self._backend.fetch, [], source, time.monotonic() + self._deadline)
+        for remote in self._meta.refused:
+            self._pool.submit(self._give_back, remote)
 
     def wait_for_layer_load(self, group: int) -> None:
         for part in self._meta.loads:
@@ -140,8 +143,11 @@ class Worker:
     def handle_preemptions(self, ids: set[str]) -> None:
         with self._lock:
             self._cancelled |= ids & self._running.keys()
+        for request_id in ids:
+            self._renewals.drop(request_id)
 
     def shutdown(self) -> None:
+        self._renewals.close()
         self._pool.shutdown(cancel_futures=True)
         self._backend.close()
 
@@ -169,9 +175,13 @@ class Worker:
 
     def _load(self, part: Part) -> None:
         """Loads a sequence into its slot and pages, whole or not at all."""
+        self._renewals.drop(part.request_id)
         right = False
         try:
-            right = self._carry(part, time.monotonic() + self._deadline)
+            if part.request_id not in self._cancelled:
+                right = self._carry(part, time.monotonic() + self._deadline)
+            elif part.remote is not None:
+                self._give_back(part.remote)
         finally:
             with self._lock:
                 if not right and part.request_id not in self._cancelled:
@@ -180,6 +190,11 @@ class Worker:
                 if part.parallel:
                     self._running.pop(part.request_id, None)
                     self._received.add(part.request_id)
+
+    def _give_back(self, remote: Remote) -> None:
+        """Says that nobody wants a transfer."""
+        for source in remote.sources() if self._rank == 0 else ():
+            self._backend.fetch([], source, time.monotonic() + self._deadline)
 
     def _carry(self, part: Part, until: float) -> bool:
         count = len(part.hashes)
@@ -198,10 +213,9 @@ class Worker:
             if not wanted:
                 continue
             pullers = sorted({d for sender, d in ends if sender == p})
-            source = part.remote and Source(
-                part.remote.host, part.remote.port + port_of(p), part.remote.transfer,
-                pullers.index(self._rank), len(pullers),
-            )  # fmt: skip
+            source = part.remote and part.remote.sources()[p]._replace(
+                part=pullers.index(self._rank), parts=len(pullers)
+            )
             payloads = self._backend.fetch([key for _, key in wanted], source, until)
             for (copy, key), payload in zip(wanted, payloads, strict=True):
                 if payload is None:

@@ -9,7 +9,7 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,12 +49,16 @@ BACKENDS = ("shm", "file", "tcp")
 _SALTS = itertools.count()
 
 
-def backend(name: str, folder: Path, limit: int = LIMIT, deadline: float = 5.0, lease: float | None = None) -> Backend:
+def backend(
+    name: str, folder: Path, limit: int = LIMIT, deadline: float = 5.0, lease: float | None = None,
+    clock: Callable[[], float] | None = None,
+) -> Backend:  # fmt: skip
+    told = {} if clock is None else {"clock": clock}
     if name == "shm":
-        return Shm(LAYOUT, limit, deadline, lease)
+        return Shm(LAYOUT, limit, deadline, lease, **told)
     if name == "file":
-        return Folder(LAYOUT, folder, lease)
-    return Tcp(LAYOUT, limit, deadline, ("127.0.0.1", 0), "", lease or 60.0)
+        return Folder(LAYOUT, folder, lease, **told)
+    return Tcp(LAYOUT, limit, deadline, ("127.0.0.1", 0), "", lease or 60.0, **told)
 
 
 def fresh_salt() -> str:

@@ -291,13 +291,15 @@ def test_what_was_promised_goes_with_its_lease(name, tmp_path):
     assert writer.counts == {"stored": 4} | ({"pulled": 1, "expired": 3} if name == "shm" else {"released": 4})
 
 
-def test_a_lease_ends_what_no_other_lease_holds():
-    leases, kept = Leases(0.0), Leases(None)
-    for each in (leases, kept):
-        each.add("a", ["x", "y"])
-    assert leases.take_over() == ({"a"}, {"x", "y"}) and kept.take_over() == ({"a"}, set())
-    held = Leases(60.0)
+def test_a_lease_ends_what_no_other_lease_holds(tmp_path):
+    at = [0.0]
+    held, kept = (Leases(each, lambda name: tmp_path / name, lambda: at[0]) for each in (10.0, None))
     held.add("a", ["x", "y"])
+    kept.add("c", ["x", "y"])
+    assert kept.take_over() == ({"c"}, set()) and held.take_over() == (set(), set())
+    at[0] = 5.0
     held.add("b", ["y"])
-    held._held["a"] = 0.0, held._held["a"][1]
+    at[0] = 10.0
     assert held.take_over() == ({"a"}, {"x"}) and held.take_over() == (set(), set())
+    held.close()
+    assert list(tmp_path.iterdir()) == []

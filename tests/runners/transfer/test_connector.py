@@ -17,12 +17,15 @@ from ling3export.runners.transfer.connector import HostConnector
 from ling3export.runners.transfer.objects import Kind
 from ling3export.runners.transfer.plan import Pages, heads_of, port_of
 from ling3export.runners.transfer.protocol import Checked, Meta, ProtocolError, Removed, Scheduled, Slots, Stored
+from ling3export.runners.transfer.renewals import Renewals
 from ling3export.runners.transfer.tcp import Tcp
+from ling3export.runners.transfer.worker import THREADS
 from transfers import ABI, BACKENDS, DESCRIPTION, LAYOUT, LIMIT, backend, fresh_salt
 
 SLOTS, PAGES = 3, 9
 GROUPS = ({Kind.BLOCK: range(0, 1), Kind.SNAPSHOT: range(0, 2)}, {Kind.BLOCK: range(1, 2), Kind.SNAPSHOT: range(2, 3)})
 WHOLE = ({Kind.BLOCK: range(2), Kind.SNAPSHOT: range(3)},)
+LEASE = 60.0
 TOKENS = 20  # two whole blocks, and a half
 
 
@@ -49,7 +52,9 @@ def base_port(tp: int) -> int:
 class Instance:
     """All ranks of one instance in this process, each with pools of its own."""
 
-    def __init__(self, name, folder, tp, *, every=0, striped=False, groups=WHOLE, listens=True, deadline=5.0) -> None:
+    def __init__(
+        self, name, folder, tp, *, every=0, striped=False, groups=WHOLE, listens=True, deadline=5.0, lease=None
+    ) -> None:
         port = base_port(tp) if name == "tcp" and listens else 0
         self.tp, self.striped, self.parts, self.said = tp, striped, groups, []
         self.ranks, self.pools = [], []
@@ -62,7 +67,7 @@ class Instance:
                 Checked(
                     HostConnector(
                         end, LAYOUT, DESCRIPTION, ABI, rank=rank, tp=tp, address=("127.0.0.1", port), deadline=deadline,
-                        every=every, striped=striped, groups=groups, report=self.said.append,
+                        every=every, striped=striped, groups=groups, report=self.said.append, lease=lease,
                     )
                 )
             )  # fmt: skip
@@ -157,6 +162,12 @@ def sequence(tokens: int, seed: int = 0) -> dict[str, np.ndarray]:
 def assert_same(found, wanted) -> None:
     for name, array in wanted.items():
         assert np.array_equal(bits(found[name]), bits(array)), name
+
+
+@pytest.fixture
+def by_hand(monkeypatch):
+    """No thread renews leases: the test does."""
+    monkeypatch.setattr(Renewals, "_run", lambda self: None)
 
 
 @pytest.fixture
@@ -296,6 +307,68 @@ def test_a_transfer_that_is_refused_is_freed_at_once(tmp_path, stack):
     while (counts := [rank._backend.counts["given_back"] for rank in p.ranks]) != [1, 1] and time.monotonic() < until:
         time.sleep(0.01)
     assert counts == [1, 1] and all(not rank._backend._offers for rank in p.ranks)
+
+
+def test_a_load_that_waits_for_its_turn_keeps_its_lease(tmp_path, stack, by_hand):
+    """All threads that load are busy, and hold what the fifth waits for until the lease would be over."""
+    p, request, _, params = prefilled(stack, "tcp", tmp_path, 2, lease=LEASE)
+    assert params["lease"] == LEASE
+    at = time.monotonic()
+    for rank in p.ranks:
+        rank._backend._clock = lambda: at
+    d = instance(stack, "tcp", tmp_path, 1, listens=False, deadline=60.0)
+    worker, go = d.ranks[0]._connector, threading.Event()
+    worker._renewals._clock = lambda: at
+    for _ in range(THREADS):
+        worker._pool.submit(go.wait, 60)
+    asked = Request("d", request.prompt_ids, request.cache_salt, params)
+    d.ranks[0].update_state_after_alloc(asked, Slots(2, (1, 8, 3)), TOKENS)
+    d.step()
+    for _ in range(6):  # two leases
+        at += LEASE / 3
+        worker._renewals.renew_due()
+        for rank in p.ranks:
+            rank._backend._expire()
+    assert worker.counts == {"renewed": 12}, "six times, at two ranks"
+    assert not any(rank._backend.counts["expired"] for rank in p.ranks)
+    go.set()
+    assert d.received("d", 60.0) == set() and worker._renewals._held == {}
+
+
+def test_a_request_that_is_cancelled_before_its_load_gives_the_lease_back(tmp_path, stack, by_hand):
+    p, request, _, params = prefilled(stack, "tcp", tmp_path, 2, lease=LEASE)
+    d = instance(stack, "tcp", tmp_path, 1, listens=False, deadline=60.0)
+    worker, go = d.ranks[0]._connector, threading.Event()
+    for _ in range(THREADS):
+        worker._pool.submit(go.wait, 60)
+    asked = Request("d", request.prompt_ids, request.cache_salt, params)
+    d.ranks[0].update_state_after_alloc(asked, Slots(2, (1, 8, 3)), TOKENS)
+    d.step()
+    d.ranks[0].handle_preemptions({"d"})
+    assert worker._renewals._held == {}
+    go.set()
+    assert d.received("d", 60.0) == set()
+    end = time.monotonic() + 60
+    while any(rank._backend.counts["given_back"] != 1 for rank in p.ranks):
+        assert time.monotonic() < end
+    assert not any(array.any() for array in d.pools[0].values())
+
+
+@pytest.mark.parametrize(("changes", "counted"), [({"lease": None}, {}), ({"lease": 0}, {"bad_params": 1}),
+                                                  ({"lease": "60"}, {"bad_params": 1}),
+                                                  ({"lease": 1e9}, {"bad_params": 1})])  # fmt: skip
+def test_who_says_nothing_of_a_lease_is_asked_for_none(changes, counted, tmp_path, stack, by_hand):
+    """An older version neither says how long it keeps a state nor understands that it should for longer."""
+    _, request, _, params = prefilled(stack, "tcp", tmp_path, 1)
+    assert "lease" not in params
+    d = instance(stack, "tcp", tmp_path, 1, listens=False, deadline=60.0)
+    asked, slots = Request("d", request.prompt_ids, request.cache_salt, params | changes), Slots(2, (1, 8, 3))
+    external = d.ranks[0].get_num_new_matched_tokens(asked, 0)[0]
+    d.ranks[0].update_state_after_alloc(asked, slots, external)
+    d.step()
+    assert d.ranks[0].counts == counted and d.ranks[0]._connector._renewals._thread is None
+    if not counted:
+        assert d.received("d", 60.0) == set()
 
 
 def test_a_load_of_a_preempted_request_writes_nothing(tmp_path, stack, monkeypatch):
