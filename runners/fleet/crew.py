@@ -98,20 +98,23 @@ class _Actor:
         self._make = make
 
     def listens(self) -> str:
-        """Where host 0 listens: this node's address in the cluster, and a port that was free a moment ago."""
+        """Where host 0 listens: this node's address in the cluster, and a port that is its own from now on."""
         import ray
 
         address = ray.util.get_node_ip_address()
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with contextlib.closing(socket.create_server((address, 0), family=family)) as server:
-            port = server.getsockname()[1]
+        # Not for reuse: another process could bind the same port until this one listens.
+        self._bound = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        self._bound.bind((address, 0))
+        port = self._bound.getsockname()[1]
         return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
     def start(self, coordinator: str | None, hosts: Hosts | None) -> dict[str, Any]:
         node = socket.gethostname()
         try:
             self._worker = self._make()
-            place = None if hosts is None or coordinator is None else replace(hosts, coordinator=coordinator)
+            place = None
+            if hosts is not None and coordinator is not None:
+                place = replace(hosts, coordinator=coordinator, bound=None if hosts.number else self._bound)
             return self._worker.start(place) | {"node": node}
         except Ling3Error as error:
             raise ClusterError(f"ray: {error.message}; on node {node}", error.hint) from None

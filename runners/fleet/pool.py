@@ -71,7 +71,7 @@ class Pool(AbstractContextManager["Pool"]):
         try:
             nodes = ray.nodes()
             check_room(nodes, ray.available_resources(), cluster)
-            self._strict = spread(nodes, cluster)
+            strict = spread(nodes, cluster)
             for _ in range(cluster.replicas):
                 self._start()
             while not self._alive:
@@ -79,7 +79,7 @@ class Pool(AbstractContextManager["Pool"]):
         except BaseException:
             self.__exit__()
             raise
-        several = f" of {cluster.each} hosts{'' if self._strict else ', some on one node'}" if cluster.hosts else ""
+        several = f" of {cluster.each} hosts{'' if strict else ', some on one node'}" if cluster.hosts else ""
         report(f"ray: {cluster.replicas} workers{several}{f', http://{dashboard}' if dashboard else ''}")
 
     def __exit__(self, *_: object) -> None:
@@ -120,8 +120,9 @@ class Pool(AbstractContextManager["Pool"]):
                 done[job.number] = result
 
     def _start(self) -> None:
-        on = free_slice(self._ray.nodes(), self._cluster, [crew.slice_name for crew in self._crews])
-        crew = Crew(self._ray, self._cluster, self._make, self._at_once, strict=self._strict, slice_name=on)
+        nodes, cluster = self._ray.nodes(), self._cluster  # one may be gone, or be there, since the last start
+        on = free_slice(nodes, cluster, [crew.slice_name for crew in self._crews])
+        crew = Crew(self._ray, cluster, self._make, self._at_once, strict=spread(nodes, cluster), slice_name=on)
         self._crews.append(crew)
         self._starting[crew.started] = crew
         self._following |= dict.fromkeys(crew.others, crew)

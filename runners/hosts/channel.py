@@ -19,11 +19,12 @@ from queue import SimpleQueue
 from ling3export.errors import Ling3Error, RankDivergence
 from ling3export.runners import flight
 from ling3export.runners.hosts.hosts import Hosts
-from ling3export.runners.hosts.rendezvous import FAILED, Identity, meet, receive, refuse, send, welcome
+from ling3export.runners.hosts.rendezvous import FAILED, Identity, free_port, meet, receive, refuse, send, welcome
 from ling3export.runners.hosts.service import Service, join, leave
 
 BEATS = 6  # signs of life in the seconds without one that end everything
 SETTLE = 5.0  # seconds that a failed step waits for the watch to find its cause on another host
+PORTS = 3  # at which jax's service is started, one after the other, until it does
 SAYING = 60.0  # seconds that it leaves the watch to say what it found, and to end the process
 PART, STEP, END, DONE, RELEASE, ALIVE = b"P", b"T", b"E", b"D", b"R", b"A"
 GONE, DIVERGED = b"G", b"V"  # what is told to all: a host is gone, or it read other tokens
@@ -66,7 +67,7 @@ class Channel:
         self._service: Service | None = None
         if hosts.number == 0:
             try:
-                self._service = Service(hosts.address[0], self._port, hosts.count)
+                self._service = self._serve()
                 welcome(self._peers, self._port)
             except (Ling3Error, OSError) as error:
                 refuse(self._peers, str(error))
@@ -86,6 +87,14 @@ class Channel:
             self._watches.append(watch)
             watch.start()
         threading.Thread(target=self._beat, name="ling3-beat", daemon=True).start()
+
+    def _serve(self) -> Service:
+        """jax's service, at another port where a process has taken the one that was free a moment ago."""
+        for _ in range(PORTS - 1):
+            with contextlib.suppress(Ling3Error):
+                return Service(self.hosts.address[0], self._port, self.hosts.count)
+            self._port = free_port(self.hosts)
+        return Service(self.hosts.address[0], self._port, self.hosts.count)
 
     @property
     def leads(self) -> bool:

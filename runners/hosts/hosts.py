@@ -4,6 +4,7 @@ A host is a process with devices of its own; the same command runs on every one.
 """
 
 import os
+import socket
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ class Hosts:
         host_timeout: Seconds that another host may be silent or behind, before it counts as gone.
         secret: What every host of this start knows, and nobody else.
         trust_network: Without a secret, take whoever reaches the coordinator's address for a host.
+        bound: On host 0, a socket that is bound to the coordinator's address already; by default it binds one itself.
 
     Raises:
         Ling3Error: A value is out of its bounds. Or other machines reach the coordinator, and there is no secret.
@@ -43,6 +45,7 @@ class Hosts:
     host_timeout: float = 30.0
     secret: str = field(default="", repr=False)
     trust_network: bool = False
+    bound: socket.socket | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _, colon, port = self.coordinator.rpartition(":")

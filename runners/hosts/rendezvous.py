@@ -178,9 +178,13 @@ class _Door:
         self._changed = threading.Condition()
         self._closed = False
         self._room = threading.BoundedSemaphore(CALLERS)
-        address, port = own_address(hosts.address[0]), hosts.address[1]
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, port), family=family, backlog=2 * CALLERS)
+        if hosts.bound is None:
+            address, port = own_address(hosts.address[0]), hosts.address[1]
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            self._listener = socket.create_server((address, port), family=family, backlog=2 * CALLERS)
+        else:
+            self._listener = hosts.bound
+            self._listener.listen(2 * CALLERS)
         threading.Thread(target=self._listen, name="ling3-door", daemon=True).start()
 
     def __enter__(self) -> "_Door":
@@ -336,7 +340,7 @@ def _gather(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket],
     try:
         with _Door(hosts, refusal) as door:
             there = door.wait(door.all_there, hosts.start_timeout)
-            chosen = _free_port(hosts)
+            chosen = free_port(hosts)
     except OSError as error:
         raise HostsError(
             f"coordinator {hosts.coordinator}: expected a free port on this machine, found {_system(error)}"
@@ -355,8 +359,8 @@ def _gather(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket],
     return door.peers, chosen
 
 
-def _free_port(hosts: Hosts) -> int:
-    """A port for jax's service, which listens at the same address as host 0."""
+def free_port(hosts: Hosts) -> int:
+    """A port for jax's service, which listens at the same address as host 0; it was free a moment ago."""
     address = own_address(hosts.address[0])
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as free:
         free.bind((address, 0))

@@ -14,11 +14,19 @@ from ling3export.runners.fleet.crew import PLACE, SLICE, Cluster, ClusterError
 from ling3export.runners.fleet.pool import Gone, Pool
 from ling3export.runners.hosts.hosts import Hosts
 
-HOSTS = -3
+HOSTS, BOUND = -3, -4
+
+
+def released(hosts: Hosts) -> Any:
+    """The address that host 0 holds; not any more."""
+    if hosts.bound is None:
+        return None
+    with hosts.bound as bound:
+        return bound.getsockname()
 
 
 class Doubler:
-    """Doubles numbers; ``does`` says what else happens at a number, and how often, and is told of HOSTS."""
+    """Doubles numbers; ``does`` says what else happens at a number, and how often, and is told of HOSTS and BOUND."""
 
     def __init__(self, does: dict[int, list[Any]]) -> None:
         self.does = does
@@ -26,6 +34,7 @@ class Doubler:
     def start(self, hosts: Hosts | None) -> dict[str, Any]:
         if hosts is not None:
             self.does.setdefault(HOSTS, []).append(hosts)
+            self.does.setdefault(BOUND, []).append(released(hosts))
         if self.does.get(-1):
             raise self.does[-1].pop()
         return {
@@ -106,6 +115,24 @@ def test_a_worker_of_several_hosts_is_ended_and_replaced_whole_when_one_of_them_
         hosts = does[HOSTS][first : first + 3]
         assert [(each.number, each.count, each.start_timeout) for each in hosts] == [(n, 3, 7.0) for n in range(3)]
         assert len({(each.coordinator, each.secret) for each in hosts}) == 1 and len(hosts[0].secret) > 16
+        # Host 0 holds the port that the others were told, and nobody else does.
+        assert does[BOUND][first : first + 3] == [hosts[0].address, None, None]
+
+
+def test_hosts_of_a_worker_that_is_replaced_have_nodes_of_their_own_only_where_there_still_are_enough(pool):
+    """A node that is gone for good: with the first worker's rule, the second one would wait for it for ever."""
+    does: dict[int, list[Any]] = {}
+
+    def source(workers):
+        for number in range(20):
+            if number == 5:
+                workers.ray.labels.pop()
+                workers.ray.results[workers.ray.following[0]] = RayError("the node died")
+            yield number
+
+    with pool(does, hosts=2, replicas=1, room=2, labels=({}, {})) as workers:
+        assert list(workers.map(source(workers))) == [2 * n for n in range(20)]
+        assert [group["strategy"] for group in workers.ray.groups] == ["STRICT_SPREAD", "SPREAD"]
 
 
 def test_an_error_of_a_host_that_follows_is_the_runs(pool):
@@ -117,7 +144,7 @@ def test_an_error_of_a_host_that_follows_is_the_runs(pool):
     class Second(Doubler):
         def start(self, hosts: Hosts | None) -> dict[str, Any]:
             assert hosts is not None
-            return super().start(hosts) if hosts.number else {"artifact": "a"}
+            return super().start(hosts) if hosts.number or not released(hosts) else {"artifact": "a"}
 
     pool({})  # a Ray of this process
     with (

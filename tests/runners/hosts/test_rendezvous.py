@@ -194,6 +194,41 @@ def test_a_port_that_is_taken_is_named():
     )
 
 
+def test_a_port_that_is_bound_beforehand_is_nobody_elses():
+    """Host 0 in a cluster tells its port to the others long before it listens: another process could take it."""
+    bound = socket.socket()
+    bound.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{bound.getsockname()[1]}"
+    first, second = (Hosts(address, 2, number, 20.0, bound=(bound, None)[number]) for number in range(2))
+    with pytest.raises(OSError, match="in use"), socket.create_server(first.address):
+        pass
+    one, two = in_threads(lambda: lead(first), lambda: join(second))
+    assert one == ([1], two)
+    assert bound.fileno() == -1  # closed once all are there
+
+
+@pytest.mark.parametrize("taken", [2, 3])
+def test_jax_is_served_at_another_port_where_one_was_taken(monkeypatch, taken):
+    tried: list[int] = []
+
+    class Taken(NoService):
+        def __init__(self, host: str, port: int, count: int) -> None:
+            tried.append(port)
+            if len(tried) <= taken:
+                raise Ling3Error("jax's service: expected it to start, found its port taken")
+
+    monkeypatch.setattr(channels, "Service", Taken)
+    first, second = hosts()
+    one, two = in_threads(lambda: Channel(first, IDENTITY, print), lambda: Channel(second, IDENTITY, print))
+    assert len(tried) == 3
+    if taken == 3:
+        assert isinstance(one, Ling3Error) and "found its port taken" in two.message
+        return
+    assert one._port == two._port == tried[-1] != tried[0]
+    one.close()
+    two.close()
+
+
 def called(place: Hosts) -> socket.socket:
     """A connection to host 0, as soon as it listens."""
     end = time.monotonic() + 10
