@@ -1,8 +1,11 @@
 """The manifests of deploy/ against published schemas: kubernetes-validate's, and kubeflow-trainer-api's of JobSet.
 
-No package has the schema of LeaderWorkerSet: test_deploy.py checks its own fields, and its pods are checked here.
+No package has the schema of LeaderWorkerSet. LWS says its fields, written down from the reference of its API and
+compared with the published definition of v0.9.0 (docs/log.md, 2026-11-23); its pods are checked as Kubernetes' own.
 """
 
+import copy
+import functools
 from typing import Any
 
 import pytest
@@ -12,6 +15,37 @@ from artifacts_fixture import ROOT
 
 pytestmark = pytest.mark.install  # in the extra `deploy`
 RELEASE = "1.37"  # of Kubernetes
+
+
+def closed(*required: str, **properties: Any) -> dict[str, Any]:
+    """The JSON schema of an object that has no other properties."""
+    return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False}
+
+
+WHOLE, POD, SHARE = {"type": "integer"}, {"type": "object"}, {"type": ["integer", "string"]}
+# Of a LeaderWorkerSet v1, what a user says; a default stands for what the API requires and gives one.
+LWS = closed(
+    "apiVersion", "kind", "metadata", "spec",
+    apiVersion={"const": "leaderworkerset.x-k8s.io/v1"}, kind={"const": "LeaderWorkerSet"}, metadata={"type": "object"},
+    spec=closed(
+        "leaderWorkerTemplate",
+        replicas={"type": "integer", "minimum": 0, "maximum": 1_000_000},
+        startupPolicy={"enum": ["LeaderCreated", "LeaderReady"], "default": "LeaderCreated"},
+        networkConfig=closed("subdomainPolicy", subdomainPolicy={"enum": ["Shared", "UniquePerReplica"]}),
+        rolloutStrategy=closed(
+            type={"enum": ["RollingUpdate"], "default": "RollingUpdate"},
+            rollingUpdateConfiguration=closed(partition=WHOLE, maxUnavailable=SHARE, maxSurge=SHARE),
+        ),
+        leaderWorkerTemplate=closed(
+            "workerTemplate",
+            leaderTemplate=POD, workerTemplate=POD, size=WHOLE,
+            restartPolicy={"enum": ["Default", "RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]},
+            subGroupPolicy=closed(subGroupSize=WHOLE, subGroupPolicyType={"enum": ["LeaderWorker", "LeaderExcluded"]}),
+            volumeClaimTemplates={"type": "array"},
+            persistentVolumeClaimRetentionPolicy={"type": "object"},
+        ),
+    ),
+)  # fmt: skip
 
 
 def documents(name: str) -> list[Any]:
@@ -24,8 +58,9 @@ def known(value: dict[str, Any]) -> list[dict[str, Any]]:
         templates = [row["template"] for row in value["spec"]["replicatedJobs"]]
         return [{"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **each} for each in templates]
     if value["kind"] == "LeaderWorkerSet":
-        pods = value["spec"]["leaderWorkerTemplate"]["workerTemplate"]
-        return [{"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": pods}]
+        template = value["spec"]["leaderWorkerTemplate"]
+        pods = [template[name] for name in ("leaderTemplate", "workerTemplate") if name in template]
+        return [{"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": pod} for pod in pods]
     return [value]
 
 
@@ -67,3 +102,26 @@ def test_the_jobset_is_one():
     value["spec"]["replicatedJobs"][0]["replicas"] = "many"
     with pytest.raises(ValueError, match="replicas"):
         read(value)
+
+
+WRONG = (
+    (("spec", "replica"), 2, "'replica' was unexpected"),
+    (("spec", "replicas"), -1, "-1 is less than the minimum"),
+    (("spec", "leaderWorkerTemplate", "size"), "4", "'4' is not of type 'integer'"),
+    (("spec", "leaderWorkerTemplate", "restartPolicy"), "Never", "'Never' is not one of"),
+    (("spec", "rolloutStrategy"), {"maxSurge": 1}, "'maxSurge' was unexpected"),
+    (("apiVersion",), "leaderworkerset.x-k8s.io/v1alpha1", "was expected"),
+)
+
+
+def test_the_leaderworkersets_are_some():
+    jsonschema = pytest.importorskip("jsonschema")
+    found = [value for name in NAMES for value in documents(name) if value["kind"] == "LeaderWorkerSet"]
+    assert found
+    for value in found:
+        jsonschema.validate(value, LWS)
+    for path, wrong, message in WRONG:
+        value = copy.deepcopy(found[0])
+        functools.reduce(dict.__getitem__, path[:-1], value)[path[-1]] = wrong
+        with pytest.raises(jsonschema.ValidationError, match=message):
+            jsonschema.validate(value, LWS)
