@@ -1,5 +1,6 @@
-"""lm-eval evaluates an artifact through a server on loopback, offline, as in process."""
+"""lm-eval and inspect-ai evaluate an artifact through a server on loopback, offline, as in process."""
 
+import gc
 import json
 import warnings
 from pathlib import Path
@@ -40,6 +41,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     with warnings.catch_warnings():  # theirs
         warnings.simplefilter("ignore")
         yield
+        gc.collect()  # inspect-ai leaves streams open, which say so when they go
 
 
 def lm_eval(folder: Path, rows: list[dict[str, Any]], task: dict[str, Any], model: str, **how: Any) -> dict[str, Any]:
@@ -80,3 +82,56 @@ def test_lm_eval_chats_as_in_process(toy: Server, texts: list[str], tmp_path: Pa
     )
     assert over["answers"] == within["answers"] == [[text] for text in texts]
     assert over["scores"]["exact_match,none"] == within["scores"]["exact_match,none"] >= 1 / COUNT
+
+
+def test_lm_eval_scores_choices_as_in_process(artifact, tmp_path: Path):
+    """By token ids, with the server's own tokenizer, from the log-probabilities of an echoed prompt."""
+    rows = [{"question": f"Question: {n} + {n}\nAnswer:", "choices": [f" {n}", f" {2 * n}", " a"]} for n in range(4)]
+    task = {
+        "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}",
+        "doc_to_target": 1, "target_delimiter": "", "metric_list": [{"metric": "acc"}],
+    }  # fmt: skip
+    path = artifact("demo-tp16")
+    within = lm_eval(tmp_path, rows, task, "ling3", model_args={"artifact": path})
+    with Server(path, "--model", "demo") as server:
+        how = {"model": "demo", "base_url": f"{server.url}/v1/completions", "tokenizer_backend": "remote"}
+        over = lm_eval(tmp_path, rows, task, "local-completions", model_args=how | {"max_length": 1024})
+    assert over["scores"]["acc,none"] == within["scores"]["acc,none"]
+    for one, other in zip(over["answers"], within["answers"], strict=True):
+        assert [(pytest.approx(score, abs=1e-9), greedy) for score, greedy in one] == [tuple(each) for each in other]
+
+
+def test_inspect_scores_as_in_process(toy: Server, texts: list[str], tmp_path: Path):
+    """Through both of inspect's providers for such servers, /v1/chat/completions and /v1/responses.
+
+    The provider `openai` takes a name that it does not know for a reasoning model of OpenAI's, and sends such a model
+    no temperature in a chat: that goes into `extra_body`.
+    """
+    from inspect_ai import Task, eval
+    from inspect_ai.dataset import Sample
+    from inspect_ai.model import GenerateConfig, get_model
+    from inspect_ai.scorer import exact
+    from inspect_ai.solver import generate
+
+    samples = [
+        Sample(input=text, target=own if number % 2 else "nothing")
+        for number, (text, own) in enumerate(zip(QUESTIONS, texts, strict=True))
+    ]
+    greedy = GenerateConfig(max_tokens=TOKENS, temperature=0)
+    task = Task(dataset=samples, solver=generate(), scorer=exact(), config=greedy)
+    there = {"base_url": f"{toy.url}/v1", "api_key": "none"}
+    found = {}
+    for name, model in {
+        "in process": get_model(f"ling3/{toy_artifact.shared()}"),
+        "compatible": get_model("openai-api/ling3/toy", **there),
+        "chat": get_model(
+            "openai/toy", config=GenerateConfig(extra_body={"temperature": 0}), responses_api=False, **there
+        ),
+        "responses": get_model("openai/toy", responses_api=True, **there),
+    }.items():
+        (log,) = eval(task, model=model, display="none", log_dir=str(tmp_path), log_format="json")
+        assert log.status == "success", log.error
+        found[name] = [(sample.output.completion, sample.scores["exact"].value) for sample in log.samples]
+    assert [text for text, _ in found["in process"]] == texts
+    assert {score for _, score in found["in process"]} == {"C", "I"}
+    assert found == dict.fromkeys(found, found["in process"])
