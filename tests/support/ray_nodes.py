@@ -19,10 +19,11 @@ class Nodes:
 
     Attributes:
         address: HOST:PORT of its head.
+        pid: The process that has started all others.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
+        self._process, self.pid = process, process.pid
         self.address = self._said()
 
     def add(self, **resources: float) -> None:
