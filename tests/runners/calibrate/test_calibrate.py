@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 import toy_artifact
+from hosting import hosting
 from ling3export.artifacts.calibration import (
     Calibration,
     Times,
@@ -81,6 +82,24 @@ def test_every_cell_is_proven_and_timed_and_the_file_names_machine_and_digests(r
     assert {"programs", "weights", "state"} <= found.load.keys()
     rows = [line.split()[0] for line in run.said.splitlines() if re.match(r"  \w+@\d+ ", line)]
     assert sorted(rows) == sorted([*target.cells, *target.cells])  # times, then receipts
+
+
+@pytest.mark.hosts
+def test_two_hosts_measure_together_and_host_0_writes(artifact, tmp_path):
+    """Collectives are timed with all hosts in them; the other host says and writes nothing."""
+    path = artifact("micro-2x1")
+    commands = [["calibrate", path, "--calls", 2, "--to", tmp_path / f"host{host}.json"] for host in range(2)]
+    with hosting(commands) as processes:
+        said = [process.communicate(timeout=120) for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], said
+    assert [each.name for each in tmp_path.glob("host*.json")] == ["host0.json"] and not said[1][0]
+    found, manifest = read_calibration(tmp_path / "host0.json"), read_manifest(path)
+    (target,) = manifest.targets.values()
+    assert found.receipts.passed and found.weights == manifest.weights_digest
+    assert found.cells.keys() == found.receipts.cells.keys() == target.cells.keys()
+    for times in found.cells.values():
+        assert times.calls == 2 and 0 < times.fastest <= times.median <= times.slowest
+    assert said[0][0].startswith(f"{found.target}:\n")
 
 
 def test_the_page_has_a_bar_for_each_of_estimate_measured_and_bound_and_no_reference_outside(run):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import pytest
 import faults
 from faults import Fault
 from hosting import hosting, wait_until_following
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.request import Request, Sampling
+from ling3export.runners.text.grammar import Grammar
 
 pytestmark = pytest.mark.hosts
 
@@ -36,14 +40,28 @@ def test_the_page_states_the_time_that_is_tested():
     assert f"Every process has ended {faults.STATED} s later at most" in page
 
 
-def test_sigterm_to_all_hosts_lets_running_calls_end(artifact):
-    """The followers had no handler: calls were cut when the first of them ended."""
+def test_two_hosts_follow_grammars_and_penalties_and_sigterm_lets_running_calls_end(artifact):
+    """The request travels, and each host follows it by the tokens that it reads itself. The followers had no handler of
+    SIGTERM: calls were cut when the first of them ended.
+    """
     command = ["serve", artifact("micro-2x1"), "--port", 0, "--grace", 60, "--check", "programs"]
     ask = {"model": "micro-2x1", "prompt": [1, 2, 3], "max_tokens": 100, "ignore_eos": True}
+    edited = ask | {
+        "max_tokens": 12, "temperature": 0.8, "seed": 5, "frequency_penalty": 1.5, "repetition_penalty": 1.2,
+        "logit_bias": {"7": 2}, "guided_regex": "[a-f]{3,20}", "logprobs": 2, "return_token_ids": True,
+    }  # fmt: skip
     ask |= {"stream": True, "stream_options": {"include_usage": True}}
+    with Engine(artifact("micro-tp2"), report=lambda text: None) as engine:
+        sampling = Sampling(0.8, seed=5, frequency_penalty=1.5, repetition_penalty=1.2, logit_bias=((7, 2.0),))
+        grammar = Grammar("regex", "[a-f]{3,20}")
+        (alone,) = engine.complete([Request((1, 2, 3), 12, sampling, ignore_eos=True, grammar=grammar, logprobs=2)])
     with hosting([command] * 2) as processes:
         assert processes[0].stdout is not None
         url = processes[0].stdout.readline().strip()
+        (choice,) = httpx2.post(f"{url}/v1/completions", json=edited, timeout=60).json()["choices"]
+        assert choice["token_ids"] == alone.token_ids and re.fullmatch("[a-f]{3,20}", choice["text"])
+        expected = pytest.approx([each.logprob for each in alone.likely], abs=1e-4)
+        assert choice["logprobs"]["token_logprobs"] == expected
         with httpx2.stream("POST", f"{url}/v1/completions", json=ask, timeout=60) as reply:
             lines = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
             events = [json.loads(next(lines))]
