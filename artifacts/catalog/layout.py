@@ -23,6 +23,7 @@ from ling3export.errors import CatalogError, VersionExists
 from ling3export.reading import opened, read_bytes
 
 LAYOUT, INDEX = "oci-layout", "index.json"
+LAYOUT_DATA = canonical({"imageLayoutVersion": "1.0.0"})
 BLOCK = 1 << 20
 WRITERS, TAGS = ".writers.lock", ".index.lock"
 
@@ -37,6 +38,14 @@ def blocks(file: BinaryIO, count: int) -> Iterator[bytes]:
     while count > 0 and (data := file.read(min(BLOCK, count))):
         yield data
         count -= len(data)
+
+
+def existing(id: str, version: str, store: object) -> VersionExists:
+    """What is said of a version that was to be new."""
+    return VersionExists(
+        f"version `{id}@{version}`: expected a new one, found one with other content, in {store}",
+        "what was published never changes: publish under the next version",
+    )
 
 
 class Layout:
@@ -56,12 +65,7 @@ class Layout:
 
     def entries(self, id: str | None = None) -> list[Entry]:
         """Every version, or those of one id; the tag ``latest`` is none."""
-        found = []
-        for each in self._index().manifests:
-            name, _, version = each.annotation(oci.NAME).partition(":")
-            if is_version(version) and id in (None, name):
-                found.append(Entry(name, version, each))
-        return sorted(found, key=lambda entry: (entry.id, order(entry.version)))
+        return _entries(self._index(), id)
 
     def read(self, blob: Descriptor) -> bytes:
         """A small blob: a manifest or a record.
@@ -129,9 +133,9 @@ class Layout:
         with self._locked(WRITERS, fcntl.LOCK_SH):
             with self._locked(TAGS):
                 if not self._there(LAYOUT):
-                    self._put(LAYOUT, canonical({"imageLayoutVersion": "1.0.0"}))
+                    self._put(LAYOUT, LAYOUT_DATA)
                 if not self._there(INDEX):  # last: where it is, there is a whole layout
-                    self._write_index(())
+                    self._make_index()
             yield
 
     def add(self, part: Part) -> int:
@@ -168,11 +172,11 @@ class Layout:
         """
 
         def added(entries: list[Entry]) -> list[Entry]:
-            if any((each.id, each.version) == (id, version) for each in entries):
-                raise VersionExists(
-                    f"version `{id}@{version}`: expected a new one, found one with other content, in {self}",
-                    "what was published never changes: publish under the next version",
-                )
+            there = [each.descriptor.digest for each in entries if (each.id, each.version) == (id, version)]
+            if there == [manifest.digest]:  # entered by a request whose answer was lost
+                return entries
+            if there:
+                raise existing(id, version, self)
             return [*entries, Entry(id, version, replace(manifest, annotations={oci.NAME: f"{id}:{version}"}))]
 
         self._change(added)
@@ -204,16 +208,20 @@ class Layout:
     def _change(self, change: Callable[[list[Entry]], list[Entry]], more: Descriptor | None = None) -> None:
         self._begin()
         with self._locked(TAGS):
-            others = [each for each in self._index().manifests if not _is_ours(each)]
+            index = self._index()
+            others = [each for each in index.manifests if not _is_ours(each)]
             if more is not None and more.digest not in {each.digest for each in others}:
                 others.append(more)
-            entries = change(self.entries())
+            entries = change(_entries(index))
             tags = []
             for id in sorted({each.id for each in entries}):
                 shown = {each.version: each for each in entries if each.id == id and not each.yanked}
                 if (newest := latest(shown)) is not None:
                     tags.append(replace(shown[newest].descriptor, annotations={oci.NAME: f"{id}:latest"}))
             self._write_index([*others, *(each.descriptor for each in entries), *tags])
+
+    def _make_index(self) -> None:
+        self._write_index(())
 
     def _write_index(self, manifests: Sequence[Descriptor]) -> None:
         body = Index(schemaVersion=2, mediaType=oci.INDEX, manifests=tuple(manifests))
@@ -266,6 +274,15 @@ class Layout:
             yield
         finally:
             os.close(descriptor)
+
+
+def _entries(index: Index, id: str | None = None) -> list[Entry]:
+    found = []
+    for each in index.manifests:
+        name, _, version = each.annotation(oci.NAME).partition(":")
+        if is_version(version) and id in (None, name):
+            found.append(Entry(name, version, each))
+    return sorted(found, key=lambda entry: (entry.id, order(entry.version)))
 
 
 def _is_ours(descriptor: Descriptor) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from ling3export.artifacts import manifest as manifests
 from ling3export.artifacts.catalog import oci
+from ling3export.artifacts.catalog.layout import existing
 from ling3export.artifacts.catalog.oci import Descriptor, Entry, ImageManifest, Part
 from ling3export.artifacts.catalog.record import (
     SCHEMA,
@@ -111,19 +112,18 @@ def publish(
     now = datetime.now(UTC).isoformat(timespec="seconds")
     record = described(manifest, id, version, words, files, now, now, score)
     with store.writing(id):
-        there = [entry for entry in store.entries(id) if entry.version == version]
-        if there and (same := _same(store, there[0], record)) is not None:
-            return Published(same, 0, False)
-        if not there:
-            moved = sum(store.add(part) for _, parts in digested.values() for part in parts)
-            config = store.add_document(canonical(to_json(record)), oci.RECORD)
-            layers = tuple(part.descriptor for _, parts in digested.values() for part in parts)
-            image = ImageManifest(
-                schemaVersion=2, mediaType=oci.MANIFEST, artifactType=oci.ARTIFACT, config=config, layers=layers
-            )
-            document = store.add_document(canonical(to_json(image)), oci.MANIFEST, oci.ARTIFACT)
-        else:
-            document, moved = there[0].descriptor, 0
+        for entry in store.entries(id):
+            if entry.version == version:
+                if (same := _same(store, entry, record)) is None:
+                    raise existing(id, version, store)
+                return Published(same, 0, False)
+        moved = sum(store.add(part) for _, parts in digested.values() for part in parts)
+        config = store.add_document(canonical(to_json(record)), oci.RECORD)
+        layers = tuple(part.descriptor for _, parts in digested.values() for part in parts)
+        image = ImageManifest(
+            schemaVersion=2, mediaType=oci.MANIFEST, artifactType=oci.ARTIFACT, config=config, layers=layers
+        )
+        document = store.add_document(canonical(to_json(image)), oci.MANIFEST, oci.ARTIFACT)
         store.enter(id, version, document)  # which refuses a version that is there by now
     return Published(record, moved, True)
 

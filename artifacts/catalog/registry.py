@@ -15,12 +15,12 @@ import requests
 
 from ling3export.artifacts.catalog import oci
 from ling3export.artifacts.catalog.credentials import TIMEOUT, TOKEN, Credentials, authorization, bounded
-from ling3export.artifacts.catalog.layout import BLOCK
+from ling3export.artifacts.catalog.layout import BLOCK, existing
 from ling3export.artifacts.catalog.oci import Descriptor, Entry, ImageManifest, Index, Part
 from ling3export.artifacts.catalog.record import parsed
 from ling3export.artifacts.catalog.versions import is_version, latest, order
 from ling3export.artifacts.records import canonical, to_json
-from ling3export.errors import AuthDenied, AuthRequired, CatalogError, VersionExists
+from ling3export.errors import AuthDenied, AuthRequired, CatalogError
 from ling3export.reading import opened
 
 PAGES = 1000  # of a list of tags
@@ -159,10 +159,7 @@ class Registry:
         repository = self._prefix + id
         there = [entry.version for entry in self.entries(id)]
         if version in there:
-            raise VersionExists(
-                f"version `{id}@{version}`: expected a new one, found one with other content, in {self}",
-                "what was published never changes: publish under the next version",
-            )
+            raise existing(id, version, self)
         for tag in (version.replace("+", "_"), *(["latest"] if latest([*there, version]) == version else [])):
             self._put(f"{repository}/manifests/{tag}", self._documents[manifest.digest], oci.MANIFEST)
 

@@ -1,22 +1,30 @@
 """A layout that fsspec reaches (``s3://…``, ``gs://…``, ``https://…`` for reading); extra ``remote``.
 
-A file appears there whole, when it is closed. Whoever changes the index holds an object that only one can create.
+A file appears there whole, when it is closed. An S3 store writes the index only if it is what was read before
+(If-Match). For other stores whoever changes the index holds an object that only one can create.
 """
 
 import os
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import fsspec
 
-from ling3export.artifacts.catalog.layout import BLOCK, TAGS, Layout, blocks
+from ling3export.artifacts.catalog.layout import BLOCK, INDEX, LAYOUT, LAYOUT_DATA, TAGS, Layout, blocks
+from ling3export.artifacts.catalog.oci import Descriptor, Entry
 from ling3export.errors import CatalogError
 
 FAILURES = (OSError, ValueError, RuntimeError)  # what file systems raise; aiohttp's errors are OSErrors or ValueErrors
 PATIENCE = 60.0  # seconds to wait for another one who changes the index: it takes two requests
+RANGE = 8 << 20  # bytes of a request
+REFUSED = (409, 412)  # what HTTP says where a condition does not hold, or another request is being carried out
+
+
+class _Beaten(Exception):
+    """Another writer has changed the index since it was read."""
 
 
 class Remote(Layout):
@@ -33,6 +41,8 @@ class Remote(Layout):
             self._files, self._path = fsspec.core.url_to_fs(self._url, use_listings_cache=False)
         except (ImportError, *FAILURES) as error:
             raise CatalogError(f"store `{url}`: expected one that fsspec knows, found: {error}") from error
+        self._compares = "s3" in self._files.protocol  # it writes on a condition
+        self._read_tag: str | None = None  # what the store calls the index that was read last
 
     def __str__(self) -> str:
         return self._url
@@ -40,31 +50,47 @@ class Remote(Layout):
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def _bytes(self, path: str, largest: int) -> bytes:
-        with self._opened(path) as file:
-            data: bytes = file.read(largest + 1)
+        with self._opening(path):
+            if path == INDEX and self._compares:  # before its bytes: with those of an older one nothing is written
+                self._read_tag = self._files.info(self._at(path))["ETag"]
+            if self._web:
+                options = {} if self._ranges(path) else {"block_size": 0}
+                with self._files.open(self._at(path), "rb", **options) as file:
+                    data: bytes = file.read(largest + 1)
+            else:  # in one request, so that all of it is of one moment
+                data = self._files.cat_file(self._at(path), start=0, end=largest + 1)
         if len(data) > largest:
             raise OSError(f"more than {largest:,} bytes")
         return data
 
     def _blocks(self, path: str, start: int, stop: int) -> Iterator[bytes]:
-        with self._opened(path) as file:
-            if self._ranges(path):
-                file.seek(start)
-            else:  # all is sent, from the begin on
-                for _ in blocks(file, start):
-                    pass
-            yield from blocks(file, stop - start)
+        with self._opening(path):
+            if not self._ranges(path):  # all is sent, from the begin on
+                with self._files.open(self._at(path), "rb", block_size=0) as file:
+                    for _ in blocks(file, start):
+                        pass
+                    yield from blocks(file, stop - start)
+                return
+            if (start, stop) == (0, 1):  # an empty file, perhaps: of that there is no part
+                yield self._files.cat_file(self._at(path))
+                return
+            while start < stop:
+                left = stop - start
+                count = left if left < 2 * RANGE else RANGE  # so that none begins behind the last byte
+                data: bytes = self._files.cat_file(self._at(path), start=start, end=start + count)
+                yield data
+                if len(data) < count:
+                    return
+                start += count
 
     def _ranges(self, path: str) -> bool:
         """Whether parts of a file can be read; a web server says so of each."""
         return not self._web or bool(self._files.info(self._at(path)).get("partial"))
 
     @contextmanager
-    def _opened(self, path: str) -> Iterator[Any]:
+    def _opening(self, path: str) -> Iterator[None]:
         try:
-            options = {} if self._ranges(path) else {"block_size": 0}
-            with self._files.open(self._at(path), "rb", **options) as file:
-                yield file
+            yield
         except FileNotFoundError as error:
             raise OSError(2, "No such file", f"{self._url}/{path}") from error
         except CatalogError:
@@ -94,6 +120,61 @@ class Remote(Layout):
         with self._failing("read", path):
             return bool(self._files.exists(self._at(path)))
 
+    def _change(self, change: Callable[[list[Entry]], list[Entry]], more: Descriptor | None = None) -> None:
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return super()._change(change, more)
+            except _Beaten:
+                if time.monotonic() > until:
+                    raise CatalogError(
+                        f"store `{self}`: expected its index to stay as it was read, found others changing it for "
+                        f"{PATIENCE:g} s", "try again: what was written is there",
+                    ) from None  # fmt: skip
+
+    def _make_index(self) -> None:
+        self._read_tag = None
+        with suppress(_Beaten):
+            super()._make_index()
+
+    def _put(self, path: str, data: bytes) -> None:
+        if path == INDEX:
+            self._check_conditions()
+        if path == INDEX and self._compares:
+            self._put_if(path, data, self._read_tag)
+        else:
+            super()._put(path, data)
+
+    def _check_conditions(self) -> None:
+        """Passes where the store refuses what must not be written: not all that speak S3 know conditions."""
+        try:
+            if self._compares:
+                self._put_if(LAYOUT, LAYOUT_DATA, '"0"')
+            elif not self._created(LAYOUT, LAYOUT_DATA):
+                return
+        except _Beaten:
+            return
+        raise CatalogError(
+            f"store `{self}`: expected one that writes on a condition, found one that writes in any case",
+            "of two publications at a time one could be lost: publish into oci:FOLDER, and copy the folder there",
+        )
+
+    def _put_if(self, path: str, data: bytes, tag: str | None) -> None:
+        """Writes an object if the store still calls it ``tag``; if that is None, if there is none.
+
+        Raises:
+            _Beaten: It does not.
+        """
+        condition = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
+        with self._failing("write", path):
+            try:
+                self._files.pipe_file(self._at(path), data, **condition)
+            except OSError as error:
+                reply = getattr(error.__cause__, "response", {})
+                if reply.get("ResponseMetadata", {}).get("HTTPStatusCode") not in REFUSED:
+                    raise
+                raise _Beaten from error
+
     @contextmanager
     def _written(self, path: str, size: int) -> Iterator[Any]:
         with self._failing("write", path), self._files.transaction, self._files.open(self._at(path), "wb") as file:
@@ -101,13 +182,13 @@ class Remote(Layout):
 
     @contextmanager
     def _locked(self, name: str, how: int = 0) -> Iterator[None]:
-        if name != TAGS:  # what tells gc of publishers
+        if name != TAGS or self._compares:  # what tells gc of publishers, or what nobody needs
             yield
             return
         said, until = f"{socket.gethostname()}, process {os.getpid()}", time.monotonic() + PATIENCE
-        while not self._created(name, said):
+        while not self._created(name, said.encode()):
             if time.monotonic() > until:
-                holder = "".join(each.decode(errors="replace") for each in self._blocks(name, 0, BLOCK))
+                holder = self._bytes(name, BLOCK).decode(errors="replace")
                 raise CatalogError(
                     f"store `{self}`: expected its index to be free within {PATIENCE:g} s, found it held by {holder}",
                     f"if that has ended, remove {self._url}/{name}",
@@ -119,12 +200,12 @@ class Remote(Layout):
             with self._failing("remove", name):
                 self._files.rm_file(self._at(name))
 
-    def _created(self, path: str, text: str) -> bool:
+    def _created(self, path: str, data: bytes) -> bool:
         """Creates an object; False if it is there."""
         with self._failing("create", path):
             try:
                 with self._files.open(self._at(path), "xb") as file:
-                    file.write(text.encode())
+                    file.write(data)
             except FileExistsError:
                 return False
         return True

@@ -1,6 +1,7 @@
 """Publications and pulls that are killed at random moments, and two publishers at once: what is left is whole.
 
-``python tests/support/catalog_kills.py ARTIFACT COUNT [SEED]`` kills COUNT of each, and prints what became of them.
+``python tests/support/catalog_kills.py ARTIFACT COUNT [SEED] [s3]`` kills COUNT of each, and prints what became of them;
+with ``s3`` in a store of moto's server. SPAN, in the environment, is the seconds within which they are killed.
 """
 
 import json
@@ -11,30 +12,37 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from builds import environment
 from ling3export.artifacts.catalog.layout import Layout
 from ling3export.artifacts.catalog.publish import Words, publish
 from ling3export.artifacts.catalog.pull import resolve, verify
+from ling3export.artifacts.catalog.stores import open_layout
+from ling3export.errors import CatalogError
 
 # Small blocks and parts, so that there are many moments.
 SCRIPT = """
 import sys
 from pathlib import Path
-from ling3export.artifacts.catalog import layout, oci, publish, pull
+from ling3export.artifacts.catalog import layout, oci, publish, pull, stores
 layout.BLOCK = publish.BLOCK = pull.BLOCK = 4096
 oci.PART = 100_000
+what, folder, where, version = sys.argv[1:]
+store = stores.open_layout(where)
 print("ready", flush=True)
-what, folder, store, version = sys.argv[1:]
 if what == "publish":
-    publish.publish(Path(folder), layout.Layout(Path(store)), "toy", version, publish.Words())
+    publish.publish(Path(folder), store, "toy", version, publish.Words())
 else:
-    (found,) = pull.resolve(layout.Layout(Path(store)), "toy", version)
-    pull.pull(layout.Layout(Path(store)), found, Path(folder), Path(folder + ".blobs"))
+    (found,) = pull.resolve(store, "toy", version)
+    pull.pull(store, found, Path(folder), Path(folder + ".blobs"))
 """
+NONE = ("expected an OCI image layout, found No such file", "expected it in the store, found none")
 
 
 def started(*arguments: object) -> subprocess.Popen[str]:
@@ -59,49 +67,93 @@ def killed(process: subprocess.Popen[str], after: float) -> bool:
     return running
 
 
-def kill_publishers(toy: Path, folder: Path, count: int, rng: random.Random, span: float) -> Counter[str]:
-    """Every version that the index has afterwards is whole; the next publication and ``gc`` leave nothing else."""
+def seen(store: Layout) -> bool:
+    """Whether a reader finds the version; then every byte of it is read and compared."""
+    try:
+        (found,) = resolve(store, "toy", None)
+    except CatalogError as error:
+        if not any(text in str(error) for text in NONE):
+            raise
+        return False
+    return verify(store, found) > 0
+
+
+@contextmanager
+def reading(where: str, found: Counter[str]) -> Iterator[None]:
+    """A thread that looks for the version all the time until the block ends; counts how often it was there.
+
+    Raises:
+        CatalogError: It found half a version, or half an index.
+    """
+    done, failed = threading.Event(), list[BaseException]()
+
+    def read() -> None:
+        store = open_layout(where)
+        try:
+            while not done.is_set():
+                found[f"a reader saw {'it whole' if seen(store) else 'none'}"] += 1
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def kill_publishers(toy: Path, root: str, count: int, rng: random.Random, span: float) -> Counter[str]:
+    """Every version that the index has then or afterwards is whole; the next publication and ``gc`` leave no more."""
     found: Counter[str] = Counter()
     for number in range(count):
-        store = Layout(folder / f"store-{number}")
-        was = killed(started("publish", toy, store.folder, "1.0.0"), rng.random() * span)
-        there = (store.folder / "index.json").exists() and bool(store.entries())
-        if there:
-            verify(store, resolve(store, "toy", "1.0.0")[0])
+        store = open_layout(where := f"{root}/store-{number}")
+        process = started("publish", toy, where, "1.0.0")
+        with reading(where, found):
+            was = killed(process, rng.random() * span)
+        there = seen(store)
         found[f"{'killed' if was else 'ended'}, {'whole' if there else 'no version'}"] += 1
-        publish(toy, store, "toy", "1.0.0", Words())
-        store.gc()
-        left = [path.name for path in (store.folder / "blobs/sha256").iterdir() if path.name.startswith(".")]
-        assert not left and verify(store, resolve(store, "toy", None)[0]) > 0
-        shutil.rmtree(store.folder)
+        assert publish(toy, store, "toy", "1.0.0", Words()).new is not there
+        assert seen(store)
+        if root.startswith("oci:"):  # elsewhere nobody knows who else is publishing
+            store.gc()
+            left = [path.name for path in (store.folder / "blobs/sha256").iterdir() if path.name.startswith(".")]
+            assert not left and seen(store)
+            shutil.rmtree(store.folder)
     return found
 
 
-def kill_pulls(toy: Path, folder: Path, count: int, rng: random.Random, span: float) -> Counter[str]:
+def kill_pulls(toy: Path, root: str, count: int, rng: random.Random, span: float) -> Counter[str]:
     """The folder is there whole or not at all; the last pull goes on from all that the others left."""
-    store, out, found = Layout(folder / "store"), folder / "out", Counter[str]()
-    publish(toy, store, "toy", "1.0.0", Words())
+    where, out, found = f"{root}/pulled", toy.with_name("out"), Counter[str]()
+    publish(toy, open_layout(where), "toy", "1.0.0", Words())
     for _ in range(count):
-        was = killed(started("pull", out, store.folder, "1.0.0"), rng.random() * span)
+        was = killed(started("pull", out, where, "1.0.0"), rng.random() * span)
         there = out.exists()
         if there:
             assert contents(out) == contents(toy)
             shutil.rmtree(out)
             shutil.rmtree(f"{out}.blobs")
         found[f"{'killed' if was else 'ended'}, {'whole' if there else 'nothing'}"] += 1
-    process = started("pull", out, store.folder, "1.0.0")
+    process = started("pull", out, where, "1.0.0")
     assert process.communicate(timeout=300) == ("", "") and contents(out) == contents(toy)
     return found
 
 
-def main(artifact: str, count: str, seed: str = "0") -> None:
+def main(artifact: str, count: str, seed: str = "0", kind: str = "oci") -> None:
     """Prints counts of what was found."""
     rng, span = random.Random(int(seed)), float(os.environ.get("SPAN", "0.3"))
     with tempfile.TemporaryDirectory() as folder:
         toy = Path(shutil.copytree(artifact, Path(folder, "x.ling3")))
-        for what in (kill_publishers, kill_pulls):
-            print(json.dumps({what.__name__: what(toy, Path(folder), int(count), rng, span)}), flush=True)
+        with s3_bucket() if kind == "s3" else nullcontext(f"oci:{folder}") as root:
+            for what in (kill_publishers, kill_pulls):
+                print(json.dumps({what.__name__: what(toy, root, int(count), rng, span)}), flush=True)
 
 
 if __name__ == "__main__":
+    from s3_server import s3_bucket
+
     main(*sys.argv[1:])

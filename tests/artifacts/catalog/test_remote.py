@@ -296,7 +296,7 @@ def test_a_publication_through_fsspec_that_breaks_leaves_no_part_and_waits_for_t
             file.write(b"half")
             raise ZeroDivisionError
         assert not store._there("blobs/sha256/y")
-        assert store._created(".index.lock", "another machine, process 1")
+        assert store._created(".index.lock", b"another machine, process 1")
         monkeypatch.setattr(remote, "PATIENCE", 0.0)
         with pytest.raises(CatalogError, match="found it held by another machine, process 1"):
             publish(toy, store, "toy", "1.0.0", Words())
