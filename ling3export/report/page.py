@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from ling3export.artifacts.calibration import Calibration, found_beside
 from ling3export.artifacts.files import replace_file
 from ling3export.artifacts.manifest import read_manifest
@@ -14,6 +12,7 @@ from ling3export.errors import ArtifactError
 from ling3export.operations import KINDS
 from ling3export.plan.chips import CHIPS
 from ling3export.report.figures import MEMORY, estimated, figures, memory_parts, si, times
+from ling3export.runners.calibrate.pages import template
 from ling3export.runners.calibrate.receipts import ERROR_COLUMNS, error_columns, told
 from ling3export.runners.calibrate.text import ordered
 
@@ -58,12 +57,8 @@ def render(manifest: Manifest, calibration: Calibration | None = None, note: str
 
     Everything from the manifest is escaped: the checkpoint's name comes from whoever made it.
     """
-    engine = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    engine.filters |= {"si": si, "times": times, "told": told, "errors": error_columns, "parts": memory_parts}
-    page = engine.get_template("report.html").render(
+    filters = {"si": si, "times": times, "told": told, "errors": error_columns, "parts": memory_parts}
+    page = template(TEMPLATES, "report.html", **filters).render(
         manifest=manifest, targets=[_shown(manifest, name) for name in manifest.targets], kinds=KINDS, memory=MEMORY,
         errors=ERROR_COLUMNS, unknown=UNKNOWN, calibration=calibration, note=note,
         measured=[] if calibration is None else ordered(calibration),

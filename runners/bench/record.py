@@ -12,12 +12,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from ling3export.artifacts.schema import Manifest
 from ling3export.runners.bench.metrics import Figures, Outcome
 from ling3export.runners.bench.run import Run
 from ling3export.runners.bench.workloads import Ask
+from ling3export.runners.calibrate.pages import template
 
 TEMPLATES = Path(__file__).parent / "templates"
 BINS, SLICES = 24, 40  # bars of a distribution, and of throughput over time
@@ -109,10 +108,6 @@ def page(records: Sequence[Mapping[str, Any]], outcomes: Sequence[Sequence[Outco
         records: Of the runs.
         outcomes: Of each run, what became of its requests.
     """
-    engine = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
     rows = [(title, [_value(each["figures"], path) for each in records], scale) for title, path, scale in ROWS]
     runs = []
     for each, found in zip(records, outcomes, strict=True):
@@ -125,7 +120,7 @@ def page(records: Sequence[Mapping[str, Any]], outcomes: Sequence[Sequence[Outco
         runs.append({"record": each, "figures": [(title, bars) for title, bars in figures if bars]})
     kept = [(title, [None if v is None else v * scale for v in values]) for title, values, scale in rows]
     kept = [(title, values) for title, values in kept if any(value is not None for value in values)]
-    return engine.get_template("bench.html").render(records=records, rows=kept, runs=runs)
+    return template(TEMPLATES, "bench.html").render(records=records, rows=kept, runs=runs)
 
 
 def distribution(values: Sequence[float]) -> list[tuple[str, float]]:

@@ -1,17 +1,14 @@
 """A calibration for people: tables, and a page that refers to nothing outside itself."""
 
-from pathlib import Path
 from typing import NamedTuple
-
-import jinja2
 
 from ling3export.artifacts.calibration import Calibration, Times
 from ling3export.artifacts.schema import Target
 from ling3export.operations import COLLECTIVES, KINDS
+from ling3export.runners.calibrate.pages import SHARED, template
 from ling3export.runners.calibrate.receipts import ERROR_COLUMNS, error_columns, explained
 from ling3export.tables import aligned
 
-TEMPLATES = Path(__file__).parent / "templates"
 COLUMNS = ("measured", "ms", "device ms", "dispatch ms", "estimate ms", "bound ms")
 ORDER = ("prefill", "score", "decode")
 
@@ -85,15 +82,10 @@ def page(found: Calibration, target: Target) -> str:
         found: What was measured.
         target: The manifest's record of the target.
     """
-    engine = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    engine.filters["ms"] = milliseconds
     cells = ordered(found)
     receipts = [(name, found.receipts.cells[name].status, *error_columns(name, found.receipts)) for name, _ in cells]
     collectives = {name: sum(each.count for each in target.cells[name].collectives.values()) for name, _ in cells}
-    text = engine.get_template("calibration.html").render(
+    text = template(SHARED, "calibration.html", ms=milliseconds).render(
         found=found, cells=[(name, each, bars(each)) for name, each in cells], kinds=kinds(found, target),
         receipts=receipts, errors=ERROR_COLUMNS, explained=explained(found.receipts.tolerance),
         collectives=collectives, between=COLLECTIVES,
