@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ling3export.artifacts.files import write_new
 from ling3export.artifacts.manifest import read_checked, read_manifest, write_manifest
-from ling3export.artifacts.schema import Manifest
+from ling3export.artifacts.schema import Manifest, Vectors, Weights
 from ling3export.artifacts.staging import staged
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.compile.build import Reporter, copy_tokenizer, named, receipts, weight_half
@@ -32,7 +32,8 @@ def attach(
         report: Told of every stage.
         force: Replace ``out`` if it is there, or the weights that ``artifact`` has.
         ignore: Fields of the checkpoint's config.json to ignore.
-        run: Whether the programs are run for receipts; otherwise nothing of ``artifact`` is executed.
+        run: Whether the programs are run for receipts; otherwise nothing of ``artifact`` is executed. Receipts of the
+            same weights stay, also those of programs that this machine cannot run.
 
     Returns:
         The manifest.
@@ -57,16 +58,36 @@ def attach(
         tokenizer = copy_tokenizer(folder, source)
         pools = [target.state.pages * target.state.page_size for target in manifest.targets.values()]
         weights, vectors = weight_half(folder, source, manifest.plan.dtype, min(manifest.plan.context, *pools), report)
+        here = [name for name in manifest.targets if run and plan_of(manifest, name).target.runs_here]
+        vectors = still_measured(manifest, weights, vectors, here, report)
         manifest = replace(
             manifest, source=named(source.path, source.digests()), weights=weights, vectors=vectors,
             tokenizer=tokenizer, config=manifest.config | {"eos_token_id": source.config.eos_token_ids},
         )  # fmt: skip
-        here = [name for name in manifest.targets if run and plan_of(manifest, name).target.runs_here]
         report.start("receipts", len(here))
         for name in here:
             vectors.receipts[name] = receipts(folder, manifest, name)
             report.advance("receipts", 1)
         return write_manifest(folder, manifest)
+
+
+def still_measured(
+    manifest: Manifest, weights: Weights, vectors: Vectors, again: Sequence[str], report: Reporter
+) -> Vectors:
+    """The vectors with the receipts of ``manifest``, whose programs stay, if weights and expectations are the same.
+
+    If they are not, ``report`` is told which receipts went and are not measured ``again`` now.
+    """
+    old = manifest.vectors
+    if manifest.weights == weights and replace(old, receipts={}, portable=None) == vectors:
+        return replace(vectors, receipts=dict(old.receipts), portable=old.portable)
+    for name in sorted({*old.receipts, *(old.portable or {})} - {*again}):
+        how = " --portable" * (name not in old.receipts)
+        report.note(
+            f"{name}: its receipts were those of other weights and are dropped; measure it again with: "
+            f"ling3export verify ARTIFACT --target {name}{how}"
+        )
+    return vectors
 
 
 def check_config(source: Checkpoint, manifest: Manifest, artifact: Path) -> None:

@@ -3,15 +3,19 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import toy_artifact
 from artifacts_fixture import RECIPES
 from builds import copying
 from ling3export.artifacts.manifest import read_manifest, recorded_files
+from ling3export.artifacts.schema import PortableReceipts, Receipts, Tolerance
 from ling3export.checkpoint.convert import store_files
 from ling3export.checkpoint.dummy import DummyWeights
 from ling3export.checkpoint.load_plan import load_plan
@@ -19,6 +23,7 @@ from ling3export.checkpoint.reader import Checkpoint
 from ling3export.checkpoint.synth import config_fields
 from ling3export.cli import main as cli
 from ling3export.compile import pool
+from ling3export.compile.attach import still_measured
 from ling3export.model.config import Config
 from ling3export.model.parameters import expected_tensors, mtp_tensors
 from ling3export.runners.cli import main as runner_cli
@@ -108,6 +113,26 @@ def test_weights_of_two_fine_tunes_are_attached_and_nothing_is_compiled(artifact
             found, wanted = (each.generate([PROMPT], max_tokens=8)[0] for each in (engine, built))
             assert found.token_ids == wanted.token_ids
             assert engine.stats()["compile_events"] == 0
+
+
+def test_receipts_stay_with_the_same_weights_and_are_named_where_others_come():
+    """What was measured on other machines, or of portable programs, was dropped in silence."""
+    manifest = read_manifest(toy_artifact.shared())
+    fresh = replace(manifest.vectors, receipts={}, portable=None)
+    found = Receipts(Tolerance("largest", 1e-3), {}, {})
+    portable = PortableReceipts(**vars(found), compiler="jaxlib 1", lacking={})
+    measured = replace(fresh, receipts={"cpu-tp2": found}, portable={"tpu": portable})
+    manifest, notes = replace(manifest, vectors=measured), list[str]()
+    report = SimpleNamespace(note=notes.append)
+    assert still_measured(manifest, manifest.weights, fresh, ["cpu-tp2"], report) == measured and not notes
+    other = replace(manifest.weights, index={})
+    assert still_measured(manifest, other, fresh, ["cpu-tp2"], report) == fresh
+    assert notes == [
+        "tpu: its receipts were those of other weights and are dropped; measure it again with: "
+        "ling3export verify ARTIFACT --target tpu --portable"
+    ]
+    still_measured(manifest, other, fresh, [], report)
+    assert notes[1].endswith(": ling3export verify ARTIFACT --target cpu-tp2") and len(notes) == 3
 
 
 def test_native_kernels_stay_with_the_programs_that_call_them(artifact, no_compiler, tmp_path):
