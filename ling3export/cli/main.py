@@ -69,7 +69,7 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("checkpoint", required=False, type=PATH)
+@click.argument("checkpoint", required=False, type=Artifact(elsewhere=True, beside="replay"))
 @click.argument("artifact", required=False, type=FOLDER)
 @build_options
 @section(

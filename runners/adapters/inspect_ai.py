@@ -23,6 +23,7 @@ from inspect_ai.tool import ToolChoice, ToolInfo
 from ling3export.errors import RequestError
 from ling3export.runners.engine.engine import Engine, Prompt
 from ling3export.runners.engine.request import Completion, Sampling
+from ling3export.runners.load.references import folder_of
 
 NAME = "ling3"
 MAX_TOKENS = 2000  # of an answer if the task does not say, like in the reference evaluation
@@ -41,10 +42,10 @@ class Ling3API(ModelAPI):
     Messages go through the checkpoint's chat template. If there is none, a single user message is the text to complete.
 
     Args:
-        model_name: The artifact's folder.
+        model_name: The artifact's folder, or a reference of the catalogue, which is pulled into LING3_STORE.
         base_url, api_key: Settings of inspect's that mean nothing here.
         config: Inspect's settings of generation.
-        artifact: The artifact's folder, if the model's name is another (``-M artifact=PATH``).
+        artifact: The same, if the model's name is another (``-M artifact=PATH``).
         target: Name of a target; None takes the only one that fits this machine.
         programs: ``prebuilt-only``, or ``allow-compile``.
         check: ``all``, or ``programs``.
@@ -59,7 +60,7 @@ class Ling3API(ModelAPI):
         programs: str = "prebuilt-only", check: str = "all",
     ) -> None:  # fmt: skip
         super().__init__(model_name, base_url, api_key, [], config or GenerateConfig())
-        self.engine = Engine(artifact or model_name, target=target, programs=programs, check=check)
+        self.engine = Engine(folder_of(artifact or model_name, target), target=target, programs=programs, check=check)
         running = self.engine.manifest.targets[self.engine.target]
         self._rows = min(max(running.paddings("decode")), running.state.slots)
 

@@ -17,6 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from ling3export.errors import RequestError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
+from ling3export.runners.load.references import folder_of
 
 NAME = "ling3"
 MAX_GEN_TOKS = 256  # lm-eval's own default
@@ -33,7 +34,7 @@ class Ling3Model(TemplateLM):
     A text that is longer than the artifact's context loses its beginning, with a warning, like in lm-eval's own models.
 
     Args:
-        artifact: The artifact's folder.
+        artifact: The artifact's folder, or a reference of the catalogue, which is pulled into LING3_STORE.
         target: Name of a target; None takes the only one that fits this machine.
         programs: ``prebuilt-only``, or ``allow-compile``.
         check: ``all``, or ``programs``.
@@ -51,7 +52,7 @@ class Ling3Model(TemplateLM):
         device: object = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.engine = Engine(artifact, target=target, programs=programs, check=check)
+        self.engine = Engine(folder_of(artifact, target), target=target, programs=programs, check=check)
         self.max_gen_toks, self._seed = max_gen_toks, seed
         self._encode = self.engine.files.tokenizer("lm-eval: text in").encode
         limits = self.engine.limits

@@ -4,7 +4,6 @@ The sampling options have the bounds, defaults and words that Python and HTTP ha
 """
 
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,14 +14,13 @@ import click
 from ling3export.artifacts.files import TRUST
 from ling3export.runners.cli.errors import guarded, require
 from ling3export.runners.engine.request import BOUNDS, Sampling
+from ling3export.runners.load.references import REFERENCE
 from ling3export.runners.load.verdict import CHECKS, POLICIES
 from ling3export.runners.transfer.options import PrefixFolder
 from ling3export.shards import WHOLE, Shard
 
 INTERRUPTED = 130  # the exit code that shells give after SIGINT
 PATH = click.Path(path_type=Path)
-# What no folder is called: a store's kind in front, or a host and a version.
-REFERENCE = re.compile(r"oci:.|[a-z0-9]+://|[\w-]+(\.[\w-]+)*(:\d+)?/[a-z0-9._/-]+[:@]\w")
 Decorator = Callable[[Any], Any]
 
 

@@ -3,7 +3,6 @@
 What is pulled the other parameters decide, so it is pulled when all of them are known.
 """
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,11 +10,9 @@ from typing import Any
 
 import click
 
-from ling3export.errors import CatalogError
 from ling3export.runners.cli.hosts import HOST_NAMES
-from ling3export.runners.cli.options import REFERENCE
-from ling3export.runners.cli.pull import STORE, pulled, pulled_manifest
 from ling3export.runners.hosts.hosts import find_hosts
+from ling3export.runners.load.references import folder_of, is_reference, pulled_manifest
 
 
 @dataclass(frozen=True)
@@ -29,16 +26,18 @@ class Artifact(click.ParamType):
         elsewhere: Take what this machine cannot run, too.
         manifest: Pull the manifest alone, into a folder that is removed when the command ends.
         out: The parameter that says what is written; by default that is the folder itself, or beside it.
+        beside: The parameter without which no artifact is meant, and no reference is taken.
     """
 
     elsewhere: bool = False
     manifest: bool = False
     out: str | None = None
+    beside: str | None = None
     name = "artifact"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The folder, or what becomes one."""
-        if isinstance(value, str) and REFERENCE.match(value) and not os.path.lexists(value):
+        if isinstance(value, str) and is_reference(value):
             return _Reference(value, self)
         return Path(value) if isinstance(value, str) else value
 
@@ -59,16 +58,18 @@ class _Reference:
         given, kind = context.params, self.kind
         if kind.out is not None and given[kind.out] is None:
             raise click.UsageError(f"expected {kind.out.upper()} beside the reference {self.text}, found none.")
+        if kind.beside is not None:
+            if given[kind.beside] is None:
+                raise click.UsageError(f"expected a folder, or --{kind.beside} beside the reference {self.text}.")
+            return folder_of(self.text, elsewhere=kind.elsewhere)
         if kind.manifest:
             folder = context.with_resource(TemporaryDirectory(prefix="ling3-"))
             return pulled_manifest(self.text, Path(folder))
-        if not (kept := os.environ.get(STORE)):
-            raise CatalogError(f"artifact `{self.text}`: expected a folder in {STORE} to pull it into, found none")
         target, hosts = given.get("target"), None
         if target is not None and HOST_NAMES[0] in given:
             hosts = find_hosts(**{name: given[name] for name in HOST_NAMES})
         number = None if hosts is None else hosts.number
-        return pulled(self.text, None, kept, target, host=number, elsewhere=kind.elsewhere)
+        return folder_of(self.text, target, host=number, elsewhere=kind.elsewhere)
 
 
 ARTIFACT = Artifact()

@@ -19,8 +19,12 @@ from typing import Any
 import pytest
 import yaml
 
+import toy_artifact
 from artifacts_fixture import ROOT
 from eval_fakes import FakeBackend, half, numbered
+from ling3export.artifacts.catalog.layout import Layout
+from ling3export.artifacts.catalog.publish import Words, publish
+from ling3export.artifacts.manifest import MANIFEST
 from ling3export.errors import RequestError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.evals.demo import demo_records
@@ -308,6 +312,31 @@ def inspect_model(own: Own) -> Iterator[Any]:
         model = Ling3API("a name", artifact=str(own.path))
     yield model
     model.close()
+
+
+def test_both_models_pull_a_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """They took folders alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from ling3export.runners.adapters import inspect_ai, lm_eval
+
+    publish(toy_artifact.shared(), Layout(tmp_path / "store"), "toy", "1.0.0", Words())
+    reference, given = f"oci:{tmp_path}/store/toy@1.0.0", list[Path]()
+    monkeypatch.setenv("LING3_STORE", str(tmp_path / "kept"))
+
+    def engine(artifact: Path, **options: Any) -> None:
+        given.append(artifact)
+        raise LookupError
+
+    for adapter, model in (
+        (lm_eval, lambda: lm_eval.Ling3Model(artifact=reference)),
+        (inspect_ai, lambda: inspect_ai.Ling3API(reference)),
+        (inspect_ai, lambda: inspect_ai.Ling3API("a name", artifact=reference)),
+    ):
+        monkeypatch.setattr(adapter, "Engine", engine)
+        with pytest.raises(LookupError):
+            model()
+    assert len(given) == 3 and len(set(given)) == 1 and (given[0] / MANIFEST).is_file()
 
 
 def test_inspect_edges(inspect_model: Any):
