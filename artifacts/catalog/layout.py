@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ling3export.artifacts.catalog import oci
-from ling3export.artifacts.catalog.oci import Descriptor, Entry, ImageManifest, Index, Part
+from ling3export.artifacts.catalog.oci import Block, Descriptor, Entry, ImageManifest, Index, Part
 from ling3export.artifacts.catalog.record import LARGEST, parsed
 from ling3export.artifacts.catalog.versions import is_version, latest, order
 from ling3export.artifacts.files import inside, leftovers, open_lock, replacing, writing
@@ -33,11 +33,12 @@ def named(digest: str) -> str:
     return digest.replace(":", "/", 1).join(("blobs/", ""))
 
 
-def blocks(file: BinaryIO, count: int) -> Iterator[bytes]:
-    """The next ``count`` bytes of a file, as far as there are some."""
-    while count > 0 and (data := file.read(min(BLOCK, count))):
-        yield data
-        count -= len(data)
+def blocks(file: Any, count: int) -> Iterator[Block]:
+    """The next ``count`` bytes of a file, as far as there are some; a block is there until the next is asked for."""
+    buffer = memoryview(bytearray(min(BLOCK, max(count, 0))))
+    while count > 0 and (size := file.readinto(buffer[:count])):
+        yield buffer[:size]
+        count -= size
 
 
 def existing(id: str, version: str, store: object) -> VersionExists:
@@ -82,7 +83,7 @@ class Layout:
             raise CatalogError(f"{what}: expected bytes of this digest, found others, in {self}")
         return data
 
-    def stream(self, blob: Descriptor, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+    def stream(self, blob: Descriptor, start: int = 0, stop: int | None = None) -> Iterator[Block]:
         """The bytes of a blob from ``start`` to ``stop``, not checked."""
         try:
             yield from self._blocks(named(blob.digest), start, blob.size + 1 if stop is None else stop)
@@ -108,7 +109,7 @@ class Layout:
         """All bytes of a small file."""
         return read_bytes(self.folder, path, largest)
 
-    def _blocks(self, path: str, start: int, stop: int) -> Iterator[bytes]:
+    def _blocks(self, path: str, start: int, stop: int) -> Iterator[Block]:
         """The bytes of a file from ``start`` to ``stop``."""
         with opened(self.folder, path) as file:
             file.seek(start)

@@ -22,6 +22,7 @@ TITLE = "org.opencontainers.image.title"
 NAME = "org.opencontainers.image.ref.name"
 YANKED = "vnd.ling3.yanked"
 SUITE, SCORE, RUN = "vnd.ling3.eval.suite", "vnd.ling3.eval.score", "vnd.ling3.eval.run"
+Block = bytes | memoryview  # of a file as it comes; a memoryview holds it until the next one is asked for
 PART = 2_000_000_000  # bytes of a layer: registries and proxies refuse much larger ones
 
 

@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.catalog.oci import Descriptor, Entry
+from ling3export.artifacts.catalog.oci import Block, Descriptor, Entry
 from ling3export.artifacts.catalog.record import File, Record
 from ling3export.artifacts.catalog.slabs import Slab, begin, copied, holds, ranged, runs, slabs_of, tensors_of
 from ling3export.artifacts.catalog.stores import Store, choose, find
@@ -330,7 +330,7 @@ def _copy(
     return there
 
 
-def _write(descriptor: int, data: bytes) -> None:
+def _write(descriptor: int, data: Block) -> None:
     left = memoryview(data)
     while left:
         left = left[os.write(descriptor, left) :]

@@ -1,7 +1,7 @@
 """A layout that fsspec reaches (``s3://…``, ``gs://…``, ``https://…`` for reading); extra ``remote``.
 
-A file appears there whole, when it is closed. An S3 store writes the index only if it is what was read before
-(If-Match). For other stores whoever changes the index holds an object that only one can create.
+A file appears there whole, when it is closed. S3 and Google's stores write the index only if it is what was read before
+(If-Match, ifGenerationMatch). For others whoever changes the index holds an object that only one can create.
 """
 
 import os
@@ -14,12 +14,15 @@ from typing import Any
 import fsspec
 
 from ling3export.artifacts.catalog.layout import BLOCK, INDEX, LAYOUT, LAYOUT_DATA, TAGS, Layout, blocks
-from ling3export.artifacts.catalog.oci import Descriptor, Entry
+from ling3export.artifacts.catalog.oci import Block, Descriptor, Entry
 from ling3export.errors import CatalogError
 
-FAILURES = (OSError, ValueError, RuntimeError)  # what file systems raise; aiohttp's errors are OSErrors or ValueErrors
+# What file systems raise; aiohttp's errors are OSErrors or ValueErrors.
+FAILURES = (OSError, ValueError, RuntimeError, NotImplementedError)
 PATIENCE = 60.0  # seconds to wait for another one who changes the index: it takes two requests
 RANGE = 8 << 20  # bytes of a request
+# Stores that write on a condition: what the details of an object call its content, and a name that none has.
+NAMES = {"s3": ("ETag", '"0"'), "gs": ("generation", "1")}
 REFUSED = (409, 412)  # what HTTP says where a condition does not hold, or another request is being carried out
 
 
@@ -41,7 +44,8 @@ class Remote(Layout):
             self._files, self._path = fsspec.core.url_to_fs(self._url, use_listings_cache=False)
         except (ImportError, *FAILURES) as error:
             raise CatalogError(f"store `{url}`: expected one that fsspec knows, found: {error}") from error
-        self._compares = "s3" in self._files.protocol  # it writes on a condition
+        protocols = {self._files.protocol} if isinstance(self._files.protocol, str) else {*self._files.protocol}
+        self._kind = next((kind for kind in NAMES if kind in protocols), None)
         self._read_tag: str | None = None  # what the store calls the index that was read last
 
     def __str__(self) -> str:
@@ -51,19 +55,20 @@ class Remote(Layout):
 
     def _bytes(self, path: str, largest: int) -> bytes:
         with self._opening(path):
-            if path == INDEX and self._compares:  # before its bytes: with those of an older one nothing is written
-                self._read_tag = self._files.info(self._at(path))["ETag"]
+            if path == INDEX and self._kind:  # before its bytes: with those of an older one nothing is written
+                self._read_tag = self._files.info(self._at(path))[NAMES[self._kind][0]]
             if self._web:
                 options = {} if self._ranges(path) else {"block_size": 0}
                 with self._files.open(self._at(path), "rb", **options) as file:
                     data: bytes = file.read(largest + 1)
             else:  # in one request, so that all of it is of one moment
-                data = self._files.cat_file(self._at(path), start=0, end=largest + 1)
+                options = {"concurrency": 1} if self._kind == "gs" else {}
+                data = self._files.cat_file(self._at(path), start=0, end=largest + 1, **options)
         if len(data) > largest:
             raise OSError(f"more than {largest:,} bytes")
         return data
 
-    def _blocks(self, path: str, start: int, stop: int) -> Iterator[bytes]:
+    def _blocks(self, path: str, start: int, stop: int) -> Iterator[Block]:
         with self._opening(path):
             if not self._ranges(path):  # all is sent, from the begin on
                 with self._files.open(self._at(path), "rb", block_size=0) as file:
@@ -93,9 +98,9 @@ class Remote(Layout):
             yield
         except FileNotFoundError as error:
             raise OSError(2, "No such file", f"{self._url}/{path}") from error
-        except CatalogError:
-            raise
-        except FAILURES as error:
+        except Exception as error:
+            if not _is_foreign(error):
+                raise
             raise OSError(5, f"{type(error).__name__}", f"{self._url}/{path}") from error
 
     def _at(self, path: str) -> str:
@@ -140,7 +145,7 @@ class Remote(Layout):
     def _put(self, path: str, data: bytes) -> None:
         if path == INDEX:
             self._check_conditions()
-        if path == INDEX and self._compares:
+        if path == INDEX and self._kind:
             self._put_if(path, data, self._read_tag)
         else:
             super()._put(path, data)
@@ -148,8 +153,8 @@ class Remote(Layout):
     def _check_conditions(self) -> None:
         """Passes where the store refuses what must not be written: not all that speak S3 know conditions."""
         try:
-            if self._compares:
-                self._put_if(LAYOUT, LAYOUT_DATA, '"0"')
+            if self._kind:
+                self._put_if(LAYOUT, LAYOUT_DATA, NAMES[self._kind][1])
             elif not self._created(LAYOUT, LAYOUT_DATA):
                 return
         except _Beaten:
@@ -165,13 +170,18 @@ class Remote(Layout):
         Raises:
             _Beaten: It does not.
         """
-        condition = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
         with self._failing("write", path):
             try:
-                self._files.pipe_file(self._at(path), data, **condition)
-            except OSError as error:
-                reply = getattr(error.__cause__, "response", {})
-                if reply.get("ResponseMetadata", {}).get("HTTPStatusCode") not in REFUSED:
+                if self._kind == "gs":
+                    bucket, name, _ = self._files.split_path(self._at(path))
+                    url = f"{self._files.base.replace('/storage/v1/', '/upload/storage/v1/')}b/{bucket}/o"
+                    what = {"uploadType": "media", "name": name, "data": data}
+                    self._files.call("POST", url, ifGenerationMatch=tag or "0", **what)
+                else:
+                    condition = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
+                    self._files.pipe_file(self._at(path), data, **condition)
+            except Exception as error:
+                if _status(error) not in REFUSED:
                     raise
                 raise _Beaten from error
 
@@ -182,7 +192,7 @@ class Remote(Layout):
 
     @contextmanager
     def _locked(self, name: str, how: int = 0) -> Iterator[None]:
-        if name != TAGS or self._compares:  # what tells gc of publishers, or what nobody needs
+        if name != TAGS or self._kind:  # what tells gc of publishers, or what nobody needs
             yield
             return
         said, until = f"{socket.gethostname()}, process {os.getpid()}", time.monotonic() + PATIENCE
@@ -214,7 +224,21 @@ class Remote(Layout):
     def _failing(self, what: str, path: str) -> Iterator[None]:
         try:
             yield
-        except (*FAILURES, NotImplementedError) as error:
+        except Exception as error:
+            if not _is_foreign(error):
+                raise
             raise CatalogError(
                 f"store `{self}`: expected to {what} {path}, found {type(error).__name__}: {error}"
             ) from error
+
+
+def _status(error: Exception) -> int | None:
+    """What HTTP said, as s3fs or gcsfs tells it; None where neither does."""
+    reply = getattr(error.__cause__, "response", None)
+    found: int | None = getattr(error, "code", None)
+    return reply["ResponseMetadata"].get("HTTPStatusCode") if isinstance(reply, dict) else found
+
+
+def _is_foreign(error: Exception) -> bool:
+    """Whether a file system raised it: gcsfs's HttpError is none of FAILURES."""
+    return isinstance(error, FAILURES) or _status(error) is not None

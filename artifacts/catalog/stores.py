@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ling3export.artifacts.catalog import oci
 from ling3export.artifacts.catalog.layout import Layout
-from ling3export.artifacts.catalog.oci import Descriptor, Entry, ImageManifest
+from ling3export.artifacts.catalog.oci import Block, Descriptor, Entry, ImageManifest
 from ling3export.artifacts.catalog.record import Record, read_record
 from ling3export.artifacts.catalog.versions import is_version, latest, order
 from ling3export.errors import CatalogError, listed
@@ -32,7 +32,7 @@ class Store(Protocol):
         """A manifest or a record, its digest checked."""
         ...
 
-    def stream(self, blob: Descriptor, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+    def stream(self, blob: Descriptor, start: int = 0, stop: int | None = None) -> Iterator[Block]:
         """The bytes of a blob from ``start`` to ``stop``, not checked."""
         ...
 

@@ -1,7 +1,7 @@
 """Publications and pulls that are killed at random moments, and two publishers at once: what is left is whole.
 
-``python tests/support/catalog_kills.py ARTIFACT COUNT [SEED] [s3]`` kills COUNT of each, and prints what became of them;
-with ``s3`` in a store of moto's server. SPAN, in the environment, is the seconds within which they are killed.
+``python tests/support/catalog_kills.py ARTIFACT COUNT [SEED] [s3]`` kills COUNT of each, and prints what became of
+them; with ``s3`` in a store of moto's server. SPAN, in the environment, is the seconds within which they are killed.
 """
 
 import json

@@ -7,16 +7,19 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 import requests
 from click.testing import CliRunner
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
 
 import toy_artifact
 from ling3export.artifacts.catalog import oci, remote
 from ling3export.artifacts.catalog import pull as pulling
-from ling3export.artifacts.catalog.layout import Layout
+from ling3export.artifacts.catalog.layout import INDEX, Layout
 from ling3export.artifacts.catalog.publish import Words, attach, attached, publish
 from ling3export.artifacts.catalog.record import Score
 from ling3export.artifacts.catalog.registry import TOKEN, Registry
@@ -306,6 +309,64 @@ def test_a_publication_through_fsspec_that_breaks_leaves_no_part_and_waits_for_t
         assert not store._there(".index.lock")
     finally:
         fsspec.filesystem("memory").rm("/broken", recursive=True)
+
+
+class Google(MemoryFileSystem):
+    """Memory with the generations of Google's objects, and the upload on a condition as gcsfs passes it on."""
+
+    protocol, store, pseudo_dirs, base = ("gs", "gcs"), {}, [""], "http://x/storage/v1/"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.removeprefix("gs://").strip("/")
+
+    def split_path(self, path: str) -> tuple[str, str, None]:
+        _, bucket, name = path.split("/", 2)
+        return bucket, name, None
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        found = super().info(path, **options)
+        modified = getattr(self.store.get(self._strip_protocol(path)), "modified", None)
+        return found | {"generation": modified and str(modified.timestamp())}
+
+    def call(self, method: str, url: str, *, uploadType: str, name: str, data: bytes, ifGenerationMatch: str) -> None:
+        assert (method, url, uploadType) == ("POST", "http://x/upload/storage/v1/b/bucket/o", "media")
+        path = f"/bucket/{name}"
+        if ifGenerationMatch != (self.info(path)["generation"] if self.exists(path) else "0"):
+            raise PreconditionFailed
+        self.pipe_file(path, data)
+
+
+class PreconditionFailed(Exception):
+    """As gcsfs has it: no OSError."""
+
+    code = 412
+
+
+def test_a_store_of_googles_writes_the_index_over_the_generation_that_was_read(toy, tmp_path, monkeypatch):
+    monkeypatch.setitem(_registry, "gs", Google)
+    where, call = "gs://bucket/catalogue", Google.call
+    others = [lambda: publish(toy, Remote(where), "other", "1.0.0", Words())]
+
+    def called(self, method, url, **what):
+        if what["name"].endswith(INDEX) and others:
+            others.pop()()
+        return call(self, method, url, **what)
+
+    monkeypatch.setattr(Google, "call", called)
+    for version in ("1.0.0", "1.1.0"):
+        publish(toy, Remote(where), "toy", version, Words())
+        others.append(lambda version=version: publish(toy, Remote(where), "other", f"2{version}", Words()))
+    found = [(entry.id, entry.version) for entry in Remote(where).entries()]
+    assert found == [("other", "1.0.0"), ("other", "21.0.0"), ("toy", "1.0.0"), ("toy", "1.1.0")]
+    assert not Remote(where)._there(".index.lock")
+    pulled(Remote(where), "toy", tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(toy)
+    monkeypatch.setattr(
+        Google, "call", lambda self, method, url, name, data, **_: self.pipe_file(f"/bucket/{name}", data)
+    )
+    with pytest.raises(CatalogError, match="found one that writes in any case"):
+        Remote(where).yank("toy", "1.0.0")
 
 
 def test_evaluations_are_attached_in_a_registry_under_the_tag_that_the_specification_names(toy, registry):

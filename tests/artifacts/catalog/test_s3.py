@@ -17,7 +17,7 @@ from ling3export.artifacts.catalog import remote
 from ling3export.artifacts.catalog.layout import INDEX
 from ling3export.artifacts.catalog.publish import Words, publish
 from ling3export.artifacts.catalog.remote import Remote
-from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manifest
+from ling3export.artifacts.manifest import MANIFEST, read_manifest, recorded_files, write_manifest
 from ling3export.artifacts.share import check_share
 from ling3export.cli import main as cli
 from ling3export.errors import CatalogError, VersionExists
@@ -40,7 +40,17 @@ def where(bucket, request) -> str:
 
 @pytest.fixture
 def toy(tmp_path) -> Path:
-    return Path(shutil.copytree(toy_artifact.shared(), tmp_path / "x.ling3"))
+    """The toy with few programs: each file costs the server and its client a twentieth of a second."""
+    toy = Path(shutil.copytree(toy_artifact.shared(), tmp_path / "x.ling3"))
+    manifest = read_manifest(toy)
+    ((name, target),) = manifest.targets.items()
+    cells = {each: target.cells[each] for each in ("prefill@16", "decode@2", "sample@1", "sample@2")}
+    manifest = replace(manifest, plan=replace(manifest.plan, decode_paddings=(2,)), tokenizer=())
+    write_manifest(toy, replace(manifest, targets={name: replace(target, cells=cells)}))
+    manifest = read_manifest(toy)
+    for path in contents(toy).keys() - {MANIFEST, *recorded_files(manifest)}:
+        (toy / path).unlink()
+    return toy
 
 
 def said(main, *words: object) -> str:
