@@ -100,15 +100,18 @@ def store(rounds: int, layers: int, folder: Path | None, threads: int) -> None:
 
 @main.command()
 @click.argument("first", type=click.Path(path_type=Path, exists=True))
-@click.argument("programs", type=click.Path(path_type=Path, exists=True))
-@click.argument("weights", type=click.Path(path_type=Path, exists=True))
+@click.argument("programs", type=click.Path(path_type=Path, exists=True), required=False)
+@click.argument("weights", type=click.Path(path_type=Path, exists=True), required=False)
 @click.option("--hosts", type=click.Path(path_type=Path, exists=True), help="An artifact of several hosts.")
 @ROUNDS
 @click.option("--megabytes", default=1024, show_default=True, help="More weights of FIRST, for the times.")
-def catalog(first: Path, programs: Path, weights: Path, hosts: Path | None, rounds: int, megabytes: int) -> None:
+def catalog(
+    first: Path, programs: Path | None, weights: Path | None, hosts: Path | None, rounds: int, megabytes: int
+) -> None:
     """Bytes that pulls move, and pulling against copying.
 
     FIRST is published first, then PROGRAMS, which has the same weights, then WEIGHTS, which has the programs of FIRST.
+    With FIRST alone little more than the times is measured.
     """
     from bench.catalog import main as run
 

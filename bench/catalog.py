@@ -1,6 +1,6 @@
-"""Bytes that pulls move, and pulling against copying: ``python -m bench catalog FIRST PROGRAMS WEIGHTS``.
+"""Bytes that pulls move, and pulling against copying: ``python -m bench catalog FIRST [PROGRAMS WEIGHTS]``.
 
-The three artifacts are published one after the other into a layout in a folder and pulled with one folder of kept
+The artifacts are published one after the other into a layout in a folder and pulled with one folder of kept
 files. For the times FIRST gets more weights, since files of a few kilobytes say nothing; the copy is written through to
 the disk as a pull is.
 """
@@ -27,17 +27,20 @@ from ling3export.artifacts.store import StoreWriter, TensorSpec
 ID = "measured"
 
 
-def main(first: Path, programs: Path, weights: Path, hosts: Path | None, rounds: int, megabytes: int) -> None:
+def main(
+    first: Path, programs: Path | None, weights: Path | None, hosts: Path | None, rounds: int, megabytes: int
+) -> None:
     """Prints both tables."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rows = moved(folder, {"first pull": first, "other programs, same weights": programs,
-                              "other weights, same programs": weights})  # fmt: skip
+        given = {"first pull": first, "other programs, same weights": programs, "other weights, same programs": weights}
+        rows = moved(folder, {what: artifact for what, artifact in given.items() if artifact is not None})
         if hosts is not None:
             rows += shares(folder, hosts)
-        seconds = timed(folder, first, rounds, megabytes)
+        rounds_of = timed(folder, first, rounds, megabytes)
+    seconds = {way: statistics.median(times) for way, times in rounds_of.items()}
     ratio = seconds["pull"] / seconds["copy"]
-    result = machine() | {"moved": rows, "seconds": seconds, "ratio": ratio}
+    result = machine() | {"moved": rows, "seconds": seconds, "ratio": ratio, "rounds": rounds_of}
     numbers = [(row["what"], row["files"], row["published"], row["pulled"], row["here"]) for row in rows]
     tables = [table(("bytes", "of files", "published", "pulled", "there"), numbers),
               table(("seconds", "copy", "pull", "ratio"), [("", seconds["copy"], seconds["pull"], ratio)])]  # fmt: skip
@@ -74,8 +77,8 @@ def shares(folder: Path, artifact: Path) -> list[dict[str, str | int]]:
     return rows
 
 
-def timed(folder: Path, artifact: Path, rounds: int, megabytes: int) -> dict[str, float]:
-    """Median seconds of a pull and of a copy, in turns, from files that are in memory."""
+def timed(folder: Path, artifact: Path, rounds: int, megabytes: int) -> dict[str, list[float]]:
+    """Seconds of copies and pulls, in turns, from files that are in memory."""
     store, source = Layout(folder / "large"), padded(artifact, folder / "padded", megabytes)
     publish(source, store, ID, "1.0.0", Words())
 
@@ -95,7 +98,7 @@ def timed(folder: Path, artifact: Path, rounds: int, megabytes: int) -> dict[str
             found[way].append(time.perf_counter() - started)
             for left in ("copy", "pull", "blobs"):
                 shutil.rmtree(folder / left, ignore_errors=True)
-    return {way: statistics.median(times) for way, times in found.items()}
+    return found
 
 
 def padded(artifact: Path, folder: Path, megabytes: int) -> Path:
