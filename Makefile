@@ -1,5 +1,5 @@
 # Each target does its own set-up. A second run finds the stamp of the first and does none again.
-.PHONY: setup parity fmt lint types check test fuzz bench peers budgets demo demo-pd smoke runner
+.PHONY: setup parity fmt lint types check test fuzz bench peers witness budgets demo demo-pd smoke runner
 .NOTPARALLEL:
 BIN := .venv/bin
 
@@ -47,6 +47,12 @@ bench: setup
 PEERS ?= $(HOME)/.cache/ling3export-peers
 peers: setup parity
 	.ci/peers $(PEERS)
+
+# Our server by our own client and by aiperf, and llama.cpp's and transformers' servers beside it. Nothing of these comes
+# into an environment of this project.
+WITNESS ?= $(HOME)/.cache/ling3export-witness
+witness: setup parity
+	$(BIN)/python -m bench witness "$$(.ci/witness $(WITNESS))" --llama-cpp "$$(.ci/peers $(PEERS))" $(ARGS)
 
 budgets: setup
 	$(BIN)/python tests/support/golden_programs.py

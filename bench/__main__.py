@@ -87,6 +87,25 @@ def pair(first: Path, second: Path, rounds: int, counts: str) -> None:
 
 
 @main.command()
+@click.argument("folder", type=click.Path(path_type=Path, exists=True))
+@click.option("--checkpoint", type=click.Path(path_type=Path, exists=True), help="[default: small, 24 layers]")
+@ROUNDS
+@click.option("--requests", default=40, show_default=True, help="Of each run.")
+@click.option("--llama-cpp", type=click.Path(path_type=Path, exists=True), help="As `make peers` says.")
+@click.option("--transformers/--no-transformers", default=True, show_default=True)
+def witness(
+    folder: Path, checkpoint: Path | None, rounds: int, requests: int, llama_cpp: Path | None, transformers: bool
+) -> None:
+    """Our server by our client and by aiperf, beside other servers; not part of all. `.ci/witness` made FOLDER."""
+    from bench.witness import main as run
+
+    run(
+        checkpoint, rounds, requests, folder / "aiperf" / "bin" / "aiperf", llama_cpp and llama_cpp.resolve(),
+        folder / "transformers" / "bin" / "python" if transformers else None,
+    )  # fmt: skip
+
+
+@main.command()
 @ROUNDS
 @click.option("--layers", default=2, show_default=True, help="Expert layers of the full size; 2 are 1.8 GB.")
 @click.option("--folder", type=click.Path(path_type=Path, exists=True), help="A volume that holds twice the bytes.")

@@ -32,13 +32,13 @@ def read_once(*files: Path) -> None:
                 pass
 
 
-def gguf(source: Path, sources: Path) -> Path:
-    """The checkpoint as llama.cpp reads it, in bf16."""
-    file = CACHE / f"{source.name}.gguf"
+def gguf(source: Path, sources: Path, *options: str) -> Path:
+    """The checkpoint as llama.cpp reads it, in bf16; ``--vocab`` takes the tokenizer along."""
+    file = CACHE / f"{source.name}{''.join(options)}.gguf"
     if not file.exists():
         part = file.with_suffix(".part")
         say(f"$ {PARITY} bench/peers_gguf.py {sources} {source} {part}")
-        spawn([PARITY, ROOT / "bench" / "peers_gguf.py", sources, source, part], {})
+        spawn([PARITY, ROOT / "bench" / "peers_gguf.py", sources, source, part, *options], {})
         part.rename(file)
     return file
 

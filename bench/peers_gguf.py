@@ -1,8 +1,9 @@
-"""A checkpoint in the published layout as a GGUF file: ``python peers_gguf.py LLAMA_CPP CHECKPOINT FILE``.
+"""A checkpoint in the published layout as a GGUF file: ``python peers_gguf.py LLAMA_CPP CHECKPOINT FILE [--vocab]``.
 
 llama.cpp's own converter does it, from LLAMA_CPP's sources. It reads config.json through transformers, which drops
 ``norm_topk_prob`` and gives another width of a KDA head: both are put back as the file has them, or as the published
-model has them. The tokenizer is left out: the benchmarks draw random tokens. Needs torch and transformers.
+model has them. The tokenizer is left out, since most benchmarks draw random tokens; with ``--vocab`` it
+comes along as GPT-2's, for llama.cpp knows no other of its form. Needs torch and transformers.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Any
 
 
 def main() -> None:
-    sources, checkpoint, file = (Path(each).resolve() for each in sys.argv[1:])
+    sources, checkpoint, file = (Path(each).resolve() for each in sys.argv[1:4])
     sys.path[:0] = [str(sources), str(sources / "gguf-py")]
     from conversion import bailingmoe3  # type: ignore[import-not-found]
 
@@ -24,7 +25,11 @@ def main() -> None:
         self.hparams |= {"norm_topk_prob": said.get("norm_topk_prob", True), "head_dim": said["head_dim"]}
         parameters(self)
 
-    model.set_gguf_parameters, model.set_vocab = as_published, model._set_vocab_none
+    model.set_gguf_parameters = as_published
+    if sys.argv[4:] == ["--vocab"]:
+        model.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+    else:
+        model.set_vocab = model._set_vocab_none
     sys.argv[1:] = [str(checkpoint), "--outfile", str(file), "--outtype", "bf16", "--no-mtp"]
     import convert_hf_to_gguf  # type: ignore[import-not-found]
 

@@ -47,6 +47,8 @@ class OverHttp:
         Raises:
             Ling3Error: There is no server, or it says nothing of models and no name was given.
         """
+        if self._model is not None and (await self._server.whole("GET", "/v1/models"))[0] != 200:
+            return  # it need not list what it has
         try:
             listed = parse_json(await self._whole("GET", "/v1/models"), LARGEST)
             models = {each["id"]: each.get("owned_by") for each in listed["data"]}

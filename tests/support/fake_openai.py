@@ -48,7 +48,7 @@ def serving(answer: Answer, models: object = None) -> Iterator[tuple[str, list[B
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             if head.startswith("GET"):
-                writer.write(whole(listed))
+                writer.write(listed if isinstance(listed, bytes) else whole(listed))
                 return
             length = int(head.lower().partition("content-length:")[2].split()[0])
             body = json.loads(await reader.readexactly(length))

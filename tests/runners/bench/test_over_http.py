@@ -165,6 +165,10 @@ def test_without_a_server_or_its_models_the_error_says_so():
         with pytest.raises(Ling3Error, match="expected a list of models at /v1/models, found something else"):
             asyncio.run(client(url).open())
         assert sent(url, [Ask("a", 2)], model="named").outcomes[0].tokens == 2
+    with serving(words, models=whole({}, "500 Internal Server Error")) as (url, _):  # that of transformers, offline
+        with pytest.raises(Ling3Error, match="expected 200 for /v1/models, found 500"):
+            asyncio.run(client(url).open())
+        assert sent(url, [Ask("a", 2)], model="named").outcomes[0].tokens == 2
 
 
 def test_our_own_server_is_asked_for_token_ids():

@@ -1,0 +1,221 @@
+"""A server of ours measured by ``ling3-runner bench serve`` and by aiperf, and by the former beside other servers.
+
+``make witness`` installs aiperf, builds llama.cpp's server and measures. All of a round have the same requests: texts
+of words, greedy, of one length. The checkpoint is such as transformers loads by itself: without a query projection of
+low rank, which it does not know.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.inputs import CACHE, artifact, last_line, run
+from bench.peers import gguf, read_once
+from bench.report import machine, medians, say, show, table
+from bench.serve import served
+from ling3export.artifacts.manifest import read_manifest
+from ling3export.checkpoint.synth import synthesize
+from ling3export.processes import LOOPBACK, free_port
+from ling3export.runners.bench.measure import open_tokenizer
+from ling3export.runners.bench.workloads import Ask, Source, shared_prefix
+
+LAYERS, AT_ONCE, COUNT = 24, 4, 40
+PROMPT, ANSWER = 48, 64  # tokens
+WAIT = 180.0  # seconds for a server to be there
+# (what a row is called, where `bench serve` has its figure, where aiperf has it)
+ROWS = (
+    ("requests/s", ("request_throughput",), ("request_throughput", "avg")),
+    ("tokens/s", ("output_throughput",), ("output_token_throughput", "avg")),
+    ("first token, mean ms", ("ttft", "mean"), ("time_to_first_token", "avg")),
+    ("first token, median ms", ("ttft", "median"), ("time_to_first_token", "p50")),
+    ("gap, mean ms", ("itl", "mean"), ("inter_chunk_latency", "avg")),
+    ("time of a token, mean ms", ("tpot", "mean"), ("inter_token_latency", "avg")),
+    ("request, mean ms", ("e2e", "mean"), ("request_latency", "avg")),
+)
+Flat = dict[str, float]
+
+
+def at(figures: Mapping[str, Any], place: Sequence[str]) -> float:
+    """The figure at a place of nested objects."""
+    found: Any = figures
+    for name in place:
+        found = found[name]
+    return float(found)
+
+
+def plain_checkpoint() -> Path:
+    """``small`` without a query projection of low rank."""
+    folder = CACHE / f"small-{LAYERS}-plain"
+    if not folder.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        synthesize(folder, "small", 0, layers=LAYERS, overrides={"q_lora_rank": None})
+    return folder
+
+
+def renamed(source: Path, folder: Path) -> Path:
+    """The checkpoint under the name that transformers has for the model, which is not the published one."""
+    folder.mkdir()
+    for file in source.iterdir():
+        (folder / file.name).symlink_to(file)
+    fields = json.loads((source / "config.json").read_text()) | {"architectures": ["BailingHybridForCausalLM"]}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def requests(folder: Path, tokens: Path, context: int, count: int) -> tuple[Path, list[Ask]]:
+    """The workload as a file for ``bench serve``, and itself."""
+    tokenizer = open_tokenizer(tokens)
+    source = Source(count, context, tokenizer.size, 0, tokenizer)
+    asks = shared_prefix(source, count, PROMPT // 2, PROMPT // 2, ANSWER, readable=True)
+    file = folder / "requests.jsonl"
+    lines = (json.dumps({"prompt": ask.prompt, "output_len": ask.output}) + "\n" for ask in asks)
+    file.write_text("".join(lines))
+    return file, asks
+
+
+def ours(url: str, data: Path, tokens: Path, count: int, *more: str) -> Flat:
+    """What our client says of a server."""
+    with tempfile.TemporaryDirectory(prefix="ling3-witness-") as folder:
+        line = Path(folder) / "run.jsonl"
+        what = ["--workload", "jsonl", "--data", data, "--num-prompts", count, "--max-concurrency", AT_ONCE]
+        where = ["--url", url, "--tokenizer", tokens, "--output", line, *more]
+        run(["ling3export.runners.cli", "bench", "serve", *what, *where])
+        figures = last_line(line.read_text())["figures"]
+    assert figures["completed"] == count, figures
+    return {row: at(figures, place) for row, place, _ in ROWS}
+
+
+def aiperf(program: Path, url: str, asks: Sequence[Ask], tokens: Path) -> Flat:
+    """What aiperf says of the model ``m`` of a server, with the bodies that our client sends."""
+    fixed = {"model": "m", "temperature": 0.0, "stream": True, "stream_options": {"include_usage": True},
+             "ignore_eos": True}  # fmt: skip
+    sessions = [
+        {"session_id": str(number), "payloads": [fixed | {"prompt": ask.prompt, "max_tokens": ask.output}]}
+        for number, ask in enumerate(asks)
+    ]
+    with tempfile.TemporaryDirectory(prefix="ling3-aiperf-") as folder:
+        inputs = Path(folder) / "inputs.json"
+        inputs.write_text(json.dumps({"data": sessions}))
+        command = [
+            program, "profile", "--model", "m", "--url", url, "--endpoint-type", "completions", "--streaming",
+            "--input-file", inputs, "--custom-dataset-type", "inputs_json", "--tokenizer", tokens,
+            "--concurrency", AT_ONCE, "--request-count", len(asks), "--warmup-request-count", 1,
+            "--connection-reuse-strategy", "never", "--use-server-token-count", "--workers-max", 1,
+            "--no-gpu-telemetry", "--no-server-metrics", "--ui", "none", "--output-artifact-dir", folder,
+        ]  # fmt: skip
+        say(f"$ {' '.join(map(str, command))}")
+        patient = os.environ | {"AIPERF_SERVICE_REGISTRATION_TIMEOUT": "300"}  # of its processes; 30 s are few here
+        done = subprocess.run(list(map(str, command)), cwd=folder, env=patient, capture_output=True, text=True)
+        files = sorted(Path(folder).rglob("profile_export_aiperf.json"), key=lambda file: len(file.parts))
+        if done.returncode or not files:
+            raise SystemExit(f"aiperf: exit code {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+        found = json.loads(files[0].read_text())
+    return {row: at(found, place) for row, _, place in ROWS}
+
+
+@contextlib.contextmanager
+def started(command: Sequence[object], health: str, environment: Mapping[str, str]) -> Iterator[str]:
+    """The address of a server of somebody else's, once it is well; it ends with the block."""
+    port = free_port()
+    say(f"$ {' '.join(map(str, command))} --port {port}")
+    log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed below)
+    process = subprocess.Popen(
+        [*map(str, command), "--port", str(port)], stdout=log, stderr=log, env=os.environ | environment,
+        start_new_session=True,
+    )  # fmt: skip
+    url, end = f"http://{LOOPBACK}:{port}", time.monotonic() + WAIT
+    try:
+        while True:
+            try:
+                urllib.request.urlopen(url + health, timeout=5).close()
+                break
+            except OSError as error:
+                if process.poll() is not None or time.monotonic() > end:
+                    log.seek(0)
+                    raise SystemExit(f"{command[0]}: no server: {error}\n{log.read()[-4000:]}") from error
+                time.sleep(0.2)
+        yield url
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        log.close()
+
+
+def measure(
+    given: Path | None, rounds: int, count: int, program: Path | None, sources: Path | None, python: Path | None
+) -> dict[str, Any]:
+    """Every figure of every round, by arm."""
+    source, threads = given or plain_checkpoint(), len(os.sched_getaffinity(0))
+    folder = artifact(source, "witness", ["--tp", 1, "--paddings", "16,128", "--max-running", 16])
+    tokens = folder / "tokenizer"
+    runs: dict[str, list[Flat]] = {}
+    with tempfile.TemporaryDirectory(prefix="ling3-witness-") as scratch:
+        data, asks = requests(Path(scratch), tokens, read_manifest(folder).plan.context, count)
+        for _ in range(rounds):
+            read_once(*(file for file in folder.rglob("*") if file.is_file()))
+            with served(folder) as (url, _):
+                ours(url, data, tokens, count)  # the first run of a server counts nowhere
+                arms: dict[str, Callable[[], Flat]] = {"bench serve": partial(ours, url, data, tokens, count)}
+                if program is not None:
+                    arms["aiperf"] = partial(aiperf, program, url, asks, tokens)
+                for arm, work in arms.items():
+                    _keep(runs, arm, work())
+            if sources is not None:
+                command = [
+                    sources / "build" / "bin" / "llama-server", "-m", gguf(source, sources, "--vocab"), "-t", threads,
+                    "-c", AT_ONCE * 1024, "--parallel", AT_ONCE, "--host", LOOPBACK, "--no-webui",
+                ]  # fmt: skip
+                with started(command, "/health", {}) as url:
+                    ours(url, data, tokens, count, "--model", "m")
+                    _keep(runs, "llama.cpp", ours(url, data, tokens, count, "--model", "m"))
+            if python is not None:
+                named = renamed(source, Path(scratch) / f"round-{len(runs.get('transformers', ()))}")
+                command = [python.with_name("transformers"), "serve", named, "--device", "cpu", "--dtype", "bfloat16",
+                           "--host", LOOPBACK]  # fmt: skip
+                alone = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+                with started(command, "/health", alone) as url:
+                    few = max(AT_ONCE, count // 5)  # it answers one request after the other
+                    _keep(runs, "transformers", ours(url, data, tokens, few, "--model", str(named), "--stop-at-eos"))
+    return {"benchmark": "witness", "machine": machine(), "checkpoint": source.name, "rounds": rounds, "runs": runs}
+
+
+def _keep(runs: dict[str, list[Flat]], arm: str, found: Flat) -> None:
+    runs.setdefault(arm, []).append(found)
+    say(f"{arm}: {json.dumps(found)}")
+
+
+def main(
+    given: Path | None, rounds: int, count: int, program: Path | None, sources: Path | None, python: Path | None
+) -> dict[str, Any]:
+    """Measures and prints."""
+    result = measure(given, rounds, count, program, sources, python)
+    speeds = {arm: medians(found) for arm, found in result["runs"].items()}
+    first = speeds["bench serve"]
+    others = [arm for arm in speeds if arm != "bench serve"]
+    head = ["", *speeds, *(f"{arm} / ours" for arm in others)]
+    rows = [
+        [row, *(flat[row] for flat in speeds.values()), *(speeds[arm][row] / first[row] for arm in others)]
+        for row, *_ in ROWS
+    ]
+    show(
+        f"{result['checkpoint']}, {count} requests, {AT_ONCE} at once, {ANSWER} tokens each, medians of {rounds}, load "
+        f"average {result['machine']['load_average'][0]}",
+        [table(head, rows)],
+        result,
+    )
+    return result
