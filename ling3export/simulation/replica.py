@@ -90,7 +90,7 @@ class Times:
 
 
 class Machine:
-    """What replicas run on: how long their calls take where ``busy`` of them run at once.
+    """What replicas run on: how long their calls take where several of them run at once.
 
     Args:
         times: With one busy replica, with two, and so on; the last holds for more.
@@ -98,7 +98,7 @@ class Machine:
 
     def __init__(self, *times: Times) -> None:
         self._times = times
-        self.busy = 0
+        self.busy: dict[Replica, None] = {}  # those with a call that runs
 
     @property
     def shared(self) -> bool:
@@ -108,7 +108,23 @@ class Machine:
     @property
     def times(self) -> Times:
         """Those that hold now."""
-        return self._times[min(max(self.busy, 1), len(self._times)) - 1]
+        return self._times[min(max(len(self.busy), 1), len(self._times)) - 1]
+
+    def begins(self, replica: "Replica") -> None:
+        """One more replica is busy: what is left of the others' calls takes longer."""
+        self.busy[replica] = None
+        self._retime(replica)
+
+    def ends(self, replica: "Replica") -> None:
+        """One less, if it was busy."""
+        if replica in self.busy:
+            del self.busy[replica]
+            self._retime(replica)
+
+    def _retime(self, cause: "Replica") -> None:
+        for replica in self.busy if self.shared else ():
+            if replica is not cause:
+                replica.retime()
 
 
 @dataclass(slots=True)
@@ -162,7 +178,7 @@ class Replica:
         self._held = 0  # tokens
         self._decoded_last = False
         self._call: Call | None = None  # that runs
-        self._began = 0.0
+        self._began = self._since = 0.0
         self._next: Call | None = None
         self._prefixes: OrderedDict[int, None] = OrderedDict()
 
@@ -178,7 +194,7 @@ class Replica:
             self.live[ask] = None
         self._waiting += asks
         if self._call is None:
-            self.machine.busy += 1
+            self.machine.begins(self)
             self._advance()
         elif self._used - len(self._call.ended) < self.machine.times.slots:
             self._cut()
@@ -187,7 +203,7 @@ class Replica:
         """Loses what it has; takes nothing until ``up`` is set again."""
         self._epoch += 1
         self.up = False
-        self.machine.busy -= self._call is not None
+        self.machine.ends(self)
         lost = [*self.live]
         self._forget()
         for ask in lost:
@@ -217,7 +233,7 @@ class Replica:
             return
         call, now = self._call, self.env.now
         assert call is not None
-        self.seconds += call.steps * call.seconds
+        self.seconds += now - self._since
         for ask in call.first:
             ask.first = now
             if ask.prefix >= 0 and self.machine.times.prefixes:
@@ -240,15 +256,28 @@ class Replica:
         call = self._next or self._choose()
         self._call, self._next = call, None
         if call is None:
-            self.machine.busy -= 1
+            self.machine.ends(self)
             return
+        self._began = self._since = self.env.now
         if self.machine.shared:  # it was chosen when others may not have run
-            times = self.machine.times
-            call.seconds = times.prefill[call.cell[1]] if call.cell[0] == "prefill" else times.steps[call.cell[1]]
-        self._began = self.env.now
+            call.seconds = self._seconds(call)
         self._end_after(call.steps * call.seconds)
         if call.steps == 1:
             self._next = self._choose()
+
+    def _seconds(self, call: Call) -> float:
+        """Those of the call if nothing changes from now on."""
+        times = self.machine.times
+        return times.prefill[call.cell[1]] if call.cell[0] == "prefill" else times.steps[call.cell[1]]
+
+    def retime(self) -> None:
+        """What is left of the call that runs takes another time from now on."""
+        call, now = self._call, self.env.now
+        assert call is not None
+        left = (self._began + call.seconds - now) / call.seconds
+        call.seconds = self._seconds(call)
+        self._began = now - (1 - left) * call.seconds  # as if it had always taken this time
+        self._end_after(left * call.seconds)
 
     def _choose(self) -> Call | None:
         self._admit()
