@@ -159,6 +159,7 @@ def generate(
     """
     how: dict[str, Any] = {
         "target": target, "programs": programs, "check": check, "prefix_cache": prefix_cache, "evict": evict,
+        "prefix_store": None if prefix_store is None else PrefixFolder(prefix_store, prefix_store_bytes),
     }  # fmt: skip
     hosts = leading(artifact, place, ffn=ffn, **how)
     with announced(hosts):
@@ -175,10 +176,7 @@ def generate(
     from ling3export.runners.engine.engine import Engine
     from ling3export.runners.engine.request import Sampling
 
-    with Engine(
-        artifact, hosts=hosts, step_timeout=step_timeout, ffn=ffn, ffn_timeout=ffn_timeout,
-        prefix_store=None if prefix_store is None else PrefixFolder(prefix_store, prefix_store_bytes), **how,
-    ) as engine:  # fmt: skip
+    with Engine(artifact, hosts=hosts, step_timeout=step_timeout, ffn=ffn, ffn_timeout=ffn_timeout, **how) as engine:
         if resume is not None:
             completions = [engine.resume(resume, max_tokens=settings["max_tokens"]).result()]
         elif save is not None:

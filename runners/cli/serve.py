@@ -67,6 +67,7 @@ def serve(
     """
     how: dict[str, Any] = {
         "target": target, "programs": programs, "check": check, "prefix_cache": prefix_cache, "evict": evict,
+        "prefix_store": None if prefix_store is None else PrefixFolder(prefix_store, prefix_store_bytes),
     }  # fmt: skip
     exchanged = exchanging(transfer, place, transfer_settings)
     hosts = leading(artifact, place, ffn=ffn, grace=grace, **how)
@@ -83,6 +84,5 @@ def serve(
     policy = Policy(name, key, max_requests, max_body, own_names(listener, allow_host))
     run(
         artifact, policy, listener, bounds=Bounds(max_connections), grace=grace, restarts=restarts,
-        step_timeout=step_timeout, hosts=hosts, ffn=ffn, ffn_timeout=ffn_timeout, transfer=exchanged,
-        prefix_store=None if prefix_store is None else PrefixFolder(prefix_store, prefix_store_bytes), **how,
+        step_timeout=step_timeout, hosts=hosts, ffn=ffn, ffn_timeout=ffn_timeout, transfer=exchanged, **how,
     )  # fmt: skip

@@ -71,7 +71,8 @@ def load_parts(
     Raises:
         ArtifactError, HostsError, Ling3Error: The artifact cannot be loaded here (``load``).
     """
-    agreed = {"overlap": overlap, "prefix_cache": prefix_cache, "evict": evict}
+    stores = prefix_store is not None
+    agreed = {"overlap": overlap, "prefix_cache": prefix_cache, "evict": evict, "prefix_store": stores}
     if hosts is not None:  # each fills the masks of grammars itself, so all fill the same ones or none fills any
         agreed["llguidance"] = library()
     loaded = load(
@@ -124,16 +125,22 @@ def _assembled(
     if moves and prefix_cache is not False:
         shared = PrefixCache(blocks, record.state.page_size, root_of(manifest, record), evict=evict)
 
-    store = None
+    store = follows = None
     if prefix_store is not None:
         if shared is None:
             raise ArtifactError(
                 f"prefix store: expected a prefix cache, found it off or without snapshots, in {loaded.folder}",
                 "leave the prefix cache on, and build the artifact with --snapshots N",
             )
-        from ling3export.runners.state.prefix_store import PrefixStore  # with a carrier, which no other start needs
+        from ling3export.runners.state.prefix_store import (  # with a carrier, which no other start needs
+            FollowingStore,
+            PrefixStore,
+        )
 
-        store = PrefixStore(manifest, record, prefix_store, shared, report)
+        if channel is None or channel.leads:
+            store = PrefixStore(manifest, record, prefix_store, shared, report, channel)
+        else:
+            follows = FollowingStore(channel)
 
     @cache
     def takes_any_temperature() -> bool:
@@ -157,7 +164,7 @@ def _assembled(
     def core() -> EngineCore:
         scheduler = Scheduler(
             runner, shapes, blocks, limits.vocab_size, ahead=1 if overlap else 0, counters=counters, cache=shared,
-            moves=moves, store=store,
+            moves=moves, store=store or follows,
         )  # fmt: skip
         return SharedCore(scheduler, sequence, channel) if channel else EngineCore(scheduler, sequence)
 

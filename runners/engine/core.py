@@ -7,19 +7,20 @@ ends, before it would make other calls, which none of the hosts would ever come 
 """
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ling3export.errors import RankDivergence
 from ling3export.runners.engine.request import Request, request_of
 from ling3export.runners.engine.scheduler import Emitted, Scheduler
 from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.hosts.channel import DIVERGED, END, STEP, Channel
-
-if TYPE_CHECKING:
-    from ling3export.runners.state.form import Carried
+from ling3export.runners.load.arrays import packed, unpacked
+from ling3export.runners.load.kept import Whole
+from ling3export.runners.state.form import Carried, Token
 
 SHORT = 8  # bytes of a digest that travel with every step
 
@@ -31,14 +32,14 @@ class Arrival(NamedTuple):
         number: Its place in the order of arrival.
         request: What was asked.
         at: When it arrived, on the clock of ``sequence.now``; this is noted and decides nothing.
-        carried: The state that it comes with, where it was begun elsewhere; on one host alone.
-        saved: Whether its state is taken along when it ends; on one host alone.
+        carried: The state that it comes with, where it was begun elsewhere.
+        saved: Whether its state is taken along when it ends.
     """
 
     number: int
     request: Request
     at: float | None = None
-    carried: "Carried | None" = None
+    carried: Carried | None = None
     saved: bool = False
 
 
@@ -49,7 +50,7 @@ class StepInputs(NamedTuple):
         arrivals: In order.
         cancelled: Numbers of arrivals; unknown and ended ones count for nothing.
         compare: Whether the hosts are to compare the tokens that they read.
-        saved: Numbers of arrivals that end where they are, so that they can go on elsewhere; on one host alone.
+        saved: Numbers of arrivals that end where they are, so that they can go on elsewhere.
     """
 
     arrivals: tuple[Arrival, ...] = ()
@@ -178,17 +179,33 @@ class SharedCore(EngineCore):
 
 
 def encode(inputs: StepInputs) -> bytes:
-    """Inputs as they travel: JSON, nothing for none. When a request arrived is host 0's affair."""
+    """Inputs as they travel, nothing for none. When a request arrived, and where else it was, is host 0's affair."""
     if inputs == StepInputs():
         return b""
-    arrivals = [[arrival.number, asdict(arrival.request)] for arrival in inputs.arrivals]
-    return json.dumps({**inputs._asdict(), "arrivals": arrivals}).encode()
+    said, arrays = list[Any](), list[np.ndarray]()
+    for number, request, _, carried, saved in inputs.arrivals:
+        state = {} if carried is None or carried.state is None else carried.state.arrays
+        begun = None if carried is None else [carried.tokens, carried.stored, list(state)]
+        said.append([number, asdict(request), begun, saved])
+        arrays += state.values()
+    return packed({**inputs._asdict(), "arrivals": said}, arrays)
 
 
 def decode(payload: bytes) -> StepInputs:
     """What ``encode`` wrote."""
     if not payload:
         return StepInputs()
-    said = json.loads(payload)
-    arrivals = (Arrival(number, request_of(fields)) for number, fields in said["arrivals"])
+    (said, arrays), arrivals = unpacked(payload), []
+    left = iter(arrays)
+    for number, fields, begun, saved in said["arrivals"]:
+        carried = None
+        if begun is not None:
+            tokens, stored, names = begun
+            state = Whole({name: next(left) for name in names}) if names else None
+            carried = Carried(tuple(_token(*each) for each in tokens), stored, state)
+        arrivals.append(Arrival(number, request_of(fields), None, carried, saved))
     return StepInputs(tuple(arrivals), tuple(said["cancelled"]), said["compare"], tuple(said["saved"]))
+
+
+def _token(token: int, likely: Any) -> Token:
+    return token, None if likely is None else (likely[0], tuple((each, value) for each, value in likely[1]))

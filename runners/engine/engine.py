@@ -83,9 +83,8 @@ class Engine:
         transfer: Transfer | None = None, prefix_store: PrefixFolder | None = None,
     ) -> None:  # fmt: skip
         for option, given in (("--transfer", transfer), ("--prefix-store", prefix_store)):
-            if given is not None and (hosts is not None or ffn):
-                found = "several hosts" if hosts is not None else "FFN workers"
-                raise RequestError(f"{option}: expected one host that computes its own experts, found {found}")
+            if given is not None and ffn:
+                raise RequestError(f"{option}: expected an engine that computes its own experts, found FFN workers")
         if hosts is not None and hosts.number:
             raise RequestError(f"engine: expected it on host 0, found host {hosts.number}", "the others call follow()")
         if ffn and hosts is not None:
@@ -316,9 +315,8 @@ class Engine:
         return handle
 
     def _check_alone(self, what: str) -> None:
-        if self._several or self._split:
-            found = "several hosts" if self._several else "FFN workers"
-            raise RequestError(f"{what}: expected one host that computes its own experts, found {found}")
+        if self._split:
+            raise RequestError(f"{what}: expected an engine that computes its own experts, found FFN workers")
 
     def digests(self) -> tuple[bytes, ...]:
         """sha256 of the tokens that each host read since the last call, by host; nothing where one host runs alone.

@@ -10,6 +10,7 @@ from ling3export.runners.engine.assembly import load_parts
 from ling3export.runners.hosts.channel import END, Channel, end_process
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.load.loader import say
+from ling3export.runners.transfer.options import PrefixFolder
 
 
 def check_digests(digests: Sequence[bytes]) -> None:
@@ -32,7 +33,7 @@ def check_digests(digests: Sequence[bytes]) -> None:
 def follow(
     artifact: str | Path, hosts: Hosts, *, target: str | None = None, programs: str = "prebuilt-only",
     check: str = "all", overlap: bool = True, grace: float | None = None, report: Callable[[str], None] = say,
-    prefix_cache: bool | None = None, evict: str = "lru",
+    prefix_cache: bool | None = None, evict: str = "lru", prefix_store: PrefixFolder | None = None,
 ) -> None:  # fmt: skip
     """Loads the artifact on a host other than 0, and takes the steps that host 0 takes until host 0 ends.
 
@@ -48,6 +49,7 @@ def follow(
         report: Told what was chosen and why.
         prefix_cache: Whether prompts that begin alike are computed once.
         evict: What the prefix cache gives up first.
+        prefix_store: Whether host 0 keeps what the prefix cache knows in a folder; here none is read or written.
 
     Raises:
         ArtifactError, HostsError: The artifact cannot be loaded here, or not with the other hosts (``load``).
@@ -56,7 +58,7 @@ def follow(
     """
     parts = load_parts(
         artifact, target=target, programs=programs, check=check, overlap=overlap, hosts=hosts, report=report,
-        prefix_cache=prefix_cache, evict=evict,
+        prefix_cache=prefix_cache, evict=evict, prefix_store=prefix_store,
     )  # fmt: skip
     from ling3export.runners.engine.core import SharedCore
 

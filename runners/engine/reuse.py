@@ -14,7 +14,7 @@ from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.state.prefix_cache import Node, PrefixCache
 
 if TYPE_CHECKING:
-    from ling3export.runners.state.prefix_store import PrefixStore
+    from ling3export.runners.state.prefix_store import FollowingStore, PrefixStore
 
 
 class Mover(Protocol):
@@ -27,7 +27,10 @@ class Mover(Protocol):
         """The state of a slot and the latents of pages, in host memory."""
 
     def fetching(self, slot: int, pages: Many[int]) -> Callable[[], Any]:
-        """``fetch`` of the state as it is now; any thread may wait for it."""
+        """The state as it is now, of several hosts on the first one; any thread may wait for it."""
+
+    def gathered(self, kept: Any) -> Any:
+        """What ``fetch`` gave, of several hosts on the first one."""
 
     def store(self, slot: int, pages: Many[int], kept: Any) -> None:
         """Writes what ``fetch`` gave, or a whole state that came from elsewhere."""
@@ -48,7 +51,7 @@ class Reuse:
 
     def __init__(
         self, mover: Mover, blocks: BlockManager, counters: Counters, cache: PrefixCache | None, *, moves: bool,
-        store: "PrefixStore | None" = None,
+        store: "PrefixStore | FollowingStore | None" = None,
     ) -> None:  # fmt: skip
         self._store = store
         self._mover, self._blocks, self._counters, self._cache = mover, blocks, counters, cache
@@ -216,7 +219,7 @@ class Reuse:
         if sequence.table is not None:
             sequence.taken = self._mover.fetching(sequence.slot, sequence.stored_pages(self._blocks.page_size))
         elif sequence.kept is not None:
-            _, state = sequence.kept
+            state = self._mover.gathered(sequence.kept[1])
             sequence.taken = lambda: state
 
     def keep(self, sequence: Sequence) -> None:

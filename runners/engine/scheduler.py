@@ -48,7 +48,7 @@ from ling3export.runners.engine.sequence import Call, Sequence, now
 from ling3export.runners.state.prefix_cache import PrefixCache
 
 if TYPE_CHECKING:
-    from ling3export.runners.state.prefix_store import PrefixStore
+    from ling3export.runners.state.prefix_store import FollowingStore, PrefixStore
 
 Pending = Any  # an array that may still be being computed
 BY_ARRIVAL = attrgetter("number")
@@ -147,7 +147,7 @@ class Scheduler:
     def __init__(
         self, backend: Backend, shapes: Shapes, blocks: BlockManager, vocab_size: int, *, ahead: int = 1,
         counters: Counters | None = None, cache: PrefixCache | None = None, moves: bool = False,
-        store: "PrefixStore | None" = None,
+        store: "PrefixStore | FollowingStore | None" = None,
     ) -> None:  # fmt: skip
         self.counters = Counters() if counters is None else counters
         self.doing: tuple[str, float] | None = None

@@ -28,6 +28,7 @@ PORTS = 3  # at which jax's service is started, one after the other, until it do
 SAYING = 60.0  # seconds that it leaves the watch to say what it found, and to end the process
 PART, STEP, END, DONE, RELEASE, ALIVE = b"P", b"T", b"E", b"D", b"R", b"A"
 GONE, DIVERGED = b"G", b"V"  # what is told to all: a host is gone, or it read other tokens
+MORE, PIECE = b"M", 64 << 20  # before the last piece of a long message; bytes of a piece
 
 
 def _code(kind: bytes) -> int:
@@ -107,8 +108,13 @@ class Channel:
         join(hosts.address[0], self._port, hosts.count, hosts.number, hosts.start_timeout)
 
     def send(self, kind: bytes, payload: bytes = b"") -> None:
-        """Sends a message to host 0, or from host 0 to all others."""
+        """Sends a message to host 0, or from host 0 to all others; a long one in pieces, with signs of life between."""
+        for at in range(0, len(payload) - PIECE, PIECE):
+            self._send(MORE, payload[at : at + PIECE])
         self._sent += kind != ALIVE
+        self._send(kind, payload[max(0, -(-len(payload) // PIECE) - 1) * PIECE :])
+
+    def _send(self, kind: bytes, payload: bytes) -> None:
         for peer in self._peers.values():
             # Whoever is gone is found by its watch, which says so.
             with self._lock, contextlib.suppress(OSError):
@@ -135,6 +141,13 @@ class Channel:
             return tuple(parts)
         whole = self.take()[1]
         return tuple(whole[at : at + len(payload)] for at in range(0, len(whole), len(payload)))
+
+    def shared(self, payload: bytes = b"") -> bytes:
+        """Host 0's payload, on every host. Every host calls this."""
+        if not self.leads:
+            return self.take()[1]
+        self.send(PART, payload)
+        return payload
 
     def finish(self) -> None:
         """Leaves the other hosts once all have called this; nothing may be running on the devices.
@@ -215,17 +228,21 @@ class Channel:
 
     def _watch(self, number: int, peer: socket.socket) -> None:
         silence = self.hosts.host_timeout
-        taken, since = 0, time.monotonic()
+        taken, since, pieces = 0, time.monotonic(), list[bytes]()
         try:
             while True:
                 kind, payload = receive(peer)
+                if kind == MORE:
+                    pieces.append(payload)
+                    continue
                 text = payload.decode(errors="replace") if kind in (FAILED, GONE, DIVERGED) else ""
                 if kind == FAILED:
                     return self._gone(f"host {number} ended: {text}")
                 if kind in (GONE, DIVERGED):
                     return self._gone(text, kind)
                 if kind != ALIVE:
-                    self._inbox[number].put((kind, payload))
+                    self._inbox[number].put((kind, b"".join([*pieces, payload])))
+                    pieces.clear()
                     continue
                 before, taken = taken, int.from_bytes(payload)
                 if not self.leads or taken != before or taken >= self._sent:

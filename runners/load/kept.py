@@ -1,15 +1,17 @@
 """One sequence's state in host memory: what ``fetch`` gave, on each host the shards of its own devices.
 
-No host needs what another has: the state goes back to the devices that it came from. A state that travels is ``Whole``:
-one host has all of it, in an order that knows neither devices nor TP.
+A state that goes back to the devices that it came from needs nothing of other hosts. One that travels is ``Whole``: one
+host has all of it, in an order that knows neither devices nor TP.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
+
+from ling3export.runners.load.arrays import packed, unpacked
 
 Place = tuple[tuple[int, int], ...]  # first and last index plus one, of each axis
 PAGED = "mla_latent"  # the array of pages; the others are a slot's
@@ -98,6 +100,25 @@ class Kept:
         for call, places in zip(self.calls, self.places, strict=True):
             arrays[PAGED][:, places[places >= 0]] = call[PAGED].whole()[:, places >= 0]
         return Whole(arrays)
+
+    def split(self) -> bytes:
+        """The parts of this host that other hosts may not have, as a message (``arrays``)."""
+        found = [
+            ((number, name, place), part)
+            for number, call in enumerate(self.calls)
+            for name, shards in call.items()
+            for place, part in shards.parts.items()
+            if part.shape != shards.shape
+        ]
+        return packed([which for which, _ in found], [part for _, part in found])
+
+    def joined(self, messages: Iterable[bytes]) -> "Kept":
+        """The state with the parts of other hosts, each of which ``split`` its own."""
+        calls = tuple({name: Shards(each.shape, {**each.parts}) for name, each in call.items()} for call in self.calls)
+        for message in messages:
+            for (number, name, place), part in zip(*unpacked(message), strict=True):
+                calls[number][name].parts[tuple((low, high) for low, high in place)] = part
+        return Kept(calls, self.places)
 
     def replaced(self, made: Callable[[tuple[int, ...]], np.ndarray]) -> "Kept":
         """A state of the same form with numbers that ``made`` gives for a shape; equal parts stay equal."""

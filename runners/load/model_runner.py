@@ -4,7 +4,7 @@ import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from ling3export.runners.load.pjrt import Program
 
 # XLA:CPU uses host memory in place if it is aligned to 64 bytes. 8 is aligned for every dtype and never for XLA.
 MISALIGNED = 8
+State = TypeVar("State", Kept, Whole)
 Inputs = tuple[Mapping[str, np.ndarray], dict[str, jax.Array]]  # the fields of a call, and the arrays beside them
 
 
@@ -126,11 +127,27 @@ class ModelRunner:
             self._run(f"copy@{most}", {"source": source, "target": target}, {})
 
     def fetch(self, slot: int, pages: Sequence[int]) -> Kept:
-        """The state of a slot and the latents of pages; waits for them."""
-        return self.fetching(slot, pages)()
+        """The state of a slot and the latents of pages, of several hosts each its own part; waits for them."""
+        return self._fetching(slot, pages)()
 
     def fetching(self, slot: int, pages: Sequence[int]) -> Callable[[], Kept]:
-        """``fetch`` in two parts: this one takes the state as it is now; any thread may wait with what it gives."""
+        """The whole state as it is now; any thread may wait with what it gives.
+
+        Every one of several hosts calls this. They wait here, and host 0 gets what all have.
+        """
+        waits = self._fetching(slot, pages)
+        if self._parts is None:
+            return waits
+        kept = self.gathered(waits())
+        return lambda: kept
+
+    def gathered(self, kept: State) -> State:
+        """A state that was fetched, on host 0 with the parts of all hosts; every one of several hosts calls this."""
+        if self._parts is None or isinstance(kept, Whole):
+            return kept
+        return kept.joined(self._parts(kept.split()))
+
+    def _fetching(self, slot: int, pages: Sequence[int]) -> Callable[[], Kept]:
         calls, places = [], []
         for fields, order in self._moving(slot, pages):
             calls.append(self._run(f"fetch@{fields['page'].size}", fields, {}))

@@ -6,6 +6,7 @@ that can be found has all of its blocks, unless they were evicted. Files are the
 reads one checks it: a process may be killed at any time, and two may write one file.
 """
 
+import json
 import queue
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.schema import Manifest, Target
 from ling3export.errors import Ling3Error
+from ling3export.runners.hosts.channel import Channel
 from ling3export.runners.load.kept import Kept, Whole
 from ling3export.runners.state.form import Carried, canonical, empty, layout_of, root_of, storable
 from ling3export.runners.state.prefix_cache import Node, PrefixCache
@@ -34,6 +36,25 @@ DEADLINE = 30.0  # seconds to read one
 CLOSING = 60.0  # and to write what waits when the engine is closed
 
 
+Fetching = Callable[[int, Sequence[int]], Callable[[], Kept]]
+
+
+class FollowingStore:
+    """A prefix store on the hosts beside host 0: it fetches what host 0 writes, so that all make the same calls.
+
+    Args:
+        channel: To host 0.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def keep(self, path: Sequence[Node], fetching: Fetching) -> None:
+        """Takes part in ``PrefixStore.keep``."""
+        for at, blocks in json.loads(self._channel.shared()) if path else ():
+            _fetched(path, at, blocks, fetching)
+
+
 class PrefixStore:
     """A folder of blocks and snapshots behind a prefix cache.
 
@@ -43,6 +64,7 @@ class PrefixStore:
         where: The folder, and how large it may become.
         cache: What need not be read; only asked here what it knows.
         report: Told of what failed.
+        channel: To the other hosts, each of which has a ``FollowingStore``; None where this host runs alone.
 
     Attributes:
         counts: What happened how often, by name.
@@ -54,8 +76,9 @@ class PrefixStore:
 
     def __init__(
         self, manifest: Manifest, target: Target, where: PrefixFolder, cache: PrefixCache,
-        report: Callable[[str], None],
+        report: Callable[[str], None], channel: Channel | None = None,
     ) -> None:  # fmt: skip
+        self._channel = channel
         self._layout, self._root = layout_of(target, "prefix store"), root_of(manifest, target)
         self._limit, self._cache, self._report = where.limit, cache, report
         needed = self._layout.nbytes(self._block(bytes(32))) + self._layout.nbytes(self._snapshot(bytes(32)))
@@ -76,26 +99,36 @@ class PrefixStore:
         del number  # a read is short: nobody gives it up
         self._jobs.put(partial(self._load, request, done))
 
-    def keep(self, path: Sequence[Node], fetching: Callable[[int, Sequence[int]], Callable[[], Kept]]) -> None:
+    def keep(self, path: Sequence[Node], fetching: Fetching) -> None:
         """Writes the snapshots of a path that are not there, and notes that the path was used; only dispatches here.
 
         Args:
             path: From the tree's root on.
             fetching: ``ModelRunner.fetching``.
         """
-        for node in path:
-            if node.snapshot is None or self._snapshot(node.name).name in self._there:
-                continue
-            if self._jobs.qsize() >= QUEUE:
-                self.counts["skipped"] += 1
-                return
-            new = [each for each in path[: node.depth] if self._block(each.name).name not in self._there]
-            keys = [*(self._block(each.name) for each in new), self._snapshot(node.name)]
-            self._there.update(key.name for key in keys)
-            self._jobs.put(partial(self._write, keys, fetching(node.snapshot, [each.page for each in new])))
+        chosen = self._chosen(path)
+        if self._channel is not None and path:
+            self._channel.shared(json.dumps([each[:2] for each in chosen]).encode())
+        for at, blocks, keys in chosen:
+            self._jobs.put(partial(self._write, keys, _fetched(path, at, blocks, fetching)))
         kept = [self._snapshot(node.name) for node in path if node.snapshot is not None]
         if kept and self._jobs.qsize() < QUEUE:
             self._jobs.put(partial(self._used, [*(self._block(node.name) for node in path), *kept]))
+
+    def _chosen(self, path: Sequence[Node]) -> list[tuple[int, list[int], list[Key]]]:
+        """The places in a path of each snapshot that is to be written and of the blocks with it, and their objects."""
+        chosen: list[tuple[int, list[int], list[Key]]] = []
+        for at, node in enumerate(path):
+            if node.snapshot is None or self._snapshot(node.name).name in self._there:
+                continue
+            if self._jobs.qsize() + len(chosen) >= QUEUE:
+                self.counts["skipped"] += 1
+                break
+            blocks = [place for place in range(at + 1) if self._block(path[place].name).name not in self._there]
+            keys = [*(self._block(path[place].name) for place in blocks), self._snapshot(node.name)]
+            self._there.update(key.name for key in keys)
+            chosen.append((at, blocks, keys))
+        return chosen
 
     def record(self) -> dict[str, int]:
         """All counts, as JSON."""
@@ -189,3 +222,9 @@ class PrefixStore:
     def _forget(self, names: "Any") -> None:
         removed, self._folder.removed = self._folder.removed, []
         self._there.difference_update(names, removed)
+
+
+def _fetched(path: Sequence[Node], at: int, blocks: Sequence[int], fetching: Fetching) -> Callable[[], Kept]:
+    snapshot = path[at].snapshot
+    assert snapshot is not None
+    return fetching(snapshot, [path[place].page for place in blocks])

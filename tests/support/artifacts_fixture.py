@@ -95,6 +95,7 @@ RECIPES = {
     "small-4x4": Recipe(16, target="cpu:4x4"),
     # Two hosts of one device each: the cheapest artifact of several hosts.
     "micro-2x1": Recipe(2, "micro", paddings=(16,), decode=2, target="cpu:2x1"),
+    "micro-2x1-snapshots": Recipe(2, "micro", paddings=(16,), decode=2, target="cpu:2x1", snapshots=2),
     "small-tp1": Recipe(1),
     "small-tp16-bf16": Recipe(16, dtype="bfloat16"),
     "micro-tp4": Recipe(4, "micro"),

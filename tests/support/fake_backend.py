@@ -139,6 +139,9 @@ class FakeBackend:
         self.moved["fetch"] += 1
         return self.recurrent[slot], self.pool[pages].copy()
 
+    def gathered(self, kept: Any) -> Any:
+        return kept
+
     def store(self, slot: int, pages: list[int], kept: Any) -> None:
         self.moved["store"] += 1
         self.recurrent[slot], self.pool[pages] = kept

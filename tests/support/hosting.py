@@ -35,7 +35,7 @@ def hosting(
             subprocess.Popen(
                 [str(part) for part in (*program, *command, *([] if variables else named))], text=True,
                 env=environment(FAULTS | (who if variables else {})), cwd=None if folders is None else folders[number],
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )
         )  # fmt: skip
     try:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -26,6 +27,7 @@ from ling3export.runners.engine.follower import follow
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.hosts.hosts import Hosts, find_hosts
 from ling3export.runners.load.targets import choose_target
+from ling3export.runners.transfer.options import PrefixFolder
 from tiny import tiny_fields
 
 pytestmark = pytest.mark.hosts
@@ -127,9 +129,11 @@ def test_hosts_agree_on_overlap_prefix_cache_and_llguidance_before_anything_is_l
 
     monkeypatch.setattr(assembly, "load", load)
     monkeypatch.setattr(assembly, "library", lambda: "none")
-    with pytest.raises(Ling3Error, match=r"^\{'overlap': False, .*, 'evict': 'lru', 'llguidance': 'none'\} 0$"):
-        Engine("none", hosts=Hosts("127.0.0.1:1", 2, 0), overlap=False)
-    with pytest.raises(Ling3Error, match=r"^\{'overlap': True, 'prefix_cache': False, .*, 'llguidance': 'none'\} 1$"):
+    first = "{'overlap': False, 'prefix_cache': None, 'evict': 'lru', 'prefix_store': True, 'llguidance': 'none'} 0"
+    with pytest.raises(Ling3Error, match=f"^{re.escape(first)}$"):
+        Engine("none", hosts=Hosts("127.0.0.1:1", 2, 0), overlap=False, prefix_store=PrefixFolder(Path("none")))
+    second = "{'overlap': True, 'prefix_cache': False, 'evict': 'flops', 'prefix_store': False, 'llguidance': 'none'} 1"
+    with pytest.raises(Ling3Error, match=f"^{re.escape(second)}$"):
         follow("none", Hosts("127.0.0.1:1", 2, 1), prefix_cache=False, evict="flops")
 
 

@@ -37,6 +37,8 @@ from ling3export.runners.hosts.hosts import Hosts, find_hosts, read_secret
 from ling3export.runners.hosts.rendezvous import HEAD, HELLO, REFUSED, HostsError, Identity, announced, meet
 from ling3export.runners.hosts.rendezvous import IDENTITY as IDENTIFIES
 from ling3export.runners.load.loader import Timings, load
+from ling3export.runners.state.prefix_store import FollowingStore, PrefixStore
+from scheduler_rig import Rig
 
 SECRET = "correct horse battery staple".replace(" ", "-")
 IDENTITY = {"artifact": "a1", "target": "cpu-4x4-tp16", "overlap": True}
@@ -674,3 +676,55 @@ def test_a_host_ends_although_its_devices_do_not():
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "ValueError: a collective failed"
+
+
+def test_a_long_message_arrives_whole(no_service, monkeypatch):
+    monkeypatch.setattr(channels, "PIECE", 10)
+    with connected([]) as (one, two):
+        for size in (0, 9, 10, 11, 20, 21, 35):
+            payload = bytes(range(size))
+            one.send(b"T", payload)
+            two.send(b"P", payload)
+            assert two.take() == (b"T", payload) and one.take(1) == (b"P", payload)
+        assert (one._sent, one._taken) == (7, 7)
+
+
+class Written(PrefixStore):
+    """Decides as one with a folder, and keeps what it fetched."""
+
+    def __init__(self, channel, busy):
+        self._channel, self.fetched, self._there, self._jobs = channel, [], set(), self
+        self.counts, self._layout, self._root, self.busy = {"skipped": 0}, Rig().blocks, "0" * 64, busy
+        self._layout.block, self._layout.heads = 4, 1
+
+    def qsize(self):
+        return self.busy.pop() if self.busy else 0
+
+    def put(self, job):
+        pass
+
+
+def test_every_host_fetches_what_the_first_one_writes(no_service):
+    """What it writes depends on its folder and on how busy it is, which the others do not know."""
+    with connected([]) as (one, two):
+        rigs = [Rig(slots=2, pages=24, snapshots=4, every=8) for _ in range(2)]
+        stores = [Written(one, [0, 9, 0, 9]), FollowingStore(two)]
+        for rig, store in zip(rigs, stores, strict=True):
+            rig.fetched = []
+            rig.backend.fetching = lambda slot, pages, rig=rig: rig.fetched.append((slot, pages))
+            rig.scheduler._reuse._store = store
+
+        def run(rig):
+            for length in (9, 17, 13):
+                for start in (0, 5):
+                    rig.submit([(start + n) % VOCAB for n in range(length)], 3)
+                rig.run()
+
+        threads = [threading.Thread(target=run, args=(rig,)) for rig in rigs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert rigs[0].fetched == rigs[1].fetched and rigs[0].fetched
+        assert stores[0].counts["skipped"] > 0
+        assert two._inbox[0].empty() and [rig.check() for rig in rigs] == [None, None]

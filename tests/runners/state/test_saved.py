@@ -11,7 +11,7 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.engine.saving import check_savable
 from ling3export.runners.load.kept import PAGED
-from ling3export.runners.state.form import canonical, description_of, empty, layout_of, root_of, storable
+from ling3export.runners.state.form import canonical, description_of, empty, layout_of, root_of, storable, token_of
 from ling3export.runners.state.saved import Saved, StateFileError, read_saved, write_saved
 from ling3export.runners.transfer.objects import StateMismatch
 from transfers import TARGET_LAYOUT as LAYOUT
@@ -94,6 +94,14 @@ def test_a_file_that_is_not_whole_is_refused_by_name(file, tmp_path):
 def test_the_state_of_another_artifact_is_refused_by_what_differs(file):
     with pytest.raises(StateMismatch, match=r"^state of another artifact: expected the same weights, found others"):
         read_saved(file, LAYOUT, WHAT | {"weights": "c"}, VOCAB)
+
+
+def test_a_number_too_large_for_a_float_is_refused_like_any_other():
+    """It ended the thread that takes states: JSON has integers that no float holds."""
+    assert token_of(3, [-0.5, [[3, -0.5]]], VOCAB) == (3, (-0.5, ((3, -0.5),)))
+    for likely in ([10**400, []], [-0.5, [[3, 10**400]]]):
+        with pytest.raises(ValueError, match="a number that is none"):
+            token_of(3, likely, VOCAB)
 
 
 def test_names_of_states_tell_weights_apart(artifact):

@@ -1,0 +1,150 @@
+"""States of engines on several hosts: saved, resumed, kept in a folder, given and taken as one process does."""
+
+import json
+import signal
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hosting import hosting
+from ling3export.errors import RequestError
+from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.request import Request, Sampling
+from ling3export.runners.load.arrays import packed, unpacked
+from ling3export.runners.load.kept import PAGED, Kept, Shards, Whole
+from ling3export.runners.state.form import Carried
+from ling3export.runners.transfer.options import PrefixFolder, Transfer
+
+PROMPT, OTHER = tuple(range(20, 90)), tuple(range(120, 190))
+AWAY = {"do_remote_decode": True, "do_remote_prefill": False}
+HOST = (sys.executable, Path(__file__).parents[2] / "support" / "shared_states.py")
+
+
+def state(seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shapes = {PAGED: (2, 3, 4, 5), "kda_recurrent": (3, 4, 2, 2), "kda_conv": (3, 4, 6)}
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def test_arrays_travel_bit_for_bit():
+    arrays = [np.arange(6, dtype="<i4").reshape(2, 3), np.float32([[np.nan, -0.0]]), np.empty((0, 4), np.float32)]
+    said, found = unpacked(packed({"a": [1, "\0é"]}, [*arrays, arrays[0].T]))
+    assert said == {"a": [1, "\0é"]}
+    for mine, its in zip([*arrays, arrays[0].T], found, strict=True):
+        assert (mine.shape, mine.dtype, mine.tobytes()) == (its.shape, its.dtype, its.tobytes())
+
+
+def test_the_states_that_requests_come_with_reach_every_host():
+    tokens = ((3, (-0.5, ((3, -0.5), (4, -1.5)))), (4, None))
+    arrivals = (
+        Arrival(1, Request((1, 2), 5), 7.5, Carried(tokens, 9, Whole(state(0)), {"queue": 1.0}), True),
+        Arrival(2, Request((1,), 1)),
+        Arrival(3, Request((1, 2), 5), None, Carried((), 4, Whole(state(1)))),
+        Arrival(4, Request((1, 2), 5), None, Carried(tokens, 0, None)),
+    )
+    found = decode(encode(StepInputs(arrivals, saved=(7,))))
+    assert found.saved == (7,) and [each.saved for each in found.arrivals] == [True, False, False, False]
+    assert found.arrivals[1] == arrivals[1]
+    for mine, its in zip(arrivals, found.arrivals, strict=True):
+        if mine.carried is not None:
+            assert (its.carried.tokens, its.carried.stored) == (mine.carried.tokens, mine.carried.stored)
+            assert (its.carried.state is None) == (mine.carried.state is None)
+    for seed, each in enumerate((found.arrivals[0], found.arrivals[2])):
+        for name, array in state(seed).items():
+            assert np.array_equal(each.carried.state.arrays[name], array)
+
+
+def test_the_first_host_has_what_all_hosts_have():
+    """Two hosts with half of the heads each; both have all latents, which do not travel."""
+    whole, places = state(0), np.array([0, 1, 2])
+
+    def part(host: int) -> Kept:
+        call = {PAGED: Shards(whole[PAGED].shape, {tuple((0, n) for n in whole[PAGED].shape): whole[PAGED]})}
+        for name in ("kda_recurrent", "kda_conv"):
+            ends = [(0, n) for n in whole[name].shape]
+            ends[1] = (2 * host, 2 * host + 2)
+            call[name] = Shards(whole[name].shape, {tuple(ends): whole[name][:, 2 * host : 2 * host + 2]})
+        return Kept((call,), (places,))
+
+    message = part(1).split()
+    assert len(message) < sum(array.nbytes for array in whole.values()) / 2
+    joined = part(0).joined([part(0).split(), message]).whole()
+    for name, array in whole.items():
+        assert np.array_equal(joined.arrays[name], array)
+
+
+def test_ffn_workers_refuse_what_moves_states(tmp_path):
+    """Hosts do no longer."""
+    for option in ({"transfer": Transfer("shm")}, {"prefix_store": PrefixFolder(tmp_path)}):
+        with pytest.raises(RequestError, match="expected an engine that computes its own experts, found FFN workers"):
+            Engine(tmp_path, ffn=["a"], **option)
+
+
+class Hosts:
+    """Two hosts that were asked to answer JSON lines."""
+
+    def __init__(self, processes):
+        self.processes = processes
+
+    def __call__(self, **asked):
+        self.processes[0].stdin.write(json.dumps(asked, default=asdict) + "\n")
+        self.processes[0].stdin.flush()
+        return json.loads(self.processes[0].stdout.readline() or "null")
+
+
+@pytest.mark.hosts
+def test_two_hosts_save_resume_give_take_and_keep_what_one_does(artifact, tmp_path):
+    """And when one of them is killed while a state is on its way, both end and say why."""
+    command = [artifact("micro-2x1-snapshots"), tmp_path]
+    how = Transfer("file", folder=tmp_path / "states", deadline=60.0)
+    told = {"check": "programs", "report": lambda text: None}
+    asked = Request(PROMPT, 20, Sampling(1.0, seed=3), ignore_eos=True, logprobs=2)
+    with (
+        hosting([command] * 2, variables=True, programs=[HOST] * 2) as processes,
+        Engine(artifact("micro-tp1-snapshots"), transfer=how, prefix_cache=False, **told) as one,
+    ):
+        two = Hosts(processes)
+        (alone,) = one.complete([asked])
+        assert processes[0].stdout.readline() == "ready\n", processes[0].stderr.read()
+        first = two(complete=asked)
+        assert (first["token_ids"], first["cached_tokens"]) == (alone.token_ids, 0)
+
+        begun = two(save=replace(asked, max_tokens=9, cache_salt="a"), file=str(tmp_path / "two"))
+        assert begun["token_ids"] == alone.token_ids[:9]
+        assert one.resume(tmp_path / "two", max_tokens=20).result().token_ids == alone.token_ids
+        one.save(replace(asked, max_tokens=9), tmp_path / "one")
+        resumed = two(resume=str(tmp_path / "one"), max_tokens=20)
+        assert (resumed["token_ids"], resumed["cached_tokens"]) == (alone.token_ids, len(PROMPT))
+
+        away = replace(asked, max_tokens=1, cache_salt="b", kv_transfer_params=AWAY)
+        (taken,) = one.complete(
+            [replace(away, max_tokens=20, kv_transfer_params=two(complete=away)["kv_transfer_params"])]
+        )
+        assert (taken.token_ids, taken.cached_tokens) == (alone.token_ids, len(PROMPT))
+        (given,) = one.complete([away])
+        taking = replace(away, max_tokens=20, kv_transfer_params=given.kv_transfer_params)
+        taken = two(complete=taking)
+        assert (taken["token_ids"], taken["cached_tokens"]) == (alone.token_ids, len(PROMPT))
+        taken = two(complete=replace(taking, cache_salt="b"))  # its id was used, and the cache knows the prompt
+        assert taken["token_ids"] == alone.token_ids
+
+        short = replace(asked, max_tokens=6, cache_salt="k")  # its turn ends in the block in which its prompt does
+        assert two(complete=short)["token_ids"] == alone.token_ids[:6]
+        with Engine(artifact("micro-tp1-snapshots"), prefix_store=PrefixFolder(tmp_path / "known"), **told) as third:
+            (known,) = third.complete([short])
+            (other,) = third.complete([replace(short, prompt_ids=OTHER)])
+        assert (known.token_ids, known.cached_tokens) == (alone.token_ids[:6], 64), "what two hosts wrote"
+        found = two(complete=replace(short, prompt_ids=OTHER))
+        assert (found["token_ids"], found["cached_tokens"]) == (other.token_ids, 64), "and what they read"
+        assert found["free"]["slots"] == 4
+
+        processes[1].send_signal(signal.SIGKILL)
+        (given,) = one.complete([replace(away, cache_salt="c")])
+        two_more = replace(away, max_tokens=20, cache_salt="c", kv_transfer_params=given.kv_transfer_params)
+        assert two(complete=two_more) is None, "no answer"
+        assert processes[0].wait(60) == 1
+        assert "error: host 1: expected its process to run, found that it ended" in processes[0].stderr.read()
