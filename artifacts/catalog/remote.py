@@ -181,7 +181,7 @@ class Remote(Layout):
                     condition = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
                     self._files.pipe_file(self._at(path), data, **condition)
             except Exception as error:
-                if _status(error) not in REFUSED:
+                if not isinstance(error, FileExistsError) and _status(error) not in REFUSED:  # gcsfs says it so
                     raise
                 raise _Beaten from error
 

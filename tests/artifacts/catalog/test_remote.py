@@ -337,10 +337,8 @@ class Google(MemoryFileSystem):
         self.pipe_file(path, data)
 
 
-class PreconditionFailed(Exception):
-    """As gcsfs has it: no OSError."""
-
-    code = 412
+class PreconditionFailed(FileExistsError):
+    """As gcsfs says that a condition does not hold."""
 
 
 def test_a_store_of_googles_writes_the_index_over_the_generation_that_was_read(toy, tmp_path, monkeypatch):
