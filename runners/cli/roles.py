@@ -8,17 +8,17 @@ import click
 from ling3export.errors import Ling3Error
 from ling3export.runners.cli.options import PATH, section
 from ling3export.runners.hosts.hosts import read_secret
-from ling3export.runners.transfer.options import CARRIERS, ROLES, Transfer
+from ling3export.runners.transfer.options import CARRIERS, LISTENING, ROLES, Transfer
 
 SECONDS = click.FloatRange(0, min_open=True)
 transfer_options = section(
     "Prefill and decode apart",
     click.option("--transfer", type=click.Choice(CARRIERS), help="How states leave and come.  [default: none does]"),
     click.option("--role", type=click.Choice(ROLES), default=Transfer.role, help="prefill gives states, decode takes."),
-    click.option("--transfer-host", default=Transfer.host, help="With tcp: where other servers reach this one."),
+    click.option("--transfer-host", default=Transfer.host, help="With tcp, jax: where other servers reach this one."),
     click.option(
         "--transfer-port", type=click.IntRange(0, 65534), default=Transfer.port,
-        help="With tcp: the base port, the next one listens; 0 takes a free one.",
+        help="With tcp, jax: the base port, the next one listens; 0 takes a free one.",
     ),
     click.option("--transfer-folder", type=PATH, help="With file: the folder that all servers see."),
     click.option(
@@ -37,10 +37,10 @@ def exchanging(carrier: str | None, place: Mapping[str, Any], given: Mapping[str
     """
     if carrier is None:
         if given["role"] != Transfer.role:
-            raise Ling3Error(f"--role {given['role']}: expected --transfer shm, tcp or file with it, found none")
+            raise Ling3Error(f"--role {given['role']}: expected --transfer with it, found none")
         return None
     return Transfer(
         carrier, given["role"], given["transfer_host"], given["transfer_port"], given["transfer_folder"],
         given["shm_bytes"], given["lease"], given["transfer_timeout"],
-        read_secret(place["secret_file"]) if carrier == "tcp" else "",
+        read_secret(place["secret_file"]) if carrier in LISTENING else "",
     )  # fmt: skip

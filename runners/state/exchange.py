@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from ling3export.artifacts.schema import Manifest, Target
 from ling3export.errors import Ling3Error
 from ling3export.runners.load.kept import Kept, Whole
+from ling3export.runners.state.device import Device
 from ling3export.runners.state.form import (
     Carried,
     Token,
@@ -256,7 +257,10 @@ def exchange_of(manifest: Manifest, target: Target, transfer: Transfer, report: 
         backend = Folder(layout, transfer.folder, transfer.lease)
     else:
         port = transfer.port + port_of(0) if transfer.port else 0
-        backend = Tcp(layout, transfer.limit, transfer.deadline, (transfer.host, port), transfer.secret, transfer.lease)
+        made = Device if transfer.carrier == "jax" else Tcp
+        backend = made(
+            layout, transfer.limit, transfer.deadline, (transfer.host, port), transfer.secret, transfer.lease
+        )
         address = transfer.host, backend.port - port_of(0)
     groups = [{kind: range(count) for kind, count in layout.layers.items()}]
     try:

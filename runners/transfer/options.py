@@ -6,7 +6,8 @@ from pathlib import Path
 from ling3export.errors import Ling3Error
 
 ROLES = ("both", "prefill", "decode")
-CARRIERS = ("shm", "tcp", "file")
+CARRIERS = ("shm", "tcp", "file", "jax")
+LISTENING = ("tcp", "jax")  # those that need an address and a secret
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,15 @@ class Transfer:
     """How an engine exchanges states with others.
 
     Attributes:
-        carrier: ``shm``, ``tcp`` or ``file``.
+        carrier: ``shm``, ``tcp``, ``file`` or ``jax``.
         role: ``prefill`` gives states away, ``decode`` takes them, ``both`` does both.
-        host: With ``tcp``, the address at which others reach this process.
-        port: With ``tcp``, the base port: this process listens at the next one; 0 for any that is free.
+        host: With ``tcp`` and ``jax``, the address at which others reach this process.
+        port: With ``tcp`` and ``jax``, the base port: this process listens at the next one; 0 for any that is free.
         folder: With ``file``, where the states are.
         limit: Bytes that states may take: in shared memory those of all processes of this user, else of this one.
         lease: Seconds that a state is kept for whoever was promised it.
         deadline: Seconds that taking a state may last.
-        secret: With ``tcp``, what both ends know; needed where other machines reach the address.
+        secret: With ``tcp`` and ``jax``, what both ends know; needed where other machines reach the address.
 
     Raises:
         Ling3Error: A value is none of these, or ``file`` has no folder.

@@ -33,7 +33,7 @@ PACKAGES = {
     "runners.load": {"flatbuffers", "jax", "jaxlib", "ml_dtypes", "numpy"},
     "runners.route": {"h11", "prometheus_client", "starlette"},
     "runners.serve": {"h11", "prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"},
-    "runners.state": {"numpy"},
+    "runners.state": {"jax", "numpy"},
     "runners.text": {"jinja2", "llguidance", "numpy", "tokenizers"},
     "runners.transfer": {"numpy"},
     "savedmodel": {"jax", "jaxlib", "numpy", "orbax", "tensorflow"},

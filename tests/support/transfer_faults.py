@@ -22,6 +22,7 @@ from typing import NamedTuple
 import transfers
 from ling3export.runners.transfer.backend import Source
 from ling3export.runners.transfer.objects import HEADER, Key, state_abi
+from ling3export.runners.transfer.options import LISTENING
 from transfers import LAYOUT, backend, keys, same, segment, write
 
 DEADLINE = 2.0  # seconds that a reader has
@@ -117,7 +118,7 @@ def flipped(name: str) -> Callable[[Case], tuple[Callable[[], bool], object, str
         end, key, source = case.end(name), keys(40)[-1], None
         assert write(end, key)
         at, bit = case.rng.randrange(LAYOUT.nbytes(key)), 1 << case.rng.randrange(8)
-        if name == "tcp":
+        if name in LISTENING:
             end.offer(TRANSFER, [key])
             source = Source("127.0.0.1", end.port, TRANSFER)
             end._offers[TRANSFER].objects[key.name][HEADER.size + at] ^= bit
@@ -132,7 +133,7 @@ def flipped(name: str) -> Callable[[Case], tuple[Callable[[], bool], object, str
 
         def read() -> bool:
             missed = end.fetch([key], source, time.monotonic() + DEADLINE) == [None]
-            if name == "tcp":
+            if name in LISTENING:
                 return missed
             return missed and write(end, key, 5) and same(key, end.fetch([key], None, time.monotonic() + 9)[0], 5)
 
@@ -244,6 +245,7 @@ FAULTS: dict[str, Callable[[Case], tuple[Callable[[], bool], object, str]]] = {
     "flipped byte, shm": flipped("shm"),
     "flipped byte, file": flipped("file"),
     "flipped byte, tcp": flipped("tcp"),
+    "flipped byte, jax": flipped("jax"),
     "full shm budget": full,
     "object of another state_abi": other_state,
     "id pulled twice": pulled_twice,

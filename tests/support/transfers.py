@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ling3export.dtypes import BY_NAME
+from ling3export.runners.state.device import Device
 from ling3export.runners.transfer import shm
 from ling3export.runners.transfer.backend import Backend
 from ling3export.runners.transfer.folder import Folder
@@ -45,7 +46,7 @@ TARGET_LAYOUT = replace(
     LAYOUT, pieces=(*LAYOUT.pieces[:2], Piece("kda.conv", Kind.SNAPSHOT, (3, 4, 3, 3), "bfloat16", 1))
 )
 LIMIT = 1 << 20
-BACKENDS = ("shm", "file", "tcp")
+BACKENDS = ("shm", "file", "tcp", "jax")
 _SALTS = itertools.count()
 
 
@@ -58,7 +59,8 @@ def backend(
         return Shm(LAYOUT, limit, deadline, lease, **told)
     if name == "file":
         return Folder(LAYOUT, folder, lease, **told)
-    return Tcp(LAYOUT, limit, deadline, ("127.0.0.1", 0), "", lease or 60.0, **told)
+    made = Device if name == "jax" else Tcp
+    return made(LAYOUT, limit, deadline, ("127.0.0.1", 0), "", lease or 60.0, **told)
 
 
 def fresh_salt() -> str:

@@ -7,12 +7,14 @@ import sys
 import time
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import transfers
+from ling3export.runners.state import device
 from ling3export.runners.transfer import shm
 from ling3export.runners.transfer.backend import Leases, Presence, Source, TransferError
 from ling3export.runners.transfer.objects import HEADER
@@ -275,6 +277,35 @@ def test_a_puller_with_another_secret_is_a_stranger(tmp_path):
     finally:
         holder.close()
         puller.close()
+
+
+def test_a_pull_by_jax_that_never_returns_is_left_behind_at_the_deadline(tmp_path, monkeypatch):
+    """As one of a number that nobody offers, or from a process that is gone; after some of them none is begun."""
+    monkeypatch.setattr(device, "STUCK", 1)
+    holder, puller = backend("jax", tmp_path), backend("jax", tmp_path)
+    key, real = keys()[0], holder._server
+    holder._server = SimpleNamespace(await_pull=lambda number, arrays: None, address=real.address)
+    try:
+        assert write(holder, key)
+        for stuck in (1, 1):
+            holder.offer(TRANSFER, [key])
+            assert puller.fetch([key], source(holder), soon(0.5)) == [None]
+            assert puller._stuck == stuck
+        assert puller.counts == {"timeout": 2}
+    finally:
+        holder.close()
+        puller.close()
+
+
+def test_where_jax_has_no_transfers_the_carrier_is_refused_by_name(tmp_path, monkeypatch):
+    def start(*_):
+        raise NotImplementedError("not on this platform")
+
+    monkeypatch.setattr("jax.experimental.transfer.start_transfer_server", start)
+    text = r"^jax: expected jax.experimental.transfer on cpu with jax .*NotImplementedError: not on this platform"
+    with pytest.raises(TransferError, match=text) as caught:
+        backend("jax", tmp_path)
+    assert caught.value.hint == "take another carrier: --transfer tcp"
 
 
 @pytest.mark.parametrize("name", ["shm", "file"])
