@@ -1,6 +1,8 @@
 """The simulation of a fleet against one and three replicas of this machine: throughput and times to the first token.
 
-Three replicas share its cores, so the times of their calls are measured with one, two and three of them busy.
+What the calls of a replica take is measured first, with one, two and three replicas that are busy at once, because they
+share the machine's cores: requests like those of the runs, of other seeds, so many at once in each replica. The runs
+themselves say nothing to the simulation.
 """
 
 import json
@@ -8,23 +10,30 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench.engine import DEMO
+from bench.fleet_ours import Note, lengths
 from bench.inputs import ROOT, artifact
 from bench.report import machine, say, show, table
+from ling3export.artifacts.files import replace_file
 from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.schema import Target
 from ling3export.simulation.fleet import Fleet, simulate
 from ling3export.simulation.replica import Ask, Times
 
 SHARES = (0.5, 0.8, 1.3)  # of what the simulation says that the replicas pass at most
 WARNING = 0.3  # seconds from an order to its beginning
+LONGER = 15  # times as long as a measurement of calls a run takes
+FEWEST = 8  # calls of a kind from which a time is taken
 Trace = list[list[float]]  # second, tokens of the prompt, tokens of the answer
+Spread = tuple[float, float, float]  # tokens a second, median and p99 of the seconds to the first token
 
 
 class Replicas:
@@ -73,24 +82,51 @@ def started(folder: Path, count: int) -> Iterator[Replicas]:
             process.wait(60)
 
 
+def fitted(notes: Sequence[Note], target: Target, page: int) -> Times:
+    """Times of calls from calls that were made: a mean for each prefill padding, and for each decode padding a line.
+
+    A padding that hardly any call had takes as long for each row or padded token as the one below it, or above.
+    """
+    prefill: dict[int, float] = {}
+    decode: dict[int, float] = {}
+    for phase, found in (("prefill", prefill), ("decode", decode)):
+        below = 0
+        for padding in sorted(target.paddings(phase)):
+            seen = [(held, seconds) for cell, held, seconds in notes if cell == f"{phase}@{padding}"]
+            if len(seen) >= FEWEST:
+                rows, seconds = np.array(seen).T
+                found[padding] = float(seconds.mean())
+                if phase == "decode" and np.ptp(rows) > 0:
+                    slope = max(0.0, float(np.polyfit(rows, seconds, 1)[0]))
+                    for count in (below + 1, padding):
+                        found[count] = max(float(seconds.min()), found[padding] + slope * (count - float(rows.mean())))
+            below = padding
+        assert found, f"no call of {phase} was made"
+        for padding in sorted(target.paddings(phase)):
+            near = max((each for each in found if each <= padding), default=min(found))
+            found.setdefault(padding, found[near] * max(1.0, padding / near))
+    decode.setdefault(1, decode[min(decode)])
+    state = target.state
+    return Times(prefill, decode, state.slots, state.pages * page, chunk=state.chunk, interpolated=True)
+
+
 def measured(replicas: Replicas, folder: Path, busy: int, seconds: float) -> Times:
-    """The times of calls while ``busy`` replicas make such calls at once: means over the replicas."""
+    """The times of calls while ``busy`` replicas make such calls at once, of all of them."""
     manifest = read_manifest(folder)
     (target,) = manifest.targets.values()
-    paddings = {phase: sorted(target.paddings(phase)) for phase in ("prefill", "decode")}
-    rows = sorted({1, *paddings["decode"], *(below + 1 for below in paddings["decode"][:-1])})
-    found: dict[str, dict[int, float]] = {"prefill": {}, "decode": {}}
-    for phase, sizes in (("prefill", paddings["prefill"]), ("decode", rows)):
-        for size in sizes:
+    notes: list[Note] = []
+    for at_once in sorted({max(1, padding // n) for padding in target.paddings("decode") for n in (1, 4)}):
 
-            def order(_: int, start: float, cell: tuple[str, int] = (phase, size)) -> dict[str, Any]:
-                return {"cell": cell, "until": start + seconds}
+        def order(number: int, start: float, at_once: int = at_once) -> dict[str, Any]:
+            return {"at_once": at_once, "until": start + seconds, "seed": 100 * at_once + number}
 
-            found[phase][size] = float(np.mean(replicas.order(busy, order)))
-    told = {f"{phase}@{size}": round(1e3 * each, 2) for phase, row in found.items() for size, each in row.items()}
-    say(f"{busy} busy, ms a call: {told}")
-    slots, tokens = target.state.slots, target.state.pages * manifest.plan.page_size
-    return Times(found["prefill"], found["decode"], slots, tokens, chunk=target.state.chunk, interpolated=True)
+        notes += [(cell, held, took) for each in replicas.order(busy, order) for cell, held, took in each]
+    times = fitted(notes, target, manifest.plan.page_size)
+    found = [
+        (f"{phase}@{size}", took) for phase in ("prefill", "decode") for size, took in getattr(times, phase).items()
+    ]
+    say(f"{busy} busy, {len(notes)} calls, ms: {', '.join(f'{cell} {1e3 * took:.2f}' for cell, took in found)}")
+    return times
 
 
 def arrivals(count: int, rate: float, seed: int) -> Trace:
@@ -98,18 +134,29 @@ def arrivals(count: int, rate: float, seed: int) -> Trace:
     rng, at, found = random.Random(seed), 0.0, []
     for _ in range(count):
         at += rng.expovariate(rate) if rate else 0.0
-        found.append([at, rng.randint(16, 400), rng.randint(8, 64)])
+        found.append([at, *lengths(rng)])
     return found
 
 
-def asked(trace: Trace) -> list[Ask]:
-    """The same for the simulation."""
-    return [Ask(at, int(prompt), int(answer)) for at, prompt, answer in trace]
+def simulated(times: tuple[Times, ...], count: int, trace: Trace) -> Spread:
+    """What ``real`` gives, of simulated replicas."""
+    found = simulate(Fleet(times[:count], both=count), [Ask(at, int(asked), int(said)) for at, asked, said in trace])
+    return found.tokens_per_second, *found.first_token()
 
 
-def real(replicas: Replicas, count: int, trace: Trace) -> tuple[float, float, float]:
-    """Tokens a second, and p50 and p99 of the seconds to the first token: ``count`` replicas, in turn."""
-    found = replicas.order(count, lambda number, _: {"trace": trace[number::count]})
+def capacity(times: tuple[Times, ...], count: int) -> float:
+    """Requests a second that ``count`` simulated replicas pass at most."""
+    asks = [Ask(at, int(prompt), int(answer)) for at, prompt, answer in arrivals(100 * count, 0, 1)]
+    return simulate(Fleet(times[:count], both=count), asks).capacity
+
+
+def real(replicas: Replicas, count: int, trace: Trace) -> tuple[Spread, dict[str, list[float]]]:
+    """Tokens a second, and p50 and p99 of the seconds to the first token: ``count`` replicas, in turn.
+
+    And by cell the number of calls, the mean of what they held, and of their seconds.
+    """
+    told = replicas.order(count, lambda number, _: {"trace": trace[number::count]})
+    found, calls = [ends for ends, _ in told], [tuple(call) for _, notes in told for call in notes]
     ends = [end for each in found for _, end in each]
     first = [
         came - ask[0]
@@ -117,45 +164,133 @@ def real(replicas: Replicas, count: int, trace: Trace) -> tuple[float, float, fl
         for ask, (came, _) in zip(trace[number::count], each, strict=True)
     ]
     median, p99 = np.percentile(first, (50, 99))
-    return sum(answer for _, _, answer in trace) / max(ends), float(median), float(p99)
+    cells: dict[str, list[float]] = {}
+    for cell in sorted({cell for cell, _, _ in calls}):
+        those = [(held, seconds) for name, held, seconds in calls if name == cell]
+        cells[cell] = [len(those), *(float(each) for each in np.mean(those, axis=0))]
+    return (sum(answer for _, _, answer in trace) / max(ends), float(median), float(p99)), cells
 
 
-def main(given: Path | None, counts: Sequence[int], seconds: float) -> dict[str, Any]:
-    """Measures, simulates, compares and prints.
+class Kept:
+    """What was measured, by the name of its part, in a file for each where there is a folder."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self.parts: dict[str, Any] = {}
+        for path in sorted(folder.glob("*.json")) if folder is not None and folder.exists() else ():
+            self.parts[path.stem] = json.loads(path.read_text())
+
+    def keep(self, part: str, value: Any) -> None:
+        """Notes a part."""
+        self.parts[part] = value
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            replace_file(self._folder / f"{part}.json", json.dumps(value).encode())
+
+    def times(self, most: int) -> tuple[Times, ...]:
+        """Those with one busy replica, with two, and so on.
+
+        Raises:
+            ValueError: They were not measured yet.
+        """
+        names = [f"times-{busy}" for busy in range(1, most + 1)]
+        if missing := [name for name in names if name not in self.parts]:
+            raise ValueError(f"expected the part {missing[0]} measured before the runs, found it missing")
+        return tuple(read_times(self.parts[name]) for name in names)
+
+
+def read_times(value: Mapping[str, Any]) -> Times:
+    """What ``asdict`` made of times, behind JSON."""
+    rows = {phase: {int(size): each for size, each in value[phase].items()} for phase in ("prefill", "decode")}
+    return Times(**{**value, **rows, "costs": tuple(value["costs"])})
+
+
+def trace_of(run: Mapping[str, Any]) -> Trace:
+    """The requests of a run, which are the same each time."""
+    return arrivals(run["requests"], run["rate"], 2)
+
+
+def ran(
+    replicas: Replicas, run: Mapping[str, Any] | None, times: tuple[Times, ...], share: float, seconds: float
+) -> Any:
+    """A run with one more time of ``len(times)`` replicas; None for one that was not made before."""
+    count = len(times)
+    if run is None:
+        rate = share * capacity(times, count)
+        run = {"rate": rate, "requests": max(40, int(LONGER * seconds * rate)), "real": [], "calls": []}
+    here, calls = real(replicas, count, trace_of(run))
+    return {**run, "real": [*run["real"], here], "calls": [*run["calls"], calls]}
+
+
+def slower(run: Mapping[str, Any], times: tuple[Times, ...]) -> float:
+    """How many times as long as in the measurement with one busy replica the calls of the runs took."""
+    took = expected = 0.0
+    for cells in run["calls"]:
+        for cell, (count, held, seconds) in cells.items():
+            phase, _, padding = cell.partition("@")
+            took += count * seconds
+            steps = times[0].steps
+            one = times[0].prefill[int(padding)] if phase == "prefill" else np.interp(held, range(len(steps)), steps)
+            expected += count * float(one)
+    return took / expected
+
+
+def compared(kept: Kept, runs: Mapping[str, tuple[int, float]]) -> tuple[list[list[Any]], list[dict[str, Any]]]:
+    """The rows of the table, and what the line of JSON says of the runs that are there."""
+    rows, told = [], []
+    for part, (count, share) in runs.items():
+        if (run := kept.parts.get(part)) is None:
+            continue
+        times = kept.times(count)
+        there, here = simulated(times, count, trace_of(run)), [float(each) for each in np.median(run["real"], axis=0)]
+        ratios = [model / truth for model, truth in zip(there, here, strict=True)]
+        again = np.max(run["real"], axis=0) / np.min(run["real"], axis=0)
+        load = run["rate"] / capacity(times, count)
+        calls = slower(run, times)
+        shown = here[0], *(1e3 * each for each in here[1:]), calls, *ratios, *map(float, again)
+        rows.append([count, f"{load:.0%}", run["requests"], len(run["real"]), *shown])
+        told.append({"replicas": count, "share": share, "load": load, "real": here, "simulated": list(there),
+                     "calls": calls, "longest/shortest": again.tolist()})  # fmt: skip
+        say(f"{count} replicas at {load:.0%}: simulated / real {[round(each, 3) for each in ratios]}")
+    return rows, told
+
+
+HEAD = (
+    "replicas", "load", "requests", "runs", "tokens/s", "TTFT p50 ms", "p99 ms", "calls", "simulated/real: tokens/s",
+    "p50", "p99", "most/least of the runs: tokens/s", "p50", "p99",
+)  # fmt: skip
+
+
+def main(
+    given: Path | None, counts: Sequence[int], seconds: float, folder: Path | None = None, only: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Measures what is not kept yet, simulates, compares and prints.
 
     Args:
         given: An artifact; None for one of the demo checkpoint.
         counts: Numbers of replicas.
-        seconds: Of each measured kind of call; a run takes eight times as long.
+        seconds: Of each measurement of calls; a run takes LONGER times as long.
+        folder: What is measured is kept there, and is not measured again.
+        only: Parts that are measured, once more if they are there; empty for all that are not. Such are ``times-2``,
+            the calls with two busy replicas, and ``3@0.8``, a run of three at this share of what they pass.
     """
     options = ["--paddings", "16,128,512", "--decode-paddings", "1,16,64", "--tp", 1]
-    folder = artifact(DEMO, "serve-tp1", options) if given is None else given.resolve()
-    rows, runs = [], []
-    with started(folder, max(counts)) as replicas:
-        for count in counts:
-            times = tuple(measured(replicas, folder, busy, seconds) for busy in range(1, count + 1))
-            fleet = Fleet(times, both=count)
-            most = simulate(fleet, asked(arrivals(100 * count, 0, 1))).capacity
-            for share in SHARES:
-                trace = arrivals(max(40, int(8 * seconds * share * most)), share * most, 2)
-                found = simulate(fleet, asked(trace))
-                here = real(replicas, count, trace)
-                there = found.tokens_per_second, *found.first_token()
-                ratios = [model / truth for model, truth in zip(there, here, strict=True)]
-                rows.append([count, f"{share:.0%}", len(trace), here[0], *(1e3 * each for each in here[1:]), *ratios])
-                runs.append({"replicas": count, "share": share, "real": here, "simulated": there})
-                say(f"{count} replicas at {share:.0%}: simulated / real {[round(each, 3) for each in ratios]}")
-    head = [
-        "replicas",
-        "load",
-        "requests",
-        "tokens/s",
-        "TTFT p50 ms",
-        "p99 ms",
-        "simulated/real tokens/s",
-        "p50",
-        "p99",
-    ]
-    result = {"benchmark": "fleet", "machine": machine(), "runs": runs}
-    show(f"A fleet of {folder.name} in reality and simulated", [table(head, rows)], result)
+    given = artifact(DEMO, "serve-tp1", options) if given is None else given.resolve()
+    kept = Kept(folder)
+    runs = {f"{count}@{share:g}": (count, share) for count in counts for share in SHARES}
+    parts = {f"times-{busy}": busy for busy in range(1, max(counts) + 1)} | {part: runs[part][0] for part in runs}
+    if unknown := [part for part in only if part not in parts]:
+        raise ValueError(f"expected parts among {', '.join(parts)}, found {unknown[0]}")
+    wanted = [part for part in parts if (part in only if only else part not in kept.parts)]
+    with started(given, max((parts[part] for part in wanted), default=0)) as replicas:
+        for part in wanted:
+            if part in runs:
+                count, share = runs[part]
+                found = ran(replicas, kept.parts.get(part), kept.times(count), share, seconds)
+            else:
+                found = asdict(measured(replicas, given, parts[part], seconds))
+            kept.keep(part, found)
+    rows, told = compared(kept, runs)
+    result = {"benchmark": "fleet", "machine": machine(), "runs": told}
+    show(f"A fleet of {given.name} in reality and simulated", [table(HEAD, rows)], result)
     return result

@@ -36,6 +36,7 @@ LINK = 25e9  # bytes a second from one replica to another; assumed
 # Processor seconds of vllm-router 0.1.17, cache_aware, for a request and a streamed token: docs/log.md, 2026-11-22.
 ROUTER_CALL, ROUTER_TOKEN = 8e-4, 6.5e-5
 ROUTER_CORES = 16  # processors of a router's machine
+PHASES = ("prefill", "decode", "sample")  # whose calls are simulated
 EXAMPLE = 'a line is {"prompt_tokens": 317, "output_tokens": 50, "count": 3}'
 
 
@@ -90,7 +91,9 @@ class Answer:
         divisions: With these, the ways to divide.
         best: The one of them that passes most; undivided where that is as good.
         router: Requests a second that one router passes.
-        estimated: Whether times are the compiler's estimates, not roofline bounds.
+        times: What the times of calls are: ``measured``, by the calibration beside the artifact; ``estimated``, by the
+            compiler; or ``bounds``, by the roofline.
+        note: What measured, and when; or why a calibration that is there is not used.
     """
 
     replicas: int
@@ -102,7 +105,8 @@ class Answer:
     divisions: tuple[Division, ...]
     best: Division
     router: float
-    estimated: bool
+    times: str
+    note: str | None
 
 
 def read_kinds(path: Path) -> list[Kind]:
@@ -133,25 +137,42 @@ def asks(kinds: Sequence[Kind], count: int, rate: float = 0.0, seed: int = 0) ->
         yield Ask(at, kind.prompt_tokens, kind.output_tokens, prefix, kind.prefix_tokens)
 
 
-def times_of(target: PricedTarget, prefill: Sequence[int], decode: Sequence[int], prefixes: int) -> Times:
-    """The calls of a replica with these paddings: estimates, or roofline bounds, with collectives and sampling.
+def source_of(target: PricedTarget) -> str:
+    """What the times of a target's calls can be: the best that all of them have.
 
     Raises:
-        PlanError: Neither is known.
+        PlanError: None is known.
     """
+    cells = [cell for name, cell in target.cells.items() if name.partition("@")[0] in PHASES]
+    if all(cell.measured_seconds is not None for cell in cells):
+        return "measured"
+    if any(cell.bound is None for cell in cells):
+        raise PlanError(
+            f"--fleet: expected a target whose times are known, found `{target.target}`",
+            "estimates and bounds are those of accelerators, such as --target tpu:v6e:4x4; --from ARTIFACT takes what "
+            "ling3-runner calibrate measured",
+        )
+    return "bounds" if any(cell.estimated_seconds is None for cell in cells) else "estimated"
+
+
+def times_of(target: PricedTarget, prefill: Sequence[int], decode: Sequence[int], prefixes: int) -> Times:
+    """The calls of a replica with these paddings, by ``source_of``, with collectives and sampling.
+
+    Raises:
+        PlanError: No times are known.
+    """
+    source = source_of(target)
 
     def seconds(name: str, collectives: bool = True) -> float:
         cell = target.cells[name]
-        if cell.bound is None:
-            raise PlanError(
-                f"--fleet: expected a target whose times are known, found `{target.target}`",
-                "estimates and bounds are those of accelerators: --target tpu:v6e:4x4",
-            )
-        found = cell.bound.seconds if cell.estimated_seconds is None else cell.estimated_seconds
-        return found + cell.bound.collective_seconds * collectives
+        if source == "measured":
+            return cell.measured_seconds or 0.0  # with all that belongs to it
+        assert cell.bound is not None
+        found = cell.bound.seconds if source == "bounds" else cell.estimated_seconds
+        return (found or 0.0) + cell.bound.collective_seconds * collectives
 
     slots = min(target.pool.slots, decode[-1])
-    costs = tuple(seconds(f"prefill@{each}", collectives=False) for each in prefill)  # as in a manifest
+    costs = tuple(seconds(f"prefill@{each}", collectives=False) for each in prefill)  # as the runner takes them
     return Times(
         {each: seconds(f"prefill@{each}") + seconds(f"sample@{each // CHUNK}") for each in prefill},
         {each: seconds(f"decode@{each}") + seconds(f"sample@{each}") for each in decode},
@@ -184,7 +205,7 @@ def answered(
         options: Of a build, for one target. Beginnings of their paddings are compared.
         kinds: The requests.
         chips: To be divided.
-        artifact: Compiled for the same plan: gives times.
+        artifact: Compiled for the same plan: gives estimates, or times where a calibration is beside it.
         ignore: Fields of config.json that were ignored.
 
     Raises:
@@ -226,7 +247,7 @@ def answered(
         replicas, target.tp, prompt, output, {f"{p},{d}": found for (p, d), (found, _) in paddings.items()}, best,
         divisions, next(each for each in divisions if each.requests_per_second >= NEAR * most),
         ROUTER_CORES / (ROUTER_CALL + ROUTER_TOKEN * output),
-        all(cell.estimated_seconds is not None for cell in target.cells.values()),
+        source_of(target), target.measured,
     )  # fmt: skip
 
 
@@ -247,11 +268,15 @@ def described(answer: Answer) -> str:
         columns = (f"{1e3 * value:,.2f}" for value in seconds)
         divisions.append((each.name, f"{each.requests_per_second:,.0f}", *columns))
     best, router = answer.best, answer.router
+    source = {
+        "measured": str(answer.note), "estimated": "the compiler's estimates",
+        "bounds": "roofline bounds, which no program reaches",
+    }[answer.times]  # fmt: skip
     prefill, decode = answer.best_paddings
     return "\n".join([
         f"fleet  {answer.replicas} replicas of {answer.chips} chips; on average {answer.prompt_tokens:,.0f} tokens in, "
-        f"{answer.output_tokens:,.0f} out; times are "
-        + ("the compiler's estimates" if answer.estimated else "roofline bounds, which no program reaches"),
+        f"{answer.output_tokens:,.0f} out; times are {source}",
+        *([] if answer.note is None or answer.times == "measured" else [f"  {answer.note}"]),
         *aligned(rows),
         f"  with prefill to {prefill} and decode to {decode}; times at {SHARE:.0%} of the requests",
         *aligned(divisions),

@@ -4,18 +4,21 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
 
 import toy_artifact
 from bench import fleet, fleet_ours, fleet_scale
+from ling3export.runners.engine import scheduler
 from ling3export.runners.engine.engine import Engine
 from ling3export.simulation.fleet import Fleet, simulate
-from ling3export.simulation.replica import Times
+from ling3export.simulation.replica import Ask, Times
 
 
 def test_a_thousand_chips_are_drawn_and_told(monkeypatch, tmp_path, capsys):
@@ -46,24 +49,31 @@ class Itself:
     slots, prefill, decode = 4, {16: 2e-3, 128: 9e-3}, {1: 1e-3, 2: 1.5e-3, 4: 2e-3}
     tokens, page = 4096, 64
 
+    def __init__(self) -> None:
+        self.measured: list[int] = []
+
     def times(self, busy: int) -> Times:
         slower = 1 + 0.7 * (busy - 1)
         prefill, decode = ({size: slower * each for size, each in row.items()} for row in (self.prefill, self.decode))
         return Times(prefill, decode, self.slots, self.tokens, interpolated=True)
 
+    def calls(self, count: int) -> list[tuple[str, int, float]]:
+        times = self.times(count)
+        found = [("prefill@16", 9, times.prefill[16]), ("prefill@128", 99, times.prefill[128])]
+        return found + [(f"decode@{1 if n == 1 else 2 if n == 2 else 4}", n, times.steps[n]) for n in range(1, 5)]
+
     def order(self, count: int, what: Callable[[int, float], dict[str, Any]]) -> list[Any]:
         orders = [what(number, 0.0) for number in range(count)]
-        if "cell" in orders[0]:
-            phase, size = orders[0]["cell"]
-            times = self.times(count)
-            return [times.prefill[size] if phase == "prefill" else times.steps[size]] * count
+        if "at_once" in orders[0]:
+            self.measured.append(count)
+            return [4 * self.calls(count)] * count
         trace = sorted(ask for order in orders for ask in order["trace"])
-        asks = fleet.asked(trace)
+        asks = [Ask(*ask) for ask in trace]
         simulate(Fleet(tuple(self.times(busy) for busy in range(1, count + 1)), both=count), asks)
-        return [[[ask.first, ask.last] for ask in asks[number::count]] for number in range(count)]
+        return [[[[ask.first, ask.last] for ask in asks[number::count]], self.calls(1)] for number in range(count)]
 
 
-def test_replicas_that_are_their_simulation_have_the_ratio_1(monkeypatch, capsys):
+def test_replicas_that_are_their_simulation_have_the_ratio_1(monkeypatch, tmp_path, capsys):
     replicas = Itself()
     paddings = {"prefill": (16, 128), "decode": (1, 2, 4)}
     state = SimpleNamespace(slots=replicas.slots, pages=replicas.tokens // replicas.page, chunk=16)
@@ -76,19 +86,58 @@ def test_replicas_that_are_their_simulation_have_the_ratio_1(monkeypatch, capsys
 
     monkeypatch.setattr(fleet, "started", started)
     monkeypatch.setattr(fleet, "read_manifest", lambda _: manifest)
-    told = fleet.main(Path("artifact"), [1, 3], 0.1)
+    with pytest.raises(ValueError, match="expected the part times-1 measured before the runs"):
+        fleet.main(Path("artifact"), [1, 3], 0.1, tmp_path, ["3@0.5"])
+    with pytest.raises(ValueError, match=r"expected parts among times-1, .*, found 2@0\.5"):
+        fleet.main(Path("artifact"), [1, 3], 0.1, tmp_path, ["2@0.5"])
+    parts = ["times-1", "1@0.8", "times-2", "times-3"]
+    (early,) = fleet.main(Path("artifact"), [1, 3], 0.1, tmp_path, parts)["runs"]
+    assert (early["replicas"], early["share"], early["load"]) == (1, 0.8, pytest.approx(0.8))
+    told = fleet.main(Path("artifact"), [1, 3], 0.1, tmp_path)
+    levels = 3  # 1, 2 and 4 requests at once
+    assert replicas.measured == [1] * levels + [2] * levels + [3] * levels  # what is kept is not measured again
+    fleet.main(Path("artifact"), [1, 3], 0.1, tmp_path, ["1@0.8"])
+    assert len(json.loads((tmp_path / "1@0.8.json").read_text())["real"]) == 2
     assert [(run["replicas"], run["share"]) for run in told["runs"]] == [(n, s) for n in (1, 3) for s in fleet.SHARES]
     for run in told["runs"]:
         assert run["simulated"] == pytest.approx(run["real"], rel=1e-9)
-        assert min(run["real"]) > 0
+        assert min(run["real"]) > 0 and run["calls"] == pytest.approx(1)
     assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])["benchmark"] == "fleet"
 
 
+def test_times_of_calls_are_fitted_to_those_that_were_made():
+    """A line over the rows of a decode padding; what no call had follows from its neighbour."""
+    paddings = {"prefill": (16, 128, 512), "decode": (1, 4, 16)}
+    target = SimpleNamespace(paddings=paddings.__getitem__, state=SimpleNamespace(slots=16, pages=10, chunk=16))
+    notes = [("prefill@128", held, 0.02 + 0.01 * (held % 2)) for held in range(90, 100)]
+    notes += [("decode@4", 2 + n % 3, 0.004 + 0.001 * (n % 3)) for n in range(9)]
+    found = fleet.fitted(notes, target, 64)
+    assert found.prefill == {16: pytest.approx(0.025), 128: pytest.approx(0.025), 512: pytest.approx(0.1)}
+    assert found.decode[2] == pytest.approx(0.004) and found.decode[4] == pytest.approx(0.006)
+    assert found.decode[1] == found.decode[2] and found.decode[16] == pytest.approx(0.024)
+    assert (found.slots, found.tokens, found.chunk) == (16, 640, 16)
+    assert fleet.read_times(json.loads(json.dumps(asdict(found)))) == found
+
+
 @pytest.mark.jit
-def test_a_replica_times_its_calls_and_answers_at_their_times():
-    with Engine(toy_artifact.shared(), prefix_cache=False, report=lambda text: None) as engine:
-        assert fleet_ours.timed(engine, "decode", 2, 0.0) > 0
-        assert fleet_ours.timed(engine, "prefill", 16, 0.0) > 0
-        start = time.monotonic()
-        (first, last), (later, end) = fleet_ours.traced(engine, [[0.0, 5, 3], [0.2, 20, 4]], start)
-        assert 0 < first < last and 0.2 < later < end <= time.monotonic() - start
+def test_a_replica_notes_its_calls_and_answers_at_their_times(monkeypatch):
+    """Each call is noted once, with what it held; their times do not overlap."""
+    monkeypatch.setattr(fleet_ours, "PROMPT", (5, 20))
+    monkeypatch.setattr(fleet_ours, "ANSWER", (3, 9))
+    with (
+        mock.patch.object(scheduler, "Scheduler", fleet_ours.Watched),
+        Engine(toy_artifact.shared(), prefix_cache=False, report=lambda text: None) as engine,
+    ):
+        began = time.monotonic()
+        notes = fleet_ours.obeyed(engine, {"start": began, "at_once": 3, "until": began + 0.3, "seed": 1})
+        took = time.monotonic() - began
+        ends, calls = fleet_ours.traced(engine, [[0.0, 5, 3], [0.2, 20, 4]], time.monotonic())
+        (first, last), (later, end) = ends
+        assert sum(held for _, held, _ in calls) == 5 + 2 + 20 + 3
+        assert 0 < first < last and 0.2 < later < end
+        cells = engine.stats()["cells"]
+    held = {phase: [held for cell, held, _ in notes if cell.startswith(phase)] for phase in ("prefill", "decode")}
+    assert 0 < len(held["decode"]) <= sum(cells[name]["calls"] for name in ("decode@2", "decode@4") if name in cells)
+    assert min(held["decode"]) >= 1 and max(held["decode"]) <= 3 and min(held["prefill"]) >= 1
+    assert all(seconds > 0 for _, _, seconds in notes)
+    assert sum(seconds for _, _, seconds in notes) <= took
