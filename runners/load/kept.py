@@ -129,16 +129,19 @@ class Kept:
         return Kept(tuple({name: again(each) for name, each in call.items()} for call in self.calls), self.places)
 
     def compared(self, other: "Kept") -> tuple[int, int]:
-        """(numbers that count, those of them that have other bits in ``other``)."""
+        """(numbers that count, those of them that have other bits in ``other``); pages that are padding do not."""
         total = wrong = 0
         for number, (call, its) in enumerate(zip(self.calls, other.calls, strict=True)):
             for name, shards in call.items():
                 if number and name != PAGED:
                     continue  # of slot 0, which every later call writes
                 for at, part in shards.parts.items():
-                    bits = np.dtype(f"u{part.itemsize}")
+                    bits, theirs = np.dtype(f"u{part.itemsize}"), its[name].parts[at]
+                    if name == PAGED and self.places:
+                        used = self.places[number][slice(*at[1])] >= 0
+                        part, theirs = part[:, used], theirs[:, used]
                     total += part.size
-                    wrong += int(np.sum(part.view(bits) != its[name].parts[at].view(bits)))
+                    wrong += int(np.sum(part.view(bits) != theirs.view(bits)))
         return total, wrong
 
 
