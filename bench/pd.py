@@ -5,6 +5,7 @@ ours (``pip install vllm-router``). Everything that was started is stopped.
 """
 
 import json
+import os
 import re
 import socket
 import statistics
@@ -22,6 +23,7 @@ from typing import Any
 from bench.report import table
 from ling3export.processes import LOOPBACK
 
+SCRIPT = Path(__file__).parents[1] / "deploy" / "prefill-decode.sh"
 RUNNER = [sys.executable, "-m", "ling3export.runners.cli"]
 WAIT = 120.0  # seconds for a server to be there, and for an answer
 PHASES = ("queue", "prefill", "save", "transfer", "decode")
@@ -34,8 +36,8 @@ QUESTIONS = [f"Question: Hana has {n} apples, buys 8 and drops 6. How many now?\
 
 
 @contextmanager
-def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def started(command: list[str], **environment: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
     try:
         yield process
     finally:
@@ -53,8 +55,8 @@ def url_of(process: subprocess.Popen[str]) -> str:
     """What a server of ours prints once clients may connect."""
     assert process.stdout is not None
     line = process.stdout.readline().strip()
-    assert line.startswith("http://"), f"a server ended: {line}"
-    return line
+    assert "http://" in line, f"a server ended: {line}"
+    return line.split()[-1]  # behind its role, where deploy/prefill-decode.sh says it
 
 
 def asked(url: str, path: str, body: dict[str, Any] | None = None) -> bytes:
@@ -105,18 +107,21 @@ def main(
 ) -> dict[str, Any]:
     """Starts, asks, prints and stops."""
     with ExitStack() as stack:
-        serve = [*RUNNER, "serve", str(artifact), "--port", "0", "--transfer", carrier]
+        settings = ["--transfer", carrier]
         if carrier == "file":
-            serve += ["--transfer-folder", stack.enter_context(tempfile.TemporaryDirectory(prefix="ling3-pd-"))]
-        roles = ["prefill"] * replicas[0] + ["decode"] * replicas[1]
-        servers = [stack.enter_context(started([*serve, "--role", role])) for role in roles]
-        urls = [url_of(server) for server in servers]
+            settings += ["--transfer-folder", stack.enter_context(tempfile.TemporaryDirectory(prefix="ling3-pd-"))]
+        if outside:
+            serve = [*RUNNER, "serve", str(artifact), "--port", "0", *settings]
+            roles = ["prefill"] * replicas[0] + ["decode"] * replicas[1]
+            urls = [url_of(stack.enter_context(started([*serve, "--role", role]))) for role in roles]
+            command, url = vllm_router(urls[: replicas[0]], urls[replicas[0] :])
+            stack.enter_context(started(command))
+        else:
+            here = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PORT": "0"}
+            here |= {"PREFILL": str(replicas[0]), "DECODE": str(replicas[1])}
+            script = stack.enter_context(started([str(SCRIPT), str(artifact), *settings], **here))
+            *urls, url = (url_of(script) for _ in range(sum(replicas) + 1))
         prefill, decode = urls[: replicas[0]], urls[replicas[0] :]
-        command, url = vllm_router(prefill, decode) if outside else (
-            [*RUNNER, "route", *options("prefill", prefill), *options("decode", decode), "--port", "0"], ""
-        )  # fmt: skip
-        router = stack.enter_context(started(command))
-        url = url or url_of(router)
         until_well(url)
         name = json.loads(asked(decode[0], "/v1/models"))["data"][0]["id"]
         phases: list[dict[str, float]] = []

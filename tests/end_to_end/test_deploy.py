@@ -1,13 +1,11 @@
 """The manifests of deploy/ against the fields that they use, and what their containers run."""
 
-import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +13,12 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from bench.pd import asked, metric
 from builds import environment
 from ling3export.checkpoint.synth import config_fields
 from ling3export.model.config import Config
 from ling3export.plan.chips import CHIPS
 from ling3export.plan.targets import parse_target
 from ling3export.runners.cli.main import main
-from ling3export.runners.engine.engine import Engine
 
 ROOT = Path(__file__).parents[2]
 FULL = Config.from_dict(config_fields("full", {}))
@@ -331,35 +327,3 @@ def test_a_container_that_is_ended_ends_the_runner_and_waits_for_it(variables):
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 7
         assert time.monotonic() - began >= 0.3
-
-
-def test_prompts_through_two_that_prefill_and_two_that_decode_are_answered_as_by_one_engine(artifact):
-    """deploy/prefill-decode.sh as it stands, on free ports; every server has a part in it."""
-    path, prompts = artifact("micro-tp1-snapshots"), [list(range(n, n + 40)) for n in range(20, 24)]
-    with Engine(path, check="programs", report=lambda text: None) as engine:
-        alone = [done.token_ids for done in engine.generate(prompts, max_tokens=6, temperature=0, ignore_eos=True)]
-    command = [str(ROOT / "deploy/prefill-decode.sh"), str(path), "--check", "programs"]
-    ours = environment({"PORT": "0", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
-    with subprocess.Popen(command, env=ours, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            *servers, (url,) = (process.stdout.readline().split() for _ in range(5))
-            assert [role for role, _ in servers] == ["prefill", "prefill", "decode", "decode"]
-
-            def answer(prompt: list[int]) -> list[int]:
-                body = {"model": path.name.removesuffix(".ling3"), "prompt": prompt, "max_tokens": 6,
-                        "temperature": 0, "ignore_eos": True, "return_token_ids": True}  # fmt: skip
-                return json.loads(asked(url, "/v1/completions", body))["choices"][0]["token_ids"]
-
-            requests, end = 0, time.monotonic() + 120
-            with ThreadPoolExecutor(len(prompts)) as pool:
-                while not all(metric(url, f'ling3_route_picked{{role="{role}",url="{at}"}}') for role, at in servers):
-                    assert time.monotonic() < end, "a server was never chosen"
-                    assert list(pool.map(answer, prompts)) == alone
-                    requests += len(prompts)
-            loaded = [metric(at, 'ling3_transfer_total{what="loaded"}') for role, at in servers if role == "decode"]
-            assert sum(loaded) == requests and min(loaded) > 0
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
-        finally:
-            process.terminate()
