@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import state_bytes
 from golden_programs import (
     ALLOWED,
     CELLS,
@@ -146,3 +147,12 @@ def test_recording_keeps_other_toolchains_and_adds_a_dated_line(tmp_path: Path):
         file.write("\n## Another\n\nmore\n")
     record_budget(path, log, BUDGET, "jax 3, libtpu 4", day + datetime.timedelta(2))
     assert log.read_text().endswith(f"4: {lines}\n- 2026-11-23, jax 3, libtpu 4: {lines}\n\n## Another\n\nmore\n")
+
+
+@pytest.mark.tpu
+def test_programs_that_move_states_move_little_more_than_they_must(artifact):
+    """`fetch` moved 1.9 times as much while a loop wrote its pages."""
+    programs = state_bytes.compiled(cache=artifact.programs)
+    found = {name: state_bytes.times(program) for name, program in programs.items()}
+    assert set(found) == {"copy@8", "fetch@16", "store@16"}
+    assert max(found.values()) <= state_bytes.BAR, found
