@@ -38,9 +38,19 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("OPENAI_API_KEY", "none")
+    opened: list[Engine] = []
+
+    def opening(*args: Any, **options: Any) -> Engine:
+        opened.append(Engine(*args, **options))
+        return opened[-1]
+
     with warnings.catch_warnings():  # theirs
         warnings.simplefilter("ignore")
+        for name in ("lm_eval", "inspect_ai"):
+            monkeypatch.setattr(f"ling3export.runners.adapters.{name}.Engine", opening)
         yield
+        for engine in opened:  # neither tool closes its model
+            engine.close()
         gc.collect()  # inspect-ai leaves streams open, which say so when they go
 
 
