@@ -6,17 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.peers_ours import step_ms
 from bench.report import machine, say, show, table
 from ling3export.runners.engine.engine import Engine
 
 PROMPT, ANSWER = 8, 9  # tokens
-
-
-def step_ms(engine: Engine, count: int, dice: np.random.Generator) -> float:
-    """Milliseconds of a step from the moment at which ``count`` sequences all have their first token."""
-    prompts = dice.integers(0, engine.manifest.vocab_size, (count, PROMPT)).tolist()
-    done = engine.generate(prompts, max_tokens=ANSWER, ignore_eos=True)
-    return (max(each.e2e_ms for each in done) - max(each.ttft_ms for each in done)) / (ANSWER - 1)
 
 
 def main(first: Path, second: Path, rounds: int, counts: Sequence[int]) -> None:
@@ -24,7 +18,10 @@ def main(first: Path, second: Path, rounds: int, counts: Sequence[int]) -> None:
     rows, result = [], {}
     with Engine(first, report=say) as one, Engine(second, report=say) as two:
         for count in counts:
-            runs = [[step_ms(engine, count, np.random.default_rng(n)) for engine in (one, two)] for n in range(rounds)]
+            runs = []
+            for number in range(rounds):
+                prompts = np.random.default_rng(number).integers(0, one.manifest.vocab_size, (count, PROMPT)).tolist()
+                runs.append([step_ms(engine, prompts, ANSWER) for engine in (one, two)])
             pairs = np.array(runs[1:] or runs)  # the first warms up
             ratio = statistics.median((pairs[:, 0] / pairs[:, 1]).tolist())
             rows.append([count, *np.median(pairs, 0).tolist(), *pairs.min(0).tolist(), ratio])

@@ -9,12 +9,22 @@ import json
 import statistics
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bench.inputs import numbers
 
+if TYPE_CHECKING:
+    from ling3export.runners.engine.engine import Engine
+
 REPEATS, PROMPT, ANSWER = 3, 16, 49
+
+
+def step_ms(engine: "Engine", prompts: list[list[int]], answer: int) -> float:
+    """Milliseconds of a decode step, from the moment at which all prompts have their first token of ``answer``."""
+    done = engine.generate(prompts, max_tokens=answer, ignore_eos=True)
+    return (max(each.e2e_ms for each in done) - max(each.ttft_ms for each in done)) / (answer - 1)
 
 
 def main() -> None:
@@ -35,9 +45,7 @@ def main() -> None:
         for count in counts:
             speeds = []
             for _ in range(REPEATS + 1):
-                done = engine.generate(prompts(count, PROMPT), max_tokens=ANSWER, ignore_eos=True)
-                decoding = max(each.e2e_ms for each in done) - max(each.ttft_ms for each in done)
-                speeds.append(1e3 * count * (ANSWER - 1) / decoding)
+                speeds.append(1e3 * count / step_ms(engine, prompts(count, PROMPT), ANSWER))
             found[f"decode {count}"] = statistics.median(speeds[1:])
             touched = bytes_touched(engine.manifest, engine.manifest.targets[engine.target], count)
             found[f"decode {count} GB/s"] = touched * found[f"decode {count}"] / count / 1e9
