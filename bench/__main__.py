@@ -252,12 +252,15 @@ def pd(artifact: Path, carrier: str, vllm_router: bool, prompts: int, replicas: 
 @click.option("--seconds", type=click.FloatRange(0.1), default=3, show_default=True, help="Of each measure of calls.")
 @click.option("--kept", type=click.Path(path_type=Path), help="A folder: what is there is not measured again.")
 @click.option("--part", "parts", multiple=True, help="Measure this alone, such as times-2 or 3@0.8, with --kept.")
-def fleet(artifact: Path | None, replicas: str, seconds: float, kept: Path | None, parts: tuple[str, ...]) -> None:
-    """A simulated fleet against real replicas on this machine, which share its cores; needs the extra fleet."""
+@click.option("--cores", type=click.IntRange(1), help="Of each replica alone.  [default: all share the machine's]")
+def fleet(
+    artifact: Path | None, replicas: str, seconds: float, kept: Path | None, parts: tuple[str, ...], cores: int | None
+) -> None:
+    """A simulated fleet against real replicas on this machine; needs the extra fleet."""
     from bench.fleet import main as run
     from bench.inputs import numbers
 
-    run(artifact, numbers(replicas), seconds, kept, parts)
+    run(artifact, numbers(replicas), seconds, kept, parts, cores)
 
 
 @main.command("fleet-scale")

@@ -1,11 +1,12 @@
 """The simulation of a fleet against one and three replicas of this machine: throughput and times to the first token.
 
 What the calls of a replica take is measured first, with one, two and three replicas that are busy at once, because they
-share the machine's cores: requests like those of the runs, of other seeds, so many at once in each replica. The runs
-themselves say nothing to the simulation.
+share the machine's cores, or its memory alone where each has cores of its own: requests like those of the runs, of
+other seeds, so many at once in each replica. The runs themselves say nothing to the simulation.
 """
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -66,11 +67,12 @@ def line(process: "subprocess.Popen[str]") -> str:
 
 
 @contextmanager
-def started(folder: Path, count: int) -> Iterator[Replicas]:
-    """``count`` replicas of an artifact, which end with the block."""
-    command = [sys.executable, "-m", "bench.fleet_ours", str(folder)]
+def started(folder: Path, count: int, cores: int | None) -> Iterator[Replicas]:
+    """``count`` replicas of an artifact, which end with the block; with ``cores`` each has so many of its own."""
+    own = [[str(core) for core in range(number * (cores or 0), (number + 1) * (cores or 0))] for number in range(count)]
+    commands = [[sys.executable, "-m", "bench.fleet_ours", str(folder), *those] for those in own]
     pipe = subprocess.PIPE
-    processes = [subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for _ in range(count)]
+    processes = [subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for command in commands]
     try:
         for process in processes:
             assert line(process) == "ready"
@@ -262,8 +264,9 @@ HEAD = (
 
 
 def main(
-    given: Path | None, counts: Sequence[int], seconds: float, folder: Path | None = None, only: Sequence[str] = ()
-) -> dict[str, Any]:
+    given: Path | None, counts: Sequence[int], seconds: float, folder: Path | None = None, only: Sequence[str] = (),
+    cores: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Measures what is not kept yet, simulates, compares and prints.
 
     Args:
@@ -273,7 +276,10 @@ def main(
         folder: What is measured is kept there, and is not measured again.
         only: Parts that are measured, once more if they are there; empty for all that are not. Such are ``times-2``,
             the calls with two busy replicas, and ``3@0.8``, a run of three at this share of what they pass.
+        cores: Of this machine, for each replica alone; None lets them share all.
     """
+    if cores is not None and cores * max(counts) > (there := len(os.sched_getaffinity(0))):
+        raise ValueError(f"expected {cores * max(counts)} cores for {max(counts)} replicas, found {there}")
     options = ["--paddings", "16,128,512", "--decode-paddings", "1,16,64", "--tp", 1]
     given = artifact(DEMO, "serve-tp1", options) if given is None else given.resolve()
     kept = Kept(folder)
@@ -282,7 +288,7 @@ def main(
     if unknown := [part for part in only if part not in parts]:
         raise ValueError(f"expected parts among {', '.join(parts)}, found {unknown[0]}")
     wanted = [part for part in parts if (part in only if only else part not in kept.parts)]
-    with started(given, max((parts[part] for part in wanted), default=0)) as replicas:
+    with started(given, max((parts[part] for part in wanted), default=0), cores) as replicas:
         for part in wanted:
             if part in runs:
                 count, share = runs[part]
@@ -291,6 +297,6 @@ def main(
                 found = asdict(measured(replicas, given, parts[part], seconds))
             kept.keep(part, found)
     rows, told = compared(kept, runs)
-    result = {"benchmark": "fleet", "machine": machine(), "runs": told}
+    result = {"benchmark": "fleet", "machine": machine(), "cores": cores, "runs": told}
     show(f"A fleet of {given.name} in reality and simulated", [table(HEAD, rows)], result)
     return result

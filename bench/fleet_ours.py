@@ -1,4 +1,5 @@
-"""A replica for ``bench fleet``: ``python -m bench.fleet_ours ARTIFACT``; a line of JSON on stdin is an order.
+"""A replica for ``bench fleet``: ``python -m bench.fleet_ours ARTIFACT [CORE…]``; a line of JSON on stdin is an order.
+Cores that are named are its own.
 
 An order has the moment (``time.monotonic``) at which all replicas begin. ``at_once`` keeps so many requests in the
 engine until ``until``, and answers with the calls that it made; ``trace`` submits requests at their times, and answers
@@ -6,6 +7,7 @@ when each one's tokens came, and with the calls.
 """
 
 import json
+import os
 import random
 import sys
 import time
@@ -116,9 +118,12 @@ def obeyed(engine: Engine, order: dict[str, Any]) -> Any:
 
 def main() -> None:
     """Answers orders until stdin ends."""
+    artifact, *cores = sys.argv[1:]
+    if cores:
+        os.sched_setaffinity(0, {int(core) for core in cores})
     with (
         mock.patch.object(scheduler, "Scheduler", Watched),
-        Engine(sys.argv[1], prefix_cache=False, report=lambda text: None) as engine,
+        Engine(artifact, prefix_cache=False, report=lambda text: None) as engine,
     ):
         engine.generate([[1, 2, 3]], max_tokens=4)
         print("ready", flush=True)
