@@ -47,7 +47,8 @@ class Runs(NamedTuple):
 def runs_of(first: Bool[Array, "N"], chunk: int) -> Runs:
     """:class:`Runs` of chunks of which ``first`` is true where a run starts; N is a multiple of the tile."""
     size = min(TILE, first.shape[0])
-    number = jnp.cumsum(first.reshape(-1, size), axis=1, dtype=jnp.int32)  # 0: goes on from the tile before
+    # 0: goes on from the tile before. Not jnp.cumsum, whose form for cuda the processor's compiler ends at.
+    number = jnp.sum(first.reshape(-1, 1, size) & np.tri(size, dtype=bool), axis=2, dtype=jnp.int32)
     same = number[:, :, None] == number[:, None]
     row = np.arange(size * chunk)
     of, at = row // chunk, row % chunk  # chunk of a row, place in it
