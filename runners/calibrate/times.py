@@ -105,8 +105,8 @@ def _profiled(runner: "ModelRunner", inputs: "Mapping[str, Inputs]") -> "Profile
     from ling3export.runners.load.profile import traced
 
     def work() -> None:
-        for name, given in inputs.items():
-            for _ in range(TRACED):
+        for _ in range(TRACED):  # in turn: traces of some devices do not part calls of one program
+            for name, given in inputs.items():
                 _call(runner, name, given)
 
     with tempfile.TemporaryDirectory() as folder:

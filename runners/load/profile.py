@@ -3,8 +3,9 @@
 import re
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from ling3export.operations import kinds_of
 from ling3export.runners import flight
 
 UNKNOWN = "?"  # the program of a run that the engine did not start
+CARD = "/device:GPU"  # how the part of a trace begins that is a card's
+GRAPH = "command_buffer"  # how the operations begin that are a CUDA graph
 DEPTH = 3  # how many of the last parts of an operation's source are shown
 _NAMED = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = (?:.*?op_name="([^"]*)")?', re.MULTILINE)
 _Event = tuple[int, int, str]  # nanoseconds of begin and end, and the operation
@@ -91,46 +94,66 @@ def traced(work: Callable[[], object], folder: Path, *, perfetto: bool = False) 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of jaxlib; an error would abort
         runs = _runs(jax.profiler.ProfileData.from_file(str(files[-1])).planes)
-    order = sorted(runs, key=lambda run: min(events[0][0] for events in runs[run]))
-    # A run is of the program that was called as the same of them, by the time of its beginning.
-    names = dict(zip(order, called if len(called) == len(order) else [UNKNOWN] * len(order), strict=True))
-    operations = _operations(runs, names)
+    names = _names(called, len(runs))
+    operations = _operations(runs, [name for name, _ in names])
     if not operations:
         raise Ling3Error(f"profile: expected operations in the trace, found none, at {files[-1]}")
     spans: dict[str, list[float]] = defaultdict(list)
-    for run in order:
-        events = [event for line in runs[run] for event in line]
-        spans[names[run]].append((max(end for _, end, _ in events) - min(begin for begin, _, _ in events)) / 1e9)
+    for lines, (name, count) in zip(runs, names, strict=True):
+        events = [event for line in lines for event in line]
+        took = max(end for _, end, _ in events) - min(begin for begin, _, _ in events)
+        spans[name] += [took / 1e9 / count] * count
     return Profile(files[-1], Counter(called), operations, spans)
 
 
-def _runs(planes: Any) -> dict[int, list[list[_Event]]]:
-    """The operations of each run of a program, by its number, as a list for each thread or stream."""
+def _names(called: Sequence[str], runs: int) -> list[tuple[str, int]]:
+    """Of each of so many runs, in the order in which they began: the program, and how often it was called.
+
+    A trace of processors has a run for each call. One of cards tells programs apart, not calls: what one program did
+    without another in between is one run.
+    """
+    calls = [(name, 1) for name in called]
+    between = [(name, len([*same])) for name, same in groupby(called)]
+    return next((each for each in (calls, between) if len(each) == runs), [(UNKNOWN, 1)] * runs)
+
+
+def _runs(planes: Any) -> list[list[list[_Event]]]:
+    """The operations of each run of a program, as a list for each thread or stream; runs in the order of beginning."""
     runs: dict[int, list[list[_Event]]] = defaultdict(list)
+    cards: list[tuple[str, int, _Event]] = []  # program, line, operation
     for plane in planes:
-        for line in plane.lines:
+        for number, line in enumerate(plane.lines):
             found: dict[int, list[_Event]] = defaultdict(list)
             for event in line.events:
-                stats = dict(event.stats)
-                if "run_id" in stats and stats.get("hlo_op") == event.name:
-                    begin = int(event.start_ns)
-                    found[stats["run_id"]].append((begin, begin + int(event.duration_ns), event.name))
+                stats, begin = dict(event.stats), int(event.start_ns)
+                end, operation = begin + int(event.duration_ns), stats.get("hlo_op")
+                if "run_id" in stats and operation == event.name:
+                    found[stats["run_id"]].append((begin, end, event.name))
+                elif plane.name.startswith(CARD) and operation and "program_id" in stats:
+                    # Kernels of a graph have the graph as their operation, and are called as theirs.
+                    name = event.name if str(operation).startswith(GRAPH) else str(operation)
+                    cards.append((str(stats["program_id"]), number, (begin, end, name)))
             for run, events in found.items():
                 runs[run].append(events)
-    return runs
+    for at, (_, same) in enumerate(groupby(sorted(cards, key=lambda each: each[2]), key=lambda each: each[0])):
+        lines: dict[int, list[_Event]] = defaultdict(list)
+        for _, number, card_event in same:
+            lines[number].append(card_event)
+        runs[-1 - at] = [*lines.values()]
+    return sorted(runs.values(), key=lambda lines: min(line[0][0] for line in lines))
 
 
-def _operations(runs: dict[int, list[list[_Event]]], names: Mapping[int, str]) -> list[Operation]:
+def _operations(runs: Sequence[list[list[_Event]]], names: Sequence[str]) -> list[Operation]:
     """The sums over runs, whose programs have ``names``."""
     counts: Counter[tuple[str, str]] = Counter()
     spent: Counter[tuple[str, str]] = Counter()
-    for run, program in names.items():
-        for events in runs[run]:
+    for lines, program in zip(runs, names, strict=True):
+        for events in lines:
             for name, own in own_times(events):
                 counts[program, name] += 1
                 spent[program, name] += own
     loaded = list(_loaded())
-    told = {each: _told({name for p, name in counts if p == each}, loaded) for each in {*names.values()}}
+    told = {each: _told({name for p, name in counts if p == each}, loaded) for each in {*names}}
     return [
         Operation(program, name, *told[program].get(name, ("", "")), counts[program, name], own / 1e9)
         for (program, name), own in spent.most_common()
@@ -151,17 +174,27 @@ def own_times(events: Sequence[_Event]) -> Iterator[tuple[str, int]]:
 
 
 def _loaded() -> Iterator[tuple[dict[str, str], str]]:
-    """Every loaded program: by operation what jax calls it, and the program's text."""
+    """Every loaded program: by operation, as kernels spell it, what jax calls it, and the program's text."""
     for executable in jax.devices()[0].client.live_executables():
         text = "\n".join(module.to_string() for module in executable.hlo_modules())
-        yield dict(_NAMED.findall(text)), text
+        yield {_kernel(name): source for name, source in _NAMED.findall(text)}, text
+
+
+def _kernel(operation: str) -> str:
+    """The name of an operation as that of a card's kernel is spelled."""
+    return re.sub(r"[.\-]", "_", operation)
 
 
 def _told(names: set[str], loaded: Iterable[tuple[dict[str, str], str]]) -> dict[str, tuple[str, str]]:
-    """Source and kind of a program's operations, by the loaded one which has them all, and the fewest others."""
-    fitting = [each for each in loaded if names <= each[0].keys()]
-    if not fitting:
+    """Source and kind of a program's operations, by the loaded one that has the most of them, and the fewest others."""
+    spelled = {name: _kernel(name) for name in names}
+    fitting = [(len({*spelled.values()} & sources.keys()), -len(sources), sources, text) for sources, text in loaded]
+    count, _, sources, text = max(fitting, key=lambda each: each[:2], default=(0, 0, dict[str, str](), ""))
+    if not count:
         return {}
-    sources, text = min(fitting, key=lambda each: len(each[0]))
-    kinds = kinds_of(parse(text))
-    return {name: ("/".join(sources[name].split("/")[-DEPTH:]), kinds.get(name, "")) for name in names}
+    kinds = {_kernel(name): kind for name, kind in kinds_of(parse(text)).items()}
+    return {
+        name: ("/".join(sources[kernel].split("/")[-DEPTH:]), kinds.get(kernel, ""))
+        for name, kernel in spelled.items()
+        if kernel in sources
+    }
