@@ -44,8 +44,8 @@ class Target:
 
     @property
     def runs_here(self) -> bool:
-        """Whether a machine that builds it can also run it: anything but cpu is compiled and not executed."""
-        return self.platform == "cpu"
+        """Whether the machine that builds it also runs it: cpu, or the card that compiles. Others are not executed."""
+        return self.platform == "cpu" or self.autotuned
 
 
 def known_targets() -> list[str]:
