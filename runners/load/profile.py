@@ -120,9 +120,9 @@ def _names(called: Sequence[str], runs: int) -> list[tuple[str, int]]:
 def _runs(planes: Any) -> list[list[list[_Event]]]:
     """The operations of each run of a program, as a list for each thread or stream; runs in the order of beginning."""
     runs: dict[int, list[list[_Event]]] = defaultdict(list)
-    cards: list[tuple[str, int, _Event]] = []  # program, line, operation
+    cards: list[tuple[str, _Event]] = []  # program and kernel
     for plane in planes:
-        for number, line in enumerate(plane.lines):
+        for line in plane.lines:
             found: dict[int, list[_Event]] = defaultdict(list)
             for event in line.events:
                 stats, begin = dict(event.stats), int(event.start_ns)
@@ -132,14 +132,11 @@ def _runs(planes: Any) -> list[list[list[_Event]]]:
                 elif plane.name.startswith(CARD) and operation and "program_id" in stats:
                     # Kernels of a graph have the graph as their operation, and are called as theirs.
                     name = event.name if str(operation).startswith(GRAPH) else str(operation)
-                    cards.append((str(stats["program_id"]), number, (begin, end, name)))
+                    cards.append((str(stats["program_id"]), (begin, end, name)))
             for run, events in found.items():
                 runs[run].append(events)
-    for at, (_, same) in enumerate(groupby(sorted(cards, key=lambda each: each[2]), key=lambda each: each[0])):
-        lines: dict[int, list[_Event]] = defaultdict(list)
-        for _, number, card_event in same:
-            lines[number].append(card_event)
-        runs[-1 - at] = [*lines.values()]
+    for at, (_, same) in enumerate(groupby(sorted(cards, key=lambda each: each[1]), key=lambda each: each[0])):
+        runs[-1 - at] = [[each] for _, each in same]  # kernels overlap, and none is inside another
     return sorted(runs.values(), key=lambda lines: min(line[0][0] for line in lines))
 
 
