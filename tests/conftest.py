@@ -4,7 +4,6 @@ pyproject.toml makes warnings errors.
 """
 
 import os
-import tempfile
 from typing import Any
 
 import pytest
@@ -14,14 +13,14 @@ from jaxtyping import install_import_hook
 # its annotations say. Only tests pay for it.
 install_import_hook("ling3export.model", "beartype.beartype")
 
-from artifacts_fixture import artifact, kept_folder, tpu_artifact  # noqa: E402, F401  (fixtures)
+from artifacts_fixture import artifact, kept_folder, kept_programs, remove_old, tpu_artifact  # noqa: E402, F401
 from ling3export.runners.load.environment import prepare_cpu  # noqa: E402
 
-# Never the user's cache; what one test builds may serve another. Removed when the process ends. With ``-n`` there is
-# one for all: the processes that run tests inherit it.
+# Never the user's cache. What one test builds serves others, and the next run. A test that counts what is compiled or
+# taken names another. With ``-n`` there is one for all: the processes that run tests inherit it.
+os.environ["LING3_CACHE"] = str(kept_programs(kept_folder()))
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    _cache = tempfile.TemporaryDirectory(prefix="ling3-test-cache-")
-    os.environ["LING3_CACHE"] = _cache.name
+    remove_old(kept_folder())
 
 # Before any test module imports jax. StepInputs that tests start inherit both.
 prepare_cpu(16)

@@ -180,8 +180,9 @@ def test_another_jax(other_python: Path, artifact: Artifacts, tmp_path: Path):
         refused.stderr,
     ), refused.stderr
 
+    empty = os.environ | {"LING3_CACHE": str(tmp_path / "cache")}
     for compiled in (4, 0):
-        there = generate(other, moved, prompts, tmp_path / "there", "--programs", "allow-compile")
+        there = generate(other, moved, prompts, tmp_path / "there", "--programs", "allow-compile", environment=empty)
         assert there.stats["compile_events"] == compiled
         assert there.said.count("RECOMPILE") == 4
         assert there.tokens == here.tokens

@@ -2,8 +2,9 @@
 
 They are kept in ``.cache/tests``, or in LING3_TEST_CACHE, under a digest of what they are made of: the recipe, the
 sources that building imports, the versions of the toolchain and this machine's processor. A lock serves parallel runs.
-What a killed run left, or a test changed, is built again: beside each kept folder stands a digest of its files. What
-no run has used for 14 days is removed.
+What a killed run left, or a test changed, is built again: beside each kept folder stands a digest of its files.
+``programs`` is the build cache of all builds of tests but those that name another, and where runners keep what they
+compile: a second run compiles nothing that the first did. What no run has used for 14 days is removed.
 """
 
 import ast
@@ -28,16 +29,19 @@ import pytest
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Manifest
-from ling3export.cache.store import KINDS
+from ling3export.cache.cleanup import clean_up
 from ling3export.checkpoint.synth import synthesize
 from ling3export.runners.load import environment
+from ling3export.runners.load.recompile import RECOMPILED
 from probe import ROOT, Probe
 
 DEMO = ROOT / "ling3export" / "demo"
-# Where sources are followed from by their imports: what builds an artifact, what makes a checkpoint.
+# Where sources are followed from by their imports: what builds an artifact, makes a checkpoint, compiles in a runner.
 BUILDING, MAKING = "ling3export.compile.build", "ling3export.checkpoint.synth"
+RECOMPILING = "ling3export.runners.load.recompile"
 TOOLCHAIN = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "libtpu", "orbax_export", "tensorflow_cpu")
 KEPT_DAYS = 14
+KEPT_BYTES = 4_000_000_000  # of programs: a run of all tests makes a tenth of it
 
 
 @dataclass(frozen=True)
@@ -174,28 +178,38 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def is_old(path: Path) -> bool:
-    """Whether no run has used it for KEPT_DAYS."""
-    return time.time() - path.stat().st_mtime > KEPT_DAYS * 24 * 3600
+def remove_old(folder: Path) -> None:
+    """Removes what no run has used for KEPT_DAYS, and of the programs, the least recently used first, what is too much.
+
+    What a run in another process has just used stays: its builds hold the cache's lease, and its folders are young.
+    Runners keep what they compile under a key without our sources: other ones remove it.
+    """
+    seconds = KEPT_DAYS * 24 * 3600
+    for each in [*folder.glob("*-*"), *folder.glob("jit/*")]:
+        with contextlib.suppress(FileNotFoundError):  # another run removes it, too
+            if time.time() - each.stat().st_mtime > seconds:
+                shutil.rmtree(each, ignore_errors=True) if each.is_dir() else each.unlink()
+    programs = kept_programs(folder)
+    clean_up(programs, older_than=seconds, max_bytes=KEPT_BYTES)
+    stamp, sources = programs / "sources", sources_of(RECOMPILING)
+    if not stamp.exists() or stamp.read_text() != sources:
+        shutil.rmtree(programs / RECOMPILED, ignore_errors=True)
+        programs.mkdir(parents=True, exist_ok=True)
+        stamp.write_text(sources)
 
 
 class Artifacts:
     """Gives what is asked for, built at most once. Called with a name of RECIPES it gives the artifact's folder.
 
     Args:
-        folder: Where everything is kept. ``programs`` in it is the build cache of kept artifacts alone; its entries
-            are copied into the cache that the tests' own builds use.
+        folder: Where everything is kept.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.programs = folder / "programs"
+        self.programs = kept_programs(folder)
         self._ready: dict[str, Path] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("*-*"):
-            if is_old(old):
-                shutil.rmtree(old, ignore_errors=True)
-        self._share_programs()
 
     def kept(self, name: str, made_of: object, build: Callable[[Path], object]) -> Path:
         """The folder ``name`` that ``build`` makes; from an earlier run if that had the same ``made_of`` (JSON)."""
@@ -234,10 +248,6 @@ class Artifacts:
         def build(path: Path) -> None:
             run(sys.executable, "-m", "ling3export.cli", "build", checkpoint, path, *options,
                 "--cache-dir", self.programs)  # fmt: skip
-            if any(map(is_old, (self.programs / "blobs").iterdir())):
-                run(sys.executable, "-m", "ling3export.cli", "cache", "cleanup", "--older-than", f"{KEPT_DAYS}d",
-                    "--cache-dir", self.programs)  # fmt: skip
-            self._share_programs()
 
         source = digest_of(files_below(checkpoint) or {checkpoint.name: checkpoint})  # or a config alone
         return self.kept(name, [sources_of(BUILDING), source, options, versions()], build)
@@ -248,17 +258,6 @@ class Artifacts:
     def probe(self, name: str) -> Probe:
         """A process that has the artifact loaded, for a ``with``."""
         return Probe(self(name), self.manifest(name))
-
-    def _share_programs(self) -> None:
-        """Blobs before the entries that name them, each whole at once: builds of other tests read meanwhile."""
-        shared = Path(os.environ["LING3_CACHE"])
-        for kind in ("blobs", *KINDS):
-            (shared / kind).mkdir(parents=True, exist_ok=True)
-            for file in (self.programs / kind).glob("*"):
-                if not (shared / kind / file.name).exists():
-                    with contextlib.suppress(FileNotFoundError):  # another run may remove entries meanwhile
-                        copy = shutil.copy(file, shared / f"{file.name}.{os.getpid()}")
-                        os.replace(copy, shared / kind / file.name)
 
     @staticmethod
     @contextlib.contextmanager
@@ -272,6 +271,11 @@ class Artifacts:
 def kept_folder() -> Path:
     """Where tests keep what they build."""
     return Path(os.environ.get("LING3_TEST_CACHE") or ROOT / ".cache" / "tests").resolve()
+
+
+def kept_programs(folder: Path) -> Path:
+    """The build cache in the folder of what tests keep."""
+    return folder / "programs"
 
 
 @pytest.fixture(scope="session")
