@@ -84,32 +84,41 @@ def started(folder: Path, count: int, cores: int | None) -> Iterator[Replicas]:
             process.wait(60)
 
 
+def _line(seen: Sequence[tuple[int, float]]) -> tuple[float, Callable[[int], float]]:
+    """Seconds of a call over what it holds, as a line that does not fall: its slope, and a place on it."""
+    rows, seconds = np.array(seen).T
+    slope = max(0.0, float(np.polyfit(rows, seconds, 1)[0])) if np.ptp(rows) > 0 else 0.0
+    middle, mean = float(rows.mean()), float(seconds.mean())
+    return slope, lambda count: mean + slope * (count - middle)
+
+
 def fitted(notes: Sequence[Note], target: Target, page: int) -> Times:
-    """Times of calls from calls that were made: a mean for each prefill padding, and for each decode padding a line.
+    """Times of calls from calls that were made, by their padding and what they held.
 
     A padding that hardly any call had takes as long for each row or padded token as the one below it, or above.
     """
     prefill: dict[int, float] = {}
     decode: dict[int, float] = {}
+    spared: dict[int, float] = {}
     for phase, found in (("prefill", prefill), ("decode", decode)):
         below = 0
         for padding in sorted(target.paddings(phase)):
             seen = [(held, seconds) for cell, held, seconds in notes if cell == f"{phase}@{padding}"]
             if len(seen) >= FEWEST:
-                rows, seconds = np.array(seen).T
-                found[padding] = float(seconds.mean())
-                if phase == "decode" and np.ptp(rows) > 0:
-                    slope = max(0.0, float(np.polyfit(rows, seconds, 1)[0]))
-                    for count in (below + 1, padding):
-                        found[count] = max(float(seconds.min()), found[padding] + slope * (count - float(rows.mean())))
+                slope, line = _line(seen)
+                found[padding] = line(padding)
+                if phase == "prefill":
+                    spared[padding] = min(slope, found[padding] / padding)  # a call of nothing takes no negative time
+                else:
+                    found[below + 1] = max(line(below + 1), min(seconds for _, seconds in seen))
             below = padding
         assert found, f"no call of {phase} was made"
         for padding in sorted(target.paddings(phase)):
             near = max((each for each in found if each <= padding), default=min(found))
             found.setdefault(padding, found[near] * max(1.0, padding / near))
     decode.setdefault(1, decode[min(decode)])
-    state = target.state
-    return Times(prefill, decode, state.slots, state.pages * page, chunk=state.chunk, interpolated=True)
+    slots, pool, chunk = target.state.slots, target.state.pages * page, target.state.chunk
+    return Times(prefill, decode, slots, pool, chunk=chunk, spared=spared, interpolated=True)
 
 
 def measured(replicas: Replicas, folder: Path, busy: int, seconds: float) -> Times:
@@ -203,7 +212,7 @@ class Kept:
 
 def read_times(value: Mapping[str, Any]) -> Times:
     """What ``asdict`` made of times, behind JSON."""
-    rows = {phase: {int(size): each for size, each in value[phase].items()} for phase in ("prefill", "decode")}
+    rows = {name: {int(size): each for size, each in value[name].items()} for name in ("prefill", "decode", "spared")}
     return Times(**{**value, **rows, "costs": tuple(value["costs"])})
 
 
@@ -232,8 +241,10 @@ def slower(run: Mapping[str, Any], times: tuple[Times, ...]) -> float:
             phase, _, padding = cell.partition("@")
             took += count * seconds
             steps = times[0].steps
-            one = times[0].prefill[int(padding)] if phase == "prefill" else np.interp(held, range(len(steps)), steps)
-            expected += count * float(one)
+            if phase == "prefill":
+                expected += count * times[0].prefilled(int(padding), held)
+            else:
+                expected += count * float(np.interp(held, range(len(steps)), steps))
     return took / expected
 
 

@@ -52,13 +52,14 @@ class Times:
     """What the calls of a replica take, and what it holds.
 
     Attributes:
-        prefill: Seconds of a call by padding in tokens, sampling included.
+        prefill: Seconds of a full call by padding in tokens, sampling included.
         decode: Seconds of a step by sequences in it, sampling included: at least at 1 and at ``slots``.
         slots: Sequences that run at once.
         tokens: That the pool holds.
         prefixes: Beginnings that the prefix cache holds; 0 where there is none.
         chunk: Padded tokens a chunk.
         costs: Of prefill calls, as the scheduler takes them (``Shapes``).
+        spared: By padding, the seconds by which a prefill call is shorter for each of its tokens that is padding.
         interpolated: Whether a step between two counts of sequences takes a time between; else that of the higher one.
     """
 
@@ -69,7 +70,12 @@ class Times:
     prefixes: int = 0
     chunk: int = 16
     costs: tuple[float, ...] = ()
+    spared: Mapping[int, float] = field(default_factory=dict)
     interpolated: bool = False
+
+    def prefilled(self, padding: int, used: float) -> float:
+        """Seconds of a prefill call that holds so many tokens."""
+        return self.prefill[padding] - self.spared.get(padding, 0.0) * (padding - used)
 
     @cached_property
     def steps(self) -> list[float]:
@@ -137,6 +143,7 @@ class Call:
         first: Requests whose first token it samples.
         ended: Requests whose last token it samples.
         steps: How many.
+        used: Tokens of a prefill call that are no padding.
     """
 
     cell: tuple[str, int]
@@ -144,6 +151,7 @@ class Call:
     first: list[Ask] = field(default_factory=list)
     ended: list[Ask] = field(default_factory=list)
     steps: int = 1
+    used: int = 0
 
 
 class Replica:
@@ -268,7 +276,8 @@ class Replica:
     def _seconds(self, call: Call) -> float:
         """Those of the call if nothing changes from now on."""
         times = self.machine.times
-        return times.prefill[call.cell[1]] if call.cell[0] == "prefill" else times.steps[call.cell[1]]
+        phase, size = call.cell
+        return times.prefilled(size, call.used) if phase == "prefill" else times.steps[size]
 
     def retime(self) -> None:
         """What is left of the call that runs takes another time from now on."""
@@ -332,7 +341,7 @@ class Replica:
         key = min(self._work, self._shapes.prefill[-1]), bool(self._ends)
         if (padding := self._padding.get(key, 0)) == 0:
             padding = self._padding[key] = self._shapes.paying(key[0], beside_decode=key[1])
-        call, room = Call(("prefill", padding), self.machine.times.prefill[padding]), padding
+        call, room = Call(("prefill", padding), 0.0), padding
         self._decoded_last = False
         while self._prefilling and room >= chunk:
             ask = self._prefilling[0]
@@ -340,6 +349,7 @@ class Replica:
             taken = min(before, room)
             ask.todo, room = max(0, ask.todo - taken), room - taken
             self._work -= taken
+            call.used += taken
             if ask.todo:
                 break
             self._prefilling.popleft()
@@ -348,4 +358,5 @@ class Replica:
                 call.ended.append(ask)
             else:
                 self._run(ask, ask.output - 1)
+        call.seconds = self._seconds(call)
         return call

@@ -55,11 +55,12 @@ class Itself:
     def times(self, busy: int) -> Times:
         slower = 1 + 0.7 * (busy - 1)
         prefill, decode = ({size: slower * each for size, each in row.items()} for row in (self.prefill, self.decode))
-        return Times(prefill, decode, self.slots, self.tokens, interpolated=True)
+        spared = {16: 1e-5 * slower, 128: 5e-5 * slower}
+        return Times(prefill, decode, self.slots, self.tokens, spared=spared, interpolated=True)
 
     def calls(self, count: int) -> list[tuple[str, int, float]]:
         times = self.times(count)
-        found = [("prefill@16", 9, times.prefill[16]), ("prefill@128", 99, times.prefill[128])]
+        found = [(f"prefill@{size}", used, times.prefilled(size, used)) for size in (16, 128) for used in (9, 12, size)]
         return found + [(f"decode@{1 if n == 1 else 2 if n == 2 else 4}", n, times.steps[n]) for n in range(1, 5)]
 
     def order(self, count: int, what: Callable[[int, float], dict[str, Any]]) -> list[Any]:
@@ -81,7 +82,8 @@ def test_replicas_that_are_their_simulation_have_the_ratio_1(monkeypatch, tmp_pa
     manifest = SimpleNamespace(targets={"one": target}, plan=SimpleNamespace(page_size=replicas.page))
 
     @contextmanager
-    def started(folder: Path, count: int) -> Iterator[Itself]:
+    def started(folder: Path, count: int, cores: int | None) -> Iterator[Itself]:
+        assert cores is None
         yield replicas
 
     monkeypatch.setattr(fleet, "started", started)
@@ -106,13 +108,16 @@ def test_replicas_that_are_their_simulation_have_the_ratio_1(monkeypatch, tmp_pa
 
 
 def test_times_of_calls_are_fitted_to_those_that_were_made():
-    """A line over the rows of a decode padding; what no call had follows from its neighbour."""
+    """A line over what the calls of a padding held; what no call had follows from its neighbour."""
     paddings = {"prefill": (16, 128, 512), "decode": (1, 4, 16)}
     target = SimpleNamespace(paddings=paddings.__getitem__, state=SimpleNamespace(slots=16, pages=10, chunk=16))
-    notes = [("prefill@128", held, 0.02 + 0.01 * (held % 2)) for held in range(90, 100)]
+    notes = [("prefill@128", held, 0.01 + 1e-4 * held) for held in range(90, 100)]
     notes += [("decode@4", 2 + n % 3, 0.004 + 0.001 * (n % 3)) for n in range(9)]
     found = fleet.fitted(notes, target, 64)
-    assert found.prefill == {16: pytest.approx(0.025), 128: pytest.approx(0.025), 512: pytest.approx(0.1)}
+    assert found.prefill == {16: pytest.approx(0.0228), 128: pytest.approx(0.0228), 512: pytest.approx(0.0912)}
+    assert found.prefilled(128, 95) == pytest.approx(0.0195)
+    assert found.prefilled(128, 17) == pytest.approx(0.0117)
+    assert found.prefilled(512, 100) == pytest.approx(0.0912)
     assert found.decode[2] == pytest.approx(0.004) and found.decode[4] == pytest.approx(0.006)
     assert found.decode[1] == found.decode[2] and found.decode[16] == pytest.approx(0.024)
     assert (found.slots, found.tokens, found.chunk) == (16, 640, 16)

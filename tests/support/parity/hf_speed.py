@@ -1,6 +1,7 @@
 """Speed of Hugging Face transformers on a checkpoint folder, as JSON on stdout.
 
-hf_speed.py CHECKPOINT [--dtype bfloat16] [--device cpu] [--threads 2] [--prefill 512] [--batches 1,16] [--experts eager]
+hf_speed.py CHECKPOINT [--dtype bfloat16] [--device cpu] [--threads 2] [--prefill 512] [--batches 1,16]
+    [--experts eager]
 
 Prefill is one sequence of that many tokens with a cache, logits of its last token. Decode is one token for each of the
 batch's sequences from a cache of --context tokens. Medians, after one call to warm up. Needs torch, transformers,
