@@ -15,6 +15,7 @@ from ling3export.artifacts.schema import (
     GIVERS,
     MOVING,
     ON_LOGITS,
+    SEGMENTS,
     SPLIT,
     Array,
     Cell,
@@ -28,7 +29,7 @@ from ling3export.artifacts.schema import (
 from ling3export.dtypes import BY_CODE
 from ling3export.errors import listed
 
-A_CALL = ("layer", "out_num")  # fields with one number
+A_CALL = ("layer", "out_num", "group")  # fields with one number
 A_TOKEN = ("tokens", "next_token")  # fields of prefill and score with a number for each token, not for each chunk
 
 
@@ -145,8 +146,12 @@ def _check_target(target: Target, plan: Plan) -> None:
         for phase, paddings in (("prefill", plan.paddings), ("decode", plan.decode_paddings)):
             _same(f"the plan's {phase} paddings", paddings, target.paddings(phase))
         for phase in MOVING:
-            _same(f"how many {phase} programs there are", int(bool(snapshots)), len(target.paddings(phase)))
-        _same("the padding of store, that of fetch", target.paddings("fetch"), target.paddings("store"))
+            wanted = bool(snapshots) and (phase != "slice" or target.segments != "none")
+            _same(f"how many {phase} programs there are", int(wanted), len(target.paddings(phase)))
+            if wanted and phase != "copy":
+                _same(f"the padding of {phase}, that of fetch", target.paddings("fetch"), target.paddings(phase))
+        for phase in SEGMENTS if any(target.paddings(phase) for phase in SEGMENTS) else ():
+            _same(f"the paddings of prefill, as {phase}'s", plan.paddings, target.paddings(phase))
         rows = {cell.rows for cell in target.cells.values() if cell.phase in GIVERS}
         for phase in ON_LOGITS if target.paddings("adjust") else ON_LOGITS[:1]:  # older artifacts have no adjust
             if missing := sorted(rows - set(target.paddings(phase))):
@@ -172,7 +177,7 @@ def _check_parameter(parameter: Parameter, tensors: Mapping[str, StoredTensor]) 
 
 def _check_cell(cell: Cell, target: Target) -> None:
     chunk, pages = target.state.chunk, target.state.max_pages
-    chunked = cell.phase in ("prefill", "score")
+    chunked = cell.phase in ("prefill", "score", *SEGMENTS)
     if chunked and cell.padding % chunk:
         _wrong(f"a multiple of the chunk, {chunk}", cell.padding, "padding")
     rows = cell.padding // chunk if chunked else cell.padding
@@ -197,6 +202,9 @@ def _check_cell(cell: Cell, target: Target) -> None:
         "experts": {"results": rows},
         "combine": {"hidden": rows},
         "head": {"logits": rows},
+        "embed": {"hidden": cell.padding},
+        "group": {"hidden": cell.padding},
+        "unembed": {"logits": rows},
         "adjust": dict.fromkeys(("logits", "logprob", "top_token", "top_logprob"), rows),
     }.get(cell.phase, {})
     found = {leaf.name: leaf.shape[:1] for leaf in cell.outputs if leaf.group == "out"}
@@ -221,12 +229,15 @@ def _scale(target: Target) -> list[str]:
 
 def _check_moved(cell: Cell, target: Target) -> None:
     """What ``fetch`` gives and ``store`` takes is one slot of each pool, or as many pages as the padding says."""
-    leaves, group = {"copy": ((), ""), "fetch": (cell.outputs, "out"), "store": (cell.inputs, "batch")}[cell.phase]
+    sides = {"copy": ((), ""), "store": (cell.inputs, "batch")}
+    leaves, group = sides.get(cell.phase, (cell.outputs, "out"))
     found = {leaf.name: leaf for leaf in leaves if leaf.group == group and leaf.name != "packed"}
     pools = {each.name: each for each in target.state.arrays if "slots" not in each.axes or len(each.axes) > 1}
     _same("every pool of the state", sorted(pools if leaves else ()), sorted(found), "outputs")
     for name, leaf in found.items():
         layers, _, *each = pools[name].shape
+        if cell.phase == "slice":  # as many of them as a group has
+            layers = min(layers, *leaf.shape[:1])
         shape = (layers, cell.padding, *each[:-1]) if "pages" in pools[name].axes else (layers, *each)
         width = len(shape)
         _same(f"the shape of {name}", (shape, pools[name].dtype), (leaf.shape[:width], leaf.dtype), "outputs")
@@ -237,7 +248,7 @@ def _check_moved(cell: Cell, target: Target) -> None:
 def _check_leaves(cell: Cell, target: Target) -> None:
     sides = (("inputs", cell.inputs, ("params", "state", "batch")), ("outputs", cell.outputs, ("state", "out")))
     arrays = sorted(target.state.arrays, key=lambda array: array.name)
-    if cell.phase in SPLIT and cell.phase != "attend":
+    if cell.phase in (*SPLIT, *SEGMENTS) and cell.phase not in ("attend", "group"):
         arrays = []  # they know no sequences
     if cell.phase in (*ON_LOGITS, *MOVING):  # the last tokens alone, all but them, or none; others take every array
         arrays = [array for array in arrays if any(leaf.name == array.name for leaf in cell.inputs)]
@@ -263,6 +274,7 @@ def _check_leaves(cell: Cell, target: Target) -> None:
         "store": [array.name for array in arrays], "attend": ["hidden"],
         "dispatch": ["token_data"], "experts": [*_scale(target), "group_list", "y"],
         "combine": ["expert_ids", "residual", "results", "weights"], "head": ["hidden"],
+        "group": ["hidden"], "unembed": ["hidden"],
     }  # fmt: skip
     names = sorted([*more.get(cell.phase, []), *["packed"] * bool(cell.fields)])
     _same("the batch of the phase", names, list(batch), "inputs")

@@ -35,14 +35,15 @@ StoredDtype = Annotated[str, one_of(*BY_CODE)]
 Phase = Annotated[
     str,
     one_of(
-        "prefill", "score", "decode", "sample", "adjust", "copy", "fetch", "store", "attend", "dispatch", "experts",
-        "combine", "head",
+        "prefill", "score", "decode", "sample", "adjust", "copy", "fetch", "store", "slice", "attend", "dispatch",
+        "experts", "combine", "head", "embed", "group", "unembed",
     ),
 ]  # fmt: skip
 ON_LOGITS = ("sample", "adjust")  # phases that take another's logits, and no parameters
-MOVING = ("copy", "fetch", "store")  # the phases that move one sequence's state, and compute nothing
+MOVING = ("copy", "fetch", "store", "slice")  # the phases that move one sequence's state, and compute nothing
 GIVERS = ("prefill", "score", "decode")  # whose logits are sampled
 SPLIT = ("attend", "dispatch", "experts", "combine", "head")  # a decode step cut at each layer's experts
+SEGMENTS = ("embed", "group", "unembed")  # a prefill call cut at its groups of layers
 Error = Annotated[float, UNBOUNDED]  # infinite where something is not finite
 Versions = dict[str, str]
 KERNELS = "kernels.so"  # the name of a target's library of native kernels, in the folder of its programs
@@ -428,6 +429,11 @@ class Target:
     def processes(self) -> int:
         """How many hosts run it together."""
         return self.mesh.processes
+
+    @property
+    def segments(self) -> str:
+        """At what its prefill calls are cut: ``group`` or ``none``."""
+        return "group" if self.paddings("group") else "none"
 
     def paddings(self, phase: str) -> tuple[int, ...]:
         """Paddings of a phase, ascending."""

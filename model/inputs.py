@@ -42,7 +42,7 @@ def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
     Args:
         phase: ``prefill`` or ``score`` (padding = padded tokens T), ``decode`` or ``attend`` (sequences B), ``sample``
             or ``adjust`` (rows R), ``copy`` (pairs of slots N), ``fetch`` or ``store`` (pages P), ``dispatch`` (pairs
-            Y); other phases have none.
+            Y), ``slice`` (P); ``embed``, ``group`` and ``unembed`` (T); other phases have none.
         padding: T, B, R, N, P or Y.
         max_pages: Columns of the page table.
     """
@@ -68,6 +68,10 @@ def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
         "copy": {"source": each, "target": each},
         "fetch": {"slot": (1,), "page": each},
         "store": {"slot": (1,), "page": each},
+        "slice": {"slot": (1,), "page": each, "group": (1,)},
+        "embed": {name: prefill[name] for name in ("tokens", "chunk_slot", "chunk_len")},
+        "group": {name: shape for name, shape in prefill.items() if name != "tokens"} | {"group": (1,)},
+        "unembed": {"chunk_len": chunk},
     }
     fields, offset = [], 0
     for name, shape in shapes.get(phase, {}).items():
@@ -163,6 +167,16 @@ def chunks_of(fields: dict[str, Int32[Array, "..."]], conv_history: int | None =
         slot, length, fresh, first, last, from_zero=fresh[head], run_start=start[head], page_table=fields["page_table"],
         used=jnp.max(jnp.where(slot > 0, index + 1, 0)), token_slot=jnp.repeat(slot, CHUNK),
         position=(start[:, None] + within).reshape(-1),
-        valid=((within < length[:, None]) & (slot > 0)[:, None]).reshape(-1),
+        valid=valid_tokens(within, slot, length),
         tiles=None if conv_history is None else tiles_of(first, fresh, length, conv_history),
     )  # fmt: skip
+
+
+def valid_tokens(within: Int32[Array, "16"], slot: Int32[Array, "N"], length: Int32[Array, "N"]) -> Bool[Array, "T"]:
+    """Which padded tokens of chunks are tokens of a sequence; ``within`` counts those of a chunk."""
+    return ((within < length[:, None]) & (slot > 0)[:, None]).reshape(-1)
+
+
+def last_tokens(length: Int32[Array, "N"]) -> Int32[Array, "N"]:
+    """The place of each chunk's last token among the padded tokens; of an empty chunk its first."""
+    return jnp.arange(length.shape[0]) * CHUNK + jnp.maximum(length - 1, 0)

@@ -18,12 +18,12 @@ from ling3export.model import exchange
 from ling3export.model.config import Config
 from ling3export.model.decoder import Ling3
 from ling3export.model.ffn.halves import half
-from ling3export.model.geometry import AXIS, CHUNK, Geometry
-from ling3export.model.inputs import Field, adjust_shapes, batch_fields, chunks_of, decode_rows, packed_size, unpack
-from ling3export.model.kda.recurrence import is_factored
+from ling3export.model.geometry import AXIS, Geometry
+from ling3export.model.inputs import Field, adjust_shapes, batch_fields, decode_rows, last_tokens, packed_size, unpack
 from ling3export.model.parameters import arguments
 from ling3export.model.sampling.adjust import adjust
 from ling3export.model.sampling.sample import sample, score_next
+from ling3export.model.segments import segment
 from ling3export.model.state import state_arrays
 
 P = PartitionSpec
@@ -101,12 +101,9 @@ def prefill(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tr
     ``best_logprob [T]``: see
     :func:`score_next`.
     """
-    config = model.config
-    tiled = model.kda is not None and model.geometry.tiled and is_factored(config)
-    chunks = chunks_of(fields, config.short_conv_kernel_size - 1 if tiled else None)
+    chunks = model.chunks(fields)
     x, state = model.run_layers(model.embed(jnp.where(chunks.valid, fields["tokens"], 0)), state, chunks)
-    last = jnp.arange(chunks.slot.shape[0]) * CHUNK + jnp.maximum(chunks.length - 1, 0)
-    out = {"logits": model.logits(x[last])}
+    out = {"logits": model.logits(x[last_tokens(chunks.length)])}
     if "next_token" in fields:
         out["logprob"], out["best"], out["best_logprob"] = score_next(model.logits, x, fields["next_token"])
     return state, out
@@ -146,7 +143,7 @@ def build_step(
         geometry: Parallelism, pools and dtype.
         phase: ``prefill``, ``score``, ``decode``; ``sample`` or ``adjust``, which take no parameters, the logits in
             the batch, and of the state only ``last_token``, or nothing; or one of ``exchange.PHASES``, which take no
-            parameters, or of ``model/ffn/halves.py``.
+            parameters, or of ``model/ffn/halves.py`` or ``model/segments.py``.
         padding: Padded tokens, sequences or rows; pairs of slots or pages; pairs of a token and an expert.
         mesh: One axis ``tp`` of ``geometry.tp`` devices, abstract or real; None for a program of one device without
             collectives, for readers that know none.
@@ -170,11 +167,11 @@ def build_step(
         names = [row.name for row in exchange.pools(config, geometry, phase)]
         params, param_specs = {}, {}
         state, state_specs = ({name: tree[name] for name in names} for tree in (state, state_specs))
-        values, value_specs = exchange.moved(config, geometry, padding)
+        values, value_specs = exchange.moved(config, geometry, padding, phase)
         if phase == "store":
             batch, batch_specs = batch | values, batch_specs | value_specs
-        out = value_specs if phase == "fetch" else {}
-    part = half(config, geometry, phase, padding)
+        out = value_specs if phase in ("fetch", "slice") else {}
+    part = half(config, geometry, phase, padding) or segment(config, phase, padding)
     if part is not None:
         batch, batch_specs = (tree if fields else {} for tree in (batch, batch_specs))
         batch, batch_specs = batch | part.batch, batch_specs | dict.fromkeys(part.batch, P())

@@ -46,6 +46,7 @@ PROGRAMS = section(
         "Padded sequences of a decode step.  [default: 1, then --paddings up to --max-running]",
     ),
     _option("--score-paddings", PADDINGS, "Padded tokens of a call that scores given tokens."),
+    _option("--segments", click.Choice(["none", "group"]), "Also cut prefill into a call for each group of layers."),
     _option("--afd", int, "Also cut decode at the experts, for N processes.  [default: 0]", metavar="N"),
     _option("--afd-dtype", click.Choice(["model", "int8"]), "What travels to the experts; int8 with a scale a token."),
     _option("--kernels", click.Choice(["auto", "on", "off"]), "Native kernels in executables for cpu."),

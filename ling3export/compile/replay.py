@@ -24,7 +24,7 @@ from ling3export.artifacts.manifest import (
     recorded_files,
 )
 from ling3export.artifacts.records import from_json, to_json
-from ling3export.artifacts.schema import GIVERS, MOVING, SPLIT, Cell, FileRecord, Manifest, Program, Receipt
+from ling3export.artifacts.schema import GIVERS, MOVING, SEGMENTS, SPLIT, Cell, FileRecord, Manifest, Program, Receipt
 from ling3export.cache.cells import SUFFIXES, Cells, opened
 from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.cache.use import CacheUse
@@ -237,5 +237,8 @@ def _needed(cells: Mapping[str, Cell], cell: Cell) -> list[Cell]:
         return [smallest]
     if cell.phase in SPLIT:  # they are run together, and each needs some of every other phase
         return [smallest, *(each for each in cells.values() if each.phase in SPLIT and each != cell)]
+    if cell.phase in SEGMENTS:
+        together = (each for each in cells.values() if each.phase in SEGMENTS and each.padding == cell.padding)
+        return [each for each in together if each != cell]
     giver = next(each for each in cells.values() if each.phase in GIVERS and each.rows == cell.padding)
     return [smallest, giver] if giver.phase == "decode" else [giver]

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     Compile = Callable[[], tuple[bytes, Compiled]]
 
 MODULE = "ling3export.compile.recorded"  # which calls `main`
-CALLING = ("prefill", "score", "decode")  # the phases that multiply weights, and so call native kernels
+CALLING = ("prefill", "score", "decode", "group", "unembed")  # multiply weights, and so call native kernels
 
 
 @dataclass(frozen=True)

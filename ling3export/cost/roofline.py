@@ -2,7 +2,7 @@
 
 import math
 
-from ling3export.artifacts.schema import MOVING, ON_LOGITS, SPLIT, Experts, RooflineBound
+from ling3export.artifacts.schema import MOVING, ON_LOGITS, SEGMENTS, SPLIT, Experts, RooflineBound
 from ling3export.dtypes import BY_NAME
 from ling3export.model.config import Config
 from ling3export.model.ffn.dispatch import SCALE_BYTES
@@ -36,7 +36,7 @@ def loop_trips(config: Config, geometry: Geometry, phase: str, padding: int, tok
         local, rows = config.num_experts / geometry.tp, tile_rows(padding, config.num_experts)
         return {"tiles": _tiles(padding, 1 / config.num_experts, rows, local)}
     tiles = expected_tiles(padding, config, config.num_experts / geometry.tp)
-    if phase in ("prefill", "score"):
+    if phase in ("prefill", "score", *SEGMENTS):
         return {"chunks": padding // CHUNK, "tiles": tiles, "cached": 0}
     pages = min(geometry.max_pages, math.ceil(tokens / geometry.page_size))
     held = math.ceil(padding * pages / (geometry.tp if geometry.striped else 1))
@@ -77,7 +77,10 @@ def roofline_bound(
         pages = 0 if phase == "copy" else 2 * padding * geometry.page_size  # read in one place, written in another
         held = 1 if geometry.striped else geometry.tp
         moved = _state_moved(config, geometry, sequences, pages)
-        return _bound(moved | {"latents": moved["latents"] * held}, 0.0, 0, chip)
+        moved["latents"] *= held
+        if phase == "slice":
+            moved = {name: each // _groups(config) for name, each in moved.items()}
+        return _bound(moved, 0.0, 0, chip)
     if phase in ON_LOGITS:
         return _bound({"logits": 4 * padding * config.vocab_size // geometry.tp}, 0.0, 0, chip)
     if phase in SPLIT:
@@ -85,17 +88,33 @@ def roofline_bound(
     weights = flops = 0.0
     chosen = config.num_experts_per_tok / config.num_experts
     for row in parameters(config):
-        if row.name == "embeddings.word_embeddings":
+        if row.name == "embeddings.word_embeddings" or not _used(row.name, phase):
             continue
         share = math.prod(row.shape) / (geometry.tp if row.split else 1)
         routed = row.split == "experts"
         touched = 1 - (1 - chosen) ** padding if routed else 1.0
-        rows = padding // CHUNK if row.name == "embeddings.lm_head" and phase == "prefill" else padding
+        rows = padding // CHUNK if row.name == "embeddings.lm_head" and phase in ("prefill", "unembed") else padding
         weights += share * touched * BY_NAME[row.stored_dtype(geometry.dtype)].nbytes
         flops += 2 * rows * share * (chosen if routed else 1.0)
     sequences = padding if phase == "decode" else 1
     moved = {"weights": round(weights)} | _state_moved(config, geometry, sequences, tokens if phase == "decode" else 0)
-    return _bound(moved, flops, 2 * config.num_hidden_layers if geometry.tp > 1 else 0, chip)
+    collectives = 2 * config.num_hidden_layers if geometry.tp > 1 else 0
+    if phase in SEGMENTS:  # of ``group`` the mean group's
+        hidden = 4 * padding * config.hidden_size
+        parts = _groups(config) if phase == "group" else 1
+        moved = {name: each // parts for name, each in moved.items() if phase == "group" or name == "weights"}
+        moved["hidden"] = hidden * (2 if phase == "group" else 1)
+        flops, collectives = flops / parts, {"group": collectives // parts, "embed": collectives and 1}.get(phase, 0)
+    return _bound(moved, flops, collectives, chip)
+
+
+def _groups(config: Config) -> int:
+    return -(-config.num_hidden_layers // config.layer_group_size)
+
+
+def _used(name: str, phase: str) -> bool:
+    """Whether a phase multiplies a parameter; of a prefill that is cut, each multiplies its own."""
+    return phase not in SEGMENTS or (phase != "embed" and (phase == "unembed") == (name in HEAD))
 
 
 def _split_bound(

@@ -51,7 +51,7 @@ def plan_of(manifest: Manifest, name: str) -> Plan:
     target = Target(record.platform, record.kind, record.topology, record.tp, record.processes)
     return Plan(
         target, geometry, plan.paddings, plan.decode_paddings, plan.context, score_paddings=record.paddings("score"),
-        ffn_paddings=record.paddings("experts"),
+        ffn_paddings=record.paddings("experts"), segments=record.segments,
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ HEAD = ("embeddings.norm", "embeddings.lm_head")
 
 @dataclass(frozen=True)
 class Half:
-    """One of the five programs.
+    """One of the programs that a step is cut into.
 
     Attributes:
         takes: Whether it takes a parameter, by its name.

@@ -12,6 +12,8 @@ from ling3export.runners.calibrate.receipts import Logits, Scored, log_softmax
 from ling3export.runners.engine.inputs import Fields, Span, decode_fields, prefill_fields, sample_fields
 from ling3export.runners.ffn import split
 from ling3export.runners.ffn.connector import Phases
+from ling3export.runners.load.kept import Kept
+from ling3export.runners.load.segments import Layers, rows_of
 
 if TYPE_CHECKING:
     from ling3export.runners.load.model_runner import ModelRunner
@@ -43,19 +45,24 @@ class Prober:
         table[1:, : self._pages] = np.arange(1, used + 1).reshape(slots, -1)
         return table
 
-    def prefill(self, padding: int, sequence: int, slot: int) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
-        """Prefills one prompt in calls of ``padding``; yields the logits at every chunk's end."""
+    def prefill(
+        self, padding: int, sequence: int, slot: int, by: Any = None
+    ) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
+        """Prefills one prompt in calls of ``padding``; yields the logits at every chunk's end.
+
+        ``by`` makes the calls: the model runner by default.
+        """
         entry = self._sequences[sequence]
         prompt = entry.ids[: entry.prompt]
         for at in range(0, len(prompt), padding):
             fields, ends = self._prefill_fields(padding, prompt[at : at + padding], at, slot)
-            logits = self._runner.read(self._runner.step("prefill", padding, fields))
+            logits = self._runner.read((by or self._runner).step("prefill", padding, fields))
             for row, end in enumerate(ends):
                 yield (sequence, end), logits[row]
 
-    def prompts(self, padding: int) -> Logits:
+    def prompts(self, padding: int, by: Any = None) -> Logits:
         """Prefills every prompt, one after the other; returns the logits at the ends of their chunks."""
-        return {at: row for number in range(len(self._sequences)) for at, row in self.prefill(padding, number, 1)}
+        return {at: row for number in range(len(self._sequences)) for at, row in self.prefill(padding, number, 1, by)}
 
     def score(self, padding: int, sequence: int) -> Scored:
         """Scores each token of one sequence behind those before it, in calls of ``padding``."""
@@ -172,6 +179,27 @@ class Prober:
             fields, _ = self._prefill_fields(padding, ids, 0, 1, (-1,) * len(ids) if phase == "score" else None)
         return self._runner.step(phase, padding, fields)
 
+    def _filled(self, slot: int) -> tuple[list[int], Kept]:
+        """Pages that hold numbers that no model gave, as the slot does, and those numbers."""
+        rng, pages = np.random.default_rng(0), list(range(1, min(self._state.pages, self._state.max_pages) + 1))
+        given = self._runner.fetch(slot, pages).replaced(lambda shape: rng.standard_normal(shape, np.float32))
+        self._runner.store(slot, pages, given)
+        return pages, given
+
+    def sliced(self, groups: tuple[Layers, ...]) -> tuple[int, int]:
+        """Fetches a state whole, and group by group: how many numbers were compared, and how many were wrong."""
+        runner, total, wrong = self._runner, 0, 0
+        pages, given = self._filled(1)
+        wanted = runner.gathered(given).whole().arrays
+        for number, layers in enumerate(groups):
+            found = runner.gathered(runner.slicing(1, pages, number)()).whole().arrays
+            for name, array in found.items():
+                part = array[rows_of(layers[name], len(array), len(wanted[name]))]
+                other = wanted[name][layers[name].start : layers[name].stop]
+                total += part.size
+                wrong += int(np.sum(part.view(np.uint8) != other.view(np.uint8))) if part.size else 0
+        return total, wrong
+
     def moved(self, phase: str) -> tuple[int, int]:
         """Stores numbers that no model gave and fetches them again, of another slot where ``phase`` is ``copy``.
 
@@ -182,9 +210,7 @@ class Prober:
         slot, end = state.slots + 1, 1 if phase == "copy" else state.slots + 1
         others = {*range(1, state.slots + (state.snapshots or 0) + 1)} - {slot, end}
         beside = {other: runner.fetch(other, []) for other in sorted(others)[-1:]}
-        rng, pages = np.random.default_rng(0), list(range(1, min(state.pages, state.max_pages) + 1))
-        given = runner.fetch(slot, pages).replaced(lambda shape: rng.standard_normal(shape, np.float32))
-        runner.store(slot, pages, given)
+        pages, given = self._filled(slot)
         if phase == "copy":
             runner.copy([slot], [end])
         found = [runner.fetch(end, pages).compared(given)]

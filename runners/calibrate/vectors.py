@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from ling3export.artifacts.manifest import read_checked
-from ling3export.artifacts.schema import MOVING, SPLIT, Cell, Receipts, Target
+from ling3export.artifacts.schema import MOVING, SEGMENTS, SPLIT, Cell, Receipts, Target
 from ling3export.runners.calibrate.prober import Prober
 from ling3export.runners.calibrate.receipts import (
     TOLERANCES,
@@ -13,6 +13,7 @@ from ling3export.runners.calibrate.receipts import (
     logits_receipt,
     score_receipt,
 )
+from ling3export.runners.load.segments import SegmentedRunner, groups_of
 
 if TYPE_CHECKING:
     from ling3export.runners.load.loader import Loaded
@@ -38,12 +39,15 @@ def measured(loaded: "Loaded") -> Receipts:
     prober = Prober(loaded.runner, target, vectors.sequences)
     found: dict[str, Logits] = {}
     cut: dict[tuple[int, int], Logits] = {}  # by the paddings of attend and dispatch
+    segmented: dict[int, Logits] = {}  # by padding
     receipts = {}
     for cell in sorted(target.cells.values(), key=lambda cell: cell.padding):
         if cell.phase == "sample":
             receipts[cell.name] = exact_receipt(*prober.sample(cell.padding))
         elif cell.phase == "adjust":
             receipts[cell.name] = exact_receipt(*prober.adjust(cell.padding))
+        elif cell.phase == "slice":
+            receipts[cell.name] = exact_receipt(*prober.sliced(groups_of(manifest, target)))
         elif cell.phase in MOVING:
             receipts[cell.name] = exact_receipt(*prober.moved(cell.phase))
         elif cell.phase == "score":
@@ -54,11 +58,16 @@ def measured(loaded: "Loaded") -> Receipts:
             if at not in cut:
                 cut[at] = prober.split(manifest, *at)
             receipts[cell.name] = logits_receipt(cut[at], expected, tolerance)
+        elif cell.phase in SEGMENTS:
+            if cell.padding not in segmented:
+                by = SegmentedRunner(loaded.runner, manifest, target)
+                segmented[cell.padding] = prober.prompts(cell.padding, by)
+            receipts[cell.name] = logits_receipt(segmented[cell.padding], expected, tolerance)
         else:
             logits = prober.prompts(cell.padding) if cell.phase == "prefill" else prober.decode(cell.padding)
             found[cell.name] = logits
             receipts[cell.name] = logits_receipt(logits, expected, tolerance)
-    return Receipts(tolerance, receipts, agreement(found, cut))
+    return Receipts(tolerance, receipts, agreement(found, cut, segmented))
 
 
 def split_of(target: Target, cell: Cell) -> tuple[int, int]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ling3export.runners.engine.core import Arrival, EngineCore
     from ling3export.runners.engine.counters import Counters
     from ling3export.runners.ffn.split import SplitRunner
+    from ling3export.runners.load.segments import SegmentedRunner
     from ling3export.runners.state.prefix_cache import PrefixCache
     from ling3export.runners.state.prefix_store import PrefixStore
 
@@ -47,6 +48,7 @@ class Parts:
         renew: Makes another core over the same weights, with fresh state and nothing held; None on several hosts.
         store: Keeps what the cache knows in a folder; None where nothing does.
         split: What sends decode steps through FFN workers; None where this process computes its own experts.
+        segmented: What runs prefill calls group by group; None where they are one program.
     """
 
     loaded: Loaded
@@ -59,6 +61,7 @@ class Parts:
     renew: "Callable[[], EngineCore] | None"
     store: "PrefixStore | None"
     split: "SplitRunner | None"
+    segmented: "SegmentedRunner | None"
 
 
 def load_parts(
@@ -104,6 +107,7 @@ def _assembled(
     from ling3export.runners.engine.sequence import Sequence
     from ling3export.runners.ffn.split import connected
     from ling3export.runners.load.calibrated import calls_measured
+    from ling3export.runners.load.segments import SegmentedRunner
     from ling3export.runners.state.form import root_of
     from ling3export.runners.state.prefix_cache import PrefixCache
 
@@ -113,8 +117,10 @@ def _assembled(
     limits = Limits(manifest.plan.context, manifest.vocab_size, record.state.pages, record.state.page_size)
     measured = calls_measured(loaded.folder, manifest, loaded.target, report, channel)
     blocks, counters, shapes = BlockManager.of(record), Counters(), Shapes.of(record, measured)
-    split = connected(loaded.runner, manifest, record, ffn, ffn_timeout) if ffn else None
-    runner: Any = split or loaded.runner  # the one hands on to the other whatever is no decode step
+    segmented = SegmentedRunner(loaded.runner, manifest, record) if record.segments != "none" else None
+    whole: Any = segmented or loaded.runner
+    split = connected(whole, manifest, record, ffn, ffn_timeout) if ffn else None
+    runner: Any = split or whole  # each hands on to the next whatever it does not cut
 
     moves, shared = bool(record.state.snapshots), None
     if prefix_cache and not moves:
@@ -164,7 +170,7 @@ def _assembled(
     def core() -> EngineCore:
         scheduler = Scheduler(
             runner, shapes, blocks, limits.vocab_size, ahead=1 if overlap else 0, counters=counters, cache=shared,
-            moves=moves, store=store or follows,
+            moves=moves, store=store or follows, give=segmented.give if segmented and not channel else None,
         )  # fmt: skip
         return SharedCore(scheduler, sequence, channel) if channel else EngineCore(scheduler, sequence)
 
@@ -177,4 +183,5 @@ def _assembled(
 
     if channel and channel.leads:
         channel.parts(b"")  # the others give theirs when they begin to follow
-    return Parts(loaded, files, limits, blocks, counters, core(), shared, None if channel else renew, store, split)
+    again = None if channel else renew
+    return Parts(loaded, files, limits, blocks, counters, core(), shared, again, store, split, segmented)

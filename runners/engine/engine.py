@@ -113,6 +113,8 @@ class Engine:
             from ling3export.runners.state.exchange import exchange_of  # with all carriers
 
             self._exchange = exchange_of(loaded.manifest, loaded.record, transfer, report)
+            if parts.segmented is not None:
+                parts.segmented.begin = self._exchange.begin
         self._loop = Loop(
             parts.core, self.timings, max_requests, renew=parts.renew, step_timeout=step_timeout,
             exchange=self._exchange, store=self._store,

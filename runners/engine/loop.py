@@ -301,9 +301,13 @@ class Loop:
                 handle.push(token, text, likely)
                 touched[handle.number] = handle
         for sequence in outputs.ended:
-            if sequence.request.leaves and sequence.taken is not None and self._exchange is not None:
-                self._hand_over(sequence, self._exchange)
-                continue
+            if sequence.request.leaves and self._exchange is not None:
+                well = sequence.error is None and sequence.stop_reason != "cancelled"
+                if sequence.taken is not None or (sequence.given and well):
+                    self._hand_over(sequence, self._exchange)
+                    continue
+                if sequence.given:  # for nothing
+                    self._exchange.drop(sequence.number)
             with self._changed:
                 handle = self._handles.pop(sequence.number, None)
                 saved = self._saving.pop(sequence.number, None)
@@ -318,7 +322,6 @@ class Loop:
 
     def _hand_over(self, sequence: Sequence, exchange: "Exchange") -> None:
         """Ends a request once its state is where another engine can take it."""
-        assert sequence.taken is not None
         completion, begun = sequence.completion(), now()
 
         def done(params: dict[str, Any] | None) -> None:

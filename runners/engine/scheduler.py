@@ -23,7 +23,7 @@ make the same calls. Times are noted, never asked for.
 
 from bisect import insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -45,6 +45,7 @@ from ling3export.runners.engine.inputs import (
 from ling3export.runners.engine.request import Likely
 from ling3export.runners.engine.reuse import Mover, Reuse
 from ling3export.runners.engine.sequence import Call, Sequence, now
+from ling3export.runners.load.segments import Leaving
 from ling3export.runners.state.prefix_cache import PrefixCache
 
 if TYPE_CHECKING:
@@ -138,6 +139,8 @@ class Scheduler:
         cache: Keeps beginnings of sequences for others; None shares nothing.
         moves: Whether the artifact has the programs that move states.
         store: Keeps what the cache knows in a folder; None where nothing does.
+        give: Has the state of a sequence leave while the prefill call runs that ends its prompt, and says whether it
+            does; None where it leaves afterwards.
 
     Attributes:
         counters: What was done.
@@ -147,8 +150,9 @@ class Scheduler:
     def __init__(
         self, backend: Backend, shapes: Shapes, blocks: BlockManager, vocab_size: int, *, ahead: int = 1,
         counters: Counters | None = None, cache: PrefixCache | None = None, moves: bool = False,
-        store: "PrefixStore | FollowingStore | None" = None,
+        store: "PrefixStore | FollowingStore | None" = None, give: Callable[[Leaving], bool] | None = None,
     ) -> None:  # fmt: skip
+        self._give = give
         self.counters = Counters() if counters is None else counters
         self.doing: tuple[str, float] | None = None
         self._vocab_size = vocab_size
@@ -263,6 +267,9 @@ class Scheduler:
             else:
                 self._running.append(sequence)
                 rows.append(Row(row + (len(span.tokens) - 1) // chunk, sequence, call))
+                if self._give is not None and sequence.request.leaves:
+                    pages = sequence.stored_pages(self._blocks.page_size)
+                    sequence.given = self._give(Leaving(sequence.number, sequence.request, sequence.slot, pages))
         logits = self._backend.step(phase, padding, fields)
         self._reuse.prefilled([part.sequence for part in parts])
         if rows:
@@ -466,7 +473,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.error is None:
-            if sequence.request.leaves or sequence.saved:
+            if (sequence.request.leaves and not sequence.given) or sequence.saved:
                 self._reuse.take(sequence)
             self._reuse.publish(sequence)
         self._leave(sequence)

@@ -60,6 +60,7 @@ class Sequence:
         fed: The token to decode next where the devices do not have it, else -1.
         taken: Waits for its state of ``stored`` positions, where that leaves the engine.
         carried: What it came with, where it was begun elsewhere.
+        given: Whether its state left already, with the call that ended its prompt.
         saved: Whether its state is taken along when it ends.
     """
 
@@ -98,6 +99,7 @@ class Sequence:
         self.kept: tuple[int | None, Any] | None = None
         self.fed = -1
         self.taken: Callable[[], Kept | Whole] | None = None
+        self.given = False
         self.saved = saved
         self.carried = None if carried is None else carried._replace(state=None)  # which is ``kept`` until it is stored
         if carried is not None:

@@ -19,6 +19,7 @@ from ling3export.runners.load.pjrt import Program
 
 # XLA:CPU uses host memory in place if it is aligned to 64 bytes. 8 is aligned for every dtype and never for XLA.
 MISALIGNED = 8
+NONE: Mapping[str, np.ndarray] = {}
 State = TypeVar("State", Kept, Whole)
 Inputs = tuple[Mapping[str, np.ndarray], dict[str, jax.Array]]  # the fields of a call, and the arrays beside them
 
@@ -147,10 +148,16 @@ class ModelRunner:
             return kept
         return kept.joined(self._parts(kept.split()))
 
-    def _fetching(self, slot: int, pages: Sequence[int]) -> Callable[[], Kept]:
+    def slicing(self, slot: int, pages: Sequence[int], group: int) -> Callable[[], Kept]:
+        """:meth:`fetching` of a group of layers, on this host."""
+        return self._fetching(slot, pages, "slice", {"group": np.array([group], np.int32)})
+
+    def _fetching(
+        self, slot: int, pages: Sequence[int], phase: str = "fetch", more: Mapping[str, np.ndarray] = NONE
+    ) -> Callable[[], Kept]:
         calls, places = [], []
         for fields, order in self._moving(slot, pages):
-            calls.append(self._run(f"fetch@{fields['page'].size}", fields, {}))
+            calls.append(self._run(f"{phase}@{fields['page'].size}", {**fields, **more}, {}))
             places.append(order)
         return lambda: Kept(
             tuple({name: Shards.of(array) for name, array in call.items()} for call in calls), tuple(places)

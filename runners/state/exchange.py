@@ -11,12 +11,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from time import perf_counter as now
 from typing import Any, NamedTuple, Protocol
 
 from ling3export.artifacts.schema import Manifest, Target
 from ling3export.errors import Ling3Error
 from ling3export.runners.load.kept import Kept, Whole
+from ling3export.runners.load.segments import Hand, Leaving
 from ling3export.runners.state.device import Device
 from ling3export.runners.state.form import (
     Carried,
@@ -24,15 +26,17 @@ from ling3export.runners.state.form import (
     canonical,
     description_of,
     empty,
+    fill,
+    layer_groups,
     layout_of,
     root_of,
     storable,
     token_of,
 )
-from ling3export.runners.transfer.backend import Backend
+from ling3export.runners.transfer.backend import Backend, Source
 from ling3export.runners.transfer.connector import HostConnector
 from ling3export.runners.transfer.folder import Folder
-from ling3export.runners.transfer.objects import Layout
+from ling3export.runners.transfer.objects import Kind, Layout
 from ling3export.runners.transfer.options import Transfer
 from ling3export.runners.transfer.plan import port_of
 from ling3export.runners.transfer.protocol import Connector, Scheduled, Slots
@@ -41,6 +45,7 @@ from ling3export.runners.transfer.tcp import Tcp
 
 LOOK = 0.001  # seconds between two looks for loads that have ended
 IDLE = 1.0  # and for leases that are over
+LAST = 60.0  # that the thread may take for its last job
 
 
 class Asked(Protocol):
@@ -73,9 +78,14 @@ def _ticket(number: int, request: Asked) -> Ticket:
     return Ticket(str(number), request.prompt_ids, request.cache_salt, request.kv_transfer_params)
 
 
+class _Begun(NamedTuple):
+    leaving: list[Leaving]
+    groups: "queue.SimpleQueue[list[Callable[[], Kept]] | None]"
+
+
 class _Save(NamedTuple):
     ticket: Ticket
-    fetched: Callable[[], Kept | Whole]
+    fetched: Callable[[], Kept | Whole] | None
     done: Callable[[dict[str, Any] | None], None]
 
 
@@ -92,6 +102,7 @@ class Exchange:
         connector: Who carries them; one rank of one.
         backend: What the connector uses, for its counts.
         layout: What objects hold.
+        groups: The layers of each of the connector's groups.
         vocab_size: Token ids are below it.
         report: Told of what failed.
 
@@ -100,12 +111,15 @@ class Exchange:
     """
 
     def __init__(
-        self, connector: Connector, backend: Backend, layout: Layout, vocab_size: int, report: Callable[[str], None]
-    ) -> None:
+        self, connector: Connector, backend: Backend, layout: Layout, groups: Sequence[Mapping[Kind, range]],
+        vocab_size: int, report: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._groups = groups
+        self._given: dict[str, tuple[Ticket, Slots]] = {}  # saved already, of requests that have not ended
         self._connector, self._backend, self._layout = connector, backend, layout
         self._vocab_size, self._report = vocab_size, report
         self.counts: Counter[str] = Counter()
-        self._jobs: queue.SimpleQueue[_Save | _Load | str | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Begun | _Save | _Load | str | None] = queue.SimpleQueue()
         self._loads: dict[str, tuple[_Load, Slots, Token]] = {}
         self._serial = 0
         self._thread = threading.Thread(target=self._run, name="ling3-exchange", daemon=True)
@@ -115,7 +129,7 @@ class Exchange:
         self,
         number: int,
         request: Asked,
-        fetched: Callable[[], Kept | Whole],
+        fetched: Callable[[], Kept | Whole] | None,
         done: Callable[[dict[str, Any] | None], None],
     ) -> None:
         """Offers the state behind a prompt to whoever ``done`` tells of it.
@@ -123,17 +137,27 @@ class Exchange:
         Args:
             number: The request's.
             request: What was asked.
-            fetched: Waits for the state.
+            fetched: Waits for the state; None where it was given to what :meth:`begin` returned.
             done: Gets what the client is given, None where that failed; in the exchange's thread.
         """
         self._jobs.put(_Save(_ticket(number, request), fetched, done))
+
+    def begin(self, leaving: list[Leaving]) -> Hand:
+        """Saves the states of sequences group by group, in a step whose groups are being computed.
+
+        Returns:
+            What takes the states of each group in order, of all sequences together, and then None.
+        """
+        groups: queue.SimpleQueue[list[Callable[[], Kept]] | None] = queue.SimpleQueue()
+        self._jobs.put(_Begun(leaving, groups))
+        return groups.put
 
     def load(self, number: int, request: Asked, done: Callable[[Carried | None], None]) -> None:
         """Takes the state that a request's ``kv_transfer_params`` name; ``done`` gets None where that fails."""
         self._jobs.put(_Load(_ticket(number, request), now(), done))
 
     def drop(self, number: int) -> None:
-        """Nobody waits for a request's load any more."""
+        """Nobody waits for a request's load any more, or will take its state."""
         self._jobs.put(str(number))
 
     def record(self) -> dict[str, int]:
@@ -142,10 +166,13 @@ class Exchange:
         return dict(sorted(sum((each.copy() for each in counted), Counter[str]()).items()))
 
     def close(self) -> None:
-        """Ends the thread; what has not been carried is not. May be called again."""
+        """Ends the thread; what has not been carried is not. May be called again.
+
+        A thread that waits for a device which does not answer is left.
+        """
         self._jobs.put(None)
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(LAST)
 
     def _run(self) -> None:
         try:
@@ -158,7 +185,9 @@ class Exchange:
                 if job is None:
                     return
                 if isinstance(job, str):
-                    self._connector.handle_preemptions({job})
+                    self._drop(job)
+                elif isinstance(job, _Begun):
+                    self._give(job)
                 elif isinstance(job, _Save):
                     self._save(job)
                 else:
@@ -167,24 +196,78 @@ class Exchange:
         finally:
             self._connector.shutdown()
 
-    def _step(self, plan: list[Scheduled]) -> None:
-        """One step of the connector: begins loads, and writes what is to be saved."""
-        connector = self._connector
+    def _step(self, plan: list[Scheduled], group_done: Callable[[int], None] | None = None) -> None:
+        """One step of the connector: begins loads, and writes what is to be saved.
+
+        ``group_done`` waits for what is saved of a group; without it everything is there, and all waits come first.
+        """
+        connector, groups = self._connector, range(self._connector.groups)
         meta = connector.build_connector_meta(plan)
         connector.bind_connector_metadata(meta)
-        connector.start_load(None)
-        if meta.saves:
-            connector.save_layer(0, {}, meta)
-            connector.wait_for_save()
-        connector.clear_connector_metadata()
+        try:
+            connector.start_load(None)
+            for group in groups:
+                connector.wait_for_layer_load(group)
+                if group_done is not None:
+                    group_done(group)
+                    connector.save_layer(group, {}, meta)
+            if group_done is None and meta.saves:
+                for group in groups:
+                    connector.save_layer(group, {}, meta)
+        except BaseException:
+            connector.handle_preemptions({part.request_id for part in meta.saves})
+            raise
+        finally:
+            if meta.saves:
+                connector.wait_for_save()
+            connector.clear_connector_metadata()
+
+    def _give(self, job: _Begun) -> None:
+        """A step of sequences whose groups of layers come one after the other."""
+        tickets = [_ticket(each.number, each.request) for each in job.leaving]
+        slots = [Slots(0, tuple(range(1, len(each.pages) + 1)), own=empty(self._layout, len(each.pages)))
+                 for each in job.leaving]  # fmt: skip
+
+        def group_done(group: int) -> None:
+            found = job.groups.get()
+            if found is None:
+                raise Ling3Error(f"expected {len(self._groups)} groups of layers, found {group}")
+            for each, fetched in zip(slots, found, strict=True):
+                assert each.own is not None
+                fill(self._layout, each.own, fetched().whole(), self._groups[group])
+            self.counts["groups_saved"] += len(found)
+
+        pairs = list(zip(tickets, slots, strict=True))
+        try:
+            self._step([Scheduled(*each, len(each[0].prompt_ids)) for each in pairs], group_done)
+            self._given |= {ticket.request_id: (ticket, each._replace(own=None)) for ticket, each in pairs}
+        except Exception as error:
+            self.counts["save_failed"] += len(tickets)
+            names = ", ".join(ticket.request_id for ticket in tickets)
+            self._report(f"transfer of {names}: expected its state to be saved by group, found {error}")
+
+    def _drop(self, request_id: str) -> None:
+        """Frees what was saved of a request whose client will not hear of it."""
+        self._connector.handle_preemptions({request_id})
+        if request_id not in self._given:
+            return
+        _, params = self._connector.request_finished(*self._given.pop(request_id))
+        if params is not None:
+            source = Source(params["remote_host"], params["remote_port"] + port_of(0), params["transfer_id"])
+            self._backend.fetch([], source, monotonic() + IDLE)
+        self._finish({request_id})
 
     def _save(self, job: _Save) -> None:
         params = None
         try:
-            own = canonical(self._layout, job.fetched().whole())
-            pages = tuple(range(1, own["mla.latent"].shape[1]))
-            slots = Slots(0, pages, own=own)
-            self._step([Scheduled(job.ticket, slots, len(job.ticket.prompt_ids))])
+            if job.fetched is None:
+                if job.ticket.request_id not in self._given:
+                    return job.done(None)  # it failed, which was reported
+                _, slots = self._given.pop(job.ticket.request_id)
+            else:
+                own = canonical(self._layout, job.fetched().whole())
+                slots = Slots(0, tuple(range(1, own["mla.latent"].shape[1])), own=own)
+                self._step([Scheduled(job.ticket, slots, len(job.ticket.prompt_ids))])
             _, params = self._connector.request_finished(job.ticket, slots)
             self.counts["saved"] += 1
         except Exception as error:
@@ -262,7 +345,7 @@ def exchange_of(manifest: Manifest, target: Target, transfer: Transfer, report: 
             layout, transfer.limit, transfer.deadline, (transfer.host, port), transfer.secret, transfer.lease
         )
         address = transfer.host, backend.port - port_of(0)
-    groups = [{kind: range(count) for kind, count in layout.layers.items()}]
+    groups = layer_groups(manifest, target, layout)
     try:
         connector = HostConnector(
             backend, layout, description_of(manifest, target), root_of(manifest, target), rank=0, tp=1, address=address,
@@ -272,4 +355,4 @@ def exchange_of(manifest: Manifest, target: Target, transfer: Transfer, report: 
     except Ling3Error:
         backend.close()
         raise
-    return Exchange(connector, backend, layout, manifest.vocab_size, report)
+    return Exchange(connector, backend, layout, groups, manifest.vocab_size, report)

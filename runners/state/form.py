@@ -10,6 +10,7 @@ from ling3export.artifacts.schema import Manifest, Target
 from ling3export.dtypes import BY_NAME
 from ling3export.errors import ArtifactError
 from ling3export.runners.load.kept import PAGED, Whole
+from ling3export.runners.load.segments import groups_of, rows_of
 from ling3export.runners.transfer.objects import Kind, Layout, Piece, state_abi
 
 MOST_LIKELY = 20  # tokens beside the one that was sampled
@@ -59,6 +60,14 @@ def layout_of(target: Target, what: str = "transfer") -> Layout:
     )  # fmt: skip
 
 
+def layer_groups(manifest: Manifest, target: Target, layout: Layout) -> list[dict[Kind, range]]:
+    """The layers of each group of which a connector is told apart: one group where prefill calls are not cut."""
+    if target.segments == "none":
+        return [all_layers(layout)]
+    pools = {Kind.BLOCK: PAGED, Kind.SNAPSHOT: "kda_recurrent"}
+    return [{kind: group[pool] for kind, pool in pools.items()} for group in groups_of(manifest, target)]
+
+
 def description_of(manifest: Manifest, target: Target) -> dict[str, object]:
     """What decides whether states fit, in few words: they name what differs."""
     config = {name: value for name, value in manifest.config.items() if not name.endswith("token_id")}
@@ -86,15 +95,29 @@ def empty(layout: Layout, count: int) -> dict[str, np.ndarray]:
 
 
 def canonical(layout: Layout, whole: Whole) -> dict[str, np.ndarray]:
-    """A sequence's own arrays, filled. A row of the conv state has its taps first, in a program's order."""
-    latent, conv = whole.arrays[PAGED], whole.arrays["kda_conv"]
-    layers, heads, _ = conv.shape
-    key = whole.arrays["kda_recurrent"].shape[2]
-    own = empty(layout, latent.shape[1])
-    own["mla.latent"][:, 1:] = latent
-    own["kda.recurrent"][:, 0] = whole.arrays["kda_recurrent"]
-    own["kda.conv"][:, 0] = conv.reshape(layers, heads, -1, 3, key).transpose(0, 3, 1, 4, 2)
+    """A sequence's own arrays, filled."""
+    own = empty(layout, whole.arrays[PAGED].shape[1])
+    fill(layout, own, whole, all_layers(layout))
     return own
+
+
+def all_layers(layout: Layout) -> dict[Kind, range]:
+    """The one group of a target whose prefill calls are one program."""
+    return {kind: range(count) for kind, count in layout.layers.items()}
+
+
+def fill(layout: Layout, own: Mapping[str, np.ndarray], found: Whole, group: Mapping[Kind, range]) -> None:
+    """Copies the layers of a group into a sequence's own arrays, from what ``fetch`` or ``slice`` gave.
+
+    A row of the conv state has its taps first, in a program's order.
+    """
+    conv, recurrent = found.arrays["kda_conv"], found.arrays["kda_recurrent"]
+    rows = conv.reshape(*conv.shape[:2], -1, 3, recurrent.shape[2]).transpose(0, 3, 1, 4, 2)
+    given = {"mla.latent": found.arrays[PAGED], "kda.recurrent": recurrent[:, None], "kda.conv": rows[:, None]}
+    for piece in layout.pieces:
+        layers, array, target = group[piece.kind], given[piece.name], own[piece.name]
+        there = rows_of(layers, len(array), len(target))
+        target[layers.start : layers.stop, -array.shape[1] :] = array[there]
 
 
 def storable(own: Mapping[str, np.ndarray]) -> Whole:

@@ -179,7 +179,7 @@ class Connector(Protocol):
         """Slots whose loads failed since the last call: what they hold counts for nothing."""
 
     def handle_preemptions(self, ids: set[str]) -> None:
-        """Loads of these requests write nothing from now on."""
+        """Loads of these requests write nothing from now on, and what is being saved of them is given up."""
 
     def shutdown(self) -> None:
         """Ends everything that runs."""
@@ -199,6 +199,7 @@ class Checked:
         self._connector, self.groups = connector, connector.groups
         self._meta: Meta | None = None
         self._unsaved = False
+        self._left: set[int] = set()  # groups that have not been saved in this step
         self._finished: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
@@ -214,6 +215,7 @@ class Checked:
         """Comes once a step."""
         self._check(self._meta is None, "clear_connector_metadata before the next step", "another bind")
         self._meta, self._unsaved = meta, bool(meta.saves)
+        self._left = {*range(self.groups if meta.saves else 0)}
         self._connector.bind_connector_metadata(meta)
 
     def clear_connector_metadata(self) -> None:
@@ -237,10 +239,19 @@ class Checked:
         self._check(self._meta is not None, "bind_connector_metadata before save_layer", "none")
         self._check(meta is self._meta, "save_layer with the meta of its step", "another one")
         self._check_group(group)
+        self._check(not meta.saves or group in self._left, f"one save_layer of group {group} a step", "two")
+        self._left.discard(group)
         self._connector.save_layer(group, state, meta)
+
+    def handle_preemptions(self, ids: set[str]) -> None:
+        """Comes at any time; a step whose saves are all given up saves no further group."""
+        if self._meta is not None and ids >= {part.request_id for part in self._meta.saves}:
+            self._left.clear()
+        self._connector.handle_preemptions(ids)
 
     def wait_for_save(self) -> None:
         """Comes behind the step's last save."""
+        self._check(not self._left, "save_layer of every group before wait_for_save", f"none of {sorted(self._left)}")
         self._connector.wait_for_save()
         self._unsaved = False
 

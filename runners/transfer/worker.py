@@ -108,14 +108,16 @@ class Worker:
             for key, row, writer in self._writers[part.request_id]:
                 for at, layer in enumerate(self._parts[group].get(key.kind, ())) if writer is not None else ():
                     assert writer is not None
-                    arrays = {piece.name: arrays_of[piece.name][at, row] for piece in self._layout.of(key.kind)}
+                    place = at if part.slots.own is None else layer  # a sequence's own arrays have all layers
+                    arrays = {piece.name: arrays_of[piece.name][place, row] for piece in self._layout.of(key.kind)}
                     if key.kind == Kind.BLOCK:
                         arrays = {name: array[: key.tokens] for name, array in arrays.items()}
                     writer.write(layer, arrays)
 
     def wait_for_save(self) -> None:
         for part in self._meta.saves:
-            written = self._writers.pop(part.request_id, [])
+            if (written := self._writers.pop(part.request_id, None)) is None:
+                continue  # given up
             new = [key for key, _, writer in written if writer is not None and writer.finish()]
             if part.transfer:
                 self._offered[part.request_id] = part.transfer
@@ -145,6 +147,10 @@ class Worker:
             self._cancelled |= ids & self._running.keys()
         for request_id in ids:
             self._renewals.drop(request_id)
+            for _, _, writer in self._writers.pop(request_id, []):
+                self._offered.pop(request_id, None)
+                if writer is not None:
+                    writer.abandon()
 
     def shutdown(self) -> None:
         self._renewals.close()

@@ -6,6 +6,7 @@ in shared memory is neither evicted nor removed.
 
 import atexit
 import itertools
+import json
 import os
 import shutil
 import tempfile
@@ -16,6 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from ling3export.dtypes import BY_NAME
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.request import Completion, Request
 from ling3export.runners.state.device import Device
 from ling3export.runners.transfer import shm
 from ling3export.runners.transfer.backend import Backend
@@ -46,6 +49,7 @@ TARGET_LAYOUT = replace(
     LAYOUT, pieces=(*LAYOUT.pieces[:2], Piece("kda.conv", Kind.SNAPSHOT, (3, 4, 3, 3), "bfloat16", 1))
 )
 LIMIT = 1 << 20
+AWAY = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
 BACKENDS = ("shm", "file", "tcp", "jax")
 _SALTS = itertools.count()
 
@@ -120,3 +124,10 @@ def remove_all() -> None:
     """Empties the tests' shared memory."""
     for path in FOLDER.iterdir():
         path.unlink(missing_ok=True)
+
+
+def moved(engine: Engine, asked: Request, **changes: object) -> tuple[Completion, Request]:
+    """A request whose prompt was computed in one place, with what the wire makes of its ``kv_transfer_params``."""
+    (given,) = engine.complete([replace(asked, max_tokens=1, kv_transfer_params=AWAY)])
+    params = json.loads(json.dumps(given.kv_transfer_params))
+    return given, replace(asked, kv_transfer_params=params | changes)

@@ -1,6 +1,5 @@
 """States that leave an engine and come to one: the tokens are those of one engine, whatever happens on the way."""
 
-import json
 import socket
 import time
 from dataclasses import replace
@@ -15,8 +14,8 @@ from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.state.form import layout_of
 from ling3export.runners.transfer.options import Transfer
 from serving import Server
+from transfers import AWAY, moved
 
-AWAY = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
 TOLD = {"check": "programs", "report": lambda text: None, "prefix_cache": False}
 PROMPT = tuple(range(20, 90))
 
@@ -28,13 +27,6 @@ def engine(request, artifact, tmp_path_factory):
     how = Transfer(request.param, folder=folder, deadline=60.0)
     with Engine(artifact("micro-tp1-snapshots"), transfer=how, **TOLD) as engine:
         yield engine
-
-
-def moved(engine, asked, **changes):
-    """A request whose prompt was computed in one place, with what the wire makes of its ``kv_transfer_params``."""
-    (given,) = engine.complete([replace(asked, max_tokens=1, kv_transfer_params=AWAY)])
-    params = json.loads(json.dumps(given.kv_transfer_params))
-    return given, replace(asked, kv_transfer_params=params | changes)
 
 
 @pytest.mark.parametrize("length", [1, 15, 64, 70])
