@@ -31,6 +31,7 @@ import jax  # noqa: E402
 # What a test compiles in this process under plain jit is kept between runs, by jax, under a digest of the program and
 # the toolchain. Builds and engines turn it off, and processes that tests start know nothing of it.
 jax.config.update("jax_compilation_cache_dir", str(kept_folder() / "jit"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # by default it keeps what took a second or more
 jax.devices()  # started here: a test that changes the environment must not be the one that starts it
 
 # A test that takes one of these fixtures gets the marker. Two modules have an `artifact` of their own, a toy.

@@ -229,7 +229,7 @@ def test_a_compiler_that_dies_is_named_and_loses_no_other_cell(checkpoint, tmp_p
 @pytest.mark.parametrize(
     ("limit", "file"), [(1_000, r"write `\w+.safetensors`"), (700_000, r": write `(prefill@16|decode@1).exec`")]
 )
-def test_a_disk_that_is_full_is_named_and_nothing_is_left(checkpoint, tmp_path, limit, file):
+def test_a_disk_that_is_full_is_named_and_nothing_is_left(checkpoint, tmp_path, limit, file, unoptimized):
     with building(checkpoint, tmp_path / "x.ling3", limit=limit) as process:
         code, err = ended(process)
     assert code == 1
