@@ -15,6 +15,7 @@ install_import_hook("ling3export.model", "beartype.beartype")
 
 from artifacts_fixture import artifact, kept_folder, kept_programs, remove_old, tpu_artifact  # noqa: E402, F401
 from ling3export.runners.load.environment import prepare_cpu  # noqa: E402
+from seconds import Seconds  # noqa: E402
 
 # Never the user's cache. What one test builds serves others, and the next run. A test that counts what is compiled or
 # taken names another. With ``-n`` there is one for all: the processes that run tests inherit it.
@@ -44,12 +45,22 @@ SPREAD = ("tests/end_to_end/test_documents.py",)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """With ``-n`` a file's tests run in one process, so that fixtures of a module are made once; files in order."""
+    """With ``-n`` a file's tests run in one process, so that fixtures of a module are made once.
+
+    The files that took longest begin first, so that no process waits for the other at the end; unknown ones in order.
+    """
     from xdist.scheduler import LoadFileScheduling
+
+    seconds = Seconds(kept_folder() / "seconds.json")
+    config.pluginmanager.register(seconds)
 
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return nodeid if nodeid.startswith(SPREAD) else super()._split_scope(nodeid)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            self.workqueue.move_to_end(seconds.longest(self.workqueue), last=False)
+            super()._assign_work_unit(node)
 
     config.option.loadscopereorder = False  # by size: many small tests are no longer than a few large ones
     return Files(config, log)
