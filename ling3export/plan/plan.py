@@ -191,6 +191,9 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
     )  # fmt: skip
     geometry, note = size_pages(config, geometry, options, target)
     notes.append(note)
+    if options.segments != "none":
+        count = -(-config.num_hidden_layers // config.layer_group_size)
+        notes.append(f"prefill in {count} groups of {config.layer_group_size} layers, beside that of one program")
     scored, split = tuple(options.score_paddings), derive_ffn_paddings(config, decode, options.afd)
     return Plan(
         target, geometry, tuple(options.paddings), tuple(decode), context, tuple(notes), scored, split, options.segments

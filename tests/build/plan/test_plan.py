@@ -73,6 +73,7 @@ def test_segments_add_programs_and_change_none():
     added = [cell.name for cell in plan.cells if cell not in whole.cells]
     assert [name.partition("@")[0] if name.startswith("slice") else name for name in added] == more
     assert [cell for cell in plan.cells if cell.name not in added] == list(whole.cells)
+    assert plan.notes == (*whole.notes, "prefill in 3 groups of 3 layers, beside that of one program")
     assert "segments" not in whole.record() and plan.record()["segments"] == "group"
     assert refusal(segments="layer") == "--segments: expected none or group, found layer"
     with pytest.raises(PlanError, match="--segments group: expected a target for cpu, found tpu-v6e-2x2-tp4"):
