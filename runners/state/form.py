@@ -117,7 +117,7 @@ def fill(layout: Layout, own: Mapping[str, np.ndarray], found: Whole, group: Map
     for piece in layout.pieces:
         layers, array, target = group[piece.kind], given[piece.name], own[piece.name]
         there = rows_of(layers, len(array), len(target))
-        target[layers.start : layers.stop, -array.shape[1] :] = array[there]
+        target[layers.start : layers.stop, target.shape[1] - array.shape[1] :] = array[there]  # page 0 is a dummy
 
 
 def storable(own: Mapping[str, np.ndarray]) -> Whole:
