@@ -12,10 +12,10 @@ from ling3export.runners.calibrate.receipts import Logits, Scored, log_softmax
 from ling3export.runners.engine.inputs import Fields, Span, decode_fields, prefill_fields, sample_fields
 from ling3export.runners.ffn import split
 from ling3export.runners.ffn.connector import Phases
-from ling3export.runners.load.kept import Kept
 from ling3export.runners.load.segments import Layers, rows_of
 
 if TYPE_CHECKING:
+    from ling3export.runners.load.kept import Kept
     from ling3export.runners.load.model_runner import ModelRunner
 
 Ids = tuple[int, ...]
@@ -179,7 +179,7 @@ class Prober:
             fields, _ = self._prefill_fields(padding, ids, 0, 1, (-1,) * len(ids) if phase == "score" else None)
         return self._runner.step(phase, padding, fields)
 
-    def _filled(self, slot: int) -> tuple[list[int], Kept]:
+    def _filled(self, slot: int) -> tuple[list[int], "Kept"]:
         """Pages that hold numbers that no model gave, as the slot does, and those numbers."""
         rng, pages = np.random.default_rng(0), list(range(1, min(self._state.pages, self._state.max_pages) + 1))
         given = self._runner.fetch(slot, pages).replaced(lambda shape: rng.standard_normal(shape, np.float32))

@@ -72,7 +72,7 @@ def prepare_cpu(devices: int) -> None:
     given = os.environ.get("NPROC", "")
     os.environ["NPROC"] = str(max(devices + 2, os.cpu_count() or 1, int(given) if given.isdigit() else 0))
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    platforms = os.environ.setdefault("JAX_PLATFORMS", "cpu")
     flags = os.environ.get("XLA_FLAGS", "").strip()
     if PATIENCE.partition("=")[0] not in flags and flags[:1] in ("", "-"):  # anything else is the name of a file
         os.environ["XLA_FLAGS"] = f"{flags} {PATIENCE}".strip()
@@ -81,6 +81,8 @@ def prepare_cpu(devices: int) -> None:
         return
     try:  # jax read the environment when it was imported; its configuration still counts until its first operation
         jax.config.update("jax_num_cpu_devices", devices)
+        if jax.config.jax_platforms is None:
+            jax.config.update("jax_platforms", platforms)
     except RuntimeError:
         found = jax.local_device_count("cpu")
         if found < devices:

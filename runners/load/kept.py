@@ -6,12 +6,15 @@ host has all of it, in an order that knows neither devices nor TP.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
-from jax.sharding import Sharding
 
 from ling3export.runners.load.arrays import packed, unpacked
+
+if TYPE_CHECKING:  # receipts import this before the loader has said what jax needs in the environment
+    import jax
+    from jax.sharding import Sharding
 
 Place = tuple[tuple[int, int], ...]  # first and last index plus one, of each axis
 PAGED = "mla_latent"  # the array of pages; the others are a slot's
@@ -30,13 +33,14 @@ class Shards:
     parts: dict[Place, np.ndarray]
 
     @classmethod
-    def of(cls, array: jax.Array) -> "Shards":
+    def of(cls, array: "jax.Array") -> "Shards":
         """Waits for an array, and fetches it."""
         shards = {_place(shard.index, array.shape): shard.data for shard in array.addressable_shards}
         return cls(array.shape, {place: np.asarray(data) for place, data in shards.items()})
 
-    def array(self, sharding: Sharding) -> jax.Array:
+    def array(self, sharding: "Sharding") -> "jax.Array":
         """The array on its devices again."""
+        import jax
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             found = self.parts.get(_place(index or (), self.shape))

@@ -64,6 +64,21 @@ def test_the_patience_decides_no_program(monkeypatch):
         assert environment.compiler_flags() == {"LIBTPU_INIT_ARGS": "--b", **kept}
 
 
+def test_jax_that_was_imported_before_starts_on_the_processor_too():
+    """Pins that programs for cpu were refused on a machine with a card, where jax was imported before the target."""
+    said = run("import jax; prepare_cpu(3); print(jax.config.jax_platforms, jax.devices())")
+    assert said.stdout == "cpu [CpuDevice(id=0), CpuDevice(id=1), CpuDevice(id=2)]\n"
+    said = run("import jax; prepare_cpu(3); print(jax.config.jax_platforms)", JAX_PLATFORMS="tpu,cpu")
+    assert said.stdout == "tpu,cpu\n"
+
+
+def test_receipts_leave_the_import_of_jax_to_the_loader():
+    """It knows what jax needs in the environment only once it has chosen the target."""
+    imports = "import sys, ling3export.verify.measure, ling3export.runners.calibrate.vectors"
+    said = run(f"{imports}; print('jax' in sys.modules)")
+    assert said.stdout == "False\n"
+
+
 LATE = """
 prepare_cpu(2)
 import time, jax, numpy as np
