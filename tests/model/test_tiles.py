@@ -1,6 +1,8 @@
 """The forms of KDA's prefill that machines with matrix units get, against loops over tokens in float64."""
 
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -162,3 +164,20 @@ def test_small_things_by_products_are_the_same():
     np.testing.assert_array_equal(rope(x, position, 6e6, True), rope(x, position, 6e6))
     assert close(l2_norm(x, True), np.asarray(l2_norm(x))) < KERNEL
     assert close(rms_norm(x, weight, 1e-6, True), np.asarray(rms_norm(x, weight, 1e-6))) < KERNEL
+
+
+FOR_CUDA = """
+import dataclasses, jax
+from jax import export
+from ling3export.model.kda.tiled import runs_of
+first = jax.ShapeDtypeStruct((8,), bool)
+program = export.export(jax.jit(lambda first: runs_of(first, 16)), platforms=("cuda",))(first)
+jax.jit(dataclasses.replace(program, platforms=("cpu",)).call).lower(first).compile()
+print("compiled")
+"""
+
+
+def test_the_runs_of_tiles_lowered_for_cuda_compile_on_the_processor():
+    """Pins that `build --target cuda:h100` ended with SIGABRT when it ran its portable programs on the processor."""
+    done = subprocess.run([sys.executable, "-c", FOR_CUDA], capture_output=True, text=True)
+    assert done.stdout == "compiled\n", done.stderr[-2000:]

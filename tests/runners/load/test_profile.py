@@ -1,12 +1,14 @@
 """``ling3-runner profile``: which programs were called, and whose operations took the time."""
 
 from functools import partial
+from types import SimpleNamespace
 
 from click.testing import CliRunner
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.engine import Engine
+from ling3export.runners.load import profile as profiles
 from ling3export.runners.load.profile import own_times, profile
 
 
@@ -14,6 +16,51 @@ def test_an_operation_has_the_time_that_none_inside_it_has():
     nested = [(0, 100, "while"), (10, 30, "dot"), (12, 20, "add"), (40, 90, "dot"), (100, 110, "copy")]
     assert sorted(own_times(nested)) == [("add", 8), ("copy", 10), ("dot", 12), ("dot", 50), ("while", 30)]
     assert list(own_times([])) == []
+
+
+def plane(name, **lines):
+    """A part of a trace: by line, events of (begin, duration, name, what else is known of it)."""
+    made = [
+        SimpleNamespace(events=[
+            SimpleNamespace(start_ns=begin, duration_ns=took, name=event, stats=list(stats.items()))
+            for begin, took, event, stats in events
+        ])
+        for events in lines.values()
+    ]  # fmt: skip
+    return SimpleNamespace(name=name, lines=made)
+
+
+def test_kernels_of_a_card_are_parted_by_program_and_may_overlap(monkeypatch):
+    """As an H100's trace has them: a program's number and no run; kernels of a graph beside each other."""
+    graph, loop = {"hlo_op": "command_buffer_1", "program_id": "27"}, {"hlo_op": "while.3", "program_id": "27"}
+    other = {"hlo_op": "dot.5", "program_id": "8"}
+    card = plane(
+        "/device:GPU:0",
+        compute=[(10, 4, "fusion_2", graph), (13, 4, "fusion_2", graph), (20, 5, "gemm_x", other), (30, 1, "f", graph)],
+        copies=[(12, 6, "MemcpyD2H", loop), (2, 1, "MemcpyH2D", {"correlation_id": "1"}), (40, 2, "gemm_x", other)],
+    )
+    host = plane("/host:CPU", python=[(0, 99, "wait", {}), (5, 6, "hidden", {"hlo_op": "dot.5", "program_id": "8"})])
+    runs = profiles._runs([host, card])
+    assert runs == [
+        [[(10, 14, "fusion_2")], [(12, 18, "while.3")], [(13, 17, "fusion_2")]],
+        [[(20, 25, "dot.5")]], [[(30, 31, "f")]], [[(40, 42, "dot.5")]],
+    ]  # fmt: skip
+    text = 'ENTRY main {\n  %fusion.2 = f32[] fusion(), metadata={op_name="jit/a/mul"}\n  %while.3 = s32[] while()\n}'
+    monkeypatch.setattr(profiles, "_loaded", lambda: iter([({"fusion_2": "jit/a/mul", "while_3": ""}, text)]))
+    monkeypatch.setattr(profiles, "kinds_of", lambda _: {"fusion.2": "elementwise", "while.3": "other"})
+    monkeypatch.setattr(profiles, "parse", lambda given: given)
+    names = profiles._names(["decode@1", "decode@1", "sample@1", "decode@1", "sample@1"], len(runs))
+    assert names == [("decode@1", 2), ("sample@1", 1), ("decode@1", 1), ("sample@1", 1)]
+    found = {(each.program, each.name): each for each in profiles._operations(runs, [name for name, _ in names])}
+    fusion = found["decode@1", "fusion_2"]
+    assert (fusion.calls, round(fusion.seconds * 1e9), fusion.source, fusion.kind) == (2, 8, "jit/a/mul", "elementwise")
+    assert found["decode@1", "f"].kind == "" and all(each.seconds > 0 for each in found.values())
+
+
+def test_calls_that_a_trace_does_not_part_share_its_time_and_unknown_ones_have_no_program():
+    assert profiles._names(["a", "a", "b"], 3) == [("a", 1), ("a", 1), ("b", 1)]
+    assert profiles._names(["a", "a", "b"], 2) == [("a", 2), ("b", 1)]
+    assert profiles._names(["a", "a", "b"], 4) == [(profiles.UNKNOWN, 1)] * 4
 
 
 def test_the_operations_of_a_trace_are_those_of_the_programs_that_were_called(artifact, tmp_path):
