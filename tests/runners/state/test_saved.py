@@ -142,8 +142,8 @@ def test_another_engine_of_another_tp_goes_on_with_the_same_tokens(engine, other
 
 
 def test_a_request_that_runs_ends_where_it_is(engine, tmp_path):
-    """Six at once over four slots: some decode, some wait for a slot."""
-    asked = [Request(PROMPT[: 20 + n], 40, Sampling(1.0, seed=n), ignore_eos=True) for n in range(6)]
+    """Six at once over four slots: some decode, some wait for a slot. Long enough that none ends before it is saved."""
+    asked = [Request(PROMPT[: 20 + n], 200, Sampling(1.0, seed=n), ignore_eos=True) for n in range(6)]
     alone = [each.token_ids for each in engine.complete(asked)]
     handles = engine.submit(*asked)
     begun = [engine.save(handle, tmp_path / str(n)) for n, handle in enumerate(handles)]
