@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -31,8 +32,10 @@ from ling3export.simulation.replica import Ask, Times
 
 SHARES = (0.5, 0.8, 1.3)  # of what the simulation says that the replicas pass at most
 WARNING = 0.3  # seconds from an order to its beginning
+USUAL = 0.65  # of what replicas pass at most: the load under which calls are timed
 LONGER = 15  # times as long as a measurement of calls a run takes
 FEWEST = 8  # calls of a kind from which a time is taken
+ENOUGH = 40  # calls of a kind under that load from which its times are taken, and no others
 Trace = list[list[float]]  # second, tokens of the prompt, tokens of the answer
 Spread = tuple[float, float, float]  # tokens a second, median and p99 of the seconds to the first token
 
@@ -121,8 +124,12 @@ def fitted(notes: Sequence[Note], target: Target, page: int) -> Times:
     return Times(prefill, decode, slots, pool, chunk=chunk, spared=spared, interpolated=True)
 
 
-def measured(replicas: Replicas, folder: Path, busy: int, seconds: float) -> Times:
-    """The times of calls while ``busy`` replicas make such calls at once, of all of them."""
+def measured(replicas: Replicas, folder: Path, busy: int, seconds: float, alone: bool) -> Times:
+    """The times of calls while ``busy`` replicas make such calls at once, of all of them.
+
+    Where replicas take nothing from each other (``alone``), requests then arrive at random, at a share of what those
+    times let pass, and calls of which that shows enough are timed by it: an engine that is always busy is slower.
+    """
     manifest = read_manifest(folder)
     (target,) = manifest.targets.values()
     notes: list[Note] = []
@@ -133,10 +140,18 @@ def measured(replicas: Replicas, folder: Path, busy: int, seconds: float) -> Tim
 
         notes += [(cell, held, took) for each in replicas.order(busy, order) for cell, held, took in each]
     times = fitted(notes, target, manifest.plan.page_size)
-    found = [
+    if alone:
+        rate = USUAL * capacity((times,) * busy, busy)
+        trace = arrivals(max(ENOUGH, int(LONGER * seconds * rate)), rate, 3)
+        told = replicas.order(busy, lambda number, _: {"trace": trace[number::busy]})
+        found = [(cell, held, took) for _, calls in told for cell, held, took in calls]
+        counts = Counter(cell for cell, _, _ in found)
+        notes = found + [note for note in notes if counts[note[0]] < ENOUGH]
+        times = fitted(notes, target, manifest.plan.page_size)
+    rows = [
         (f"{phase}@{size}", took) for phase in ("prefill", "decode") for size, took in getattr(times, phase).items()
     ]
-    say(f"{busy} busy, {len(notes)} calls, ms: {', '.join(f'{cell} {1e3 * took:.2f}' for cell, took in found)}")
+    say(f"{busy} busy, {len(notes)} calls, ms: {', '.join(f'{cell} {1e3 * took:.2f}' for cell, took in rows)}")
     return times
 
 
@@ -305,7 +320,8 @@ def main(
                 count, share = runs[part]
                 found = ran(replicas, kept.parts.get(part), kept.times(count), share, seconds)
             else:
-                found = asdict(measured(replicas, given, parts[part], seconds))
+                alone = cores is not None or parts[part] == 1
+                found = asdict(measured(replicas, given, parts[part], seconds, alone))
             kept.keep(part, found)
     rows, told = compared(kept, runs)
     result = {"benchmark": "fleet", "machine": machine(), "cores": cores, "runs": told}
