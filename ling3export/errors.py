@@ -49,6 +49,10 @@ class ArtifactError(Ling3Error):
     """An artifact is missing, damaged, of another version, or not for this machine."""
 
 
+class MisfitError(ArtifactError):
+    """A target's programs were compiled for another machine than this one, or for another jaxlib."""
+
+
 class TrustError(ArtifactError):
     """An artifact is not signed by a key that is trusted, or the keys cannot be read."""
 

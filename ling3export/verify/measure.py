@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ling3export.artifacts.records import from_json, to_json
 from ling3export.artifacts.schema import Manifest, PortableReceipts, Receipts
-from ling3export.errors import ArtifactError, Ling3Error
+from ling3export.errors import ArtifactError, Ling3Error, MisfitError
 from ling3export.processes import LOOPBACK, START_TIMEOUT, Child, Parent, free_port
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.verify.portable import measure_portable
@@ -42,6 +42,7 @@ def measure_apart(artifact: Path, target: str, manifest: Manifest, *, portable: 
     The manifest goes through a pipe: a build has none in the folder before its receipts are in it.
 
     Raises:
+        MisfitError: The programs do not fit this machine.
         ArtifactError: The first process ended without a result; with what it said. It tells what went wrong with the
             others, too.
     """
@@ -61,7 +62,8 @@ def measure_apart(artifact: Path, target: str, manifest: Manifest, *, portable: 
         if reply is not None and "receipts" in reply:
             return from_json(PortableReceipts if portable else Receipts, reply["receipts"])
         said = f"a process that {children[0].ended()[1]}" if reply is None else reply["refused"]
-    raise ArtifactError(f"vectors of `{target}`: expected to run, found: {said}")
+    kind = MisfitError if reply is not None and reply["misfit"] else ArtifactError
+    raise kind(f"vectors of `{target}`: expected to run, found: {said}")
 
 
 def main() -> None:
@@ -77,7 +79,7 @@ def main() -> None:
             found = measure_target(folder, name, manifest, hosts)
         parent.send({"receipts": to_json(found)})
     except Ling3Error as error:
-        parent.send({"refused": str(error)})
+        parent.send({"refused": str(error), "misfit": isinstance(error, MisfitError)})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from ling3export.artifacts.schema import Manifest, PortableReceipts, Receipts, T
 from ling3export.artifacts.share import check_share
 from ling3export.artifacts.signing import read_trusted
 from ling3export.artifacts.store import Store
-from ling3export.errors import ArtifactError, listed
+from ling3export.errors import ArtifactError, MisfitError, listed
 from ling3export.runners.calibrate.receipts import ERROR_COLUMNS, NO_WEIGHTS, PORTABLE, error_columns, told
 from ling3export.runners.load.targets import platforms_here
 from ling3export.tables import aligned
@@ -100,7 +100,7 @@ def verify_artifact(
     artifact: Path, target: str | None, *, run: bool = True, portable: bool = False,
     report: Callable[[str], None] = lambda text: None,
 ) -> Result:  # fmt: skip
-    """Checks every digest, then measures every target that runs here.
+    """Checks every digest, then measures every target that runs here; at least one where any has a platform of here.
 
     Args:
         artifact: The folder.
@@ -110,6 +110,7 @@ def verify_artifact(
         report: Told who signed it.
 
     Raises:
+        MisfitError: Of the targets whose platform is here, none fits this machine.
         ArtifactError: A file is damaged, or there is no such target.
     """
     manifest = read_trusted(artifact, report)
@@ -119,10 +120,17 @@ def verify_artifact(
         raise ArtifactError(f"target `{unknown[0]}`: expected one of {there}, found none of that name, in {artifact}")
     files, slabs = check_digests(artifact, manifest, target)
     targets: dict[str, Receipts | str] = {}
+    misfits: list[MisfitError] = []
     for name in names:
         proven = name in (manifest.vectors.portable or {})
         reason = None if portable else _not_here(manifest.targets[name], proven) if run else "--no-run"
         if not manifest.has_weights:
             reason = NO_WEIGHTS
-        targets[name] = reason or measure_apart(artifact, name, manifest, portable=portable)
+        try:
+            targets[name] = reason or measure_apart(artifact, name, manifest, portable=portable)
+        except MisfitError as error:  # built on another machine, beside one that was built for this one
+            misfits.append(error)
+            targets[name] = error.message.partition("\nhint: ")[0]
+    if misfits and not any(isinstance(found, Receipts) for found in targets.values()):
+        raise misfits[0]
     return Result(files, slabs, targets)

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from ling3export.artifacts.schema import Mesh, Requirements, Target
-from ling3export.errors import ArtifactError, listed
+from ling3export.errors import ArtifactError, MisfitError, listed
 from ling3export.runners.load import environment
 from ling3export.runners.load.targets import NAMES, on_all
 
@@ -105,21 +105,22 @@ def enforce(verdicts: dict[str, Verdict], policy: str, target: str, artifact: st
         The verdicts that are RECOMPILE; none under ``prebuilt-only``.
 
     Raises:
-        ArtifactError: A cell cannot run here, or not under this policy; with what was wanted, what was found, and the
+        MisfitError: A cell cannot run here, or not under this policy; with what was wanted, what was found, and the
             command that fixes it.
+        ArtifactError: There is no such policy.
     """
     if policy not in POLICIES:
         raise ArtifactError(f"program policy: expected {' or '.join(POLICIES)}, found {policy}")
     unsupported = [verdict for verdict in verdicts.values() if verdict.status is Status.UNSUPPORTED]
     if unsupported:
         add = f"add a target for this machine: ling3export build --into {artifact} --target TARGET"
-        raise ArtifactError(
+        raise MisfitError(
             f"target `{target}`: expected programs that run here, found {_told(unsupported)}, in {artifact}",
             unsupported[0].hint or add,
         )
     recompile = [verdict for verdict in verdicts.values() if verdict.status is Status.RECOMPILE]
     if recompile and policy == "prebuilt-only":
-        raise ArtifactError(
+        raise MisfitError(
             f"target `{target}`: expected compiled programs that fit, found {_told(recompile)}, in {artifact}",
             "compile the portable programs here (once; they are cached beside the artifact): --programs allow-compile; "
             "or build the artifact on this machine with this jaxlib",

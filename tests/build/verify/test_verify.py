@@ -15,14 +15,15 @@ from safetensors.numpy import load_file, save_file
 from ling3export import processes
 from ling3export.artifacts.manifest import file_record, read_manifest, write_manifest
 from ling3export.artifacts.records import to_json
-from ling3export.artifacts.schema import ON_LOGITS, Sequence, Tolerance
+from ling3export.artifacts.schema import ON_LOGITS, Receipts, Sequence, Tolerance
 from ling3export.cli import main as cli
-from ling3export.errors import ArtifactError
+from ling3export.errors import ArtifactError, MisfitError
 from ling3export.runners.calibrate.prober import Prober
 from ling3export.runners.calibrate.receipts import logits_receipt, relative_error
 from ling3export.verify import verify
 from ling3export.verify.measure import measure_apart
 from ling3export.verify.verify import check_digests
+from manifests import changed_targets
 
 VECTORS = "vectors/expected.safetensors"
 SEQUENCES = tuple(
@@ -139,6 +140,33 @@ def test_what_the_measuring_process_says_is_passed_on(whole, monkeypatch):
     assert caught.value.message == (
         "vectors of `cpu-tp2`: expected to run, found: a process that was killed by SIGABRT: last words"
     )
+
+
+def test_a_target_of_another_machine_is_told_where_another_one_runs(copy, monkeypatch):
+    """Pins that an artifact for two machines, one of them this one, was not verified at all."""
+    manifest = read_manifest(copy)
+    changed_targets(copy, lambda here: replace(here, requires=replace(here.requires, cpu_features=("avx1024",))))
+    wrong = "processor: built for avx1024, which this one lacks"
+    alone = run(copy)
+    assert alone.exit_code == 1 and wrong in alone.stderr
+    with pytest.raises(MisfitError, match=wrong) as caught:
+        measure_apart(copy, "cpu-tp2", read_manifest(copy))
+
+    def measured(folder: Path, name: str, *_: Any, **__: Any) -> Receipts:
+        if name == "other":
+            raise caught.value
+        return manifest.vectors.receipts["cpu-tp2"]
+
+    two = replace(manifest, targets={**manifest.targets, "other": manifest.targets["cpu-tp2"]})
+    monkeypatch.setattr(verify, "read_trusted", lambda *_: two)
+    monkeypatch.setattr(verify, "measure_apart", measured)
+    done = run(copy, "--json")
+    assert done.exit_code == 0, done.stderr
+    told = json.loads(done.stdout)["targets"]
+    assert told["cpu-tp2"]["passed"] and set(told["other"]) == {"reason"}
+    assert wrong in told["other"]["reason"] and "hint" not in told["other"]["reason"]
+    named = run(copy, "--target", "other")
+    assert named.exit_code == 1 and wrong in named.stderr
 
 
 def test_the_measuring_process_takes_nothing_from_its_surroundings(whole, tmp_path, monkeypatch):
