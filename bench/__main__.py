@@ -266,11 +266,14 @@ def fleet(
 @main.command("fleet-scale")
 @click.option("--plots", type=click.Path(path_type=Path), default="docs/fleet", show_default=True, help="A folder.")
 @click.option("--requests", type=click.IntRange(100), default=1_000_000, show_default=True, help="Of the last run.")
-def fleet_scale(plots: Path, requests: int) -> None:
+@click.option(
+    "--from", "artifact", type=click.Path(path_type=Path, exists=True), help="Whose estimates price paddings."
+)
+def fleet_scale(plots: Path, requests: int, artifact: Path | None) -> None:
     """1,000 chips and 10^6 requests, simulated: ratio of prefill to decode, paddings, router; draws the plots."""
     from bench.fleet_scale import main as run
 
-    run(plots, requests)
+    run(plots, requests, artifact)
 
 
 @main.command("all")

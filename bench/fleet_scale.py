@@ -2,7 +2,7 @@
 
 Times of calls on a v6e slice of 16 chips, in seconds: the compiler's estimates of the true configuration, of which
 tests/budgets/tpu-v6e-4x4.json records three (decode@1: docs/log.md, 2026-11-21), with 10 µs for each collective. What
-paddings change is priced by roofline bounds: no compiler was asked for the others.
+paddings change is priced by roofline bounds, or by the estimates of an artifact that has them all.
 """
 
 import time
@@ -27,6 +27,7 @@ from ling3export.simulation.answer import (
     Kind,
     asks,
     divided,
+    source_of,
     times_of,
 )
 from ling3export.simulation.fleet import Fleet, simulate
@@ -47,7 +48,7 @@ WHOLE = Fleet(
 )  # fmt: skip
 LOADS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 ASKED = 8_000  # requests at each load
-PREFILL, DECODE = (16, 128, 512, 1024, 2048), (1, 16, 64, 128, 256)
+PREFILL, DECODE = (128, 512, 1024, 2048), (1, 16, 64, 128, 256)
 Points = Sequence[tuple[float, float]]
 COLOURS = ("#1f6f8b", "#c8553d", "#6a994e", "#7b5ea7", "#888888")
 
@@ -113,18 +114,19 @@ def loads(folder: Path, fleets: dict[str, tuple[Fleet, float]]) -> dict[str, Any
     return result
 
 
-def paddings(folder: Path) -> dict[str, float]:
-    """What a replica of both kinds passes by its largest paddings, by roofline bounds."""
+def paddings(folder: Path, artifact: Path | None) -> dict[str, float]:
+    """What a replica of both kinds passes by its largest paddings: by roofline bounds, or an artifact's estimates."""
     config = Config.from_dict(config_fields("full", {}))
     options = Options(paddings=PREFILL, decode_paddings=DECODE, max_running=256, targets=(TARGET,))
-    (target,) = priced(config, options).targets.values()
+    (target,) = priced(config, options, (), artifact).targets.values()
+    source = {"bounds": "by roofline bounds", "estimated": "by the compiler's estimates"}[source_of(target)]
     lines: dict[str, list[tuple[float, float]]] = {}
     for decode in range(1, len(DECODE)):
-        for prefill in range(1, len(PREFILL)):
+        for prefill in range(len(PREFILL)):
             times = times_of(target, PREFILL[: prefill + 1], DECODE[: decode + 1], 0)
             found = simulate(Fleet((times,), both=1), asks(KINDS, 2 * WAVES * times.slots)).capacity * REPLICAS
             lines.setdefault(f"decode to {DECODE[decode]}", []).append((PREFILL[prefill], found))
-    plot(folder / "paddings.svg", "Paddings, by roofline bounds", "largest prefill padding", "requests/s", dict(lines))
+    plot(folder / "paddings.svg", f"Paddings, {source}", "largest prefill padding", "requests/s", dict(lines))
     return {f"{name}, prefill to {x:g}": y for name, points in lines.items() for x, y in points}
 
 
@@ -154,8 +156,15 @@ def routed(whole: Fleet, rate: float, counts: dict[int, int]) -> list[list[Any]]
     return rows
 
 
-def main(folder: Path, requests: int) -> dict[str, Any]:
-    """Simulates, draws into ``folder`` and prints; ``requests`` is how many the last run has."""
+def main(folder: Path, requests: int, artifact: Path | None = None) -> dict[str, Any]:
+    """Simulates, draws into ``folder`` and prints.
+
+    Args:
+        folder: Of the plots.
+        requests: How many the last run has.
+        artifact: The true configuration built for PREFILL and DECODE on the target, weights or none: its estimates are
+            what paddings are compared by.
+    """
     group = replace(WHOLE, both=GROUP)
     say("ratios")
     divisions, best = ratios(folder, group)
@@ -166,7 +175,7 @@ def main(folder: Path, requests: int) -> dict[str, Any]:
         folder, {"every replica does both": (group, both), f"best ratio, {best[0]}": (best[1], most[best[0]])}
     )
     say("paddings")
-    by_padding = paddings(folder)
+    by_padding = paddings(folder, artifact)
     output = sum(kind.count * kind.output_tokens for kind in KINDS) / sum(kind.count for kind in KINDS)
     passes = ROUTER_CORES / (ROUTER_CALL + ROUTER_TOKEN * output)
     needed = int(SHARE * both / passes) + 1

@@ -22,7 +22,7 @@ class Mover(Quick):
         step, call = self.step(phase, padding)
         batch = {"packed": pack(step.fields, **fields)}
         if given is not None:
-            batch |= self._put(given, moved(self.config, self.geometry, padding)[1])
+            batch |= self._put(given, moved(self.config, self.geometry, padding, phase)[1])
         after, out = call({}, {name: self.state[name] for name in step.arguments[1]}, batch)
         self.state = self.state | after
         return {name: np.asarray(value) for name, value in out.items()}
@@ -65,7 +65,7 @@ def mover(case: Case, tp: int, form: str) -> Mover:
 
 def marked(machine: Mover, seed: int) -> dict[str, np.ndarray]:
     """A state that no model gave, with another number in every place."""
-    rng, (values, _) = np.random.default_rng(seed), moved(machine.config, machine.geometry, PAGES)
+    rng, (values, _) = np.random.default_rng(seed), moved(machine.config, machine.geometry, PAGES, "store")
     return {name: rng.standard_normal(value.shape).astype(value.dtype) for name, value in values.items()}
 
 
