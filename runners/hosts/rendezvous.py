@@ -249,9 +249,9 @@ class _Door:
             _part({greeting.host: old}, REFUSED, f"another process called as host {greeting.host} and took its place")
 
     def _drop(self, caller: socket.socket) -> None:
-        caller.close()
         with self._changed:
             self.dropped += 1
+        caller.close()  # behind the count: whoever sees this end may find all hosts there
 
 
 def _ended(peer: socket.socket) -> bool:
