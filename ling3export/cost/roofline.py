@@ -12,6 +12,7 @@ from ling3export.model.mla.paged import TILE
 from ling3export.model.moe import LOCAL_ROWS, tile_rows
 from ling3export.model.parameters import parameters
 from ling3export.model.sampling.adjust import TOP
+from ling3export.model.segments import TABLE
 from ling3export.plan.chips import Chip
 
 # Seconds of one small collective over 16 chips: assumed, not published. 51 of them were put at about 0.5 ms.
@@ -88,7 +89,7 @@ def roofline_bound(
     weights = flops = 0.0
     chosen = config.num_experts_per_tok / config.num_experts
     for row in parameters(config):
-        if row.name == "embeddings.word_embeddings" or not _used(row.name, phase):
+        if row.name == TABLE or not _used(row.name, phase):
             continue
         share = math.prod(row.shape) / (geometry.tp if row.split else 1)
         routed = row.split == "experts"
@@ -135,7 +136,7 @@ def _split_bound(
     weights = flops = 0.0
     for row in parameters(config):
         kind = "experts" if row.split == "experts" else "head" if row.name in HEAD else "attend"
-        if kind == phase and row.name != "embeddings.word_embeddings":
+        if kind == phase and row.name != TABLE:
             share = math.prod(row.shape) / (geometry.tp if row.split else 1)
             share /= 1 if kind == "head" else layers if kind == "attend" else len(row.layers)
             touched = 1 - (1 - 1 / config.num_experts) ** padding if kind == "experts" else 1.0
