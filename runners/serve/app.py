@@ -95,6 +95,7 @@ class _Server:
         self._policy = policy
         self._since = int(time.time())
         self._held = 0  # bytes of large bodies that are being received or read
+        self._piece = asyncio.Lock()  # held while a piece of a large body is taken
         self._readers = ThreadPoolExecutor(2, "ling3-read")
         self._slow_readers = ThreadPoolExecutor(1, "ling3-read-large")
         self.counters = Metrics(engine)
@@ -173,6 +174,8 @@ class _Server:
                     if self._held > BODIES * most:
                         found = f"expected at most {BODIES * most} bytes of them at once, found more"
                         raise ApiError(503, f"bodies: {found}", code="busy", headers={"Retry-After": "1"})
+                    async with self._piece:  # one piece in a turn of the event loop, whoever sends it
+                        await asyncio.sleep(0)
             elements = max(ELEMENTS, self._engine.limits.context)
             readers = self._readers if len(data) <= SMALL else self._slow_readers
             return await asyncio.get_running_loop().run_in_executor(readers, lambda: read(parse(bytes(data), elements)))

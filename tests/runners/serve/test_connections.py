@@ -6,6 +6,7 @@ import select
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -358,6 +359,47 @@ def test_large_bodies_are_held_in_bounded_number(engine, monkeypatch):
         url = f"http://localhost:{address[1]}/v1/completions"
         for _ in range(4):  # what ended holds nothing
             assert httpx2.post(url, json={"model": "toy", "prompt": [1, 2], "user": "u" * 99999}).status_code == 200
+
+
+def test_large_bodies_take_turns(engine):
+    """Fifty of them were read in each turn of the event loop, so that nobody else had one for tens of milliseconds."""
+    piece, taken, turn = b" " * (server_app.SMALL + 1), Counter[int](), 0
+
+    async def run() -> None:
+        nonlocal turn
+        app, answers, running = application(engine, POLICY), [], True
+
+        async def ticking() -> None:
+            nonlocal turn
+            while running:
+                turn += 1
+                await asyncio.sleep(0)
+
+        async def client() -> None:
+            pieces = iter(range(9, -1, -1))
+
+            async def receive() -> dict[str, Any]:
+                taken[turn] += 1
+                return {"type": "http.request", "body": piece, "more_body": next(pieces) > 0}
+
+            async def send(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    answers.append(message["status"])
+
+            headers = [(b"content-type", b"application/json")]
+            scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers,
+                     "query_string": b"", "http_version": "1.1"}  # fmt: skip
+            await app(scope, receive, send)
+
+        ticker = asyncio.create_task(ticking())
+        await asyncio.gather(*(client() for _ in range(5)))
+        running = False
+        await ticker
+        assert answers == [400] * 5
+
+    asyncio.run(run())
+    first, *later = (taken[key] for key in sorted(taken))
+    assert first == 5 and sum(later) == 45 and max(later) == 1  # each begins at once, then a piece of all in a turn
 
 
 def test_few_calls_are_read_at_a_time(engine, monkeypatch):
