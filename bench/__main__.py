@@ -253,14 +253,22 @@ def pd(artifact: Path, carrier: str, vllm_router: bool, prompts: int, replicas: 
 @click.option("--kept", type=click.Path(path_type=Path), help="A folder: what is there is not measured again.")
 @click.option("--part", "parts", multiple=True, help="Measure this alone, such as times-2 or 3@0.8, with --kept.")
 @click.option("--cores", type=click.IntRange(1), help="Of each replica alone.  [default: all share the machine's]")
+@click.option(
+    "--device-ms", "device", type=(click.FloatRange(0), click.FloatRange(0), click.FloatRange(0)),
+    metavar="CALL TOKEN ROW",
+    help="A device in the processor's place: ms of a call, and more a padded token of prefill and a row of decode.",
+)  # fmt: skip
+@click.option("--requests", type=click.IntRange(1), default=40, show_default=True, help="The fewest of a run.")
 def fleet(
-    artifact: Path | None, replicas: str, seconds: float, kept: Path | None, parts: tuple[str, ...], cores: int | None
-) -> None:
+    artifact: Path | None, replicas: str, seconds: float, kept: Path | None, parts: tuple[str, ...], cores: int | None,
+    device: tuple[float, float, float] | None, requests: int,
+) -> None:  # fmt: skip
     """A simulated fleet against real replicas on this machine; needs the extra fleet."""
     from bench.fleet import main as run
+    from bench.fleet_ours import Speed
     from bench.inputs import numbers
 
-    run(artifact, numbers(replicas), seconds, kept, parts, cores)
+    run(artifact, numbers(replicas), seconds, kept, parts, cores, Speed(*device) if device else None, requests)
 
 
 @main.command("fleet-scale")

@@ -3,6 +3,9 @@
 What the calls of a replica take is measured first, with one, two and three replicas that are busy at once, because they
 share the machine's cores, or its memory alone where each has cores of its own: requests like those of the runs, of
 other seeds, so many at once in each replica. The runs themselves say nothing to the simulation.
+
+Where a device stands in for the processor, replicas take nothing from each other, as in a fleet whose replicas have
+machines of their own: the calls of one are measured, and hold for all.
 """
 
 import json
@@ -21,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from bench.engine import DEMO
-from bench.fleet_ours import Note, lengths
+from bench.fleet_ours import Note, Speed, lengths
 from bench.inputs import ROOT, artifact
 from bench.report import machine, say, show, table
 from ling3export.artifacts.files import replace_file
@@ -70,10 +73,10 @@ def line(process: "subprocess.Popen[str]") -> str:
 
 
 @contextmanager
-def started(folder: Path, count: int, cores: int | None) -> Iterator[Replicas]:
+def started(folder: Path, count: int, cores: int | None, device: Speed | None) -> Iterator[Replicas]:
     """``count`` replicas of an artifact, which end with the block; with ``cores`` each has so many of its own."""
     own = [[str(core) for core in range(number * (cores or 0), (number + 1) * (cores or 0))] for number in range(count)]
-    commands = [[sys.executable, "-m", "bench.fleet_ours", str(folder), *those] for those in own]
+    commands = [[sys.executable, "-m", "bench.fleet_ours", str(folder), json.dumps(device), *those] for those in own]
     pipe = subprocess.PIPE
     processes = [subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for command in commands]
     try:
@@ -198,10 +201,15 @@ def real(replicas: Replicas, count: int, trace: Trace) -> tuple[Spread, dict[str
 
 
 class Kept:
-    """What was measured, by the name of its part, in a file for each where there is a folder."""
+    """What was measured, by the name of its part, in a file for each where there is a folder.
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+    Args:
+        folder: See above.
+        apart: Whether replicas take nothing from each other, so that the times of one hold for each.
+    """
+
+    def __init__(self, folder: Path | None, apart: bool) -> None:
+        self._folder, self._apart = folder, apart
         self.parts: dict[str, Any] = {}
         for path in sorted(folder.glob("*.json")) if folder is not None and folder.exists() else ():
             self.parts[path.stem] = json.loads(path.read_text())
@@ -213,13 +221,17 @@ class Kept:
             self._folder.mkdir(parents=True, exist_ok=True)
             replace_file(self._folder / f"{part}.json", json.dumps(value).encode())
 
-    def times(self, most: int) -> tuple[Times, ...]:
-        """Those with one busy replica, with two, and so on.
+    def measures(self, count: int) -> list[str]:
+        """The parts that have the times of calls of so many replicas: with one busy, with two, and so on."""
+        return [f"times-{busy}" for busy in range(1, (1 if self._apart else count) + 1)]
+
+    def times(self, count: int) -> tuple[Times, ...]:
+        """Those of ``measures``.
 
         Raises:
             ValueError: They were not measured yet.
         """
-        names = [f"times-{busy}" for busy in range(1, most + 1)]
+        names = self.measures(count)
         if missing := [name for name in names if name not in self.parts]:
             raise ValueError(f"expected the part {missing[0]} measured before the runs, found it missing")
         return tuple(read_times(self.parts[name]) for name in names)
@@ -237,13 +249,13 @@ def trace_of(run: Mapping[str, Any]) -> Trace:
 
 
 def ran(
-    replicas: Replicas, run: Mapping[str, Any] | None, times: tuple[Times, ...], share: float, seconds: float
-) -> Any:
-    """A run with one more time of ``len(times)`` replicas; None for one that was not made before."""
-    count = len(times)
+    replicas: Replicas, run: Mapping[str, Any] | None, count: int, times: tuple[Times, ...], share: float,
+    seconds: float, fewest: int,
+) -> Any:  # fmt: skip
+    """A run with one more time of ``count`` replicas; None for one that was not made before."""
     if run is None:
         rate = share * capacity(times, count)
-        run = {"rate": rate, "requests": max(40, int(LONGER * seconds * rate)), "real": [], "calls": []}
+        run = {"rate": rate, "requests": max(fewest, int(LONGER * seconds * rate)), "real": [], "calls": []}
     here, calls = real(replicas, count, trace_of(run))
     return {**run, "real": [*run["real"], here], "calls": [*run["calls"], calls]}
 
@@ -291,7 +303,7 @@ HEAD = (
 
 def main(
     given: Path | None, counts: Sequence[int], seconds: float, folder: Path | None = None, only: Sequence[str] = (),
-    cores: int | None = None,
+    cores: int | None = None, device: Speed | None = None, fewest: int = 40,
 ) -> dict[str, Any]:  # fmt: skip
     """Measures what is not kept yet, simulates, compares and prints.
 
@@ -303,27 +315,30 @@ def main(
         only: Parts that are measured, once more if they are there; empty for all that are not. Such are ``times-2``,
             the calls with two busy replicas, and ``3@0.8``, a run of three at this share of what they pass.
         cores: Of this machine, for each replica alone; None lets them share all.
+        device: Stands in for the processor in each replica; None leaves the processor's own times.
+        fewest: Requests that a run has at least.
     """
     if cores is not None and cores * max(counts) > (there := len(os.sched_getaffinity(0))):
         raise ValueError(f"expected {cores * max(counts)} cores for {max(counts)} replicas, found {there}")
     options = ["--paddings", "16,128,512", "--decode-paddings", "1,16,64", "--tp", 1]
     given = artifact(DEMO, "serve-tp1", options) if given is None else given.resolve()
-    kept = Kept(folder)
+    kept = Kept(folder, device is not None)
     runs = {f"{count}@{share:g}": (count, share) for count in counts for share in SHARES}
-    parts = {f"times-{busy}": busy for busy in range(1, max(counts) + 1)} | {part: runs[part][0] for part in runs}
+    parts = {part: busy for busy, part in enumerate(kept.measures(max(counts)), 1)}
+    parts |= {part: count for part, (count, _) in runs.items()}
     if unknown := [part for part in only if part not in parts]:
         raise ValueError(f"expected parts among {', '.join(parts)}, found {unknown[0]}")
     wanted = [part for part in parts if (part in only if only else part not in kept.parts)]
-    with started(given, max((parts[part] for part in wanted), default=0), cores) as replicas:
+    with started(given, max((parts[part] for part in wanted), default=0), cores, device) as replicas:
         for part in wanted:
             if part in runs:
                 count, share = runs[part]
-                found = ran(replicas, kept.parts.get(part), kept.times(count), share, seconds)
+                found = ran(replicas, kept.parts.get(part), count, kept.times(count), share, seconds, fewest)
             else:
                 alone = cores is not None or parts[part] == 1
                 found = asdict(measured(replicas, given, parts[part], seconds, alone))
             kept.keep(part, found)
     rows, told = compared(kept, runs)
-    result = {"benchmark": "fleet", "machine": machine(), "cores": cores, "runs": told}
+    result = {"benchmark": "fleet", "machine": machine(), "cores": cores, "device_ms": device, "runs": told}
     show(f"A fleet of {given.name} in reality and simulated", [table(HEAD, rows)], result)
     return result

@@ -1,5 +1,6 @@
-"""A replica for ``bench fleet``: ``python -m bench.fleet_ours ARTIFACT [CORE…]``; a line of JSON on stdin is an order.
-Cores that are named are its own.
+"""A replica for ``bench fleet``: ``python -m bench.fleet_ours ARTIFACT SPEED [CORE…]``; a line of JSON on stdin is an
+order. SPEED is ``[CALL, TOKEN, ROW]``, the milliseconds of a device that computes in the processor's place (``Speed``),
+or ``null``. Cores that are named are its own.
 
 An order has the moment (``time.monotonic``) at which all replicas begin. ``at_once`` keeps so many requests in the
 engine until ``until``, and answers with the calls that it made; ``trace`` submits requests at their times, and answers
@@ -12,7 +13,7 @@ import random
 import sys
 import time
 from collections import deque
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -28,6 +29,72 @@ PROMPT, ANSWER = (16, 400), (8, 64)  # tokens: the fewest and the most
 Note = tuple[str, int, float]
 
 
+class Speed(NamedTuple):
+    """Milliseconds of a device's calls, sampling included: of each call, and more for its padding.
+
+    Attributes:
+        call: Of each.
+        token: More for each padded token of a prefill call.
+        row: More for each row of a decode call.
+    """
+
+    call: float
+    token: float
+    row: float
+
+    def seconds(self, phase: str, padding: int) -> float:
+        """Those of a call."""
+        return (self.call + padding * (self.token if phase == "prefill" else self.row)) / 1e3
+
+
+class Device:
+    """A model runner in whose place a device seems to compute, one call after the other.
+
+    The programs run on the processor. Who waits for what a call gives sleeps until the device would have it. It begins
+    a call when that is dispatched, or when it has done the one before. So the host is as idle as beside an accelerator.
+
+    Args:
+        runner: Runs the programs, in less time than the device.
+        speed: Of the device.
+    """
+
+    def __init__(self, runner: Any, speed: Speed) -> None:
+        self._runner, self._speed = runner, speed
+        self._free = 0.0  # when the device has done all that it was given
+        self._due: dict[int, float] = {}  # when it has an array that is waited for, by the array's id
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def step(self, phase: str, padding: int, fields: Any) -> Any:
+        """Dispatches a call."""
+        self._free = max(self._free, now()) + self._speed.seconds(phase, padding)
+        logits = self._runner.step(phase, padding, fields)
+        self._due[id(logits)] = self._free
+        return logits
+
+    def sample(self, logits: Any, rows: int, fields: Any) -> Any:
+        """Tokens, which are there when the call is done; nobody waits for its logits then."""
+        due = self._due.pop(id(logits), self._free)
+        tokens = self._runner.sample(logits, rows, fields)
+        self._due[id(tokens)] = due
+        return tokens
+
+    def read(self, array: Any) -> Any:
+        """Waits for an array, and fetches it."""
+        found = self._runner.read(array)
+        self._sleep(array)
+        return found
+
+    def wait(self, array: Any) -> None:
+        """Waits until an array is computed."""
+        self._runner.wait(array)
+        self._sleep(array)
+
+    def _sleep(self, array: Any) -> None:
+        time.sleep(max(0.0, self._due.pop(id(array), 0.0) - now()))
+
+
 class Watched(Scheduler):
     """Notes of each call its cell, what it held, and for how long the engine had it.
 
@@ -35,9 +102,10 @@ class Watched(Scheduler):
     """
 
     notes: ClassVar[list[Note]] = []
+    speed: ClassVar[Speed | None] = None  # of a device in the processor's place
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, backend: Any, *arguments: Any, **named: Any) -> None:
+        super().__init__(backend if self.speed is None else Device(backend, self.speed), *arguments, **named)
         self._due: deque[tuple[str, int, float]] = deque()
         self._held, self._began, self._over = 0, 0.0, 0.0
 
@@ -118,7 +186,8 @@ def obeyed(engine: Engine, order: dict[str, Any]) -> Any:
 
 def main() -> None:
     """Answers orders until stdin ends."""
-    artifact, *cores = sys.argv[1:]
+    artifact, speed, *cores = sys.argv[1:]
+    Watched.speed = Speed(*given) if (given := json.loads(speed)) else None
     if cores:
         os.sched_setaffinity(0, {int(core) for core in cores})
     with (

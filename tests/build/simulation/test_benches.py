@@ -44,16 +44,17 @@ def test_a_thousand_chips_are_drawn_and_told(monkeypatch, tmp_path, capsys):
 
 
 class Itself:
-    """Replicas of one machine that answer as their simulation does: calls take longer where more of them run."""
+    """Replicas that answer as their simulation does: calls take longer, by ``slower``, for each more that runs."""
 
     slots, prefill, decode = 4, {16: 2e-3, 128: 9e-3}, {1: 1e-3, 2: 1.5e-3, 4: 2e-3}
     tokens, page = 4096, 64
 
-    def __init__(self) -> None:
+    def __init__(self, slower: float) -> None:
+        self.slower = slower
         self.measured: list[int] = []
 
     def times(self, busy: int) -> Times:
-        slower = 1 + 0.7 * (busy - 1)
+        slower = 1 + self.slower * (busy - 1)
         prefill, decode = ({size: slower * each for size, each in row.items()} for row in (self.prefill, self.decode))
         spared = {16: 1e-5 * slower, 128: 5e-5 * slower}
         return Times(prefill, decode, self.slots, self.tokens, spared=spared, interpolated=True)
@@ -74,20 +75,42 @@ class Itself:
         return [[[[ask.first, ask.last] for ask in asks[number::count]], self.calls(1)] for number in range(count)]
 
 
-def test_replicas_that_are_their_simulation_have_the_ratio_1(monkeypatch, tmp_path, capsys):
-    replicas = Itself()
+def stands_in(monkeypatch: pytest.MonkeyPatch, replicas: Itself, speed: fleet_ours.Speed | None) -> None:
+    """Has the bench find ``replicas`` where it starts processes, and an artifact like theirs."""
     paddings = {"prefill": (16, 128), "decode": (1, 2, 4)}
     state = SimpleNamespace(slots=replicas.slots, pages=replicas.tokens // replicas.page, chunk=16)
     target = SimpleNamespace(paddings=paddings.__getitem__, state=state)
     manifest = SimpleNamespace(targets={"one": target}, plan=SimpleNamespace(page_size=replicas.page))
 
     @contextmanager
-    def started(folder: Path, count: int, cores: int | None) -> Iterator[Itself]:
-        assert cores is None
+    def started(folder: Path, count: int, cores: int | None, device: fleet_ours.Speed | None) -> Iterator[Itself]:
+        assert (cores, device) == (None, speed)
         yield replicas
 
     monkeypatch.setattr(fleet, "started", started)
     monkeypatch.setattr(fleet, "read_manifest", lambda _: manifest)
+
+
+def test_replicas_with_a_device_each_are_simulated_by_the_times_of_one(monkeypatch, tmp_path):
+    """And runs have as many requests as were asked for."""
+    replicas, speed = Itself(slower=0), fleet_ours.Speed(20, 0.25, 0.5)
+    stands_in(monkeypatch, replicas, speed)
+    parts = ["times-1", "1@0.8", "3@0.5", "3@0.8"]
+    with pytest.raises(ValueError, match=r"expected parts among times-1, 1@0\.5, .*, found times-2"):
+        fleet.main(Path("artifact"), [1, 3], 0.1, tmp_path, ["times-2"], device=speed)
+    told = fleet.main(Path("artifact"), [1, 3], 0.1, tmp_path, parts, device=speed, fewest=300)
+    assert replicas.measured == [1] * 3 and told["device_ms"] == speed
+    assert sorted(path.stem for path in tmp_path.iterdir()) == ["1@0.8", "3@0.5", "3@0.8", "times-1"]
+    assert [(run["replicas"], run["share"]) for run in told["runs"]] == [(1, 0.8), (3, 0.5), (3, 0.8)]
+    for run in told["runs"]:
+        assert run["simulated"] == pytest.approx(run["real"], rel=1e-9)
+        kept = json.loads((tmp_path / f"{run['replicas']}@{run['share']}.json").read_text())
+        assert kept["requests"] >= 300 and run["load"] == pytest.approx(run["share"])
+
+
+def test_replicas_that_are_their_simulation_have_the_ratio_1(monkeypatch, tmp_path, capsys):
+    replicas = Itself(slower=0.7)
+    stands_in(monkeypatch, replicas, None)
     with pytest.raises(ValueError, match="expected the part times-1 measured before the runs"):
         fleet.main(Path("artifact"), [1, 3], 0.1, tmp_path, ["3@0.5"])
     with pytest.raises(ValueError, match=r"expected parts among times-1, .*, found 2@0\.5"):
@@ -122,6 +145,82 @@ def test_times_of_calls_are_fitted_to_those_that_were_made():
     assert found.decode[1] == found.decode[2] and found.decode[16] == pytest.approx(0.024)
     assert (found.slots, found.tokens, found.chunk) == (16, 640, 16)
     assert fleet.read_times(json.loads(json.dumps(asdict(found)))) == found
+
+
+class Clock:
+    """A clock that goes on where somebody sleeps, and a runner whose processor takes ``seconds`` for a call."""
+
+    def __init__(self, seconds: float) -> None:
+        self.now, self.seconds = 0.0, seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def step(self, phase: str, padding: int, fields: object) -> list[float]:
+        return [self.now + self.seconds]
+
+    def sample(self, logits: list[float], rows: int, fields: object) -> list[float]:
+        return [*logits]
+
+    def read(self, array: list[float]) -> list[float]:
+        self.wait(array)
+        return array
+
+    def wait(self, array: list[float]) -> None:
+        self.now = max(self.now, *array)
+
+
+def test_a_device_takes_its_time_for_each_call_behind_the_one_before(monkeypatch):
+    """The host's time is hidden while a call runs; a call that takes the processor longer delays none behind it."""
+    clock = Clock(0.003)
+    monkeypatch.setattr(fleet_ours, "now", lambda: clock.now)
+    monkeypatch.setattr(fleet_ours.time, "sleep", clock.sleep)
+    device = fleet_ours.Device(clock, fleet_ours.Speed(20, 0.25, 0.5))
+
+    def dispatched(phase: str, padding: int) -> list[float]:
+        found: list[float] = device.sample(device.step(phase, padding, {}), padding, {})
+        return found
+
+    first = dispatched("prefill", 128)
+    clock.now = 0.010
+    second = dispatched("decode", 16)  # behind it
+    device.read(first)
+    assert clock.now == pytest.approx(0.052)
+    clock.now += 0.005  # the host takes the tokens
+    device.read(second)
+    assert clock.now == pytest.approx(0.052 + 0.028)
+    clock.now = 1.0
+    middle = device.step("prefill", 512, {})  # of a prompt: nothing is sampled
+    clock.now = 1.1
+    device.wait(middle)
+    assert clock.now == pytest.approx(1.148)
+    clock.now, clock.seconds = 2.0, 0.5
+    late, after = dispatched("decode", 1), dispatched("decode", 1)
+    device.read(late)
+    assert clock.now == pytest.approx(2.5)
+    device.read(after)
+    assert clock.now == pytest.approx(2.5)
+    assert device.seconds == 0.5  # what else the scheduler asks the runner for
+
+
+@pytest.mark.jit
+def test_a_replica_with_a_device_gives_the_same_tokens_at_the_devices_times(monkeypatch):
+    """A prefill call and three decode calls of one request, each as long as the device takes."""
+    speed, answers = fleet_ours.Speed(40, 1, 5), []
+    for device in (None, speed):
+        monkeypatch.setattr(fleet_ours.Watched, "speed", device)
+        with (
+            mock.patch.object(scheduler, "Scheduler", fleet_ours.Watched),
+            Engine(toy_artifact.shared(), prefix_cache=False, report=lambda text: None) as engine,
+        ):
+            answers.append(engine.generate([[1, 2, 3]], max_tokens=4)[0].token_ids)
+            ((first, last),), calls = fleet_ours.traced(engine, [[0.0, 5, 4]], time.monotonic())
+    cells = [cell.partition("@") for cell, _, _ in calls]
+    assert [phase for phase, _, _ in cells] == ["prefill", "decode", "decode", "decode"]
+    due = [speed.seconds(phase, int(padding)) for phase, _, padding in cells]
+    assert due[0] <= first and sum(due) <= last
+    assert sum(seconds for _, _, seconds in calls) >= sum(due)
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.jit
