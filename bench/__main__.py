@@ -118,6 +118,16 @@ def store(rounds: int, layers: int, folder: Path | None, threads: int) -> None:
 
 
 @main.command()
+@CHECKPOINT
+@click.option("--hosts", type=click.IntRange(2), default=4, show_default=True, help="Of one device each.")
+def ranks(checkpoint: Path | None, hosts: int) -> None:
+    """What each host takes of the weights (4 layers of the full size), and its memory, against loading all of them."""
+    from bench.ranks import main as run
+
+    run(checkpoint, hosts)
+
+
+@main.command()
 @click.argument("first", type=click.Path(path_type=Path, exists=True))
 @click.argument("programs", type=click.Path(path_type=Path, exists=True), required=False)
 @click.argument("weights", type=click.Path(path_type=Path, exists=True), required=False)

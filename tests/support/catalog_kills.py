@@ -1,7 +1,8 @@
 """Publications and pulls that are killed at random moments, and two publishers at once: what is left is whole.
 
 ``python tests/support/catalog_kills.py ARTIFACT COUNT [SEED] [s3]`` kills COUNT of each, and prints what became of
-them; with ``s3`` in a store of moto's server. SPAN, in the environment, is the seconds within which they are killed.
+them; with ``s3`` in a store of moto's server. SPAN, in the environment, is the seconds within which they are killed: of
+their beginning, or of that of a publication's last step, the change of the index, with AT=index.
 """
 
 import json
@@ -36,6 +37,11 @@ oci.PART = 100_000
 what, folder, where, version = sys.argv[1:]
 store = stores.open_layout(where)
 print("ready", flush=True)
+enter = store.enter
+def entered(*given):
+    print("index", flush=True)
+    enter(*given)
+store.enter = entered
 if what == "publish":
     publish.publish(Path(folder), store, "toy", version, publish.Words())
 else:
@@ -58,8 +64,10 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def killed(process: subprocess.Popen[str], after: float) -> bool:
-    """Kills a process after so many seconds; whether it was still running."""
+def killed(process: subprocess.Popen[str], after: float, line: str = "") -> bool:
+    """Kills a process after so many seconds, from the ``line`` on that it says; whether it was still running."""
+    assert process.stdout is not None
+    assert not line or process.stdout.readline().strip() == line
     time.sleep(after)
     running = process.poll() is None
     process.send_signal(signal.SIGKILL)
@@ -113,7 +121,7 @@ def kill_publishers(toy: Path, root: str, count: int, rng: random.Random, span: 
         store = open_layout(where := f"{root}/store-{number}")
         process = started("publish", toy, where, "1.0.0")
         with reading(where, found):
-            was = killed(process, rng.random() * span)
+            was = killed(process, rng.random() * span, os.environ.get("AT", ""))
         there = seen(store)
         found[f"{'killed' if was else 'ended'}, {'whole' if there else 'no version'}"] += 1
         assert publish(toy, store, "toy", "1.0.0", Words()).new is not there
