@@ -12,7 +12,11 @@ from ling3export.errors import ArtifactError, listed
 from ling3export.plan.plan import Cell
 
 PLAIN = ("toolchain", "flags", "options")  # groups of fields whose name goes without saying
-GROUPS = {"model": "sources of model/", "lowering": "sources of the lowering"}
+GROUPS = {
+    "model": "sources of model/",
+    "lowering": "sources of the lowering",
+    "accelerators": "sources of what is made for accelerators",
+}
 SHOWN = 60  # characters of a value
 
 

@@ -25,8 +25,9 @@ from ling3export.sources import IMPORTED
 # Packages that take part in tracing, besides jax and jaxlib, which stand in every key.
 TRACING = ("flax", "ml_dtypes", "numpy")
 ROOT = Path(ling3export.__file__).parent
-# The files that trace, lower and compile a cell. `compile/worker.py`, which calls them, decides nothing.
-STARTS = ("compile/lower.py", "compile/accelerators.py")
+# What traces, lowers and compiles a cell, and what does it for accelerators. `compile/worker.py`, which calls them,
+# decides nothing.
+STARTS = {"lowering": "compile/lower.py", "accelerators": "compile/accelerators.py"}
 
 
 def toolchain(target: Target) -> dict[str, str]:
@@ -42,7 +43,7 @@ def fingerprint(config: Config, plan: Plan) -> str:
         "config": config.semantic(),
         "plan": plan.record(),
         "target": asdict(plan.target),
-        "sources": sha256_of(source_digests()),
+        "sources": sha256_of(deciding(plan.target)),
         "toolchain": toolchain(plan.target),
         "flags": environment.compiler_flags(),
     })  # fmt: skip
@@ -58,7 +59,7 @@ def cell_fields(config: Config, plan: Plan, cell: Cell) -> dict[str, Any]:
         "config": config.semantic(),
         "plan": asdict(plan.geometry),
         "target": asdict(plan.target) | _host(plan.target),
-        "sources": source_digests(),
+        "sources": deciding(plan.target),
         "toolchain": toolchain(plan.target) | {name: metadata.version(name) for name in TRACING},
         "flags": environment.compiler_flags(),
     }
@@ -78,7 +79,7 @@ def program_fields(target: Target, modules: dict[str, str], devices: dict[str, A
         "target": asdict(target) | _host(target) | {"devices": devices},
         "options": {"donate": [1]},
         "priced": priced,
-        "sources": source_digests()["lowering"],  # model/ counts through the modules alone
+        "sources": below_model(deciding(target)),  # model/ counts through the modules alone
         "toolchain": toolchain(target),
         "flags": environment.compiler_flags(),
     }
@@ -95,10 +96,21 @@ def source_digests() -> dict[str, dict[str, str]]:
     """The sha256 of every source that decides a program, by its path below the package; of what was imported, if known.
 
     Returns:
-        ``model``: all files of ``model/``. ``lowering``: STARTS and all that they import from this package, directly or
-        not, apart from ``model/``.
+        ``model``: all files of ``model/``. ``lowering`` and ``accelerators``: those of STARTS and all that they import
+        from this package, directly or not, apart from what the groups before have.
     """
     return _source_digests(len(IMPORTED))
+
+
+def deciding(target: Target) -> dict[str, dict[str, str]]:
+    """The groups of sources that decide a program for ``target``: all, for cpu without ``accelerators``."""
+    groups = source_digests()
+    return {name: groups[name] for name in groups if name != "accelerators" or target.platform != "cpu"}
+
+
+def below_model(groups: Mapping[str, dict[str, str]]) -> dict[str, str]:
+    """The files of all ``groups`` but ``model``."""
+    return {name: digest for group in groups if group != "model" for name, digest in groups[group].items()}
 
 
 def imported() -> dict[str, str]:
@@ -114,9 +126,13 @@ def changed(sources: Mapping[str, str]) -> list[str]:
 
 @functools.cache
 def _source_digests(_: int) -> dict[str, dict[str, str]]:
-    model = set((ROOT / "model").rglob("*.py"))
-    followed = _followed([ROOT / name for name in STARTS])
-    return {"model": _digests(model), "lowering": _digests(followed - model)}
+    seen = set((ROOT / "model").rglob("*.py"))
+    found = {"model": _digests(seen)}
+    for name, start in STARTS.items():
+        followed = _followed([ROOT / start])
+        found[name] = _digests(followed - seen)
+        seen |= followed
+    return found
 
 
 def _digests(files: set[Path]) -> dict[str, str]:

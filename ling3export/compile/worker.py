@@ -18,7 +18,7 @@ from ling3export.artifacts.files import write_new
 from ling3export.artifacts.records import from_json, sha256_of, to_json
 from ling3export.artifacts.schema import KERNELS, Origin
 from ling3export.cache.cells import COMPILED, PROGRAM, Built
-from ling3export.cache.keys import imported, program_fields, source_digests
+from ling3export.cache.keys import below_model, deciding, imported, program_fields
 from ling3export.cache.store import Cache, record_of
 from ling3export.cache.use import CacheUse
 from ling3export.errors import Ling3Error
@@ -97,12 +97,15 @@ def prepare(target: Target) -> list[object]:
     return []
 
 
-def compiled_program(cache: Cache, fields: dict[str, Any], compile_it: "Compile") -> tuple[bytes, "Compiled", str]:
+def compiled_program(
+    cache: Cache, fields: dict[str, Any], target: Target, compile_it: "Compile"
+) -> tuple[bytes, "Compiled", str]:
     """The serialized executable of ``fields``, what describes it, and whether it was COMPILED now or is from the cache.
 
     Args:
         cache: Gets what is compiled.
         fields: Everything that decides the executable; their digest is its key.
+        target: What it is for.
         compile_it: Compiles it.
     """
     from ling3export.compile.lower import Compiled
@@ -110,10 +113,8 @@ def compiled_program(cache: Cache, fields: dict[str, Any], compile_it: "Compile"
     if entry := cache.read("programs", sha256_of(fields), lambda entry: record_of(entry, Compiled, ("exec",))):
         return entry.data["exec"], from_json(Compiled, entry.record), PROGRAM
     data, compiled = compile_it()
-    if fields["sources"] in (
-        source_digests(),
-        source_digests()["lowering"],
-    ):  # compiling may have imported another source
+    sources = deciding(target)
+    if fields["sources"] in (sources, below_model(sources)):  # compiling may have imported another one
         cache.write("programs", fields, to_json(compiled), {"exec": data})
     return data, compiled, COMPILED
 
@@ -132,7 +133,7 @@ def run_cell(job: Job, cell: Cell) -> dict[str, Any]:
     lowered = lower_cell(job.config, job.geometry, cell.phase, cell.padding, job.target.platform)
     write_new(job.folder / f"{cell.name}.stablehlo", lowered.blob)
     fields, compile_it = _compiler(lowered, job, cell)
-    data, compiled, source = compiled_program(Cache(job.cache, messages.append), fields, compile_it)
+    data, compiled, source = compiled_program(Cache(job.cache, messages.append), fields, job.target, compile_it)
     write_new(job.folder / f"{cell.name}.exec", data)
     origin = Origin(source, sha256_of(fields), events.traces, events.count)
     built = Built(lowered.program(compiled, origin), compiled.executable.requires, compiled.executable.mesh)
@@ -150,7 +151,7 @@ def _compiler(lowered: "Lowered", job: Job, cell: Cell) -> tuple[dict[str, Any],
             return program_fields(target, modules, devices_of(mesh), None), lambda: compile_cell(lowered, mesh)
         register((job.folder / KERNELS).read_bytes(), geometry.kernels)
         fields = program_fields(target, modules | {"kernels": geometry.kernels}, devices_of(mesh), None)
-        fields["sources"] = source_digests()  # the portable module does not say where kernels are called
+        fields["sources"] = deciding(target)  # the portable module does not say where kernels are called
         return fields, lambda: compile_with_kernels(job.config, geometry, cell.phase, cell.padding, mesh)
     from ling3export.compile.accelerators import compile_for, lower_for
 

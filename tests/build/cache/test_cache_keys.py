@@ -57,12 +57,37 @@ def test_every_module_that_a_compiling_process_loads_is_in_the_sources():
     loaded = {name.removeprefix("ling3export.").replace(".", "/") + ".py" for name in names}
     packages = {name for name in loaded if not (keys.ROOT / name).is_file()}
     digests = keys.source_digests()
-    assert loaded - packages <= digests["model"].keys() | digests["lowering"].keys()
+    assert loaded - packages <= {name for group in digests.values() for name in group}
+    assert sum(map(len, digests.values())) == len({name for group in digests.values() for name in group})
     assert {"model/kda/layer.py", "model/program.py"} <= digests["model"].keys()
-    assert {"compile/lower.py", "cost/estimates.py", "plan/targets.py", "runners/load/pjrt.py"} <= digests[
-        "lowering"
-    ].keys()
-    assert not {"compile/build.py", "cli.py", "plan/plan.py", "cache/store.py"} & digests["lowering"].keys()
+    assert {"compile/lower.py", "runners/load/pjrt.py"} <= digests["lowering"].keys()
+    assert {"compile/accelerators.py", "cost/estimates.py", "plan/targets.py"} <= digests["accelerators"].keys()
+    others = {"compile/build.py", "cli.py", "plan/plan.py", "cache/store.py"}
+    assert not others & {name for group in digests.values() for name in group}
+
+
+def test_a_compiling_process_for_cpu_loads_nothing_that_is_for_accelerators():
+    """So their sources are in no key of cpu: estimates change, and its programs stay."""
+    code = "import sys, ling3export.compile.lower\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    names = [name for name in done.stdout.split() if name.split(".")[0] == "ling3export"]
+    loaded = {name.removeprefix("ling3export.").replace(".", "/") + ".py" for name in names}
+    assert "compile/lower.py" in loaded
+    assert not loaded & keys.source_digests()["accelerators"].keys()
+
+
+def test_sources_for_accelerators_are_in_the_keys_of_accelerators_alone(monkeypatch):
+    tpu = plan("tpu:v6e:2x2")
+
+    def all_keys() -> list[str]:
+        programs = [program_fields(each.target, {"portable": "0"}, DEVICES, None) for each in (plan(), tpu)]
+        wholes = [keys.fingerprint(CONFIG, each) for each in (plan(), tpu)]
+        return [key_of(), sha256_of(programs[0]), wholes[0], key_of(planned=tpu), sha256_of(programs[1]), wholes[1]]
+
+    before, digests = all_keys(), keys.source_digests()
+    changed = {"accelerators": digests["accelerators"] | {"cost/estimates.py": "0"}}
+    monkeypatch.setattr(keys, "source_digests", lambda: digests | changed)
+    assert [a == b for a, b in zip(before, all_keys(), strict=True)] == [True] * 3 + [False] * 3
 
 
 def test_a_changed_file_of_a_sub_package_changes_the_key(tmp_path, monkeypatch):
@@ -73,7 +98,7 @@ def test_a_changed_file_of_a_sub_package_changes_the_key(tmp_path, monkeypatch):
     monkeypatch.setattr(keys, "ROOT", tree)
     monkeypatch.setattr(keys, "source_digests", lambda: keys._source_digests.__wrapped__(0))
     first, seen = key_of(), set()
-    names = [name for group in keys.source_digests().values() for name in group]
+    names = [name for group in keys.deciding(plan().target).values() for name in group]
     nested = {str(Path(name).parent): name for name in names if name.count("/") > 1}  # one file of each
     assert {"model/kda", "model/mla", "model/sampling", "runners/load"} <= nested.keys()
     for name in nested.values():
@@ -281,18 +306,18 @@ def test_the_policies_of_programs(tmp_path, policy, compiled):
     use = CacheUse(policy, tmp_path / "cache")
     fields = {"modules": {"portable": "0"}, "sources": keys.source_digests()["lowering"]}
     other = fields | {"sources": {}}  # which a source that is imported late would have changed
-    assert compiled_program(Cache(use, pytest.fail), other, compile_it)[2] == "compiler"
+    assert compiled_program(Cache(use, pytest.fail), other, plan().target, compile_it)[2] == "compiler"
     assert not use.where.exists()
     runs.clear()
     for expected in compiled:
         source = "compiler" if expected else "program cache"
-        found = compiled_program(Cache(use, pytest.fail), fields, compile_it)
+        found = compiled_program(Cache(use, pytest.fail), fields, plan().target, compile_it)
         assert found == (b"code", made, source)
     assert len(runs) == sum(compiled)
     said: list[str] = []
     cache = Cache(CacheUse("on", use.where), said.append)
     cache.write("programs", fields, {"flops": 8.0}, {"exec": b"code"})
-    found = compiled_program(cache, fields, compile_it)
+    found = compiled_program(cache, fields, plan().target, compile_it)
     assert (found[2], len(runs)) == ("compiler", sum(compiled) + 1)  # a crafted record is no program
     assert ["expected the field executable" in line for line in said] == [True]
 
