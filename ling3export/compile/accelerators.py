@@ -88,29 +88,45 @@ def compile_for(
     Raises:
         PlanError: It needs more memory than a device has; the message has the compiler's sum.
     """
-    assert target.chip is not None
+    raw, record, text = compiled_for(direct, f"{phase}@{padding}", target)
+    return raw, priced(record, text, config, geometry, phase, padding, target)
+
+
+def compiled_for(direct: Direct, cell: str, target: Target) -> tuple[bytes, Compiled, str]:
+    """What the compiler alone says: the serialized executable, what describes it, and its text.
+
+    Raises:
+        PlanError: As :func:`compile_for`.
+    """
     started = time.perf_counter()
     with pjrt.no_compilation_cache():
         try:
             compiled = direct.lowered.compile()
         except jax.errors.JaxRuntimeError as error:
-            raise _too_large(error, target, f"{phase}@{padding}") from error
+            raise _too_large(error, target, cell) from error
         raw, executable = pjrt.serialized(compiled)
     seconds = round(direct.seconds + time.perf_counter() - started, 3)
+    return raw, described(compiled, executable, seconds), compiled.as_text() or ""
+
+
+def priced(
+    record: Compiled, text: str, config: Config, geometry: Geometry, phase: str, padding: int, target: Target
+) -> Compiled:
+    """``record`` with what follows from the compiler's ``text`` and the cell: estimates, and bounds."""
+    assert target.chip is not None
     tokens = min(TOKENS, geometry.max_pages * geometry.page_size)
     record = replace(
-        described(compiled, executable, seconds), collectives={},
-        lowering=Lowering(direct=True, forward_compatible=False),
+        record, collectives={}, lowering=Lowering(direct=True, forward_compatible=False),
         floor=roofline_bound(config, geometry, phase, padding, target.chip, tokens),
     )  # fmt: skip
     if target.platform == "cuda":  # whose compiler estimates no cycles; with one card there are no collectives
-        return raw, record
+        return record
     trips = loop_trips(config, geometry, phase, padding, tokens)
-    estimated, collectives = estimate(compiled.as_text() or "", target.chip, trips, tokens)
+    estimated, collectives = estimate(text, target.chip, trips, tokens)
     experts = None
     if phase in GIVERS and config.layers("moe"):
         experts = expert_times(config, geometry, padding, target.chip)
-    return raw, replace(record, collectives=collectives, estimate=estimated, experts=experts)
+    return replace(record, collectives=collectives, estimate=estimated, experts=experts)
 
 
 def _too_large(error: Exception, target: Target, cell: str) -> Exception:

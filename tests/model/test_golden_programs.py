@@ -1,6 +1,7 @@
 """The true Ling3-Tiny for a v6e 4x4 slice, compiled here: its cells cost what their budget says, neither more nor less.
 
-Minutes on two cores, seconds where an earlier run compiled the same. After a change that is meant: ``make budgets``.
+Minutes on two cores; half a minute where an earlier run compiled the same modules, a second where no source changed.
+After a change that is meant: ``make budgets``.
 """
 
 import datetime
@@ -52,7 +53,7 @@ def test_the_programs_cost_what_their_budget_says(artifact):
         if os.environ.get("LING3_BUDGETS") == "required":
             raise
         pytest.skip(str(error))
-    found = {name: quantities(record) for name, record in compile_cells(artifact.programs).items()}
+    found = {name: quantities(record) for name, record in compile_cells(artifact).items()}
     assert set(expected) == {cell.name for cell in CELLS}
     rows = differences(expected, found)
     assert not rows, f"{toolchain()}\n{table(rows)}"
@@ -152,7 +153,7 @@ def test_recording_keeps_other_toolchains_and_adds_a_dated_line(tmp_path: Path):
 @pytest.mark.tpu
 def test_programs_that_move_states_move_little_more_than_they_must(artifact):
     """`fetch` moved 1.9 times as much while a loop wrote its pages."""
-    programs = state_bytes.compiled(cache=artifact.programs)
+    programs = state_bytes.compiled(kept=artifact)
     found = {name: state_bytes.times(program) for name, program in programs.items()}
     assert set(found) == {"copy@8", "fetch@16", "store@16"}
     assert max(found.values()) <= state_bytes.BAR, found

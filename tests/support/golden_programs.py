@@ -10,19 +10,17 @@ configuration alone.
 import datetime
 import json
 import sys
-import tempfile
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from ling3export.artifacts.schema import Program
-from ling3export.cache.cells import Cells
-from ling3export.cache.use import CacheUse
+from artifacts_fixture import Artifacts
 from ling3export.checkpoint.synth import config_fields
-from ling3export.compile.pool import Compilers
+from ling3export.compile.lower import Compiled
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Cell, make_plan
+from tpu_texts import records
 
 ROOT = Path(__file__).parents[2]
 TARGET = "tpu:v6e:4x4"
@@ -45,26 +43,17 @@ def toolchain() -> str:
     return ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "libtpu"))
 
 
-def compile_cells(cache: Path | None = None) -> dict[str, Program]:
-    """Records of the cells by name, compiled as a build does it: in worker processes, for the whole slice.
-
-    Args:
-        cache: A build cache that knows a program again by its StableHLO, its toolchain and our sources; None compiles.
-    """
+def compile_cells(kept: Artifacts | None = None) -> dict[str, Compiled]:
+    """What describes the cells, by name, compiled for the whole slice; ``kept`` has what earlier runs compiled."""
     config = Config.from_dict(config_fields("full", {}))
-    plan = make_plan(config, Options(decode_paddings=(16, 64)), TARGET)
-    with tempfile.TemporaryDirectory() as folder:
-        known = None if cache is None else Cells(CacheUse("on", cache), lambda text: None)
-        outcome = Compilers(plan, config, Path(folder), None, known).run(CELLS, lambda cell, record: None)
-    assert not outcome.failures, outcome.failures
-    return {cell.name: outcome.built[cell.name].program for cell in CELLS}
+    return records(config, make_plan(config, Options(decode_paddings=(16, 64)), TARGET), CELLS, kept)
 
 
-def quantities(program: Program) -> Quantities:
+def quantities(program: Compiled) -> Quantities:
     """What is held to a budget: counts, bytes on a chip, and estimated milliseconds."""
     found = program.estimate
     assert found is not None
-    counts = {f"collectives: {kind}": row.count for kind, row in program.collectives.items()}
+    counts = {f"collectives: {kind}": row.count for kind, row in (program.collectives or {}).items()}
     counts |= {f"custom calls: {name}": row.count for name, row in found.custom_calls.items()}
     return {
         **counts,

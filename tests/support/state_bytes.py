@@ -5,35 +5,28 @@ checkpoint is needed. A sequence's recurrent and conv state of a chip is read an
 """
 
 import sys
-import tempfile
-from pathlib import Path
 
+from artifacts_fixture import Artifacts
 from golden_programs import TARGET
-from ling3export.artifacts.schema import MOVING, Program
-from ling3export.cache.cells import Cells
-from ling3export.cache.use import CacheUse
+from ling3export.artifacts.schema import MOVING
 from ling3export.checkpoint.synth import config_fields
-from ling3export.compile.pool import Compilers
+from ling3export.compile.lower import Compiled
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
+from tpu_texts import records
 
 BAR = 1.2  # times what must move
 
 
-def compiled(target: str = TARGET, cache: Path | None = None) -> dict[str, Program]:
-    """Records of the three cells, by name; ``cache`` is a build cache."""
+def compiled(target: str = TARGET, kept: Artifacts | None = None) -> dict[str, Compiled]:
+    """What describes the three cells, by name; ``kept`` has what earlier runs compiled."""
     config = Config.from_dict(config_fields("full", {}))
     plan = make_plan(config, Options(snapshots=32), target)
-    cells = [cell for cell in plan.cells if cell.phase in MOVING]
-    with tempfile.TemporaryDirectory() as folder:
-        known = None if cache is None else Cells(CacheUse("on", cache), lambda text: None)
-        outcome = Compilers(plan, config, Path(folder), None, known).run(cells, lambda cell, record: None)
-    assert not outcome.failures, outcome.failures
-    return {cell.name: outcome.built[cell.name].program for cell in cells}
+    return records(config, plan, [cell for cell in plan.cells if cell.phase in MOVING], kept)
 
 
-def times(program: Program) -> float:
+def times(program: Compiled) -> float:
     """Bytes through the large memory over those that must move."""
     assert program.floor is not None and program.estimate is not None
     return (program.estimate.memory_bytes or 0) / program.floor.moved
