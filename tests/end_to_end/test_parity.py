@@ -30,7 +30,7 @@ def test_reference_equals_transformers(variant: str, tmp_path: Path):
     fields = tiny_fields(**VARIANTS[variant])
     weights = tiny_weights(fields)
     prompts = [np.random.default_rng(n).integers(0, fields["vocab_size"], n).tolist() for n in LENGTHS]
-    theirs = transformers_logits(write_tiny(tmp_path / "checkpoint", fields, weights), prompts, tmp_path)
+    theirs = transformers_logits(write_tiny(tmp_path / "checkpoint", fields, weights), prompts)
     reference = Reference(Config.from_dict(fields), weights.__getitem__)
     for found, expected in zip(theirs, reference.logits_many(prompts), strict=True):
         errors = np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1)

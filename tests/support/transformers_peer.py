@@ -1,14 +1,18 @@
 """Hugging Face transformers as a peer, in an interpreter of its own (`make parity`)."""
 
+import functools
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from artifacts_fixture import Artifacts, digest_of, files_below, kept_folder, run
+from ling3export.runners.load.environment import cpu_features
+
 ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "tests" / "support" / "parity"
 
 
 def parity_python() -> Path:
@@ -24,13 +28,24 @@ def parity_python() -> Path:
     return path
 
 
-def transformers_logits(checkpoint: Path, prompts: list[list[int]], scratch: Path) -> list[np.ndarray]:
-    """Float64 logits of every position of each prompt."""
-    (scratch / "prompts.json").write_text(json.dumps(prompts))
-    script = ROOT / "tests" / "support" / "parity" / "hf_logits.py"
-    command = [parity_python(), script, checkpoint, scratch / "prompts.json", scratch / "logits.npz"]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    with np.load(scratch / "logits.npz") as arrays:
+def transformers_logits(checkpoint: Path, prompts: list[list[int]]) -> list[np.ndarray]:
+    """Float64 logits of every position of each prompt; what another run computed of the same by the same is taken."""
+    python = parity_python()
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "prompts.json").write_text(json.dumps(prompts))
+        run(python, SCRIPTS / "hf_logits.py", checkpoint, folder / "prompts.json", folder / "logits.npz")
+
+    scripts = {name: SCRIPTS / name for name in ("hf_logits.py", "hf_model.py")}
+    made_of = [digest_of(files_below(checkpoint)), digest_of(scripts), installed(python), cpu_features(), prompts]
+    with np.load(Artifacts(kept_folder()).kept("transformers", made_of, write) / "logits.npz") as arrays:
         print(arrays["versions"])
         return [arrays[str(i)] for i in range(len(prompts))]
+
+
+@functools.cache
+def installed(python: Path) -> str:
+    """What an interpreter has of the packages that decide the logits."""
+    code = "import sys; from importlib.metadata import version as v; print(sys.version, *map(v, sys.argv[1:]))"
+    return run(python, "-c", code, "torch", "transformers", "numpy", "safetensors").stdout

@@ -9,8 +9,7 @@ import pytest
 
 from artifacts_fixture import RECIPES, Artifacts
 from direct import agreed, relative
-from ling3export.checkpoint.reader import Checkpoint
-from ling3export.verify.reference import Reference
+from kept_reference import KeptReference
 from probe import Part, Probe, Rows
 from tolerances import BFLOAT16_MEDIAN, FLOAT32, MARGIN, SAME
 from transformers_peer import transformers_logits
@@ -29,9 +28,8 @@ class Truth:
     """A checkpoint's prompts and the float64 logits at all their positions."""
 
     def __init__(self, checkpoint: Path, seeds: Sequence[int]) -> None:
-        opened = Checkpoint.open(checkpoint)
-        self.vocabulary = opened.config.vocab_size
-        self._reference = Reference(opened.config, opened.tensor)
+        self._reference = KeptReference(checkpoint)
+        self.vocabulary = self._reference.config.vocab_size
         self.prompts = [
             np.random.default_rng(seed).integers(0, self.vocabulary, size).tolist()
             for seed, size in zip(seeds, SIZES, strict=True)
@@ -159,13 +157,11 @@ def test_tp16_equals_tp1(open_subject: Callable[[str], Subject]):
 
 
 @pytest.mark.parametrize("name", ["micro-tp4", "micro-tp4-flat"])
-def test_artifact_equals_transformers(
-    name: str, artifact: Artifacts, open_subject: Callable[[str], Subject], tmp_path: Path
-):
+def test_artifact_equals_transformers(name: str, artifact: Artifacts, open_subject: Callable[[str], Subject]):
     """With low-rank queries, for which one projection of theirs is replaced, and with flat ones, as they are."""
     subject = open_subject(name)
     prompts = subject.truth.prompts[1:3]
-    theirs = transformers_logits(artifact.checkpoint(name), prompts, tmp_path)
+    theirs = transformers_logits(artifact.checkpoint(name), prompts)
     with subject.probe as probe:
         for ids, expected in zip(prompts, theirs, strict=True):
             found = dict(probe.prompt(subject.paddings[0], ids[:200]))
