@@ -1,6 +1,8 @@
 # Each target does its own set-up. A second run finds the stamp of the first and does none again.
 .PHONY: setup parity fmt lint types check test fuzz bench peers witness budgets demo demo-pd smoke runner
 .NOTPARALLEL:
+# Tests start a thousand processes: each would compile our sources again if none may keep their bytecode.
+unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 
 setup: .venv/installed
