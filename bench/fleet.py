@@ -14,7 +14,6 @@ import random
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -38,7 +37,7 @@ WARNING = 0.3  # seconds from an order to its beginning
 USUAL = 0.65  # of what replicas pass at most: the load under which calls are timed
 LONGER = 15  # times as long as a measurement of calls a run takes
 FEWEST = 8  # calls of a kind from which a time is taken
-ENOUGH = 40  # calls of a kind under that load from which its times are taken, and no others
+ENOUGH = 40  # calls of a kind under that load from which its times are taken, and no others of what they held
 Trace = list[list[float]]  # second, tokens of the prompt, tokens of the answer
 Spread = tuple[float, float, float]  # tokens a second, median and p99 of the seconds to the first token
 
@@ -131,7 +130,7 @@ def measured(replicas: Replicas, folder: Path, busy: int, seconds: float, alone:
     """The times of calls while ``busy`` replicas make such calls at once, of all of them.
 
     Where replicas take nothing from each other (``alone``), requests then arrive at random, at a share of what those
-    times let pass, and calls of which that shows enough are timed by it: an engine that is always busy is slower.
+    times let pass, and calls are timed by what that shows of them: an engine that is always busy is slower.
     """
     manifest = read_manifest(folder)
     (target,) = manifest.targets.values()
@@ -148,14 +147,29 @@ def measured(replicas: Replicas, folder: Path, busy: int, seconds: float, alone:
         trace = arrivals(max(ENOUGH, int(LONGER * seconds * rate)), rate, 3)
         told = replicas.order(busy, lambda number, _: {"trace": trace[number::busy]})
         found = [(cell, held, took) for _, calls in told for cell, held, took in calls]
-        counts = Counter(cell for cell, _, _ in found)
-        notes = found + [note for note in notes if counts[note[0]] < ENOUGH]
+        notes = found + unseen(notes, found)
         times = fitted(notes, target, manifest.plan.page_size)
     rows = [
         (f"{phase}@{size}", took) for phase in ("prefill", "decode") for size, took in getattr(times, phase).items()
     ]
     say(f"{busy} busy, {len(notes)} calls, ms: {', '.join(f'{cell} {1e3 * took:.2f}' for cell, took in rows)}")
     return times
+
+
+def unseen(notes: Sequence[Note], found: Sequence[Note]) -> list[Note]:
+    """Those of ``notes`` of whose calls ``found`` shows too few, or none that held as little or as much.
+
+    A line through calls that held nearly the same says nothing of others: what one of them took by chance decides it.
+    """
+    held: dict[str, list[int]] = {}
+    for cell, count, _ in found:
+        held.setdefault(cell, []).append(count)
+    enough = {cell: (min(each), max(each)) for cell, each in held.items() if len(each) >= ENOUGH}
+
+    def shown(cell: str, count: int) -> bool:
+        return cell in enough and enough[cell][0] <= count <= enough[cell][1]
+
+    return [note for note in notes if not shown(note[0], note[1])]
 
 
 def arrivals(count: int, rate: float, seed: int) -> Trace:

@@ -147,6 +147,22 @@ def test_times_of_calls_are_fitted_to_those_that_were_made():
     assert fleet.read_times(json.loads(json.dumps(asdict(found)))) == found
 
 
+def test_calls_beyond_those_of_random_arrivals_are_timed_where_the_engine_is_busy():
+    """A line through calls of nearly as many rows, drawn on to 64, once gave a step of 64 twice its time."""
+    found = [("decode@64", 17 + n % 4, 0.031) for n in range(fleet.ENOUGH)] + [("decode@64", 20, 0.061)]
+    busy = [("decode@64", rows, 0.0312) for rows in (*range(17, 65), 64, 64)] + [("decode@16", 9, 0.017)]
+    left = fleet.unseen(busy, found)
+    assert [held for cell, held, _ in left if cell == "decode@64"] == [*range(21, 65), 64, 64]
+    assert ("decode@16", 9, 0.017) in left
+    target = SimpleNamespace(
+        paddings={"prefill": (16,), "decode": (1, 64)}.__getitem__, state=SimpleNamespace(slots=64, pages=9, chunk=16)
+    )
+    prefill = [("prefill@16", 16, 0.01)] * fleet.FEWEST
+    assert fleet.fitted(found + prefill, target, 64).decode[64] > 0.05
+    assert fleet.fitted(found + left + prefill, target, 64).decode[64] == pytest.approx(0.031, rel=0.02)
+    assert fleet.unseen(busy, found[1:]) == left and fleet.unseen(busy, found[2:]) == busy
+
+
 class Clock:
     """A clock that goes on where somebody sleeps, and a runner whose processor takes ``seconds`` for a call."""
 
