@@ -48,7 +48,7 @@ def aot(artifact: Path) -> dict[str, Any]:
     """The artifact through the runner's loader."""
     from ling3export.runners.load.loader import load
 
-    loaded = load(artifact, report=lambda text: None)
+    loaded = load(artifact, report=lambda text: None, early=True)  # as an engine does
     result = finish(dict(loaded.timings.seconds), loaded.runner, loaded.record)
     return result | {"compiles": loaded.compiles.count, "traces": loaded.compiles.traces}
 
@@ -79,8 +79,7 @@ def programs(artifact: Path) -> dict[str, Any]:
         enforce(verdicts, "prebuilt-only", name, str(artifact))
         clock.lap("verdicts")
         mesh = pjrt.recorded_mesh(record.mesh)
-        for future in work.load_programs(artifact, files, record, mesh, verdicts, {}, pool).values():
-            future.result()
+        work.load_programs(artifact, files, record, mesh, verdicts, {}, pool).settle()
         clock.lap("load")
     total = sum(clock.seconds.values())
     return {"seconds": clock.seconds | {PREPARATION: total}, "cpu": {PREPARATION: processor() - before}}

@@ -151,11 +151,12 @@ def last_words(record: bytes, process: str) -> str:
     (calls,) = _COUNT.unpack_from(record)
     names = [_text(record[_RING + n % _CALLS * _NAME :][:_NAME]) for n in range(max(0, calls - _CALLS), calls)]
     loading, where = _text(record[_LOADING:]), _text(record[_TARGET:_LOADING])
-    if loading:
-        doing = f" while {where or 'the artifact'} was loaded: {loading}"
-    elif names:
+    if names:
         before = f", behind {', '.join(names[:-1])}" if names[1:] else ""
         doing = f"; the last program that it started is {names[-1]} of {where}, call {calls}{before}"
+        doing += f", while it loaded {loading}" if loading else ""
+    elif loading:
+        doing = f" while {where or 'the artifact'} was loaded: {loading}"
     else:
         doing = " before it loaded anything"
     return f"error: process {process}: expected it to end by itself, found it crashed or killed{doing}"

@@ -82,6 +82,7 @@ def load_parts(
         artifact, target=target, programs=programs, check=check, report=report, hosts=hosts,
         agreed=agreed,
         phases=ATTENTION if ffn else WHOLE,
+        early=hosts is None,
     )  # fmt: skip
     with loaded.channel.together() if loaded.channel else nullcontext():
         return _assembled(loaded, overlap, report, ffn, ffn_timeout, prefix_cache, evict, prefix_store)

@@ -121,8 +121,10 @@ class Engine:
         )  # fmt: skip
         if loaded.channel is not None and linger:
             loaded.channel.outlive(self._loop.abandon, linger)
+        self._programs = loaded.programs
         steps = [
             self._loop.close,
+            self._programs.close,
             *(each.close for each in (self._split, self._exchange, self._store) if each is not None),
         ]
         self._close = weakref.finalize(self, _closed, *steps)  # also at the end of the process
@@ -407,6 +409,14 @@ class Engine:
                 that did not return in time has not returned yet.
         """
         return self._loop.restart()
+
+    def settle(self) -> None:
+        """Waits until every program has loaded; requests are served from the first ones on.
+
+        Raises:
+            ArtifactError: One does not load; a request that needs it would end the engine.
+        """
+        self._programs.settle()
 
     def close(self) -> None:
         """Ends the engine's thread and drops programs, weights and state; unfinished requests get EngineStopped.

@@ -1,7 +1,8 @@
 """From an artifact's path to programs, weights and state on devices: the ladder, and the order in which things load.
 
 Nothing is given to a deserializer before its digest and its verdict. Reading, digests and loading run in threads beside
-the import of jax; everything has ended, and has been found right, before the first step.
+the import of jax. Every byte has been found right before the first step; of the programs those that a first request
+needs have loaded then, or all of them, as the caller likes.
 """
 
 import gc
@@ -10,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ling3export.runners.hosts.hosts import Hosts
     from ling3export.runners.load.model_runner import ModelRunner
     from ling3export.runners.load.pjrt import CompileCounter
+    from ling3export.runners.load.programs import Programs
     from ling3export.runners.load.recompile import Compiled
     from ling3export.runners.load.verdict import Verdict
 
@@ -70,6 +72,7 @@ class Loaded:
         manifest: Its manifest.
         target: Name of the target.
         runner: Programs, parameters and state, ready to run steps.
+        programs: The programs alone, of which some may still load.
         verdicts: Whether each program fits this machine, by cell.
         timings: Seconds that each stage took.
         compiles: Counts the programs that jax compiles from the start on; a prebuilt start leaves it at 0.
@@ -81,6 +84,7 @@ class Loaded:
     manifest: Manifest
     target: str
     runner: "ModelRunner"
+    programs: "Programs"
     verdicts: "dict[str, Verdict]"
     timings: Timings
     compiles: "CompileCounter"
@@ -97,6 +101,7 @@ def load(
     artifact: str | Path, *, target: str | None = None, programs: str = "prebuilt-only", check: str = "all",
     report: Callable[[str], None] = say, manifest: Manifest | None = None,
     hosts: "Hosts | None" = None, agreed: dict[str, Any] | None = None, phases: Container[str] | None = None,
+    early: bool = False,
 ) -> Loaded:  # fmt: skip
     """Loads an artifact.
 
@@ -112,6 +117,7 @@ def load(
         agreed: What else must be the same on all hosts, by name.
         manifest: Used instead of the folder's: a build measures what it has no manifest for yet.
         phases: Load the programs of these alone, and the weights and the state that they take; None for all.
+        early: Return once the programs are there that a first request needs, while the others load (``Programs``).
 
     Raises:
         ArtifactError: The artifact is missing, damaged, or not for this machine under this policy.
@@ -149,7 +155,7 @@ def load(
     # Loading a program is one core's work: more threads than cores only fight over memory (measured: 2 times slower).
     pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ling3-load")
     try:
-        loaded = _load(folder, manifest, name, channel, pool, timings, programs, check, report, phases)
+        loaded = _load(folder, manifest, name, channel, pool, timings, programs, check, report, phases, early)
         for text in signed:
             report(text)
         return loaded
@@ -164,6 +170,7 @@ def load(
 def _load(
     folder: Path, manifest: Manifest, target: str, channel: "Channel | None", pool: ThreadPoolExecutor,
     timings: Timings, policy: str, check: str, report: Callable[[str], None], phases: Container[str] | None,
+    early: bool,
 ) -> Loaded:  # fmt: skip
     """``load``, once the target is known and the other hosts are there."""
 
@@ -205,17 +212,22 @@ def _load(
             compiled = compile_here(folder, record, recompile, mesh, report)
         # The state first: writing its zeros is the longest piece of work.
         zeroed = pool.submit(timed, "state", lambda: model_runner.fresh_state(record, mesh))
-        loading = programs.load_programs(folder, executables, record, mesh, verdicts, compiled, pool)
-    with timings.stage("weights"):
-        params = weights.arrays(mesh)
-    with timings.stage("programs"):
-        loaded = {cell: future.result() for cell, future in loading.items()}
-    state = zeroed.result()
-    if checked is not None:
-        checked.result()
+        first = programs.first_needed(record) if early else None
+        loading = programs.load_programs(folder, executables, record, mesh, verdicts, compiled, pool, first)
+    with ExitStack() as failed:
+        failed.callback(loading.close)
+        with timings.stage("weights"):
+            params = weights.arrays(mesh)
+        with timings.stage("programs"):
+            for cell in loading if first is None else first:
+                loading[cell]
+        state = zeroed.result()
+        if checked is not None:
+            checked.result()
+        failed.pop_all()
     parts = None if channel is None else channel.parts
-    ready = model_runner.ModelRunner(record, loaded, params, state, mesh, parts)
-    return Loaded(folder, manifest, target, ready, verdicts, timings, compiles, weights.nbytes, channel)
+    ready = model_runner.ModelRunner(record, loading, params, state, mesh, parts)
+    return Loaded(folder, manifest, target, ready, loading, verdicts, timings, compiles, weights.nbytes, channel)
 
 
 def _reduced(target: Target, phases: Container[str]) -> Target:

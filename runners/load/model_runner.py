@@ -4,6 +4,7 @@ import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import Any, TypeVar
 
 import jax
@@ -31,7 +32,7 @@ class ModelRunner:
 
     Args:
         target: The manifest's.
-        programs: The loaded programs, by cell.
+        programs: The programs, by cell; each is asked for when it is first called.
         params: The parameters, by the name of the argument.
         state: The state arrays, by name.
         mesh: The devices.
@@ -51,7 +52,7 @@ class ModelRunner:
         self._parts = parts
         self.inputs: dict[str, Inputs] | None = None
         self._blank: dict[tuple[str, str], jax.Array] = {}
-        self.cells = {name: _Cell(name, cell, programs[name], params) for name, cell in target.cells.items()}
+        self.cells = {name: _Cell(name, cell, programs, params) for name, cell in target.cells.items()}
 
     def reset(self) -> None:
         """Replaces the state by zeros; the parameters stay where they are. No call may be running."""
@@ -257,8 +258,9 @@ class ModelRunner:
             self.inputs[name] = fields, dict(batch)
         batch["packed"] = device_array(cell.pack(fields), self._replicated)
         arguments = [self.state[key] for key in cell.state_in]
+        program = cell.program
         flight.called(cell.name)
-        outputs = cell.program(*cell.params, *arguments, *(batch[key] for key in cell.batch_in))
+        outputs = program(*cell.params, *arguments, *(batch[key] for key in cell.batch_in))
         count = len(cell.state_out)
         self.state.update(zip(cell.state_out, outputs[:count], strict=True))
         return dict(zip(cell.out, outputs[count:], strict=True))
@@ -267,9 +269,9 @@ class ModelRunner:
 class _Cell:
     """A program and what its flat inputs and outputs are."""
 
-    def __init__(self, name: str, cell: Cell, program: Program, params: Mapping[str, jax.Array]) -> None:
+    def __init__(self, name: str, cell: Cell, programs: Mapping[str, Program], params: Mapping[str, jax.Array]) -> None:
         self.name = flight.name_of(name)
-        self.program = program
+        self._own, self._programs = name, programs
         self._fields, self._packed = cell.fields, cell.packed
         self.params = [params[leaf.name] for leaf in cell.inputs if leaf.group == "params"]
         self.state_in = [leaf.name for leaf in cell.inputs if leaf.group == "state"]
@@ -277,6 +279,11 @@ class _Cell:
         self.shapes = {leaf.name: leaf.shape for leaf in cell.inputs if leaf.group == "batch"}
         self.state_out = [leaf.name for leaf in cell.outputs if leaf.group == "state"]
         self.out = [leaf.name for leaf in cell.outputs if leaf.group == "out"]
+
+    @cached_property
+    def program(self) -> Program:
+        """The program, once it has loaded."""
+        return self._programs[self._own]
 
     def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
         """All fields in one int32 vector, floats bit-cast.

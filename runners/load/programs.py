@@ -1,12 +1,14 @@
 """A target's programs: read by digest, judged, then loaded in threads or compiled where the policy allows."""
 
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ling3export.artifacts.manifest import read_checked
-from ling3export.artifacts.schema import Call, Cell, Executable, Target
+from ling3export.artifacts.schema import MOVING, Call, Cell, Executable, Target
 from ling3export.errors import ArtifactError
 from ling3export.runners import flight
 from ling3export.runners.load.kernels import register
@@ -17,6 +19,88 @@ if TYPE_CHECKING:
 
     from ling3export.runners.load.pjrt import Program
     from ling3export.runners.load.recompile import Compiled
+
+
+LATER = (*MOVING, "sample", "adjust", "score")  # phases of which a first request needs none, or not the smallest
+
+
+class Programs(Mapping[str, "Program"]):
+    """Programs by cell, which load in threads. Asking for one waits for it, or loads it where its turn has not come.
+
+    Args:
+        load: Loads one.
+        names: Of all, in the order in which they are begun.
+        pool: Where they load; of its own threads.
+        first: Those that load there; the others follow one after the other. None for all.
+    """
+
+    def __init__(
+        self, load: "Callable[[str], Program]", names: Collection[str], pool: ThreadPoolExecutor,
+        first: Collection[str] | None = None,
+    ) -> None:  # fmt: skip
+        self._load, self._lock = load, threading.Lock()
+        self._futures = {name: pool.submit(load, name) for name in names if first is None or name in first}
+        self._behind: ThreadPoolExecutor | None = None
+        if len(self._futures) < len(names):
+            self._behind = ThreadPoolExecutor(1, thread_name_prefix="ling3-load-behind")
+            self._behind.submit(_ended, list(self._futures.values()))
+            self._futures |= {name: self._behind.submit(load, name) for name in names if name not in self._futures}
+            self._behind.shutdown(wait=False)  # so that its thread ends when it has loaded them
+
+    def __getitem__(self, name: str) -> "Program":
+        """A program.
+
+        Raises:
+            ArtifactError: It does not load.
+        """
+        with self._lock:
+            future, mine = self._futures[name], None
+            if self._behind is not None and future.cancel():
+                mine = self._futures[name] = Future()
+                mine.set_running_or_notify_cancel()  # so that nobody else takes it
+        if mine is None:
+            return future.result()
+        try:
+            mine.set_result(self._load(name))
+        except BaseException as error:
+            mine.set_exception(error)
+        return mine.result()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._futures)
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    def settle(self) -> None:
+        """Waits until all have loaded, and loads some of them.
+
+        Raises:
+            ArtifactError: One does not load.
+        """
+        for name in reversed(list(self)):  # the thread behind begins at the other end
+            self[name]
+
+    def close(self) -> None:
+        """What has not begun to load does no more; waits for what has, and lets go of all."""
+        if self._behind is not None:
+            self._behind.shutdown(cancel_futures=True)
+        self._futures.clear()
+
+
+def _ended(futures: "list[Future[Program]]") -> None:
+    """Waits until all have ended, whichever way."""
+    for future in futures:
+        with suppress(CancelledError):
+            future.exception()
+
+
+def first_needed(target: Target) -> set[str]:
+    """The cells that a first request of a few tokens needs: the smallest of each phase, and what samples from them."""
+    phases = {cell.phase for cell in target.cells.values()}.difference(LATER)
+    first = {f"{phase}@{target.paddings(phase)[0]}" for phase in phases}
+    rows = {leaf.shape[0] for name in first for leaf in target.cells[name].outputs if leaf.name == "logits"}
+    return first | {f"sample@{count}" for count in rows}.intersection(target.cells)
 
 
 def read_executables(folder: Path, target: Target, pool: ThreadPoolExecutor) -> dict[str, Future[bytes]]:
@@ -30,8 +114,8 @@ def read_executables(folder: Path, target: Target, pool: ThreadPoolExecutor) -> 
 
 def load_programs(
     folder: Path, executables: Mapping[str, Future[bytes]], target: Target, mesh: "Mesh", verdicts: dict[str, Verdict],
-    compiled: "dict[str, Compiled]", pool: ThreadPoolExecutor,
-) -> "dict[str, Future[Program]]":  # fmt: skip
+    compiled: "dict[str, Compiled]", pool: ThreadPoolExecutor, first: Collection[str] | None = None,
+) -> Programs:  # fmt: skip
     """Starts loading every cell, once every digest and every signature was found right.
 
     Args:
@@ -42,6 +126,7 @@ def load_programs(
         verdicts: By cell; the executables of OPTIMAL ones come from the artifact.
         compiled: The others, compiled here.
         pool: Where to load.
+        first: Cells that load before all others; None where all load side by side.
 
     Raises:
         ArtifactError: A file is missing or damaged, or a call contradicts its cell; nothing was deserialized.
@@ -60,7 +145,7 @@ def load_programs(
         register(read_checked(folder, target.kernels), target.kernel_names)
 
     def load(name: str) -> "Program":
-        raw, executable = parts[name]
+        raw, executable = parts.pop(name)  # its bytes are needed once
         try:
             with flight.loading(f"program {name}"):
                 return load_executable(raw, executable, mesh)
@@ -71,7 +156,7 @@ def load_programs(
             ) from error
 
     largest_first = sorted(parts, key=lambda name: -len(parts[name][0]))
-    return {name: pool.submit(load, name) for name in largest_first}
+    return Programs(load, largest_first, pool, first)
 
 
 def _check_signature(name: str, cell: Cell, call: Call) -> None:

@@ -62,6 +62,7 @@ def serve(
         ) as engine,
         supervised(engine, restarts),
     ):  # fmt: skip
+        engine.settle()  # a client's first request must not wait for a program, and none may fail later
         if engine.files.there:
             # A broken tokenizer fails here, not at the first client.
             engine.files.tokenizer("text in")

@@ -54,7 +54,8 @@ def test_a_crash_of_a_step_names_the_program_and_the_target(death, number):
     dying = "b'decode' in arguments[0] and len(seen) >= 5"
     done = generate(room="", module="flight", function="called", condition=dying, death=f"real(*arguments); {death}")
     assert done.returncode == -number
-    last = done.stderr.splitlines()[-1]
+    last, _, loading = done.stderr.splitlines()[-1].partition(", while it loaded ")  # the others, perhaps
+    assert all(name.removeprefix("program ") in toy_artifact.CELLS for name in loading.split(", ") if name)
     assert last.endswith(
         f"{END}; the last program that it started is decode@2 of {toy_artifact.TARGET}, call 5, behind sample@1, "
         "decode@2, sample@2"
@@ -94,6 +95,12 @@ def watched(body: str) -> subprocess.CompletedProcess[str]:
             "flight.target('cpu-tp4'); flight.called(flight.name_of('prefill@512')); os.abort()",
             -signal.SIGABRT,
             "; the last program that it started is prefill@512 of cpu-tp4, call 1",
+        ),
+        (
+            "flight.target('c'); flight.called(flight.name_of('b@1')); w = flight.loading('program a@1'); "
+            "w.__enter__(); os.abort()",
+            -signal.SIGABRT,
+            "; the last program that it started is b@1 of c, call 1, while it loaded program a@1",
         ),
     ],
 )  # fmt: skip
