@@ -54,7 +54,8 @@ peers: setup parity
 # into an environment of this project.
 WITNESS ?= $(HOME)/.cache/ling3export-witness
 witness: setup parity
-	$(BIN)/python -m bench witness "$$(.ci/witness $(WITNESS))" --llama-cpp "$$(.ci/peers $(PEERS))" $(ARGS)
+	witness=$$(.ci/witness $(WITNESS)) && peers=$$(.ci/peers $(PEERS)) && \
+		$(BIN)/python -m bench witness "$$witness" --llama-cpp "$$peers" $(ARGS)
 
 budgets: setup
 	$(BIN)/python tests/support/golden_programs.py

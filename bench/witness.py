@@ -2,7 +2,8 @@
 
 ``make witness`` installs aiperf, builds llama.cpp's server and measures. All of a round have the same requests: texts
 of words, greedy, of one length. The checkpoint is such as transformers loads by itself: without a query projection of
-low rank, which it does not know.
+low rank, which it does not know. And all that it writes has text: other clients see a token by its text alone, so that
+they do not know when a special token came, or a part of a character, or an id that no token has.
 """
 
 import contextlib
@@ -13,7 +14,8 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,14 +25,17 @@ from bench.peers import gguf, read_once
 from bench.report import machine, medians, say, show, table
 from bench.serve import served
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.checkpoint.synth import synthesize
+from ling3export.checkpoint.synth import INDEX, synthesize
 from ling3export.processes import LOOPBACK, free_port
 from ling3export.runners.bench.measure import open_tokenizer
+from ling3export.runners.bench.metrics import Outcome, figures
 from ling3export.runners.bench.workloads import Ask, Source, shared_prefix
 
 LAYERS, AT_ONCE, COUNT = 24, 4, 40
 PROMPT, ANSWER = 48, 64  # tokens
 WAIT = 180.0  # seconds for a server to be there
+HEAD = "lm_head.weight"
+OURS, PIECES = "bench serve", "bench serve, text"  # its tokens by their ids; its pieces with text, as others see them
 # (what a row is called, where `bench serve` has its figure, where aiperf has it)
 ROWS = (
     ("requests/s", ("request_throughput",), ("request_throughput", "avg")),
@@ -44,21 +49,38 @@ ROWS = (
 Flat = dict[str, float]
 
 
-def at(figures: Mapping[str, Any], place: Sequence[str]) -> float:
+def at(values: Mapping[str, Any], place: Sequence[str]) -> float:
     """The figure at a place of nested objects."""
-    found: Any = figures
+    found: Any = values
     for name in place:
         found = found[name]
     return float(found)
 
 
 def plain_checkpoint() -> Path:
-    """``small`` without a query projection of low rank."""
-    folder = CACHE / f"small-{LAYERS}-plain"
+    """``small`` without a query projection of low rank, whose tokens all have text."""
+    folder = CACHE / f"small-{LAYERS}-text"
     if not folder.exists():
+        part = folder.with_suffix(".part")
         CACHE.mkdir(parents=True, exist_ok=True)
-        synthesize(folder, "small", 0, layers=LAYERS, overrides={"q_lora_rank": None})
+        synthesize(part, "small", 0, layers=LAYERS, overrides={"q_lora_rank": None}, force=True)
+        silence(part)
+        part.rename(folder)
     return folder
+
+
+def silence(folder: Path) -> None:
+    """Gives tokens without text of their own a logit of 0, which is never the largest of so many random ones."""
+    tokenizer = open_tokenizer(folder)
+    with (folder / json.loads((folder / INDEX).read_text())["weight_map"][HEAD]).open("r+b") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        start, (begin, end), rows = file.tell(), header[HEAD]["data_offsets"], header[HEAD]["shape"][0]
+        width = (end - begin) // rows
+        for token in range(rows):
+            text = tokenizer.decode([token])
+            if not text or "\N{REPLACEMENT CHARACTER}" in text:
+                file.seek(start + begin + token * width)
+                file.write(bytes(width))
 
 
 def renamed(source: Path, folder: Path) -> Path:
@@ -83,16 +105,20 @@ def requests(folder: Path, tokens: Path, context: int, count: int) -> tuple[Path
     return file, asks
 
 
-def ours(url: str, data: Path, tokens: Path, count: int, *more: str) -> Flat:
-    """What our client says of a server."""
+def ours(url: str, data: Path, tokens: Path, count: int, *more: str) -> tuple[Flat, Flat]:
+    """What our client says of a server: of its tokens, and of its pieces with text alone, by the same events."""
     with tempfile.TemporaryDirectory(prefix="ling3-witness-") as folder:
         line = Path(folder) / "run.jsonl"
         what = ["--workload", "jsonl", "--data", data, "--num-prompts", count, "--max-concurrency", AT_ONCE]
-        where = ["--url", url, "--tokenizer", tokens, "--output", line, *more]
+        where = ["--url", url, "--tokenizer", tokens, "--output", line, "--save-raw", *more]
         run(["ling3export.runners.cli", "bench", "serve", *what, *where])
-        figures = last_line(line.read_text())["figures"]
-    assert figures["completed"] == count, figures
-    return {row: at(figures, place) for row, place, _ in ROWS}
+        found = last_line(line.read_text())
+    assert found["figures"]["completed"] == count, found["figures"]
+    heard = [Outcome(**each | {"times": each["pieces"]}) for each in found["requests"]]
+    by_text = asdict(figures(heard, found["figures"]["duration"]))
+    counts = {"tokens": float(by_text["output_tokens"]), "pieces": float(sum(len(each.pieces) for each in heard))}
+    flat = [{row: at(values, place) for row, place, _ in ROWS} | counts for values in (found["figures"], by_text)]
+    return flat[0], flat[1]
 
 
 def aiperf(program: Path, url: str, asks: Sequence[Ask], tokens: Path) -> Flat:
@@ -170,19 +196,19 @@ def measure(
             read_once(*(file for file in folder.rglob("*") if file.is_file()))
             with served(folder) as (url, _):
                 ours(url, data, tokens, count)  # the first run of a server counts nowhere
-                arms: dict[str, Callable[[], Flat]] = {"bench serve": partial(ours, url, data, tokens, count)}
+                for arm, found in zip((OURS, PIECES), ours(url, data, tokens, count), strict=True):
+                    _keep(runs, arm, found)
                 if program is not None:
-                    arms["aiperf"] = partial(aiperf, program, url, asks, tokens)
-                for arm, work in arms.items():
-                    _keep(runs, arm, work())
+                    _keep(runs, "aiperf", aiperf(program, url, asks, tokens))
             if sources is not None:
                 command = [
                     sources / "build" / "bin" / "llama-server", "-m", gguf(source, sources, "--vocab"), "-t", threads,
-                    "-c", AT_ONCE * 1024, "--parallel", AT_ONCE, "--host", LOOPBACK, "--no-webui",
+                    "-c", AT_ONCE * 1024, "--parallel", AT_ONCE, "--host", LOOPBACK, "--no-ui", "--offline",
+                    "--no-cache-prompt", "--cache-ram", 0,  # ours has no cache here, and all prompts come twice
                 ]  # fmt: skip
                 with started(command, "/health", {}) as url:
                     ours(url, data, tokens, count, "--model", "m")
-                    _keep(runs, "llama.cpp", ours(url, data, tokens, count, "--model", "m"))
+                    _keep(runs, "llama.cpp", ours(url, data, tokens, count, "--model", "m")[1])
             if python is not None:
                 named = renamed(source, Path(scratch) / f"round-{len(runs.get('transformers', ()))}")
                 command = [python.with_name("transformers"), "serve", named, "--device", "cpu", "--dtype", "bfloat16",
@@ -190,7 +216,8 @@ def measure(
                 alone = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
                 with started(command, "/health", alone) as url:
                     few = max(AT_ONCE, count // 5)  # it answers one request after the other
-                    _keep(runs, "transformers", ours(url, data, tokens, few, "--model", str(named), "--stop-at-eos"))
+                    asked = partial(ours, url, data, tokens, few, "--model", str(named), "--stop-at-eos")
+                    _keep(runs, "transformers", asked()[1])
     return {"benchmark": "witness", "machine": machine(), "checkpoint": source.name, "rounds": rounds, "runs": runs}
 
 
@@ -205,16 +232,17 @@ def main(
     """Measures and prints."""
     result = measure(given, rounds, count, program, sources, python)
     speeds = {arm: medians(found) for arm, found in result["runs"].items()}
-    first = speeds["bench serve"]
-    others = [arm for arm in speeds if arm != "bench serve"]
+    first = speeds[PIECES]
+    others = [arm for arm in speeds if arm not in (OURS, PIECES)]
     head = ["", *speeds, *(f"{arm} / ours" for arm in others)]
     rows = [
         [row, *(flat[row] for flat in speeds.values()), *(speeds[arm][row] / first[row] for arm in others)]
         for row, *_ in ROWS
     ]
     show(
-        f"{result['checkpoint']}, {count} requests, {AT_ONCE} at once, {ANSWER} tokens each, medians of {rounds}, load "
-        f"average {result['machine']['load_average'][0]}",
+        f"{result['checkpoint']}, {count} requests, {AT_ONCE} at once, {ANSWER} tokens each ({first['pieces']:.0f} of "
+        f"{first['tokens']:.0f} pieces have text), medians of {rounds}, load average "
+        f"{result['machine']['load_average'][0]}",
         [table(head, rows)],
         result,
     )

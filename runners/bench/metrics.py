@@ -33,6 +33,7 @@ class Outcome:
         transfer: Seconds that its state took from one engine to another.
         transfer_bytes: Bytes of that state.
         error: Why it failed; None where it did not.
+        pieces: When each piece with text came over HTTP: all that a client sees of tokens whose ids it is not told.
     """
 
     start: float
@@ -46,6 +47,7 @@ class Outcome:
     transfer: float = 0.0
     transfer_bytes: int = 0
     error: str | None = None
+    pieces: list[float] = field(default_factory=list)
 
     @property
     def ttft(self) -> float:

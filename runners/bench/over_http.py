@@ -139,6 +139,7 @@ def _take(outcome: Outcome, chunk: Any, at: float) -> bool:
     for choice in chunk.get("choices") or ():
         ids, text = choice.get("token_ids"), choice.get("text") or ""
         outcome.times += [at] * (len(ids) if ids is not None else bool(text))
+        outcome.pieces += [at] * bool(text)
         outcome.text += text
         whole |= bool(choice.get("finish_reason"))
     usage = chunk.get("usage")

@@ -19,6 +19,8 @@ TARGETS = [
     "test",
     "fuzz",
     "bench",
+    "peers",
+    "witness",
     "budgets",
     "demo",
     "demo-pd",
@@ -48,7 +50,8 @@ def checkout(tmp_path) -> Path:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_target_sets_up_what_it_needs_once(target, checkout):
-    needs = ENVIRONMENTS if target == "test" else [".venv-parity"] if target == "parity" else [".venv"]
+    both = target in ("test", "peers", "witness")
+    needs = ENVIRONMENTS if both else [".venv-parity"] if target == "parity" else [".venv"]
     first = planned(target, checkout)
     assert [name for name in ENVIRONMENTS if f".ci/venv {name} " in first] == needs
 

@@ -70,6 +70,7 @@ def test_tokens_that_come_together_have_one_time():
         (outcome,) = sent(url, [Ask("a", 3)]).outcomes
     assert outcome.tokens == 3
     assert outcome.itl[0] == 0 and outcome.itl[1] > 0
+    assert outcome.pieces == outcome.times[:1]  # the second event has no text
 
 
 def test_an_event_may_come_in_any_pieces():
