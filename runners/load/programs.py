@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 LATER = (*MOVING, "sample", "adjust", "score")  # phases of which a first request needs none, or not the smallest
 
 
+REST = 2.0  # seconds from the first programs to the others: a short command has ended by then, and loads no others
+
+
 class Programs(Mapping[str, "Program"]):
     """Programs by cell, which load in threads. Asking for one waits for it, or loads it where its turn has not come.
 
@@ -31,7 +34,7 @@ class Programs(Mapping[str, "Program"]):
         load: Loads one.
         names: Of all, in the order in which they are begun.
         pool: Where they load; of its own threads.
-        first: Those that load there; the others follow one after the other. None for all.
+        first: Those that load there; the others follow one after the other, after REST. None for all.
     """
 
     def __init__(
@@ -41,9 +44,10 @@ class Programs(Mapping[str, "Program"]):
         self._load, self._lock = load, threading.Lock()
         self._futures = {name: pool.submit(load, name) for name in names if first is None or name in first}
         self._behind: ThreadPoolExecutor | None = None
+        self._go = threading.Event()
         if len(self._futures) < len(names):
             self._behind = ThreadPoolExecutor(1, thread_name_prefix="ling3-load-behind")
-            self._behind.submit(_ended, list(self._futures.values()))
+            self._behind.submit(_rested, list(self._futures.values()), self._go)
             self._futures |= {name: self._behind.submit(load, name) for name in names if name not in self._futures}
             self._behind.shutdown(wait=False)  # so that its thread ends when it has loaded them
 
@@ -78,21 +82,24 @@ class Programs(Mapping[str, "Program"]):
         Raises:
             ArtifactError: One does not load.
         """
+        self._go.set()
         for name in reversed(list(self)):  # the thread behind begins at the other end
             self[name]
 
     def close(self) -> None:
         """What has not begun to load does no more; waits for what has, and lets go of all."""
+        self._go.set()
         if self._behind is not None:
             self._behind.shutdown(cancel_futures=True)
         self._futures.clear()
 
 
-def _ended(futures: "list[Future[Program]]") -> None:
-    """Waits until all have ended, whichever way."""
+def _rested(futures: "list[Future[Program]]", go: threading.Event) -> None:
+    """Waits until all have ended, whichever way, and then for REST seconds or ``go``."""
     for future in futures:
         with suppress(CancelledError):
             future.exception()
+    go.wait(REST)
 
 
 def first_needed(target: Target) -> set[str]:
