@@ -13,7 +13,7 @@ parity: .venv-parity/installed
 
 # Python 3.11 first: the oldest supported, so this environment also tests the oldest jax.
 .venv-parity/installed: pyproject.toml constraints.txt .ci/venv
-	.ci/venv .venv-parity parity,test 3.11 3.12 3.13
+	.ci/venv .venv-parity parity,build,serve,test 3.11 3.12 3.13
 
 # What only tests need, 1.3 GB of TensorFlow in it: not part of `setup`. The same environment, so that jax is installed
 # once; neither TensorFlow nor the two evaluation libraries that can drive an artifact change jax or numpy.

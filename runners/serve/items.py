@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from ling3export.runners.engine.request import LIKELY
@@ -114,7 +114,7 @@ class ResponsesBody(Sampled):
     }  # fmt: skip
 
     input: Annotated[
-        Annotated[str, Tag("TEXT")] | Annotated[list[_AnyItem], FailFast(), Field(min_length=1), Tag("ITEMS")],
+        Annotated[str, Tag("TEXT")] | Annotated[list[_AnyItem], Field(fail_fast=True, min_length=1), Tag("ITEMS")],
         Discriminator(_input_kind),
         Field(description='a text or a list of items, [{"role": TEXT, "content": TEXT}, ...]'),
     ]
@@ -125,8 +125,8 @@ class ResponsesBody(Sampled):
     ] = None
     tools: Annotated[
         list[_Function],
-        FailFast(),
         Field(
+            fail_fast=True,
             default_factory=list,
             max_length=CHOICES,
             description=f'a list of at most {CHOICES} functions, {{"type": "function", "name": NAME, ...}}',

@@ -13,7 +13,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Discriminator,
-    FailFast,
     Field,
     Tag,
     ValidationError,
@@ -181,11 +180,14 @@ Flag = Annotated[bool, Field(description="true or false")]
 Count = Annotated[int | None, Field(ge=1, le=MOST, description=f"a whole number from 1 to {MOST}")]
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=STOP_LENGTH)]],
-    FailFast(),
-    Field(max_length=STOPS, description=f"a text or a list of at most {STOPS} texts of 1 to {STOP_LENGTH} characters"),
+    Field(
+        fail_fast=True,
+        max_length=STOPS,
+        description=f"a text or a list of at most {STOPS} texts of 1 to {STOP_LENGTH} characters",
+    ),
     BeforeValidator(_one_or_many),
 ]
-Ids = Annotated[list[int], FailFast()]
+Ids = Annotated[list[int], Field(fail_fast=True)]
 FORMS = {"TEXT", "TEXTS", "IDS", "IDS_LISTS", "str", "dict[str,any]"}
 ITEMS = {"message": "MESSAGE", "function_call": "CALL", "function_call_output": "OUTPUT", "reasoning": "REASONING"}
 FORMS |= {"ITEMS", *ITEMS.values()}
@@ -309,9 +311,9 @@ class CompletionsBody(Body):
     ] = None
     prompt: Annotated[
         Annotated[str, Tag("TEXT")]
-        | Annotated[list[str], FailFast(), Field(min_length=1), Tag("TEXTS")]
+        | Annotated[list[str], Field(fail_fast=True, min_length=1), Tag("TEXTS")]
         | Annotated[Ids, Tag("IDS")]
-        | Annotated[list[Ids], FailFast(), Tag("IDS_LISTS")],
+        | Annotated[list[Ids], Field(fail_fast=True), Tag("IDS_LISTS")],
         Discriminator(_prompt_kind),
         Field(description="a text, a list of texts, a list of token ids or a list of lists of token ids"),
     ]
@@ -325,8 +327,7 @@ class CompletionsBody(Body):
 
 Messages = Annotated[
     list[Message],
-    FailFast(),
-    Field(min_length=1, description='a list of messages, [{"role": TEXT, "content": TEXT}, ...]'),
+    Field(fail_fast=True, min_length=1, description='a list of messages, [{"role": TEXT, "content": TEXT}, ...]'),
 ]
 
 

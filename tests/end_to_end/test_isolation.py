@@ -154,6 +154,36 @@ def test_an_artifact_names_no_folder_of_its_build(artifact: Artifacts):
     assert [file.name for file in files for word in words if word in file.read_bytes()] == []
 
 
+# Prints each module of the package and what it lacks.
+IMPORTING = """
+import importlib, pkgutil
+import ling3export
+for module in pkgutil.walk_packages(ling3export.__path__, "ling3export."):
+    if not module.name.endswith("__main__"):
+        try:
+            importlib.import_module(module.name)
+            print(module.name, "nothing")
+        except ModuleNotFoundError as error:
+            print(module.name, error.name)
+"""
+# Of extras that the parity environment does not have.
+LACKING = {"inspect_ai", "lm_eval", "ray", "requests", "simpy"}
+
+
+def test_every_module_imports_in_the_oldest_python():
+    """In 3.11 and 3.12 `serve` and `batch` ended in a TypeError: these versions hash the parts of a type."""
+    python = parity_python()
+    version = run(python, "-c", "import sys; print(*sys.version_info[:2], sep='.')").stdout.strip()
+    if version != "3.11":
+        pytest.skip(f"the parity environment has Python {version}, not 3.11")
+    lines = [line.split() for line in run(python, "-c", IMPORTING).stdout.splitlines()]
+    lacking = {name: what for name, what in lines if what != "nothing"}
+    assert set(lacking.values()) <= LACKING, lacking
+    whole = {name for name, what in lines if what == "nothing"}
+    assert {"ling3export.runners.serve.app", "ling3export.runners.batch.run", "ling3export.cli.main"} <= whole
+    assert len(whole) > 200
+
+
 @pytest.fixture(scope="module")
 def other_python() -> Path:
     """The parity environment's interpreter, which has an older jax."""
