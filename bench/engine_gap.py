@@ -78,6 +78,7 @@ def main() -> None:
     arms = {"policy": None, "longest calls": longest_calls, "prefill first": prefill_first}
     found = {}
     with Engine(Path(sys.argv[1]), report=lambda text: None) as engine:
+        engine.settle()
         assert engine._loop._core is not None
         scheduler = engine._loop._core.scheduler
         engine.generate([[1] * 600], max_tokens=4)

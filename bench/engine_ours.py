@@ -50,6 +50,7 @@ def main() -> None:
         from ling3export.runners.engine.engine import Engine
 
         with Engine(folder, overlap=arm == "engine", report=lambda text: None) as engine:
+            engine.settle()
             vocabulary = engine.manifest.vocab_size
 
             def all_of_them(prompts: list[list[int]]) -> None:

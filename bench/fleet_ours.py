@@ -194,6 +194,7 @@ def main() -> None:
         mock.patch.object(scheduler, "Scheduler", Watched),
         Engine(artifact, prefix_cache=False, report=lambda text: None) as engine,
     ):
+        engine.settle()
         engine.generate([[1, 2, 3]], max_tokens=4)
         print("ready", flush=True)
         for line in sys.stdin:

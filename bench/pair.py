@@ -17,6 +17,8 @@ def main(first: Path, second: Path, rounds: int, counts: Sequence[int]) -> None:
     """Prints for each count both medians, both fastest steps, and the median of the rounds' ratios."""
     rows, result = [], {}
     with Engine(first, report=say) as one, Engine(second, report=say) as two:
+        one.settle()
+        two.settle()
         for count in counts:
             runs = []
             for number in range(rounds):

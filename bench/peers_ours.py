@@ -35,6 +35,7 @@ def main() -> None:
     dice = np.random.default_rng(0)
     found: dict[str, float] = {}
     with Engine(folder, report=lambda text: None) as engine:
+        engine.settle()
 
         def prompts(count: int, length: int) -> list[list[int]]:
             return dice.integers(0, engine.manifest.vocab_size, (count, length)).tolist()

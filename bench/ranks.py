@@ -15,8 +15,9 @@ from typing import Any
 
 from bench.inputs import ROOT, artifact
 from bench.inputs import checkpoint as checkpoint_of
-from bench.report import machine, show, table
+from bench.report import anonymous, machine, show, table
 from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.store import Store
 from ling3export.processes import LOOPBACK, free_port
 from ling3export.runners.load.weights import Weights
 
@@ -27,13 +28,11 @@ Peak = dict[str, int]
 def seen(process: int) -> Peak:
     """Bytes of a process now: anonymous ones, and of weight files those that it has touched."""
     try:
-        status = Path(f"/proc/{process}/status").read_text()
         maps = Path(f"/proc/{process}/smaps").read_text()
     except OSError:  # it has ended
-        return {"anonymous": 0, "weights": 0}
-    found = re.search(r"^RssAnon:\s+(\d+)", status, re.MULTILINE)
+        maps = ""
     resident = re.findall(r"\.safetensors\n(?:.*\n)*?Rss:\s+(\d+)", maps)
-    return {"anonymous": 1024 * int(found[1]) if found else 0, "weights": 1024 * sum(map(int, resident))}
+    return {"anonymous": anonymous(process), "weights": 1024 * sum(map(int, resident))}
 
 
 def peaks(commands: Sequence[tuple[list[object], dict[str, str]]]) -> list[Peak]:
@@ -57,14 +56,13 @@ def whole(folder: Path) -> None:
     """Reads all weights into memory, then splits off those of host 0."""
     manifest = read_manifest(folder)
     (target,) = manifest.targets.values()
-    files = {path: (folder / path).read_bytes() for path in manifest.weights.files}
-    share = []
-    for name, start, stop in target.slabs(0):
-        tensor = manifest.weights.index[name]
-        first, size = tensor.offset, tensor.slab_bytes
-        end = len(tensor.sha256) if stop is None else stop
-        share.append(bytearray(memoryview(files[tensor.file])[first + start * size : first + end * size]))
-    print(sum(map(len, share)))
+    index = manifest.weights.index
+    store = Store(folder, index, copied=True)
+    share = [
+        store.view(name).reshape(len(index[name].sha256), -1)[start:stop].copy()
+        for name, start, stop in target.slabs(0)
+    ]
+    print(sum(each.nbytes for each in share))
 
 
 def main(given: Path | None, hosts: int) -> dict[str, Any]:
@@ -80,17 +78,8 @@ def main(given: Path | None, hosts: int) -> dict[str, Any]:
         for name, _, stop in target.slabs(0)
         if stop is None
     )
-    command = [
-        sys.executable,
-        "-m",
-        "ling3export.runners.cli",
-        "generate",
-        folder,
-        "--prompt-ids",
-        "1,2,3",
-        "--max-tokens",
-        2,
-    ]
+    command = [sys.executable, "-m", "ling3export.runners.cli", "generate", folder, "--prompt-ids", "1,2,3",
+               "--max-tokens", 2]  # fmt: skip
     where = {"DIST_INIT_ADDR": f"{LOOPBACK}:{free_port()}", "NNODES": str(hosts)}
     ranks = peaks([(command, where | {"NODE_RANK": str(host)}) for host in range(hosts)])
     (naive,) = peaks([([sys.executable, "-m", "bench.ranks", folder], {})])

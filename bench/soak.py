@@ -18,7 +18,7 @@ from typing import Any
 from bench.engine import DEMO
 from bench.faults import put_nan
 from bench.inputs import CACHE, artifact, fresh, last_line, run
-from bench.report import machine, show, table
+from bench.report import anonymous, machine, show, table
 from ling3export.errors import RequestError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped, LogitsError
@@ -29,12 +29,6 @@ TRIES = 20
 GIVEN_UP = "given up"  # after so many tries
 BAD = 5  # the token whose embedding is NaN
 WRONG: tuple[Any, ...] = ([1] * 100_000, [], [1.5], [-1], "\ud83d", None, b"abc")
-
-
-def anonymous() -> float:
-    """MiB of anonymous memory of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) / 1024
 
 
 async def client(engine: Engine, rng: random.Random, places: asyncio.Semaphore, ends: dict[str, int]) -> None:
@@ -98,7 +92,7 @@ def soak(folder: Path, requests: int) -> dict[str, Any]:
             gc.collect()
             stats = engine.stats()
             rows.append({"requests": number * (requests // WAVES), "live": stats["live"], **stats["free"],
-                         "threads": threading.active_count(), "anonymous MiB": anonymous()})  # fmt: skip
+                         "threads": threading.active_count(), "anonymous MiB": anonymous() / 2**20})  # fmt: skip
         final = engine.stats()
     lost = AT_ONCE + WAVES * (requests // WAVES) - sum(ends.values()) + ends.get(EngineStopped.__name__, 0)
     held = [row for row in rows if row["live"] or any(row[pool] != size for pool, size in final["pools"].items())]

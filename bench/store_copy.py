@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.report import machine, show, table
+from bench.report import anonymous, machine, show, table
 from ling3export.artifacts.store import Store, StoreWriter, TensorSpec
 
 SLABS, HIDDEN, EXPERTS, WIDTH, HEADS_WIDTH, VOCAB = 16, 1536, 128, 512, 2048, 157184
@@ -76,12 +76,6 @@ def clocks() -> tuple[float, float]:
 def since(start: tuple[float, float]) -> tuple[float, float]:
     wall, cpu = clocks()
     return wall - start[0], cpu - start[1]
-
-
-def anonymous() -> int:
-    """This process's anonymous memory, in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
 
 
 def measure(folder: Path, layers: int, rounds: int, threads: int) -> dict[str, Any]:

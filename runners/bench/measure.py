@@ -239,10 +239,16 @@ def _tokenizer_of(artifact: Path, manifest: Manifest) -> Tokenizer | None:
 def _engine(how: Settings, report: Callable[[str], None]) -> Engine:
     if how.artifact is None:
         raise RequestError("bench: expected an artifact to run or a server's address, found neither", "add --url URL")
-    return Engine(
+    engine = Engine(
         how.artifact, target=how.target, programs=how.programs, check=how.check, step_timeout=how.step_timeout,
         report=report,
     )  # fmt: skip
+    try:
+        engine.settle()  # a program that loads during the run would be part of its figures
+    except BaseException:
+        engine.close()
+        raise
+    return engine
 
 
 def _workload(how: Settings) -> tuple[Manifest | None, Tokenizer | None, list[Ask], list[float]]:

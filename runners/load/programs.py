@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 
 LATER = (*MOVING, "sample", "adjust", "score")  # phases of which a first request needs none, or not the smallest
-
-
 REST = 2.0  # seconds from the first programs to the others: a short command has ended by then, and loads no others
 
 

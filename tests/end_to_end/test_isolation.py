@@ -173,9 +173,9 @@ LACKING = {"inspect_ai", "lm_eval", "ray", "requests", "simpy"}
 def test_every_module_imports_in_the_oldest_python():
     """In 3.11 and 3.12 `serve` and `batch` ended in a TypeError: these versions hash the parts of a type."""
     python = parity_python()
-    version = run(python, "-c", "import sys; print(*sys.version_info[:2], sep='.')").stdout.strip()
-    if version != "3.11":
-        pytest.skip(f"the parity environment has Python {version}, not 3.11")
+    found = run(python, "-c", "import sys; print(*sys.version_info[:2], sep='.')").stdout.strip()
+    if found != "3.11":
+        pytest.skip(f"the parity environment has Python {found}, not 3.11")
     lines = [line.split() for line in run(python, "-c", IMPORTING).stdout.splitlines()]
     lacking = {name: what for name, what in lines if what != "nothing"}
     assert set(lacking.values()) <= LACKING, lacking

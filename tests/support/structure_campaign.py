@@ -161,6 +161,7 @@ def speeds(path: str, rounds: int = 5, tokens: int = 128) -> None:
     form = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 200}
     arms = {"none": None, "regex": Grammar("regex", "[a-z0-9 ]{2000}"), "json": Grammar("json", json.dumps(form))}
     with Engine(path, report=lambda text: None) as engine:
+        engine.settle()
         found: dict[str, list[float]] = {name: [] for name in arms}
         for turn in range(rounds + 1):
             for name, grammar in arms.items():

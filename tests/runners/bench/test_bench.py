@@ -12,8 +12,10 @@ from fake_openai import serving, whole, words
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.runners.bench.measure import Settings, measure
 from ling3export.runners.bench.record import distribution, over_time, side_by_side
+from ling3export.runners.bench.servers import InProcess
 from ling3export.runners.bench.table import check
 from ling3export.runners.cli.main import main
+from ling3export.runners.load.programs import Programs
 
 DATA = Path(__file__).parents[2] / "data"
 SMALL = ["--num-prompts", 6, "--input-len", 12, "--output-len", 8]
@@ -49,6 +51,19 @@ def test_an_engine_in_this_process_is_measured(artifact, tmp_path):
     assert html.count('class="bars"') == 3
     again = bench("serve", artifact, *SMALL, "--html", page)
     assert again.exit_code == 1 and "expected no such file, found one" in again.stderr
+
+
+def test_programs_are_loaded_before_requests_are_sent(artifact, monkeypatch):
+    order = []
+
+    def noted(owner, name):
+        before = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, **named: (order.append(name), before(*given, **named))[1])
+
+    noted(Programs, "settle")
+    noted(InProcess, "prepare")
+    measure(Settings(artifact=artifact, num_prompts=2, input_len=4, output_len=2))
+    assert order[0] == "settle" and order.count("prepare") >= 2
 
 
 def test_the_same_seed_measures_the_same_requests(artifact):
@@ -95,8 +110,6 @@ def test_a_server_that_answers_nothing_gives_zeros_and_exit_code_1():
 
 
 def test_compiling_during_a_run_is_an_error(artifact, monkeypatch):
-    from ling3export.runners.bench.servers import InProcess
-
     counts = iter((0, 2))
 
     async def compiles(self):
