@@ -11,9 +11,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 
@@ -28,6 +28,7 @@ STREAMS = 0.5  # are streams
 PAUSE = 0.2  # seconds that a client waits after 429
 FAULTS = 0.2  # of the calls have a fault, if any have: see Load
 OVERSIZE = 4_000_000  # bytes of a prompt that cannot fit
+Served = TypeVar("Served")
 
 
 class Load:
@@ -125,6 +126,27 @@ def served(folder: Path, *options: object) -> Iterator[tuple[str, subprocess.Pop
     finally:
         server.terminate()
         server.wait(120)
+
+
+@contextmanager
+def beside(server: AbstractContextManager[Served], *, apart: bool) -> Iterator[Served]:
+    """A server that starts with the block, and is called from it.
+
+    Args:
+        server: Starts it.
+        apart: It has the first half of the processors for itself, and this process and those that it starts meanwhile
+            have the other: else a client that computes much takes its time from the server that it measures.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    half = (len(cores) + 1) // 2
+    with ExitStack() as stack:
+        stack.callback(os.sched_setaffinity, 0, cores)
+        if apart:
+            os.sched_setaffinity(0, cores[:half])
+        found = stack.enter_context(server)
+        if apart:
+            os.sched_setaffinity(0, cores[half:] or cores)
+        yield found
 
 
 def counters(url: str) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ from urllib.parse import urlsplit
 from bench.engine import DEMO
 from bench.inputs import artifact
 from bench.report import machine, say, show, table
-from bench.serve import OVERSIZE, served
+from bench.serve import OVERSIZE, beside, served
 
 PHASES = ("before", "flood of texts", "between", "flood of lists", "after")
 HEADERS = {"Content-Type": "application/json"}
@@ -112,18 +111,13 @@ def main(given: Path | None, clients: int, seconds: float, apart: bool) -> dict[
         given: Checkpoint; None for the demo.
         clients: Of the flood.
         seconds: Of each phase.
-        apart: The server has the first half of the processors for itself, and all clients the other: what it takes from
-            the others is then told apart from what the flood's clients take of their processors.
+        apart: As `beside` has it: what the server takes from the others is then told apart from what the flood's
+            clients take of their processors.
     """
     source = (given or DEMO).resolve()
     folder = artifact(source, "serve-tp1", ["--paddings", "16,128,512", "--decode-paddings", "1,16,64", "--tp", 1])
     load, answers = machine(), {}
-    cores = sorted(os.sched_getaffinity(0))
-    with served(folder) as (url, server):
-        if apart:
-            for thread in os.listdir(f"/proc/{server.pid}/task"):
-                os.sched_setaffinity(int(thread), cores[: (len(cores) + 1) // 2])
-            os.sched_setaffinity(0, cores[(len(cores) + 1) // 2 :] or cores)
+    with beside(served(folder), apart=apart) as (url, _):
         watch = Watch(url)
         time.sleep(2)
         for phase in PHASES:
@@ -146,7 +140,6 @@ def main(given: Path | None, clients: int, seconds: float, apart: bool) -> dict[
     head = ["", "/health, longest ms", "stream, longest ms", "answers", "pieces", "flood's answers"]
     where = ", server and clients on processors of their own" if apart else ""
     show(f"{clients} clients that send {OVERSIZE:,} bytes to {source.name} at TP=1{where}", [table(head, rows)], result)
-    os.sched_setaffinity(0, cores)
     return result
 
 

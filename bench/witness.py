@@ -23,7 +23,7 @@ from typing import Any
 from bench.inputs import CACHE, artifact, last_line, run
 from bench.peers import gguf, read_once
 from bench.report import machine, medians, say, show, table
-from bench.serve import served
+from bench.serve import beside, served
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.checkpoint.synth import INDEX, synthesize
 from ling3export.processes import LOOPBACK, free_port
@@ -35,7 +35,9 @@ LAYERS, AT_ONCE, COUNT = 24, 4, 40
 PROMPT, ANSWER = 48, 64  # tokens
 WAIT = 180.0  # seconds for a server to be there
 HEAD = "lm_head.weight"
-OURS, PIECES = "bench serve", "bench serve, text"  # its tokens by their ids; its pieces with text, as others see them
+# What says so of our server: our client of its tokens by their ids, and of its pieces with text, as others see them.
+BY_ID, BY_TEXT, AIPERF = CLIENTS = ("bench serve", "bench serve, text", "aiperf")
+OURS, LLAMA, TRANSFORMERS = SERVERS = ("ours", "llama.cpp", "transformers")  # by our client, of pieces with text
 # (what a row is called, where `bench serve` has its figure, where aiperf has it)
 ROWS = (
     ("requests/s", ("request_throughput",), ("request_throughput", "avg")),
@@ -194,12 +196,15 @@ def measure(
         data, asks = requests(Path(scratch), tokens, read_manifest(folder).plan.context, count)
         for _ in range(rounds):
             read_once(*(file for file in folder.rglob("*") if file.is_file()))
+            if program is not None:
+                with beside(served(folder), apart=True) as (url, _):
+                    ours(url, data, tokens, count)  # the first run of a server counts nowhere
+                    for arm, found in zip((BY_ID, BY_TEXT), ours(url, data, tokens, count), strict=True):
+                        _keep(runs, arm, found)
+                    _keep(runs, AIPERF, aiperf(program, url, asks, tokens))
             with served(folder) as (url, _):
-                ours(url, data, tokens, count)  # the first run of a server counts nowhere
-                for arm, found in zip((OURS, PIECES), ours(url, data, tokens, count), strict=True):
-                    _keep(runs, arm, found)
-                if program is not None:
-                    _keep(runs, "aiperf", aiperf(program, url, asks, tokens))
+                ours(url, data, tokens, count)
+                _keep(runs, OURS, ours(url, data, tokens, count)[1])
             if sources is not None:
                 command = [
                     sources / "build" / "bin" / "llama-server", "-m", gguf(source, sources, "--vocab"), "-t", threads,
@@ -208,16 +213,16 @@ def measure(
                 ]  # fmt: skip
                 with started(command, "/health", {}) as url:
                     ours(url, data, tokens, count, "--model", "m")
-                    _keep(runs, "llama.cpp", ours(url, data, tokens, count, "--model", "m")[1])
+                    _keep(runs, LLAMA, ours(url, data, tokens, count, "--model", "m")[1])
             if python is not None:
-                named = renamed(source, Path(scratch) / f"round-{len(runs.get('transformers', ()))}")
+                named = renamed(source, Path(scratch) / f"round-{len(runs.get(TRANSFORMERS, ()))}")
                 command = [python.with_name("transformers"), "serve", named, "--device", "cpu", "--dtype", "bfloat16",
                            "--host", LOOPBACK]  # fmt: skip
                 alone = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
                 with started(command, "/health", alone) as url:
                     few = max(AT_ONCE, count // 5)  # it answers one request after the other
                     asked = partial(ours, url, data, tokens, few, "--model", str(named), "--stop-at-eos")
-                    _keep(runs, "transformers", asked()[1])
+                    _keep(runs, TRANSFORMERS, asked()[1])
     return {"benchmark": "witness", "machine": machine(), "checkpoint": source.name, "rounds": rounds, "runs": runs}
 
 
@@ -232,18 +237,24 @@ def main(
     """Measures and prints."""
     result = measure(given, rounds, count, program, sources, python)
     speeds = {arm: medians(found) for arm, found in result["runs"].items()}
-    first = speeds[PIECES]
-    others = [arm for arm in speeds if arm not in (OURS, PIECES)]
-    head = ["", *speeds, *(f"{arm} / ours" for arm in others)]
-    rows = [
-        [row, *(flat[row] for flat in speeds.values()), *(speeds[arm][row] / first[row] for arm in others)]
-        for row, *_ in ROWS
-    ]
+    shape = speeds[OURS]
     show(
-        f"{result['checkpoint']}, {count} requests, {AT_ONCE} at once, {ANSWER} tokens each ({first['pieces']:.0f} of "
-        f"{first['tokens']:.0f} pieces have text), medians of {rounds}, load average "
-        f"{result['machine']['load_average'][0]}",
-        [table(head, rows)],
+        f"{result['checkpoint']}, {count} requests, {AT_ONCE} at once, {ANSWER} tokens each ({shape['pieces']:.0f} of "
+        f"{shape['tokens']:.0f} pieces have text), medians of {rounds}, load average "
+        f"{result['machine']['load_average'][0]}; our server by its clients, which have half of the processors and it "
+        "the other, then servers and our client on all of them",
+        [compared(arms, speeds) for arms in (CLIENTS, SERVERS) if arms[0] in speeds],
         result,
     )
     return result
+
+
+def compared(arms: Sequence[str], speeds: Mapping[str, Flat]) -> str:
+    """A table of those arms that were measured, and of each of them by the first of its kind."""
+    there = [arm for arm in arms if arm in speeds]
+    first, others = (BY_TEXT, [AIPERF]) if BY_TEXT in there else (OURS, there[1:])
+    rows = [
+        [row, *(speeds[arm][row] for arm in there), *(speeds[arm][row] / speeds[first][row] for arm in others)]
+        for row, *_ in ROWS
+    ]
+    return table(["", *there, *(f"{arm} / {first}" for arm in others)], rows)
