@@ -30,6 +30,7 @@ from ling3export.model.mla.paged import (
     merge,
     merge_devices,
 )
+from ling3export.model.native import calls
 from ling3export.model.products import column_parallel, dot, dot_heads, per_head, replicated, row_parallel
 
 LATENT_NORM_EPS = 1e-6  # for the norms of the query's and the key-value latent, whatever rms_norm_eps says
@@ -121,9 +122,11 @@ class GatedMLA(nnx.Module):
     def _one_by_one(
         self, query: Float[Array, "B H row"], pool: Pool, layer: Index, rows: DecodeRows
     ) -> Float32[Array, "B H R"]:
-        """Attended latents, one sequence after the other."""
+        """Attended latents, one sequence after the other, or all in a native kernel."""
         rank = self.config.kv_lora_rank
         length = jnp.where(rows.valid, rows.position + 1, 0)
+        if self.geometry.kernels and not self.geometry.striped:
+            return calls.attention(query, pool, layer, rows.page_table, length, rank, self.geometry)
 
         def sequence(b: jax.Array, out: jax.Array) -> jax.Array:
             part = attend_pages(query[b], pool, layer, rows.page_table[b], length[b], rank, self.geometry)

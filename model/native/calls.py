@@ -1,4 +1,5 @@
-"""The kernels of ``kernels.cc`` as functions of arrays: products with bf16 weights, and the recurrence of one token.
+"""The kernels of ``kernels.cc`` as functions of arrays: products with bf16 weights, and what a decode step does
+with its state: the recurrence of one token, and attention over pages.
 
 A kernel gets the whole stack and a layer's number, so that no weight is copied before it is read. The names that XLA
 looks up end in ``geometry.kernels``: processes that run programs of several artifacts keep their kernels apart. Axis
@@ -94,3 +95,21 @@ def recurrence(
     call = jax.ffi.ffi_call(f"ling3_recurrence.{geometry.kernels}", out, input_output_aliases={0: 0})
     found = call(pool, jnp.int32(layer), slot, used, decay, written, q, k, v, devices=np.int32(geometry.tp))
     return found[0], found[1]
+
+
+def attention(
+    query: BFloat16[Array, "B H row"], pool: BFloat16[Array, "n pages page row"], layer: Index,
+    table: Int32[Array, "B M"], length: Int32[Array, "B"], rank: int, geometry: Geometry,
+) -> Float32[Array, "B H R"]:  # fmt: skip
+    """Absorbed attention of each sequence over its first ``length`` cached tokens; zeros where that is 0.
+
+    Args:
+        query: Already scaled, zero beyond latent and rope.
+        pool: The latents of all MLA layers, every page on this device.
+        layer: The layer whose latents these are.
+        table: The pages of each sequence.
+        length: Tokens that are attended; no page beyond them is read.
+        rank: R, the width of the latent, the part that is also the value.
+        geometry: Whose kernels are called.
+    """
+    return _call("attention", geometry, (*query.shape[:2], rank), query, pool, jnp.int32(layer), table, length)

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <functional>
 #include <initializer_list>
+#include <limits>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -35,6 +36,10 @@ namespace {
 
 constexpr int64_t kOutputs = 64;  // outputs of a task: 200 kB of weights at Ling3-Tiny's width
 constexpr int64_t kRows = 64;     // rows of x that stay in the second cache while a task's weights pass
+constexpr int64_t kTokens = 64;   // cached tokens whose scores are held at once
+constexpr int64_t kSpan = 512;    // cached tokens of a task
+constexpr int64_t kStream = 8;    // rows of x below which one row of w is read after the other, as memory is fastest
+constexpr int64_t kSums = 4096;   // numbers of a task that adds up parts
 constexpr int64_t kParts = 16;    // tasks of a product over rows of the weight, each with sums of its own
 
 float Widen(Bf16 value) {
@@ -66,51 +71,56 @@ Vector Even(Bits bits) { return (Vector)(bits << 16); }
 Vector Odd(Bits bits) { return (Vector)(bits & 0xffff0000u); }
 #endif
 
-// y[t][o] = sum over d of x[t][d] w[o][d], for O outputs and T rows at once. Sums stay in registers only where the
-// loops over t and o are unrolled.
+// y[t][o] = sum over d of x[t][d] w[o][d], for O outputs and T rows at once, each as U sums side by side. Sums stay in
+// registers only where the loops over t, o and u are unrolled. Of several outputs the next as many are asked for ahead.
 #if defined(__AVX512BF16__)
-template <int O, int T>
+template <int O, int T, int U>
 void Dots(const Bf16* w, int64_t step, const Bf16* const* x, int64_t depth, float out[T][O]) {
-  __m512 sum[T][O];
-#pragma GCC unroll 8
-  for (int t = 0; t < T; ++t) {
-#pragma GCC unroll 8
-    for (int o = 0; o < O; ++o) sum[t][o] = _mm512_setzero_ps();
-  }
+  __m512 sum[T][O][U];
+#pragma GCC unroll 16
+  for (int i = 0; i < T * O * U; ++i) sum[i / (O * U)][i / U % O][i % U] = _mm512_setzero_ps();
   const Bf16* rows[T];
 #pragma GCC unroll 8
   for (int t = 0; t < T; ++t) rows[t] = x[t];
-  const auto add = [&](int64_t d, __mmask32 mask) __attribute__((always_inline)) {
+  const auto add = [&](int64_t d, int u, __mmask32 mask) __attribute__((always_inline)) {
     __m512bh wide[O];
 #pragma GCC unroll 8
-    for (int o = 0; o < O; ++o) wide[o] = (__m512bh)_mm512_maskz_loadu_epi16(mask, w + o * step + d);
+    for (int o = 0; o < O; ++o) {
+      if (O > 1) __builtin_prefetch(w + (O + o) * step + d);
+      wide[o] = (__m512bh)_mm512_maskz_loadu_epi16(mask, w + o * step + d);
+    }
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
       const __m512bh each = (__m512bh)_mm512_maskz_loadu_epi16(mask, rows[t] + d);
 #pragma GCC unroll 8
-      for (int o = 0; o < O; ++o) sum[t][o] = _mm512_dpbf16_ps(sum[t][o], wide[o], each);
+      for (int o = 0; o < O; ++o) sum[t][o][u] = _mm512_dpbf16_ps(sum[t][o][u], wide[o], each);
     }
   };
   int64_t d = 0;
-  for (; d + 32 <= depth; d += 32) add(d, ~__mmask32(0));
-  if (d < depth) add(d, (__mmask32(1) << (depth - d)) - 1);
+  for (; d + 32 * U <= depth; d += 32 * U) {
+#pragma GCC unroll 8
+    for (int u = 0; u < U; ++u) add(d + 32 * u, u, ~__mmask32(0));
+  }
+  for (; d + 32 <= depth; d += 32) add(d, 0, ~__mmask32(0));
+  if (d < depth) add(d, 0, (__mmask32(1) << (depth - d)) - 1);
 #pragma GCC unroll 8
   for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 8
-    for (int o = 0; o < O; ++o) out[t][o] = _mm512_reduce_add_ps(sum[t][o]);
+    for (int o = 0; o < O; ++o) {
+      __m512 total = sum[t][o][0];
+#pragma GCC unroll 8
+      for (int u = 1; u < U; ++u) total = _mm512_add_ps(total, sum[t][o][u]);
+      out[t][o] = _mm512_reduce_add_ps(total);
+    }
   }
 }
 #elif defined(LING3_BYTES)
-template <int O, int T>
+template <int O, int T, int U>
 void Dots(const Bf16* w, int64_t step, const Bf16* const* x, int64_t depth, float out[T][O]) {
-  Vector sum[T][O];
-#pragma GCC unroll 8
-  for (int t = 0; t < T; ++t) {
-#pragma GCC unroll 8
-    for (int o = 0; o < O; ++o) sum[t][o] = Vector{};
-  }
-  int64_t d = 0;
-  for (; d + 2 * kPairs <= depth; d += 2 * kPairs) {
+  Vector sum[T][O][U];
+#pragma GCC unroll 16
+  for (int i = 0; i < T * O * U; ++i) sum[i / (O * U)][i / U % O][i % U] = Vector{};
+  const auto add = [&](int64_t d, int u) __attribute__((always_inline)) {
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
       const Bits each = Load(x[t] + d);
@@ -118,24 +128,30 @@ void Dots(const Bf16* w, int64_t step, const Bf16* const* x, int64_t depth, floa
 #pragma GCC unroll 8
       for (int o = 0; o < O; ++o) {
         const Bits bits = Load(w + o * step + d);
-        sum[t][o] += Even(bits) * even;
-        sum[t][o] += Odd(bits) * odd;
+        sum[t][o][u] += Even(bits) * even;
+        sum[t][o][u] += Odd(bits) * odd;
       }
     }
+  };
+  int64_t d = 0;
+  for (; d + 2 * kPairs * U <= depth; d += 2 * kPairs * U) {
+#pragma GCC unroll 8
+    for (int u = 0; u < U; ++u) add(d + 2 * kPairs * u, u);
   }
+  for (; d + 2 * kPairs <= depth; d += 2 * kPairs) add(d, 0);
 #pragma GCC unroll 8
   for (int t = 0; t < T; ++t) {
 #pragma GCC unroll 8
     for (int o = 0; o < O; ++o) {
       float total = 0;
-      for (int lane = 0; lane < kPairs; ++lane) total += sum[t][o][lane];
+      for (int lane = 0; lane < kPairs * U; ++lane) total += sum[t][o][lane % U][lane / U];
       for (int64_t rest = d; rest < depth; ++rest) total += Widen(x[t][rest]) * Widen(w[o * step + rest]);
       out[t][o] = total;
     }
   }
 }
 #else
-template <int O, int T>
+template <int O, int T, int U>
 void Dots(const Bf16* w, int64_t step, const Bf16* const* x, int64_t depth, float out[T][O]) {
   for (int t = 0; t < T; ++t) {
     for (int o = 0; o < O; ++o) {
@@ -147,10 +163,10 @@ void Dots(const Bf16* w, int64_t step, const Bf16* const* x, int64_t depth, floa
 #endif
 
 // out[t * stride + o] = <x[t], w[o]> for all `rows` rows of x and `outputs` rows of w.
-template <int O, int T>
+template <int O, int T, int U>
 void Tile(const Bf16* w, int64_t depth, const Bf16* const* x, float* out, int64_t stride) {
   float tile[T][O];
-  Dots<O, T>(w, depth, x, depth, tile);
+  Dots<O, T, U>(w, depth, x, depth, tile);
   for (int t = 0; t < T; ++t) std::memcpy(out + t * stride, tile[t], sizeof(tile[t]));
 }
 
@@ -159,13 +175,16 @@ void Outer(const Bf16* w, int64_t outputs, int64_t depth, const Bf16* const* x, 
   for (int64_t from = 0; from < rows; from += kRows) {
     const int64_t to = std::min(rows, from + kRows);
     int64_t o = 0;
-    for (; o + 4 <= outputs; o += 4) {
+    for (; to - from >= kStream && o + 4 <= outputs; o += 4) {
       int64_t t = from;
-      for (; t + 4 <= to; t += 4) Tile<4, 4>(w + o * depth, depth, x + t, out + t * stride + o, stride);
-      for (; t < to; ++t) Tile<4, 1>(w + o * depth, depth, x + t, out + t * stride + o, stride);
+      for (; t + 4 <= to; t += 4) Tile<4, 4, 1>(w + o * depth, depth, x + t, out + t * stride + o, stride);
+      for (; t < to; ++t) Tile<4, 1, 1>(w + o * depth, depth, x + t, out + t * stride + o, stride);
     }
     for (; o < outputs; ++o) {
-      for (int64_t t = from; t < to; ++t) Tile<1, 1>(w + o * depth, depth, x + t, out + t * stride + o, stride);
+      int64_t t = from;
+      for (; t + 4 <= to; t += 4) Tile<1, 4, 2>(w + o * depth, depth, x + t, out + t * stride + o, stride);
+      for (; t + 2 <= to; t += 2) Tile<1, 2, 2>(w + o * depth, depth, x + t, out + t * stride + o, stride);
+      for (; t < to; ++t) Tile<1, 1, 4>(w + o * depth, depth, x + t, out + t * stride + o, stride);
     }
   }
 }
@@ -229,73 +248,90 @@ void TiledOuter(const Bf16* w, int64_t outputs, int64_t depth, const Bf16* paire
 }
 #endif
 
-// out[t][c] += sum over f of x[t][f] w[f][c], for `columns` columns of w and T rows of x.
 #ifdef LING3_BYTES
-// V vectors side by side, so that what is read of a row of w is long enough for the memory.
-template <int T, int V>
-void Sums(const Bf16* w, int64_t step, int64_t depth, const Bf16* const* x, float* const* out, int64_t c) {
-  Vector even[T][V], odd[T][V];
+// sums[t] += sum over F rows of w of x[t][f] w[f], for T rows of x. Of each vector of w the even columns' sums lie
+// before the odd ones'. Rows are read from end to end, as memory is fastest.
+template <int F, int T>
+void Sums(const Bf16* w, int64_t step, int64_t f, int64_t columns, const Bf16* const* x, float* const* sums) {
+  Vector each[T][F];
+#pragma GCC unroll 16
+  for (int i = 0; i < T * F; ++i) each[i / F][i % F] = Vector{} + Widen(x[i / F][f + i % F]);
+  for (int64_t c = 0; c < columns; c += 2 * kPairs) {
+    Vector even[F], odd[F];
 #pragma GCC unroll 8
-  for (int t = 0; t < T; ++t) {
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) even[t][v] = odd[t][v] = Vector{};
-  }
-  for (int64_t f = 0; f < depth; ++f) {
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) {
-      __builtin_prefetch(w + (f + 8) * step + v * 2 * kPairs);
-      const Bits bits = Load(w + f * step + v * 2 * kPairs);
-      const Vector low = Even(bits), high = Odd(bits);
-#pragma GCC unroll 8
-      for (int t = 0; t < T; ++t) {
-        const float each = Widen(x[t][f]);
-        even[t][v] += low * each;
-        odd[t][v] += high * each;
-      }
+    for (int i = 0; i < F; ++i) {
+      const Bits bits = Load(w + (f + i) * step + c);
+      even[i] = Even(bits), odd[i] = Odd(bits);
     }
-  }
 #pragma GCC unroll 8
-  for (int t = 0; t < T; ++t) {
+    for (int t = 0; t < T; ++t) {
+      Vector both[2];
+      std::memcpy(both, sums[t] + c, sizeof(both));
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) {
-      float* to = out[t] + c + v * 2 * kPairs;
-      for (int lane = 0; lane < kPairs; ++lane) {
-        to[2 * lane] += even[t][v][lane];
-        to[2 * lane + 1] += odd[t][v][lane];
+      for (int i = 0; i < F; ++i) {
+        both[0] += even[i] * each[t][i];
+        both[1] += odd[i] * each[t][i];
       }
+      std::memcpy(sums[t] + c, both, sizeof(both));
     }
   }
 }
+#endif
 
-template <int V>
-int64_t Blocks(const Bf16* w, int64_t step, int64_t depth, int64_t c, int64_t columns, const Bf16* const* x,
-                int64_t rows, float* const* out) {
-  for (; c + V * 2 * kPairs <= columns; c += V * 2 * kPairs) {
+// out[t][c] += sum over f of x[t][f] w[f][c], for `columns` columns of w. Ranges of rows of w may come one after the
+// other; the sums are in `out` at the end of the last one, of columns that fill no vector at once.
+class Inner {
+ public:
+  Inner(int64_t columns, int64_t rows, float* const* out) : columns_(columns), rows_(rows), out_(out) {
+#ifdef LING3_BYTES
+    whole_ = columns / (2 * kPairs) * (2 * kPairs);
+    sums_.resize(rows * whole_);
+    for (int64_t t = 0; t < rows; ++t) at_.push_back(sums_.data() + t * whole_);
+#endif
+  }
+
+  void Add(const Bf16* w, int64_t step, int64_t depth, const Bf16* const* x) {
+#ifdef LING3_BYTES
     int64_t t = 0;
-    for (; V <= 2 && t + 4 <= rows; t += 4) Sums<4, V>(w + c, step, depth, x + t, out + t, c);
-    for (; t < rows; ++t) Sums<1, V>(w + c, step, depth, x + t, out + t, c);
-  }
-  return c;
-}
+    for (; t + 4 <= rows_; t += 4) {
+      int64_t f = 0;
+      for (; f + 4 <= depth; f += 4) Sums<4, 4>(w, step, f, whole_, x + t, &at_[t]);
+      for (; f < depth; ++f) Sums<1, 4>(w, step, f, whole_, x + t, &at_[t]);
+    }
+    for (; t < rows_; ++t) {
+      for (int64_t f = 0; f < depth; ++f) Sums<1, 1>(w, step, f, whole_, x + t, &at_[t]);
+    }
 #endif
-
-void Inner(const Bf16* w, int64_t step, int64_t depth, int64_t columns, const Bf16* const* x, int64_t rows,
-           float* const* out) {
-  int64_t c = 0;
-#ifdef LING3_BYTES
-  if (rows < 4) c = Blocks<4>(w, step, depth, c, columns, x, rows, out);
-  c = Blocks<2>(w, step, depth, c, columns, x, rows, out);
-  c = Blocks<1>(w, step, depth, c, columns, x, rows, out);
-#endif
-  for (; c < columns; ++c) {
-    for (int64_t t = 0; t < rows; ++t) {
-      for (int64_t f = 0; f < depth; ++f) out[t][c] += Widen(x[t][f]) * Widen(w[f * step + c]);
+    for (int64_t c = whole_; c < columns_; ++c) {
+      for (int64_t t = 0; t < rows_; ++t) {
+        for (int64_t f = 0; f < depth; ++f) out_[t][c] += Widen(x[t][f]) * Widen(w[f * step + c]);
+      }
     }
   }
-}
+
+  ~Inner() {
+#ifdef LING3_BYTES
+    for (int64_t t = 0; t < rows_; ++t) {
+      for (int64_t c = 0; c < whole_; c += 2 * kPairs) {
+        for (int64_t lane = 0; lane < kPairs; ++lane) {
+          out_[t][c + 2 * lane] += at_[t][c + lane];
+          out_[t][c + 2 * lane + 1] += at_[t][c + kPairs + lane];
+        }
+      }
+    }
+#endif
+  }
+
+ private:
+  const int64_t columns_, rows_;
+  float* const* out_;
+  int64_t whole_ = 0;          // columns that fill vectors
+  std::vector<float> sums_;    // of each vector the even columns before the odd ones
+  std::vector<float*> at_;
+};
 
 #ifdef __AMX_BF16__
-// Inner, for `depth` and `columns` that kDepth divides: neighbouring rows of w are brought side by side for the tiles.
+// What Inner adds, for `depth` and `columns` that kDepth divides: neighbouring rows of w are brought side by side for the tiles.
 void TiledInner(const Bf16* w, int64_t depth, int64_t columns, const Bf16* x, int64_t stride, int64_t rows,
                 float* out) {
   alignas(64) uint16_t order[2][kDepth];
@@ -434,14 +470,15 @@ ffi::Error Rows(ffi::ThreadPool pool, Bf16s x, Bf16s w, Ints layer_of, ffi::Resu
   if (ffi::Error error = CheckLayer(layer, stack.layers); error.failure()) return error;
   const int64_t groups = stack.groups(), columns = stack.columns, width = own ? groups * columns : columns;
   const int64_t depth = own ? stack.rows : groups * stack.rows;  // rows of the weight that meet in one sum
-  const int64_t part = own ? depth : (depth + kParts - 1) / kParts, parts = (depth + part - 1) / part;
+  const int64_t part = own ? depth : std::max(kRows, (depth + kParts - 1) / kParts), parts = (depth + part - 1) / part;
   const Bf16* from = Data(x);
   const int64_t xs = groups * stack.rows, used = Used(from, rows, xs);
   float* out = y->typed_data();
 #ifdef __AMX_BF16__
   const bool tiled = !own && used >= kFewest && used <= kTile && columns % kDepth == 0 && MayUseTiles();
 #endif
-  std::vector<float> others((parts - 1) * used * columns);  // of all parts but the first, which has its sums in y
+  // Of all parts but the first, which has its sums in y.
+  const std::unique_ptr<float[]> others(new float[(parts - 1) * used * columns]);
   Parallel(pool, devices, (own ? groups : 1) * parts, [=, &others](int64_t task) {
     const int64_t group = task / parts, number = task % parts;
     const int64_t first = group * depth + number * part, end = std::min(first + part, (group + 1) * depth);
@@ -450,6 +487,7 @@ ffi::Error Rows(ffi::ThreadPool pool, Bf16s x, Bf16s w, Ints layer_of, ffi::Resu
       to[t] = number ? &others[((number - 1) * used + t) * columns] : out + t * width + group * columns;
       std::fill_n(to[t], columns, 0.0f);
     }
+    Inner inner(columns, used, to.data());
     for (int64_t f = first; f < end;) {
       const int64_t g = f / stack.rows, row = f % stack.rows, count = std::min({kRows, stack.rows - row, end - f});
       const Bf16 *weights = stack.group(g, layer) + row * columns, *own_x = from + f;
@@ -458,14 +496,14 @@ ffi::Error Rows(ffi::ThreadPool pool, Bf16s x, Bf16s w, Ints layer_of, ffi::Resu
       if (tiled && (done = count / kDepth * kDepth)) TiledInner(weights, done, columns, own_x, xs, used, to[0]);
 #endif
       const auto at = Pointers(own_x + done, used, xs);
-      Inner(weights + done * columns, columns, count - done, columns, at.data(), used, to.data());
+      inner.Add(weights + done * columns, columns, count - done, at.data());
       f += count;
     }
   });
-  const int64_t sums = parts > 1 ? used * columns : 0, span = (sums + kParts - 1) / kParts;
-  Parallel(pool, devices, sums ? kParts : 0, [=, &others](int64_t task) {
+  const int64_t sums = parts > 1 ? used * columns : 0;
+  Parallel(pool, devices, (sums + kSums - 1) / kSums, [=, &others](int64_t task) {
     for (int64_t each = 0; each < parts - 1; ++each) {
-      for (int64_t i = task * span; i < std::min(sums, (task + 1) * span); ++i) out[i] += others[each * sums + i];
+      for (int64_t i = task * kSums; i < std::min(sums, (task + 1) * kSums); ++i) out[i] += others[each * sums + i];
     }
   });
   std::fill_n(out + used * width, (rows - used) * width, 0.0f);
@@ -590,6 +628,108 @@ ffi::Error Recurrence(ffi::ThreadPool threads, Floats, Ints layer_of, Ints slots
   return ffi::Error::Success();
 }
 
+// e to the power of each of `count` numbers up to 0, to 3e-7 of it; 0 below -87.
+void Exponentials(float* values, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float x = values[i], high = std::max(x, -87.0f) * 1.44269504f;
+    const int32_t whole = int32_t(high - 0.5f);  // so that what is left lies between -0.5 and 0.5
+    const float f = (high - float(whole)) * 0.693147181f;
+    const float power = 1 + f * (1 + f * (0.5f + f * (1 / 6.0f + f * (1 / 24.0f + f * (1 / 120.0f + f / 720)))));
+    const uint32_t bits = uint32_t(whole + 127) << 23;
+    float scale;
+    std::memcpy(&scale, &bits, 4);
+    values[i] = x < -87 ? 0.0f : power * scale;
+  }
+}
+
+// A softmax over a part of a sequence's tokens, not yet normalized: of each head the largest score, the sum of the
+// weights and the weighted sum of the latents.
+struct Part {
+  std::vector<float> most, sum, values;
+
+  void Attend(const Bf16* tokens, int64_t count, int64_t width, const Bf16* const* query, int64_t heads, int64_t rank) {
+    float scores[kRows * kTokens];
+    Bf16 weights[kRows * kTokens];
+    for (int64_t from = 0; from < heads; from += kRows) {
+      const int64_t own = std::min(kRows, heads - from);
+      Outer(tokens, count, width, query + from, own, scores, kTokens);
+      std::vector<float*> to(own);
+      for (int64_t h = 0; h < own; ++h) {
+        float *score = scores + h * kTokens, *value = to[h] = values.data() + (from + h) * rank;
+        const float before = most[from + h], now = std::max(before, *std::max_element(score, score + count));
+        float kept = before - now, total = 0;
+        Exponentials(&kept, 1);
+        for (int64_t i = 0; i < count; ++i) score[i] -= now;
+        Exponentials(score, count);
+        for (int64_t i = 0; i < count; ++i) total += score[i], weights[h * kTokens + i] = Round(score[i]);
+        for (int64_t i = 0; i < rank; ++i) value[i] *= kept;
+        most[from + h] = now;
+        sum[from + h] = sum[from + h] * kept + total;
+      }
+      const auto at = Pointers(weights, own, kTokens);
+      Inner(rank, own, to.data()).Add(tokens, width, count, at.data());
+    }
+  }
+};
+
+// Absorbed attention of each sequence over its first length[b] cached tokens, on the pages of its row of the table.
+//
+// query [B, H, W], pool [n, pages, page, W], table [B, M], length [B] -> y [B, H, R], R <= W; zeros where the length is 0.
+ffi::Error Attention(ffi::ThreadPool threads, Bf16s query, Bf16s pool, Ints layer_of, Ints table_of, Ints length_of,
+                     ffi::Result<Floats> y, int32_t devices) {
+  const auto size = pool.dimensions();
+  const int64_t pages = size[1], page = size[2], width = size[3], layer = layer_of.typed_data()[0];
+  const int64_t rows = query.dimensions()[0], heads = query.dimensions()[1], rank = y->dimensions()[2];
+  const int64_t columns = table_of.dimensions()[1];
+  const int32_t *table = table_of.typed_data(), *length = length_of.typed_data();
+  if (ffi::Error error = CheckLayer(layer, size[0]); error.failure()) return error;
+  struct Task { int64_t row, from, to; };  // tokens
+  std::vector<Task> tasks;
+  for (int64_t b = 0; b < rows; ++b) {
+    if (length[b] > columns * page) return ffi::Error::InvalidArgument("length: expected no more than its pages hold");
+    for (int64_t from = 0; from < length[b]; from += kSpan) {
+      tasks.push_back({b, from, std::min<int64_t>(length[b], from + kSpan)});
+    }
+    for (int64_t j = 0; j * page < length[b]; ++j) {
+      const int32_t number = table[b * columns + j];
+      if (number < 0 || number >= pages) return ffi::Error::InvalidArgument("table: expected pages of the pool");
+    }
+  }
+  std::vector<Part> parts(tasks.size());
+  const Bf16 *own = Data(pool) + layer * pages * page * width, *from = Data(query);
+  Parallel(threads, devices, int64_t(tasks.size()), [&](int64_t number) {
+    const Task& task = tasks[number];
+    Part& part = parts[number];
+    part.most.assign(heads, -std::numeric_limits<float>::infinity());
+    part.sum.assign(heads, 0.0f);
+    part.values.assign(heads * rank, 0.0f);
+    const auto at = Pointers(from + task.row * heads * width, heads, width);
+    for (int64_t token = task.from; token < task.to;) {
+      const int64_t place = token % page, count = std::min({kTokens, page - place, task.to - token});
+      const Bf16* tokens = own + (table[task.row * columns + token / page] * page + place) * width;
+      part.Attend(tokens, count, width, at.data(), heads, rank);
+      token += count;
+    }
+  });
+  float* out = y->typed_data();
+  std::fill_n(out, rows * heads * rank, 0.0f);
+  for (size_t first = 0, end; first < tasks.size(); first = end) {
+    for (end = first + 1; end < tasks.size() && tasks[end].row == tasks[first].row;) ++end;
+    for (int64_t h = 0; h < heads; ++h) {
+      float most = parts[first].most[h], total = 0;
+      for (size_t i = first; i < end; ++i) most = std::max(most, parts[i].most[h]);
+      float* to = out + (tasks[first].row * heads + h) * rank;
+      for (size_t i = first; i < end; ++i) {
+        const float share = std::exp(parts[i].most[h] - most), *values = parts[i].values.data() + h * rank;
+        total += parts[i].sum[h] * share;
+        for (int64_t r = 0; r < rank; ++r) to[r] += values[r] * share;
+      }
+      for (int64_t r = 0; r < rank; ++r) to[r] /= total;
+    }
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ling3_columns, Columns,
@@ -602,3 +742,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ling3_experts, Experts,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ling3_recurrence, Recurrence,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Ints>().Arg<Ints>().Arg<Ints>().Arg<Floats>().Arg<Floats>()
         .Arg<Floats>().Arg<Floats>().Arg<Floats>().Ret<Floats>().Ret<Floats>().Attr<int32_t>("devices"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ling3_attention, Attention,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Bf16s>().Arg<Bf16s>().Arg<Ints>().Arg<Ints>().Arg<Ints>().Ret<Floats>()
+        .Attr<int32_t>("devices"));

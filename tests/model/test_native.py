@@ -25,6 +25,7 @@ from ling3export.runners.load.kernels import register
 HERE = [each for each in LEVELS if platform.machine() in each.machines and {*cpu_features()}.issuperset(each.features)]
 ERROR = 1e-6  # fp32 sums of at most 300 products of normal numbers; bf16 operands are exact in fp32
 HIDDEN = 4e-3  # between the two products of an expert stands a rounding to bf16: half an ulp is 2e-3
+WEIGHTS = 4e-3  # weights of the softmax are rounded to bf16: half an ulp is 2e-3
 CASES = 4
 addresses = set()  # where the libraries of the forms have their code
 
@@ -142,6 +143,54 @@ def test_one_token_of_the_recurrence(geometry: Geometry, seed: int) -> None:
     others = np.ones(pool.shape[:2], bool)
     others[layer, slot[:used]] = False
     np.testing.assert_array_equal(np.asarray(found)[others], np.asarray(pool32)[others])
+
+
+@pytest.mark.parametrize("seed", range(3 * CASES))
+def test_attention_over_pages(geometry: Geometry, seed: int) -> None:
+    """Any lengths, of more than one task, too; a NaN behind a length, or in a page that nobody has, does not count."""
+    rng = np.random.default_rng(seed)
+    layers, rows, heads, rank, rope, page, columns = sizes(rng, 3, 5, 70, 90, 20, 300, 5)
+    pages, layer = rows * columns + 1, int(rng.integers(layers))
+    table = 1 + rng.permutation(rows * columns).reshape(rows, columns)
+    length = rng.integers(0, page * columns, rows, endpoint=True)
+    query, query64 = draw(rng, rows, heads, rank + rope)
+    query, query64 = query / 4, query64 / 4  # exact; so that weights are neither all alike nor one of them all
+    pool, pool64 = draw(rng, layers, pages, page, rank + rope)
+    expected, behind = np.zeros((rows, heads, rank)), np.ones((pages, page), bool)
+    for b in range(rows):
+        for j, number in enumerate(table[b]):
+            behind[number, : max(0, length[b] - j * page)] = False
+        if length[b]:
+            cached = pool64[layer, table[b]].reshape(-1, rank + rope)[: length[b]]
+            scores = query64[b] @ cached.T
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            expected[b] = weights @ cached[:, :rank] / weights.sum(axis=1, keepdims=True)
+    pool = jnp.where(jnp.asarray(behind)[None, :, :, None], jnp.nan, pool).astype(jnp.bfloat16)
+    batch = (jnp.asarray(each, jnp.int32) for each in (table, length))
+    found = np.asarray(calls.attention(query, pool, layer, *batch, rank, geometry))
+    assert not found[length == 0].any()
+    if length.any():
+        assert relative(found[length > 0], expected[length > 0]) < WEIGHTS
+
+
+@pytest.mark.parametrize(
+    ("table", "length", "why"),
+    [
+        ([0, 3], 5, "table: expected pages"),
+        ([0, -1], 8, "table: expected pages"),
+        ([0, 1], 9, "length: expected no more"),
+    ],
+)
+def test_attention_refuses_what_lies_outside(geometry: Geometry, table: list[int], length: int, why: str) -> None:
+    query, pool = jnp.ones((1, 2, 8), jnp.bfloat16), jnp.ones((1, 3, 4, 8), jnp.bfloat16)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=why):
+        jax.block_until_ready(calls.attention(query, pool, 0, jnp.int32([table]), jnp.int32([length]), 8, geometry))
+
+
+def test_attention_looks_at_no_page_behind_the_length(geometry: Geometry) -> None:
+    query, pool = jnp.ones((1, 2, 8), jnp.bfloat16), jnp.ones((1, 3, 4, 8), jnp.bfloat16)
+    found = calls.attention(query, pool, 0, jnp.int32([[2, 99]]), jnp.int32([4]), 8, geometry)
+    assert np.asarray(found == 1).all()
 
 
 def test_a_slot_outside_of_the_pool_is_refused(geometry: Geometry) -> None:

@@ -38,7 +38,7 @@ def test_programs_with_kernels_pass_the_receipts_of_those_without(whole):
     # The prefill's 16 rows are more than two for each of the few experts.
     called = {
         "prefill": {"columns", "rows"},
-        "decode": {"columns", "rows", "experts", "recurrence"},
+        "decode": {"columns", "rows", "experts", "recurrence", "attention"},
         "sample": set(),
         "adjust": set(),
     }
