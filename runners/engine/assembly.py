@@ -111,6 +111,7 @@ def _assembled(
     from ling3export.runners.load.segments import SegmentedRunner
     from ling3export.runners.state.form import root_of
     from ling3export.runners.state.prefix_cache import PrefixCache
+    from ling3export.runners.state.worth import worth_of
 
     manifest, record, channel = loaded.manifest, loaded.record, loaded.channel
     files = TokenizerFiles(loaded.folder, manifest.tokenizer, manifest.eos_token_ids)
@@ -130,7 +131,10 @@ def _assembled(
             "build the artifact again with --snapshots N, or leave the prefix cache off",
         )
     if moves and prefix_cache is not False:
-        shared = PrefixCache(blocks, record.state.page_size, root_of(manifest, record), evict=evict)
+        shared = PrefixCache(
+            blocks, record.state.page_size, root_of(manifest, record), evict=evict,
+            worth=worth_of(record, measured),
+        )  # fmt: skip
 
     store = follows = None
     if prefix_store is not None:

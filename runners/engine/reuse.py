@@ -103,7 +103,8 @@ class Reuse:
     def _plan(sequence: Sequence, cache: PrefixCache, matched: int) -> None:
         """Where the calls of a prompt end, of which so many tokens are known."""
         last = sequence.length // cache.block * cache.block
-        sequence.stops = sorted({*range(cache.every, sequence.length + 1, cache.every), min(matched, last), last})
+        stops = {*range(cache.every, sequence.length + 1, cache.every), min(matched, last), last}
+        sequence.stops = sorted(stop for stop in stops if stop >= cache.least)
         sequence.lasting = {*range(cache.every, sequence.length + 1, cache.every), matched}
 
     def _begun_elsewhere(self, sequence: Sequence, cache: PrefixCache) -> None:
@@ -162,7 +163,7 @@ class Reuse:
             return
         sources, targets = [], []
         for sequence in sequences:
-            if sequence.stored % self._cache.block or sequence.pending is not None:
+            if sequence.stored % self._cache.block or sequence.stored < self._cache.least or sequence.pending:
                 continue
             slot = self._cache.room(passing=True)
             if slot is not None:

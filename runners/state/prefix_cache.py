@@ -12,9 +12,12 @@ the calls, no clock: hosts that take the same steps have the same tree.
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ling3export.runners.transfer.objects import chain_start, chained
+
+if TYPE_CHECKING:
+    from ling3export.runners.state.worth import Worth
 
 EVERY = 512  # tokens between snapshots of a prompt
 REMEMBERED = 4096  # names of nodes and snapshots that were evicted, to tell why a request hit nothing
@@ -91,17 +94,23 @@ class PrefixCache:
         root: What names of nodes begin with: artifacts whose states differ have different ones.
         every: Tokens between the snapshots of a prompt: a multiple of ``block``, else the next one.
         evict: ``lru``: the least recently used goes first; ``flops``: what saves least work for its bytes and its age.
+        worth: What a snapshot costs and saves; None keeps all.
 
     Attributes:
         block: Tokens a block.
         every: Tokens between the snapshots of a prompt.
+        least: The fewest tokens behind which a snapshot is kept.
         evicted_pages: How many pages were evicted.
         evicted_snapshots: How many snapshots were.
     """
 
-    def __init__(self, pools: Pools, block: int, root: str = "", every: int = EVERY, evict: str = "lru") -> None:
-        self._pools, self._root, self._evict = pools, root, evict
+    def __init__(
+        self, pools: Pools, block: int, root: str = "", every: int = EVERY, evict: str = "lru",
+        worth: "Worth | None" = None,
+    ) -> None:  # fmt: skip
+        self._pools, self._root, self._evict, self._worth = pools, root, evict, worth
         self.block, self.every = block, -(-every // block) * block
+        self.least = 0 if worth is None else worth.least
         self.reset()
 
     def reset(self) -> None:
@@ -114,11 +123,11 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def record(self) -> dict[str, int]:
-        """What it holds, and what it gave up, as JSON."""
+    def record(self) -> dict[str, Any]:
+        """What it holds, what it gave up, and both sides of what a snapshot is worth, as JSON."""
         return {
             "pages": len(self._nodes), "snapshots": len(self._kept), "evicted_pages": self.evicted_pages,
-            "evicted_snapshots": self.evicted_snapshots,
+            "evicted_snapshots": self.evicted_snapshots, "worth": self._worth and self._worth.record(),
         }  # fmt: skip
 
     def start(self, salt: str) -> bytes:

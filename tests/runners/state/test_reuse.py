@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from ling3export.runners.state.worth import Worth
 from scheduler_rig import Rig, prompt
 
 
@@ -39,6 +40,27 @@ def test_snapshots_lie_at_multiples_and_prefill_ends_there():
         rig.run()
         cached.append(sequence.cached)
     assert cached == [44, 32, 32, 16, 16, 0, 0]
+    rig.check()
+
+
+def test_no_snapshot_is_kept_that_costs_more_than_to_make_it_again():
+    """One costs as much as 20 tokens: no call ends at 16 or 20, neither of a prompt nor of an answer."""
+    rig, rng = Rig(snapshots=8, every=16, pages=60, worth=Worth(40.0, 2.0, "bytes")), random.Random(2)
+    ids = prompt(rng, 45)
+    rig.submit(ids, 1)
+    rig.run()
+    assert [call.tokens for call in rig.sequences[0].calls] == [16, 16, 12, 1]
+    cached = []
+    for length in (45, 33, 32, 21, 17):
+        sequence = rig.submit([*ids[:length]], 1)
+        rig.run()
+        cached.append(sequence.cached)
+    assert cached == [44, 32, 0, 0, 0]
+    assert sorted(node.depth for node in rig.cache._kept.values()) == [8, 11]
+    short = rig.submit(prompt(rng, 5), 16)
+    rig.run()
+    assert len(short.generated) == 16 and len(rig.cache._kept) == 2, "nothing is kept behind 8 to 20"
+    assert rig.cache.record()["worth"] == {"keep": 40.0, "prefill_token": 2.0, "unit": "bytes", "least_tokens": 21}
     rig.check()
 
 
