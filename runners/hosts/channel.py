@@ -3,7 +3,8 @@
 A host that is gone leaves the others in a collective that never ends, which nothing can interrupt. So a thread watches
 each connection, and ends this process with a message when the connection is closed or silent: at once if the other
 process died, after ``host_timeout`` seconds if it is stopped, or its machine or the network is gone. Host 0 also counts
-the messages that another host has not taken, and gives up one that takes none for so long.
+the messages that another host has not taken, and gives up one that takes none for so long, or that gives no part of a
+step for which host 0 waits.
 """
 
 import contextlib
@@ -79,6 +80,8 @@ class Channel:
         self._over = threading.Event()  # no more beats
         self._lock = threading.Lock()  # one sender at a time
         self._sent = self._taken = 0  # messages for the other hosts, or of host 0; signs of life do not count
+        self._stepping = False  # before the first step hosts load, each as long as it takes
+        self._awaited: int | None = None  # the host whose part host 0 waits for
         self._inbox: dict[int, SimpleQueue[tuple[bytes, bytes]]] = {number: SimpleQueue() for number in self._peers}
         self._watches: list[threading.Thread] = []
         for number, peer in self._peers.items():
@@ -112,6 +115,7 @@ class Channel:
         for at in range(0, len(payload) - PIECE, PIECE):
             self._send(MORE, payload[at : at + PIECE])
         self._sent += kind != ALIVE
+        self._stepping |= kind == STEP
         self._send(kind, payload[max(0, -(-len(payload) // PIECE) - 1) * PIECE :])
 
     def _send(self, kind: bytes, payload: bytes) -> None:
@@ -131,7 +135,12 @@ class Channel:
         if not self.leads:
             self.send(PART, payload)
             return []
-        return [payload, *(self.take(number)[1] for number in sorted(self._peers))]
+        parts = [payload]
+        for number in sorted(self._peers):
+            self._awaited = number
+            parts.append(self.take(number)[1])
+        self._awaited = None
+        return parts
 
     def gather(self, payload: bytes) -> tuple[bytes, ...]:
         """Collects all hosts' payloads, of one length, on every host, by host. Every host calls this."""
@@ -232,6 +241,8 @@ class Channel:
         try:
             while True:
                 kind, payload = receive(peer)
+                if kind != ALIVE:
+                    since = time.monotonic()
                 if kind == MORE:
                     pieces.append(payload)
                     continue
@@ -245,11 +256,12 @@ class Channel:
                     pieces.clear()
                     continue
                 before, taken = taken, int.from_bytes(payload)
-                if not self.leads or taken != before or taken >= self._sent:
+                behind, owing = taken < self._sent, self._stepping and self._awaited == number
+                if not self.leads or taken != before or not (behind or owing):
                     since = time.monotonic()
                 elif time.monotonic() - since > silence:
-                    text = f"host {number}: expected it to take its steps, found none taken for {silence:g} s"
-                    return self._gone(text)
+                    lacks = "it to take its steps, found none taken" if behind else "its part of a step, found none"
+                    return self._gone(f"host {number}: expected {lacks} for {silence:g} s")
         except TimeoutError:
             self._gone(f"host {number}: expected a sign of life, found none for {silence:g} s")
         except OSError:

@@ -613,6 +613,28 @@ def test_a_host_that_takes_no_step_is_given_up_by_name(no_service):
     assert lost == [("host 1: expected it to take its steps, found none taken for 2 s", 1)] * 2
 
 
+def test_a_host_that_takes_a_step_and_gives_no_part_of_it_is_given_up_by_name(no_service):
+    """Host 0 once waited without end for a part of a state or of logits: there was no further step to take."""
+    lost: list[tuple[str, int]] = []
+    with connected(lost, host_timeout=2) as (one, two):
+        one.send(STEP)
+        two.take()
+        threading.Thread(target=one.parts, args=(b"one",), daemon=True).start()  # never ends: a process would here
+        until(lambda: len(lost) == 2)
+    assert lost == [("host 1: expected its part of a step, found none for 2 s", 1)] * 2
+
+
+def test_a_host_that_loads_for_longer_than_a_step_may_take_is_no_failure(no_service):
+    lost: list[tuple[str, int]] = []
+    with connected(lost, host_timeout=2) as (one, two):
+        gathers = threading.Thread(target=one.parts, args=(b"one",))
+        gathers.start()
+        time.sleep(3)
+        two.parts(b"two")
+        gathers.join(60)
+        assert not gathers.is_alive() and lost == []
+
+
 def test_a_slow_host_that_takes_steps_is_no_failure(no_service):
     lost: list[tuple[str, int]] = []
     with connected(lost, host_timeout=4) as (one, two):

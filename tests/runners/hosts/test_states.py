@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from faults import STATED
 from hosting import hosting
 from ling3export.errors import RequestError
 from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
@@ -20,8 +21,28 @@ from ling3export.runners.state.form import Carried
 from ling3export.runners.transfer.options import PrefixFolder, Transfer
 
 PROMPT, OTHER = tuple(range(20, 90)), tuple(range(120, 190))
+GONE = (
+    "error: host {}: expected its process to run, found that it ended\n"
+    "hint: hosts live and die together: start the command on all of them again\n"
+)
 AWAY = {"do_remote_decode": True, "do_remote_prefill": False}
-HOST = (sys.executable, Path(__file__).parents[2] / "support" / "shared_states.py")
+SUPPORT = Path(__file__).parents[2] / "support"
+HOST = (sys.executable, SUPPORT / "shared_states.py")
+HALF = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import shared_states
+from ling3export.runners.hosts import channel
+from ling3export.runners.hosts.rendezvous import HEAD
+def half(peer, kind, payload):
+    if kind != channel.PART or len(payload) < 4096:
+        return send(peer, kind, payload)
+    peer.sendall((HEAD.pack(kind, len(payload)) + payload)[:len(payload) // 2])
+    print("half", flush=True)
+    sys.stdin.read()
+send, channel.send = channel.send, half
+shared_states.main()
+"""
 
 
 def state(seed: int) -> dict[str, np.ndarray]:
@@ -148,3 +169,28 @@ def test_two_hosts_save_resume_give_take_and_keep_what_one_does(artifact, tmp_pa
         assert two(complete=two_more) is None, "no answer"
         assert processes[0].wait(60) == 1
         assert "error: host 1: expected its process to run, found that it ended" in processes[0].stderr.read()
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize(
+    ("asked", "victim"), [("save", 1), ("give", 0), ("keep", 1)], ids=lambda value: str(value)
+)  # fmt: skip
+def test_a_host_killed_while_a_state_is_gathered_ends_the_other_and_leaves_no_file(artifact, tmp_path, asked, victim):
+    """Host 1 has sent half of its part of a state to host 0, and sends no more before the kill."""
+    command, slow = [artifact("micro-2x1-snapshots"), tmp_path], (sys.executable, "-c", HALF, SUPPORT)
+    request = Request(PROMPT, 6, Sampling(1.0, seed=3), ignore_eos=True)
+    ask = {
+        "save": {"save": request, "file": str(tmp_path / "saved")},
+        "give": {"complete": replace(request, max_tokens=1, kv_transfer_params=AWAY)},
+        "keep": {"complete": request},
+    }[asked]
+    with hosting([command] * 2, variables=True, programs=[HOST, slow]) as processes:
+        assert processes[0].stdout.readline() == "ready\n", processes[0].stderr.read()
+        processes[0].stdin.write(json.dumps(ask, default=asdict) + "\n")
+        processes[0].stdin.flush()
+        assert processes[1].stdout.readline() == "half\n", processes[1].stderr.read()
+        processes[victim].send_signal(signal.SIGKILL)
+        out, said = processes[1 - victim].communicate(timeout=STATED)
+        assert (processes[1 - victim].returncode, out) == (1, ""), said
+    assert said.endswith(GONE.format(victim)), said
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
