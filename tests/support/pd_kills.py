@@ -241,9 +241,13 @@ def main(artifact: str, count: str, carrier: str = "tcp", only: str = "") -> int
             print(row, flush=True)
     if carrier != "shm":
         return wrong
-    list(shm.collect(dry_run=False))
-    left = set(shm.FOLDER.glob(f"{shm.own_prefix()}*")) - segments
-    print(f"\nsegments left after gc: {len(left)}")
+    print()
+    for age in (shm.YOUNG, 0.0):  # what is empty, as leases are, may be about to be locked: gc leaves it for a minute
+        shm.YOUNG = age
+        list(shm.collect(dry_run=False))
+        left = {path for path in shm.FOLDER.glob(f"{shm.own_prefix()}*") if path not in segments}
+        leases = sum(path.suffix == ".lease" for path in left)
+        print(f"left after gc{'' if age else ' a minute later'}: {len(left) - leases} segments, {leases} leases")
     return wrong + len(left)
 
 
