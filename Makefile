@@ -34,9 +34,10 @@ types: setup
 check: lint types
 	$(BIN)/python -m pytest -m "not (build or jit or tpu or hosts or ray or install or browser or fuzz)" $(ARGS)
 
-# In two processes, which take whole files (tests/conftest.py says why): tracing uses one core alone.
+# In processes that take whole files (tests/conftest.py says why): tracing uses one core alone. One more than two cores,
+# for some tests wait without computing.
 test: setup parity .venv/tests
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 3 $(ARGS)
 
 # Damaged input, more of it than the tests have: ARGS="--times 25 --seed 1", or a case that failed; --help says more.
 fuzz: setup
