@@ -67,6 +67,7 @@ demo: setup
 
 # Prefill and decode apart: two servers of a random model and a router on loopback, stopped at the end.
 demo-pd: setup
+	mkdir -p build
 	$(BIN)/ling3export synth build/demo-pd --preset micro --seed 1 --force
 	$(BIN)/ling3export build build/demo-pd demo-pd.ling3 --dtype float32 --paddings 64 --tp 1 --decode-paddings 4 \
 		--max-running 4 --context 256 --page-size 16 --pages 28 --snapshots 6 --force

@@ -23,6 +23,7 @@ trap stop EXIT
 trap 'exit 0' TERM INT
 
 for n in "${!roles[@]}"; do
+  : > "$said/$n" # there before anything reads it
   ling3-runner serve "$artifact" --transfer shm --role "${roles[n]}" --port $((port ? port + n + 1 : 0)) "$@" > "$said/$n" &
   servers+=($!)
 done

@@ -65,6 +65,12 @@ def test_every_target_sets_up_what_it_needs_once(target, checkout):
     assert ".ci/venv" in planned(target, checkout)
 
 
+def test_a_demo_makes_the_folder_that_its_checkpoint_goes_to(checkout):
+    """In a fresh clone there is none: `make demo-pd` ended there."""
+    lines = planned("demo-pd", checkout).splitlines()
+    assert lines.index("mkdir -p build") < min(n for n, line in enumerate(lines) if "build/demo-pd" in line)
+
+
 def test_check_leaves_out_what_is_marked(checkout):
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     markers = [marker.partition(":")[0] for marker in settings["markers"]]
