@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter as now
@@ -236,19 +237,16 @@ def _tokenizer_of(artifact: Path, manifest: Manifest) -> Tokenizer | None:
     return files.tokenizer("bench") if files.there else None
 
 
-def _engine(how: Settings, report: Callable[[str], None]) -> Engine:
+@contextmanager
+def _engine(how: Settings, report: Callable[[str], None]) -> Iterator[Engine]:
     if how.artifact is None:
         raise RequestError("bench: expected an artifact to run or a server's address, found neither", "add --url URL")
-    engine = Engine(
+    with Engine(
         how.artifact, target=how.target, programs=how.programs, check=how.check, step_timeout=how.step_timeout,
         report=report,
-    )  # fmt: skip
-    try:
+    ) as engine:  # fmt: skip
         engine.settle()  # a program that loads during the run would be part of its figures
-    except BaseException:
-        engine.close()
-        raise
-    return engine
+        yield engine
 
 
 def _workload(how: Settings) -> tuple[Manifest | None, Tokenizer | None, list[Ask], list[float]]:

@@ -16,8 +16,7 @@ class Rig:
 
     def __init__(
         self, slots=4, pages=40, page_size=4, prefill=(4, 16), decode=(2, 4), context=80, ahead=1,
-        stripes=1, snapshots=0, cache=True, every=16, evict="lru",
-        worth=None,
+        stripes=1, snapshots=0, cache=True, every=16, evict="lru", worth=None,
     ):  # fmt: skip
         self.backend = FakeBackend(slots, pages, page_size, CHUNK, snapshots)
         self.blocks = BlockManager(slots, pages, page_size, -(-context // page_size), stripes, snapshots)
