@@ -32,7 +32,7 @@ types: setup
 
 # What takes minutes or more than `setup` is marked: pyproject.toml says what the markers mean.
 check: lint types
-	$(BIN)/python -m pytest -m "not (build or jit or tpu or hosts or ray or install or browser or fuzz)" $(ARGS)
+	$(BIN)/python -m pytest -m "not (build or jit or tpu or hosts or ray or install or browser or fuzz)" -n 3 $(ARGS)
 
 # In processes that take whole files (tests/conftest.py says why): tracing uses one core alone. One more than two cores,
 # for some tests wait without computing.
