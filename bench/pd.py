@@ -7,24 +7,21 @@ ours (``pip install vllm-router``). Everything that was started is stopped.
 import json
 import os
 import re
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from bench.report import table
-from ling3export.processes import LOOPBACK
+from ling3export.processes import LOOPBACK, free_port
+from ling3export.runners.bench.started import RUNNER, Started
 
 SCRIPT = Path(__file__).parents[1] / "deploy" / "prefill-decode.sh"
-RUNNER = [sys.executable, "-m", "ling3export.runners.cli"]
 WAIT = 120.0  # seconds for a server to be there, and for an answer
 PHASES = ("queue", "prefill", "save", "transfer", "decode")
 HEAD = "".join(
@@ -33,30 +30,6 @@ HEAD = "".join(
     for n, name in enumerate(("Omar",), 7)
 )
 QUESTIONS = [f"Question: Hana has {n} apples, buys 8 and drops 6. How many now?\nAnswer:" for n in range(11, 19)]
-
-
-@contextmanager
-def started(command: list[str], **environment: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(WAIT)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-def url_of(process: subprocess.Popen[str]) -> str:
-    """What a server of ours prints once clients may connect."""
-    assert process.stdout is not None
-    line = process.stdout.readline().strip()
-    assert "http://" in line, f"a server ended: {line}"
-    return line.split()[-1]  # behind its role, where deploy/prefill-decode.sh says it
 
 
 def asked(url: str, path: str, body: dict[str, Any] | None = None) -> bytes:
@@ -86,8 +59,7 @@ def until_well(url: str) -> None:
 
 def vllm_router(prefill: list[str], decode: list[str]) -> tuple[list[str], str]:
     """vLLM's router before servers, and where it will listen."""
-    with socket.create_server((LOOPBACK, 0)) as free, socket.create_server((LOOPBACK, 0)) as other:
-        port, metrics = free.getsockname()[1], other.getsockname()[1]
+    port, metrics = free_port(), free_port()
     program = str(Path(sys.executable).parent / "vllm-router")
     command = [
         program, "--vllm-pd-disaggregation", *options("prefill", prefill), *options("decode", decode),
@@ -111,16 +83,17 @@ def main(
         if carrier == "file":
             settings += ["--transfer-folder", stack.enter_context(tempfile.TemporaryDirectory(prefix="ling3-pd-"))]
         if outside:
-            serve = [*RUNNER, "serve", str(artifact), "--port", "0", *settings]
+            serve = [*RUNNER, "serve", artifact, "--port", "0", *settings]
             roles = ["prefill"] * replicas[0] + ["decode"] * replicas[1]
-            urls = [url_of(stack.enter_context(started([*serve, "--role", role]))) for role in roles]
+            servers = [stack.enter_context(Started(role, [*serve, "--role", role], shown=True)) for role in roles]
+            urls = [server.address() for server in servers]
             command, url = vllm_router(urls[: replicas[0]], urls[replicas[0] :])
-            stack.enter_context(started(command))
+            stack.enter_context(Started("vllm-router", command, shown=True))
         else:
             here = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PORT": "0"}
             here |= {"PREFILL": str(replicas[0]), "DECODE": str(replicas[1])}
-            script = stack.enter_context(started([str(SCRIPT), str(artifact), *settings], **here))
-            *urls, url = (url_of(script) for _ in range(sum(replicas) + 1))
+            script = stack.enter_context(Started(SCRIPT.name, [SCRIPT, artifact, *settings], here, shown=True))
+            *urls, url = (script.address() for _ in range(sum(replicas) + 1))
         prefill, decode = urls[: replicas[0]], urls[replicas[0] :]
         until_well(url)
         name = json.loads(asked(decode[0], "/v1/models"))["data"][0]["id"]

@@ -1,31 +1,211 @@
-"""Configurations that are measured one after the other, each in a process of its own: jax takes its devices once."""
+"""Configurations measured one after the other: servers are started on loopback, one client measures all over HTTP."""
 
-import multiprocessing
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
-from ling3export.errors import RequestError
-from ling3export.runners.bench.measure import Measurement, Settings, measure, target_of
+from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.schema import Manifest, Target
+from ling3export.errors import RequestError, listed
+from ling3export.runners.bench.measure import Measurement, Settings, measure
+from ling3export.runners.bench.run import Told
+from ling3export.runners.bench.started import RUNNER, Started
+from ling3export.runners.load.targets import platforms_here
+from ling3export.runners.state.form import description_of
+
+FORMS = re.compile(r"(?P<count>\d{1,3})x(?P<tp>\d{1,4})|(?P<prefill>\d{1,4})P(?P<decode>\d{1,4})D", re.ASCII)
+MODEL = "bench"  # what started servers call their model: one name on all
+SPARE = 64  # connections of a server beside those of requests
 
 
-def measured_apart(how: Settings, configs: Sequence[str]) -> list[Measurement]:
-    """Measures configurations with one workload.
+Progress = Callable[[str], AbstractContextManager[Told | None]]  # of the configuration with a name
 
-    Args:
-        how: The settings that they share.
-        configs: Each ``1xTP``, an engine on that target of the artifact, or ``NAME=URL``, a server.
+
+@dataclass(frozen=True)
+class Config:
+    """What ``--configs`` names once.
+
+    Attributes:
+        name: What it is called in tables.
+        url: A server that is there already.
+        prefill: Devices of the server that prefills for the other one; 0 where each does both.
+        decode: Devices of each server that answers.
+        count: How many servers answer.
+    """
+
+    name: str
+    url: str | None = None
+    prefill: int = 0
+    decode: int = 0
+    count: int = 1
+
+
+class Place(NamedTuple):
+    """What a server runs."""
+
+    role: str
+    artifact: Path
+    target: str
+    manifest: Manifest
+
+    @property
+    def described(self) -> Target:
+        """The target's record."""
+        return self.manifest.targets[self.target]
+
+
+def parse_config(text: str) -> Config:
+    """``NxT``, N engines of T devices each; ``nPmD``, n devices that prefill and m that decode; or ``NAME=URL``.
 
     Raises:
-        RequestError: A configuration is neither, or the artifact has no such target for this machine.
-        Ling3Error: One cannot be measured.
+        RequestError: It is none of these, or a number is 0.
     """
-    if how.artifact is None or len(configs) < 2:
-        raise RequestError(f"compare: expected an artifact and two configurations or more, found {len(configs)}")
-    each = []
-    for config in configs:
-        name, _, url = config.partition("=")
-        each.append(replace(how, url=url) if url else replace(how, target=target_of(how.artifact, name)))
-    apart = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=apart, max_tasks_per_child=1) as processes:
-        return list(processes.map(measure, each))
+    name, equal, url = text.partition("=")
+    if equal and name and url:
+        return Config(name, url)
+    found = FORMS.fullmatch(text)
+    if found is None:
+        raise RequestError(
+            f"config `{text[:100]}`: expected NxT (N engines of T devices each), nPmD (n devices that prefill, m that "
+            "decode) or NAME=URL (a server), found another",
+            "write 1x16, 2x8, 4P4D or mine=http://127.0.0.1:8000",
+        )
+    numbers = {each: int(number) for each, number in found.groupdict().items() if number is not None}
+    if 0 in numbers.values():
+        raise RequestError(f"config `{text}`: expected 1 or more of each, found 0", "write 1x16, 2x8 or 4P4D")
+    if "tp" in numbers:
+        return Config(text, decode=numbers["tp"], count=numbers["count"])
+    return Config(text, prefill=numbers["prefill"], decode=numbers["decode"])
+
+
+def compared(
+    how: Settings, configs: Sequence[str], artifacts: Sequence[Path], carrier: str, progress: Progress
+) -> Iterator[Measurement]:
+    """Measures configurations with one workload, each once the one before is asked for no more.
+
+    Args:
+        how: The settings that they share. The artifact with the smallest context gives tokenizer and bounds.
+        configs: As :func:`parse_config` has them.
+        artifacts: For each server the one with a target of as many devices is taken.
+        carrier: What states go through from one server to another.
+        progress: Shows how far each is.
+
+    Raises:
+        RequestError: A configuration is none, or no artifact fits it, or two do. Before anything is started.
+        Ling3Error: A server does not start, or one cannot be measured. What was started has ended.
+    """
+    parsed = [parse_config(config) for config in configs]
+    if len(parsed) < 2:
+        raise RequestError(f"compare: expected two configurations or more, found {len(parsed)}", "--configs 1x2,1P1D")
+    manifests = {path: read_manifest(path) for path in dict.fromkeys(artifacts)}
+    places = [places_of(config, manifests) for config in parsed]
+    how = replace(how, artifact=min(manifests, key=lambda path: manifests[path].plan.context), target=None)
+    for config, those in zip(parsed, places, strict=True):
+        with ExitStack() as stack:
+            told, here, urls = stack.enter_context(progress(config.name)), replace(how, url=config.url), list[str]()
+            if config.url is None:
+                url, urls = stack.enter_context(running(config.name, those, how, carrier))
+                here = replace(how, url=url, model=MODEL)
+                if config.count > 1:  # the request before the run reaches one of them
+                    for each in urls:
+                        measure(replace(here, url=each, num_prompts=1, request_rate=math.inf))
+            done = measure(here, told, behind=urls)
+        yield replace(done, servers=tuple(_record(place) for place in those))
+
+
+def places_of(config: Config, manifests: Mapping[Path, Manifest]) -> list[Place]:
+    """What each server of a configuration runs: the one that prefills first; none of a server that is there.
+
+    Raises:
+        RequestError: No artifact fits, or two do.
+    """
+    if config.url is not None:
+        return []
+    if not config.prefill:
+        return [_place(config, "both", config.decode, manifests)] * config.count
+    p, d = (_place(config, role, getattr(config, role), manifests) for role in ("prefill", "decode"))
+    ours, theirs = (description_of(place.manifest, place.described) for place in (p, d))
+    if different := [name for name in ours if ours[name] != theirs[name]]:
+        raise RequestError(
+            f"config `{config.name}`: expected artifacts whose states fit, found {p.artifact.name} and "
+            f"{d.artifact.name} with other {listed(different)}",
+            "build both from one checkpoint, with the same dtype and page size",
+        )
+    return [p, d]
+
+
+def _place(config: Config, role: str, tp: int, manifests: Mapping[Path, Manifest]) -> Place:
+    here, apart = platforms_here(), role != "both"
+    there = [Place(role, path, name, each) for path, each in manifests.items() for name in sorted(each.targets)]
+    fits = [
+        place for place in there
+        if place.described.tp == tp and place.described.processes == 1 and place.described.platform in here
+    ]  # fmt: skip
+    able = [place for place in fits if not apart or place.described.paddings("fetch")]
+    if len(able) == 1:
+        return able[0]
+    expected = f"config `{config.name}`: expected one target of TP={tp} for this machine"
+    if fits and not able:
+        raise RequestError(
+            f"{expected} with programs that move states, found {_named(fits)} without",
+            f"build it again with snapshots: ling3export build CHECKPOINT tp{tp}.ling3 --tp {tp} --snapshots 8",
+        )
+    if able:
+        raise RequestError(f"{expected}, found {_named(able)}", "give those artifacts alone that are to be compared")
+    more = " --snapshots 8" if apart else ""
+    raise RequestError(
+        f"{expected}, found none among {_named(there)}",
+        f"build it, and give it, too: ling3export build CHECKPOINT tp{tp}.ling3 --tp {tp}{more}",
+    )
+
+
+def _named(places: Sequence[Place]) -> str:
+    return listed([f"{place.target} of {place.artifact.name}" for place in places])
+
+
+def _record(place: Place) -> dict[str, Any]:
+    return {
+        "role": place.role, "tp": place.described.tp, "target": place.target, "artifact": place.artifact.name,
+        "sha256": place.manifest.sha256,
+    }  # fmt: skip
+
+
+@contextmanager
+def running(name: str, places: Sequence[Place], how: Settings, carrier: str) -> Iterator[tuple[str, list[str]]]:
+    """Servers, and a router before them where there are several: what clients call, and where the servers are.
+
+    Raises:
+        Ling3Error: One of them does not start; the others have ended.
+    """
+    connections = how.num_prompts + SPARE
+    options: list[object] = ["--max-connections", connections, "--port", 0]
+    served = [
+        "--model", MODEL, "--max-requests", connections, "--programs", how.programs, "--check", how.check, *options,
+    ]  # fmt: skip
+    served += [] if how.step_timeout is None else ["--step-timeout", how.step_timeout]
+    key = {} if how.key is None else {"LING3_API_KEY": how.key}
+    with ExitStack() as stack:
+        moving: list[object] = ["--transfer", carrier]
+        if carrier == "file" and len(places) > 1:
+            moving += ["--transfer-folder", stack.enter_context(TemporaryDirectory(prefix="ling3-states-"))]
+        servers = []
+        for number, place in enumerate(places, 1):
+            words = [*RUNNER, "serve", place.artifact, "--target", place.target, *served]
+            words += [] if place.role == "both" else ["--role", place.role, *moving]
+            called = place.role if place.role != "both" else "server" if len(places) == 1 else f"server {number}"
+            start = partial(Started, f"config `{name}`, {called} (TP={place.described.tp})", words, key)
+            servers.append(stack.enter_context(start()))
+        urls = [server.address() for server in servers]
+        if len(urls) == 1:
+            yield urls[0], urls
+            return
+        roles = ["--prefill" if place.role == "prefill" else "--decode" for place in places]
+        pairs = [word for pair in zip(roles, urls, strict=True) for word in pair]
+        router = Started(f"config `{name}`, router", [*RUNNER, "route", *pairs, *options], key)
+        yield stack.enter_context(router).address(), urls

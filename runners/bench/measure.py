@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Manifest
-from ling3export.errors import RequestError, listed
+from ling3export.errors import RequestError
 from ling3export.reading import read_bytes
 from ling3export.runners.bench import workloads
 from ling3export.runners.bench.metrics import Figures, Outcome, figures, parse_goals
@@ -22,7 +22,6 @@ from ling3export.runners.bench.table import render
 from ling3export.runners.bench.workloads import Ask, Source, arrivals
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.load.loader import say
-from ling3export.runners.load.targets import platforms_here
 from ling3export.runners.text.tokenizer import Tokenizer, TokenizerFiles
 
 WORKLOADS = ("random", "sharegpt", "generated-shared-prefix", "prefix-repetition", "jsonl")
@@ -111,6 +110,7 @@ class Measurement:
         done: The run.
         asks: The workload.
         manifest: The artifact's, if there is one.
+        servers: What was started for it: role, TP, target and artifact of each server.
     """
 
     settings: Settings
@@ -119,6 +119,7 @@ class Measurement:
     done: Run
     asks: list[Ask]
     manifest: Manifest | None
+    servers: tuple[Mapping[str, Any], ...] = ()
 
     def table(self, compat: str | None = None, extended: bool = False) -> str:
         """The table of SGLang's form."""
@@ -130,16 +131,20 @@ class Measurement:
 
     def record(self, name: str, *, raw: bool = False) -> dict[str, Any]:
         """The line of JSON."""
-        return record(name, self.settings.arguments(), self.found, self.done, self.asks, self.manifest, raw=raw)
+        line = record(name, self.settings.arguments(), self.found, self.done, self.asks, self.manifest, raw=raw)
+        return line | ({"servers": [*self.servers]} if self.servers else {})
 
 
-def measure(how: Settings, told: Told | None = None, report: Callable[[str], None] = say) -> Measurement:
+def measure(
+    how: Settings, told: Told | None = None, report: Callable[[str], None] = say, behind: Sequence[str] = ()
+) -> Measurement:
     """Measures.
 
     Args:
         how: What, and with what.
         told: Told how many requests have ended, and how many there are.
         report: Told what the engine chose and why.
+        behind: Addresses of the servers behind the one that is called, which say what they compiled.
 
     Raises:
         Ling3Error: The settings do not fit together, the workload cannot be made, or what is to be measured cannot be
@@ -152,7 +157,7 @@ def measure(how: Settings, told: Told | None = None, report: Callable[[str], Non
     if how.url is not None:
         from ling3export.runners.bench.over_http import OverHttp  # with h11, of the extra `serve`
 
-        server = OverHttp(how.url, model=how.model, key=how.key, ignore_eos=not how.stop_at_eos)
+        server = OverHttp(how.url, model=how.model, key=how.key, ignore_eos=not how.stop_at_eos, behind=behind)
         backend = server.backend
 
         async def opened() -> Run:
@@ -185,32 +190,14 @@ def throughput(how: Settings, report: Callable[[str], None] = say) -> Measuremen
     outcomes = [
         Outcome(
             started, [started + at / 1e3 for at in each.token_ms], len(each.prompt_ids), len(each.token_ids),
-            each.text or "", len(each.token_ids), cached=each.cached_tokens, queue=each.queue_ms / 1e3,
+            each.text or "", len(each.token_ids), cached=each.cached_tokens,
         )
         for each in answers
     ]  # fmt: skip
+    for outcome, each in zip(outcomes, answers, strict=True):
+        outcome.take(each.times)
     done = Run(outcomes, duration, 0, compiled)
     return Measurement(how, InProcess.backend, figures(outcomes, duration), done, asks, manifest)
-
-
-def target_of(artifact: Path, config: str) -> str:
-    """The target that runs ``1xTP`` on this machine.
-
-    Raises:
-        RequestError: ``config`` is none, or the artifact has no such target for this machine, or several.
-    """
-    count, _, tp = config.partition("x")
-    if count != "1" or not tp.isdigit():
-        raise RequestError(
-            f"config `{config}`: expected 1xTP (one engine) or NAME=URL (a server), found another",
-            "several engines are measured through the address of what stands before them: NAME=URL",
-        )
-    targets, here = read_manifest(artifact).targets, platforms_here()
-    fits = [name for name, each in sorted(targets.items()) if each.tp == int(tp) and each.platform in here]
-    if len(fits) != 1:
-        found = listed(fits) or f"none among {listed(sorted(targets))}"
-        raise RequestError(f"config `{config}`: expected one target of TP={tp} for this machine, found {found}")
-    return fits[0]
 
 
 def open_tokenizer(path: Path) -> Tokenizer:

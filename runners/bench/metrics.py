@@ -8,12 +8,16 @@ latencies (ITL) are τ(j+1) - τj. Failed requests count in ``failed`` and nowhe
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ling3export.errors import RequestError
 
 GOALS = ("ttft", "tpot", "e2el")
+# What a server tells of the time up to the first token, and what it is called here.
+TOLD = {"queue": "queue", "prefill": "prefill", "save": "save", "transfer": "transfer", "decode": "first"}
+PHASES = (*TOLD.values(), "http", "decode")
 
 
 @dataclass
@@ -29,9 +33,10 @@ class Outcome:
         text: The answer's text.
         retokenized: Tokens of the answer's text when it is tokenized again; ``tokens`` without a tokenizer.
         cached: Tokens of the prompt that were not computed, but found in a cache; None where nobody says it.
-        queue: Seconds until the first call for it was dispatched; None where the server does not say it.
-        transfer: Seconds that its state took from one engine to another.
-        transfer_bytes: Bytes of that state.
+        told: Seconds by phase up to the first token, as the server says them; None where it does not. ``queue`` and
+            ``prefill`` of one engine. Where another engine prefilled also ``save``, until the state lay where it can be
+            taken, ``transfer``, until it was taken, and ``first``, until the engine that decodes gave the first token.
+        transfer_bytes: Bytes of that state; None where none came.
         error: Why it failed; None where it did not.
         pieces: When each piece with text came over HTTP: all that a client sees of tokens whose ids it is not told.
     """
@@ -43,9 +48,8 @@ class Outcome:
     text: str = ""
     retokenized: int = 0
     cached: int | None = None
-    queue: float | None = None
-    transfer: float = 0.0
-    transfer_bytes: int = 0
+    told: dict[str, float] | None = None
+    transfer_bytes: int | None = None
     error: str | None = None
     pieces: list[float] = field(default_factory=list)
 
@@ -69,13 +73,27 @@ class Outcome:
         """Seconds between neighbouring tokens."""
         return [after - before for before, after in itertools.pairwise(self.times)]
 
+    def take(self, said: Mapping[str, Any]) -> None:
+        """Adds the times that a server of ours says of its request (``Completion.times``); nothing if it says none.
+
+        Raises:
+            TypeError, ValueError: They have another form.
+        """
+        if isinstance(phases := said.get("phases_ms"), Mapping):
+            self.told = {ours: float(phases[name]) / 1e3 for name, ours in TOLD.items() if name in phases}
+        if said.get("transfer_bytes") is not None:
+            self.transfer_bytes = int(said["transfer_bytes"])
+
     @property
     def phases(self) -> dict[str, float] | None:
-        """Seconds of queue, prefill, transfer and decode; the first three are TTFT. None where nobody says them."""
-        if self.queue is None:
+        """Seconds by phase: what the server told, ``http``, which is the rest of TTFT, and ``decode`` behind it.
+
+        All but ``decode`` add up to TTFT. ``http`` is the time of client, connections and a router. None where the
+        server told none.
+        """
+        if self.told is None:
             return None
-        prefill = self.ttft - self.queue - self.transfer
-        return {"queue": self.queue, "prefill": prefill, "transfer": self.transfer, "decode": self.e2e - self.ttft}
+        return {**self.told, "http": self.ttft - sum(self.told.values()), "decode": self.e2e - self.ttft}
 
 
 @dataclass(frozen=True)
@@ -130,8 +148,10 @@ class Figures:
         cache_hit_rate: Share of the prompts' tokens that were found in a cache.
         remote_prefill_share: Share of the requests whose prefill another engine did.
         goodput: Requests a second that kept all bounds that were asked for.
-        phases: Mean seconds of each phase.
-        transfer_bytes: Bytes of state that went from one engine to another.
+        phases: Of each phase, of the requests whose server told them; one without a phase counts as 0 there.
+        moving_share: Share of all TTFT in which states were saved and transferred.
+        transfer_bytes: Mean bytes of a state that went from one engine to another.
+        transfer_speed: Bytes a second of these: all bytes over the sum of their ``transfer``.
     """
 
     completed: int
@@ -153,8 +173,10 @@ class Figures:
     remote_prefill_share: float | None = None
     goodput: float | None = None
     steady: Steady | None = None
-    phases: dict[str, float] | None = None
-    transfer_bytes: int = 0
+    phases: dict[str, Spread] | None = None
+    moving_share: float | None = None
+    transfer_bytes: float | None = None
+    transfer_speed: float | None = None
 
 
 def percentile(ascending: Sequence[float], percent: float) -> float:
@@ -179,12 +201,13 @@ def figures(
     done = [each for each in outcomes if each.error is None]
     inputs, outputs = sum(each.prompt_tokens for each in done), sum(each.tokens for each in done)
     known = [each.cached for each in done if each.cached is not None]
-    phases = [each.phases for each in done]
 
     def rate(amount: float) -> float:
         return amount / duration if duration > 0 else 0.0
 
-    whole = [each for each in phases if each is not None]
+    phases = [each.phases for each in done if each.phases is not None]
+    moved = [each for each in done if each.transfer_bytes is not None]
+    taking = sum((each.told or {}).get("transfer", 0.0) for each in moved)
     return Figures(
         len(done), len(outcomes) - len(done), duration, inputs, outputs, sum(each.retokenized for each in done),
         rate(len(done)), rate(inputs), rate(outputs), rate(inputs + outputs), rate(sum(each.e2e for each in done)),
@@ -193,11 +216,13 @@ def figures(
         tpot=Spread.of(each.tpot for each in done if each.tokens > 1),
         itl=Spread.of(gap for each in done for gap in each.itl),
         cache_hit_rate=sum(known) / inputs if known and inputs else None,
-        remote_prefill_share=sum(each.transfer > 0 for each in done) / len(done) if whole else None,
+        remote_prefill_share=len(moved) / len(done) if phases else None,
         goodput=None if goals is None else rate(sum(_keeps(each, goals) for each in done)),
         steady=None if limit is None else _steady(done, limit),
-        phases={name: statistics.fmean(each[name] for each in whole) for name in whole[0]} if whole else None,
-        transfer_bytes=sum(each.transfer_bytes for each in done),
+        phases=_phases(phases) or None,
+        moving_share=_moving(moved) if moved else None,
+        transfer_bytes=sum(each.transfer_bytes or 0 for each in moved) / len(moved) if moved else None,
+        transfer_speed=sum(each.transfer_bytes or 0 for each in moved) / taking if taking else None,
     )  # fmt: skip
 
 
@@ -219,6 +244,16 @@ def parse_goals(text: str) -> dict[str, float]:
             raise RequestError(f"goodput: expected {wanted}, found `{part}`", "write --goodput ttft:200,tpot:20")
         found[name] = number
     return found
+
+
+def _phases(found: Sequence[dict[str, float]]) -> dict[str, Spread]:
+    names = [name for name in PHASES if any(name in each for each in found)]
+    return {name: Spread.of(each.get(name, 0.0) for each in found) for name in names}
+
+
+def _moving(moved: Sequence[Outcome]) -> float:
+    away = sum((each.told or {}).get(name, 0.0) for each in moved for name in ("save", "transfer"))
+    return away / (sum(each.ttft for each in moved) or 1.0)
 
 
 def _keeps(outcome: Outcome, goals: dict[str, float]) -> bool:

@@ -1,7 +1,7 @@
 """A server of OpenAI's API over HTTP, as a client of any such server sees it."""
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from time import perf_counter as now
 from typing import Any
@@ -27,6 +27,7 @@ class OverHttp:
         key: Sent as bearer token; None for none.
         ignore_eos: Ask it to go on behind an end-of-text token.
         timeout: Seconds without a byte after which a request counts as failed.
+        behind: Addresses of the servers behind a router; none where it answers itself.
 
     Raises:
         RequestError: The address is none.
@@ -35,9 +36,11 @@ class OverHttp:
     backend = "openai"
 
     def __init__(
-        self, url: str, *, model: str | None, key: str | None, ignore_eos: bool, timeout: float = 600.0
+        self, url: str, *, model: str | None, key: str | None, ignore_eos: bool, timeout: float = 600.0,
+        behind: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self._server = Endpoint(url.rstrip("/").removesuffix("/v1"), key=key, timeout=timeout)
+        self._behind = [Endpoint(each, key=key, timeout=timeout) for each in behind] or [self._server]
         self._model, self._ignore_eos = model, ignore_eos
         self._ours = False
 
@@ -50,7 +53,7 @@ class OverHttp:
         if self._model is not None and (await self._server.whole("GET", "/v1/models"))[0] != 200:
             return  # it need not list what it has
         try:
-            listed = parse_json(await self._whole("GET", "/v1/models"), LARGEST)
+            listed = parse_json(await _whole(self._server, "/v1/models"), LARGEST)
             models = {each["id"]: each.get("owned_by") for each in listed["data"]}
             first = next(iter(models))
         except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
@@ -85,7 +88,7 @@ class OverHttp:
                 over |= _take(outcome, parse_json(data, LARGEST), last)
             if not over and outcome.error is None:
                 outcome.error = "stream: expected [DONE] or a finish_reason at its end, found it cut short"
-        except (Ling3Error, OSError, TimeoutError, ValueError, h11.ProtocolError) as error:
+        except (Ling3Error, OSError, TimeoutError, TypeError, ValueError, h11.ProtocolError) as error:
             outcome.error = f"{type(error).__name__}: {error}"[:500]
         if outcome.tokens and not outcome.times:  # an answer without text
             outcome.times = [last]
@@ -93,20 +96,16 @@ class OverHttp:
         return outcome
 
     async def compiles(self) -> int | None:
-        """What our own server says of it at ``/metrics``."""
+        """What our own servers say of it at ``/metrics``, together."""
         if not self._ours:
             return None
-        for line in (await self._whole("GET", "/metrics")).decode().splitlines():
-            name, _, value = line.rpartition(" ")
-            if name in (COMPILES, f"{COMPILES}_total"):
-                return int(float(value))
-        return None
-
-    async def _whole(self, method: str, path: str) -> bytes:
-        status, data = await self._server.whole(method, path)
-        if status != 200:
-            raise Ling3Error(f"server: expected 200 for {path}, found {status}: {told(data)}")
-        return data
+        counts = []
+        for server in self._behind:
+            for line in (await _whole(server, "/metrics")).decode().splitlines():
+                name, _, value = line.rpartition(" ")
+                if name in (COMPILES, f"{COMPILES}_total"):
+                    counts.append(int(float(value)))
+        return sum(counts) if counts else None
 
     async def _events(self, body: bytes) -> AsyncGenerator[tuple[bytes, float], None]:
         """The data of each server-sent event, and when it came."""
@@ -126,6 +125,13 @@ class OverHttp:
             raise ValueError(f"status {reply.status}: {told(held)}")
 
 
+async def _whole(server: Endpoint, path: str) -> bytes:
+    status, data = await server.whole("GET", path)
+    if status != 200:
+        raise Ling3Error(f"server: expected 200 for {path}, found {status}: {told(data)}")
+    return data
+
+
 def _take(outcome: Outcome, chunk: Any, at: float) -> bool:
     """Adds an event of a stream to what is known of its request; whether it says that the answer is whole.
 
@@ -142,6 +148,7 @@ def _take(outcome: Outcome, chunk: Any, at: float) -> bool:
         outcome.pieces += [at] * bool(text)
         outcome.text += text
         whole |= bool(choice.get("finish_reason"))
+    outcome.take(chunk)
     usage = chunk.get("usage")
     if isinstance(usage, dict):
         outcome.prompt_tokens = int(usage.get("prompt_tokens") or 0)

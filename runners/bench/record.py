@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.schema import Manifest
-from ling3export.runners.bench.metrics import Figures, Outcome
+from ling3export.runners.bench.metrics import PHASES, Figures, Outcome
 from ling3export.runners.bench.run import Run
 from ling3export.runners.bench.workloads import Ask
 from ling3export.runners.calibrate.pages import template
 
 TEMPLATES = Path(__file__).parent / "templates"
 BINS, SLICES = 24, 40  # bars of a distribution, and of throughput over time
-PHASES = ("queue", "prefill", "transfer", "decode")
+FIRST = {"first": "first decode", "http": "HTTP"}  # phases that rows call otherwise
 # (what a row of the comparison is called, where its figure is, how often the record's unit is in the row's)
 ROWS: tuple[tuple[str, tuple[str, ...], float], ...] = (
     ("Successful requests", ("completed",), 1),
@@ -36,9 +36,18 @@ ROWS: tuple[tuple[str, tuple[str, ...], float], ...] = (
     ("Mean TPOT (ms)", ("tpot", "mean"), 1),
     ("Mean ITL (ms)", ("itl", "mean"), 1),
     ("P99 ITL (ms)", ("itl", "p99"), 1),
-    *((f"Mean {phase} (ms)", ("phases", phase), 1e3) for phase in PHASES),
-    ("Transferred (MB)", ("transfer_bytes",), 1e-6),
 )
+PHASES_TITLE = "Phases: all but decode add up to TTFT"
+PHASE_ROWS: tuple[tuple[str, tuple[str, ...], float], ...] = (
+    *(
+        (f"{of} {FIRST.get(phase, phase)} (ms)", ("phases", phase, of.lower()), 1)
+        for phase in PHASES for of in ("Mean", "Median")
+    ),
+    ("States transferred (%)", ("remote_prefill_share",), 100),
+    ("Save and transfer of TTFT (%)", ("moving_share",), 100),
+    ("Mean bytes of a state (MB)", ("transfer_bytes",), 1e-6),
+    ("Transfer (GB/s)", ("transfer_speed",), 1e-9),
+)  # fmt: skip
 
 
 def workload_digest(asks: Sequence[Ask]) -> str:
@@ -75,7 +84,7 @@ def record(
         "figures": asdict(found),
     }
     if raw:
-        line["requests"] = [asdict(outcome) for outcome in done.outcomes]
+        line["requests"] = [asdict(outcome) | {"phases": outcome.phases} for outcome in done.outcomes]
     return line
 
 
@@ -87,18 +96,15 @@ def append(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def side_by_side(records: Sequence[Mapping[str, Any]]) -> str:
-    """Runs as columns, each but the first with its ratio to the first."""
-    head = ["", *(str(each["name"]) for each in records)]
-    rows = [head]
-    for title, path, scale in ROWS:
-        values = [_value(each["figures"], path) for each in records]
-        if any(value is not None for value in values):
-            rows.append([title, *(_shown(value, values[0], scale, at) for at, value in enumerate(values))])
-    speeds = [_speed(each["figures"]) for each in records]
-    if any(speed is not None for speed in speeds):
-        rows.append(["Transfer (GB/s)", *(_shown(speed, speeds[0], 1, at) for at, speed in enumerate(speeds))])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+    """Runs as columns, each but the first with its ratio to the first; then the phases of their requests, if known."""
+    rows = [["", *(str(each["name"]) for each in records)]]
+    parts = [[[title, *_cells(values, scale)] for title, values, scale in _rows(these, records)]
+             for these in (ROWS, PHASE_ROWS)]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, *parts[0], *parts[1], strict=True)]
+    rule = [f"{f' {PHASES_TITLE} ':-^{sum(widths) + 2 * len(records)}}"] if parts[1] else []
+    lines = [["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in part]
+             for part in (rows + parts[0], parts[1])]  # fmt: skip
+    return "\n".join([*lines[0], *rule, *lines[1]])
 
 
 def page(records: Sequence[Mapping[str, Any]], outcomes: Sequence[Sequence[Outcome]]) -> str:
@@ -108,7 +114,6 @@ def page(records: Sequence[Mapping[str, Any]], outcomes: Sequence[Sequence[Outco
         records: Of the runs.
         outcomes: Of each run, what became of its requests.
     """
-    rows = [(title, [_value(each["figures"], path) for each in records], scale) for title, path, scale in ROWS]
     runs = []
     for each, found in zip(records, outcomes, strict=True):
         done = [outcome for outcome in found if outcome.error is None]
@@ -118,9 +123,19 @@ def page(records: Sequence[Mapping[str, Any]], outcomes: Sequence[Sequence[Outco
             ("Tokens per second, by seconds after the first submission", over_time(done)),
         ]
         runs.append({"record": each, "figures": [(title, bars) for title, bars in figures if bars]})
-    kept = [(title, [None if v is None else v * scale for v in values]) for title, values, scale in rows]
-    kept = [(title, values) for title, values in kept if any(value is not None for value in values)]
-    return template(TEMPLATES, "bench.html").render(records=records, rows=kept, runs=runs)
+    rows, phases = (
+        [(title, [None if value is None else value * scale for value in values])
+         for title, values, scale in _rows(these, records)]
+        for these in (ROWS, PHASE_ROWS)
+    )  # fmt: skip
+    bars = [
+        (f"{FIRST.get(phase, phase)}, {each['name']}", value)
+        for phase in PHASES for each in records
+        if (value := _value(each["figures"], ("phases", phase, "mean"))) is not None
+    ]  # fmt: skip
+    return template(TEMPLATES, "bench.html").render(
+        records=records, rows=rows, phases=phases, phase_bars=bars, runs=runs
+    )
 
 
 def distribution(values: Sequence[float]) -> list[tuple[str, float]]:
@@ -156,17 +171,23 @@ def _value(found: Mapping[str, Any], path: Sequence[str]) -> float | None:
     return value
 
 
+def _rows(
+    which: Sequence[tuple[str, tuple[str, ...], float]], records: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, list[Any], float]]:
+    """Those rows of which at least one run knows a figure."""
+    found = [(title, [_value(each["figures"], path) for each in records], scale) for title, path, scale in which]
+    return [row for row in found if any(value is not None for value in row[1])]
+
+
+def _cells(values: Sequence[Any], scale: float) -> list[str]:
+    return [_shown(value, values[0], scale, at) for at, value in enumerate(values)]
+
+
 def _shown(value: Any, first: Any, scale: float, at: int) -> str:
     if value is None:
         return "-"
-    text = f"{value * scale:.2f}" if isinstance(value, float) or scale != 1 else str(value)
+    text = f"{value * scale:.{3 if scale < 1 else 2}f}" if isinstance(value, float) or scale != 1 else str(value)
     return f"{text} ({value / first:.2f}×)" if at and first else text
-
-
-def _speed(found: Mapping[str, Any]) -> float | None:
-    """Gigabytes a second of the transfers; None where nothing was transferred."""
-    seconds = (found.get("phases") or {}).get("transfer", 0.0) * found["completed"]
-    return found["transfer_bytes"] / seconds / 1e9 if seconds else None
 
 
 def _plain(value: Any) -> Any:

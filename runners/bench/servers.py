@@ -63,7 +63,8 @@ class InProcess:
             return outcome
         outcome.times = [outcome.start + at / 1e3 for at in done.token_ms]
         outcome.prompt_tokens, outcome.tokens = len(done.prompt_ids), len(done.token_ids)
-        outcome.text, outcome.queue, outcome.cached = done.text or "", done.queue_ms / 1e3, done.cached_tokens
+        outcome.text, outcome.cached = done.text or "", done.cached_tokens
+        outcome.take(done.times)
         return outcome
 
     async def compiles(self) -> int | None:

@@ -1,6 +1,7 @@
 """The commands ``ling3-runner bench``. stdout carries tables and data; progress, warnings and hints go to stderr."""
 
 import math
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from ling3export.runners.cli.errors import require
 from ling3export.runners.cli.eval import progress
 from ling3export.runners.cli.options import INTERRUPTED, PATH, Decorator, Group, artifact_options, section
 from ling3export.runners.cli.references import ARTIFACT, Artifact
+from ling3export.runners.transfer.options import CARRIERS
 
 if TYPE_CHECKING:
     from ling3export.runners.bench.measure import Measurement, Settings
@@ -139,34 +141,57 @@ def throughput(
 
 
 @bench.command()
-@click.argument("artifact", type=ARTIFACT)
-@click.option("--configs", required=True, metavar="CONFIG,...", help="1xTP: a target of ARTIFACT. NAME=URL: a server.")
+@click.argument("artifacts", type=ARTIFACT, nargs=-1, required=True)
+@click.option(
+    "--configs", required=True, metavar="CONFIG,...",
+    help="NxT: N engines of T devices. nPmD: n devices prefill, m decode. NAME=URL: a server.",
+)  # fmt: skip
+@click.option("--transfer", type=click.Choice(CARRIERS), default="shm", help="How states go from P to D.")
 @_workload
 @_sending
 @_written
 @artifact_options
 def compare(
-    artifact: Path, configs: str, output: Path | None, save_raw: bool, html: Path | None, force: bool,
-    suite: str | None, api_key_file: Path | None, **settings: Any,
+    artifacts: tuple[Path, ...], configs: str, transfer: str, output: Path | None, save_raw: bool, html: Path | None,
+    force: bool, suite: str | None, api_key_file: Path | None, **settings: Any,
 ) -> None:  # fmt: skip
     """Measure several configurations, side by side.
 
-    Each is sent the same requests, in a process of its own. Ratios are to the first. The phases queue, prefill and
-    transfer make up the time to the first token; servers do not tell them.
+    Of ARTIFACTS each server runs the one that has a target of as many devices. Servers, and a router before several,
+    are started on loopback and stopped one configuration after the other; all are sent the same requests over HTTP.
+    Ratios are to the first.
     """
     _check_page(html, force)
+    key = _key(api_key_file)
     names = configs.split(",")
-    key = _key(api_key_file) if any("=" in name for name in names) else None
-    how = _settings(artifact, suite, settings | {"key": key})
-    from ling3export.runners.bench.compare import measured_apart
+    how = _settings(artifacts[0], suite, settings | {"key": key})
+    from ling3export.runners.bench.compare import compared
     from ling3export.runners.bench.record import side_by_side
 
-    found = measured_apart(how, names)
-    titles = [name.partition("=")[0] for name in names]
+    found: list[Measurement] = []
+    stopped: BaseException | None = None
+    # What was started ends with this process, also when somebody else ends it.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        for each in compared(how, names, artifacts, transfer, progress):
+            found.append(each)
+            if each.done.unfinished:
+                break
+    except (Ling3Error, KeyboardInterrupt) as error:
+        if not found:
+            raise
+        stopped = error
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    titles = [name.partition("=")[0] for name in names[: len(found)]]
     click.echo(side_by_side([each.record(name) for each, name in zip(found, titles, strict=True)]))
     _write(found, titles, output, html, raw=save_raw)
+    if len(found) < len(names):
+        click.echo(f"not measured: {', '.join(names[len(found) :])}", err=True)
     for each in found:
         _end(each)
+    if stopped is not None:
+        raise stopped
 
 
 @bench.command()

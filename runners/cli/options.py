@@ -75,6 +75,8 @@ class Command(click.Command):
         for name, value in ctx.params.items():
             if isinstance(value, Later):
                 ctx.params[name] = value.decided(ctx)
+            elif isinstance(value, tuple):
+                ctx.params[name] = tuple(each.decided(ctx) if isinstance(each, Later) else each for each in value)
         return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

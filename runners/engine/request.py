@@ -290,7 +290,8 @@ class Completion:
         best_logprobs: Their log-probabilities; None where the score programs, which are older, do not give them.
         likely: How likely each generated token was, if asked for.
         kv_transfer_params: Where the prompt's state left: what the request that goes on from it has to have. Where it
-            came: ``phases_ms``, the milliseconds of each phase up to the first token.
+            came: ``phases_ms``, the milliseconds of each phase up to the first token, and ``transfer_bytes``, the
+            state's.
     """
 
     prompt_ids: list[int]
@@ -309,6 +310,20 @@ class Completion:
     best_logprobs: list[float] | None = None
     likely: list[Likely] | None = None
     kv_transfer_params: dict[str, Any] | None = None
+
+    @property
+    def times(self) -> dict[str, Any]:
+        """``phases_ms`` up to the first token, and ``transfer_bytes`` where the prompt's state came from elsewhere.
+
+        The phases add up to the time to the first token: ``queue`` and ``prefill`` of one engine; of two, ``queue``,
+        ``prefill`` and ``save`` of the one that prefilled, ``transfer`` and ``decode`` of the one that decodes. Nothing
+        without a token.
+        """
+        if not self.token_ids:
+            return {}
+        here = {"queue": self.queue_ms, "prefill": self.ttft_ms - self.queue_ms}
+        told = {"phases_ms": here} | (self.kv_transfer_params or {})
+        return {name: told[name] for name in ("phases_ms", "transfer_bytes") if name in told}
 
     @property
     def gaps_ms(self) -> list[float]:

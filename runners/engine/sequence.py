@@ -232,10 +232,11 @@ class Sequence:
             None if self.carried is None or self.carried.phases is None else self._phases(self.carried.phases),
         )  # fmt: skip
 
-    def _phases(self, elsewhere: Mapping[str, float]) -> dict[str, dict[str, float]]:
-        """Milliseconds of each phase up to the first token, elsewhere and here."""
+    def _phases(self, elsewhere: Mapping[str, float]) -> dict[str, Any]:
+        """Milliseconds of each phase up to the first token, elsewhere and here, and the bytes that came."""
         rest = (self._ms(self.times[0]) if self.times else 0.0) - elsewhere.get("transfer", 0.0)
-        return {"phases_ms": {**elsewhere, "decode": rest}}
+        carried = 0 if self.carried is None else self.carried.nbytes
+        return {"phases_ms": {**elsewhere, "decode": rest}, "transfer_bytes": carried}
 
     def _ms(self, at: float) -> float:
         return 1e3 * (at - self.arrived)

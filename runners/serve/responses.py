@@ -102,6 +102,7 @@ class Answer:
         self._parts = [Parts(call.format) for _ in choices] if call.format is not None else []
         self._counts = [0 for _ in choices]  # tokens of each choice so far
         self._cached = 0  # tokens of prompts that were not computed, of the choices that have ended
+        self._times: dict[str, Any] = {}  # of the first choice, once it ended
         self._offsets = [len(self._echo(index)) for index in choices]
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -163,6 +164,7 @@ class Answer:
             more = {}
         if piece.completion is not None:
             self._cached += piece.completion.cached_tokens
+            self._times = self._times if index else piece.completion.times
             reason = REASONS.get(piece.completion.stop_reason, piece.completion.stop_reason)
             if self._parts and self._parts[index].calls and reason == "stop":
                 reason = "tool_calls"
@@ -170,8 +172,10 @@ class Answer:
         return chunks
 
     def end(self) -> list[dict[str, Any]]:
-        """The chunk with the numbers of tokens that ends a stream; none if the call did not ask for it."""
-        return [self._chunk([]) | {"usage": self._usage(sum(self._counts))}] if self._call.include_usage else []
+        """The chunk with numbers of tokens and the first choice's times that ends a stream; none if nobody asked."""
+        if not self._call.include_usage:
+            return []
+        return [self._chunk([]) | {"usage": self._usage(sum(self._counts)), **self._times}]
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """What ends a stream that cannot go on."""

@@ -300,18 +300,22 @@ class Exchange:
         """Tells those whose loads have ended; ``ids`` are requests whose states were offered."""
         _, received = self._connector.get_finished(ids)
         errors = self._connector.get_load_errors() if received else set()
-        for request_id in received & self._loads.keys():
+        for request_id in received:
+            nbytes = self._connector.carried.pop(request_id, 0)
+            if request_id not in self._loads:
+                continue
             job, slots, tail = self._loads.pop(request_id)
             if slots.slot in errors:
                 self.counts["load_failed"] += 1
                 job.done(None)
                 continue
             self.counts["loaded"] += 1
+            self.counts["loaded_bytes"] += nbytes
             params = job.ticket.kv_transfer_params or {}
             assert slots.own is not None
             phases = {**_phases(params.get("phases_ms")), "transfer": 1e3 * (now() - job.begun)}
             state = storable(slots.own)
-            job.done(Carried((tail,), len(job.ticket.prompt_ids), state, phases))
+            job.done(Carried((tail,), len(job.ticket.prompt_ids), state, phases, nbytes))
 
 
 def _phases(given: object) -> dict[str, float]:

@@ -27,12 +27,14 @@ class Carried(NamedTuple):
         state: What ``ModelRunner.store`` takes; None where ``stored`` is 0.
         phases: Milliseconds that it spent elsewhere, by what was done, and since it arrived here; None where nobody
             measured them.
+        nbytes: Bytes that were carried.
     """
 
     tokens: tuple[Token, ...]
     stored: int
     state: Whole | None
     phases: Mapping[str, float] | None = None
+    nbytes: int = 0
 
 
 def layout_of(target: Target, what: str = "transfer") -> Layout:

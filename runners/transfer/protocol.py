@@ -131,9 +131,15 @@ class Removed(NamedTuple):
 
 
 class Connector(Protocol):
-    """Both sides of a connector."""
+    """Both sides of a connector.
+
+    Attributes:
+        groups: How many groups of layers there are.
+        carried: Payload bytes of each whole load by its request, until somebody takes them.
+    """
 
     groups: int
+    carried: dict[str, int]
 
     def get_num_new_matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """How many tokens behind the first ``computed`` can be loaded, None to ask again; and whether they load while

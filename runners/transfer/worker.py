@@ -34,6 +34,7 @@ class Worker:
 
     Attributes:
         groups: How many groups of layers there are.
+        carried: Payload bytes of each whole load by its request, until somebody takes them.
 
     Raises:
         Ling3Error: The TP does not divide the heads.
@@ -46,6 +47,7 @@ class Worker:
         self._backend, self._layout, self._abi = backend, layout, state_abi
         self._rank, self._tp, self._deadline, self._striped = rank, tp, deadline, striped
         self._parts, self.groups = groups, len(groups)
+        self.carried: dict[str, int] = {}
         self._heads = heads_of(rank, layout.heads, tp)
         self._offered: dict[str, str] = {}  # transfer by request
         self._events: list[Stored | Removed] = []
@@ -232,6 +234,7 @@ class Worker:
                 return False
             for copy, key, payload in found:
                 self._place(part.slots, copy, key, payload)
+            self.carried[part.request_id] = sum(payload.nbytes for _, _, payload in found)
         return True
 
     def _place(self, slots: Slots, copy: Any, key: Key, payload: np.ndarray) -> None:

@@ -51,6 +51,7 @@ BESIDES = {
     "cli": {"runners.cli"},
     "operations": {"hlo"},
     "processes": {"errors"},
+    "runners.bench": {"processes"},
     "runners.endpoint": {"errors"},
     "shards": {"errors"},
     "tables": {"errors"},

@@ -42,13 +42,16 @@ def test_an_engine_in_this_process_is_measured(artifact, tmp_path):
     assert record["artifact"]["sha256"] == read_manifest(artifact).sha256
     for request in requests:
         assert len(request["times"]) == request["tokens"] > 0
-        assert request["times"][0] - request["start"] >= request["queue"] >= 0
-    phases = figures["phases"]
-    parts = 1e3 * (phases["queue"] + phases["prefill"] + phases["transfer"])
+        first = request["times"][0] - request["start"]
+        assert sum(request["told"].values()) == pytest.approx(first, abs=1e-3)
+        assert request["phases"]["queue"] == request["told"]["queue"] >= 0
+    assert {*figures["phases"]} == {"queue", "prefill", "http", "decode"}
+    parts = sum(figures["phases"][name]["mean"] for name in ("queue", "prefill", "http"))
     assert parts == pytest.approx(figures["ttft"]["mean"], abs=1)
+    assert figures["transfer_bytes"] is figures["moving_share"] is None
     html = page.read_text()
     assert "<script" not in html and "http" not in re.sub(r"http-equiv", "", html)
-    assert html.count('class="bars"') == 3
+    assert html.count('class="bars"') == 4
     again = bench("serve", artifact, *SMALL, "--html", page)
     assert again.exit_code == 1 and "expected no such file, found one" in again.stderr
 
@@ -145,7 +148,8 @@ def test_a_suite_is_a_workload(artifact):
             "url: expected http://HOST:PORT, found nowhere",
         ),
         (["compare", "ARTIFACT", "--configs", "1x2"], 1, "two configurations or more, found 1"),
-        (["compare", "ARTIFACT", "--configs", "1x2,4P4D"], 1, "config `4P4D`: expected 1xTP"),
+        (["compare", "--configs", "1x2,4P4D"], 2, "Missing argument 'ARTIFACTS...'"),
+        (["compare", "ARTIFACT", "--configs", "1x2,4P"], 1, "config `4P`: expected NxT"),
         (["compare", "ARTIFACT", "--configs", "1x2,1x16"], 1, "one target of TP=16 for this machine, found none among"),
     ],
 )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ling3export.errors import RequestError
-from ling3export.runners.bench.metrics import Outcome, Spread, figures, parse_goals, percentile
+from ling3export.runners.bench.metrics import PHASES, Outcome, Spread, figures, parse_goals, percentile
 
 
 def outcome(ttft, *gaps, start=0.0, **fields):
@@ -74,10 +74,27 @@ def test_steady_figures_are_those_between_the_first_and_the_last_moment_at_the_l
     assert figures([one], 6.0, limit=2).steady is None
 
 
-def test_queue_prefill_and_transfer_make_up_the_time_to_the_first_token():
-    told = outcome(0.5, 0.1, queue=0.2, transfer=0.05)
-    phases = told.phases
-    assert sum(phases[name] for name in ("queue", "prefill", "transfer")) == pytest.approx(told.ttft, abs=1e-3)
-    assert phases["decode"] == pytest.approx(0.1)
-    assert figures([told], 1.0).phases == phases
-    assert figures(WORKED, 0.5).phases is None
+def test_what_servers_tell_and_the_way_to_them_make_up_the_time_to_the_first_token():
+    one, two = outcome(0.5, 0.1), outcome(0.4, 0.3)
+    one.take({"phases_ms": {"queue": 200, "prefill": 250.0}})
+    phases = {"queue": 200, "prefill": 50, "save": 10, "transfer": 20, "decode": 5, "another": 7}
+    two.take({"phases_ms": phases, "transfer_bytes": 3_000_000})
+    assert one.phases == pytest.approx({"queue": 0.2, "prefill": 0.25, "http": 0.05, "decode": 0.1})
+    parts = {"queue": 0.2, "prefill": 0.05, "save": 0.01, "transfer": 0.02, "first": 0.005, "http": 0.115}
+    assert two.phases == pytest.approx(parts | {"decode": 0.3})
+    found = figures([one, two, outcome(0.1)], 1.0)
+    assert found.phases is not None and [*found.phases] == [*PHASES]
+    assert found.phases["save"].mean == pytest.approx(5) and found.phases["queue"].median == pytest.approx(200)
+    assert (found.remote_prefill_share, found.transfer_bytes) == (pytest.approx(1 / 3), 3_000_000)
+    assert found.moving_share == pytest.approx(0.03 / 0.4)
+    assert found.transfer_speed == pytest.approx(3_000_000 / 0.02)
+    nothing = figures(WORKED, 0.5)
+    assert nothing.phases is nothing.remote_prefill_share is nothing.transfer_speed is None
+
+
+@pytest.mark.parametrize(
+    "said", [{"phases_ms": {"queue": None}}, {"phases_ms": {"queue": "x"}}, {"transfer_bytes": []}]
+)
+def test_times_of_another_form_are_refused(said):
+    with pytest.raises((TypeError, ValueError)):
+        outcome(0.5).take(said)

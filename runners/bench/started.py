@@ -1,0 +1,93 @@
+"""Processes of ours on this machine that listen on loopback, started for a measurement and stopped whatever ends it."""
+
+import os
+import select
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from time import monotonic
+from types import MappingProxyType
+
+from ling3export.errors import Ling3Error
+from ling3export.processes import command, ending, environment
+
+WAIT = 600.0  # seconds until a server prints its address: it loads an artifact on a machine that may be busy
+LAST = 60.0  # seconds that it may take to end
+LINES = 5  # of what it said last go into a message
+RUNNER = tuple(command("ling3export.runners.cli"))
+
+
+class Started:
+    """A process that prints a line for each address that clients may call, for a ``with``; leaving it ends the process.
+
+    The process has a session of its own: a terminal's Ctrl-C reaches whoever started it alone.
+
+    Args:
+        name: What messages call it.
+        words: Its command.
+        variables: Environment variables beside ours.
+        shown: Its stderr is ours; otherwise the end of it is kept for messages.
+    """
+
+    def __init__(
+        self, name: str, words: Sequence[object], variables: Mapping[str, str] = MappingProxyType({}), *,
+        shown: bool = False,
+    ) -> None:  # fmt: skip
+        self._name, self._held = name, b""
+        self._errors = tempfile.TemporaryFile("ab+")  # noqa: SIM115  (closed on leaving)
+        self.process = subprocess.Popen(
+            [str(word) for word in words], env=environment() | dict(variables), stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=None if shown else self._errors, start_new_session=True,
+        )  # fmt: skip
+
+    def address(self) -> str:
+        """The next address: the last word of the next line that it prints.
+
+        Raises:
+            Ling3Error: It ended, or printed nothing for WAIT seconds; with the last lines of its stderr.
+        """
+        assert self.process.stdout is not None
+        until, pipe = monotonic() + WAIT, self.process.stdout.fileno()
+        while b"\n" not in self._held:
+            ready, _, _ = select.select([pipe], [], [], max(0.0, until - monotonic()))
+            data = os.read(pipe, 1 << 12) if ready else b""
+            if not data:
+                raise self._missing(ended=bool(ready))
+            self._held += data
+        line, _, self._held = self._held.partition(b"\n")
+        return line.decode().split()[-1]
+
+    def __enter__(self) -> "Started":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            if self.process.poll() is None:
+                self.process.terminate()
+                self.process.wait(LAST)
+        except subprocess.TimeoutExpired:
+            self._kill()
+        except BaseException:  # a second Ctrl-C must leave nothing running, either
+            self._kill()
+            raise
+        finally:
+            assert self.process.stdout is not None
+            self.process.stdout.close()
+            self._errors.close()
+
+    def _kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)  # its session, and nothing else
+        self.process.wait()
+
+    def _missing(self, *, ended: bool) -> Ling3Error:
+        found = f"none within {WAIT:g} s"
+        if ended:
+            try:
+                found = f"that it {ending(self.process.wait(LAST))}"
+            except subprocess.TimeoutExpired:
+                found = "that it prints nothing any more"
+        size = os.fstat(self._errors.fileno()).st_size
+        said = os.pread(self._errors.fileno(), 1 << 12, max(0, size - (1 << 12))).decode(errors="replace")
+        lines = "\n".join(said.strip().splitlines()[-LINES:])
+        return Ling3Error(f"{self._name}: expected the address at which it listens, found {found}: {lines or 'silent'}")

@@ -1,0 +1,304 @@
+"""``ling3-runner bench compare``: what configurations mean, servers that start and end, phases of real servers."""
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import toy_artifact
+from ling3export.artifacts.manifest import read_manifest
+from ling3export.errors import Ling3Error, RequestError
+from ling3export.processes import command, environment
+from ling3export.runners.bench import started
+from ling3export.runners.bench.compare import Config, compared, parse_config, places_of, running
+from ling3export.runners.bench.measure import Settings
+from ling3export.runners.bench.over_http import OverHttp
+from ling3export.runners.bench.record import side_by_side
+from ling3export.runners.bench.started import RUNNER, Started
+from ling3export.runners.bench.workloads import Ask
+from ling3export.runners.cli.main import main
+from ling3export.runners.endpoint import Endpoint
+from ling3export.runners.state.form import layout_of
+from ling3export.runners.transfer.objects import Key, Kind
+
+FORM = "expected NxT (N engines of T devices each), nPmD (n devices that prefill, m that decode) or NAME=URL (a server)"
+WAIT = 120.0  # seconds, for what takes a few
+
+
+@pytest.fixture
+def pids(monkeypatch):
+    """Of every process that was started."""
+    found, before = [], Started.__init__
+
+    def noted(self, *given, **named):
+        before(self, *given, **named)
+        found.append(self.process.pid)
+
+    monkeypatch.setattr(Started, "__init__", noted)
+    return found
+
+
+def running_among(pids):
+    return [pid for pid in pids if Path(f"/proc/{pid}/stat").exists()]
+
+
+def test_configurations_have_three_forms():
+    assert parse_config("1x16") == Config("1x16", decode=16)
+    assert parse_config("3x2") == Config("3x2", decode=2, count=3)
+    assert parse_config("4P8D") == Config("4P8D", prefill=4, decode=8)
+    assert parse_config("a=http://h:1/v1?x=y") == Config("a", "http://h:1/v1?x=y")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "4P", "P4D", "4p4d", "x4", "1x", "4P4D4P", "1x2x3", "-1x2", "1.5x2", "=http://h:1", "a=", "١x٢"]
+)
+def test_what_is_no_configuration_is_refused_with_what_one_is(text):
+    with pytest.raises(RequestError) as error:
+        parse_config(text)
+    assert error.value.message == f"config `{text}`: {FORM}, found another"
+    assert error.value.hint == "write 1x16, 2x8, 4P4D or mine=http://127.0.0.1:8000"
+
+
+@pytest.mark.parametrize("text", ["0P4D", "4P0D", "1x0", "0x1"])
+def test_a_configuration_of_nothing_is_refused(text):
+    with pytest.raises(RequestError, match=f"config `{text}`: expected 1 or more of each, found 0"):
+        parse_config(text)
+
+
+def test_artifacts_that_do_not_fit_are_refused_by_name(artifact):
+    def refused(config, *names):
+        paths = [each if isinstance(each, Path) else artifact(each) for each in names]
+        with pytest.raises(RequestError) as error:
+            places_of(parse_config(config), {path: read_manifest(path) for path in paths})
+        return error.value
+
+    one, two = "micro-tp1-snapshots", "micro-tp2-snapshots"
+    error = refused("1P4D", one, two)
+    assert error.message == (
+        "config `1P4D`: expected one target of TP=4 for this machine, found none among cpu-tp1 of "
+        "micro-tp1-snapshots.ling3, cpu-tp2 of micro-tp2-snapshots.ling3"
+    )
+    assert error.hint == "build it, and give it, too: ling3export build CHECKPOINT tp4.ling3 --tp 4 --snapshots 8"
+    assert refused("1x4", one).hint.endswith("tp4.ling3 --tp 4")
+    error = refused("1P2D", one, "micro-tp2")
+    assert error.message.endswith("with programs that move states, found cpu-tp2 of micro-tp2.ling3 without")
+    assert error.hint.startswith("build it again with snapshots: ling3export build")
+    error = refused("1x2", two, "micro-tp2")
+    assert error.message.endswith("found cpu-tp2 of micro-tp2-snapshots.ling3, cpu-tp2 of micro-tp2.ling3")
+    (place,) = places_of(parse_config("1x2"), {artifact(two): read_manifest(artifact(two))})
+    assert (place.role, place.target) == ("both", "cpu-tp2")
+
+
+def figures_of(ttft, phases, **more):
+    spread = {"mean": 1.0, "median": 1.0, "std": 0.0, "p95": 1.0, "p99": 1.0, "max": 1.0}
+    return {
+        "completed": 4, "failed": 0, "duration": 2.0, "request_throughput": 2.0, "output_throughput": 16.0,
+        "total_throughput": 20.0, "concurrency": 1.5, "e2e": spread, "ttft": spread | {"mean": ttft}, "tpot": spread,
+        "itl": spread, "phases": {name: {"mean": value, "median": value / 2} for name, value in phases.items()},
+        **more,
+    }  # fmt: skip
+
+
+SIDE_BY_SIDE = """\
+                                   1x4           2P2D
+Successful requests                  4      4 (1.00×)
+Failed requests                      0              0
+Benchmark duration (s)            2.00   2.00 (1.00×)
+Request throughput (req/s)        2.00   2.00 (1.00×)
+Output token throughput (tok/s)  16.00  16.00 (1.00×)
+Total token throughput (tok/s)   20.00  20.00 (1.00×)
+Concurrency                       1.50   1.50 (1.00×)
+Mean E2E Latency (ms)             1.00   1.00 (1.00×)
+Mean TTFT (ms)                   20.00  40.00 (2.00×)
+P99 TTFT (ms)                     1.00   1.00 (1.00×)
+Mean TPOT (ms)                    1.00   1.00 (1.00×)
+Mean ITL (ms)                     1.00   1.00 (1.00×)
+P99 ITL (ms)                      1.00   1.00 (1.00×)
+------- Phases: all but decode add up to TTFT -------
+Mean queue (ms)                   4.00   6.00 (1.50×)
+Median queue (ms)                 2.00   3.00 (1.50×)
+Mean prefill (ms)                15.00  20.00 (1.33×)
+Median prefill (ms)               7.50  10.00 (1.33×)
+Mean save (ms)                       -           5.00
+Median save (ms)                     -           2.50
+Mean transfer (ms)                   -           4.00
+Median transfer (ms)                 -           2.00
+Mean first decode (ms)               -           0.50
+Median first decode (ms)             -           0.25
+Mean HTTP (ms)                    1.00   4.50 (4.50×)
+Median HTTP (ms)                  0.50   2.25 (4.50×)
+Mean decode (ms)                  9.00   8.00 (0.89×)
+Median decode (ms)                4.50   4.00 (0.89×)
+States transferred (%)            0.00         100.00
+Save and transfer of TTFT (%)        -          22.50
+Mean bytes of a state (MB)           -          1.500
+Transfer (GB/s)                      -          0.375"""
+
+
+def test_the_table_is_this_one_to_the_byte():
+    one = figures_of(20.0, {"queue": 4.0, "prefill": 15.0, "http": 1.0, "decode": 9.0}, remote_prefill_share=0.0)
+    phases = {"queue": 6.0, "prefill": 20.0, "save": 5.0, "transfer": 4.0, "first": 0.5, "http": 4.5, "decode": 8.0}
+    two = figures_of(
+        40.0, phases, remote_prefill_share=1.0, moving_share=0.225, transfer_bytes=1.5e6, transfer_speed=3.75e8
+    )
+    assert side_by_side([{"name": "1x4", "figures": one}, {"name": "2P2D", "figures": two}]) == SIDE_BY_SIDE
+
+
+def metrics(url):
+    _, data = asyncio.run(Endpoint(url, key=None, timeout=60.0).whole("GET", "/metrics"))
+    lines = (line.rpartition(" ") for line in data.decode().splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, _, value in lines}
+
+
+def state_bytes(path, tokens):
+    """What a state is by the artifact's layout: blocks as long as they are filled, and a snapshot."""
+    manifest = read_manifest(path)
+    layout = layout_of(next(iter(manifest.targets.values())))
+    sizes = [min(layout.block, tokens - at) for at in range(0, tokens, layout.block)]
+    keys = [Key("", Kind.BLOCK, b"", (0, 1), size) for size in sizes]
+    return sum(map(layout.nbytes, [*keys, Key("", Kind.SNAPSHOT, b"", (0, layout.heads), 0)]))
+
+
+@pytest.mark.parametrize("carrier", ["shm", "tcp", "file"])
+def test_phases_of_every_request_add_up_to_what_both_servers_measured(artifact, carrier, pids):
+    """What P and D count in /metrics are the phases within a millisecond; bytes are those
+    that D's connector counted, and what the layout says."""
+    one, two = artifact("micro-tp1-snapshots"), artifact("micro-tp2-snapshots")
+    places = places_of(parse_config("2P1D"), {path: read_manifest(path) for path in (one, two)})
+    assert [(place.role, place.artifact) for place in places] == [("prefill", two), ("decode", one)]
+    how, moved = Settings(num_prompts=4), 0
+    with running("2P1D", places, how, carrier) as (url, (p, d)):
+        client = OverHttp(url, model=None, key=None, ignore_eos=True)
+        asyncio.run(client.open())
+        for number, length in enumerate((1, 16, 50, 100)):
+            before = [metrics(each)["ling3_first_token_seconds_sum"] for each in (p, d)]
+            asked = client.prepare(Ask(tuple(range(20 + number, 20 + number + length)), 3))
+            outcome = asyncio.run(client.send(asked))
+            after = [metrics(each)["ling3_first_token_seconds_sum"] for each in (p, d)]
+            assert (outcome.error, outcome.tokens) == (None, 3)
+            told = outcome.told
+            there, here = (last - first for first, last in zip(before, after, strict=True))
+            assert told["queue"] + told["prefill"] == pytest.approx(there, abs=1e-3)
+            assert told["transfer"] + told["first"] == pytest.approx(here, abs=1e-3)
+            assert 0 < told["save"] < outcome.ttft - there - here
+            phases = outcome.phases
+            assert phases["http"] > 0 and min(phases.values()) >= 0
+            first = sum(value for name, value in phases.items() if name != "decode")
+            assert first == pytest.approx(outcome.ttft, abs=1e-3)
+            assert phases["decode"] == pytest.approx(outcome.e2e - outcome.ttft)
+            assert outcome.transfer_bytes == state_bytes(one, length)
+            moved += outcome.transfer_bytes
+        counted = metrics(d)
+    assert counted['ling3_transfer_total{what="loaded_bytes"}'] == moved
+    assert counted['ling3_transfer_total{what="loaded"}'] == 4
+    assert len(pids) == 3 and not running_among(pids)
+
+
+def test_configurations_of_every_kind_stand_side_by_side(artifact, tmp_path, pids):
+    one, two = artifact("micro-tp1-snapshots"), artifact("micro-tp2-snapshots")
+    line, page = tmp_path / "runs.jsonl", tmp_path / "page.html"
+    with Started("here", [*RUNNER, "serve", one, "--port", 0]) as server:
+        arguments = [
+            "compare", one, two, "--configs", f"1x2,1P2D,2x1,there={server.address()}", "--num-prompts", 4,
+            "--input-len", 40, "--output-len", 4, "--output", line, "--save-raw", "--html", page,
+        ]  # fmt: skip
+        done = CliRunner().invoke(main, ["bench", *map(str, arguments)], prog_name="ling3-runner")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert re.search(r"^ +1x2 +1P2D +2x1 +there$", done.stdout, re.MULTILINE)
+    assert re.search(r"^States transferred \(%\) +0\.00 +100\.00 +0\.00 +0\.00$", done.stdout, re.MULTILINE)
+    records = [json.loads(text) for text in line.read_text().splitlines()]
+    servers = [[(each["role"], each["tp"]) for each in record.get("servers", [])] for record in records]
+    assert servers == [[("both", 2)], [("prefill", 1), ("decode", 2)], [("both", 1)] * 2, []]
+    assert [record["compiles"] for record in records] == [0] * 4
+    assert len({record["workload_sha256"] for record in records}) == 1
+    for record in records:
+        figures = record["figures"]
+        assert (figures["completed"], figures["failed"], len(record["requests"])) == (4, 0, 4)
+        parts = sum(each["mean"] for name, each in figures["phases"].items() if name != "decode")
+        assert parts == pytest.approx(figures["ttft"]["mean"], abs=1e-3)
+    apart = records[1]
+    sizes = [request["transfer_bytes"] for request in apart["requests"]]
+    assert sorted(sizes) == sorted(state_bytes(one, request["prompt_tokens"]) for request in apart["requests"])
+    taking = sum(request["phases"]["transfer"] for request in apart["requests"])
+    assert apart["figures"]["transfer_speed"] == pytest.approx(sum(sizes) / taking)
+    assert {request["transfer_bytes"] for request in records[0]["requests"]} == {None}
+    html = page.read_text()
+    for label in ("queue, 1x2", "queue, 1P2D", "transfer, 1P2D", "HTTP, there"):
+        assert f'<th scope="row">{label}</th>' in html
+    assert "transfer, 1x2" not in html
+    assert len(pids) == 8 and not running_among(pids)
+
+
+def test_a_server_that_does_not_start_is_named_with_what_it_said_and_nothing_is_left(artifact, tmp_path, pids):
+    one, two = artifact("micro-tp1-snapshots"), tmp_path / "bad.ling3"
+    shutil.copytree(artifact("micro-tp2-snapshots"), two)
+    for file in (two / "weights").iterdir():
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.chmod(0o600)
+        file.write_bytes(data)
+    how = Settings(num_prompts=2, input_len=8, output_len=2)
+    runs = compared(how, ["1P2D", "1x1"], [one, two], "shm", lambda name: nullcontext())
+    with pytest.raises(Ling3Error) as error:
+        next(runs)
+    first, *said = error.value.message.split("\n")
+    assert first.startswith(
+        "config `1P2D`, decode (TP=2): expected the address at which it listens, found that it ended with code 1: "
+    )
+    assert "sha256" in "\n".join([first, *said])
+    assert len(pids) == 2 and not running_among(pids)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_a_run_that_is_ended_ends_what_it_started(artifact, tmp_path, number, code):
+    one = artifact("micro-tp1-snapshots")
+    words = ["bench", "compare", one, "--configs", "1P1D,1x1", "--num-prompts", 500, "--input-len", 60,
+             "--max-concurrency", 2]  # fmt: skip
+    words = [*command("ling3export.runners.cli"), *map(str, words)]
+    process = subprocess.Popen(
+        words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    end, found = time.monotonic() + WAIT, []
+    while len(found) < 3:  # two servers and the router
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.05)
+        found = [int(pid) for pid in children.read_text().split()]
+    time.sleep(3)  # requests run
+    os.kill(process.pid, number)
+    said, errors = process.communicate(timeout=WAIT)
+    assert process.returncode == code, errors
+    assert not running_among(found)
+    if number == signal.SIGINT:
+        assert re.search(r"^ +1P1D$", said, re.MULTILINE)
+        assert re.search(r"interrupted: \d+ of 500 requests had not ended", errors) and "not measured: 1x1" in errors
+
+
+def test_one_that_prints_nothing_is_given_up(monkeypatch, pids):
+    monkeypatch.setattr(started, "WAIT", 0.2)
+    silent = [*command("asyncio")[:1], "-c", "import time; time.sleep(100)"]
+    with (
+        pytest.raises(Ling3Error, match=r"silent one: expected the address .*, found none within 0.2 s: silent"),
+        Started("silent one", silent) as process,
+    ):
+        process.address()
+    assert not running_among(pids)
+
+
+def test_the_toy_of_two_devices_is_compared_with_itself(pids):
+    """An artifact without snapshots, and no tokenizer asked for."""
+    how = Settings(num_prompts=3, input_len=12, output_len=4)
+    found = list(compared(how, ["1x2", "1x2"], [toy_artifact.shared()], "shm", lambda name: nullcontext()))
+    assert [each.found.completed for each in found] == [3, 3]
+    texts = [sorted(outcome.text for outcome in each.done.outcomes) for each in found]
+    assert texts[0] == texts[1]
+    assert not running_among(pids)
