@@ -35,6 +35,15 @@ from ling3export.runners.transfer.options import PrefixFolder
     ),
 )
 @section(
+    "Events",
+    click.option(
+        "--kv-events", metavar="ENDPOINT",
+        help="Tell routers what prompts hit here, in vLLM's format: tcp://127.0.0.1:5557 and the next port for what "
+        "was missed; port 0 takes free ones.  [default: nobody is told]",
+    ),
+    click.option("--kv-events-topic", default="kv-events", metavar="TEXT", help="What messages begin with."),
+)  # fmt: skip
+@section(
     "Limits",
     click.option(
         "--max-requests", type=click.IntRange(1), default=256, help="Prompts at once, waiting ones too; more get 429."
@@ -56,10 +65,10 @@ from ling3export.runners.transfer.options import PrefixFolder
 @host_options
 def serve(
     artifact: Path, host: str, port: int, allow_host: tuple[str, ...], model: str | None, api_key_file: Path | None,
-    max_requests: int, max_body: int, max_connections: int, grace: int, restarts: int, target: str | None,
-    programs: str, check: str, step_timeout: float | None, ffn: tuple[str, ...], ffn_timeout: float,
-    prefix_cache: bool | None, evict: str, prefix_store: Path | None, prefix_store_bytes: int, transfer: str | None,
-    place: dict[str, Any], **transfer_settings: Any,
+    kv_events: str | None, kv_events_topic: str, max_requests: int, max_body: int, max_connections: int, grace: int,
+    restarts: int, target: str | None, programs: str, check: str, step_timeout: float | None, ffn: tuple[str, ...],
+    ffn_timeout: float, prefix_cache: bool | None, evict: str, prefix_store: Path | None, prefix_store_bytes: int,
+    transfer: str | None, place: dict[str, Any], **transfer_settings: Any,
 ) -> None:  # fmt: skip
     """Serve ARTIFACT over HTTP, in the shapes of OpenAI's API.
 
@@ -80,9 +89,16 @@ def serve(
 
         key = api_key(api_key_file)
         listener = bound(host, port)
+        events = None
+        if kv_events is not None:
+            require("--kv-events", "serve", "msgspec", "zmq")
+            from ling3export.runners.serve.kv_events import Publisher
+
+            events = Publisher(kv_events, kv_events_topic)
     name = model or artifact.resolve().name.removesuffix(".ling3")
     policy = Policy(name, key, max_requests, max_body, own_names(listener, allow_host))
     run(
         artifact, policy, listener, bounds=Bounds(max_connections), grace=grace, restarts=restarts,
-        step_timeout=step_timeout, hosts=hosts, ffn=ffn, ffn_timeout=ffn_timeout, transfer=exchanged, **how,
+        step_timeout=step_timeout, hosts=hosts, ffn=ffn, ffn_timeout=ffn_timeout, transfer=exchanged, events=events,
+        **how,
     )  # fmt: skip

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ling3export.runners.engine.counters import Counters
     from ling3export.runners.ffn.split import SplitRunner
     from ling3export.runners.load.segments import SegmentedRunner
-    from ling3export.runners.state.prefix_cache import PrefixCache
+    from ling3export.runners.state.prefix_cache import Event, PrefixCache
     from ling3export.runners.state.prefix_store import PrefixStore
 
 # A hundred times the temperature below which sample programs of old artifacts took wrong tokens.
@@ -68,6 +68,7 @@ def load_parts(
     artifact: str | Path, *, target: str | None, programs: str, check: str, overlap: bool, hosts: Hosts | None,
     report: Callable[[str], None], ffn: tuple[str, ...] = (), ffn_timeout: float = WAIT,
     prefix_cache: bool | None = None, evict: str = "lru", prefix_store: PrefixFolder | None = None,
+    tell: "Callable[[Event], None] | None" = None,
 ) -> Parts:  # fmt: skip
     """Loads an artifact and assembles its engine. The arguments are those of ``Engine``, and equal on all hosts.
 
@@ -85,7 +86,7 @@ def load_parts(
         early=hosts is None,
     )  # fmt: skip
     with loaded.channel.together() if loaded.channel else nullcontext():
-        return _assembled(loaded, overlap, report, ffn, ffn_timeout, prefix_cache, evict, prefix_store)
+        return _assembled(loaded, overlap, report, ffn, ffn_timeout, prefix_cache, evict, prefix_store, tell)
 
 
 def _assembled(
@@ -97,6 +98,7 @@ def _assembled(
     prefix_cache: bool | None,
     evict: str,
     prefix_store: PrefixFolder | None,
+    tell: "Callable[[Event], None] | None",
 ) -> Parts:
     # numpy comes with these.
     from ling3export.runners.engine.block_manager import BlockManager
@@ -133,9 +135,14 @@ def _assembled(
     if moves and prefix_cache is not False:
         shared = PrefixCache(
             blocks, record.state.page_size, root_of(manifest, record), evict=evict,
-            worth=worth_of(record, measured),
+            worth=worth_of(record, measured), tell=tell,
         )  # fmt: skip
 
+    if tell is not None and shared is None:
+        raise ArtifactError(
+            f"events of blocks: expected a prefix cache, found it off or without snapshots, in {loaded.folder}",
+            "leave the prefix cache on, and build the artifact with --snapshots N",
+        )
     store = follows = None
     if prefix_store is not None:
         if shared is None:

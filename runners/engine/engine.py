@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as Many
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ling3export.errors import ArtifactError, RequestError
 from ling3export.runners.engine.assembly import load_parts
@@ -29,6 +29,9 @@ from ling3export.runners.text.chat import Message
 from ling3export.runners.text.grammar import Grammar
 from ling3export.runners.text.tokenizer import TokenizerFiles
 from ling3export.runners.transfer.options import PrefixFolder, Transfer
+
+if TYPE_CHECKING:
+    from ling3export.runners.state.prefix_cache import Event
 
 Prompt = str | Many[int] | Many[Message]
 SECONDS = Bounds(0, threading.TIMEOUT_MAX, above=True)
@@ -61,6 +64,7 @@ class Engine:
         ffn_timeout: Seconds to wait for a worker to be there, and for each answer.
         transfer: How states leave for other engines and come from them; None where none does.
         prefix_store: The folder in which the prefix cache keeps what it knows for later; None where that ends with it.
+        tell: Told, in the engine's thread, which blocks prompts can hit from now on and which not any more.
 
     Attributes:
         manifest: The manifest of the artifact.
@@ -81,6 +85,7 @@ class Engine:
         step_timeout: float | None = None, prefix_cache: bool | None = None, evict: str = "lru",
         report: Callable[[str], None] = say, ffn: Many[str] = (), ffn_timeout: float = WAIT,
         transfer: Transfer | None = None, prefix_store: PrefixFolder | None = None,
+        tell: "Callable[[Event], None] | None" = None,
     ) -> None:  # fmt: skip
         for option, given in (("--transfer", transfer), ("--prefix-store", prefix_store)):
             if given is not None and ffn:
@@ -94,6 +99,7 @@ class Engine:
         parts = load_parts(
             artifact, target=target, programs=programs, check=check, overlap=overlap, hosts=hosts, report=report,
             ffn=tuple(ffn), ffn_timeout=ffn_timeout, prefix_cache=prefix_cache, evict=evict, prefix_store=prefix_store,
+            tell=tell,
         )  # fmt: skip
         from ling3export.runners.engine.loop import Loop  # with numpy
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ling3export.runners.engine.block_manager import BlockManager, BlockTable
 from ling3export.runners.engine.counters import Counters
 from ling3export.runners.engine.sequence import Sequence
-from ling3export.runners.state.prefix_cache import Node, PrefixCache
+from ling3export.runners.state.prefix_cache import Node, PrefixCache, Text
 
 if TYPE_CHECKING:
     from ling3export.runners.state.prefix_store import FollowingStore, PrefixStore
@@ -148,7 +148,7 @@ class Reuse:
                 continue
             slot = self._cache.room(passing=passing)
             if slot is not None:
-                self._cache.keep(node, slot, passing=passing)
+                self._cache.keep(node, slot, passing=passing, text=_text(sequence))
                 sequence.turn = node if passing else None
                 sources.append(sequence.slot)
                 targets.append(slot)
@@ -186,7 +186,7 @@ class Reuse:
         sequence.pending = None
         node = self._insert(sequence, cache, position // cache.block)
         before, sequence.turn = sequence.turn, node
-        cache.keep(node, slot, passing=True)
+        cache.keep(node, slot, passing=True, text=_text(sequence))
         if before is not None and before.snapshot is not None and before.passing:
             cache.forget(before)
 
@@ -235,3 +235,7 @@ class Reuse:
         else:
             self.leave(sequence)
             sequence.stored = 0
+
+
+def _text(sequence: Sequence) -> Text:
+    return Text(sequence.request.cache_salt, sequence.tokens)

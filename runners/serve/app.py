@@ -28,6 +28,7 @@ from ling3export.runners.serve.schema import ELEMENTS, ApiError, parse
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine
+    from ling3export.runners.serve.kv_events import Publisher
 
 HEALTH = "/health"
 SMALL = 1 << 16  # bytes of a body that is read at once
@@ -54,9 +55,9 @@ class Policy:
     hosts: frozenset[str] | None = None
 
 
-def application(engine: "Engine", policy: Policy) -> ASGIApp:
+def application(engine: "Engine", policy: Policy, events: "Publisher | None" = None) -> ASGIApp:
     """The endpoints, with the counting of responses and the check of keys in front of them."""
-    server = _Server(engine, policy)
+    server = _Server(engine, policy, events)
     routes = [
         Route("/v1/completions", server.completions, methods=["POST"]),
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
@@ -90,8 +91,8 @@ Read = TypeVar("Read")
 
 
 class _Server:
-    def __init__(self, engine: "Engine", policy: Policy) -> None:
-        self._engine = engine
+    def __init__(self, engine: "Engine", policy: Policy, events: "Publisher | None") -> None:
+        self._engine, self._events = engine, events
         self._policy = policy
         self._since = int(time.time())
         self._held = 0  # bytes of large bodies that are being received or read
@@ -132,7 +133,8 @@ class _Server:
     async def health(self, request: Request) -> Response:
         if (error := self._engine.stopped) is not None:
             raise stopped(error, log=False)
-        return JSONResponse({"status": "ok"})
+        events = self._events and {"kv_events": self._events.record(self._engine.limits.page_size)}
+        return JSONResponse({"status": "ok", **(events or {})})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self.counters.text(), media_type="text/plain; version=0.0.4")

@@ -6,10 +6,11 @@ import resource
 import signal
 import socket
 from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -25,6 +26,9 @@ from ling3export.runners.serve.connection import Bounds, Connection
 from ling3export.runners.serve.supervisor import supervised
 from ling3export.runners.transfer.options import PrefixFolder, Transfer
 
+if TYPE_CHECKING:
+    from ling3export.runners.serve.kv_events import Publisher
+
 LINGER = 5.0  # seconds that the server still answers when another host is gone, so that clients hear why
 BACKLOG = 512  # connections that the system keeps until they are taken
 TURN = 16  # of them are taken at once
@@ -35,7 +39,7 @@ def serve(
     artifact: Path, policy: Policy, listener: socket.socket, *, bounds: Bounds, grace: int, target: str | None,
     programs: str, check: str, hosts: Hosts | None = None, restarts: int = 0, step_timeout: float | None = None,
     ffn: tuple[str, ...] = (), ffn_timeout: float = WAIT, prefix_cache: bool | None = None, evict: str = "lru",
-    transfer: Transfer | None = None, prefix_store: PrefixFolder | None = None,
+    transfer: Transfer | None = None, prefix_store: PrefixFolder | None = None, events: "Publisher | None" = None,
 ) -> None:  # fmt: skip
     """Serves at the address of ``listener`` (``bound``) until SIGTERM or SIGINT; prints it once clients may connect.
 
@@ -44,7 +48,7 @@ def serve(
 
     After a failed step the engine is restarted, up to ``restarts`` times in ten minutes. A call of the devices that
     takes longer than ``step_timeout`` seconds stops the engine. ``ffn``, ``ffn_timeout``, ``transfer`` and
-    ``prefix_store`` are the engine's, too.
+    ``prefix_store`` are the engine's, too. ``events`` tells others what prompts can hit here.
 
     At the signal it takes no new connections; calls that run have ``grace`` seconds to end, then they are cancelled,
     and their clients get an error.
@@ -55,10 +59,11 @@ def serve(
     logging.basicConfig(format="%(levelname)s: %(name)s: %(message)s", level=logging.WARNING)  # to stderr
     with (
         listener,
+        closing(events) if events is not None else nullcontext(),
         Engine(
             artifact, target=target, programs=programs, check=check, max_requests=policy.max_requests, hosts=hosts,
             linger=LINGER, step_timeout=step_timeout, ffn=ffn, ffn_timeout=ffn_timeout, prefix_cache=prefix_cache,
-            evict=evict, transfer=transfer, prefix_store=prefix_store,
+            evict=evict, transfer=transfer, prefix_store=prefix_store, tell=None if events is None else events.tell,
         ) as engine,
         supervised(engine, restarts),
     ):  # fmt: skip
@@ -70,7 +75,9 @@ def serve(
         host = listener.getsockname()[0]
         if not is_loopback(host) and policy.api_key is None:
             say(f"serve: {host} may be reached by other machines, and no key is asked for: see --api-key-file")
-        server = http_server(application(engine, policy), affordable(bounds), grace)
+        if events is not None and not is_loopback(events.host):
+            say(f"serve: who reaches {events.host} reads in the events which tokens prompts have: see --kv-events")
+        server = http_server(application(engine, policy, events), affordable(bounds), grace)
         # These handlers take a signal that comes before uvicorn sets its own handlers, and the one that uvicorn raises
         # again after its end, when the engine has still to end.
         for number in (signal.SIGTERM, signal.SIGINT):

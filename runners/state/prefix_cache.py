@@ -10,11 +10,12 @@ the calls, no clock: hosts that take the same steps have the same tree.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ling3export.runners.transfer.objects import chain_start, chained
+from ling3export.runners.transfer.protocol import Cleared, Removed, Stored
 
 if TYPE_CHECKING:
     from ling3export.runners.state.worth import Worth
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 EVERY = 512  # tokens between snapshots of a prompt
 REMEMBERED = 4096  # names of nodes and snapshots that were evicted, to tell why a request hit nothing
 POLICIES = ("lru", "flops")
+Event = Stored | Removed | Cleared
 
 
 class Pools(Protocol):
@@ -55,6 +57,7 @@ class Node:
         snapshot: The slot of the state behind it, if one is kept.
         passing: Whether that is the end of a turn so far, which goes first: the turn's next end replaces it.
         children: Nodes behind it.
+        through: Snapshots behind it and behind the nodes that follow: while there is one, a prompt can hit the block.
     """
 
     name: bytes
@@ -64,6 +67,14 @@ class Node:
     snapshot: int | None = None
     passing: bool = False
     children: int = 0
+    through: int = 0
+
+
+class Text(NamedTuple):
+    """What a sequence says: its salt, and its tokens from one position to another."""
+
+    salt: str
+    tokens: Callable[[int, int], Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -95,6 +106,8 @@ class PrefixCache:
         every: Tokens between the snapshots of a prompt: a multiple of ``block``, else the next one.
         evict: ``lru``: the least recently used goes first; ``flops``: what saves least work for its bytes and its age.
         worth: What a snapshot costs and saves; None keeps all.
+        tell: Told at once what prompts can hit and what not any more: the blocks that lead to a snapshot, and the
+            states behind blocks. Pages that lead to no snapshot are worth nothing to a prompt. None tells nobody.
 
     Attributes:
         block: Tokens a block.
@@ -106,9 +119,9 @@ class PrefixCache:
 
     def __init__(
         self, pools: Pools, block: int, root: str = "", every: int = EVERY, evict: str = "lru",
-        worth: "Worth | None" = None,
+        worth: "Worth | None" = None, tell: Callable[[Event], None] | None = None,
     ) -> None:  # fmt: skip
-        self._pools, self._root, self._evict, self._worth = pools, root, evict, worth
+        self._pools, self._root, self._evict, self._worth, self._tell = pools, root, evict, worth, tell
         self.block, self.every = block, -(-every // block) * block
         self.least = 0 if worth is None else worth.least
         self.reset()
@@ -119,6 +132,8 @@ class PrefixCache:
         self._kept: OrderedDict[bytes, Node] = OrderedDict()  # those with snapshots, the least recently used first
         self._gone: OrderedDict[bytes, None] = OrderedDict()
         self.evicted_pages = self.evicted_snapshots = 0
+        if self._tell is not None:
+            self._tell(Cleared())
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -208,10 +223,11 @@ class PrefixCache:
             slot = self._pools.take_snapshot()
         return slot
 
-    def keep(self, node: Node, slot: int, *, passing: bool) -> None:
-        """Gives a node the snapshot in ``slot``; if it has one, that one stays."""
+    def keep(self, node: Node, slot: int, *, passing: bool, text: Text) -> None:
+        """Gives a node the snapshot in ``slot``; if it has one, that one stays. ``text`` leads to the node."""
         if node.snapshot is None:
             node.snapshot, node.passing = slot, passing
+            self._lead(node, text)
         else:
             self._pools.free_snapshot(slot)
             node.passing &= passing
@@ -224,6 +240,40 @@ class PrefixCache:
         self._pools.free_snapshot(node.snapshot)
         node.snapshot = None
         del self._kept[node.name]
+        self._lead_no_more(node)
+
+    def _lead(self, node: Node, text: Text) -> None:
+        """Counts a new snapshot on the path to it, and tells what can be hit now."""
+        new: list[Node] = []
+        each: Node | None = node
+        while each is not None:
+            each.through += 1
+            if each.through == 1:
+                new.append(each)
+            each = each.parent
+        if self._tell is None:
+            return
+        for nodes, state in ((new[::-1], False), ([node], True)):
+            if nodes:
+                first, before = nodes[0].depth - 1, nodes[0].parent
+                tokens = tuple(text.tokens(first * self.block, nodes[-1].depth * self.block))
+                names = tuple(each.name for each in nodes)
+                parent = None if before is None else before.name
+                self._tell(Stored(names, parent, tokens, self.block, text.salt, state))
+
+    def _lead_no_more(self, node: Node) -> None:
+        """Takes a snapshot's count back, and tells what cannot be hit any more."""
+        gone: list[bytes] = []
+        each: Node | None = node
+        while each is not None:
+            each.through -= 1
+            if not each.through:
+                gone.append(each.name)  # children before parents
+            each = each.parent
+        if self._tell is not None:
+            self._tell(Removed((node.name,), state=True))
+            if gone:
+                self._tell(Removed(tuple(gone)))
 
     def evict(self) -> bool:
         """Gives up one page that no sequence holds, and whatever snapshot it has; False if there is none."""

@@ -116,18 +116,34 @@ class Meta(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Blocks of a sequence can be found by others now: their hashes, the hash before them, and their tokens."""
+    """Blocks of a sequence can be found by others now.
+
+    Attributes:
+        hashes: Their names, one behind the other.
+        parent: The name before them; None for the first blocks of a sequence.
+        tokens: Theirs.
+        block: Tokens a block.
+        salt: Who gives another one finds none of them.
+        state: Whether the recurrent state behind each is meant, and not its latents.
+    """
 
     hashes: tuple[bytes, ...]
     parent: bytes | None
     tokens: tuple[int, ...]
     block: int
+    salt: str = ""
+    state: bool = False
 
 
 class Removed(NamedTuple):
-    """Blocks cannot be found any more."""
+    """Blocks cannot be found any more; with ``state`` it is the recurrent states behind them."""
 
     hashes: tuple[bytes, ...]
+    state: bool = False
+
+
+class Cleared(NamedTuple):
+    """Nothing can be found any more."""
 
 
 class Connector(Protocol):

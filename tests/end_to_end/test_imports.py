@@ -31,8 +31,17 @@ PACKAGES = {
     "runners.fleet": {"ray"},
     "runners.hosts": {"jax"},
     "runners.load": {"flatbuffers", "jax", "jaxlib", "ml_dtypes", "numpy"},
-    "runners.route": {"h11", "prometheus_client", "starlette"},
-    "runners.serve": {"h11", "prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"},
+    "runners.route": {"h11", "msgspec", "prometheus_client", "starlette", "zmq"},
+    "runners.serve": {
+        "h11",
+        "msgspec",
+        "prometheus_client",
+        "pydantic",
+        "pydantic_core",
+        "starlette",
+        "uvicorn",
+        "zmq",
+    },
     "runners.state": {"jax", "numpy"},
     "runners.text": {"jinja2", "llguidance", "numpy", "tokenizers"},
     "runners.transfer": {"numpy"},
@@ -53,7 +62,7 @@ NEVER_IN_RUNNER = {
     "torch",
     "transformers",
 }
-SERVER = {"prometheus_client", "pydantic", "starlette", "uvicorn"}
+SERVER = {"msgspec", "prometheus_client", "pydantic", "starlette", "uvicorn", "zmq"}
 # Rooms and modules that read files, configurations and arguments, and load no jax.
 WITHOUT_JAX = (
     "artifacts", "checkpoint", "cli", "errors", "model.config", "report", "runners.bench.workloads", "runners.cli",

@@ -17,11 +17,12 @@ class Rig:
     def __init__(
         self, slots=4, pages=40, page_size=4, prefill=(4, 16), decode=(2, 4), context=80, ahead=1,
         stripes=1, snapshots=0, cache=True, every=16, evict="lru", worth=None,
+        tell=None,
     ):  # fmt: skip
         self.backend = FakeBackend(slots, pages, page_size, CHUNK, snapshots)
         self.blocks = BlockManager(slots, pages, page_size, -(-context // page_size), stripes, snapshots)
         shared = snapshots and cache
-        self.cache = PrefixCache(self.blocks, page_size, "root", every, evict, worth) if shared else None
+        self.cache = PrefixCache(self.blocks, page_size, "root", every, evict, worth, tell) if shared else None
         self.limits = Limits(context, VOCAB, pages, page_size)
         shapes = Shapes(prefill, decode, CHUNK)
         self.scheduler = Scheduler(

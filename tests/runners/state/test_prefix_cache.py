@@ -3,7 +3,7 @@
 import pytest
 
 from ling3export.runners.engine.block_manager import BlockManager
-from ling3export.runners.state.prefix_cache import PrefixCache
+from ling3export.runners.state.prefix_cache import PrefixCache, Text
 
 BLOCK = 256
 
@@ -25,7 +25,8 @@ class Tree:
         for at in snapshots:
             count = at // self.cache.block
             node = self.cache.insert(names[:count], table.pages)
-            self.cache.keep(node, self.cache.room(passing=passing), passing=passing)
+            text = Text(salt, lambda start, stop: tokens[start:stop])
+            self.cache.keep(node, self.cache.room(passing=passing), passing=passing, text=text)
         self.blocks.release(table)
         return node
 

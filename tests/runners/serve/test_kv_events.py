@@ -1,0 +1,188 @@
+"""The events of a server on the wire: vLLM's own declarations read the bytes, and who missed some is told again."""
+
+import time
+from contextlib import closing
+
+import msgspec
+import pytest
+import zmq
+
+from ling3export.errors import Ling3Error
+from ling3export.runners.serve.kv_events import END, History, Publisher, encoded, number_of, pieces
+from ling3export.runners.transfer.protocol import Cleared, Removed, Stored
+
+NAMES = tuple(bytes([n]) * 32 for n in range(1, 9))
+WAIT = 20_000  # milliseconds
+
+
+# As vLLM 0.26 declares them (vllm/distributed/kv_events.py): names, order and defaults are those of its wire.
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    ts: float
+    events: list["BlockStored | BlockRemoved | AllBlocksCleared"]
+    data_parallel_rank: int | None = None
+
+
+class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[str, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
+    block_hashes: list[bytes | int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True):
+    pass
+
+
+def read(data: bytes) -> EventBatch:
+    return msgspec.msgpack.decode(data, type=EventBatch)
+
+
+def number(n: int) -> int:
+    return n * 0x0101010101010101
+
+
+def stored(*names: int, parent: int | None = None, salt: str = "", state: bool = False) -> Stored:
+    """Blocks of two tokens, the numbers of their names."""
+    tokens = tuple(each for name in names for each in (name, name))
+    before = None if parent is None else NAMES[parent - 1]
+    return Stored(tuple(NAMES[name - 1] for name in names), before, tokens, 2, salt, state)
+
+
+def removed(*names: int, state: bool = False) -> Removed:
+    return Removed(tuple(NAMES[name - 1] for name in names), state)
+
+
+def test_a_batch_is_what_vllm_declares_byte_for_byte():
+    data = encoded(1.5, [
+        Cleared(), stored(1, 2, salt="me"), stored(2, parent=1, salt="me", state=True), removed(2, state=True),
+        removed(2, 1),
+    ])  # fmt: skip
+    found = read(data)
+    assert found == EventBatch(1.5, [
+        AllBlocksCleared(),
+        BlockStored(
+            [number(1), number(2)], None, [1, 1, 2, 2], 2, None, "GPU", None, [("me",), None], 0, "mla_attention"
+        ),
+        BlockStored([number(2)], number(1), [2, 2], 2, None, "GPU", None, [None], 1, "mamba"),
+        BlockRemoved([number(2)], "GPU", 1),
+        BlockRemoved([number(2), number(1)], "GPU", 0),
+    ], 0)  # fmt: skip
+    assert msgspec.msgpack.encode(found) == data
+    assert (
+        encoded(0.0, [Cleared()]).hex()
+        == "93cb0000000000000000" + "91" + "81a474797065b0" + b"AllBlocksCleared".hex() + "00"
+    )
+    assert number_of(bytes(range(32))) == 0x18191A1B1C1D1E1F
+
+
+def test_half_a_character_in_a_salt_is_told_as_a_question_mark():
+    """It cannot be written in msgpack, and would have ended the thread that tells events."""
+    assert read(encoded(0.0, [stored(1, salt="a\ud800")])).events[0].extra_keys == [("a?",)]
+
+
+def test_long_events_come_in_pieces_each_behind_the_one_before():
+    found = list(pieces(stored(1, 2, 3, 4, 5, parent=8), most=200))
+    assert found == [stored(1, 2, parent=8), stored(3, 4, parent=2), stored(5, parent=4)]
+
+
+def numbers(history: History, since: int = 0) -> list[int]:
+    return [each for each, _ in history.since(since)]
+
+
+def told(history: History) -> list:
+    return [event for _, data in history.since(0) for event in read(data).events]
+
+
+def test_who_asks_for_all_gets_what_is_left_of_batches_that_are_not_kept():
+    history = History(batches=2)
+    for events in (
+        [Cleared()], [stored(1, 2)], [stored(2, parent=1, state=True)], [stored(3)], [removed(2, state=True)],
+        [removed(2)], [stored(4, parent=1)],
+    ):  # fmt: skip
+        history.add(1.0, events)
+    assert (numbers(history), numbers(history, 6), numbers(history, 1)) == ([3, 5, 6], [6], [5, 6])
+    found = told(history)
+    kinds = [(type(each).__name__, each.block_hashes, each.group_idx) for each in found]
+    assert kinds == [
+        ("BlockStored", [number(1)], 0), ("BlockStored", [number(2)], 0), ("BlockStored", [number(3)], 0),
+        ("BlockRemoved", [number(2)], 0), ("BlockStored", [number(4)], 0),
+    ]  # fmt: skip
+    assert found[1].parent_block_hash == number(1) and found[1].token_ids == [2, 2]
+    history.add(1.0, [Cleared()])
+    history.add(1.0, [stored(5)])
+    history.add(1.0, [stored(6)])
+    assert told(history) == [each for event in (stored(5), stored(6)) for each in read(encoded(0, [event])).events]
+    assert numbers(history) == [8, 9]
+
+
+def test_old_batches_go_by_their_bytes_too_and_are_joined_in_order():
+    history = History(batches=100, size=1)
+    for n in range(300):
+        history.add(float(n), [Stored((n.to_bytes(32, "big"),), None, tuple(range(256)), 256)])
+    found = list(history.since(0))
+    assert [each for each, _ in found] == sorted({each for each, _ in found}) and found[-1][0] == 299
+    assert 2 < len(found) < 10 and len(told(history)) == 300
+
+
+@pytest.mark.parametrize("wrong", ["5557", "tcp://127.0.0.1", "tcp://127.0.0.1:65535", "ipc:///tmp/x", "tcp://a b:1"])
+def test_an_endpoint_that_is_none_is_refused(wrong):
+    with pytest.raises(Ling3Error, match="--kv-events: expected tcp://HOST:PORT"):
+        Publisher(wrong)
+
+
+def test_a_port_that_is_taken_is_named():
+    with closing(Publisher("tcp://127.0.0.1:0")) as first:
+        port = first.record(2)["port"]
+        with pytest.raises(Ling3Error, match=f"--kv-events tcp://127.0.0.1:{port}: expected two ports that are free"):
+            Publisher(f"tcp://127.0.0.1:{port}")
+
+
+def test_a_subscriber_of_vllm_reads_messages_and_asks_for_what_it_missed():
+    """The calls are those of vLLM's example: SUB with a topic, three frames; a number to the other port."""
+    with closing(Publisher("tcp://127.0.0.1:0", "kv@a@b")) as publisher, zmq.Context() as context:
+        record = publisher.record(2)
+        assert record["block_size"] == 2 and record["topic"] == "kv@a@b" and record["sequence"] == -1
+        with context.socket(zmq.SUB) as heard, context.socket(zmq.DEALER) as asking:
+            heard.connect(f"tcp://127.0.0.1:{record['port']}")
+            heard.setsockopt(zmq.SUBSCRIBE, b"kv@")
+            asking.connect(f"tcp://127.0.0.1:{record['replay_port']}")
+            publisher.tell(stored(1))
+            while not heard.poll(20):  # until the subscription has arrived
+                publisher.tell(stored(2, parent=1))
+            topic, count, data = heard.recv_multipart()
+            first = int.from_bytes(count, "big")
+            assert topic == b"kv@a@b" and read(data).events[0].block_hashes == [number(2)] and first > 0
+            assert abs(read(data).ts - time.time()) < 60
+            asking.send_multipart((b"", bytes(8)))
+            found = []
+            while asking.poll(WAIT):
+                empty, count, data = asking.recv_multipart()
+                assert empty == b""
+                if count == END:
+                    assert data == b""
+                    break
+                found.append((int.from_bytes(count, "big"), read(data).events[0].block_hashes))
+            assert found[:2] == [(0, [number(1)]), (1, [number(2)])] and found[-1][0] == publisher.record(2)["sequence"]
+            for wrong in ((b"", b"short"), (b"x", bytes(8)), (b"",), (b"", bytes(8), b"")):
+                asking.send_multipart(wrong)
+            asking.send_multipart((b"", (2**63).to_bytes(8, "big")))
+            assert asking.poll(WAIT) and asking.recv_multipart() == [b"", END, b""], "only the question is answered"
+
+
+def test_another_start_is_another_instance():
+    with closing(Publisher("tcp://127.0.0.1:0")) as one, closing(Publisher("tcp://127.0.0.1:0")) as other:
+        assert one.record(2)["instance"] != other.record(2)["instance"]
+        assert one.record(2)["port"] != other.record(2)["port"]
