@@ -2,6 +2,7 @@
 # Servers that prefill (PREFILL, 2), servers that decode (DECODE, 2) and the router before them, on one machine:
 #   deploy/prefill-decode.sh ARTIFACT [OPTION OF ling3-runner serve]...
 # ARTIFACT was built with --snapshots. States go through shared memory; `--transfer tcp` takes their own ports instead.
+# The router hears from each server what prompts hit there, at ports that are free.
 # The router listens at PORT (8000), the servers at the ports behind it; PORT=0 takes any that are free. Prints a role
 # and an address for each server, then the router's address once clients may connect. The router goes on without a
 # server that ends. SIGTERM or SIGINT ends the router, which lets its calls end, and then the servers.
@@ -24,7 +25,8 @@ trap 'exit 0' TERM INT
 
 for n in "${!roles[@]}"; do
   : > "$said/$n" # there before anything reads it
-  ling3-runner serve "$artifact" --transfer shm --role "${roles[n]}" --port $((port ? port + n + 1 : 0)) "$@" > "$said/$n" &
+  ling3-runner serve "$artifact" --transfer shm --role "${roles[n]}" --port $((port ? port + n + 1 : 0)) \
+    --kv-events tcp://127.0.0.1:0 "$@" > "$said/$n" &
   servers+=($!)
 done
 for n in "${!roles[@]}"; do

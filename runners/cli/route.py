@@ -47,7 +47,7 @@ def route(
     allow_host: tuple[str, ...], api_key_file: Path | None, max_body: int, max_connections: int, grace: int,
 ) -> None:  # fmt: skip
     """Send requests on to servers: prompts to those that prefill, answers from those that decode."""
-    require("route", "serve", "starlette", "uvicorn", "prometheus_client", "pydantic", "h11")
+    require("route", "serve", "starlette", "uvicorn", "prometheus_client", "pydantic", "h11", "msgspec", "zmq")
     with flight.watched():
         from ling3export.runners.route.app import Choice, Router, serve, workers_of
         from ling3export.runners.serve.app import Policy

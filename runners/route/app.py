@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import h11
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -25,6 +26,9 @@ from starlette.types import Receive, Scope, Send
 
 from ling3export.errors import Ling3Error
 from ling3export.runners.endpoint import Endpoint, Reply
+from ling3export.runners.route.blocks import Tokens
+from ling3export.runners.route.events import Feed
+from ling3export.runners.route.prompts import Prompts
 from ling3export.runners.route.workers import Worker, best, blocks_of
 from ling3export.runners.serve.app import Front, Policy, received
 from ling3export.runners.serve.connection import Bounds
@@ -38,6 +42,7 @@ AWAY = {
 }  # fmt: skip
 RESPONSES = "/v1/responses"
 ELSEWHERE = {429, 500, 502, 503, 504}  # another server may answer
+HEARD = ("received", "gaps", "replays", "restarts", "malformed", "failed")
 GONE = (OSError, TimeoutError, h11.ProtocolError)
 
 
@@ -52,6 +57,14 @@ class Choice:
 
     weight: float = 1.0
     every: float = 1.0
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A prompt as servers know it: the digests of what was sent, and its tokens where they are known."""
+
+    blocks: Sequence[bytes]
+    tokens: Tokens | None
 
 
 class _BadAnswer(Exception):
@@ -82,6 +95,12 @@ class Router:
         self._well = Gauge("ling3_route_well", "Whether a server answers.", names, registry=registry)
         self._picked = Gauge("ling3_route_picked", "How often a server was chosen.", names, registry=registry)
         self._failed = Gauge("ling3_route_failed", "How often it did not answer.", names, registry=registry)
+        self._blocks = Gauge("ling3_route_blocks", "Blocks that it has, by its events.", names, registry=registry)
+        self._heard = Gauge(
+            "ling3_route_kv_events", "What happened to a server's events.", [*names, "what"], registry=registry
+        )
+        self._known = Counter("ling3_route_prompts", "Prompts, by what tells hits.", ["by"], registry=registry)
+        self._prompts = Prompts([*self.prefill, *self.decode])
 
     def responded(self, path: str, status: int) -> None:
         """Counts a response that was begun."""
@@ -94,6 +113,9 @@ class Router:
                 self._well.labels(role, worker.url).set(worker.well)
                 self._picked.labels(role, worker.url).set(worker.picked)
                 self._failed.labels(role, worker.url).set(worker.failed)
+                self._blocks.labels(role, worker.url).set(worker.feed.blocks)
+                for what in HEARD:
+                    self._heard.labels(role, worker.url, what).set(worker.feed.counts[what])
         return generate_latest(self._registry)
 
     async def watch(self) -> None:
@@ -108,12 +130,13 @@ class Router:
         Raises:
             ApiError: No server is there.
         """
-        blocks = blocks_of(body)
+        prompt = _Prompt(blocks_of(body), await self._tokens(path, body))
+        self._known.labels("memory" if prompt.tokens is None else "events").inc()
         if self.prefill and path != RESPONSES:  # which takes no kv_transfer_params: who decodes computes the prompt
-            params = await self._prefilled(path, body, blocks)
+            params = await self._prefilled(path, body, prompt)
             body = body if params is None else body | {"kv_transfer_params": params}
         tried: list[Worker] = []
-        while (worker := self._pick(self.decode, blocks, tried)) is not None:
+        while (worker := self._pick(self.decode, prompt, tried)) is not None:
             begun = False
             try:
                 async with aclosing(self._ask(worker, path, body)) as replies:
@@ -121,13 +144,13 @@ class Router:
                         if (
                             not begun
                             and reply.status in ELSEWHERE
-                            and self._pick(self.decode, blocks, [*tried, worker])
+                            and self._pick(self.decode, prompt, [*tried, worker])
                         ):
                             break
                         begun = True
                         yield reply
                 if begun:
-                    worker.saw(blocks)
+                    worker.saw(prompt.blocks)
                     self._ends.labels("answered").inc()
                     return
                 self._falls.labels("decode_refused").inc()
@@ -142,7 +165,7 @@ class Router:
         raise ApiError(503, "router: expected a server that decodes, found none that answers", code="no_server",
                        headers={"Retry-After": "1"})  # fmt: skip
 
-    async def _prefilled(self, path: str, body: dict[str, Any], blocks: Sequence[bytes]) -> dict[str, Any] | None:
+    async def _prefilled(self, path: str, body: dict[str, Any], prompt: _Prompt) -> dict[str, Any] | None:
         """What a server that prefilled says of the prompt's state; None where none could.
 
         Raises:
@@ -151,7 +174,7 @@ class Router:
         asked = {name: value for name, value in body.items() if name not in ("stream_options", "max_completion_tokens")}
         asked |= {"max_tokens": 1, "stream": False, "n": 1, "kv_transfer_params": AWAY}
         tried: list[Worker] = []
-        while (worker := self._pick(self.prefill, blocks, tried)) is not None:
+        while (worker := self._pick(self.prefill, prompt, tried)) is not None:
             status, data = 0, b""
             try:
                 async with aclosing(self._ask(worker, path, asked)) as replies:
@@ -159,7 +182,7 @@ class Router:
                         status, data = reply.status, data + reply.data
                 params = json.loads(data).get("kv_transfer_params") if status == 200 else None
                 if isinstance(params, dict):
-                    worker.saw(blocks)
+                    worker.saw(prompt.blocks)
                     return params
             except GONE:
                 worker.lost()
@@ -182,8 +205,13 @@ class Router:
         finally:
             worker.live -= 1
 
-    def _pick(self, workers: Sequence[Worker], blocks: Sequence[bytes], tried: Sequence[Worker]) -> Worker | None:
-        return best([worker for worker in workers if worker not in tried], blocks, self._choice.weight)
+    async def _tokens(self, path: str, body: dict[str, Any]) -> Tokens | None:
+        several = len(self.decode) > 1 or len(self.prefill) > 1
+        return await self._prompts.tokens(path, body) if several else None  # else there is nothing to choose
+
+    def _pick(self, workers: Sequence[Worker], prompt: _Prompt, tried: Sequence[Worker]) -> Worker | None:
+        left = [worker for worker in workers if worker not in tried]
+        return best(left, prompt.blocks, self._choice.weight, prompt.tokens)
 
 
 class _Call:
@@ -236,7 +264,11 @@ def workers_of(urls: Sequence[str], key: str | None, timeout: float) -> list[Wor
     Raises:
         RequestError: One of them is none.
     """
-    return [Worker(number, url, Endpoint(url, key=key, timeout=timeout)) for number, url in enumerate(urls)]
+    endpoints = [Endpoint(url, key=key, timeout=timeout) for url in urls]
+    return [
+        Worker(number, url, endpoint, Feed(urlsplit(url).hostname or ""))
+        for number, (url, endpoint) in enumerate(zip(urls, endpoints, strict=True))
+    ]
 
 
 def application(router: Router, policy: Policy) -> Starlette:
@@ -260,7 +292,7 @@ def application(router: Router, policy: Policy) -> Starlette:
 
     async def health(request: Request) -> Response:
         there = any(worker.well for worker in router.decode)
-        state = {role: [{"url": worker.url, "well": worker.well} for worker in workers]
+        state = {role: [{"url": worker.url, "well": worker.well, "events": worker.feed.live} for worker in workers]
                  for role, workers in (("prefill", router.prefill), ("decode", router.decode))}  # fmt: skip
         return JSONResponse({"status": "ok" if there else "no server"} | state, 200 if there else 503)
 
@@ -290,6 +322,8 @@ def serve(router: Router, policy: Policy, listener: socket.socket, bounds: Bound
         finally:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
+            for worker in (*router.prefill, *router.decode):
+                worker.feed.end()
 
     # For a signal that comes before uvicorn has its own handlers, and the one that it raises again after its end.
     for number in (signal.SIGTERM, signal.SIGINT):

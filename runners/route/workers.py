@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from ling3export.errors import Ling3Error
 from ling3export.runners.endpoint import Endpoint
+from ling3export.runners.route.blocks import Tokens
+from ling3export.runners.route.events import Feed
 
 TEXT_BLOCK = 512  # characters of a prompt's text, and so many bytes of its messages, that count as one
 IDS_BLOCK = 64  # token ids that do
@@ -61,6 +63,7 @@ class Worker:
         number: Its place in the list; ties go to the lowest.
         url: Its address.
         endpoint: How it is called.
+        feed: What it tells of its blocks.
         well: Whether it answered the last time.
         live: Requests of this router that it has at the moment.
         usage: Share of its pages that are held, when it was asked last.
@@ -72,6 +75,7 @@ class Worker:
     number: int
     url: str
     endpoint: Endpoint
+    feed: Feed
     well: bool = True
     live: int = 0
     usage: float = 0.0
@@ -80,8 +84,10 @@ class Worker:
     failed: int = 0
     _seen: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
 
-    def load(self, blocks: Sequence[bytes]) -> Load:
-        """What decides between this server and others for a prompt."""
+    def load(self, blocks: Sequence[bytes], tokens: Tokens | None = None) -> Load:
+        """What decides between this server and others for a prompt: by its events, or by what was sent there."""
+        if tokens is not None and self.feed.live:
+            return Load(self.feed.hit(tokens) / max(1, tokens.length), self.usage, self.queued + self.live)
         known = 0
         while known < len(blocks) and blocks[known] in self._seen:
             known += 1
@@ -100,16 +106,21 @@ class Worker:
         self.well = False
         self.failed += 1
         self._seen.clear()
+        self.feed.end()
 
     async def look(self) -> None:
         """Asks how it is; what it does not say of itself counts as nothing."""
         try:
-            status, _ = await self.endpoint.whole("GET", "/health")
+            status, health = await self.endpoint.whole("GET", "/health")
             if status != 200:
                 return self.lost()
             _, data = await self.endpoint.whole("GET", "/metrics")
         except Ling3Error:
             return self.lost()
+        try:
+            self.feed.told(json.loads(health))
+        except (ValueError, RecursionError):  # another kind of server
+            self.feed.end()
         said = {name: float(value) for name, value in LINE.findall(data.decode(errors="replace"))}
         pages, slots = said.get("pages", 0.0), said.get("slots", 0.0)
         self.usage = 1 - said.get("pages_free", 0.0) / pages if pages else 0.0
@@ -118,10 +129,12 @@ class Worker:
         self.well = True
 
 
-def best(workers: Sequence[Worker], blocks: Sequence[bytes], weight: float) -> Worker | None:
+def best(
+    workers: Sequence[Worker], blocks: Sequence[bytes], weight: float, tokens: Tokens | None = None
+) -> Worker | None:
     """The server of the highest score among those that answer; of equals the first. None where none does."""
     there = [worker for worker in workers if worker.well]
     if not there:
         return None
-    rated = scores([worker.load(blocks) for worker in there], weight)
+    rated = scores([worker.load(blocks, tokens) for worker in there], weight)
     return there[rated.index(max(rated))]

@@ -3,6 +3,7 @@
 import artifact_cases
 import build_cases
 import catalog_cases
+import event_cases
 import network_cases
 import runner_cases
 import transfer_cases
@@ -28,4 +29,6 @@ TARGETS = {
     "object": (transfer_cases.objects, 150),
     "pull": (transfer_cases.pulls, 60),
     "saved": (transfer_cases.saved, 150),
+    "events": (event_cases.batches, 300),
+    "subscribers": (event_cases.messages, 60),
 }

@@ -1,0 +1,215 @@
+"""A server's events, as a router follows them: the first blocks are asked for, and all again when one was missed.
+
+Messages are numbered. Where a number is missing, comes twice or goes back, where a message cannot be read, or where the
+server says that it is further than what came, what is known of its blocks counts for nothing until it was asked again.
+Meanwhile the router goes by what it has sent there.
+"""
+
+import asyncio
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from ling3export.runners.route.blocks import Blocks, MalformedError, Tokens, events_of
+
+END = (-1).to_bytes(8, "big", signed=True)
+MESSAGE = 1 << 20  # bytes of a message
+WAITING = 64  # messages that wait to be taken
+ANSWER = 256 << 20  # bytes of an answer to the question for all
+DEADLINE = 30.0  # seconds of it
+PAUSE = 1.0  # seconds between two questions; doubled while answers fail
+LONGEST = 30.0
+BLOCK = 1 << 16  # tokens of a block, and more
+TEXT = 256  # characters of a topic
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a server tells its events, as its ``/health`` says; both ports are at the server's own address.
+
+    Attributes:
+        port: Of the events.
+        replay_port: Of the questions.
+        topic: What messages begin with.
+        block_size: Tokens a block.
+        instance: Another one after each start of the server.
+    """
+
+    port: int
+    replay_port: int
+    topic: str
+    block_size: int
+    instance: str
+
+
+def place_of(said: Any) -> tuple[Place, int] | None:
+    """What the JSON of ``/health`` says of events, and the number of the last message; None where it says nothing."""
+    found = said.get("kv_events") if isinstance(said, dict) else None
+    if not isinstance(found, dict):
+        return None
+    topic, instance = found.get("topic"), found.get("instance")
+    if not (isinstance(topic, str) and isinstance(instance, str) and max(len(topic), len(instance)) <= TEXT):
+        return None
+    numbers = []
+    for name, least, end in (
+        ("port", 1, 1 << 16), ("replay_port", 1, 1 << 16), ("block_size", 1, BLOCK), ("sequence", -1, 1 << 63),
+    ):  # fmt: skip
+        value = found.get(name)
+        if type(value) is not int or not least <= value < end:
+            return None
+        numbers.append(value)
+    port, replay_port, block, sequence = numbers
+    return Place(port, replay_port, topic, block, instance), sequence
+
+
+class Feed:
+    """The events of one server. Everything happens in one event loop.
+
+    Args:
+        host: The server's, as its address has it.
+        pause: Seconds between two questions.
+
+    Attributes:
+        counts: What happened how often, by name.
+    """
+
+    def __init__(self, host: str, pause: float = PAUSE) -> None:
+        self._host = f"[{host}]" if ":" in host else host
+        self._pause = pause
+        self.counts: Counter[str] = Counter()
+        self._place: Place | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._blocks: Blocks | None = None  # None while nothing is known
+        self._last = self._said = -1  # numbers: of the last message that was taken, and that the server spoke of
+
+    @property
+    def live(self) -> bool:
+        """Whether what is known is all that the server has."""
+        return self._blocks is not None
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks are known."""
+        return 0 if self._blocks is None else len(self._blocks)
+
+    def hit(self, prompt: Tokens) -> int:
+        """How many tokens of a prompt the server need not compute; only while it is live."""
+        assert self._blocks is not None
+        return self._blocks.hit(prompt)
+
+    def told(self, said: Any) -> None:
+        """Takes what ``/health`` says: begins with another place anew, and asks again where messages were lost."""
+        found = place_of(said)
+        if found is None:
+            return self.end()
+        place, number = found
+        if place != self._place:
+            if self._place is not None:
+                self.counts["restarts"] += 1
+            self.end()
+            self._begin(place)
+        elif self._blocks is not None and self._last < self._said:  # a second ago it was further than this is now
+            self.counts["gaps"] += 1
+            self.end()
+            self._begin(place)
+        self._said = number
+
+    def end(self) -> None:
+        """Forgets all, and asks nobody."""
+        if self._task is not None:
+            self._task.cancel()
+        self._task = self._place = self._blocks = None
+        self._last = self._said = -1
+
+    def _begin(self, place: Place) -> None:
+        self._place = place
+        self._task = asyncio.create_task(self._follow(place))
+
+    async def _follow(self, place: Place) -> None:
+        context = zmq.asyncio.Context()
+        try:
+            with _opened(context, zmq.SUB, f"tcp://{self._host}:{place.port}") as heard:
+                heard.setsockopt(zmq.SUBSCRIBE, place.topic.encode("utf-8", "replace"))
+                await self._ask_and_hear(context, heard, place)
+        except zmq.ZMQError:  # an address that is none
+            self.counts["failed"] += 1
+        finally:
+            context.destroy(linger=0)
+
+    async def _ask_and_hear(self, context: zmq.asyncio.Context, heard: zmq.asyncio.Socket, place: Place) -> None:
+        pause = self._pause
+        while True:
+            blocks = None
+            with suppress(MalformedError, TimeoutError):
+                async with asyncio.timeout(DEADLINE):
+                    blocks = await self._asked(context, place)
+            if blocks is None:
+                self.counts["failed"] += 1
+                pause = min(2 * pause, LONGEST)
+            else:
+                pause = self._pause
+                self._blocks = blocks
+                self.counts[await self._heard(heard, blocks)] += 1
+                self._blocks = None
+            await asyncio.sleep(pause)
+
+    async def _asked(self, context: zmq.asyncio.Context, place: Place) -> Blocks:
+        """All that the server has, by its own answer.
+
+        Raises:
+            MalformedError: The answer is none.
+        """
+        blocks, last, size = Blocks(place.block_size), -1, 0
+        with _opened(context, zmq.DEALER, f"tcp://{self._host}:{place.replay_port}") as asking:
+            await asking.send_multipart((b"", bytes(8)))
+            while True:
+                frames = await asking.recv_multipart()
+                if len(frames) != 3 or len(frames[1]) != 8:
+                    raise MalformedError("events: expected a number and a batch, found other frames")
+                if frames[1] == END:
+                    break
+                number, size = int.from_bytes(frames[1], "big"), size + len(frames[2])
+                if number <= last or size > ANSWER:
+                    raise MalformedError("events: expected an answer in order and of bounded size, found another")
+                blocks.take(events_of(frames[2]))
+                last = number
+                await asyncio.sleep(0)  # others have a turn, however fast messages come
+        self.counts["replays"] += 1
+        self._last = last
+        return blocks
+
+    async def _heard(self, heard: zmq.asyncio.Socket, blocks: Blocks) -> str:
+        """Takes messages until one is not the next; why it is none."""
+        before = -1
+        while True:
+            frames = await heard.recv_multipart()
+            if len(frames) != 3 or len(frames[1]) != 8:
+                return "malformed"
+            number = int.from_bytes(frames[1], "big")
+            if number <= before:
+                return "restarts"
+            if number > self._last + 1:
+                return "gaps"
+            before = number
+            if number == self._last + 1:  # else the answer had it
+                try:
+                    blocks.take(events_of(frames[2]))
+                except MalformedError:
+                    return "malformed"
+                self._last = number
+                self.counts["received"] += 1
+            await asyncio.sleep(0)
+
+
+def _opened(context: zmq.asyncio.Context, kind: int, address: str) -> zmq.asyncio.Socket:
+    made = context.socket(kind)
+    for option, value in (
+        (zmq.LINGER, 0), (zmq.MAXMSGSIZE, MESSAGE), (zmq.RCVHWM, WAITING), (zmq.IPV6, 1),
+    ):  # fmt: skip
+        made.setsockopt(option, value)
+    made.connect(address)
+    return made

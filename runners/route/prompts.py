@@ -1,0 +1,92 @@
+"""The token ids of prompts: those that a request has, or what a server's ``/tokenize`` makes of its text.
+
+A prompt waits for them only as long as ``WITHIN``, and not at all while servers fail to tell them, nor for a request
+whose prompt ``/tokenize`` does not make: one with several prompts or with tools, and those of ``/v1/responses``.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from time import monotonic as now
+from typing import Any
+
+from ling3export.errors import Ling3Error
+from ling3export.runners.route.blocks import Tokens
+from ling3export.runners.route.workers import Worker
+
+WITHIN = 1.0  # seconds for an answer
+AGAIN = 10.0  # and until the next question behind a failure
+PROMPTS = 4096  # that are remembered
+REMEMBERED = 1 << 22  # tokens of them
+
+
+class Prompts:
+    """Asks servers, and remembers what they said.
+
+    Args:
+        workers: Whom to ask.
+    """
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self._workers = workers
+        self._known: OrderedDict[bytes, Tokens] = OrderedDict()
+        self._held, self._until = 0, 0.0
+
+    async def tokens(self, path: str, body: dict[str, Any]) -> Tokens | None:
+        """The tokens of a request's prompt; None where they are not known, or no server tells its events."""
+        salt, asked = body.get("cache_salt") or "", _asked(path, body)
+        listened = [worker for worker in self._workers if worker.well and worker.feed.live]
+        if asked is None or not isinstance(salt, str) or not listened:
+            return None
+        if isinstance(asked, list):
+            return _tokens(asked, salt)
+        data = json.dumps(asked).encode()
+        key = hashlib.sha256(data + b"\0" + salt.encode("utf-8", "surrogatepass")).digest()
+        if (known := self._known.get(key)) is not None:
+            self._known.move_to_end(key)
+            return known
+        found = await self._said(min(listened, key=lambda worker: worker.live), data, salt)
+        if found is not None and key not in self._known:
+            self._known[key] = found
+            self._held += found.length
+            while len(self._known) > PROMPTS or self._held > REMEMBERED:
+                self._held -= self._known.popitem(last=False)[1].length
+        return found
+
+    async def _said(self, worker: Worker, data: bytes, salt: str) -> Tokens | None:
+        if now() < self._until:
+            return None
+        try:
+            status, answer = await asyncio.wait_for(worker.endpoint.whole("POST", "/tokenize", data), WITHIN)
+            said = json.loads(answer)
+        except (Ling3Error, TimeoutError, ValueError):
+            status, said = 503, None
+        if status == 200 and isinstance(said, dict):
+            return _tokens(said.get("tokens"), salt)
+        if status != 400:  # not the prompt's fault
+            self._until = now() + AGAIN
+        return None
+
+
+def _asked(path: str, body: dict[str, Any]) -> list[Any] | dict[str, Any] | None:
+    """Token ids, or what ``/tokenize`` is asked; None where it cannot be."""
+    if path == "/v1/chat/completions":
+        messages = body.get("messages")
+        return {"messages": messages} if isinstance(messages, list) and not body.get("tools") else None
+    if path != "/v1/completions":
+        return None
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        (prompt,) = prompt
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    return prompt if isinstance(prompt, list) else None
+
+
+def _tokens(ids: Any, salt: str) -> Tokens | None:
+    try:
+        return Tokens(ids, salt) if ids and isinstance(ids, list) else None
+    except ValueError:
+        return None
