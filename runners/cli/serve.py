@@ -10,7 +10,7 @@ from ling3export.runners.cli.ffn import ffn_options
 from ling3export.runners.cli.hosts import host_options, leading
 from ling3export.runners.cli.options import Command, artifact_options, prefix_options, section
 from ling3export.runners.cli.references import ARTIFACT
-from ling3export.runners.cli.roles import exchanging, transfer_options
+from ling3export.runners.cli.roles import exchanging, prefillers, transfer_options
 from ling3export.runners.hosts.rendezvous import announced
 from ling3export.runners.transfer.options import PrefixFolder
 
@@ -79,6 +79,7 @@ def serve(
         "prefix_store": None if prefix_store is None else PrefixFolder(prefix_store, prefix_store_bytes),
     }  # fmt: skip
     exchanged = exchanging(transfer, place, transfer_settings)
+    name = model or artifact.resolve().name.removesuffix(".ling3")
     hosts = leading(artifact, place, ffn=ffn, grace=grace, **how)
     with announced(hosts):
         require("serve", "serve", "starlette", "uvicorn", "prometheus_client", "pydantic")
@@ -88,6 +89,7 @@ def serve(
         from ling3export.runners.serve.run import serve as run
 
         key = api_key(api_key_file)
+        prefill = prefillers(transfer_settings, name, key)
         listener = bound(host, port)
         events = None
         if kv_events is not None:
@@ -95,10 +97,10 @@ def serve(
             from ling3export.runners.serve.kv_events import Publisher
 
             events = Publisher(kv_events, kv_events_topic)
-    name = model or artifact.resolve().name.removesuffix(".ling3")
     policy = Policy(name, key, max_requests, max_body, own_names(listener, allow_host))
     run(
         artifact, policy, listener, bounds=Bounds(max_connections), grace=grace, restarts=restarts,
         step_timeout=step_timeout, hosts=hosts, ffn=ffn, ffn_timeout=ffn_timeout, transfer=exchanged, events=events,
+        prefill=prefill,
         **how,
     )  # fmt: skip

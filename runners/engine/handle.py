@@ -63,11 +63,15 @@ class RequestHandle:
         request: What was asked.
         number: Its place in the order of arrival.
         cancel: Tells the engine to cancel it.
+
+    Attributes:
+        cancelled: Whether it was cancelled before its end.
     """
 
     def __init__(self, request: Request, number: int, cancel: Callable[[int], None]) -> None:
         self.request = request
         self.number = number
+        self.cancelled = False
         self._cancel = cancel
         self._lock = threading.Lock()
         self._text: list[str] = []
@@ -86,6 +90,7 @@ class RequestHandle:
     def cancel(self) -> None:
         """Ends it, wherever it is; it keeps the tokens it has. Does nothing once it ended."""
         if not self.done:
+            self.cancelled = True
             self._cancel(self.number)
 
     def result(self, timeout: float | None = None) -> Completion:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ling3export.errors import RequestError
@@ -15,6 +16,7 @@ from ling3export.runners.engine.sequence import Sequence, now
 from ling3export.runners.load.loader import Timings
 
 if TYPE_CHECKING:
+    from ling3export.runners.engine.remote import RemotePrefills
     from ling3export.runners.state.exchange import Exchange
     from ling3export.runners.state.form import Carried
     from ling3export.runners.state.prefix_store import PrefixStore
@@ -33,14 +35,16 @@ class Loop:
         step_timeout: Seconds after which a call that did not return stops the loop; None for any time.
         exchange: Carries states to other engines and from them; None where none leaves or comes.
         store: Has beginnings of prompts in a folder; None where there is none.
+        remote: Asks other engines for the states of prompts; None where this engine prefills all.
     """
 
     def __init__(
         self, core: EngineCore, timings: Timings, max_requests: int | None = None, *,
         renew: Callable[[], EngineCore] | None = None, step_timeout: float | None = None,
         exchange: "Exchange | None" = None, store: "PrefixStore | None" = None,
+        remote: "RemotePrefills | None" = None,
     ) -> None:  # fmt: skip
-        self._exchange, self._store = exchange, store
+        self._exchange, self._store, self._remote = exchange, store, remote
         self._awaited: dict[int, Arrival] = {}  # whose states are being loaded
         self._saving: dict[int, Future[Sequence]] = {}  # who waits for their states
         self._timings = timings
@@ -128,28 +132,47 @@ class Loop:
                 arrival = Arrival(handle.number, request, at, carried, saved is not None)
                 if saved is not None:
                     self._saving[handle.number] = saved
-                source = self._exchange if request.comes else self._store
-                if request.comes or (source is not None and carried is None and request.score_from is None):
-                    self._await(arrival, source)
-                else:
-                    self._arrivals.append(arrival)
+                self._await(arrival)
                 self._count += 1
                 handles.append(handle)
             self._changed.notify()
         return handles
 
-    def _await(self, arrival: Arrival, source: "Exchange | PrefixStore | None") -> None:
-        """Has a request wait for its state; it arrives with that, or without it."""
-        assert source is not None, "the engine checks requests"
-        self._awaited[arrival.number] = arrival
+    def _await(self, arrival: Arrival) -> None:
+        """Has a request arrive with its state, once that is here, or without it."""
+        number, request = arrival.number, arrival.request
+        fresh = arrival.carried is None and request.score_from is None
+        remote = self._remote if fresh and self._remote is not None and self._remote.wants(request) else None
+        stored = self._store if fresh and not request.comes else None
 
-        def done(carried: "Carried | None") -> None:
+        def arrive(carried: "Carried | None") -> None:
             with self._changed:
-                if self._awaited.pop(arrival.number, None) is not None:
+                if self._awaited.pop(number, None) is not None:
                     self._arrivals.append(arrival._replace(carried=carried))
                     self._changed.notify()
 
-        source.load(arrival.number, arrival.request, done)
+        def asked(carried: "Carried | None") -> None:
+            with self._changed:
+                if carried is None and stored is not None and number in self._awaited:
+                    return stored.load(number, request, arrive)
+            arrive(carried)
+
+        if request.comes or remote is not None or stored is not None:
+            self._awaited[number] = arrival
+        if request.comes:
+            assert self._exchange is not None, "the engine checks requests"
+            self._exchange.load(number, request, arrive)
+        elif remote is not None:
+            remote.load(number, request, asked, partial(self._ahead, number))
+        elif stored is not None:
+            stored.load(number, request, arrive)
+        else:
+            self._arrivals.append(arrival)
+
+    def _ahead(self, number: int) -> int:
+        """How many requests that have not ended came before one."""
+        with self._changed:
+            return sum(each < number for each in self._handles)
 
     def check_room(self, count: int) -> None:
         """Passes if ``count`` requests could be handed over now; nothing is reserved for them.
@@ -196,6 +219,8 @@ class Loop:
         if (arrival := self._awaited.pop(number, None)) is not None:
             if arrival.request.comes and self._exchange is not None:
                 self._exchange.drop(number)
+            elif self._remote is not None:
+                self._remote.drop(number)
             self._arrivals.append(arrival)
 
     def compare(self) -> tuple[bytes, ...]:
@@ -317,6 +342,8 @@ class Loop:
             if saved is not None:
                 saved.set_result(sequence)
         wake(touched.values())
+        if self._remote is not None and outputs.ended:
+            self._remote.look()
         for asked in self._compared:
             asked.set_result(outputs.digests)
 
@@ -324,11 +351,11 @@ class Loop:
         """Ends a request once its state is where another engine can take it."""
         completion, begun = sequence.completion(), now()
 
-        def done(params: dict[str, Any] | None) -> None:
+        def done(params: dict[str, Any] | None) -> bool:
             with self._changed:
                 handle = self._handles.pop(sequence.number, None)
             if handle is None:  # the loop ended
-                return
+                return False
             phases = {
                 "queue": completion.queue_ms, "prefill": completion.e2e_ms - completion.queue_ms,
                 "save": 1e3 * (now() - begun),
@@ -337,13 +364,19 @@ class Loop:
                 likely = completion.likely[0] if completion.likely else None
                 tail = {"token": completion.token_ids[0], "likely": likely}
                 params |= {"tail": tail, "phases_ms": phases}
-            handle.finish(replace(completion, kv_transfer_params=params))
+            handle.finish(replace(completion, kv_transfer_params=None if handle.cancelled else params))
             wake([handle])
+            if self._remote is not None:
+                self._remote.look()
+            return not handle.cancelled
 
         exchange.save(sequence.number, sequence.request, sequence.taken, done)
 
     def _fail_all(self) -> None:
         with self._changed:
+            if self._remote is not None:
+                for number in self._awaited:
+                    self._remote.drop(number)
             self._awaited.clear()
             handles = list(self._handles.values())
             self._handles.clear()

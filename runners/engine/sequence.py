@@ -1,6 +1,6 @@
 """A request on its way through the scheduler."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from time import perf_counter as now
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -229,14 +229,15 @@ class Sequence:
             [Step(self._ms(call.at), call.kind, call.padding, call.tokens) for call in self.calls], logprobs, best,
             self.cached,
             best_logprobs, None if self.request.logprobs is None else list(self.likely),
-            None if self.carried is None or self.carried.phases is None else self._phases(self.carried.phases),
+            None if self.carried is None or self.carried.phases is None else self._phases(self.carried),
         )  # fmt: skip
 
-    def _phases(self, elsewhere: Mapping[str, float]) -> dict[str, Any]:
+    def _phases(self, carried: "Carried") -> dict[str, Any]:
         """Milliseconds of each phase up to the first token, elsewhere and here, and the bytes that came."""
-        rest = (self._ms(self.times[0]) if self.times else 0.0) - elsewhere.get("transfer", 0.0)
-        carried = 0 if self.carried is None else self.carried.nbytes
-        return {"phases_ms": {**elsewhere, "decode": rest}, "transfer_bytes": carried}
+        phases = carried.phases or {}
+        before = sum(phases.values()) if carried.asked else phases.get("transfer", 0.0)
+        rest = (self._ms(self.times[0]) if self.times else 0.0) - before
+        return {"phases_ms": {**phases, "decode": rest}, "transfer_bytes": carried.nbytes}
 
     def _ms(self, at: float) -> float:
         return 1e3 * (at - self.arrived)

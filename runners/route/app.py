@@ -35,13 +35,9 @@ from ling3export.runners.serve.connection import Bounds
 from ling3export.runners.serve.responses import event, refused
 from ling3export.runners.serve.run import BACKLOG, address, affordable, http_server
 from ling3export.runners.serve.schema import ApiError, parse
+from ling3export.runners.transfer.asking import BUSY, PrefillRefusedError, prefilled
 
-AWAY = {
-    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
-    "remote_host": None, "remote_port": None,
-}  # fmt: skip
 RESPONSES = "/v1/responses"
-ELSEWHERE = {429, 500, 502, 503, 504}  # another server may answer
 HEARD = ("received", "gaps", "replays", "restarts", "malformed", "failed")
 GONE = (OSError, TimeoutError, h11.ProtocolError)
 
@@ -141,11 +137,7 @@ class Router:
             try:
                 async with aclosing(self._ask(worker, path, body)) as replies:
                     async for reply in replies:
-                        if (
-                            not begun
-                            and reply.status in ELSEWHERE
-                            and self._pick(self.decode, prompt, [*tried, worker])
-                        ):
+                        if not begun and reply.status in BUSY and self._pick(self.decode, prompt, [*tried, worker]):
                             break
                         begun = True
                         yield reply
@@ -171,39 +163,30 @@ class Router:
         Raises:
             _BadAnswer: The request is wrong, whoever answers.
         """
-        asked = {name: value for name, value in body.items() if name not in ("stream_options", "max_completion_tokens")}
-        asked |= {"max_tokens": 1, "stream": False, "n": 1, "kv_transfer_params": AWAY}
         tried: list[Worker] = []
         while (worker := self._pick(self.prefill, prompt, tried)) is not None:
-            status, data = 0, b""
             try:
-                async with aclosing(self._ask(worker, path, asked)) as replies:
-                    async for reply in replies:
-                        status, data = reply.status, data + reply.data
-                params = json.loads(data).get("kv_transfer_params") if status == 200 else None
-                if isinstance(params, dict):
-                    worker.saw(prompt.blocks)
-                    return params
-            except GONE:
+                with worker.asked():
+                    params = await prefilled(worker.endpoint, path, body)
+            except PrefillRefusedError as error:
+                if error.wrong:
+                    raise _BadAnswer(error.status, error.data) from None
+                self._falls.labels("prefill_refused").inc()
+            except Ling3Error:
                 worker.lost()
-            except ValueError:
-                status = 502
-            if 400 <= status < 500 and status not in ELSEWHERE:
-                raise _BadAnswer(status, data)
-            self._falls.labels("prefill_refused" if status else "prefill_gone").inc()
+                self._falls.labels("prefill_gone").inc()
+            else:
+                worker.saw(prompt.blocks)
+                return params
             tried.append(worker)
         self._falls.labels("prefill_by_decode").inc()
         return None
 
     async def _ask(self, worker: Worker, path: str, body: dict[str, Any]) -> AsyncGenerator[Reply, None]:
-        worker.picked += 1
-        worker.live += 1
-        try:
+        with worker.asked():
             async with aclosing(worker.endpoint.replies("POST", path, json.dumps(body).encode())) as replies:
                 async for reply in replies:
                     yield reply
-        finally:
-            worker.live -= 1
 
     async def _tokens(self, path: str, body: dict[str, Any]) -> Tokens | None:
         several = len(self.decode) > 1 or len(self.prefill) > 1

@@ -4,7 +4,8 @@ import hashlib
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -100,6 +101,16 @@ class Worker:
             self._seen.move_to_end(block)
         while len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """Counts a request that the server has within the block."""
+        self.picked += 1
+        self.live += 1
+        try:
+            yield
+        finally:
+            self.live -= 1
 
     def lost(self) -> None:
         """Notes that it did not answer: what it knew may be gone."""

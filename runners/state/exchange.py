@@ -86,13 +86,14 @@ class _Begun(NamedTuple):
 class _Save(NamedTuple):
     ticket: Ticket
     fetched: Callable[[], Kept | Whole] | None
-    done: Callable[[dict[str, Any] | None], None]
+    done: Callable[[dict[str, Any] | None], bool]
 
 
 class _Load(NamedTuple):
     ticket: Ticket
     begun: float
     done: Callable[[Carried | None], None]
+    why: Callable[[str], None]
 
 
 class Exchange:
@@ -130,7 +131,7 @@ class Exchange:
         number: int,
         request: Asked,
         fetched: Callable[[], Kept | Whole] | None,
-        done: Callable[[dict[str, Any] | None], None],
+        done: Callable[[dict[str, Any] | None], bool],
     ) -> None:
         """Offers the state behind a prompt to whoever ``done`` tells of it.
 
@@ -138,7 +139,8 @@ class Exchange:
             number: The request's.
             request: What was asked.
             fetched: Waits for the state; None where it was given to what :meth:`begin` returned.
-            done: Gets what the client is given, None where that failed; in the exchange's thread.
+            done: Gets what the client is given, None where that failed; in the exchange's thread. Says whether the
+                client is still there: else the state is freed.
         """
         self._jobs.put(_Save(_ticket(number, request), fetched, done))
 
@@ -152,9 +154,15 @@ class Exchange:
         self._jobs.put(_Begun(leaving, groups))
         return groups.put
 
-    def load(self, number: int, request: Asked, done: Callable[[Carried | None], None]) -> None:
-        """Takes the state that a request's ``kv_transfer_params`` name; ``done`` gets None where that fails."""
-        self._jobs.put(_Load(_ticket(number, request), now(), done))
+    def load(
+        self, number: int, request: Asked, done: Callable[[Carried | None], None],
+        why: Callable[[str], None] = lambda reason: None,
+    ) -> None:  # fmt: skip
+        """Takes the state that a request's ``kv_transfer_params`` name; ``done`` gets None where that fails.
+
+        Before that ``why`` is told: ``refused`` by this end, ``expired`` where the lease was over, else ``failed``.
+        """
+        self._jobs.put(_Load(_ticket(number, request), now(), done, why))
 
     def drop(self, number: int) -> None:
         """Nobody waits for a request's load any more, or will take its state."""
@@ -253,16 +261,21 @@ class Exchange:
             return
         _, params = self._connector.request_finished(*self._given.pop(request_id))
         if params is not None:
-            source = Source(params["remote_host"], params["remote_port"] + port_of(0), params["transfer_id"])
-            self._backend.fetch([], source, monotonic() + IDLE)
+            self._take_back(params)
         self._finish({request_id})
+
+    def _take_back(self, params: Mapping[str, Any]) -> None:
+        """Frees what was offered, as whoever wants it no more does."""
+        source = Source(params["remote_host"], params["remote_port"] + port_of(0), params["transfer_id"])
+        self._backend.fetch([], source, monotonic() + IDLE)
 
     def _save(self, job: _Save) -> None:
         params = None
         try:
             if job.fetched is None:
-                if job.ticket.request_id not in self._given:
-                    return job.done(None)  # it failed, which was reported
+                if job.ticket.request_id not in self._given:  # it failed, which was reported
+                    job.done(None)
+                    return
                 _, slots = self._given.pop(job.ticket.request_id)
             else:
                 own = canonical(self._layout, job.fetched().whole())
@@ -273,7 +286,8 @@ class Exchange:
         except Exception as error:
             self.counts["save_failed"] += 1
             self._report(f"transfer of {job.ticket.request_id}: expected its state to be saved, found {error}")
-        job.done(params)
+        if not job.done(params) and params is not None:
+            self._take_back(params)
         self._finish({job.ticket.request_id})
 
     def _load(self, job: _Load) -> None:
@@ -283,6 +297,9 @@ class Exchange:
             tail = token_of(said["token"], said.get("likely"), self._vocab_size)
         except (LookupError, TypeError, ValueError, AttributeError):
             self.counts["bad_params"] += 1
+            self._connector.update_state_after_alloc(ticket, Slots(0, ()), 0)  # the giver is told, if it can be
+            self._step([])
+            job.why("refused")
             return job.done(None)
         count = -(-len(ticket.prompt_ids) // self._layout.block)
         self._serial += 1
@@ -294,12 +311,14 @@ class Exchange:
         self._step([])
         if not external:
             self.counts["not_loaded"] += 1
+            job.why("refused")
             job.done(None)
 
     def _finish(self, ids: set[str]) -> None:
         """Tells those whose loads have ended; ``ids`` are requests whose states were offered."""
         _, received = self._connector.get_finished(ids)
         errors = self._connector.get_load_errors() if received else set()
+        late = self._connector.get_expired() if errors else set()
         for request_id in received:
             nbytes = self._connector.carried.pop(request_id, 0)
             if request_id not in self._loads:
@@ -307,6 +326,7 @@ class Exchange:
             job, slots, tail = self._loads.pop(request_id)
             if slots.slot in errors:
                 self.counts["load_failed"] += 1
+                job.why("expired" if slots.slot in late else "failed")
                 job.done(None)
                 continue
             self.counts["loaded"] += 1

@@ -42,11 +42,11 @@ LONGEST = 1e6  # seconds of a lease
 
 
 class _UnusableError(Exception):
-    """What a request brought cannot be used; ``reason`` is counted."""
+    """What a request brought cannot be used; ``reason`` is counted, and ``remote`` is told so where it is known."""
 
-    def __init__(self, reason: str, text: str) -> None:
+    def __init__(self, reason: str, text: str, remote: Remote | None = None) -> None:
         super().__init__(text)
-        self.reason = reason
+        self.reason, self.remote = reason, remote
 
 
 class HostConnector(Worker, Connector):
@@ -115,6 +115,7 @@ class HostConnector(Worker, Connector):
             if error.reason == "used" and not external:
                 return None  # it comes again once the load has ended
             self.counts[error.reason] += 1
+            self._refused += () if error.remote is None else (error.remote,)
             return self._report(f"{request.request_id}: {error}")
         if remote is not None:
             self._used[remote.transfer] = None
@@ -188,15 +189,17 @@ class HostConnector(Worker, Connector):
             if not right or not TRANSFER.fullmatch(transfer) or type(given["striped"]) is not bool:
                 raise TypeError
             heads_of(0, self._layout.heads, tp)
-            check_same_state(self._description, given["state"])
-        except StateMismatch as error:
-            raise _UnusableError("other_state", error.message) from error
         except (Ling3Error, LookupError, TypeError, AttributeError, ValueError) as error:
             text = "kv_transfer_params: expected those of a prefill instance, found others"
             raise _UnusableError("bad_params", text) from error
+        remote = Remote(host, port, transfer, Pages(numbers, tp, given["striped"]), lease)
+        try:
+            check_same_state(self._description, given["state"])
+        except StateMismatch as error:
+            raise _UnusableError("other_state", error.message, remote) from error
         if digest != self._hashes(request, len(request.prompt_ids))[-1].hex():
             text = "kv_transfer_params: expected the digest of this prompt, found another"
-            raise _UnusableError("other_prompt", text)
+            raise _UnusableError("other_prompt", text, remote)
         if transfer in self._used:
             raise _UnusableError("used", "kv_transfer_params: expected a transfer of its own, found one used before")
-        return Remote(host, port, transfer, Pages(numbers, tp, given["striped"]), lease)
+        return remote

@@ -16,6 +16,7 @@ class _Held:
     sources: Sequence[Source]
     every: float
     at: float  # of the next renewal
+    until: float  # the lease is over, unless it was renewed
 
 
 class Renewals:
@@ -33,37 +34,43 @@ class Renewals:
         self._renew, self._clock = renew, clock
         self.counts: Counter[str] = Counter()
         self._held: dict[str, _Held] = {}
+        self._over: set[str] = set()  # whose renewals were refused
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def add(self, name: str, sources: Sequence[Source], lease: float) -> None:
         """Renews a lease of so many seconds, which has just begun, until ``drop``."""
-        every = lease / PART
+        every, begun = lease / PART, self._clock()
         with self._changed:
-            self._held[name] = _Held(sources, every, self._clock() + every)
+            self._held[name] = _Held(sources, every, begun + every, begun + lease)
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._run, name="ling3-leases", daemon=True)
                 self._thread.start()
             self._changed.notify()
 
-    def drop(self, name: str) -> None:
-        """Renews a lease no more; an unknown one counts for nothing."""
+    def drop(self, name: str) -> bool:
+        """Renews a lease no more; an unknown one counts for nothing. Whether it is known to be over."""
         with self._changed:
-            self._held.pop(name, None)
+            held, over = self._held.pop(name, None), name in self._over
+            self._over.discard(name)
+            return over or (held is not None and held.until <= self._clock())
 
     def renew_due(self) -> None:
         """Renews what is due. Who does not answer is asked for nothing else in this round, and no more for these."""
         silent: set[tuple[str, int]] = set()
         for name, held in self._take_due():
+            until = self._clock() + PART * held.every
             for source in held.sources:
                 address = source.host, source.port
                 said = "peer_gone" if address in silent else self._renew(source)
                 self.counts[said if said == "renewed" else f"renewal_{said}"] += 1
                 if said != "renewed":
                     silent |= {address} if said != "refused" else set()
-                    self.drop(name)
+                    self._lose(name, over=said == "refused")
                     break
+            else:
+                held.until = until
 
     def close(self) -> None:
         """Ends the thread, once the renewal that runs has ended."""
@@ -73,6 +80,11 @@ class Renewals:
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
+
+    def _lose(self, name: str, *, over: bool) -> None:
+        with self._changed:
+            if self._held.pop(name, None) is not None and over:
+                self._over.add(name)
 
     def _take_due(self) -> list[tuple[str, _Held]]:
         with self._changed:

@@ -23,8 +23,8 @@ from typing import Any
 
 from bench.pd import WAIT, asked, metric, options
 from ling3export.runners.cli.main import main as main_of_runner
-from ling3export.runners.route.app import AWAY
 from ling3export.runners.transfer import shm
+from ling3export.runners.transfer.asking import AWAY
 
 TOKENS = 24
 BROKEN = (OSError, urllib.error.URLError, ValueError, KeyError)  # what a client sees of a process that died

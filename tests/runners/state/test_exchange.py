@@ -61,6 +61,8 @@ def test_a_state_that_cannot_be_taken_is_computed_again(engine):
     for params in wrong:
         (done,) = engine.complete([replace(taking, kv_transfer_params=taking.kv_transfer_params | params)])
         assert (done.token_ids, done.kv_transfer_params, done.cached_tokens) == (alone.token_ids, None, 0), params
+    assert engine.complete([taking])[0].cached_tokens == 0, "who refuses a state says so, and it is freed"
+    _, taking = moved(engine, asked)
     first, again = engine.complete([taking])[0], engine.complete([taking])[0]
     assert first.token_ids == again.token_ids == alone.token_ids
     assert (first.cached_tokens, again.cached_tokens) == (len(PROMPT), 0), "an id counts once"

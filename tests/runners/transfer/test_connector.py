@@ -284,7 +284,9 @@ def test_params_of_another_state_prompt_or_form_are_a_prefill_of_ones_own(change
     assert d.ranks[0].counts == {} and d.said == [], "no side effects"
     d.ranks[0].update_state_after_alloc(asked, Slots(1, (1, 2, 3)), 0)
     assert d.ranks[0].counts == {reason: 1} and len(d.said) == 1
-    assert d.ranks[0].build_connector_meta([]) == Meta()
+    meta = d.ranks[0].build_connector_meta([])
+    told = [] if reason == "bad_params" else [params["transfer_id"]]  # the giver hears of it where it is known
+    assert (meta.loads, meta.saves, [each.transfer for each in meta.refused]) == ((), (), told)
 
 
 def test_a_load_that_fails_on_a_rank_is_told_by_its_slot(tmp_path, stack):
