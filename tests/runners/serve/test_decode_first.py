@@ -80,6 +80,7 @@ def test_a_text_streams_from_the_first_token_on(servers):
     assert [id for choice in choices for id in choice.get("token_ids", ())] == tokens(whole)[0]
     assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] > 16
+    assert set(chunks[-1]["phases_ms"]) == {"queue", "prefill", "save", "transfer", "decode"}
     assert remote(d, "taken") == before + 1
 
 
