@@ -6,6 +6,7 @@
 // amx_bf16 also its tiles, or, without LING3_BYTES, plain loops, which are what the other forms are tested against.
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -13,6 +14,7 @@
 #include <initializer_list>
 #include <limits>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -384,13 +386,61 @@ struct Work {
   }
 };
 
+// Threads of the pool that have drained their work and look for more for a moment: to wake one that sleeps takes as long
+// as to read a megabyte. They yield all the time, so whatever else can run goes first.
+class Crew {
+ public:
+  // Gives work to threads that look for some, at most so many; returns how many they are.
+  int64_t Offer(const std::shared_ptr<Work>& work, int64_t most) {
+    if (!looking_.load(std::memory_order_acquire)) return 0;
+    const std::lock_guard<std::mutex> held(mutex_);
+    const int64_t there = std::min(most, looking_.load() - int64_t(offers_.size()));
+    for (int64_t i = 0; i < there; ++i) offers_.push_back(work);
+    offered_.store(offers_.size(), std::memory_order_release);
+    return std::max<int64_t>(0, there);
+  }
+
+  // Drains work, and then what is offered, until nothing was for kLook.
+  void Serve(std::shared_ptr<Work> work) {
+    for (work->Drain(); (work = Look()); work->Drain()) {
+    }
+  }
+
+ private:
+  static constexpr auto kLook = std::chrono::microseconds(200);
+
+  std::shared_ptr<Work> Look() {
+    const auto end = std::chrono::steady_clock::now() + kLook;
+    std::shared_ptr<Work> found;
+    looking_.fetch_add(1);
+    while (!found && std::chrono::steady_clock::now() < end) {
+      if (!offered_.load(std::memory_order_acquire)) {
+        std::this_thread::yield();
+        continue;
+      }
+      const std::lock_guard<std::mutex> held(mutex_);
+      if (offers_.empty()) continue;
+      found = offers_.back().lock();  // none of a call that is over
+      offers_.pop_back();
+      offered_.store(offers_.size(), std::memory_order_release);
+    }
+    looking_.fetch_sub(1);
+    return found;
+  }
+
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<Work>> offers_;
+  std::atomic<int64_t> offered_{0}, looking_{0};
+};
+
 void Parallel(ffi::ThreadPool pool, int32_t devices, int64_t count, std::function<void(int64_t)> run) {
+  static Crew* const crew = new Crew;  // threads of the pool may outlive everything that is static
   const int64_t cores = std::max<int64_t>(1, std::thread::hardware_concurrency() / devices);
   const int64_t helpers = std::min({cores, pool.num_threads(), count}) - 1;
   auto work = std::make_shared<Work>();
   work->run = std::move(run);
   work->count = count;
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([work] { work->Drain(); });
+  for (int64_t i = crew->Offer(work, helpers); i < helpers; ++i) pool.Schedule([work] { crew->Serve(work); });
   work->Drain();
   while (work->done.load(std::memory_order_acquire) < count) std::this_thread::yield();
 }
