@@ -37,14 +37,17 @@ def of_heads(weights: nnx.Param, layer: Index) -> Shaped[Array, "H ..."]:
     return value.reshape(-1, *value.shape[2:])
 
 
-def sum_of_squares(x: Float32[Array, "*rows X"], by_product: bool) -> Float32[Array, "*rows _"]:
+def sum_of_squares(x: Float32[Array, "*rows X"], by_product: bool, parts: int = 1) -> Float32[Array, "*rows _"]:
     """The sum of squares over the last axis: ``[..., 1]``, or with ``by_product`` the same sum X times, ``[..., X]``.
 
-    ``by_product`` multiplies the squares by a matrix of ones. XLA:TPU fuses the root and the scaling that follow into a
-    product, but neither into a sum (docs/log.md): one operation instead of three, worth it for narrow axes.
+    ``by_product`` multiplies the squares by a matrix of ones; with ``parts``, by one in which each of so many parts of
+    the axis meets itself alone, so that each has a sum of its own. XLA:TPU fuses the root and the scaling that follow
+    into a product, but neither into a sum (docs/log.md): one operation instead of three.
     """
     if by_product:
-        return jnp.matmul(x * x, jnp.ones((x.shape[-1],) * 2), precision=lax.Precision.HIGHEST)
+        ones = np.ones((x.shape[-1] // parts,) * 2, np.float32)
+        return jnp.matmul(x * x, np.kron(np.eye(parts, dtype=np.float32), ones), precision=lax.Precision.HIGHEST)
+    assert parts == 1
     return jnp.sum(x * x, axis=-1, keepdims=True)
 
 
@@ -57,9 +60,9 @@ def rms_norm(
     return x * lax.rsqrt(mean + eps) * weight.astype(jnp.float32)
 
 
-def l2_norm(x: Float32[Array, "*rows X"], by_product: bool = False) -> Float32[Array, "*rows X"]:
-    """``x / sqrt(Σx² + 1e-6)`` over the last axis."""
-    return x * lax.rsqrt(sum_of_squares(x, by_product) + NORM_L2_EPS)
+def l2_norm(x: Float32[Array, "*rows X"], by_product: bool = False, parts: int = 1) -> Float32[Array, "*rows X"]:
+    """``x / sqrt(Σx² + 1e-6)`` over the last axis, or over each of ``parts`` of it."""
+    return x * lax.rsqrt(sum_of_squares(x, by_product, parts) + NORM_L2_EPS)
 
 
 def rope(

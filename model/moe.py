@@ -6,6 +6,9 @@ was not chosen is not read. ``lax.ragged_dot`` would be shorter but is dense ove
 executables for cpu one native kernel does all of it (``native/``).
 """
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,52 +52,82 @@ def route(
     return chosen.astype(jnp.int32), weights
 
 
-def route_weights(scores: Float32[Array, "E T"], bias: Float32[Array, "E"], config: Config) -> Float32[Array, "E T"]:
-    """:func:`route` as weights of all experts, zero where not chosen; ties go to the lower id, too.
+def route_weights(
+    scores: Float32[Array, "E T"], bias: Float32[Array, "E"], config: Config, wanted: Int32[Array, "W"]
+) -> Float32[Array, "W T"]:
+    """:func:`route` as weights of the experts that are ``wanted``, zero where not chosen; ties go to the lower id, too.
 
     A handful of fused operations, where sorting needs dozens. Tokens are the last axis, so that what is compared lies
     across registers.
     """
-    experts, tokens = scores.shape
-    # The choice has no gradient (tools/train_demo.py takes one through the weights).
-    grouped = lax.stop_gradient(scores + bias[:, None]).reshape(config.n_group, -1, tokens)
-    best, *second = largest(grouped, min(2, grouped.shape[1]), 1)
+    count, groups = scores.shape[0], config.n_group
+    scores = scores.reshape(groups, count // groups, -1)
+    group, place = (lax.broadcasted_iota(jnp.int32, scores.shape, axis) for axis in (0, 1))
+    biased = scores + bias.reshape(groups, -1, 1)
+    best, *second = (value for (value,) in largest((biased,), min(2, count // groups), (1,)))
     best = best + second[0] if second else best
-    index = np.arange(config.n_group)
-    lower = (index[:, None] < index)[:, :, None]  # the other group comes first
-    ahead = jnp.where(lower, best[:, None] >= best, best[:, None] > best)
-    is_open = jnp.sum(ahead, axis=0, dtype=jnp.int32) < config.topk_group
-    left = jnp.where(is_open[:, None], grouped, -jnp.inf).reshape(experts, tokens)
-    top = largest(left, config.num_experts_per_tok, 0)
-    # Among those equal to the last one chosen, the first few are taken; a product counts the equal ones before each.
-    equal, room = left == top[-1], sum((value == top[-1]).astype(jnp.float32) for value in top)
-    before = jnp.asarray(np.tril(np.ones((experts, experts)), -1), jnp.bfloat16)  # zeros and ones: exact
-    earlier = jnp.matmul(before, equal.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
-    weights = jnp.where((left > top[-1]) | (equal & (earlier < room)), scores, 0.0)
-    # The sum starts at 1e-20 instead of adding it afterwards, which would be one more operation on TPU.
-    total = lax.reduce(weights, np.float32(1e-20), lax.add, (0,))
-    return weights / total * config.routed_scaling_factor
+    kept = largest((best, group[:, 0]), config.topk_group, (0,))
+    is_open = functools.reduce(jnp.logical_or, (number == group for _, number in kept))
+    rows = jnp.where(is_open, biased, -jnp.inf), group * (count // groups) + place, scores
+    top = largest(rows, config.num_experts_per_tok, (0, 1))
+
+    def total(where: Callable[[Int32[Array, "T"]], Bool[Array, "W T"]]) -> Float32[Array, "W T"]:
+        return sum((jnp.where(where(number), score, 0.0) for _, number, score in top), jnp.zeros(()))
+
+    wanted = wanted[:, None]
+    # True of every number: XLA:TPU would make the sum of all an operation of its own if it had no axis W.
+    everyone = total(lambda number: number < wanted + count)
+    return total(lambda number: number == wanted) / (everyone + 1e-20) * config.routed_scaling_factor
 
 
-def largest(values: Float32[Array, "..."], count: int, axis: int) -> tuple[Float32[Array, "..."], ...]:
-    """The ``count`` largest along ``axis``, in descending order: one reduction whose elements are sorted lists."""
-    size = 1 << (count - 1).bit_length()
-    none = jnp.full_like(values, -jnp.inf)
-    start = (np.array(-np.inf, values.dtype),) * size
-    return tuple(lax.reduce((values, *(none,) * (size - 1)), start, _merge_sorted, (axis,))[:count])
+Row = tuple[jax.Array, ...]
 
 
-def _merge_sorted(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def largest(rows: Row, count: int, axes: tuple[int, ...]) -> list[Row]:
+    """The ``count`` largest along ``axes``, in descending order: one reduction whose elements are sorted lists.
+
+    Args:
+        rows: Arrays of one shape: values, then their indices, which settle ties for the lower one (they may be left
+            out where ties do not matter), then whatever shall come with them.
+        count: How many.
+        axes: Along which axes.
+
+    Returns:
+        As many tuples of what ``rows`` has, without ``axes``.
+    """
+    size, width = 1 << (count - 1).bit_length(), len(rows)
+    least = [-jnp.inf, np.iinfo(np.int32).max, *(0 for _ in rows[2:])][:width]
+    start = tuple(np.array(value, each.dtype) for each, value in zip(rows, least, strict=True))
+    none = tuple(jnp.full_like(each, value) for each, value in zip(rows, start, strict=True))
+
+    def merge(a: Row, b: Row) -> Row:
+        lists = ([part[i : i + width] for i in range(0, size * width, width)] for part in (a, b))
+        return tuple(value for row in _merge_sorted(*lists) for value in row)
+
+    found = lax.reduce((*rows, *none * (size - 1)), start * size, merge, axes)
+    return [found[i : i + width] for i in range(0, count * width, width)]
+
+
+def _merge_sorted(a: list[Row], b: list[Row]) -> list[Row]:
     """The largest half of two descending lists, descending: half a bitonic merge (Batcher 1968)."""
     size = len(a)
-    kept = [jnp.maximum(a[i], b[size - 1 - i]) for i in range(size)]
+    kept = [_in_order(a[i], b[size - 1 - i])[0] for i in range(size)]
     step = size // 2
     while step:
         for i in range(size):
             if not i & step:
-                kept[i], kept[i + step] = jnp.maximum(kept[i], kept[i + step]), jnp.minimum(kept[i], kept[i + step])
+                kept[i], kept[i + step] = _in_order(kept[i], kept[i + step])
         step //= 2
-    return tuple(kept)
+    return kept
+
+
+def _in_order(a: Row, b: Row) -> tuple[Row, Row]:
+    """Both rows, the one with the larger value first; of equal values that with the lower index."""
+    if len(a) == 1:
+        return (jnp.maximum(a[0], b[0]),), (jnp.minimum(a[0], b[0]),)
+    first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+    pairs = list(zip(a, b, strict=True))
+    return tuple(lax.select(first, x, y) for x, y in pairs), tuple(lax.select(first, y, x) for x, y in pairs)
 
 
 def tile_rows(rows: int, experts: int) -> int:
@@ -130,7 +163,7 @@ class MixtureOfExperts(nnx.Module):
         """
         dtype = jnp.dtype(self.geometry.dtype)
         if self.geometry.tiled and x.shape[0] <= LOCAL_ROWS:
-            weights = self.all_weights(x, layer)
+            weights = self.local_weights(x, layer)
             return self.all_local(x.astype(dtype), layer, weights) + self.shared(x.astype(dtype), layer)
         scores, bias = self.scores(x, layer)
         x = x.astype(dtype)
@@ -146,22 +179,22 @@ class MixtureOfExperts(nnx.Module):
     def _router(self, layer: Index) -> tuple[Float32[Array, "E D"], Float32[Array, "E"]]:
         return take(self.gate[...], layer, split=False), take(self.expert_bias[...], layer, split=False)
 
-    def all_weights(self, x: Float32[Array, "T D"], layer: Index) -> Float32[Array, "E T"]:
-        """The router of :meth:`all_local`: weights of all experts, zero where not chosen."""
+    def local_weights(self, x: Float32[Array, "T D"], layer: Index) -> Float32[Array, "W T"]:
+        """The router of :meth:`all_local`: weights of this device's experts, zero where not chosen."""
         gate, bias = self._router(layer)
         scores = jax.nn.sigmoid(jnp.matmul(gate, x.T, precision=lax.Precision.HIGHEST))
-        return route_weights(scores, bias, self.config)
+        local = self.config.num_experts // lax.axis_size(AXIS)
+        return route_weights(scores, bias, self.config, lax.axis_index(AXIS) * local + jnp.arange(local))
 
     def shared(self, x: Float[Array, "T D"], layer: Index) -> Float32[Array, "T D"]:
         """This device's partial sum of the shared expert, which is neither scaled nor gated."""
         return gated_mlp(x, self.shared_gate_up_proj, self.shared_down_proj, layer, self.geometry)
 
-    def all_local(self, x: Float[Array, "T D"], layer: Index, weights: Float32[Array, "E T"]) -> Float32[Array, "T D"]:
+    def all_local(self, x: Float[Array, "T D"], layer: Index, share: Float32[Array, "W T"]) -> Float32[Array, "T D"]:
         """Every expert of this device for every row, weighted; best where reading weights takes longer."""
         gate_up = of_layer(self.experts_gate_up_proj, layer, split=True)
         down = of_layer(self.experts_down_proj, layer, split=True)
         local, dim = gate_up.shape[0] * gate_up.shape[1], x.shape[1]
-        share = lax.dynamic_slice_in_dim(weights, lax.axis_index(AXIS) * local, local, axis=0)  # [local, T]
         # Experts outside, tokens inside: an axis of 8 experts as the second to last would be laid out anew.
         y = einsum("td,ecfd->ectf", x, gate_up.reshape(local, 2, -1, dim))
         hidden = (jax.nn.silu(y[:, 0]) * y[:, 1] * share[:, :, None]).astype(x.dtype)

@@ -18,6 +18,7 @@ from ling3export.model.inputs import Chunks, chunks_of
 from ling3export.model.kda import layer as kda
 from ling3export.model.kda.recurrence import Inputs, recurrent_step
 from ling3export.model.layers import rms_norm, take
+from ling3export.model.moe import route
 from ling3export.model.program import bind
 
 Tree = dict[str, Any]
@@ -83,7 +84,9 @@ def all_experts(model: Ling3, x: jax.Array, index: int) -> tuple[jax.Array, jax.
     """
     assert model.moe is not None
     rows, dtype = x.reshape(-1, x.shape[-1]), jnp.dtype(model.geometry.dtype)
-    weights = model.moe.all_weights(rows, index)
+    chosen, share = route(*model.moe.scores(rows, index), model.config)
+    places = jax.nn.one_hot(chosen, model.config.num_experts)
+    weights = jnp.einsum("tae,ta->et", places, share, precision=lax.Precision.HIGHEST)
     out = model.moe.all_local(rows.astype(dtype), index, weights) + model.moe.shared(rows.astype(dtype), index)
     return out.reshape(x.shape), jnp.sum(lax.stop_gradient(weights) > 0, axis=1, dtype=jnp.float32)
 

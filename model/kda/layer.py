@@ -69,8 +69,11 @@ class KimiDeltaAttention(nnx.Module):
     ) -> Inputs:
         """Normalizes and scales what the convolution gave: q, k and v side by side."""
         q, k, v = jnp.split(conv, 3, axis=-1)
-        tiled = self.geometry.tiled
-        return Inputs(l2_norm(q, tiled) * self.config.head_dim**-0.5, l2_norm(k, tiled), v, g, beta)
+        if self.geometry.tiled:  # both in one operation
+            q, k = jnp.split(l2_norm(conv[..., : -v.shape[-1]], by_product=True, parts=2), 2, axis=-1)
+        else:
+            q, k = l2_norm(q), l2_norm(k)
+        return Inputs(q * self.config.head_dim**-0.5, k, v, g, beta)
 
     def _output(
         self, o: Float32[Array, "T H V"], gate: Float32[Array, "T H V"], layer: Index, dtype: jnp.dtype

@@ -80,7 +80,7 @@ class GatedMLA(nnx.Module):
         return Projected(
             q_nope=query[..., :nope].astype(x.dtype),
             q_rope=rope(query[..., nope:], position, config.rope_theta, tiled).astype(x.dtype),
-            latent=rms_norm(compressed[:, :rank], weight, LATENT_NORM_EPS).astype(x.dtype),
+            latent=rms_norm(compressed[:, :rank], weight, LATENT_NORM_EPS, tiled).astype(x.dtype),
             k_rope=rope(compressed[:, rank:], position, config.rope_theta, tiled).astype(x.dtype),
             gate=gate,
         )

@@ -70,15 +70,29 @@ def test_reducing_chooses_what_sorting_chooses(case: Case, ties: bool):
         scores, bias = np.round(scores * 4) / 4, np.zeros_like(bias)
     chosen, weights = moe.route(jnp.asarray(scores), jnp.asarray(bias), config)
     expected = jnp.zeros(scores.shape).at[jnp.arange(64)[:, None], chosen].set(weights)
-    found = jax.jit(lambda s, b: moe.route_weights(s, b, config))(scores.T, bias).T
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-    assert np.array_equal(np.count_nonzero(found, axis=1), np.count_nonzero(expected, axis=1))
+    for wanted in (np.arange(config.num_experts), np.arange(3, config.num_experts, 2)):
+        found = jax.jit(lambda s, b, w: moe.route_weights(s, b, config, w))(scores.T, bias, wanted).T
+        np.testing.assert_allclose(found, expected[:, wanted], rtol=1e-6)
+        assert np.array_equal(np.count_nonzero(found, axis=1), np.count_nonzero(expected[:, wanted], axis=1))
 
 
 @pytest.mark.parametrize(("count", "axis"), [(1, 0), (2, 1), (3, 0), (8, 1)])
 def test_largest_are_those_of_a_sort(count: int, axis: int):
     """Values of few levels: equal ones count as often as they occur."""
     values = np.random.default_rng(count).integers(0, 9, (16, 24, 5)).astype(np.float32)
-    found = jax.jit(lambda v: moe.largest(v, count, axis))(values)
+    found = jax.jit(lambda v: moe.largest((v,), count, (axis,)))(values)
     expected = -np.sort(-values, axis=axis).take(range(count), axis=axis)
-    np.testing.assert_array_equal(np.stack(found, axis=axis), expected)
+    np.testing.assert_array_equal(np.stack([value for (value,) in found], axis=axis), expected)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_of_equal_values_the_largest_are_the_first(count: int):
+    """Over two axes, with something that comes along."""
+    values = np.random.default_rng(count).integers(0, 4, (6, 8, 5)).astype(np.float32)
+    index, along = np.arange(48, dtype=np.int32).reshape(6, 8, 1) + np.zeros((1, 1, 5), np.int32), -7 * values
+    found = jax.jit(lambda *rows: moe.largest(rows, count, (0, 1)))(values, index, along)
+    order = np.argsort(-values.reshape(48, 5), axis=0, kind="stable")[:count]
+    np.testing.assert_array_equal([number for _, number, _ in found], order)
+    for place in (0, 2):
+        expected = np.take_along_axis((values, index, along)[place].reshape(48, 5), order, axis=0)
+        np.testing.assert_array_equal([row[place] for row in found], expected)
