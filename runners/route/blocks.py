@@ -77,7 +77,7 @@ class MalformedError(ValueError):
 
 
 def events_of(data: bytes) -> list[Event]:
-    """The events of a batch: maps, as vLLM writes them, or arrays, as it did before 0.24.
+    """The events of a batch: maps, as vLLM 0.26 writes them, or arrays, as it did up to 0.23.
 
     Raises:
         MalformedError: It is no batch, or has other events.

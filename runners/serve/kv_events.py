@@ -1,8 +1,8 @@
 """What prompts can hit on a server, told as it changes, in the messages of vLLM's KV events.
 
 A message has three frames: the topic, a number that counts up from 0 (8 bytes, the highest first), and a batch in
-msgpack: ``[time, [event, …], 0]``. An event is a map with its name as ``type``, as vLLM writes it since 0.24; before,
-it was an array. Blocks belong to group 0, ``mla_attention``; recurrent states behind blocks to group 1, ``mamba``,
+msgpack: ``[time, [event, …], 0]``. An event is a map with its name as ``type``, as vLLM 0.26 writes it; up to 0.23 it
+was an array. Blocks belong to group 0, ``mla_attention``; recurrent states behind blocks to group 1, ``mamba``,
 each of which is named like the block that it stands behind. A prompt goes on from the last of its blocks that has a
 state, and group 0 has only blocks that lead to one: who does not know groups counts too much by what lies between.
 
@@ -33,7 +33,8 @@ MOST = 1 << 14  # what an event may cost, and from which on nothing joins a batc
 NAMED = 80
 BATCHES = 1024  # that are kept one by one for those who missed some
 BYTES = 16 << 20  # of them
-WAITING = 1 << 13  # messages that wait for a reader before it loses some
+WAITING = 1 << 10  # messages that wait for a reader before it loses some
+ANSWERS = 1 << 12  # messages of answers that wait for who asked
 QUESTION = 1 << 12  # bytes of one, and of a topic that is listened to
 END = (-1).to_bytes(8, "big", signed=True)
 MEDIUM = "GPU"  # vLLM's word for the memory that the model computes from, whatever the device
@@ -201,8 +202,9 @@ class Publisher:
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
-            self._out, self._port = self._bound(zmq.PUB, host, port)
-            self._asked, self._asked_port = self._bound(zmq.ROUTER, host, port and port + 1)
+            self._out, self._port = self._bound(zmq.PUB, host, port, WAITING)
+            self._asked, self._asked_port = self._bound(zmq.ROUTER, host, port and port + 1, ANSWERS)
+            self._asked.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message that finds no room raises
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             os.close(self._wake)
@@ -213,10 +215,10 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, name="ling3-kv-events", daemon=True)
         self._thread.start()
 
-    def _bound(self, kind: int, host: str, port: int) -> tuple[zmq.Socket[bytes], int]:
+    def _bound(self, kind: int, host: str, port: int, most: int) -> tuple[zmq.Socket[bytes], int]:
         made = self._context.socket(kind)
         made.setsockopt(zmq.LINGER, 0)
-        made.setsockopt(zmq.SNDHWM, WAITING)
+        made.setsockopt(zmq.SNDHWM, most)
         made.setsockopt(zmq.MAXMSGSIZE, QUESTION)
         made.setsockopt(zmq.IPV6, int(host == "*" or host.startswith("[")))
         made.bind(f"tcp://{host}:{port or '*'}")
@@ -289,6 +291,9 @@ class Publisher:
         frames = self._asked.recv_multipart()
         if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
             return  # no question
-        for number, data in self._history.since(int.from_bytes(frames[2], "big")):
-            self._asked.send_multipart((frames[0], b"", number.to_bytes(8, "big"), data))
-        self._asked.send_multipart((frames[0], b"", END, b""))
+        try:
+            for number, data in self._history.since(int.from_bytes(frames[2], "big")):
+                self._asked.send_multipart((frames[0], b"", number.to_bytes(8, "big"), data), zmq.NOBLOCK)
+            self._asked.send_multipart((frames[0], b"", END, b""), zmq.NOBLOCK)
+        except zmq.ZMQError:  # who asked is gone or reads nothing: without the end it knows that this is not all
+            pass

@@ -100,7 +100,7 @@ def test_what_leads_nowhere_and_what_is_too_much_is_not_kept():
     assert len(taken(stored("a"), renamed)) == 1
 
 
-def test_events_before_vllm_0_24_are_read_too():
+def test_events_of_vllm_0_23_are_read_too():
     """They were arrays, tagged by their first element."""
     batch = [0.0, [["BlockStored", [1, 2], None, [5, 6, 7, 8], 2, None, "GPU"], ["BlockRemoved", [2]]], 0]
     blocks = Blocks(2)
