@@ -245,6 +245,7 @@ def test_a_place_that_is_none_is_passed_over(change):
     assert place_of([]) is place_of({}) is place_of({"kv_events": 3}) is None
 
 
+TEXT = "Question: Hana has 11 apples, buys 8 and drops 6. How many now?\nAnswer: "
 BODY = {"model": "m", "prompt": [*b"aabbx"], "max_tokens": 1}
 
 
@@ -393,15 +394,26 @@ def test_a_router_finds_what_clients_computed_past_it_and_loses_it_with_the_serv
                 assert hit == 32 and second.feed.hit(Tokens(ids, "me")) == first.feed.hit(Tokens(ids, "")) == 0
                 assert await picked(router, body) == 1, "though this router has sent nothing there"
                 assert await asyncio.to_thread(completed, two.url, ids) == hit
+                assert await asyncio.to_thread(completed, two.url, TEXT) == 0
+                tokens = await router._prompts.tokens("/v1/completions", {"prompt": TEXT})
+                await until(lambda: second.feed.hit(tokens))
+                assert await picked(router, body | {"prompt": TEXT}) == 1, "of a text, by the tokens of /tokenize"
                 for n in range(24):  # more prompts than there are snapshots, each used twice
                     await asyncio.to_thread(completed, two.url, [n // 2 + 50, *range(2, 41)])
                 await until(lambda: not second.feed.hit(Tokens(ids, "")))
                 assert await picked(router, body) == 0
                 assert await asyncio.to_thread(completed, two.url, ids) == 0, "the cache says so, too"
                 assert not second.feed.counts["gaps"] and second.feed.counts["replays"] == 1
+                assert 'ling3_route_prompts_total{by="memory"}' not in router.text().decode()
                 two.process.kill()
                 await until(lambda: not second.well)
                 assert not second.feed.live and second.feed.blocks == 0
+                with Server(folder, *options, "--port", two.url.rpartition(":")[2]) as again:
+                    await until(lambda: second.feed.live)
+                    assert second.load(blocks_of(body | {"prompt": TEXT}), tokens).hit == 0
+                    assert await asyncio.to_thread(completed, again.url, ids[::-1]) == 0
+                    await until(lambda: second.feed.blocks)
+                    assert await picked(router, body | {"prompt": ids[::-1]}) == 1
             finally:
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)
