@@ -13,7 +13,18 @@ from ling3export.errors import Ling3Error
 from ling3export.runners import flight
 from ling3export.runners.cli.errors import require
 from ling3export.runners.cli.eval import progress
-from ling3export.runners.cli.options import INTERRUPTED, PATH, Decorator, Group, artifact_options, section
+from ling3export.runners.cli.options import (
+    INTERRUPTED,
+    PATH,
+    Decorator,
+    Group,
+    artifact_options,
+    check_option,
+    programs_option,
+    section,
+    step_timeout_option,
+    trust_option,
+)
 from ling3export.runners.cli.references import ARTIFACT, Artifact
 from ling3export.runners.transfer.options import CARRIERS
 
@@ -150,7 +161,7 @@ def throughput(
 @_workload
 @_sending
 @_written
-@artifact_options
+@section("Artifacts", programs_option, check_option, trust_option, step_timeout_option)
 def compare(
     artifacts: tuple[Path, ...], configs: str, transfer: str, output: Path | None, save_raw: bool, html: Path | None,
     force: bool, suite: str | None, api_key_file: Path | None, **settings: Any,
