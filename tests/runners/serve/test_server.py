@@ -97,6 +97,9 @@ def test_a_stream_says_what_the_whole_says(client, engine):
     assert len(chunks) > 10, "it came in pieces"
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == sum(len(done.token_ids) for done in expected)
+    phases = chunks[-1].model_extra["phases_ms"]  # of the first choice
+    assert {*phases} == {"queue", "prefill"} and min(phases.values()) >= 0
+    assert not any("phases_ms" in chunk.model_extra for chunk in chunks[:-1])
     assert len({chunk.id for chunk in chunks}) == 1
 
 

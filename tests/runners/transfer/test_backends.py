@@ -1,5 +1,6 @@
 """What backends carry is what was written, or a counted miss: never other bytes, never a wait beyond the deadline."""
 
+import itertools
 import os
 import stat
 import subprocess
@@ -122,6 +123,29 @@ def test_objects_beyond_the_limit_find_no_room(name, tmp_path):
         assert end.counts["full"] == 1 and end.look(first) is Presence.READY
     finally:
         end.close()
+
+
+def test_segments_are_listed_once_for_all_objects_of_a_state(monkeypatch):
+    """Each object listed all segments of this user: 30 ms an object where killed processes had left 1,300. With less
+    than half of the limit left each one does, so that no limit is passed."""
+    listed, before = [], shm._segments
+    monkeypatch.setattr(shm, "_segments", lambda: (listed.append(1), before())[1])
+    monkeypatch.setattr(shm, "RECENT", 60.0)
+    transfers.remove_all()
+    wanted = keys(tokens=8 * 12)
+    *_, whole = totals = [*itertools.accumulate(HEADER.size + LAYOUT.nbytes(key) for key in wanted)]
+    beyond = sum(total > whole // 2 for total in totals)
+    assert 0 < beyond < len(wanted)
+    for limit, count in ((2 * whole, 1), (whole, 1 + beyond)):
+        end = Shm(LAYOUT, limit, 5.0)
+        assert all(write(end, key) for key in wanted)
+        assert (len(listed), end.counts["stored"]) == (count, len(wanted))
+        listed.clear()
+        end.close()
+    end = Shm(LAYOUT, whole // 2, 5.0)
+    assert all(write(end, key) for key in wanted)
+    assert sum(status.st_size for _, status in before()) <= whole // 2 and end.counts["evicted"] > 0
+    end.close()
 
 
 def test_segments_are_this_users_alone_and_other_libraries_can_attach_to_them(tmp_path, monkeypatch):
