@@ -6,9 +6,11 @@ import signal
 import httpx2
 import openai
 import pytest
+import zmq
 
 from hosting import hosting, wait_until_following
 from ling3export.runners.engine.engine import Engine
+from ling3export.runners.route.blocks import Blocks, Tokens, events_of
 
 pytestmark = pytest.mark.hosts
 
@@ -55,3 +57,21 @@ def test_four_processes_serve_as_one_and_say_when_one_is_gone(artifact):
         "hint: hosts live and die together: start the command on all of them again\n"
     )
     assert [out for out, _ in said] == [""] * COUNT
+
+
+def test_host_0_tells_the_events_of_all(artifact):
+    command = ["serve", artifact("micro-2x1-snapshots"), "--port", 0, "--kv-events", "tcp://127.0.0.1:0"]
+    with hosting([command] * 2) as processes, zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+        assert processes[0].stdout is not None
+        url = processes[0].stdout.readline().strip()
+        body = {"model": "micro-2x1-snapshots", "prompt": [*range(1, 41)], "max_tokens": 2, "ignore_eos": True}
+        for cached in (0, 32):
+            answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+        place = httpx2.get(f"{url}/health").json()["kv_events"]
+        blocks = Blocks(place["block_size"])
+        asking.connect(f"tcp://127.0.0.1:{place['replay_port']}")
+        asking.send_multipart((b"", bytes(8)))
+        while asking.poll(60_000) and (data := asking.recv_multipart()[2]):
+            blocks.take(events_of(data))
+        assert (len(blocks), blocks.hit(Tokens(body["prompt"], ""))) == (2, 32)
