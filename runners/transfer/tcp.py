@@ -19,6 +19,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -57,6 +58,15 @@ class _Offer:
         self.pulled: set[int] = set()
 
 
+@dataclass
+class _Fresh:
+    """An object that transfers will offer which are being saved: it stays until they have, whoever else lets go."""
+
+    memory: np.ndarray
+    until: float  # a save that failed offers nothing
+    saves: int = 0
+
+
 class RefusedError(Exception):
     """The holder does not know a transfer, or has given it away."""
 
@@ -93,7 +103,7 @@ class Tcp:
         self.removed: list[str] = []
         self._lock = threading.Lock()
         self._objects: weakref.WeakValueDictionary[str, np.ndarray] = weakref.WeakValueDictionary()
-        self._fresh: dict[str, np.ndarray] = {}  # whole, and not offered yet
+        self._fresh: dict[str, _Fresh] = {}
         self._offers: dict[str, _Offer] = {}
         self._sent: set[str] = set()
         self._closed = threading.Event()
@@ -114,8 +124,9 @@ class Tcp:
     def create(self, key: Key) -> Writer | None:
         """An object in memory."""
         with self._lock:
-            if key.name in self._objects:
+            if (there := self._objects.get(key.name)) is not None:
                 self.counts["exists"] += 1
+                self._keep_fresh(key.name, there)
                 return None
             size = HEADER.size + self._layout.nbytes(key)
             if sum(each.nbytes for each in self._objects.values()) + size > self._limit:
@@ -127,9 +138,10 @@ class Tcp:
             self.counts["stored" if whole else "abandoned"] += 1
             with self._lock:
                 if whole:
-                    self._fresh[key.name] = memory
+                    self._keep_fresh(key.name, memory)
                 else:
                     self._objects.pop(key.name, None)
+                    self._fresh.pop(key.name, None)
             return whole
 
         return Writer(key, self._layout, memory, done)
@@ -139,8 +151,14 @@ class Tcp:
         with self._lock:
             found = {key.name: memory for key in keys if (memory := self._objects.get(key.name)) is not None}
             self._offers[transfer] = _Offer(found, self._clock() + self._lease)
-            for name in found:
-                self._fresh.pop(name, None)
+            for name in found.keys() & self._fresh.keys():
+                self._fresh[name].saves -= 1
+                if not self._fresh[name].saves:
+                    del self._fresh[name]
+
+    def _keep_fresh(self, name: str, memory: np.ndarray) -> None:
+        fresh = self._fresh.setdefault(name, _Fresh(memory, 0.0))
+        fresh.saves, fresh.until = fresh.saves + 1, self._clock() + self._lease
 
     def look(self, key: Key) -> Presence:
         """Never ready: without a transfer's id nothing can be pulled."""
@@ -261,8 +279,10 @@ class Tcp:
                     self._note("stranger")
 
     def _expire(self) -> None:
-        """Gives up transfers whose lease is over."""
+        """Gives up transfers whose lease is over, and what none will offer any more."""
         with self._lock:
+            for name in [name for name, fresh in self._fresh.items() if fresh.until < self._clock()]:
+                del self._fresh[name]
             for transfer in [name for name, offer in self._offers.items() if offer.until < self._clock()]:
                 del self._offers[transfer]
                 self._sent.add(transfer)

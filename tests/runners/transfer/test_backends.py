@@ -66,6 +66,30 @@ def test_what_is_there_is_not_written_again(both):
     assert same(key, both[1].fetch([key], source(writer), soon())[0], 1)
 
 
+@pytest.mark.parametrize("name", ["tcp", "jax"])
+def test_what_two_transfers_share_stays_for_the_second_when_the_first_was_pulled(name, tmp_path):
+    """The second save found the object there; it was pulled and gone before the second transfer was offered, which so
+    lacked it. One of 458 states of a busy server was lost so."""
+    writer, reader = (backend(name, tmp_path, lease=0.2) for _ in range(2))
+    key, other = keys()[0], Source("127.0.0.1", writer.port, "1" * 32)
+    assert write(writer, key)
+    writer.offer(TRANSFER, [key])
+    assert writer.create(key) is None
+    assert same(key, reader.fetch([key], source(writer), soon())[0])
+    until = soon()
+    while not writer.sent() and time.monotonic() < until:
+        time.sleep(0.01)
+    writer.offer(other.transfer, [key])
+    assert same(key, reader.fetch([key], other, soon())[0])
+    assert write(writer, key) or writer.create(key) is None  # a save that fails offers nothing:
+    until = soon()
+    while writer._fresh and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not writer._fresh, "nothing is kept for it beyond a lease"
+    writer.close()
+    reader.close()
+
+
 def test_what_is_not_there_is_a_miss(both):
     writer, reader = both
     there, absent = keys()[0], keys()[0]

@@ -66,7 +66,7 @@ def test_every_bit_of_a_ready_object_counts(tmp_path):
     """Each flipped bit of the header, and some of the payload: it is another object, not ready, or corrupt."""
     end, key = backend("tcp", tmp_path), keys(heads=(1, 3))[-1]
     assert write(end, key)
-    memory = end._fresh[key.name].copy()
+    memory = end._fresh[key.name].memory.copy()
     end.close()
     whole = Header.parse(memory[:128].tobytes())
     assert whole.fault(key, LAYOUT) is None and whole.crc(memory[128:]) == whole.crc32
