@@ -69,7 +69,7 @@ def test_what_is_there_is_not_written_again(both):
 @pytest.mark.parametrize("name", ["tcp", "jax"])
 def test_what_two_transfers_share_stays_for_the_second_when_the_first_was_pulled(name, tmp_path):
     """The second save found the object there; it was pulled and gone before the second transfer was offered, which so
-    lacked it. One of 458 states of a busy server was lost so."""
+    lacked it: a prefill for nothing."""
     writer, reader = (backend(name, tmp_path, lease=0.2) for _ in range(2))
     key, other = keys()[0], Source("127.0.0.1", writer.port, "1" * 32)
     assert write(writer, key)
