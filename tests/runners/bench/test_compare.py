@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -49,6 +49,14 @@ def pids(monkeypatch):
 
 def running_among(pids):
     return [pid for pid in pids if Path(f"/proc/{pid}/stat").exists()]
+
+
+def sockets_of(pid):
+    found = 0
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found += os.readlink(entry).startswith("socket:")
+    return found
 
 
 def test_configurations_have_three_forms():
@@ -273,7 +281,9 @@ def test_a_run_that_is_ended_ends_what_it_started(artifact, tmp_path, number, co
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.05)
         found = [int(pid) for pid in children.read_text().split()]
-    time.sleep(3)  # requests run
+    while sockets_of(process.pid) < 4:  # the event loop's two, and those of two requests at once: behind the first one
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.002)
     os.kill(process.pid, number)
     said, errors = process.communicate(timeout=WAIT)
     assert process.returncode == code, errors
