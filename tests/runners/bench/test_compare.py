@@ -284,6 +284,7 @@ def test_a_run_that_is_ended_ends_what_it_started(artifact, tmp_path, number, co
     while sockets_of(process.pid) < 4:  # the event loop's two, and those of two requests at once: behind the first one
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.002)
+    time.sleep(0.5)
     os.kill(process.pid, number)
     said, errors = process.communicate(timeout=WAIT)
     assert process.returncode == code, errors
