@@ -66,7 +66,7 @@ def test_every_command_takes_a_reference_for_an_artifact_that_it_reads():
     for main in (cli.main, runner_cli.main):
         for name, command in commands(main):
             for param in command.params:
-                if param.name in ("artifact", "into"):
+                if param.name in ("artifact", "artifacts", "into"):
                     assert param.type is FOLDER or isinstance(param.type, Artifact), name
                     found["written" if param.type is FOLDER else "read"].add(name)
     assert found["written"] == {"build", "sign"}

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -32,6 +33,12 @@ from ling3export.runners.transfer.objects import Key, Kind
 
 FORM = "expected NxT (N engines of T devices each), nPmD (n devices that prefill, m that decode) or NAME=URL (a server)"
 WAIT = 120.0  # seconds, for what takes a few
+# A test that runs with SIGINT ignored hands that down.
+HEARING = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("ling3export.runners.cli", run_name="__main__", alter_sys=True)
+"""
 
 
 @pytest.fixture
@@ -278,9 +285,13 @@ def test_a_run_that_is_ended_ends_what_it_started(artifact, tmp_path, number, co
     one = artifact("micro-tp1-snapshots")
     words = ["bench", "compare", one, "--configs", "1P1D,1x1", "--num-prompts", 500, "--input-len", 60,
              "--max-concurrency", 2]  # fmt: skip
-    words = [*command("ling3export.runners.cli"), *map(str, words)]
     process = subprocess.Popen(
-        words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-P", "-c", HEARING, *map(str, words)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     end, found = time.monotonic() + WAIT, []
