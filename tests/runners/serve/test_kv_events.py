@@ -155,11 +155,14 @@ def test_a_subscriber_of_vllm_reads_messages_and_asks_for_what_it_missed():
     with closing(Publisher("tcp://127.0.0.1:0", "kv@a@b")) as publisher, zmq.Context() as context:
         record = publisher.record(2)
         assert record["block_size"] == 2 and record["topic"] == "kv@a@b" and record["sequence"] == -1
+        publisher.tell(stored(1))
+        end = time.monotonic() + WAIT / 1e3
+        while publisher.record(2)["sequence"] < 0:  # nobody is there who could hear it
+            assert time.monotonic() < end
         with context.socket(zmq.SUB) as heard, context.socket(zmq.DEALER) as asking:
             heard.connect(f"tcp://127.0.0.1:{record['port']}")
             heard.setsockopt(zmq.SUBSCRIBE, b"kv@")
             asking.connect(f"tcp://127.0.0.1:{record['replay_port']}")
-            publisher.tell(stored(1))
             while not heard.poll(20):  # until the subscription has arrived
                 publisher.tell(stored(2, parent=1))
             topic, count, data = heard.recv_multipart()
