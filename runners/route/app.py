@@ -10,7 +10,7 @@ import json
 import signal
 import socket
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -114,8 +114,20 @@ class Router:
                     self._heard.labels(role, worker.url, what).set(worker.feed.counts[what])
         return generate_latest(self._registry)
 
-    async def watch(self) -> None:
-        """Looks at every server again and again."""
+    @asynccontextmanager
+    async def watching(self) -> AsyncGenerator[None, None]:
+        """Looks at every server again and again within the block, and hears what they tell of their blocks."""
+        watch = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            for worker in (*self.prefill, *self.decode):
+                worker.feed.end()
+            await asyncio.sleep(0)  # what heard them ends, too
+
+    async def _watch(self) -> None:
         while True:
             await asyncio.gather(*(worker.look() for worker in (*self.prefill, *self.decode)))
             await asyncio.sleep(self._choice.every)
@@ -299,14 +311,8 @@ def serve(router: Router, policy: Policy, listener: socket.socket, bounds: Bound
     server = http_server(application(router, policy), affordable(bounds), grace)
 
     async def run() -> None:
-        watch = asyncio.create_task(router.watch())
-        try:
+        async with router.watching():
             await server.serve(sockets=[listener])
-        finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
-            for worker in (*router.prefill, *router.decode):
-                worker.feed.end()
 
     # For a signal that comes before uvicorn has its own handlers, and the one that it raises again after its end.
     for number in (signal.SIGTERM, signal.SIGINT):

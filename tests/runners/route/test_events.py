@@ -291,16 +291,9 @@ def routed(scenario):
             router = Router([], workers_of([each.url for each in servers], None, 60.0), Choice(every=0.02))
             for each in publishers:
                 tell(each, Cleared())
-            watch = asyncio.create_task(router.watch())
-            try:
+            async with router.watching():
                 await until(lambda: all(worker.feed.live for worker in router.decode))
                 await scenario(router, servers, publishers)
-            finally:
-                watch.cancel()
-                await asyncio.gather(watch, return_exceptions=True)
-                for worker in router.decode:
-                    worker.feed.end()
-                await asyncio.sleep(0)
 
     asyncio.run(whole())
 
@@ -385,8 +378,7 @@ def test_a_router_finds_what_clients_computed_past_it_and_loses_it_with_the_serv
         with Server(folder, *options) as one, Server(folder, *options) as two:
             router = Router([], workers_of([one.url, two.url], None, WAIT), Choice(every=0.05))
             first, second = router.decode
-            watch = asyncio.create_task(router.watch())
-            try:
+            async with router.watching():
                 await until(lambda: first.feed.live and second.feed.live)
                 assert await asyncio.to_thread(completed, two.url, ids) == 0
                 await until(lambda: second.feed.blocks)
@@ -414,12 +406,6 @@ def test_a_router_finds_what_clients_computed_past_it_and_loses_it_with_the_serv
                     assert await asyncio.to_thread(completed, again.url, ids[::-1]) == 0
                     await until(lambda: second.feed.blocks)
                     assert await picked(router, body | {"prompt": ids[::-1]}) == 1
-            finally:
-                watch.cancel()
-                await asyncio.gather(watch, return_exceptions=True)
-                for worker in router.decode:
-                    worker.feed.end()
-                await asyncio.sleep(0)
 
     asyncio.run(scenario())
 
