@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from ling3export.runners.engine.counters import Counters
     from ling3export.runners.ffn.split import SplitRunner
     from ling3export.runners.load.segments import SegmentedRunner
-    from ling3export.runners.state.prefix_cache import Event, PrefixCache
+    from ling3export.runners.state.prefix_cache import PrefixCache
     from ling3export.runners.state.prefix_store import PrefixStore
+    from ling3export.runners.transfer.protocol import Event
 
 # A hundred times the temperature below which sample programs of old artifacts took wrong tokens.
 COLDEST = 1e-6

@@ -31,7 +31,7 @@ from ling3export.runners.text.tokenizer import TokenizerFiles
 from ling3export.runners.transfer.options import Prefillers, PrefixFolder, Transfer, takes_none
 
 if TYPE_CHECKING:
-    from ling3export.runners.state.prefix_cache import Event
+    from ling3export.runners.transfer.protocol import Event
 
 Prompt = str | Many[int] | Many[Message]
 SECONDS = Bounds(0, threading.TIMEOUT_MAX, above=True)

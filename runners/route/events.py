@@ -15,8 +15,8 @@ import zmq
 import zmq.asyncio
 
 from ling3export.runners.route.blocks import Blocks, MalformedError, Tokens, events_of
+from ling3export.runners.serve.kv_events import END
 
-END = (-1).to_bytes(8, "big", signed=True)
 MESSAGE = 1 << 20  # bytes of a message
 WAITING = 64  # messages that wait to be taken
 ANSWER = 256 << 20  # bytes of an answer to the question for all

@@ -25,7 +25,7 @@ import msgspec
 import zmq
 
 from ling3export.errors import Ling3Error
-from ling3export.runners.transfer.protocol import Cleared, Removed, Stored
+from ling3export.runners.transfer.protocol import Cleared, Event, Removed, Stored
 
 TOPIC = "kv-events"
 ENDPOINT = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[^:/\[\]\s]+):(\d{1,5})")
@@ -39,8 +39,6 @@ QUESTION = 1 << 12  # bytes of one, and of a topic that is listened to
 END = (-1).to_bytes(8, "big", signed=True)
 MEDIUM = "GPU"  # vLLM's word for the memory that the model computes from, whatever the device
 KINDS = ("mla_attention", "mamba")
-
-Event = Stored | Removed | Cleared
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ling3export.runners.transfer.objects import chain_start, chained
-from ling3export.runners.transfer.protocol import Cleared, Removed, Stored
+from ling3export.runners.transfer.protocol import Cleared, Event, Removed, Stored
 
 if TYPE_CHECKING:
     from ling3export.runners.state.worth import Worth
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 EVERY = 512  # tokens between snapshots of a prompt
 REMEMBERED = 4096  # names of nodes and snapshots that were evicted, to tell why a request hit nothing
 POLICIES = ("lru", "flops")
-Event = Stored | Removed | Cleared
 
 
 class Pools(Protocol):

@@ -146,6 +146,9 @@ class Cleared(NamedTuple):
     """Nothing can be found any more."""
 
 
+Event = Stored | Removed | Cleared
+
+
 class Connector(Protocol):
     """Both sides of a connector.
 
