@@ -25,13 +25,15 @@ SMALLEST = (
     "--tp", "1", "--paddings", "16", "--decode-paddings", "1", "--max-running", "1", "--context", "64",
     "--page-size", "16", "--dtype", "float32",
 )  # fmt: skip
-# -P: the working directory is not on the path. A test that runs with SIGINT ignored hands that down.
+# Runs the module that its second argument names; the first one is the largest file that it may write, 0 for any. A test
+# that runs with SIGINT ignored hands that down.
 SCRIPT = """
 import resource, runpy, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-if (limit := int(sys.argv.pop(1))):
+limit, module = int(sys.argv.pop(1)), sys.argv.pop(1)
+if limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-runpy.run_module("ling3export.cli", run_name="__main__", alter_sys=True)
+runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 LONG = 300  # seconds: a machine may be busy
 # Two thirds of the processor seconds of compiling, for tests in which a program's numbers do not count.
@@ -59,7 +61,9 @@ def building(
         cwd: Where it runs.
         variables: Of its environment.
     """
-    command = [sys.executable, "-P", "-c", SCRIPT, limit, "build", checkpoint, artifact, *SMALLEST, *options]
+    module = "ling3export.cli"
+    # -P: the working directory is not on the path.
+    command = [sys.executable, "-P", "-c", SCRIPT, limit, module, "build", checkpoint, artifact, *SMALLEST, *options]
     process = subprocess.Popen(
         [str(part) for part in command], env=environment({MARK: str(artifact), **variables}),
         cwd=cwd or artifact.parent, text=True,

@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 import toy_artifact
+from builds import SCRIPT
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.errors import Ling3Error, RequestError
 from ling3export.processes import command, environment
@@ -33,12 +34,6 @@ from ling3export.runners.transfer.objects import Key, Kind
 
 FORM = "expected NxT (N engines of T devices each), nPmD (n devices that prefill, m that decode) or NAME=URL (a server)"
 WAIT = 120.0  # seconds, for what takes a few
-# A test that runs with SIGINT ignored hands that down.
-HEARING = """
-import runpy, signal
-signal.signal(signal.SIGINT, signal.default_int_handler)
-runpy.run_module("ling3export.runners.cli", run_name="__main__", alter_sys=True)
-"""
 
 
 @pytest.fixture
@@ -286,7 +281,7 @@ def test_a_run_that_is_ended_ends_what_it_started(artifact, tmp_path, number, co
     words = ["bench", "compare", one, "--configs", "1P1D,1x1", "--num-prompts", 500, "--input-len", 60,
              "--max-concurrency", 2]  # fmt: skip
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", HEARING, *map(str, words)],
+        [sys.executable, "-P", "-c", SCRIPT, "0", "ling3export.runners.cli", *map(str, words)],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
