@@ -109,7 +109,6 @@ def _assembled(
     from ling3export.runners.engine.inputs import Shapes
     from ling3export.runners.engine.scheduler import Scheduler
     from ling3export.runners.engine.sequence import Sequence
-    from ling3export.runners.ffn.split import connected
     from ling3export.runners.load.calibrated import calls_measured
     from ling3export.runners.load.segments import SegmentedRunner
     from ling3export.runners.state.form import root_of
@@ -124,7 +123,11 @@ def _assembled(
     blocks, counters, shapes = BlockManager.of(record), Counters(), Shapes.of(record, measured)
     segmented = SegmentedRunner(loaded.runner, manifest, record) if record.segments != "none" else None
     whole: Any = segmented or loaded.runner
-    split = connected(whole, manifest, record, ffn, ffn_timeout) if ffn else None
+    split = None
+    if ffn:
+        from ling3export.runners.ffn.split import connected  # with shared memory, which no other start needs
+
+        split = connected(whole, manifest, record, ffn, ffn_timeout)
     runner: Any = split or whole  # each hands on to the next whatever it does not cut
 
     moves, shared = bool(record.state.snapshots), None

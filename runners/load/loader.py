@@ -8,12 +8,13 @@ needs have loaded then, or all of them, as the caller likes.
 import gc
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +149,12 @@ def load(
         from ling3export.runners.hosts.channel import Channel
 
         report(f"host {hosts.number} of {hosts.count}: waiting for the others for at most {hosts.start_timeout:g} s")
-        same = {"ling3export": version("ling3export"), "artifact": manifest.sha256, "target": name, **(agreed or {})}
+        same = {
+            "ling3export": metadata.version("ling3export"),
+            "artifact": manifest.sha256,
+            "target": name,
+            **(agreed or {}),
+        }
         with timings.stage("hosts"):
             channel = Channel(hosts, same)
         report(f"host {hosts.number}: all {hosts.count} hosts are there")
@@ -194,7 +200,8 @@ def _load(
             report("weights are not checked (--check programs)")
         else:
             checked = pool.submit(timed, "check", weights.check)
-        import jax
+        with unsearched() if record.platform == "cpu" and "jax" not in sys.modules else nullcontext():
+            import jax
 
         from ling3export.runners.load import model_runner, pjrt
     with timings.stage("backend"):
@@ -253,3 +260,22 @@ def uncollected() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+@contextmanager
+def unsearched() -> Iterator[None]:
+    """Without a search of all installed distributions in this thread: jax makes one while it is imported.
+
+    It looks for a plugin for ROCm in the metadata of every one, of which an environment to build and test in has
+    hundreds: docs/log.md, 2026-11-23. Programs for the processor need none.
+    """
+    found, mine = metadata.distributions, threading.get_ident()
+
+    def others(**where: Any) -> Any:
+        return () if threading.get_ident() == mine else found(**where)
+
+    metadata.distributions = others
+    try:
+        yield
+    finally:
+        metadata.distributions = found

@@ -2,7 +2,9 @@
 
 import random
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import metadata
 
 import pytest
 
@@ -12,7 +14,7 @@ from ling3export.artifacts.schema import Call, Executable, Mesh, Requirements
 from ling3export.errors import ArtifactError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.load import pjrt, recompile
-from ling3export.runners.load.loader import load
+from ling3export.runners.load.loader import load, unsearched
 from ling3export.runners.load.recompile import cache_folder
 from manifests import changed_targets, crafted
 
@@ -233,3 +235,14 @@ def test_more_devices_than_there_are_is_an_error(artifact):
     changed_targets(artifact, lambda target: replace(target, mesh=Mesh("tp", (0, 63), (0, 0))))
     with pytest.raises(Exception, match="CPU devices: expected 64, found 16"):
         load(artifact)
+
+
+def test_jax_alone_finds_no_distributions_while_it_is_imported() -> None:
+    def names() -> list[str]:
+        return [each.name for each in metadata.distributions()]
+
+    before = names()
+    with ThreadPoolExecutor(1) as pool, unsearched():
+        assert names() == []
+        assert pool.submit(names).result() == before
+    assert names() == before and "jax" in before
