@@ -46,6 +46,8 @@ SPLIT = ("attend", "dispatch", "experts", "combine", "head")  # a decode step cu
 SEGMENTS = ("embed", "group", "unembed")  # a prefill call cut at its groups of layers
 Error = Annotated[float, UNBOUNDED]  # infinite where something is not finite
 Versions = dict[str, str]
+# Custom calls in name only: the pieces of a prefetch, which lie one after the other, seen as one array.
+VIEWS = ("ConcatBitcast",)
 KERNELS = "kernels.so"  # the name of a target's library of native kernels, in the folder of its programs
 ConfigValue = bool | int | float | str | tuple[int, ...] | None
 
@@ -201,6 +203,16 @@ class Estimate:
     clock_hz: float
     memory_bytes: int | None = None
 
+    @property
+    def unseen(self) -> int:
+        """Custom calls of one call of the program: they take time that ``seconds`` does not have."""
+        return sum(row.count for name, row in self.custom_calls.items() if name not in VIEWS)
+
+    @property
+    def at_least(self) -> str:
+        """What to say before ``seconds`` and before anything that follows from it: ``"at least "``, or nothing."""
+        return "at least " if self.unseen else ""
+
 
 @dataclass(frozen=True)
 class RooflineBound:
@@ -285,8 +297,13 @@ class Program:
 
     @property
     def estimated_seconds(self) -> float | None:
-        """The compiler's estimate of one call."""
+        """The compiler's estimate of one call; see :attr:`at_least`."""
         return None if self.estimate is None else self.estimate.seconds
+
+    @property
+    def at_least(self) -> str:
+        """What to say before ``estimated_seconds``: see :attr:`Estimate.at_least`."""
+        return "" if self.estimate is None else self.estimate.at_least
 
 
 @dataclass(frozen=True, kw_only=True)

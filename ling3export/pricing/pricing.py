@@ -48,6 +48,7 @@ class PricedCell:
     # The compiler's estimate; None while nothing is compiled, or where it estimates nothing.
     estimated_seconds: float | None
     measured_seconds: float | None = None  # what a machine measured, by the calibration beside the artifact
+    unseen: int = 0  # custom calls, whose time the estimate does not have
 
 
 @dataclass(frozen=True)
@@ -173,8 +174,9 @@ def _target(
             bound = PricedBound(**vars(found), memory_seconds=both[0], compute_seconds=both[1])
         record = compiled.get(cell.name)
         passing, seconds = (None, None) if record is None else (record.memory.passing, record.estimated_seconds)
+        unseen = 0 if record is None or record.estimate is None else record.estimate.unseen
         measured = times[cell.name].median if cell.name in times else None
-        cells[cell.name] = PricedCell(bound, passing, seconds, measured)
+        cells[cell.name] = PricedCell(bound, passing, seconds, measured, unseen)
     held_tokens = geometry.pages * geometry.page_size
     pool = Pool(geometry.slots, geometry.pages, geometry.page_size, geometry.placement, held_tokens)
     return PricedTarget(

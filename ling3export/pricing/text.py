@@ -75,7 +75,7 @@ def _columns(name: str, cell: PricedCell) -> dict[str, str]:
     if cell.temporaries is not None:
         columns["temporaries MB"] = f"{cell.temporaries / 1e6:,.1f}"
     if cell.estimated_seconds is not None:
-        columns["estimate ms"] = f"{1e3 * cell.estimated_seconds:.3f}"
+        columns["estimate ms"] = f"{'at least ' if cell.unseen else ''}{1e3 * cell.estimated_seconds:.3f}"
     if cell.measured_seconds is not None:
         columns[MEASURED] = f"{1e3 * cell.measured_seconds:.3f}"
     return columns

@@ -47,7 +47,7 @@ def _estimates(target: Target, wide: bool) -> list[str]:
         rows.append(
             {
                 "estimates": cell.name,
-                "ms": f"{estimate.seconds * 1e3:.3f}",
+                "ms": f"{estimate.at_least}{estimate.seconds * 1e3:.3f}",
                 "bound ms": f"{bound.seconds * 1e3:.3f}",
                 "MB moved": "-" if estimate.memory_bytes is None else f"{estimate.memory_bytes / 1e6:,.0f}",
                 "bound MB": f"{bound.moved / 1e6:,.0f}",
@@ -67,6 +67,8 @@ def _estimates(target: Target, wide: bool) -> list[str]:
     if layers := max(bound.collectives for _, _, bound in cells):
         apart = max(bound.collective_seconds for _, _, bound in cells) * 1e3
         lines.append(f"  besides: {layers} collectives, about {apart:.2f} ms at their latency alone (assumed)")
+    if unseen := max(estimate.unseen for _, estimate, _ in cells):
+        lines.append(f"  at least: up to {unseen} custom calls a call, whose time the compiler does not estimate")
     return lines
 
 
@@ -120,7 +122,7 @@ def describe(manifest: Manifest, *, wide: bool = False, calibration: Calibration
             f"  {state.pages} pages of {state.page_size} tokens ({state.placement})",
             *_cells(target, receipts, wide),
             *_estimates(target, wide),
-            *(measured_table(calibration) if calibration is not None and calibration.target == name else ()),
+            *(measured_table(calibration, target) if calibration is not None and calibration.target == name else ()),
             *_state(state),
         ]
     if notes := [*manifest.notes, *([note] if note else [])]:

@@ -35,12 +35,13 @@ def ordered(found: Calibration) -> list[tuple[str, Times]]:
     return sorted(found.cells.items(), key=place)
 
 
-def table(found: Calibration) -> list[str]:
-    """Times of every cell, and what they are, as lines."""
+def table(found: Calibration, target: Target) -> list[str]:
+    """Times of every cell of ``target``, and what they are, as lines."""
     rows: list[tuple[str, ...]] = [COLUMNS]
     for name, each in ordered(found):
-        seconds = (each.median, each.device, each.dispatch, each.estimate, each.bound)
-        rows.append((name, *map(milliseconds, seconds)))
+        measured = map(milliseconds, (each.median, each.device, each.dispatch))
+        wanted = f"{target.cells[name].at_least}{milliseconds(each.estimate)}"
+        rows.append((name, *measured, wanted, milliseconds(each.bound)))
     return [
         *aligned(rows),
         f"  medians on {found.machine}, {found.made}; decoding sequences have {found.tokens_a_sequence} tokens each",
@@ -88,6 +89,6 @@ def page(found: Calibration, target: Target) -> str:
     text = template(SHARED, "calibration.html", ms=milliseconds).render(
         found=found, cells=[(name, each, bars(each)) for name, each in cells], kinds=kinds(found, target),
         receipts=receipts, errors=ERROR_COLUMNS, explained=explained(found.receipts.tolerance),
-        collectives=collectives, between=COLLECTIVES,
+        collectives=collectives, between=COLLECTIVES, at_least={name: target.cells[name].at_least for name, _ in cells},
     )  # fmt: skip
     return f"{text}\n"

@@ -58,7 +58,7 @@ def calibrate(artifact: Path, place: dict[str, Any], calls: int, path: Path | No
         return
     write_calibration(path, found)
     replace_file(html, page(found, loaded.record).encode())
-    click.echo("\n".join([f"{found.target}:", *table(found), *executed(found)]))
+    click.echo("\n".join([f"{found.target}:", *table(found, loaded.record), *executed(found)]))
     click.echo(f"wrote {path} and {html}", err=True)
     if not found.receipts.passed:
         sys.exit(1)

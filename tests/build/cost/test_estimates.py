@@ -98,8 +98,15 @@ def test_loops_count_as_often_as_they_run():
     assert {loop.source for loop in found.loops} == {"the program"}
     assert collectives == {"all-reduce": Collective(6, 6 * 32)}
     assert found.custom_calls == {"tpu_custom_call": Collective(1, 32)}
+    assert (found.unseen, found.at_least) == (1, "at least ")
     assert (found.tokens_a_sequence, found.clock_hz) == (512, 1e9)
     assert found.copies == {"twin": 2 * 1024 * 1024}
+
+
+def test_pieces_of_a_prefetch_seen_as_one_array_take_no_time():
+    found, _ = estimate(module().replace("tpu_custom_call", "ConcatBitcast"), CHIP, {}, 512)
+    assert found.custom_calls == {"ConcatBitcast": Collective(1, 32)}
+    assert (found.unseen, found.at_least) == (0, "")
 
 
 def test_the_experts_of_512_rows_are_read_as_fast_as_they_are_computed():

@@ -21,8 +21,9 @@ from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
 from ling3export.plan.pools import weight_bytes
 from ling3export.pricing.memory import check_memory, held
-from ling3export.pricing.pricing import priced
+from ling3export.pricing.pricing import PricedCell, priced
 from ling3export.pricing.recorded import config_of, layout_difference, options_of, plan_of
+from ling3export.pricing.text import _columns
 from refusals import refusal
 
 FULL = Config.from_dict(config_fields("full", {}))
@@ -186,6 +187,11 @@ def test_what_cannot_be_built_cannot_be_planned(options, message):
 
 def test_a_config_that_is_not_there_is_named(tmp_path):
     assert f"config `{tmp_path}/config.json`: expected a file, found none" in refusal(cli.main, "plan", tmp_path)
+
+
+@pytest.mark.parametrize(("unseen", "said"), [(0, "2.000"), (3, "at least 2.000")])
+def test_an_estimate_without_the_time_of_custom_calls_says_at_least(unseen, said):
+    assert _columns("decode@16", PricedCell(None, 1, 2e-3, None, unseen))["estimate ms"] == said
 
 
 def test_what_a_device_holds():

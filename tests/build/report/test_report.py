@@ -1,5 +1,6 @@
 """``ling3export report``: what the page says, and, in a real browser, that it is whole and everything is drawn."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,13 +10,15 @@ from click.testing import CliRunner
 import browser as browsers
 from browser import Page, browser
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.artifacts.schema import ON_LOGITS
+from ling3export.artifacts.schema import ON_LOGITS, Collective
 from ling3export.cli import main as cli
 from ling3export.report.figures import MEMORY, Bars, estimated, figures, memory_parts, si, times
+from ling3export.report.inspect import describe
 from ling3export.report.page import render
 
 CHECKS = Path(__file__).with_name("page_checks.js").read_text()
 TARGET = "tpu-v6e-2x2-tp4"
+GOLDEN = Path(__file__).parents[2] / "golden/format-2-targets"
 TPU_FIGURES = ["memory", "bound", "time", "bytes", "collectives"]
 FEWER = "t2-memory: {fewer} of {marks} marks are drawn"
 HOSTILE = "</title><script>console.error('run')</script>\"'><img src=http://example.invalid/x.png onerror=alert(1)>"
@@ -186,6 +189,29 @@ def test_a_limit_is_the_full_width_if_the_longest_bar_comes_near_it():
     assert [Bars(("x", "y"), rows, "B", (limit, "all")).full for limit in (3.9, 8.1)] == [(4.0, "")] * 2
     assert Bars(("x", "y"), rows, "B").marks == 3
     assert Bars((), [], "B").full == (1.0, "")
+
+
+def test_an_estimate_without_the_time_of_custom_calls_says_at_least():
+    """Everywhere it is shown; an artifact with estimates of a slice, made by an earlier version, without compiling."""
+    manifest = read_manifest(GOLDEN)
+    target = manifest.targets[TARGET]
+    cell = target.cells["decode@2"]
+    ms, ratio = f"{cell.estimate.seconds * 1e3:.3f}", times(cell.estimate.seconds / cell.floor.seconds)
+    hidden = cell.estimate.custom_calls | {"tpu_custom_call": Collective(12, 64)}
+    opaque = replace(cell, estimate=replace(cell.estimate, custom_calls=hidden))
+    changed = replace(manifest, targets={TARGET: replace(target, cells=target.cells | {"decode@2": opaque})})
+    note = "  at least: up to 12 custom calls a call, whose time the compiler does not estimate"
+    for shown, said in ((replace(manifest, targets={TARGET: target}), ""), (changed, "at least ")):
+        lines = describe(shown).splitlines()
+        (line,) = (line for line in lines if re.match(rf"  decode@2 +(at least )?{ms} ", line))
+        assert re.match(r"  decode@2 +(at least )?", line)[1] == (said or None)
+        assert (note in lines) == bool(said)
+        html = render(shown)
+        seconds = si(cell.estimate.seconds, "s")
+        assert html.count(f"<td>{said}{ratio}</td>") == 2
+        assert html.count(f"<td>at least {seconds}</td>") == (3 if said else 0)  # cells, the machine, the sum of kinds
+        assert html.count("<td>at least ") == (5 if said else 0)
+        assert html.count(">decode@2 at least<") == (2 if said else 0)  # figures
 
 
 @pytest.mark.browser

@@ -23,12 +23,12 @@ from ling3export.artifacts.calibration import (
     write_calibration,
 )
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.artifacts.schema import Receipt
+from ling3export.artifacts.schema import Collective, Estimate, Receipt
 from ling3export.cli.main import main as build_side
 from ling3export.errors import ArtifactError
 from ling3export.pricing.recorded import config_fields
 from ling3export.runners.calibrate.calibrate import finite
-from ling3export.runners.calibrate.text import bars, page
+from ling3export.runners.calibrate.text import bars, page, table
 from ling3export.runners.calibrate.times import full
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.inputs import Shapes, decode_fields, prefill_fields
@@ -114,6 +114,19 @@ def test_the_page_has_a_bar_for_each_of_estimate_measured_and_bound_and_no_refer
     figure = text.partition('aria-label="decode@2"')[2].partition("</table>")[0]
     assert re.findall(r'<th scope="row">([\w ]+)</th>', figure) == ["estimate", "measured", "on the device", "bound"]
     assert [each.what for each in bars(found.cells["decode@2"])] == ["measured", "on the device"]
+
+
+@pytest.mark.parametrize(("kernel", "said"), [("ConcatBitcast", "0.300"), ("tpu_custom_call", "at least 0.300")])
+def test_an_estimate_without_the_time_of_custom_calls_says_at_least(run, kernel, said):
+    found = read_calibration(run.file)
+    (target,) = read_manifest(run.folder).targets.values()
+    estimate = Estimate(3e-4, 3e-4, {}, {}, {}, 0.0, {kernel: Collective(2, 8)}, {}, (), {}, 512, 1e9)
+    cells = target.cells | {"decode@2": replace(target.cells["decode@2"], estimate=estimate)}
+    target = replace(target, cells=cells)
+    found = replace(found, cells=found.cells | {"decode@2": replace(found.cells["decode@2"], estimate=3e-4)})
+    (line,) = (line for line in table(found, target) if line.startswith("  decode@2 "))
+    assert re.split(r" {2,}", line.strip())[-2] == said
+    assert page(found, target).count(f"<td>{said}") == 2
 
 
 def test_inspect_report_and_plan_show_what_was_measured(copied):
