@@ -19,7 +19,7 @@ from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.inputs import Chunks, DecodeRows, chunks_of
 from ling3export.model.kda.layer import KimiDeltaAttention
 from ling3export.model.kda.recurrence import is_factored
-from ling3export.model.layers import Index, State, fill_rows, rms_norm, take
+from ling3export.model.layers import IN_BOUNDS, Index, State, fill_rows, rms_norm, take
 from ling3export.model.mla.layer import GatedMLA
 from ling3export.model.moe import MixtureOfExperts
 from ling3export.model.parameters import arguments
@@ -69,7 +69,7 @@ class Ling3(nnx.Module):
         table = table.reshape(-1, table.shape[-1])
         local = tokens - lax.axis_index(AXIS) * table.shape[0]
         inside = (local >= 0) & (local < table.shape[0])
-        rows = table[jnp.where(inside, local, 0)].astype(jnp.float32)
+        rows = table.at[jnp.where(inside, local, 0)].get(mode=IN_BOUNDS).astype(jnp.float32)
         return lax.psum(jnp.where(inside[:, None], rows, 0.0), AXIS)
 
     def logits(self, x: Float32[Array, "R D"]) -> Float32[Array, "R v"]:
@@ -116,12 +116,22 @@ class Ling3(nnx.Module):
         self, layer: Layer, x: Float32[Array, "T D"], state: State, batch: Batch
     ) -> tuple[Float32[Array, "T D"], State]:
         """One pre-norm layer; ``x`` is the same on every device before and after it."""
-        eps, dtype = self.config.rms_norm_eps, jnp.dtype(self.geometry.dtype)
+        eps, dtype, tiled = self.config.rms_norm_eps, jnp.dtype(self.geometry.dtype), self.geometry.tiled
         weight = take(self.layers["input_layernorm"][...], layer.number, split=False)
-        out, state = self.attention(rms_norm(x, weight, eps).astype(dtype), layer, state, batch)
-        x = self._without_padding(x + lax.psum(out, AXIS), batch)
+        out, state = self.attention(rms_norm(x, weight, eps, tiled).astype(dtype), layer, state, batch)
+        x = self._without_padding(self._add(x, out), batch)
         weight = take(self.layers["post_attention_layernorm"][...], layer.number, split=False)
-        return x + lax.psum(self._mlp(rms_norm(x, weight, eps), layer, batch.valid), AXIS), state
+        return self._add(x, self._mlp(rms_norm(x, weight, eps, tiled), layer, batch.valid)), state
+
+    def _add(self, x: Float32[Array, "T D"], out: Float32[Array, "T D"]) -> Float32[Array, "T D"]:
+        """``x`` and the sum of all devices' ``out``.
+
+        In the form ``tiles`` the first device's part has ``x`` in it: XLA:TPU adds it where it computes ``out``, and
+        an addition behind the all-reduce would be an operation of its own.
+        """
+        if self.geometry.tiled:
+            return lax.psum(out + jnp.where(lax.axis_index(AXIS) == 0, x, 0.0), AXIS)
+        return x + lax.psum(out, AXIS)
 
     def _without_padding(self, x: Float32[Array, "T D"], batch: Batch) -> Float32[Array, "T D"]:
         """Rows of padding as zeros, for native kernels pass over zeros at the end; nothing else looks at them."""

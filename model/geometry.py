@@ -71,4 +71,4 @@ class Geometry:
     @property
     def fewest_rows(self) -> int:
         """Rows that a decode step is filled up to: XLA:TPU keeps products of one row from its matrix units."""
-        return 8 if self.tiled else 1
+        return 4 if self.tiled else 1

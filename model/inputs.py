@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Int32, Shaped
 
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.kda.tiled import Tiles, tiles_of
-from ling3export.model.layers import fill_rows
-from ling3export.model.mla.paged import PageList, list_pages
+from ling3export.model.layers import IN_BOUNDS, fill_rows
+from ling3export.model.mla.paged import PageList, list_pages, tile_pages
 from ling3export.model.sampling.adjust import BLOCK
 
 BIASES = 1024  # tokens with a logit bias that one request may name
@@ -119,11 +119,16 @@ def decode_rows(
     fields: dict[str, Int32[Array, "..."]], last_token: Int32[Array, "slots"], geometry: Geometry
 ) -> DecodeRows:
     """Derives :class:`DecodeRows` from the unpacked decode fields; a token of -1 is taken from ``last_token``."""
+    sequences = fields["slot"].shape[0]
     fields = {name: fill_rows(value, geometry.fewest_rows) for name, value in fields.items()}
     slot = fields["slot"]
     valid = slot > 0
-    token = jnp.where(fields["token"] < 0, last_token[slot], fields["token"])
-    pages = list_pages(fields["position"], fields["page_table"], valid, geometry) if geometry.tiled else None
+    token = jnp.where(fields["token"] < 0, last_token.at[slot].get(mode=IN_BOUNDS), fields["token"])
+    pages = (
+        list_pages(fields["position"], fields["page_table"], valid, tile_pages(sequences), geometry)
+        if geometry.tiled
+        else None
+    )
     used = jnp.max(jnp.where(valid, jnp.arange(1, slot.shape[0] + 1, dtype=jnp.int32), 0))
     token = jnp.where(valid, token, 0)
     return DecodeRows(slot, token, fields["position"], fields["page_table"], valid, used, pages)

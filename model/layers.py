@@ -10,6 +10,9 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 Index = int | Int32[Array, ""]  # a layer's number in its stack, traced inside a loop over layers
 State = dict[str, jax.Array]  # the rows of model/state.py by name, this device's part
 
+IN_BOUNDS = "promise_in_bounds"  # slots come from the block manager; a bounds check costs XLA:CPU the in-place update
+WIDE = 512  # a wider axis is summed into one column: a square matrix of ones would take longer to read than a sum
+COLUMNS = 128  # what a matrix unit takes at least; of fewer columns XLA:TPU makes a sum
 NORM_L2_EPS = 1e-6  # KDA's q and k; added to the sum of squares, inside the root
 
 
@@ -40,15 +43,20 @@ def of_heads(weights: nnx.Param, layer: Index) -> Shaped[Array, "H ..."]:
 def sum_of_squares(x: Float32[Array, "*rows X"], by_product: bool, parts: int = 1) -> Float32[Array, "*rows _"]:
     """The sum of squares over the last axis: ``[..., 1]``, or with ``by_product`` the same sum X times, ``[..., X]``.
 
-    ``by_product`` multiplies the squares by a matrix of ones; with ``parts``, by one in which each of so many parts of
-    the axis meets itself alone, so that each has a sum of its own. XLA:TPU fuses the root and the scaling that follow
-    into a product, but neither into a sum (docs/log.md): one operation instead of three.
+    ``by_product`` multiplies the squares by a matrix of ones, which has one column for what is wider than a latent;
+    with ``parts``, by one in which each of so many parts of the axis meets itself alone, so that each has a sum of its
+    own. XLA:TPU fuses the root and the scaling that follow into a product, but neither into a sum (docs/log.md): one
+    operation instead of three.
     """
-    if by_product:
-        ones = np.ones((x.shape[-1] // parts,) * 2, np.float32)
-        return jnp.matmul(x * x, np.kron(np.eye(parts, dtype=np.float32), ones), precision=lax.Precision.HIGHEST)
-    assert parts == 1
-    return jnp.sum(x * x, axis=-1, keepdims=True)
+    if not by_product:
+        assert parts == 1
+        return jnp.sum(x * x, axis=-1, keepdims=True)
+    each = x.shape[-1] // parts
+    if parts == 1 and each > WIDE:
+        ones = np.ones((each, COLUMNS), np.float32)
+        return jnp.matmul(x * x, ones, precision=lax.Precision.HIGHEST)[..., :1]
+    ones = np.kron(np.eye(parts, dtype=np.float32), np.ones((each, each), np.float32))
+    return jnp.matmul(x * x, ones, precision=lax.Precision.HIGHEST)
 
 
 def rms_norm(

@@ -8,7 +8,7 @@ from ling3export.model.config import Config
 from ling3export.model.ffn.dispatch import SCALE_BYTES
 from ling3export.model.ffn.halves import HEAD
 from ling3export.model.geometry import CHUNK, Geometry
-from ling3export.model.mla.paged import TILE
+from ling3export.model.mla.paged import tile_pages
 from ling3export.model.moe import LOCAL_ROWS, tile_rows
 from ling3export.model.parameters import parameters
 from ling3export.model.sampling.adjust import TOP
@@ -41,7 +41,12 @@ def loop_trips(config: Config, geometry: Geometry, phase: str, padding: int, tok
         return {"chunks": padding // CHUNK, "tiles": tiles, "cached": 0}
     pages = min(geometry.max_pages, math.ceil(tokens / geometry.page_size))
     held = math.ceil(padding * pages / (geometry.tp if geometry.striped else 1))
-    return {"sequences": padding, "pages": pages, "page_tiles": math.ceil(held / TILE), "tiles": tiles}
+    return {
+        "sequences": padding,
+        "pages": pages,
+        "page_tiles": math.ceil(held / tile_pages(padding)) - 1,
+        "tiles": tiles,
+    }
 
 
 def expected_tiles(tokens: int, config: Config, experts: float) -> float:

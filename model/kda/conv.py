@@ -17,21 +17,21 @@ from ling3export.model.products import einsum
 
 
 def causal_conv(
-    history: Float[Array, "N before *channels"], raw: Float[Array, "N C *channels"], taps: Float[Array, "*channels W"]
+    history: Float[Array, "N before *channels"], raw: Float[Array, "N C *channels"], taps: Float[Array, "W *channels"]
 ) -> Float32[Array, "N C *channels"]:
     """Depthwise causal convolution and SiLU of ``raw``; the last tap multiplies the current token.
 
     ``history`` holds the W-1 inputs before the first of ``raw``.
     """
-    length, width = raw.shape[1], taps.shape[-1]
+    length, width = raw.shape[1], taps.shape[0]
     sequence = jnp.concatenate([history, raw], axis=1).astype(jnp.float32)
     taps = taps.astype(jnp.float32)
-    out = sum(taps[..., w] * sequence[:, w : w + length] for w in range(width))
+    out = sum(taps[w] * sequence[:, w : w + length] for w in range(width))
     return jax.nn.silu(out)
 
 
 def step_conv(
-    window: Float[Array, "B H WX"], raw: Float[Array, "B H X"], taps: Float32[Array, "H X W"]
+    window: Float[Array, "B H WX"], raw: Float[Array, "B H X"], taps: Float32[Array, "W _ H X"]
 ) -> tuple[Float32[Array, "B H X"], Float[Array, "B H WX"]]:
     """:func:`causal_conv` of one token of each sequence: the outputs, and the window after the token.
 
@@ -39,8 +39,8 @@ def step_conv(
     """
     width = raw.shape[-1]
     window = jnp.concatenate([window, raw], axis=-1)
-    inputs = jnp.split(window, taps.shape[-1], axis=-1)
-    out = sum(taps[..., w] * value.astype(jnp.float32) for w, value in enumerate(inputs))
+    inputs = jnp.split(window, taps.shape[0], axis=-1)
+    out = sum(taps[w] * value.astype(jnp.float32) for w, value in enumerate(inputs))
     return jax.nn.silu(out), window[..., width:]
 
 

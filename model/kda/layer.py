@@ -17,13 +17,20 @@ from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.inputs import Chunks, DecodeRows
 from ling3export.model.kda.conv import causal_conv, convolve_tiles, step_conv
-from ling3export.model.kda.recurrence import ChunkTerms, Inputs, chunk_step, chunk_terms, is_factored, recurrent_step
+from ling3export.model.kda.recurrence import (
+    ChunkTerms,
+    Inputs,
+    chunk_step,
+    chunk_terms,
+    is_factored,
+    recurrent_step,
+)
 from ling3export.model.kda.tiled import Rows, island_precision, tile_scan
-from ling3export.model.layers import Index, State, l2_norm, of_heads, rms_norm, take
+from ling3export.model.layers import IN_BOUNDS, Index, State, l2_norm, of_heads, rms_norm, take
 from ling3export.model.native import calls
 from ling3export.model.products import column_parallel, row_parallel
 
-IN_BOUNDS = "promise_in_bounds"  # slots come from the block manager; a bounds check costs XLA:CPU the in-place update
+SUMMED_ROWS = 16  # rows of a decode step whose states XLA:TPU reads faster by sums than by products (docs/log.md)
 
 
 def log_decay(
@@ -59,10 +66,22 @@ class KimiDeltaAttention(nnx.Module):
         beta = jax.nn.sigmoid(column_parallel(x, self.b_proj, layer, self.geometry).reshape(rows, -1))
         return raw.astype(x.dtype), g, gate, beta
 
-    def _taps(self, layer: Index) -> Float32[Array, "H X W"]:
-        """The filters of q, k and v of each head."""
-        taps = of_heads(self.conv1d, layer)
-        return taps.reshape(taps.shape[0], -1, taps.shape[-1]).astype(jnp.float32)
+    def _taps(self, layer: Index, rows: int = 1) -> Float32[Array, "W _ H X"]:
+        """The filters of q, k and v of each head, tap after tap, the same for each of ``rows``.
+
+        In the form ``tiles`` those of all layers are turned and repeated at once: of what one layer has, XLA:TPU would
+        make an operation in every layer. (A barrier keeps it from that; all of them become one.)
+        """
+        if not self.geometry.tiled:
+            taps = of_heads(self.conv1d, layer)
+            taps = taps.reshape(taps.shape[0], -1, taps.shape[-1]).astype(jnp.float32)
+            return jnp.moveaxis(taps, -1, 0)[:, None]
+        turned = jnp.moveaxis(self.conv1d[...].astype(jnp.float32), -1, 0)  # [W, s, n, h, 3, K]
+        width, shards, layers, heads = turned.shape[:4]
+        turned = turned.reshape(width, shards, layers, 1, heads, -1)
+        turned = jnp.broadcast_to(turned, (width, shards, layers, rows, heads, turned.shape[-1]))
+        turned = lax.optimization_barrier(turned)[:, :, layer]
+        return jnp.moveaxis(turned, 1, 2).reshape(width, rows, shards * heads, -1)
 
     def _inputs(
         self, conv: Float32[Array, "*rows H X"], g: Float32[Array, "*rows H K"], beta: Float32[Array, "*rows H"]
@@ -92,12 +111,13 @@ class KimiDeltaAttention(nnx.Module):
         # Held apart, or XLA:CPU reads the pool in whatever needs the convolution, and must copy it before an update.
         hold: Callable[[Any], Any] = (lambda x: x) if self.geometry.tiled else lax.optimization_barrier
         window = hold(state["kda_conv"].at[layer, slot].get(mode=IN_BOUNDS))
-        conv, window = hold(step_conv(window, raw, self._taps(layer)))
+        conv, window = hold(step_conv(window, raw, self._taps(layer, slot.shape[0])))
         state = state | {"kda_conv": state["kda_conv"].at[layer, slot].set(window, mode=IN_BOUNDS)}
         inputs = self._inputs(conv, g, beta)
         if self.geometry.tiled:
             pool = state["kda_recurrent"]
-            new, out = recurrent_step(pool.at[layer, slot].get(mode=IN_BOUNDS), inputs, hold)
+            by_sums = slot.shape[0] <= SUMMED_ROWS
+            new, out = recurrent_step(pool.at[layer, slot].get(mode=IN_BOUNDS), inputs, hold, by_sums)
             state = state | {"kda_recurrent": pool.at[layer, slot].set(new, mode=IN_BOUNDS)}
             return self._output(out, gate, layer, x.dtype), state
         if self.geometry.kernels:
@@ -174,7 +194,7 @@ class KimiDeltaAttention(nnx.Module):
             return jnp.moveaxis(y.reshape(y.shape[0], -1, CHUNK, *y.shape[2:]), 3, 1)
 
         window = fill(state["kda_conv"].at[layer, chunks.slot].get(mode=IN_BOUNDS), 1)
-        conv, kept = convolve_tiles(fill(raw, CHUNK), window, jnp.moveaxis(self._taps(layer), -1, 0), tiles.picks)
+        conv, kept = convolve_tiles(fill(raw, CHUNK), window, self._taps(layer)[:, 0], tiles.picks)
         kept = kept.reshape(total, heads, -1)[:count]
         written = jnp.where(chunks.last, chunks.slot, 0)
         state = state | {"kda_conv": state["kda_conv"].at[layer, written].set(kept, mode=IN_BOUNDS)}
@@ -204,7 +224,7 @@ class KimiDeltaAttention(nnx.Module):
         shape = (-1, 1, 1, 1)
         history = jnp.where(chunks.first.reshape(shape), pooled, before)
         history = jnp.where(chunks.fresh.reshape(shape), jnp.zeros_like(history), history)
-        conv = causal_conv(history, raw, self._taps(layer))
+        conv = causal_conv(history, raw, self._taps(layer)[:, 0])
         sequence = jnp.concatenate([history, raw], axis=1)
         kept = jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, width))(sequence, chunks.length)
         kept = jnp.moveaxis(kept, 1, 2).reshape(count, raw.shape[2], -1)

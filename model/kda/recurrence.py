@@ -49,15 +49,23 @@ class Inputs(NamedTuple):
 
 
 def recurrent_step(
-    state: Float32[Array, "B H K V"], x: Inputs, hold: Callable[[Any], Any] = lax.optimization_barrier
-) -> tuple[Float32[Array, "B H K V"], Float32[Array, "B H V"]]:
+    state: Float32[Array, "B H K V"], x: Inputs, hold: Callable[[Any], Any] = lax.optimization_barrier,
+    by_sums: bool = False,
+) -> tuple[Float32[Array, "B H K V"], Float32[Array, "B H V"]]:  # fmt: skip
     """One token of the recurrence of each sequence: (new state, o).
 
     The state is read once for both products, by ``k^T S' = (k exp(g))^T S`` and ``q^T S_t = q^T S' + <q, beta k> r``.
     ``hold`` keeps XLA:CPU from computing an exponential again for every element of the state; XLA:TPU does not, and is
-    slower for what it may not fuse.
+    slower for what it may not fuse. ``by_sums`` adds both products up without a matrix unit, which for few rows is one
+    operation there instead of three.
     """
     decay, written = jnp.exp(x.g), x.beta[..., None] * x.k
+    if by_sums:
+        read_q, read_k = (jnp.sum((y * decay)[..., None] * state, axis=-2) for y in (x.q, x.k))
+        o = read_q + jnp.sum(x.q * written, axis=-1, keepdims=True) * (x.v - read_k)
+        # Not `written` times `r`, which two operations would read, so that it would be a third.
+        gained = x.k[..., None] * (x.beta[..., None] * x.v)[..., None, :] - written[..., None] * read_k[..., None, :]
+        return decay[..., None] * state + gained, o
     decay, written, rows = hold((decay, written, jnp.stack([x.q, x.k], axis=2) * decay[:, :, None]))
     read = jnp.einsum("bhnk,bhkv->bhnv", rows, state, precision=HIGHEST)
     r = hold(x.v - read[:, :, 1])

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK, Geometry
 from ling3export.model.inputs import Chunks, DecodeRows
-from ling3export.model.layers import Index, State, of_heads, rms_norm, rope, take
+from ling3export.model.layers import IN_BOUNDS, Index, State, of_heads, rms_norm, rope, take
 from ling3export.model.mla.paged import (
     MASKED,
     OnlineSoftmax,
@@ -66,7 +66,7 @@ class GatedMLA(nnx.Module):
             assert self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None
             low = replicated(x, self.q_a_proj, layer, self.geometry)
             weight = take(self.q_a_layernorm[...], layer, split=False)
-            low = rms_norm(low, weight, LATENT_NORM_EPS).astype(x.dtype)
+            low = rms_norm(low, weight, LATENT_NORM_EPS, self.geometry.tiled).astype(x.dtype)
             y = column_parallel(low, self.q_b_proj, layer, self.geometry)
         return y.reshape(x.shape[0], -1, self.config.qk_head_dim)
 
@@ -114,7 +114,7 @@ class GatedMLA(nnx.Module):
             latent = self._one_by_one(query, pool, layer, rows)
         elif self.geometry.striped:
             query = lax.all_gather(query, AXIS, axis=1, tiled=True)  # all heads, on every device
-            latent = merge_devices(attend_list(query, pool, layer, rows.pages, rank)).normalized
+            latent = merge_devices(attend_list(query, pool, layer, rows.pages, rank))
         else:
             latent = attend_list(query, pool, layer, rows.pages, rank).normalized
         return self._output(self._release(latent, layer, x.dtype), p, layer), state | {"mla_latent": pool}
@@ -162,7 +162,7 @@ class GatedMLA(nnx.Module):
         _, number = local_pages(number, self.geometry)
         filled = jnp.zeros((p.latent.shape[0], row - p.latent.shape[1] - p.k_rope.shape[1]), pool.dtype)
         new = jnp.concatenate([p.latent.astype(pool.dtype), p.k_rope.astype(pool.dtype), filled], axis=-1)
-        return pool.at[layer, number, tokens.position % page].set(new, mode="promise_in_bounds")
+        return pool.at[layer, number, tokens.position % page].set(new, mode=IN_BOUNDS)
 
     def _within(self, p: Projected, layer: Index, chunks: Chunks) -> OnlineSoftmax:
         """Expanded attention of the call's tokens among themselves: ``m [T, H]``, ``l [T, H]``, ``acc [T, H, V]``."""

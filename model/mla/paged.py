@@ -21,11 +21,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ling3export.model.geometry import AXIS, Geometry
-from ling3export.model.layers import Index
+from ling3export.model.layers import IN_BOUNDS, Index
 from ling3export.model.products import einsum, product
 
 MASKED = -1e30  # finite, so that a row which sees nothing yet gives weights of zero and not NaN
 TILE = 16  # pages attended at once: 8 cost 12 small operations as often again (docs/log.md)
+TILE_EACH = 4  # and as many at most for each sequence: tiles are read whole
+
+SEEN = 1e-30  # in the place of a sum of no weights
 
 Pool = Float[Array, "layers pages page row"]  # this device's latents; a row is [latent | roped key | 0]
 
@@ -33,10 +36,10 @@ Pool = Float[Array, "layers pages page row"]  # this device's latents; a row is 
 class PageList(NamedTuple):
     """The pages that this device attends in a decode step, those of live rows first."""
 
-    row: Int32[Array, "X"]  # which sequence of the batch
-    page: Int32[Array, "X"]  # local page number, 0 past the end
-    length: Int32[Array, "X"]  # tokens of the page that count, 0 past the end
-    tiles: Int32[Array, ""]  # how many tiles of :data:`TILE` hold pages
+    row: Int32[Array, "tiles each"]  # which sequence of the batch
+    page: Int32[Array, "tiles each"]  # local page number, 0 past the end
+    length: Int32[Array, "tiles each"]  # tokens of the page that count, 0 past the end
+    used: Int32[Array, ""]  # how many tiles hold pages
 
 
 class OnlineSoftmax(NamedTuple):
@@ -49,7 +52,7 @@ class OnlineSoftmax(NamedTuple):
     @property
     def normalized(self) -> Float32[Array, "... X"]:
         """The weighted mean of the values; zero where no key was seen."""
-        return self.acc / jnp.maximum(self.l, 1e-30)[..., None]
+        return self.acc / jnp.maximum(self.l, SEEN)[..., None]
 
 
 def local_pages(
@@ -63,10 +66,18 @@ def local_pages(
     return here, jnp.where(here, place + 1, 0)
 
 
+def tile_pages(sequences: int) -> int:
+    """How many pages a decode step for so many sequences attends at once."""
+    return min(TILE, TILE_EACH * sequences)
+
+
 def list_pages(
-    position: Int32[Array, "B"], table: Int32[Array, "B M"], valid: Bool[Array, "B"], geometry: Geometry
+    position: Int32[Array, "B"], table: Int32[Array, "B M"], valid: Bool[Array, "B"], tile: int, geometry: Geometry
 ) -> PageList:
-    """Lists what a decode step attends: every page of ``table`` up to the position of each row that is ``valid``."""
+    """Lists what a decode step attends: every page of ``table`` up to the position of each row that is ``valid``.
+
+    ``tile`` pages are attended at once, :func:`tile_pages`.
+    """
     rows, columns = table.shape
     page = geometry.page_size
     seen = jnp.where(valid, position + 1, 0)[:, None] - jnp.arange(columns, dtype=jnp.int32) * page
@@ -74,14 +85,15 @@ def list_pages(
     mine = (here & (seen > 0)).reshape(-1)
     count = rows * columns
     order = jnp.sort(jnp.where(mine, jnp.arange(count, dtype=jnp.int32), count))
-    order = jnp.pad(order, (0, -count % TILE), constant_values=count)
+    order = jnp.pad(order, (0, -count % tile), constant_values=count)
+    order = order.reshape(-1, tile)
     live = order < count
     at = jnp.where(live, order, 0)
     return PageList(
         row=at // columns,
-        page=jnp.where(live, local.reshape(-1)[at], 0),
-        length=jnp.where(live, jnp.minimum(seen, page).reshape(-1)[at], 0),
-        tiles=(jnp.sum(mine, dtype=jnp.int32) + TILE - 1) // TILE,
+        page=jnp.where(live, local.reshape(-1).at[at].get(mode=IN_BOUNDS), 0),
+        length=jnp.where(live, jnp.minimum(seen, page).reshape(-1).at[at].get(mode=IN_BOUNDS), 0),
+        used=(jnp.sum(mine, dtype=jnp.int32) + tile - 1) // tile,
     )
 
 
@@ -146,44 +158,46 @@ def attend_list(query: Float[Array, "B H row"], pool: Pool, layer: Index, pages:
     Returns:
         ``m [B, H]``, ``l [B, H]``, ``acc [B, H, R]``.
     """
-    count, heads = query.shape[:2]
+    count = query.shape[0]
     place = jnp.arange(pool.shape[2], dtype=jnp.int32)
 
-    def step(i: jax.Array, part: OnlineSoftmax) -> OnlineSoftmax:
-        row, number, length = (lax.dynamic_slice_in_dim(x, i * TILE, TILE) for x in pages[:3])
-        counts = place < length[:, None]  # [TILE, page]
-        cached = pool.at[layer, number].get(mode="promise_in_bounds")
-        owner = (row == jnp.arange(count, dtype=jnp.int32)[:, None]) & (length > 0)  # [B, TILE]
-        scores = einsum("phr,plr->phl", query[row], cached)
+    def tile(i: Index, part: OnlineSoftmax | None) -> OnlineSoftmax:
+        row, number, length = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in pages[:3])
+        counts = place < length[:, None]  # [tile, page]
+        cached = pool.at[layer, number].get(mode=IN_BOUNDS)
+        owner = row == jnp.arange(count, dtype=jnp.int32)[:, None]  # [B, tile]; past the end, where all is masked, too
+        scores = einsum("phr,plr->phl", query.at[row].get(mode=IN_BOUNDS), cached)
         scores = jnp.where(counts[:, None], scores, MASKED)
-        highest = jnp.where(owner[:, :, None], jnp.max(scores, axis=-1), MASKED)  # [B, TILE, H]
-        m = jnp.maximum(part.m, jnp.max(highest, axis=1))
-        weights = jnp.where(counts[:, None], jnp.exp(scores - m[row][..., None]), 0.0)
+        highest = jnp.where(owner[:, :, None], jnp.max(scores, axis=-1), MASKED)  # [B, tile, H]
+        m = jnp.max(highest, axis=1)
+        m = m if part is None else jnp.maximum(part.m, m)
+        weights = jnp.where(counts[:, None], jnp.exp(scores - m.at[row].get(mode=IN_BOUNDS)[..., None]), 0.0)
         share = owner.astype(jnp.float32)
         # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
         latent = jnp.where(counts[:, :, None], cached[..., :rank], jnp.zeros((), pool.dtype))
         values = einsum("phl,plr->phr", weights.astype(pool.dtype), latent)
-        kept = jnp.exp(part.m - m)
         total = jnp.einsum("bp,ph->bh", share, jnp.sum(weights, axis=-1), precision=lax.Precision.HIGHEST)
         gained = jnp.einsum("bp,phr->bhr", share, values, precision=lax.Precision.HIGHEST)
+        if part is None:
+            return OnlineSoftmax(m, total + SEEN, gained)
+        kept = jnp.exp(part.m - m)
         return OnlineSoftmax(m, part.l * kept + total, part.acc * kept[..., None] + gained)
 
-    empty = OnlineSoftmax(jnp.full((count, heads), MASKED), jnp.zeros((count, heads)), jnp.zeros((count, heads, rank)))
+    first = tile(0, None)  # outside of the loop: most lists have no other, and a loop's results have to be made first
     with jax.named_scope("page_tiles"):
-        return lax.fori_loop(0, pages.tiles, step, empty)
+        return lax.fori_loop(1, pages.used, tile, first)
 
 
-def merge_devices(part: OnlineSoftmax) -> OnlineSoftmax:
-    """Parts of all heads over each device's pages, to parts of this device's heads over all pages.
+def merge_devices(part: OnlineSoftmax) -> Float32[Array, "B h R"]:
+    """Parts of all heads over each device's pages, to the weighted means of this device's heads over all pages.
 
-    One all-to-all: m and l travel beside acc. From shapes ``[B, H]``, ``[B, H, R]`` to ``[B, h]``, ``[B, h, R]``.
+    One all-to-all: m and l travel beside acc, from shapes ``[B, H]``, ``[B, H, R]``. Zero where no key was seen.
     """
     packed = jnp.concatenate([part.acc, part.m[..., None], part.l[..., None]], axis=-1)
     count, heads, width = packed.shape
     devices = lax.axis_size(AXIS)
     packed = packed.reshape(count, devices, heads // devices, width)
     packed = lax.all_to_all(packed, AXIS, split_axis=1, concat_axis=1, tiled=True)  # [B, devices, h, width]
-    m = jnp.max(packed[..., -2], axis=1)
-    scale = jnp.exp(packed[..., -2] - m[:, None])
-    total = jnp.sum(packed[..., -1] * scale, axis=1)
-    return OnlineSoftmax(m, total, jnp.sum(packed[..., :-2] * scale[..., None], axis=1))
+    m = packed[..., -2:-1]
+    sums = jnp.sum(packed * jnp.exp(m - jnp.max(m, axis=1, keepdims=True)), axis=1)
+    return sums[..., :-2] / sums[..., -1:]

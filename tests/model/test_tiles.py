@@ -16,7 +16,7 @@ from kda_oracle import BOUNDED, close, delta_rule, random_rows
 from ling3export.model.geometry import CHUNK
 from ling3export.model.kda import tiled as tiles
 from ling3export.model.kda.conv import convolve_tiles, picks_of
-from ling3export.model.kda.recurrence import Inputs
+from ling3export.model.kda.recurrence import Inputs, recurrent_step
 from ling3export.model.layers import l2_norm, rms_norm, rope
 from ling3export.verify import formulas
 from tolerances import KERNEL, TILES
@@ -157,10 +157,24 @@ def test_a_product_with_zeros_and_ones_is_a_convolution(dtype: str):
     np.testing.assert_array_equal(found_kept, np.stack(kept).astype(dtype).astype(np.float64))
 
 
-def test_small_things_by_products_are_the_same():
+@pytest.mark.parametrize("gate", BOUNDED)
+def test_a_step_by_sums_agrees_with_the_recurrence(gate: str):
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(4, 3, 64)), jnp.float32)
-    weight, position = jnp.asarray(rng.normal(size=64), jnp.float32), jnp.asarray([0, 1, 8191, 131071], jnp.int32)
+    rows = random_rows(rng, gate, (5, HEADS), KEY, VALUE, False)
+    states = rng.normal(size=(5, HEADS, KEY, VALUE))
+    expected, read = zip(
+        *(delta_rule(state, Inputs(*(y[n : n + 1] for y in rows))) for n, state in enumerate(states)), strict=True
+    )
+    inputs = Inputs(*(jnp.asarray(y, jnp.float32) for y in rows))
+    found, out = jax.jit(lambda s, x: recurrent_step(s, x, by_sums=True))(jnp.asarray(states, jnp.float32), inputs)
+    assert close(found, np.stack(expected)) < KERNEL and close(out, np.concatenate(read)) < KERNEL
+
+
+@pytest.mark.parametrize("width", [64, 1536])
+def test_small_things_by_products_are_the_same(width: int):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(4, 3, width)), jnp.float32)
+    weight, position = jnp.asarray(rng.normal(size=width), jnp.float32), jnp.asarray([0, 1, 8191, 131071], jnp.int32)
     np.testing.assert_array_equal(rope(x, position, 6e6, True), rope(x, position, 6e6))
     assert close(l2_norm(x, True), np.asarray(l2_norm(x))) < KERNEL
     assert close(rms_norm(x, weight, 1e-6, True), np.asarray(rms_norm(x, weight, 1e-6))) < KERNEL

@@ -7,7 +7,7 @@ import pytest
 
 from direct import relative
 from ling3export.model import moe
-from ling3export.model.mla.paged import TILE
+from ling3export.model.mla.paged import TILE, tile_pages
 from numerics import Case, Quick
 from tolerances import FLOAT32
 
@@ -53,10 +53,11 @@ def test_steps_of_several_tiles_agree_with_the_reference(long: Case, tp: int):
     errors = [relative(found[1], first[143]), relative(found[2], second[119])]
     found = direct.prefill(272, [(2, 120, two[120:188]), (1, 144, one[144:328])])
     errors += [relative(found[1], first[327]), relative(found[2], second[187])]
-    assert (328 // 8 + 188 // 8) // tp > TILE
-    for step in range(2):
-        logits = direct.decode(ROWS, [(2, 188 + step, two[188 + step]), (1, 328 + step, one[328 + step])])
-        errors += [relative(logits[0], second[188 + step]), relative(logits[1], first[328 + step])]
+    assert (328 // 8 + 188 // 8) // tp > TILE and 328 // 8 // tp > tile_pages(1)
+    logits = direct.decode(ROWS, [(2, 188, two[188]), (1, 328, one[328])])
+    errors += [relative(logits[0], second[188]), relative(logits[1], first[328])]
+    for slot, at, prompt, expected in ((2, 189, two, second), (1, 329, one, first)):  # alone, in tiles of fewer pages
+        errors.append(relative(direct.decode(1, [(slot, at, prompt[at])])[0], expected[at]))
     assert max(errors) <= FLOAT32
 
 
