@@ -53,8 +53,7 @@ def sum_of_squares(x: Float32[Array, "*rows X"], by_product: bool, parts: int = 
         return jnp.sum(x * x, axis=-1, keepdims=True)
     each = x.shape[-1] // parts
     if parts == 1 and each > WIDE:
-        ones = np.ones((each, COLUMNS), np.float32)
-        return jnp.matmul(x * x, ones, precision=lax.Precision.HIGHEST)[..., :1]
+        return jnp.matmul(x * x, np.ones((each, COLUMNS), np.float32), precision=lax.Precision.HIGHEST)[..., :1]
     ones = np.kron(np.eye(parts, dtype=np.float32), np.ones((each, each), np.float32))
     return jnp.matmul(x * x, ones, precision=lax.Precision.HIGHEST)
 
