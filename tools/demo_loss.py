@@ -59,7 +59,7 @@ def attend_kda(layers: kda.KimiDeltaAttention, x: jax.Array, layer: int) -> jax.
     raw, g, gate, beta = layers._project(x.reshape(-1, width), layer)
     raw, g, beta = (y.reshape(batch, length, *y.shape[1:]) for y in (raw, g, beta))
     history = jnp.zeros((batch, layers.config.short_conv_kernel_size - 1, *raw.shape[2:]), raw.dtype)
-    conv = kda.causal_conv(history, raw, layers._taps(layer))
+    conv = kda.causal_conv(history, raw, layers._taps(layer)[:, 0])
     inputs = layers._inputs(conv, g, beta)
     heads, key = g.shape[2:]
     state = jnp.zeros((batch, heads, key, key), jnp.float32)

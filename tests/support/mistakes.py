@@ -77,11 +77,11 @@ def read_first(state: jax.Array, x: delta.Inputs) -> tuple[jax.Array, jax.Array]
 def bare_conv(_: Any, history: jax.Array, raw: jax.Array, taps: jax.Array) -> jax.Array:
     sequence = jnp.concatenate([history, raw], axis=1)
     taps = taps.astype(raw.dtype)
-    return sum(taps[..., w] * sequence[:, w : w + raw.shape[1]] for w in range(taps.shape[-1]))  # type: ignore[return-value]
+    return sum(taps[w] * sequence[:, w : w + raw.shape[1]] for w in range(taps.shape[0]))  # type: ignore[return-value]
 
 
 def reversed_conv(original: Any, history: jax.Array, raw: jax.Array, taps: jax.Array) -> jax.Array:
-    return original(history, raw, taps[..., ::-1])
+    return original(history, raw, taps[::-1])
 
 
 def late_conv(original: Any, history: jax.Array, raw: jax.Array, taps: jax.Array) -> jax.Array:
