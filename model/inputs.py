@@ -119,19 +119,16 @@ def decode_rows(
     fields: dict[str, Int32[Array, "..."]], last_token: Int32[Array, "slots"], geometry: Geometry
 ) -> DecodeRows:
     """Derives :class:`DecodeRows` from the unpacked decode fields; a token of -1 is taken from ``last_token``."""
-    sequences = fields["slot"].shape[0]
+    tile = tile_pages(fields["slot"].shape[0])  # by the sequences, not by the rows that they are filled up to
     fields = {name: fill_rows(value, geometry.fewest_rows) for name, value in fields.items()}
     slot = fields["slot"]
     valid = slot > 0
     token = jnp.where(fields["token"] < 0, last_token.at[slot].get(mode=IN_BOUNDS), fields["token"])
-    pages = (
-        list_pages(fields["position"], fields["page_table"], valid, tile_pages(sequences), geometry)
-        if geometry.tiled
-        else None
-    )
+    position, table = fields["position"], fields["page_table"]
+    pages = list_pages(position, table, valid, tile, geometry) if geometry.tiled else None
     used = jnp.max(jnp.where(valid, jnp.arange(1, slot.shape[0] + 1, dtype=jnp.int32), 0))
     token = jnp.where(valid, token, 0)
-    return DecodeRows(slot, token, fields["position"], fields["page_table"], valid, used, pages)
+    return DecodeRows(slot, token, position, table, valid, used, pages)
 
 
 class Chunks(NamedTuple):

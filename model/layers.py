@@ -10,7 +10,9 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 Index = int | Int32[Array, ""]  # a layer's number in its stack, traced inside a loop over layers
 State = dict[str, jax.Array]  # the rows of model/state.py by name, this device's part
 
-IN_BOUNDS = "promise_in_bounds"  # slots come from the block manager; a bounds check costs XLA:CPU the in-place update
+# For slots and pages, which come from the block manager, and for numbers made from them: a bounds check costs XLA:CPU
+# the in-place update, and XLA:TPU an operation.
+IN_BOUNDS = "promise_in_bounds"
 WIDE = 512  # a wider axis is summed into one column: a square matrix of ones would take longer to read than a sum
 COLUMNS = 128  # what a matrix unit takes at least; of fewer columns XLA:TPU makes a sum
 NORM_L2_EPS = 1e-6  # KDA's q and k; added to the sum of squares, inside the root

@@ -41,12 +41,8 @@ def loop_trips(config: Config, geometry: Geometry, phase: str, padding: int, tok
         return {"chunks": padding // CHUNK, "tiles": tiles, "cached": 0}
     pages = min(geometry.max_pages, math.ceil(tokens / geometry.page_size))
     held = math.ceil(padding * pages / (geometry.tp if geometry.striped else 1))
-    return {
-        "sequences": padding,
-        "pages": pages,
-        "page_tiles": math.ceil(held / tile_pages(padding)) - 1,
-        "tiles": tiles,
-    }
+    further = max(0, math.ceil(held / tile_pages(padding)) - 1)  # the first tile lies outside of the loop
+    return {"sequences": padding, "pages": pages, "page_tiles": further, "tiles": tiles}
 
 
 def expected_tiles(tokens: int, config: Config, experts: float) -> float:

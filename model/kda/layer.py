@@ -17,14 +17,7 @@ from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.inputs import Chunks, DecodeRows
 from ling3export.model.kda.conv import causal_conv, convolve_tiles, step_conv
-from ling3export.model.kda.recurrence import (
-    ChunkTerms,
-    Inputs,
-    chunk_step,
-    chunk_terms,
-    is_factored,
-    recurrent_step,
-)
+from ling3export.model.kda.recurrence import ChunkTerms, Inputs, chunk_step, chunk_terms, is_factored, recurrent_step
 from ling3export.model.kda.tiled import Rows, island_precision, tile_scan
 from ling3export.model.layers import IN_BOUNDS, Index, State, l2_norm, of_heads, rms_norm, take
 from ling3export.model.native import calls
