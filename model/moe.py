@@ -165,9 +165,11 @@ class MixtureOfExperts(nnx.Module):
         if self.geometry.tiled and x.shape[0] <= LOCAL_ROWS:
             weights = self.local_weights(x, layer)
             return self.all_local(x.astype(dtype), layer, weights) + self.shared(x.astype(dtype), layer)
-        scores, bias = self.scores(x, layer)
+        if self.geometry.kernels and x.shape[0] <= calls.FEW:
+            chosen, weights = calls.route(x, self.gate[...], self.expert_bias[...], layer, self.config, self.geometry)
+        else:
+            chosen, weights = route(*self.scores(x, layer), self.config)
         x = x.astype(dtype)
-        chosen, weights = route(scores, bias, self.config)
         return self._routed(x, layer, chosen, weights, valid) + self.shared(x, layer)
 
     def scores(self, x: Float32[Array, "T D"], layer: Index) -> tuple[Float32[Array, "T E"], Float32[Array, "E"]]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, BFloat16, Float, Float32
 
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
@@ -100,6 +100,8 @@ class KimiDeltaAttention(nnx.Module):
     ) -> tuple[Float32[Array, "B D"], State]:
         """One token of each sequence, ``x`` normed, in the model dtype: this device's partial sum, and the state."""
         slot = rows.slot
+        if self.geometry.kernels:
+            return self._decode_natively(x, layer, state, rows)
         raw, g, gate, beta = self._project(x, layer)
         # Held apart, or XLA:CPU reads the pool in whatever needs the convolution, and must copy it before an update.
         hold: Callable[[Any], Any] = (lambda x: x) if self.geometry.tiled else lax.optimization_barrier
@@ -113,12 +115,6 @@ class KimiDeltaAttention(nnx.Module):
             new, out = recurrent_step(pool.at[layer, slot].get(mode=IN_BOUNDS), inputs, hold, by_sums)
             state = state | {"kda_recurrent": pool.at[layer, slot].set(new, mode=IN_BOUNDS)}
             return self._output(out, gate, layer, x.dtype), state
-        if self.geometry.kernels:
-            pool, out = calls.recurrence(
-                state["kda_recurrent"], layer, slot, rows.used, jnp.exp(inputs.g), inputs.beta[..., None] * inputs.k,
-                inputs.q, inputs.k, inputs.v, self.geometry,
-            )  # fmt: skip
-            return self._output(out, gate, layer, x.dtype), state | {"kda_recurrent": pool}
 
         def step(b: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             pool, out = carry
@@ -130,6 +126,21 @@ class KimiDeltaAttention(nnx.Module):
         with jax.named_scope("sequences"):
             pool, out = lax.fori_loop(0, rows.used, step, (state["kda_recurrent"], jnp.zeros_like(inputs.v)))
         return self._output(out, gate, layer, x.dtype), state | {"kda_recurrent": pool}
+
+    def _decode_natively(
+        self, x: BFloat16[Array, "B D"], layer: Index, state: State, rows: DecodeRows
+    ) -> tuple[Float32[Array, "B D"], State]:
+        """The same with native kernels: two products, and one call for all that lies between them."""
+        y = column_parallel(x, self.qkvfg_proj, layer, self.geometry).reshape(x.shape[0], -1, 5 * self.config.head_dim)
+        weights = calls.KdaWeights(
+            *(each[...] for each in (self.b_proj, self.conv1d, self.A_log, self.dt_bias, self.o_norm))
+        )
+        pool, windows, out = calls.token(
+            state["kda_recurrent"], state["kda_conv"], y, x, weights, layer, rows.slot, rows.used, self.config,
+            self.geometry,
+        )  # fmt: skip
+        out = row_parallel(out.reshape(x.shape[0], -1), self.o_proj, layer, self.geometry)
+        return out, state | {"kda_recurrent": pool, "kda_conv": windows}
 
     def prefill(
         self, x: Float[Array, "T D"], layer: Index, state: State, chunks: Chunks

@@ -1,5 +1,5 @@
 """The kernels of ``kernels.cc`` as functions of arrays: products with bf16 weights, and what a decode step does
-with its state: the recurrence of one token, and attention over pages.
+with its state: one token of KDA, and attention over pages; and the router.
 
 A kernel gets the whole stack and a layer's number, so that no weight is copied before it is read. The names that XLA
 looks up end in ``geometry.kernels``: processes that run programs of several artifacts keep their kernels apart. Axis
@@ -7,6 +7,7 @@ letters as in ``model/products.py``.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, BFloat16, Float32, Int32
 
+from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
-from ling3export.model.layers import Index
+from ling3export.model.layers import NORM_L2_EPS, Index
 
 # Rows up to which reading the weights takes longer than multiplying: beyond, XLA's own products are faster, which use
 # a processor's matrix unit (docs/log.md, 2026-11-22).
@@ -23,6 +25,16 @@ FEW = 16
 FEW_EACH = (
     2  # the same of one expert's rows, where all experts are chosen alike: at 4, prefill@128 takes 1.8 times as long
 )
+
+
+class KdaWeights(NamedTuple):
+    """What :func:`token` takes of KDA's parameters, all layers stacked."""
+
+    b_proj: BFloat16[Array, "s n h D"]
+    conv1d: BFloat16[Array, "s n h 3 K W"]
+    a_log: Float32[Array, "s n h"]
+    dt_bias: Float32[Array, "s n h K"]
+    o_norm: BFloat16[Array, "n K"]
 
 
 def are_there(weights: nnx.Param | nnx.Dict, few: bool, geometry: Geometry) -> bool:
@@ -72,29 +84,51 @@ def experts(
     return _call("experts", geometry, x.shape, x, gate_up, down, jnp.int32(layer), chosen, share)
 
 
-def recurrence(
-    pool: Float32[Array, "n slots H K V"], layer: Index, slot: Int32[Array, "B"], used: Int32[Array, ""],
-    decay: Float32[Array, "B H K"], written: Float32[Array, "B H K"], q: Float32[Array, "B H K"],
-    k: Float32[Array, "B H K"], v: Float32[Array, "B H V"], geometry: Geometry,
-) -> tuple[Float32[Array, "n slots H K V"], Float32[Array, "B H V"]]:  # fmt: skip
-    """One token of the delta rule of the first ``used`` sequences, whose states change where they lie in the pool.
+def route(
+    x: Float32[Array, "T D"], gate: Float32[Array, "n E D"], bias: Float32[Array, "n E"], layer: Index, config: Config,
+    geometry: Geometry,
+) -> tuple[Int32[Array, "T A"], Float32[Array, "T A"]]:  # fmt: skip
+    """What ``moe.route`` finds, from the router's input: expert ids, and their weights; -1 for rows of padding."""
+    shape = (x.shape[0], config.num_experts_per_tok)
+    out = tuple(jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
+    call = jax.ffi.ffi_call(f"ling3_route.{geometry.kernels}", out)
+    chosen, share = call(
+        x, gate, bias, jnp.int32(layer), devices=np.int32(geometry.tp), groups=np.int32(config.n_group),
+        open=np.int32(config.topk_group), scale=np.float32(config.routed_scaling_factor),
+    )  # fmt: skip
+    return chosen, share
+
+
+def token(
+    pool: Float32[Array, "n slots H K K"], windows: BFloat16[Array, "n slots H WX"], y: Float32[Array, "B H X"],
+    x: BFloat16[Array, "B D"], weights: KdaWeights, layer: Index, slot: Int32[Array, "B"], used: Int32[Array, ""],
+    config: Config, geometry: Geometry,
+) -> tuple[Float32[Array, "n slots H K K"], BFloat16[Array, "n slots H WX"], BFloat16[Array, "B H K"]]:  # fmt: skip
+    """What KDA does between its two large products with one token of each of the first ``used`` sequences.
+
+    Their states and windows change where they lie in the pools; the outputs of other rows are zeros.
 
     Args:
         pool: The states of all KDA layers and slots.
-        layer: The layer whose states these are.
+        windows: The last inputs of all convolutions, as ``model/state.py`` lays them out.
+        y: ``qkvfg_proj`` of the layer's input: q, k, v, the decay's and the output gate's input of each head.
+        x: The layer's input, normed.
+        weights: The other parameters of all layers.
+        layer: The layer whose token this is.
         slot: Where each sequence has its state.
-        used: How many rows have a sequence; of the others no state is read, and their outputs are zeros.
-        decay: What is left of each key's row of the state.
-        written: The key times its strength.
-        q: Queries.
-        k: Keys.
-        v: Values.
+        used: How many rows have a sequence.
+        config: The model's.
         geometry: Whose kernels are called.
     """
-    out = tuple(jax.ShapeDtypeStruct(each.shape, jnp.float32) for each in (pool, v))
-    call = jax.ffi.ffi_call(f"ling3_recurrence.{geometry.kernels}", out, input_output_aliases={0: 0})
-    found = call(pool, jnp.int32(layer), slot, used, decay, written, q, k, v, devices=np.int32(geometry.tp))
-    return found[0], found[1]
+    row = jax.ShapeDtypeStruct((y.shape[0], y.shape[1], config.head_dim), jnp.bfloat16)
+    out = (*(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (pool, windows)), row)
+    call = jax.ffi.ffi_call(f"ling3_token.{geometry.kernels}", out, input_output_aliases={0: 0, 1: 1})
+    bound = config.kda_lower_bound if config.kda_safe_gate else 0.0
+    found = call(
+        pool, windows, y, x, *weights, jnp.int32(layer), slot, used, devices=np.int32(geometry.tp),
+        lower_bound=np.float32(bound), l2_eps=np.float32(NORM_L2_EPS), eps=np.float32(config.rms_norm_eps),
+    )  # fmt: skip
+    return found[0], found[1], found[2]
 
 
 def attention(

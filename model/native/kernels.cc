@@ -1,4 +1,4 @@
-// Products of a few rows with one layer of the model's bf16 weights, for XLA's foreign function interface.
+// What a decode step does with one layer of the model's weights and state, for XLA's foreign function interface.
 //
 // A handler gets a whole stack of weights and the number of a layer, so nothing is sliced or copied before it. Weights
 // are read once, in the order in which they lie in memory, by all cores; sums are fp32. One form is compiled, chosen by
@@ -16,6 +16,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 #ifdef __AVX512BF16__
@@ -42,6 +43,8 @@ constexpr int64_t kTokens = 64;   // cached tokens whose scores are held at once
 constexpr int64_t kSpan = 512;    // cached tokens of a task
 constexpr int64_t kStream = 8;    // rows of x below which one row of w is read after the other, as memory is fastest
 constexpr int64_t kSums = 4096;   // numbers of a task that adds up parts
+constexpr int64_t kNear = 4 << 20;    // bytes of the next call that idle threads read ahead
+constexpr int64_t kScores = 16;    // experts of a task of the router
 constexpr int64_t kParts = 16;    // tasks of a product over rows of the weight, each with sums of its own
 
 float Widen(Bf16 value) {
@@ -163,6 +166,27 @@ void Dots(const Bf16* w, int64_t step, const Bf16* const* x, int64_t depth, floa
   }
 }
 #endif
+
+// <x, w> of fp32 numbers, in fp32.
+float Product(const float* x, const float* w, int64_t depth) {
+  float total = 0;
+  int64_t d = 0;
+#ifdef LING3_BYTES
+  Vector sums[4] = {};
+  for (; d + 4 * kPairs <= depth; d += 4 * kPairs) {
+#pragma GCC unroll 4
+    for (int u = 0; u < 4; ++u) {
+      Vector one, two;
+      std::memcpy(&one, x + d + u * kPairs, LING3_BYTES);
+      std::memcpy(&two, w + d + u * kPairs, LING3_BYTES);
+      sums[u] += one * two;
+    }
+  }
+  for (int lane = 0; lane < 4 * kPairs; ++lane) total += sums[lane % 4][lane / 4];
+#endif
+  for (; d < depth; ++d) total += x[d] * w[d];
+  return total;
+}
 
 // out[t * stride + o] = <x[t], w[o]> for all `rows` rows of x and `outputs` rows of w.
 template <int O, int T, int U>
@@ -369,31 +393,42 @@ void TiledInner(const Bf16* w, int64_t depth, int64_t columns, const Bf16* x, in
 }
 #endif
 
+// What a call reads, from its end on: so many groups of `bytes`, each `step` before the last one. The end names the call.
+struct Range {
+  const char* end = nullptr;
+  int64_t bytes = 0, step = 0, groups = 1;
+};
+
 // Calls run(0) … run(count - 1), by this thread and by others of XLA's pool where cores are left over.
 //
 // Tasks are claimed one by one, by this thread too, and it waits only for tasks that a running thread has claimed: so
-// it cannot wait for a pool whose threads all wait.
+// it cannot wait for a pool whose threads all wait. It takes the first ones, the others take the last ones.
 struct Work {
   std::function<void(int64_t)> run;
   int64_t count;
-  std::atomic<int64_t> next{0}, done{0};
+  Range next_read;  // of the call that came after this one the last time
+  std::atomic<int64_t> claimed{0}, front{0}, back{0}, done{0};
 
-  void Drain() {
-    for (int64_t task; (task = next.fetch_add(1)) < count;) {
-      run(task);
+  void Drain(bool from_front) {
+    while (claimed.fetch_add(1) < count) {
+      run(from_front ? front.fetch_add(1) : count - 1 - back.fetch_add(1));
       done.fetch_add(1, std::memory_order_release);
     }
   }
 };
 
 // Threads of the pool that have drained their work and look for more for a moment: to wake one that sleeps takes as long
-// as to read a megabyte. They yield all the time, so whatever else can run goes first.
+// as to read a megabyte. Meanwhile they bring what the next call reads into the caches: a decode step has the same
+// calls as the one before it. Then they yield all the time, so whatever else can run goes first.
 class Crew {
  public:
-  // Gives work to threads that look for some, at most so many; returns how many they are.
-  int64_t Offer(const std::shared_ptr<Work>& work, int64_t most) {
-    if (!looking_.load(std::memory_order_acquire)) return 0;
+  // Gives work, which reads `own`, to threads that look for some, at most so many; returns how many they are.
+  int64_t Offer(const std::shared_ptr<Work>& work, Range own, int64_t most) {
     const std::lock_guard<std::mutex> held(mutex_);
+    if (after_.size() > kKnown) after_.clear();
+    after_[last_] = own;
+    last_ = own.end;
+    if (const auto found = after_.find(last_); found != after_.end()) work->next_read = found->second;
     const int64_t there = std::min(most, looking_.load() - int64_t(offers_.size()));
     for (int64_t i = 0; i < there; ++i) offers_.push_back(work);
     offered_.store(offers_.size(), std::memory_order_release);
@@ -402,20 +437,29 @@ class Crew {
 
   // Drains work, and then what is offered, until nothing was for kLook.
   void Serve(std::shared_ptr<Work> work) {
-    for (work->Drain(); (work = Look()); work->Drain()) {
+    for (work->Drain(false); (work = Look(work->next_read)); work->Drain(false)) {
     }
   }
 
  private:
   static constexpr auto kLook = std::chrono::microseconds(200);
+  static constexpr int64_t kAtOnce = 4096;  // bytes that are asked for before a look for work
+  static constexpr size_t kKnown = 1 << 14;  // calls whose successor is known: those of dozens of artifacts
 
-  std::shared_ptr<Work> Look() {
+  std::shared_ptr<Work> Look(Range ahead) {
     const auto end = std::chrono::steady_clock::now() + kLook;
     std::shared_ptr<Work> found;
     looking_.fetch_add(1);
+    int64_t read = 0;
     while (!found && std::chrono::steady_clock::now() < end) {
       if (!offered_.load(std::memory_order_acquire)) {
-        std::this_thread::yield();
+        if (read >= kNear || read >= ahead.bytes * ahead.groups) {
+          std::this_thread::yield();
+          continue;
+        }
+        const char* at = ahead.end - read / ahead.bytes * ahead.step - read % ahead.bytes;
+        for (int64_t i = 64; i <= kAtOnce; i += 64) __builtin_prefetch(at - i, 0, 2);
+        read += kAtOnce;
         continue;
       }
       const std::lock_guard<std::mutex> held(mutex_);
@@ -430,18 +474,22 @@ class Crew {
 
   std::mutex mutex_;
   std::vector<std::weak_ptr<Work>> offers_;
+  std::unordered_map<const char*, Range> after_;
+  const char* last_ = nullptr;
   std::atomic<int64_t> offered_{0}, looking_{0};
 };
 
-void Parallel(ffi::ThreadPool pool, int32_t devices, int64_t count, std::function<void(int64_t)> run) {
+void Parallel(ffi::ThreadPool pool, int32_t devices, int64_t count, Range own, std::function<void(int64_t)> run) {
   static Crew* const crew = new Crew;  // threads of the pool may outlive everything that is static
   const int64_t cores = std::max<int64_t>(1, std::thread::hardware_concurrency() / devices);
   const int64_t helpers = std::min({cores, pool.num_threads(), count}) - 1;
   auto work = std::make_shared<Work>();
   work->run = std::move(run);
   work->count = count;
-  for (int64_t i = crew->Offer(work, helpers); i < helpers; ++i) pool.Schedule([work] { crew->Serve(work); });
-  work->Drain();
+  if (helpers > 0) {
+    for (int64_t i = crew->Offer(work, own, helpers); i < helpers; ++i) pool.Schedule([work] { crew->Serve(work); });
+  }
+  work->Drain(true);
   while (work->done.load(std::memory_order_acquire) < count) std::this_thread::yield();
 }
 
@@ -452,8 +500,9 @@ std::vector<const Bf16*> Pointers(const Bf16* from, int64_t rows, int64_t stride
 }
 
 // One past the last row of x that is not all zeros: rows of padding are, stand last, and cost nothing.
-int64_t Used(const Bf16* x, int64_t rows, int64_t width) {
-  const auto zero = [](Bf16 value) { return value == 0; };
+template <class Number>
+int64_t Used(const Number* x, int64_t rows, int64_t width) {
+  const auto zero = [](Number value) { return value == 0; };
   while (rows && std::all_of(x + (rows - 1) * width, x + rows * width, zero)) --rows;
   return rows;
 }
@@ -475,6 +524,10 @@ struct Stack {
   int64_t groups() const { return shards * heads; }
   const Bf16* group(int64_t g, int64_t layer) const {
     return data + (((g / heads) * layers + layer) * heads + g % heads) * rows * columns;
+  }
+  Range range(int64_t layer) const {
+    const int64_t bytes = heads * rows * columns * int64_t(sizeof(Bf16));
+    return {reinterpret_cast<const char*>(group(groups() - 1, layer) + rows * columns), bytes, layers * bytes, shards};
   }
 };
 
@@ -498,7 +551,7 @@ ffi::Error Columns(ffi::ThreadPool pool, Bf16s x, Bf16s w, Ints layer_of, ffi::R
   const bool tiled = !own && used >= kFewest && used <= kTile && depth % kDepth == 0 && MayUseTiles();
   const auto paired = std::make_shared<std::vector<Bf16>>(tiled ? Paired(from, used, depth) : std::vector<Bf16>());
 #endif
-  Parallel(pool, devices, stack.groups() * tasks, [=](int64_t task) {
+  Parallel(pool, devices, stack.groups() * tasks, stack.range(layer), [=](int64_t task) {
     const int64_t g = task / tasks, o = task % tasks * kOutputs, count = std::min(kOutputs, stack.rows - o);
     const Bf16* weights = stack.group(g, layer) + o * depth;
     float* to = out + g * stack.rows + o;
@@ -529,7 +582,7 @@ ffi::Error Rows(ffi::ThreadPool pool, Bf16s x, Bf16s w, Ints layer_of, ffi::Resu
 #endif
   // Of all parts but the first, which has its sums in y.
   const std::unique_ptr<float[]> others(new float[(parts - 1) * used * columns]);
-  Parallel(pool, devices, (own ? groups : 1) * parts, [=, &others](int64_t task) {
+  Parallel(pool, devices, (own ? groups : 1) * parts, stack.range(layer), [=, &others](int64_t task) {
     const int64_t group = task / parts, number = task % parts;
     const int64_t first = group * depth + number * part, end = std::min(first + part, (group + 1) * depth);
     std::vector<float*> to(used);
@@ -551,7 +604,7 @@ ffi::Error Rows(ffi::ThreadPool pool, Bf16s x, Bf16s w, Ints layer_of, ffi::Resu
     }
   });
   const int64_t sums = parts > 1 ? used * columns : 0;
-  Parallel(pool, devices, (sums + kSums - 1) / kSums, [=, &others](int64_t task) {
+  Parallel(pool, devices, (sums + kSums - 1) / kSums, {}, [=, &others](int64_t task) {
     for (int64_t each = 0; each < parts - 1; ++each) {
       for (int64_t i = task * kSums; i < std::min(sums, (task + 1) * kSums); ++i) out[i] += others[each * sums + i];
     }
@@ -590,7 +643,8 @@ ffi::Error Experts(ffi::ThreadPool pool, Bf16s x, Bf16s gate_up, Bf16s down, Int
   std::vector<Bf16> hidden(pairs.size() * width);
   for (size_t i = 0; i < pairs.size(); ++i) rows[i] = pairs[i].x, hidden_at[i] = hidden.data() + i * width;
   const int64_t parts = (width + kOutputs - 1) / kOutputs;
-  Parallel(pool, devices, int64_t(used.size()) * parts, [&](int64_t task) {
+  const auto name = [](const Bf16* weights) { return Range{reinterpret_cast<const char*>(weights), 0}; };
+  Parallel(pool, devices, int64_t(used.size()) * parts, name(up.group(0, layer)), [&](int64_t task) {
     const int64_t e = used[task / parts], f = task % parts * kOutputs, count = std::min(kOutputs, width - f);
     const Bf16* gate = up.group(e, layer) + f * dim;
     float both[2][kRows * kOutputs];
@@ -608,7 +662,7 @@ ffi::Error Experts(ffi::ThreadPool pool, Bf16s x, Bf16s gate_up, Bf16s down, Int
     }
   });
   float* out = y->typed_data();
-  Parallel(pool, devices, (dim + kOutputs - 1) / kOutputs, [&](int64_t task) {
+  Parallel(pool, devices, (dim + kOutputs - 1) / kOutputs, name(out_of.group(0, layer)), [&](int64_t task) {
     const int64_t d = task * kOutputs, count = std::min(kOutputs, dim - d);
     for (int64_t t = 0; t < tokens; ++t) std::fill_n(out + t * dim + d, count, 0.0f);
     float part[kRows * kOutputs];
@@ -651,45 +705,175 @@ void Delta(float* __restrict state, int64_t keys, int64_t values, const float* d
   }
 }
 
-// A token of each of the first `used` of B sequences, whose states are pool[layer, slot[b]]; they are changed in place.
-//
-// pool [n, slots, H, K, V]; decay, written, q and k [B, H, K], v [B, H, V] -> pool, o [B, H, V], zeros beyond `used`.
-ffi::Error Recurrence(ffi::ThreadPool threads, Floats, Ints layer_of, Ints slots, Ints used_of, Floats decay,
-                      Floats written, Floats q, Floats k, Floats v, ffi::Result<Floats> pool, ffi::Result<Floats> o,
-                      int32_t devices) {
-  const auto size = pool->dimensions();
-  const int64_t heads = size[2], keys = size[3], values = size[4], layer = layer_of.typed_data()[0];
-  const int64_t rows = slots.dimensions()[0], used = std::min<int64_t>(rows, used_of.typed_data()[0]);
-  const int32_t* slot = slots.typed_data();
-  if (ffi::Error error = CheckLayer(layer, size[0]); error.failure()) return error;
-  for (int64_t b = 0; b < used; ++b) {
-    if (slot[b] < 0 || slot[b] >= size[1]) return ffi::Error::InvalidArgument("slot: expected one of the pool");
-  }
-  float *own = pool->typed_data() + layer * size[1] * heads * keys * values, *out = o->typed_data();
-  const float *kept = decay.typed_data(), *strength = written.typed_data(), *query = q.typed_data();
-  const float *key = k.typed_data(), *value = v.typed_data();
-  Parallel(threads, devices, std::max<int64_t>(0, used) * heads, [=](int64_t task) {
-    const int64_t at = task * keys, b = task / heads, h = task % heads;
-    std::vector<float> rest(values);
-    Delta(own + (slot[b] * heads + h) * keys * values, keys, values, kept + at, strength + at, query + at, key + at,
-          value + task * values, rest.data(), out + task * values);
-  });
-  std::fill(out + std::max<int64_t>(0, used) * heads * values, out + rows * heads * values, 0.0f);
-  return ffi::Error::Success();
-}
-
 // e to the power of each of `count` numbers up to 0, to 3e-7 of it; 0 below -87.
 void Exponentials(float* values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
-    const float x = values[i], high = std::max(x, -87.0f) * 1.44269504f;
+    const float x = values[i], high = (x < -87 ? -87.0f : x) * 1.44269504f;
     const int32_t whole = int32_t(high - 0.5f);  // so that what is left lies between -0.5 and 0.5
     const float f = (high - float(whole)) * 0.693147181f;
     const float power = 1 + f * (1 + f * (0.5f + f * (1 / 6.0f + f * (1 / 24.0f + f * (1 / 120.0f + f / 720)))));
     const uint32_t bits = uint32_t(whole + 127) << 23;
     float scale;
     std::memcpy(&scale, &bits, 4);
-    values[i] = x < -87 ? 0.0f : power * scale;
+    values[i] = power * scale * float(x >= -87);  // a product, since a choice would keep gcc from making vectors
   }
+}
+
+// 1 / (1 + e^-x) of each of `count` numbers.
+void Sigmoids(const float* x, int64_t count, float* __restrict out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = -std::abs(x[i]);
+  Exponentials(out, count);
+  for (int64_t i = 0; i < count; ++i) out[i] = (x[i] < 0 ? out[i] : 1.0f) / (1 + out[i]);
+}
+
+// <x, x>, in fp32.
+float Squares(const float* x, int64_t count) {
+  float sums[16] = {}, total = 0;
+  for (int64_t i = 0; i < count; ++i) sums[i % 16] += x[i] * x[i];
+  for (float each : sums) total += each;
+  return total;
+}
+
+// The causal convolution of one token's `channels` inputs, which go to the end of the window of the inputs before it.
+void Convolve(const float* __restrict input, const Bf16* __restrict filter, int64_t taps, int64_t channels,
+              Bf16* __restrict window, float* __restrict sums, float* __restrict tap) {
+  std::fill_n(sums, channels, 0.0f);
+  for (int64_t w = 0; w < taps; ++w) {
+    Bf16* __restrict own = window + w * channels;
+    for (int64_t c = 0; c < channels; ++c) tap[c] = Widen(filter[c * taps + w]);
+    if (w + 1 < taps) {
+      for (int64_t c = 0; c < channels; ++c) sums[c] += tap[c] * Widen(own[c]);
+      continue;
+    }
+    std::memmove(window, window + channels, std::max<int64_t>(0, taps - 2) * channels * sizeof(Bf16));
+    for (int64_t c = 0; c < channels; ++c) {
+      const Bf16 rounded = Round(input[c]);
+      sums[c] += tap[c] * Widen(rounded);
+      if (taps > 1) own[c - channels] = rounded;
+    }
+  }
+}
+
+// A layer's part of KDA between its two large products, of a token of each of the first `used` of B sequences: write
+// strength, convolution, gates, the recurrence on the states where they lie, norm and output gate.
+//
+// y [B, H, 5 K] has q, k, v, the decay's and the output gate's input of each head, x [B, D] the layer's input; weights
+// b_proj [s, n, h, D], filters [s, n, h, 3, K, W], rate [s, n, h], bias [s, n, h, K], norm [n, K] -> pool
+// [n, slots, H, K, K] and windows [n, slots, H, (W - 1) 3 K], changed in place, and out [B, H, K], zeros beyond `used`.
+// The logarithm of a decay is lower_bound sigmoid(e^rate (f + bias)), or, for a bound of 0, -e^rate softplus(f + bias).
+ffi::Error Token(ffi::ThreadPool threads, Floats, Bf16s, Floats y, Bf16s x, Bf16s b_proj, Bf16s filters, Floats rates,
+                 Floats biases, Bf16s norms, Ints layer_of, Ints slots, Ints used_of, ffi::Result<Floats> pool,
+                 ffi::Result<Bf16s> windows, ffi::Result<Bf16s> out, int32_t devices, float lower_bound, float l2_eps,
+                 float eps) {
+  const auto size = pool->dimensions();
+  const int64_t heads = size[2], keys = size[3], layer = layer_of.typed_data()[0], rows = slots.dimensions()[0];
+  const int64_t used = std::clamp<int64_t>(used_of.typed_data()[0], 0, rows), dim = x.dimensions()[1];
+  const int64_t each = filters.dimensions()[2], taps = filters.dimensions()[5], channels = 3 * keys;
+  const int32_t* slot = slots.typed_data();
+  if (ffi::Error error = CheckLayer(layer, size[0]); error.failure()) return error;
+  for (int64_t b = 0; b < used; ++b) {
+    if (slot[b] < 0 || slot[b] >= size[1]) return ffi::Error::InvalidArgument("slot: expected one of the pool");
+  }
+  const int64_t state = keys * keys, window = (taps - 1) * channels, last = used ? slot[used - 1] : 0;
+  float* const states = pool->typed_data() + layer * size[1] * heads * state;
+  Bf16* const inputs = reinterpret_cast<Bf16*>(windows->untyped_data()) + layer * size[1] * heads * window;
+  Bf16* const to = reinterpret_cast<Bf16*>(out->untyped_data());
+  const Range range = {reinterpret_cast<const char*>(states + (last + 1) * heads * state), heads * state * 4};
+  Parallel(threads, devices, used * heads, range, [=](int64_t task) {
+    const int64_t b = task / heads, h = task % heads, place = slot[b] * heads + h;
+    const int64_t head = (h / each * size[0] + layer) * each + h % each;  // of the weights that are split over devices
+    const float* from = y.typed_data() + task * 5 * keys;
+    std::vector<float> buffer(2 * channels + 4 * keys);
+    float *conv = buffer.data(), *gates = conv + channels, *q = conv, *k = q + keys, *v = k + keys;
+    float *decay = gates + channels, *written = decay + keys, *rest = written + keys, *o = rest + keys;
+    Convolve(from, Data(filters) + head * channels * taps, taps, channels, inputs + place * window, conv, gates);
+    Sigmoids(conv, channels, gates);
+    for (int64_t c = 0; c < channels; ++c) conv[c] *= gates[c];
+    const float of_q = 1 / std::sqrt(Squares(q, keys) + l2_eps) / std::sqrt(float(keys));
+    const float of_k = 1 / std::sqrt(Squares(k, keys) + l2_eps);
+    for (int64_t i = 0; i < keys; ++i) q[i] *= of_q, k[i] *= of_k;
+    // How much of the state stays, and how strongly the token is written.
+    const float rate = std::exp(rates.typed_data()[head]), *bias = biases.typed_data() + head * keys;
+    for (int64_t i = 0; i < keys; ++i) gates[i] = rate * (from[channels + i] + bias[i]);
+    if (lower_bound < 0) {
+      Sigmoids(gates, keys, decay);
+      for (int64_t i = 0; i < keys; ++i) decay[i] *= lower_bound;
+    } else {
+      for (int64_t i = 0; i < keys; ++i) {
+        const float f = from[channels + i] + bias[i];
+        decay[i] = -rate * (std::max(f, 0.0f) + std::log1p(std::exp(-std::abs(f))));
+      }
+    }
+    Exponentials(decay, keys);
+    const Bf16* own_x = Data(x) + b * dim;
+    float beta[1][1];
+    Dots<1, 1, 4>(Data(b_proj) + head * dim, dim, &own_x, dim, beta);
+    Sigmoids(beta[0], 1, gates);
+    for (int64_t i = 0; i < keys; ++i) written[i] = gates[0] * k[i];
+    Delta(states + place * state, keys, keys, decay, written, q, k, v, rest, o);
+    const float scale = 1 / std::sqrt(Squares(o, keys) / float(keys) + eps);
+    Sigmoids(from + channels + keys, keys, gates);
+    for (int64_t i = 0; i < keys; ++i) {
+      to[task * keys + i] = Round(o[i] * scale * Widen(Data(norms)[layer * keys + i]) * gates[i]);
+    }
+  });
+  std::fill(to + used * heads * keys, to + rows * heads * keys, Bf16(0));
+  return ffi::Error::Success();
+}
+
+// The router of one layer: of sigmoid(x gate^T) the `top` best experts, by score and bias, of the `open` best groups, a
+// group being as good as its two best; of equal ones the first. Weights are scores without the bias, times `scale`. Rows
+// of padding choose -1.
+//
+// x [T, D], gate [n, E, D], bias [n, E] -> chosen [T, top], share [T, top].
+ffi::Error Route(ffi::ThreadPool pool, Floats x, Floats gate, Floats bias, Ints layer_of, ffi::Result<Ints> chosen,
+                 ffi::Result<Floats> share, int32_t devices, int32_t groups, int32_t open, float scale) {
+  const auto size = gate.dimensions();
+  const int64_t layer = layer_of.typed_data()[0], experts = size[1], dim = size[2], tokens = x.dimensions()[0];
+  const int64_t top = chosen->dimensions()[1], each = experts / groups;
+  if (ffi::Error error = CheckLayer(layer, size[0]); error.failure()) return error;
+  const float *weights = gate.typed_data() + layer * experts * dim, *own = bias.typed_data() + layer * experts;
+  const Range range = {reinterpret_cast<const char*>(weights + experts * dim), experts * dim * 4};
+  const int64_t used = Used(x.typed_data(), tokens, dim);
+  std::fill_n(chosen->typed_data() + used * top, (tokens - used) * top, -1);
+  std::fill_n(share->typed_data() + used * top, (tokens - used) * top, 0.0f);
+  std::vector<float> scores(used * experts);
+  Parallel(pool, devices, (experts + kScores - 1) / kScores, range, [&](int64_t task) {
+    for (int64_t e = task * kScores; e < std::min(experts, (task + 1) * kScores); ++e) {
+      for (int64_t t = 0; t < used; ++t) {
+        scores[t * experts + e] = Product(x.typed_data() + t * dim, weights + e * dim, dim);
+      }
+    }
+  });
+  constexpr float kNone = -std::numeric_limits<float>::infinity();
+  std::vector<float> biased(experts), best(groups);
+  for (int64_t t = 0; t < used; ++t) {
+    float* const score = scores.data() + t * experts;
+    for (int64_t e = 0; e < experts; ++e) score[e] = 1 / (1 + std::exp(-score[e])), biased[e] = score[e] + own[e];
+    for (int64_t g = 0; g < groups; ++g) {
+      float first = kNone, second = kNone;
+      for (int64_t e = g * each; e < (g + 1) * each; ++e) {
+        if (biased[e] > first) second = first, first = biased[e];
+        else second = std::max(second, biased[e]);
+      }
+      best[g] = each > 1 ? first + second : first;
+    }
+    std::vector<bool> closed(groups, true);
+    for (int32_t i = 0; i < open; ++i) {
+      const int64_t g = std::max_element(best.begin(), best.end()) - best.begin();
+      closed[g] = false, best[g] = kNone;
+    }
+    for (int64_t e = 0; e < experts; ++e) if (closed[e / each]) biased[e] = kNone;
+    float total = 0;
+    for (int64_t a = 0; a < top; ++a) {
+      const int64_t e = std::max_element(biased.begin(), biased.end()) - biased.begin();
+      chosen->typed_data()[t * top + a] = int32_t(e);
+      share->typed_data()[t * top + a] = score[e];
+      total += score[e], biased[e] = kNone;
+    }
+    for (int64_t a = 0; a < top; ++a) share->typed_data()[t * top + a] *= scale / (total + 1e-20f);
+  }
+  return ffi::Error::Success();
 }
 
 // A softmax over a part of a sequence's tokens, not yet normalized: of each head the largest score, the sum of the
@@ -747,7 +931,8 @@ ffi::Error Attention(ffi::ThreadPool threads, Bf16s query, Bf16s pool, Ints laye
   }
   std::vector<Part> parts(tasks.size());
   const Bf16 *own = Data(pool) + layer * pages * page * width, *from = Data(query);
-  Parallel(threads, devices, int64_t(tasks.size()), [&](int64_t number) {
+  const Range range = {reinterpret_cast<const char*>(own), 0};
+  Parallel(threads, devices, int64_t(tasks.size()), range, [&](int64_t number) {
     const Task& task = tasks[number];
     Part& part = parts[number];
     part.most.assign(heads, -std::numeric_limits<float>::infinity());
@@ -789,9 +974,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ling3_rows, Rows,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ling3_experts, Experts,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Bf16s>().Arg<Bf16s>().Arg<Bf16s>().Arg<Ints>().Arg<Ints>().Arg<Floats>()
         .Ret<Floats>().Attr<int32_t>("devices"));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ling3_recurrence, Recurrence,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Ints>().Arg<Ints>().Arg<Ints>().Arg<Floats>().Arg<Floats>()
-        .Arg<Floats>().Arg<Floats>().Arg<Floats>().Ret<Floats>().Ret<Floats>().Attr<int32_t>("devices"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ling3_token, Token,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Bf16s>().Arg<Floats>().Arg<Bf16s>().Arg<Bf16s>()
+        .Arg<Bf16s>().Arg<Floats>().Arg<Floats>().Arg<Bf16s>().Arg<Ints>().Arg<Ints>().Arg<Ints>().Ret<Floats>()
+        .Ret<Bf16s>().Ret<Bf16s>().Attr<int32_t>("devices").Attr<float>("lower_bound").Attr<float>("l2_eps")
+        .Attr<float>("eps"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ling3_route, Route,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>().Arg<Ints>().Ret<Ints>()
+        .Ret<Floats>().Attr<int32_t>("devices").Attr<int32_t>("groups").Attr<int32_t>("open").Attr<float>("scale"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ling3_attention, Attention,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Bf16s>().Arg<Bf16s>().Arg<Ints>().Arg<Ints>().Arg<Ints>().Ret<Floats>()
         .Attr<int32_t>("devices"));

@@ -2,6 +2,7 @@
 
 import ctypes
 import platform
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,9 +12,10 @@ import pytest
 
 from artifacts_fixture import ROOT
 from direct import relative
-from kda_oracle import close, delta_rule, random_rows
+from kda_oracle import close, delta_rule
 from ling3export.compile.kernels import compiled
 from ling3export.errors import ArtifactError
+from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.kda.recurrence import Inputs
 from ling3export.model.native import calls
@@ -21,11 +23,14 @@ from ling3export.plan.kernels import LEVELS, compiler, ending
 from ling3export.runners.load import kernels
 from ling3export.runners.load.environment import cpu_features
 from ling3export.runners.load.kernels import register
+from ling3export.verify import formulas
+from tiny import tiny_fields
 
 HERE = [each for each in LEVELS if platform.machine() in each.machines and {*cpu_features()}.issuperset(each.features)]
 ERROR = 1e-6  # fp32 sums of at most 300 products of normal numbers; bf16 operands are exact in fp32
 HIDDEN = 4e-3  # between the two products of an expert stands a rounding to bf16: half an ulp is 2e-3
 WEIGHTS = 4e-3  # weights of the softmax are rounded to bf16: half an ulp is 2e-3
+CURVES = 3e-6  # exponentials are right to 3e-7, and a decay's exponent is up to 5 times that
 CASES = 4
 addresses = set()  # where the libraries of the forms have their code
 
@@ -120,29 +125,80 @@ def test_experts_of_any_choice(geometry: Geometry, seed: int) -> None:
         assert relative(found.ravel(), expected.ravel()) < HIDDEN
 
 
+def config(**changes: Any) -> Config:
+    return replace(Config.from_dict(tiny_fields()), **changes)
+
+
 @pytest.mark.parametrize("seed", range(CASES))
-def test_one_token_of_the_recurrence(geometry: Geometry, seed: int) -> None:
-    """States that no row has, and those of rows of padding, stay as they are, bit for bit."""
+def test_the_router_chooses_as_the_reference_does(geometry: Geometry, seed: int) -> None:
+    """Equal scores, too: an expert that repeats another one never comes before it."""
     rng = np.random.default_rng(seed)
-    layers, rows, heads, keys, values = sizes(rng, 3, 6, 4, 70, 150)
-    used, layer, slots = int(rng.integers(rows + 1)), int(rng.integers(layers)), rows + 2
-    pool, slot = rng.normal(size=(layers, slots, heads, keys, values)), rng.permutation(slots)[:rows]
-    x = random_rows(rng, "published", (rows, heads), keys, values, False)
-    pool32, x32 = jnp.asarray(pool, jnp.float32), jax.tree.map(lambda y: jnp.asarray(y, jnp.float32), x)
-    found, o = calls.recurrence(
-        pool32, layer, jnp.asarray(slot, jnp.int32), jnp.int32(used), jnp.exp(x32.g), x32.beta[..., None] * x32.k,
-        x32.q, x32.k, x32.v, geometry,
+    tokens, layers, groups, each, dim = sizes(rng, 16, 3, 5, 9, 300)
+    open_groups = int(rng.integers(1, groups, endpoint=True))
+    top = int(rng.integers(1, open_groups * each, endpoint=True))
+    x, gate = (rng.normal(size=shape).astype(np.float32) for shape in ((tokens, dim), (layers, groups * each, dim)))
+    used = int(rng.integers(1, tokens, endpoint=True))
+    x[used:] = 0
+    bias = rng.normal(size=(layers, groups * each)).astype(np.float32)
+    gate[:, -1], bias[:, -1] = gate[:, 0], bias[:, 0]
+    own = config(n_group=groups, topk_group=open_groups, num_experts_per_tok=top, num_experts=groups * each)
+    chosen, share = calls.route(jnp.asarray(x), jnp.asarray(gate), jnp.asarray(bias), layers - 1, own, geometry)
+    scores = formulas.sigmoid(x[:used].astype(np.float64) @ gate[-1].T.astype(np.float64))
+    scores[:, -1] = scores[:, 0]
+    wanted = formulas.route(scores, bias[-1], groups, open_groups, top, own.routed_scaling_factor)
+    np.testing.assert_array_equal(chosen[:used], wanted.experts)
+    assert relative(np.asarray(share[:used]), wanted.weights) < CURVES
+    assert (np.asarray(chosen[used:]) == -1).all()
+    assert not np.asarray(share[used:]).any()
+
+
+@pytest.mark.parametrize("bound", [-5.0, None], ids=["bounded gate", "unbounded gate"])
+@pytest.mark.parametrize("seed", range(CASES))
+def test_one_token_of_kda(geometry: Geometry, seed: int, bound: float | None) -> None:
+    """States and windows that no row has, and those of rows of padding, stay as they are, bit for bit."""
+    rng = np.random.default_rng(seed)
+    layers, rows, shards, each, key, dim, taps = sizes(rng, 3, 6, 2, 3, 70, 200, 5)
+    heads, used, layer, slots = shards * each, int(rng.integers(rows + 1)), int(rng.integers(layers)), rows + 2
+    own = config(head_dim=key, num_attention_heads=heads, kda_safe_gate=bound is not None)
+    pool = rng.normal(size=(layers, slots, heads, key, key)).astype(np.float32)
+    windows, windows64 = draw(rng, layers, slots, heads, (taps - 1) * 3 * key)
+    x, x64 = draw(rng, rows, dim)
+    y, slot = rng.normal(size=(rows, heads, 5 * key)).astype(np.float32), rng.permutation(slots)[:rows]
+    b_proj, b_proj64 = draw(rng, shards, layers, each, dim)
+    conv1d, conv1d64 = draw(rng, shards, layers, each, 3, key, taps)
+    o_norm, o_norm64 = draw(rng, layers, key)
+    a_log, dt_bias = (rng.normal(size=(shards, layers, each, *more)).astype(np.float32) for more in ((), (key,)))
+    weights = calls.KdaWeights(b_proj, conv1d, jnp.asarray(a_log), jnp.asarray(dt_bias), o_norm)
+    found, kept, out = calls.token(
+        jnp.asarray(pool), windows, jnp.asarray(y), x, weights, layer, jnp.asarray(slot, jnp.int32), jnp.int32(used),
+        own, geometry,
     )  # fmt: skip
-    expected, wanted = np.array(pool32, np.float64), np.zeros((rows, heads, values))
+    expected, wanted = pool.astype(np.float64), np.zeros((rows, heads, key))
+    raw = np.asarray(jnp.asarray(y[..., : 3 * key], jnp.bfloat16), np.float64)
+    new, f, gate = np.array(windows64), y[..., 3 * key : 4 * key], y[..., 4 * key :]
+    filters = conv1d64[:, layer].reshape(heads, 3 * key, taps)
     for b in range(used):
-        row = Inputs(*(y[b : b + 1] for y in x))
-        expected[layer, slot[b]], wanted[b : b + 1] = delta_rule(expected[layer, slot[b]], row)
-    assert close(found, expected) < ERROR
-    assert close(o, wanted) < ERROR if used else not np.asarray(o).any()
-    assert not np.asarray(o[used:]).any()
+        inputs = np.concatenate([windows64[layer, slot[b]].reshape(heads, taps - 1, 3 * key), raw[b][:, None]], axis=1)
+        q, k, v = np.split(formulas.silu(np.einsum("hwc,hcw->hc", inputs, filters)), 3, axis=-1)
+        new[layer, slot[b]] = inputs[:, 1:].reshape(heads, -1)
+        g = formulas.kda_log_decay(
+            f[b : b + 1].astype(np.float64),
+            a_log[:, layer].reshape(heads),
+            dt_bias[:, layer].reshape(heads, key),
+            bound,
+        )
+        beta = formulas.sigmoid(b_proj64[:, layer].reshape(heads, dim) @ x64[b])
+        row = Inputs(formulas.l2_norm(q)[None] * key**-0.5, formulas.l2_norm(k)[None], v[None], g, beta[None])
+        expected[layer, slot[b]], o = delta_rule(expected[layer, slot[b]], row)
+        wanted[b] = formulas.rms_norm(o[0], o_norm64[layer], own.rms_norm_eps) * formulas.sigmoid(gate[b])
+    assert close(found, expected) < CURVES
+    if used:
+        assert relative(np.asarray(out[:used], np.float64).reshape(used, -1), wanted[:used].reshape(used, -1)) < HIDDEN
+    assert not np.asarray(out[used:]).any()
+    np.testing.assert_array_equal(np.asarray(kept, np.float64), new)
     others = np.ones(pool.shape[:2], bool)
     others[layer, slot[:used]] = False
-    np.testing.assert_array_equal(np.asarray(found)[others], np.asarray(pool32)[others])
+    np.testing.assert_array_equal(np.asarray(found)[others], pool[others])
 
 
 @pytest.mark.parametrize("seed", range(3 * CASES))
@@ -194,9 +250,13 @@ def test_attention_looks_at_no_page_behind_the_length(geometry: Geometry) -> Non
 
 
 def test_a_slot_outside_of_the_pool_is_refused(geometry: Geometry) -> None:
-    pool, row = jnp.ones((1, 2, 1, 4, 4)), jnp.ones((1, 1, 4))
+    pool, windows = jnp.ones((1, 2, 1, 4, 4)), jnp.ones((1, 2, 1, 36), jnp.bfloat16)
+    wide = {"b_proj": (1, 1, 1, 8), "conv1d": (1, 1, 1, 3, 4, 4), "o_norm": (1, 4)}
+    weights = {name: jnp.ones(shape, jnp.bfloat16) for name, shape in wide.items()}
+    found = calls.KdaWeights(**weights, a_log=jnp.ones((1, 1, 1)), dt_bias=jnp.ones((1, 1, 1, 4)))
+    y, x, own = jnp.ones((1, 1, 20)), jnp.ones((1, 8), jnp.bfloat16), config(head_dim=4, num_attention_heads=1)
     with pytest.raises(jax.errors.JaxRuntimeError, match="slot: expected one of the pool"):
-        jax.block_until_ready(calls.recurrence(pool, 0, jnp.int32([2]), jnp.int32(1), *[row] * 5, geometry))
+        jax.block_until_ready(calls.token(pool, windows, y, x, found, 0, jnp.int32([2]), jnp.int32(1), own, geometry))
 
 
 def test_a_layer_outside_of_its_stack_is_refused(geometry: Geometry) -> None:

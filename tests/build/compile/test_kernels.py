@@ -37,8 +37,8 @@ def test_programs_with_kernels_pass_the_receipts_of_those_without(whole):
     assert set(level.features) <= set(target.requires.cpu_features)
     # The prefill's 16 rows are more than two for each of the few experts.
     called = {
-        "prefill": {"columns", "rows"},
-        "decode": {"columns", "rows", "experts", "recurrence", "attention"},
+        "prefill": {"columns", "rows", "route"},
+        "decode": {"columns", "rows", "experts", "route", "token", "attention"},
         "sample": set(),
         "adjust": set(),
     }
