@@ -7,19 +7,24 @@ CHUNK = 16  # tokens of a prefill chunk; the gate's lower bound of -5 keeps fact
 
 AXIS = "tp"  # the one mesh axis
 
-Form = Literal["loops", "tiles"]
+Form = Literal["loops", "tiles", "card"]
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of one target's pools, and the form of its programs. The numbers that a step computes are the same in both
+    """Sizes of one target's pools, and the form of its programs. The numbers that a step computes are the same in all
     forms; docs/log.md has the measurements that chose one for each platform.
 
     ``loops`` is the form for cpu. One loop runs over groups of layers, and inside it one sequence, chunk or expert is
     worked on after the other. Every device holds the whole latent pool.
 
-    ``tiles`` is the form for accelerators. Layers are unrolled, and matrix units take tiles of chunks, pages and
-    experts of all sequences at once. Over several devices the latent pool is striped.
+    ``tiles`` is the form for TPUs. Layers are unrolled, and matrix units take tiles of chunks, pages and
+    experts of all sequences at once. Over several devices the latent pool is striped. Small sums, turns and choices are
+    written as what XLA:TPU fuses into one operation.
+
+    ``card`` is the form for one NVIDIA card: ``tiles``, but sums are sums, a decode step has only the rows that it is
+    asked for and multiplies by the chosen experts alone where few are chosen, and what the host would wait for (the end
+    of a loop, the outcome of a condition) is avoided where it costs little.
 
     Attributes:
         tp: Devices that share the model.
@@ -29,7 +34,7 @@ class Geometry:
         page_size: Tokens a page.
         max_pages: Pages a sequence can have, ``ceil(context / page_size)``.
         latent_row: Stored width of a latent row, at least ``kv_lora_rank + qk_rope_head_dim``.
-        form: ``"loops"`` or ``"tiles"``.
+        form: ``"loops"``, ``"tiles"`` or ``"card"``.
         snapshots: Slots behind the sequences' own that hold copies of their state.
         kernels: The end of the names of the native kernels that executables for cpu call, ``LEVEL-DIGEST``; empty
             where they call none. Portable programs are lowered without.
@@ -51,8 +56,19 @@ class Geometry:
 
     @property
     def tiled(self) -> bool:
-        """Whether the programs have the form for accelerators."""
+        """Whether the programs have a form for accelerators."""
+        return self.form != "loops"
+
+    @property
+    def by_product(self) -> bool:
+        """Whether small sums are written as products with ones, which XLA:TPU fuses with what follows."""
         return self.form == "tiles"
+
+    @property
+    def straight(self) -> bool:
+        """Whether small loops are unrolled and both sides of small conditions computed: on a card the host waits for
+        each, and launches nothing meanwhile."""
+        return self.form == "card"
 
     @property
     def striped(self) -> bool:
@@ -71,4 +87,4 @@ class Geometry:
     @property
     def fewest_rows(self) -> int:
         """Rows that a decode step is filled up to: XLA:TPU keeps products of one row from its matrix units."""
-        return 4 if self.tiled else 1
+        return 4 if self.by_product else 1

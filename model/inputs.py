@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int32, Shaped
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.kda.tiled import Tiles, tiles_of
 from ling3export.model.layers import IN_BOUNDS, fill_rows
-from ling3export.model.mla.paged import PageList, list_pages, tile_pages
+from ling3export.model.mla.paged import PageList, is_at_once, list_pages, tile_pages
 from ling3export.model.sampling.adjust import BLOCK
 
 BIASES = 1024  # tokens with a logit bias that one request may name
@@ -112,7 +112,7 @@ class DecodeRows(NamedTuple):
     page_table: Int32[Array, "B M"]  # page numbers of the sequence
     valid: Bool[Array, "B"]  # False for a padding row
     used: Int32[Array, ""]  # one past the last row that is valid
-    pages: PageList | None  # what the form ``tiles`` attends, alike in every layer
+    pages: PageList | None  # what the forms for accelerators attend, alike in every layer; None: all at once
 
 
 def decode_rows(
@@ -125,7 +125,8 @@ def decode_rows(
     valid = slot > 0
     token = jnp.where(fields["token"] < 0, last_token.at[slot].get(mode=IN_BOUNDS), fields["token"])
     position, table = fields["position"], fields["page_table"]
-    pages = list_pages(position, table, valid, tile, geometry) if geometry.tiled else None
+    listed = geometry.tiled and not is_at_once(slot.shape[0], geometry)
+    pages = list_pages(position, table, valid, tile, geometry) if listed else None
     used = jnp.max(jnp.where(valid, jnp.arange(1, slot.shape[0] + 1, dtype=jnp.int32), 0))
     token = jnp.where(valid, token, 0)
     return DecodeRows(slot, token, position, table, valid, used, pages)

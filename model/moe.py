@@ -8,6 +8,7 @@ executables for cpu one native kernel does all of it (``native/``).
 
 import functools
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
-from ling3export.model.layers import Index, of_layer, take
+from ling3export.model.layers import IN_BOUNDS, Index, of_layer, take
 from ling3export.model.native import calls
 from ling3export.model.products import einsum, gated_mlp, product
 
@@ -50,6 +51,33 @@ def route(
     weights = jnp.take_along_axis(scores, chosen, axis=1)
     weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20) * config.routed_scaling_factor
     return chosen.astype(jnp.int32), weights
+
+
+def rank(values: Float32[Array, "*rows N"]) -> Int32[Array, "*rows N"]:
+    """How many of the last axis come before each value in descending order; of equal values the first comes first."""
+    index = np.arange(values.shape[-1])
+    other, own = values[..., None, :], values[..., :, None]
+    before = (other > own) | ((other == own) & (index < index[:, None]))
+    return jnp.sum(before, axis=-1, dtype=jnp.int32)
+
+
+def route_by_rank(
+    scores: Float32[Array, "T E"], bias: Float32[Array, "E"], config: Config
+) -> tuple[Int32[Array, "T A"], Float32[Array, "T A"]]:
+    """:func:`route` without a sort, which is an operation of its own on a card; E² comparisons a token."""
+    tokens, experts = scores.shape
+    grouped = (scores + bias).reshape(tokens, config.n_group, -1)
+    size = grouped.shape[-1]
+    pairs = np.tri(size, k=-1, dtype=bool) if size > 1 else np.ones((1, 1), bool)
+    sums = grouped[..., :, None] + (grouped[..., None, :] if size > 1 else 0.0)
+    group = jnp.max(jnp.where(pairs, sums, -jnp.inf), axis=(-1, -2))
+    is_open = rank(group) < config.topk_group
+    place = rank(jnp.where(is_open[:, :, None], grouped, -jnp.inf).reshape(tokens, experts))
+    at = place[:, None] == np.arange(config.num_experts_per_tok)[:, None]  # [T, A, E]
+    number = np.arange(experts, dtype=np.int32)
+    chosen = jnp.minimum(jnp.sum(jnp.where(at, number, 0), axis=-1, dtype=jnp.int32), experts - 1)  # of NaN: any
+    weights = jnp.sum(jnp.where(at, scores[:, None], 0.0), axis=-1)
+    return chosen, weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20) * config.routed_scaling_factor
 
 
 def route_weights(
@@ -145,6 +173,17 @@ def tile_rows(rows: int, experts: int) -> int:
     return size
 
 
+def form_of(rows: int, config: Config, geometry: Geometry) -> Literal["chosen", "all", "tiles"]:
+    """How so many rows are multiplied: by the matrices that each chooses, by all of the device, or tile after tile.
+
+    A card reads a matrix for each choice as fast as it computes, so it takes the chosen ones up to as many choices as
+    there are experts (docs/log.md).
+    """
+    if geometry.form == "card" and rows * config.num_experts_per_tok <= config.num_experts:
+        return "chosen"
+    return "all" if geometry.tiled and rows <= LOCAL_ROWS else "tiles"
+
+
 class MixtureOfExperts(nnx.Module):
     """All MoE layers of one device, stacked; parameters as ``model/parameters.py`` lists them under ``moe``."""
 
@@ -162,7 +201,12 @@ class MixtureOfExperts(nnx.Module):
         The router sees ``x`` unrounded. Padding, which is not ``valid``, takes no expert.
         """
         dtype = jnp.dtype(self.geometry.dtype)
-        if self.geometry.tiled and x.shape[0] <= LOCAL_ROWS:
+        form = form_of(x.shape[0], self.config, self.geometry)
+        if form == "chosen":
+            chosen, share = route_by_rank(*self.scores(x, layer), self.config)
+            share = jnp.where(valid[:, None], share, 0.0)
+            return self.chosen_local(x.astype(dtype), layer, chosen, share) + self.shared(x.astype(dtype), layer)
+        if form == "all":
             weights = self.local_weights(x, layer)
             return self.all_local(x.astype(dtype), layer, weights) + self.shared(x.astype(dtype), layer)
         if self.geometry.kernels and x.shape[0] <= calls.FEW:
@@ -201,6 +245,22 @@ class MixtureOfExperts(nnx.Module):
         y = einsum("td,ecfd->ectf", x, gate_up.reshape(local, 2, -1, dim))
         hidden = (jax.nn.silu(y[:, 0]) * y[:, 1] * share[:, :, None]).astype(x.dtype)
         return einsum("etf,edf->td", hidden, down.reshape(local, dim, -1))
+
+    def chosen_local(
+        self, x: Float[Array, "T D"], layer: Index, chosen: Int32[Array, "T A"], share: Float32[Array, "T A"]
+    ) -> Float32[Array, "T D"]:
+        """The chosen experts of each row, weighted by their ``share``, on a device that has them all.
+
+        Sums of products of elements: XLA:GPU reads the chosen matrices where they lie, without a copy of them.
+        """
+        gate_up = of_layer(self.experts_gate_up_proj, layer, split=True)
+        down = of_layer(self.experts_down_proj, layer, split=True)
+        gate_up, down = (each.reshape(-1, *each.shape[2:]) for each in (gate_up, down))
+        wide = gate_up.at[chosen].get(mode=IN_BOUNDS).astype(jnp.float32)  # [T, A, 2, F, D]
+        y = jnp.sum(wide * x.astype(jnp.float32)[:, None, None, None], axis=-1)
+        hidden = (jax.nn.silu(y[:, :, 0]) * y[:, :, 1] * share[:, :, None]).astype(x.dtype)
+        narrow = down.at[chosen].get(mode=IN_BOUNDS).astype(jnp.float32)  # [T, A, D, F]
+        return jnp.sum(jnp.sum(narrow * hidden.astype(jnp.float32)[:, :, None], axis=-1), axis=1)
 
     def _routed(
         self, x: Float[Array, "T D"], layer: Index, chosen: Int32[Array, "T A"], weights: Float32[Array, "T A"],

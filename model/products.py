@@ -44,32 +44,35 @@ def einsum(equation: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Flo
     return jnp.einsum(equation, x, y, precision=precision(x.dtype), preferred_element_type=jnp.float32)
 
 
-def dot(x: Float[Array, "T D"], weight: Float[Array, "*out D"], fill: bool = False) -> Float32[Array, "T *out"]:
+def dot(x: Float[Array, "T D"], weight: Float[Array, "*out D"], geometry: Geometry) -> Float32[Array, "T *out"]:
     """``x`` times ``weight`` over D.
 
-    ``fill`` fills a single column up to 128: XLA:TPU keeps a product of one column from its matrix units (5.8 against
-    2.7 µs at 512 rows).
+    For TPUs a single column is filled up to 128: XLA:TPU keeps a product of one column from its matrix units (5.8
+    against 2.7 µs at 512 rows).
     """
     rows, shape = x.shape[0], weight.shape[:-1]
-    x = _more_than_one_row(x)
+    x = _more_than_one_row(x, geometry)
     weight = weight.reshape(-1, weight.shape[-1])  # a dot over more axes transposes the weight on CPU
     columns = weight.shape[0]
-    if fill and columns == 1:
+    if geometry.by_product and columns == 1:
         weight = jnp.pad(weight, ((0, 127), (0, 0)))
     return product(x, weight, 1)[:rows, :columns].reshape(rows, *shape)
 
 
-def dot_merged(x: Float[Array, "T F"], weight: Float[Array, "s each D"]) -> Float32[Array, "T D"]:
+def dot_merged(x: Float[Array, "T F"], weight: Float[Array, "s each D"], geometry: Geometry) -> Float32[Array, "T D"]:
     """``x`` times one layer of a row-parallel weight, whose TP shards are merged first: this device's partial sum."""
-    return product(_more_than_one_row(x), weight.reshape(-1, weight.shape[-1]), 0)[: x.shape[0]]
+    if geometry.straight and x.shape[0] == 1:
+        parts = einsum("sf,sfd->sd", x.reshape(weight.shape[:2]), weight)
+        return jnp.sum(lax.optimization_barrier(parts), axis=0, keepdims=True)
+    return product(_more_than_one_row(x, geometry), weight.reshape(-1, weight.shape[-1]), 0)[: x.shape[0]]
 
 
-def _more_than_one_row(x: Float[Array, "T D"]) -> Float[Array, "rows D"]:
+def _more_than_one_row(x: Float[Array, "T D"], geometry: Geometry) -> Float[Array, "rows D"]:
     """One bf16 row becomes two: XLA:CPU upcasts the whole weight to fp32 for a matrix-vector product.
 
     docs/log.md, 2026-11-21: 1.8 against 16 GB/s of weights.
     """
-    return jnp.concatenate([x, x]) if x.shape[0] == 1 and x.dtype == jnp.bfloat16 else x
+    return jnp.concatenate([x, x]) if x.shape[0] == 1 and x.dtype == jnp.bfloat16 and not geometry.tiled else x
 
 
 def dot_heads(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float32[Array, "..."]:
@@ -92,7 +95,7 @@ def column_parallel(
     if calls.are_there(weights, x.shape[0] <= calls.FEW, geometry):
         return calls.columns(x, weights[...], layer, geometry)
     if isinstance(weights, nnx.Dict) or not _one_by_one(weights[...], geometry):
-        return dot(x, of_layer(weights, layer, split=True), geometry.tiled)
+        return dot(x, of_layer(weights, layer, split=True), geometry)
     stacked = weights[...]
     shape, rows = stacked.shape, x.shape[0]
 
@@ -108,7 +111,7 @@ def replicated(x: Float[Array, "T D"], weights: nnx.Param, layer: Index, geometr
     """A matmul with ``weights [n, out, D]``, which every device has whole."""
     if calls.are_there(weights, x.shape[0] <= calls.FEW, geometry):
         return calls.columns(x, weights[...][None], layer, geometry)[:, 0]
-    return dot(x, take(weights[...], layer, split=False))
+    return dot(x, take(weights[...], layer, split=False), geometry)
 
 
 def row_parallel(x: Float[Array, "T F"], weights: nnx.Param, layer: Index, geometry: Geometry) -> Float32[Array, "T D"]:
@@ -121,7 +124,7 @@ def row_parallel(x: Float[Array, "T F"], weights: nnx.Param, layer: Index, geome
     if calls.are_there(weights, x.shape[0] <= calls.FEW, geometry):
         return calls.rows(x, stacked, layer, geometry)
     if not _one_by_one(stacked, geometry):
-        return dot_merged(x, take(stacked, layer, split=True))
+        return dot_merged(x, take(stacked, layer, split=True), geometry)
     shards, _, width, dim = stacked.shape
 
     def shard(s: jax.Array, total: jax.Array) -> jax.Array:
@@ -141,7 +144,7 @@ def vocab_parallel(x: Float[Array, "T D"], weights: nnx.Param, geometry: Geometr
     if calls.are_there(weights, x.shape[0] <= calls.FEW, geometry):
         return calls.columns(x, table[:, None], 0, geometry).reshape(x.shape[0], rows)
     if x.shape[0] > 1 or geometry.tiled or table.nbytes <= CACHED:
-        return dot(x, table).reshape(x.shape[0], rows)
+        return dot(x, table, geometry).reshape(x.shape[0], rows)
     size = max(size for size in range(1, PIECE + 1) if rows % size == 0)
     pieces = table.reshape(-1, size, dim)
 

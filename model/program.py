@@ -116,9 +116,9 @@ def decode(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tre
     return state, {"logits": model.logits(x[: fields["slot"].shape[0]])}
 
 
-def sample_rows(logits: jax.Array, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
+def sample_rows(logits: jax.Array, state: Tree, fields: dict[str, jax.Array], straight: bool) -> tuple[Tree, Tree]:
     """``token [R]`` and ``logprob [R]`` from ``logits [R, V/TP]``; each slot's ``last_token`` is what it drew."""
-    token, logprob = sample(logits, fields)
+    token, logprob = sample(logits, fields, straight)
     return {"last_token": state["last_token"].at[fields["slot"]].set(token)}, {"token": token, "logprob": logprob}
 
 
@@ -185,11 +185,12 @@ def build_step(
         if phase in exchange.PHASES:
             return exchange.body(config, geometry, phase)(state, batch, values)
         if phase == "adjust":
-            return state, adjust(batch["logits"], values, batch["edits"], batch["mask"], batch["token"])
+            edits, mask, token = (batch[name] for name in ("edits", "mask", "token"))
+            return state, adjust(batch["logits"], values, edits, mask, token, geometry.straight)
         if part is not None:
             return part.call(fill and fill(params), state, values, batch)
         if fill is None:
-            return sample_rows(batch["logits"], state, values)
+            return sample_rows(batch["logits"], state, values, geometry.straight)
         return (decode if phase == "decode" else prefill)(fill(params), state, values)
 
     specs, out_specs = (param_specs, state_specs, batch_specs), (state_specs, out)

@@ -9,7 +9,7 @@ from ling3export.model.ffn.dispatch import SCALE_BYTES
 from ling3export.model.ffn.halves import HEAD
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.mla.paged import tile_pages
-from ling3export.model.moe import LOCAL_ROWS, tile_rows
+from ling3export.model.moe import form_of, tile_rows
 from ling3export.model.parameters import parameters
 from ling3export.model.sampling.adjust import TOP
 from ling3export.model.segments import TABLE
@@ -153,7 +153,7 @@ def expert_times(config: Config, geometry: Geometry, padding: int, chip: Chip) -
     Their comparison says whether computing local experts that a row did not choose takes longer than reading them.
     """
     weights = sum(math.prod(row.shape) for row in parameters(config) if row.split == "experts") / geometry.tp
-    all_local = geometry.tiled and padding <= LOCAL_ROWS
+    all_local = form_of(padding, config, geometry) == "all"
     rows = padding * (1.0 if all_local else config.num_experts_per_tok / config.num_experts)
     read = BY_NAME[geometry.dtype].nbytes * weights
     return Experts(all_local, 2 * rows * weights / chip.flops, read / chip.bandwidth)

@@ -136,7 +136,8 @@ def forms(config: Config, target: Target) -> dict[str, Any]:
         return {"latent_row": config.latent_dim}
     # A latent row of whole lanes: else the compiler copies the donated pool every step.
     lanes = target.chip.lanes
-    return {"latent_row": -(-config.latent_dim // lanes) * lanes, "form": "tiles"}
+    form = "tiles" if target.platform == "tpu" else "card"
+    return {"latent_row": -(-config.latent_dim // lanes) * lanes, "form": form}
 
 
 def make_plan(config: Config, options: Options, target_text: str) -> Plan:

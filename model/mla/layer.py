@@ -25,6 +25,8 @@ from ling3export.model.mla.paged import (
     Pool,
     attend_list,
     attend_pages,
+    attend_tables,
+    is_at_once,
     local_pages,
     masked_softmax,
     merge,
@@ -66,7 +68,7 @@ class GatedMLA(nnx.Module):
             assert self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None
             low = replicated(x, self.q_a_proj, layer, self.geometry)
             weight = take(self.q_a_layernorm[...], layer, split=False)
-            low = rms_norm(low, weight, LATENT_NORM_EPS, self.geometry.tiled).astype(x.dtype)
+            low = rms_norm(low, weight, LATENT_NORM_EPS, self.geometry.by_product).astype(x.dtype)
             y = column_parallel(low, self.q_b_proj, layer, self.geometry)
         return y.reshape(x.shape[0], -1, self.config.qk_head_dim)
 
@@ -75,13 +77,13 @@ class GatedMLA(nnx.Module):
         query = self._query(x, layer) * config.qk_head_dim**-0.5
         compressed = replicated(x, self.kv_a_proj_with_mqa, layer, self.geometry)
         weight = take(self.kv_a_layernorm[...], layer, split=False)
-        nope, rank, tiled = config.qk_nope_head_dim, config.kv_lora_rank, self.geometry.tiled
+        nope, rank, by_product = config.qk_nope_head_dim, config.kv_lora_rank, self.geometry.by_product
         gate = jax.nn.sigmoid(column_parallel(x, self.g_proj, layer, self.geometry).reshape(x.shape[0], -1))
         return Projected(
             q_nope=query[..., :nope].astype(x.dtype),
-            q_rope=rope(query[..., nope:], position, config.rope_theta, tiled).astype(x.dtype),
-            latent=rms_norm(compressed[:, :rank], weight, LATENT_NORM_EPS, tiled).astype(x.dtype),
-            k_rope=rope(compressed[:, rank:], position, config.rope_theta, tiled).astype(x.dtype),
+            q_rope=rope(query[..., nope:], position, config.rope_theta, by_product).astype(x.dtype),
+            latent=rms_norm(compressed[:, :rank], weight, LATENT_NORM_EPS, by_product).astype(x.dtype),
+            k_rope=rope(compressed[:, rank:], position, config.rope_theta, by_product).astype(x.dtype),
             gate=gate,
         )
 
@@ -105,12 +107,15 @@ class GatedMLA(nnx.Module):
     ) -> tuple[Float32[Array, "B D"], State]:
         """One token of each sequence, ``x`` normed, in the model dtype: this device's partial sum, and the state.
 
-        The list of the rows' pages is walked; without one, a sequence after the other.
+        The list of the rows' pages is walked; without one, all pages at once, or a sequence after the other.
         """
         p, rank = self._project(x, layer, rows.position), self.config.kv_lora_rank
         pool = self._store(state["mla_latent"], layer, p, rows, rows.page_table)
         query = self._absorb(p, layer, pool.shape[3])
-        if rows.pages is None:
+        if is_at_once(rows.slot.shape[0], self.geometry):
+            length = jnp.where(rows.valid, rows.position + 1, 0)
+            latent = attend_tables(query, pool, layer, rows.page_table, length, rank)
+        elif rows.pages is None:
             latent = self._one_by_one(query, pool, layer, rows)
         elif self.geometry.striped:
             query = lax.all_gather(query, AXIS, axis=1, tiled=True)  # all heads, on every device
@@ -166,8 +171,8 @@ class GatedMLA(nnx.Module):
 
     def _within(self, p: Projected, layer: Index, chunks: Chunks) -> OnlineSoftmax:
         """Expanded attention of the call's tokens among themselves: ``m [T, H]``, ``l [T, H]``, ``acc [T, H, V]``."""
-        k_nope = dot(p.latent, of_heads(self.w_uk, layer)).astype(p.latent.dtype)
-        value = dot(p.latent, of_heads(self.w_uv, layer)).astype(p.latent.dtype)
+        k_nope = dot(p.latent, of_heads(self.w_uk, layer), self.geometry).astype(p.latent.dtype)
+        value = dot(p.latent, of_heads(self.w_uv, layer), self.geometry).astype(p.latent.dtype)
         # A weight of zero would keep a NaN of another sequence; in its own, it is in the scores instead. In the form
         # of tiles the products of the convolution keep one anyway.
         usable = None if self.geometry.tiled else jnp.all(jnp.isfinite(value), axis=(1, 2))

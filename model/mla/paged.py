@@ -8,9 +8,9 @@ Striped: page number n lies on device (n - 1) % TP, as its local page (n - 1) //
 dummy. Any page may be anywhere, so whoever hands out pages needs no rule, and numbers that are handed out in order
 spread a sequence over all devices.
 
-In the form ``tiles`` a decode step lists the (row, page) pairs that this device holds, and walks the list in tiles. So
-its time follows what the sequences hold, whatever their number and lengths, and a device reads each cached byte once
-for all heads.
+In the forms for accelerators a decode step lists the (row, page) pairs that this device holds, and walks the list in
+tiles. So its time follows what the sequences hold, whatever their number and lengths, and a device reads each cached
+byte once for all heads. Where the page tables of a step for a card are small, it attends them whole, without a loop.
 """
 
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from ling3export.model.products import einsum, product
 MASKED = -1e30  # finite, so that a row which sees nothing yet gives weights of zero and not NaN
 TILE = 16  # pages attended at once: 8 cost 12 small operations as often again (docs/log.md)
 TILE_EACH = 4  # and as many at most for each sequence: tiles are read whole
+AT_ONCE = 512  # pages of all page tables of a step for a card that are attended without a loop: 150 MB copied a layer
 
 SEEN = 1e-30  # in the place of a sum of no weights
 
@@ -69,6 +70,11 @@ def local_pages(
 def tile_pages(sequences: int) -> int:
     """How many pages a decode step for so many sequences attends at once."""
     return min(TILE, TILE_EACH * sequences)
+
+
+def is_at_once(sequences: int, geometry: Geometry) -> bool:
+    """Whether a decode step for so many sequences goes by :func:`attend_tables`, and without a list of pages."""
+    return geometry.straight and sequences * geometry.max_pages <= AT_ONCE
 
 
 def list_pages(
@@ -186,6 +192,29 @@ def attend_list(query: Float[Array, "B H row"], pool: Pool, layer: Index, pages:
     first = tile(0, None)  # outside of the loop: most lists have no other, and a loop's results have to be made first
     with jax.named_scope("page_tiles"):
         return lax.fori_loop(1, pages.used, tile, first)
+
+
+def attend_tables(
+    query: Float[Array, "B H row"],
+    pool: Pool,
+    layer: Index,
+    table: Int32[Array, "B M"],
+    length: Int32[Array, "B"],
+    rank: int,
+) -> Float32[Array, "B H R"]:
+    """Absorbed attention of each row over the first ``length`` cached tokens of its pages: weighted means of latents.
+
+    Whole tables are copied; what is not seen is a copy of the dummy page, so of one that is in the caches. ``query``
+    and ``rank`` as above.
+    """
+    page = pool.shape[2]
+    seen = jnp.arange(table.shape[1] * page, dtype=jnp.int32) < length[:, None]
+    number = jnp.where(seen[:, ::page], table, 0)
+    cached = pool.at[layer, number].get(mode=IN_BOUNDS).reshape(*seen.shape, -1)
+    # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
+    cached = jnp.where(seen[:, :, None], cached, jnp.zeros((), pool.dtype))
+    m, l, weights = masked_softmax(einsum("bhr,bsr->bhs", query, cached), seen[:, None])  # noqa: E741
+    return OnlineSoftmax(m, l, einsum("bhs,bsr->bhr", weights.astype(pool.dtype), cached)).normalized[..., :rank]
 
 
 def merge_devices(part: OnlineSoftmax) -> Float32[Array, "B h R"]:

@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float32, Int32
 
 from ling3export.model.geometry import AXIS
+from ling3export.model.layers import Index
 from ling3export.model.sampling.sample import greedy
 
 TOP = 20  # most likely tokens that a row can have: as many as OpenAI's API gives
@@ -59,15 +60,16 @@ def adjusted(
 
 
 def ranked(
-    values: Float32[Array, "R N"], tokens: Int32[Array, "R N"], count: jax.Array
+    values: Float32[Array, "R N"], tokens: Int32[Array, "R N"], count: jax.Array, straight: bool = False
 ) -> tuple[Float32[Array, "R 20"], Int32[Array, "R 20"]]:
     """The ``count`` largest values of each row and their tokens; among equals the lowest token comes first.
 
     One look at all values a place, without a sort: machines with matrix units sort slowly, and what is asked for is
-    often one or five. Places that are not asked for, or that a row has no value for, have -inf and token -1.
+    often one or five. Places that are not asked for, or that a row has no value for, have -inf and token -1. With
+    ``straight`` all places are looked at, without a loop.
     """
 
-    def look(place: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def look(place: Index, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         best, ids, value, token = found
         behind = (values < value[:, None]) | ((values == value[:, None]) & (tokens > token[:, None]))
         value = jnp.max(jnp.where(behind, values, -jnp.inf), axis=1)
@@ -77,13 +79,20 @@ def ranked(
     rows = len(values)
     empty = jnp.full((rows, TOP), -jnp.inf), jnp.full((rows, TOP), -1, jnp.int32)
     start = jnp.full((rows,), jnp.inf), jnp.full((rows,), -1, jnp.int32)
+    if straight:
+        found: tuple[jax.Array, ...] = (*empty, *start)
+        for place in range(TOP):
+            found = look(place, found)
+        best, ids = found[:2]
+        asked = jnp.arange(TOP) < count
+        return jnp.where(asked, best, -jnp.inf), jnp.where(asked, ids, -1)
     with jax.named_scope("ranked"):
         return lax.fori_loop(0, count, look, (*empty, *start))[:2]
 
 
 def adjust(
     logits: Float32[Array, "R v"], fields: dict[str, jax.Array], edits: Int32[Array, "3 R K"],
-    mask: Int32[Array, "R W"], token: Int32[Array, "R"],
+    mask: Int32[Array, "R W"], token: Int32[Array, "R"], straight: bool = False,
 ) -> dict[str, jax.Array]:  # fmt: skip
     """Before ``sample``, the logits that it is to take; after it, how likely the tokens are.
 
@@ -94,6 +103,7 @@ def adjust(
         edits: See :func:`adjusted`.
         mask: See :func:`adjusted`.
         token: What was sampled, where ``top`` is above 0.
+        straight: For one device: see :func:`ranked`.
 
     Returns:
         ``logits``: this device's part, as :func:`adjusted` gives them. ``logprob [R]``: of ``token``. ``top_token`` and
@@ -106,8 +116,10 @@ def adjust(
         log_sum = greedy(logits)[2]
         ids = lax.axis_index(AXIS) * logits.shape[1] + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         logit = lax.psum(jnp.sum(jnp.where(ids == token[:, None], logits, 0.0), axis=1), AXIS)
-        values, best = (lax.all_gather(each, AXIS, axis=1, tiled=True) for each in ranked(logits, ids, count))
-        values, best = ranked(values, jnp.where(best < 0, NONE, best), count)
+        values, best = ranked(logits, ids, count, straight)
+        if not straight:
+            values, best = (lax.all_gather(each, AXIS, axis=1, tiled=True) for each in (values, best))
+            values, best = ranked(values, jnp.where(best < 0, NONE, best), count)
         return logit - log_sum, best, values - log_sum[:, None]
 
     def nothing() -> tuple[jax.Array, ...]:

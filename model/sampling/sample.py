@@ -67,12 +67,15 @@ def greedy(logits: Float32[Array, "R v"]) -> tuple[Int32[Array, "R"], Float32[Ar
     return token, maximum, maximum + log_total
 
 
-def draw(logits: Float32[Array, "R v"], fields: dict[str, jax.Array]) -> tuple[Int32[Array, "R"], Float32[Array, "R"]]:
+def draw(
+    logits: Float32[Array, "R v"], fields: dict[str, jax.Array], straight: bool = False
+) -> tuple[Int32[Array, "R"], Float32[Array, "R"]]:
     """Samples by temperature, top-k and top-p.
 
     Args:
         logits: This device's part of the vocabulary.
         fields: See :func:`sample`.
+        straight: See :func:`keep_mask`.
 
     Returns:
         (token, its logit), the same on every device.
@@ -102,7 +105,7 @@ def draw(logits: Float32[Array, "R v"], fields: dict[str, jax.Array]) -> tuple[I
         return jax.random.gumbel(key, (devices, width), jnp.float32)  # the same numbers, however a row is cut
 
     noise = jax.vmap(gumbel, out_axes=1)(seed, position).reshape(lines.shape)
-    noisy = jnp.where(keep_mask(scaled, top_k, top_p), scaled + noise, -jnp.inf)
+    noisy = jnp.where(keep_mask(scaled, top_k, top_p, straight), scaled + noise, -jnp.inf)
     token = first_best(noisy, len(seed))[1]
     chosen = numbers(lines.shape, len(seed)) == to_lines(token, len(lines))
     logit = by_row(jnp.sum, jnp.where(chosen, lines, 0.0), len(seed))
@@ -111,13 +114,14 @@ def draw(logits: Float32[Array, "R v"], fields: dict[str, jax.Array]) -> tuple[I
 
 
 def sample(
-    logits: Float32[Array, "R v"], fields: dict[str, jax.Array]
+    logits: Float32[Array, "R v"], fields: dict[str, jax.Array], straight: bool = False
 ) -> tuple[Int32[Array, "R"], Float32[Array, "R"]]:
     """Greedy where ``temperature`` is 0, drawn elsewhere.
 
     Args:
         logits: This device's part of the vocabulary.
         fields: ``slot, position, temperature, top_k, top_p, seed``, each ``[R]``.
+        straight: See :func:`keep_mask`; whether a row is drawn at all stays a condition.
 
     Returns:
         The token and its log-probability under the plain softmax, the same on every device. NO_TOKEN where a logit is
@@ -127,7 +131,7 @@ def sample(
     do_sample = (fields["temperature"] > 0) & (token != NO_TOKEN)
 
     def mixed() -> tuple[jax.Array, jax.Array]:
-        drawn = draw(logits, fields)
+        drawn = draw(logits, fields, straight)
         return jnp.where(do_sample, drawn[0], token), jnp.where(do_sample, drawn[1], logit)
 
     with jax.named_scope("drawn"):

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from direct import pack
 from ling3export.checkpoint.synth import config_fields
 from ling3export.model.config import Config
-from ling3export.model.geometry import AXIS, Geometry
+from ling3export.model.geometry import AXIS, Form, Geometry
 from ling3export.model.inputs import BIASES
 from ling3export.model.program import build_step
 from ling3export.model.sampling.adjust import TOP
@@ -24,10 +24,11 @@ KERNEL = 1e-5
 
 
 class Adjuster:
-    """``adjust@3`` at one tensor parallelism."""
+    """``adjust@3`` at one tensor parallelism and in one form."""
 
-    def __init__(self, tp: int) -> None:
-        geometry = Geometry(tp=tp, dtype="float32", slots=8, pages=1, page_size=16, max_pages=1, latent_row=1)
+    def __init__(self, tp: int, form: Form) -> None:
+        sizes = {"slots": 8, "pages": 1, "page_size": 16, "max_pages": 1, "latent_row": 1}
+        geometry = Geometry(tp=tp, dtype="float32", form=form, **sizes)
         mesh = Mesh(np.array(jax.devices()[:tp]), (AXIS,), axis_types=(AxisType.Auto,))
         self.step = build_step(CONFIG, geometry, "adjust", ROWS, mesh)
         self.call = jax.jit(self.step.call)
@@ -47,9 +48,9 @@ class Adjuster:
         return {name: np.asarray(value) for name, value in out.items()}
 
 
-@pytest.fixture(scope="module", params=[1, 4])
+@pytest.fixture(scope="module", params=[(1, "loops"), (4, "loops"), (1, "card")])
 def adjuster(request: pytest.FixtureRequest) -> Adjuster:
-    return Adjuster(request.param)
+    return Adjuster(*request.param)
 
 
 @pytest.fixture

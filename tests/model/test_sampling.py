@@ -23,13 +23,17 @@ VOCAB, SLOTS = CONFIG.vocab_size, 8
 
 
 class Sampler:
-    """``sample@rows`` at one tensor parallelism."""
+    """``sample@rows`` at one tensor parallelism, or in the form for a card."""
 
-    def __init__(self, tp: int, rows: int) -> None:
-        geometry = Geometry(tp=tp, dtype="float32", slots=SLOTS, pages=1, page_size=16, max_pages=1, latent_row=1)
+    def __init__(self, tp: int | str, rows: int) -> None:
+        form, tp = ("card", 1) if isinstance(tp, str) else ("loops", tp)
+        sizes = {"slots": SLOTS, "pages": 1, "page_size": 16, "max_pages": 1, "latent_row": 1}
+        geometry = Geometry(tp=tp, dtype="float32", form=form, **sizes)
         mesh = Mesh(np.array(jax.devices()[:tp]), (AXIS,), axis_types=(AxisType.Auto,))
         self.step, self.rows = build_step(CONFIG, geometry, "sample", rows, mesh), rows
-        self.call = jax.jit(self.step.call)
+        # Its loops are unrolled, which takes long to optimize.
+        quick = {"xla_backend_optimization_level": 0} if form == "card" else {}
+        self.call = jax.jit(self.step.call, compiler_options=quick)
         self.shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.step.specs)
 
     def __call__(self, logits: np.ndarray, **fields: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -49,8 +53,8 @@ class Sampler:
 
 
 @pytest.fixture(scope="module")
-def samplers() -> dict[tuple[int, int], Sampler]:
-    return {cell: Sampler(*cell) for cell in ((1, 8), (1, 3), (2, 8), (4, 8))}
+def samplers() -> dict[tuple[int | str, int], Sampler]:
+    return {cell: Sampler(*cell) for cell in ((1, 8), (1, 3), (2, 8), (4, 8), ("card", 8))}
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -58,8 +62,8 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.sum(np.exp(shifted), axis=-1, keepdims=True))
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_greedy_finds_every_token(samplers: dict, tp: int):
+@pytest.mark.parametrize("tp", [1, 2, 4, "card"])
+def test_greedy_finds_every_token(samplers: dict, tp: int | str):
     logits = np.random.default_rng(0).normal(size=(8, VOCAB)).astype(np.float32)
     for first in range(0, VOCAB, 8):
         raised = logits.copy()
@@ -70,8 +74,8 @@ def test_greedy_finds_every_token(samplers: dict, tp: int):
         assert np.max(np.abs(logprob - log_softmax(raised)[np.arange(8), token])) < KERNEL
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_greedy_ties_go_to_the_lowest_id(samplers: dict, tp: int):
+@pytest.mark.parametrize("tp", [1, 2, 4, "card"])
+def test_greedy_ties_go_to_the_lowest_id(samplers: dict, tp: int | str):
     """Within a device's vocabulary, across the border of two, and where all are equal."""
     tied = [(0, 1), (5, 79), (79, 80), (80, 319), (159, 160, 239), (3, 240), (100, 101), tuple(range(VOCAB))]
     logits = np.full((8, VOCAB), -3.0)
@@ -105,10 +109,10 @@ def borders(scaled: np.ndarray, top_k: int, rng: np.random.Generator) -> float:
     return float((cumulated[at] + cumulated[at + 1]) / 2) if len(wide) else 0.5
 
 
-@pytest.mark.parametrize("width", [8, 320])
-def test_kept_set_is_exact(width: int):
+@pytest.mark.parametrize(("width", "straight"), [(8, False), (320, False), (320, True)])
+def test_kept_set_is_exact(width: int, straight: bool):
     rng = np.random.default_rng(width)
-    mask = jax.jit(keep_mask)
+    mask = jax.jit(lambda *given: keep_mask(*given, straight))
     for _ in range(12):
         scaled = (rng.normal(size=(8, width)) * rng.choice([0.2, 1, 4])).astype(np.float32)
         scaled[0] = np.round(scaled[0])  # ties
@@ -153,7 +157,7 @@ def test_top_p_of_one_keeps_all():
 
 
 def test_draws_depend_on_seed_and_position_alone(samplers: dict):
-    """Not on row, neighbours, number of rows or tensor parallelism."""
+    """Not on row, neighbours, number of rows, tensor parallelism or form."""
     logits = np.random.default_rng(1).normal(size=(8, VOCAB)).astype(np.float32)
     fields = {
         "temperature": np.full(8, 1.3), "top_k": np.array([0, 50] * 4), "top_p": np.array([1, 0.9, 0.8, 1] * 2),
@@ -162,7 +166,7 @@ def test_draws_depend_on_seed_and_position_alone(samplers: dict):
     token, logprob, _ = samplers[1, 8](logits, **fields)
     assert len(set(token)) > 4
     assert np.max(np.abs(logprob - log_softmax(logits)[np.arange(8), token])) < KERNEL
-    for cell in ((1, 8), (1, 3), (2, 8), (4, 8)):
+    for cell in ((1, 8), (1, 3), (2, 8), (4, 8), ("card", 8)):
         for rows in ([7, 2, 0], [5], [1, 4]):
             assert samplers[cell](logits[rows], **{k: v[rows] for k, v in fields.items()})[0].tolist() == [*token[rows]]
     moved = samplers[1, 8](logits, **fields | {"position": fields["position"] + 1})[0]
@@ -200,9 +204,9 @@ def test_draws_follow_the_distribution(samplers: dict, along: str):
     assert_follows(drawn, best, probability)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 2, 4, "card"])
 @pytest.mark.parametrize("temperature", [1e-5, 1e-9, 1e-30, 1e-42])
-def test_temperatures_next_to_zero_take_the_best_token(samplers: dict, tp: int, temperature: float):
+def test_temperatures_next_to_zero_take_the_best_token(samplers: dict, tp: int | str, temperature: float):
     """Logits over a temperature of 1e-9 once lost the best one's difference, and top_p below 1 then took token 0.
 
     1e-42 is a denormal, which a device may treat as zero.
@@ -228,9 +232,9 @@ def test_draws_from_large_logits_at_a_small_temperature_follow_the_distribution(
     assert_follows(drawn, best, probability)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 2, 4, "card"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_whose_logits_are_not_usable_are_marked(samplers: dict, tp: int, temperature: float):
+def test_rows_whose_logits_are_not_usable_are_marked(samplers: dict, tp: int | str, temperature: float):
     """A NaN among the logits once became token 2147483647, and a row of -inf token 0; neighbours keep their tokens."""
     logits = np.random.default_rng(6).normal(size=(8, VOCAB)).astype(np.float32)
     fields: dict[str, Any] = {"temperature": temperature, "top_p": 0.9, "top_k": 40, "seed": np.arange(8)}
@@ -245,9 +249,9 @@ def test_rows_whose_logits_are_not_usable_are_marked(samplers: dict, tp: int, te
     assert np.isfinite(logprob).tolist() == [row not in bad for row in range(8)]
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 2, 4, "card"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_tokens_that_may_not_be_taken_make_no_nan(samplers: dict, tp: int, temperature: float):
+def test_tokens_that_may_not_be_taken_make_no_nan(samplers: dict, tp: int | str, temperature: float):
     """A device whose whole share of the vocabulary is -inf once gave a NaN log-probability, as a token mask would."""
     logits = np.random.default_rng(7).normal(size=(8, VOCAB)).astype(np.float32)
     allowed = np.zeros((8, VOCAB), bool)

@@ -1,4 +1,4 @@
-"""The form of the steps that accelerators get, on CPU in fp32: unrolled layers, tiles, striped pages."""
+"""The forms of the steps that accelerators get, on CPU in fp32: unrolled layers, tiles, striped pages; one card."""
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,10 @@ def case(tmp_path_factory) -> Case:
     return Case(tmp_path_factory.mktemp("forms") / "micro", (70, 37, 21)).expect()
 
 
-@pytest.mark.parametrize("tp", [4, 2, 1])
-def test_the_form_agrees_with_the_reference(case: Case, tp: int):
+@pytest.mark.parametrize(("tp", "form"), [(4, "tiles"), (2, "tiles"), (1, "tiles"), (1, "card")])
+def test_the_form_agrees_with_the_reference(case: Case, tp: int, form: str):
     """Three sequences of several pages, cut prefills, then decode side by side with padding rows between them."""
-    direct = Quick(case.config, case.read, tp=tp, form="tiles", page_size=16, max_pages=8)
+    direct = Quick(case.config, case.read, tp=tp, form=form, page_size=16, max_pages=8)
     assert direct.geometry.placement == ("striped" if tp > 1 else "replicated")
     errors = []
     starts = [len(prompt) - 6 for prompt in case.prompts]
@@ -43,11 +43,11 @@ def long(tmp_path_factory) -> Case:
     return Case(tmp_path_factory.mktemp("long") / "micro", (330, 190)).expect()
 
 
-@pytest.mark.parametrize("tp", [2, 1])
-def test_steps_of_several_tiles_agree_with_the_reference(long: Case, tp: int):
+@pytest.mark.parametrize(("tp", "form"), [(2, "tiles"), (1, "tiles"), (1, "card")])
+def test_steps_of_several_tiles_agree_with_the_reference(long: Case, tp: int, form: str):
     """Calls of 17 chunks, which are three tiles; runs that cross tiles and go on from the call before; decode over more
     pages than a tile has, on every device."""
-    direct = Quick(long.config, long.read, tp=tp, form="tiles", page_size=8, max_pages=48)
+    direct = Quick(long.config, long.read, tp=tp, form=form, page_size=8, max_pages=48)
     (one, two), (first, second) = long.prompts, long.expected
     found = direct.prefill(272, [(1, 0, one[:144]), (2, 0, two[:120])])
     errors = [relative(found[1], first[143]), relative(found[2], second[119])]
@@ -71,6 +71,9 @@ def test_reducing_chooses_what_sorting_chooses(case: Case, ties: bool):
         scores, bias = np.round(scores * 4) / 4, np.zeros_like(bias)
     chosen, weights = moe.route(jnp.asarray(scores), jnp.asarray(bias), config)
     expected = jnp.zeros(scores.shape).at[jnp.arange(64)[:, None], chosen].set(weights)
+    ranked, shares = jax.jit(lambda s, b: moe.route_by_rank(s, b, config))(scores, bias)
+    np.testing.assert_array_equal(ranked, chosen)
+    np.testing.assert_allclose(shares, weights, rtol=1e-6)
     for wanted in (np.arange(config.num_experts), np.arange(3, config.num_experts, 2)):
         found = jax.jit(lambda s, b, w: moe.route_weights(s, b, config, w))(scores.T, bias, wanted).T
         np.testing.assert_allclose(found, expected[:, wanted], rtol=1e-6)

@@ -97,7 +97,9 @@ def output(gated: Callable[[jax.Array, jax.Array, Callable[[jax.Array], jax.Arra
     def wrong(_: Any, self: kda.KimiDeltaAttention, o: jax.Array, gate: jax.Array, layer: Any, dtype: Any) -> jax.Array:
         weight = take(self.o_norm[...], layer, split=False)
         y = gated(o, gate, lambda x: rms_norm(x, weight, self.config.rms_norm_eps))
-        return dot_merged(y.reshape(o.shape[0], -1).astype(dtype), take(self.o_proj[...], layer, split=True))
+        return dot_merged(
+            y.reshape(o.shape[0], -1).astype(dtype), take(self.o_proj[...], layer, split=True), self.geometry
+        )
 
     return replace(kda.KimiDeltaAttention, "_output", wrong)
 

@@ -87,7 +87,7 @@ def test_compiling_for_a_card_needs_no_card():
 def test_a_card_holds_the_whole_model_and_a_full_pool():
     plan = make_plan(FULL, Options(), "cuda:h200")
     assert (plan.geometry.tp, plan.geometry.pages, plan.geometry.latent_row) == (1, 2048, 576)
-    assert (plan.geometry.placement, plan.geometry.form) == ("replicated", "tiles")
+    assert (plan.geometry.placement, plan.geometry.form) == ("replicated", "card")
     with pytest.raises(PlanError, match=r"--memory-fraction of `cuda:h100`: expected room .* found 7\.45 GiB"):
         make_plan(FULL, Options(memory_fraction=0.1), "cuda:h100")
 

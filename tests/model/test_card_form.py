@@ -1,0 +1,146 @@
+"""The form of the steps of one card, on CPU: the chosen experts alone, whole page tables."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from direct import relative
+from ling3export.checkpoint.synth import config_fields
+from ling3export.cost.roofline import expert_times
+from ling3export.model import moe
+from ling3export.model.config import Config
+from ling3export.model.geometry import AXIS, Geometry
+from ling3export.model.mla.paged import attend_tables
+from ling3export.model.program import bind
+from ling3export.plan.chips import CHIPS
+from ling3export.plan.options import Options
+from ling3export.plan.plan import make_plan
+from numerics import Case, Quick
+from tolerances import FLOAT32
+
+pytestmark = pytest.mark.jit
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory) -> Case:
+    return Case(tmp_path_factory.mktemp("card") / "micro", (30, 21)).expect()
+
+
+@pytest.fixture(scope="module")
+def direct(case: Case) -> Quick:
+    return Quick(case.config, case.read, form="card", page_size=16, max_pages=8)
+
+
+def multiplied(direct: Quick, x: np.ndarray, layer: int, valid: np.ndarray) -> np.ndarray:
+    """What the experts of a layer make of ``x``."""
+
+    def body(params, x, valid):
+        return bind(direct.config, direct.geometry)(params).moe(x, layer, valid)
+
+    alone = jax.vmap(body, in_axes=None, axis_name=AXIS, axis_size=1)
+    return np.asarray(jax.jit(alone)(direct.params, x, valid)[0])
+
+
+def by_hand(direct: Quick, x: np.ndarray, layer: int, valid: np.ndarray) -> np.ndarray:
+    """The same in float64, expert by expert."""
+    config, params = direct.config, direct.params["moe"]
+    gate, bias = (np.asarray(params[name][layer], np.float64) for name in ("gate", "expert_bias"))
+    scores = 1 / (1 + np.exp(-(x.astype(np.float64) @ gate.T)))
+    chosen, weights = moe.route(jnp.asarray(scores, jnp.float32), jnp.asarray(bias, jnp.float32), config)
+    up, down = (np.asarray(params[f"experts_{name}_proj"][f"{layer:03}"], np.float64) for name in ("gate_up", "down"))
+    up, down = (each.reshape(config.num_experts, *each.shape[2:]) for each in (up, down))
+    shared_up, shared_down = (
+        np.asarray(params[f"shared_{name}_proj"], np.float64)[:, layer] for name in ("gate_up", "down")
+    )
+    parts = [*zip(shared_up, shared_down, strict=True)]
+    out = np.zeros_like(x, np.float64)
+    for row, own in enumerate(x.astype(np.float64)):
+        for gate_up, back in parts:
+            gated, straight = gate_up @ own
+            out[row] += (gated / (1 + np.exp(-gated)) * straight) @ back
+        for expert, weight in zip(np.asarray(chosen[row]), np.asarray(weights[row]), strict=True):
+            gated, straight = up[expert] @ own
+            out[row] += valid[row] * weight * (down[expert] @ (gated / (1 + np.exp(-gated)) * straight))
+    return out
+
+
+@pytest.mark.parametrize("rows", [1, 3, "most"])
+@pytest.mark.parametrize("layer", [0, 2])
+def test_chosen_experts_make_what_a_loop_over_them_makes(direct: Quick, rows: int | str, layer: int):
+    """Random rows, of which the second and last are padding: these have the shared expert alone."""
+    config = direct.config
+    count = config.num_experts // config.num_experts_per_tok if isinstance(rows, str) else rows
+    assert moe.form_of(count, config, direct.geometry) == "chosen"
+    assert moe.form_of(config.num_experts // config.num_experts_per_tok + 1, config, direct.geometry) == "all"
+    x = np.random.default_rng(count).normal(size=(count, config.hidden_size)).astype(np.float32)
+    valid = np.ones(count, bool)
+    if count > 1:
+        valid[[1, -1]] = False
+    assert relative(multiplied(direct, x, layer, valid), by_hand(direct, x, layer, valid)) <= FLOAT32
+
+
+def test_a_row_that_is_not_finite_leaves_the_other_rows_as_they_are(direct: Quick):
+    """A padding row of NaN, and a sequence's: the router's order of NaN is any, and no number comes of it."""
+    x = np.random.default_rng(0).normal(size=(3, direct.config.hidden_size)).astype(np.float32)
+    valid = np.array([True, True, False])
+    right = multiplied(direct, x, 0, valid)
+    for row in (1, 2):
+        spoiled = x.copy()
+        spoiled[row] = np.nan
+        found = multiplied(direct, spoiled, 0, valid)
+        assert np.isnan(found[row]).all()
+        others = [other for other in range(3) if other != row]
+        np.testing.assert_array_equal(found[others], right[others])
+
+
+def test_a_decode_step_sees_nothing_behind_its_sequences(case: Case, direct: Quick):
+    """Nor a page of NaN that a table names behind a sequence's last, nor rows behind it in its own page."""
+    direct.reset()
+    for slot, (prompt, _) in enumerate(zip(case.prompts, case.expected, strict=True), 1):
+        direct.sequence(32, prompt[:-1], slot=slot)
+    pool = np.asarray(direct.state["mla_latent"]).copy()
+    seen = np.zeros(pool.shape[1:3], bool)
+    for slot, prompt in enumerate(case.prompts, 1):
+        for at in range(len(prompt) - 1):
+            seen[direct.tables[slot][at // 16], at % 16] = True
+    pool[:, ~seen] = np.nan
+    direct.state = direct.state | {"mla_latent": jnp.asarray(pool)}
+    rows = [(slot, len(prompt) - 1, prompt[-1]) for slot, prompt in enumerate(case.prompts, 1)]
+    found = direct.decode(3, [rows[1], rows[0]])
+    errors = [relative(found[row], case.expected[slot - 1][-1]) for row, slot in ((0, 2), (1, 1))]
+    assert max(errors) <= FLOAT32
+
+
+def test_attending_whole_tables_agrees_with_a_plain_softmax():
+    """Random lengths, none among them, and tables that name pages in any order."""
+    rng = np.random.default_rng(0)
+    rows, heads, page, rank, width = 5, 3, 4, 8, 11
+    pool = rng.normal(size=(2, 21, page, width)).astype(np.float32)
+    table = rng.permutation(np.arange(1, 21)).reshape(rows, 4).astype(np.int32)
+    length, query = np.array([16, 1, 0, 7, 12], np.int32), rng.normal(size=(rows, heads, width)).astype(np.float32)
+    found = jax.jit(lambda q, p, t, n: attend_tables(q, p, 1, t, n, rank))(query, pool, table, length)
+    for row in range(rows):
+        cached = pool[1, table[row]].reshape(-1, width)[: length[row]].astype(np.float64)
+        scores = query[row] @ cached.T
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True, initial=-np.inf, where=np.isfinite(scores)))
+        expected = (
+            (weights / weights.sum(axis=1, keepdims=True)) @ cached[:, :rank] if length[row] else np.zeros((3, 8))
+        )
+        np.testing.assert_allclose(found[row], expected, atol=2e-6)
+
+
+def test_a_card_counts_the_chosen_experts_of_few_rows():
+    config = Config.from_dict(config_fields("full", {}))
+    geometry = make_plan(config, Options(), "cuda:h100").geometry
+    chip = CHIPS["cuda", "h100"]
+    few, many = (expert_times(config, geometry, rows, chip) for rows in (16, 17))
+    assert (few.all_local, many.all_local) == (False, True)
+    assert many.flop_seconds / few.flop_seconds == pytest.approx(
+        17 / 16 * config.num_experts / config.num_experts_per_tok
+    )
+
+
+def test_a_card_decodes_the_rows_that_it_is_asked_for():
+    sizes = {"tp": 1, "dtype": "float32", "slots": 1, "pages": 1, "page_size": 16, "max_pages": 1, "latent_row": 1}
+    assert [Geometry(**sizes, form=form).fewest_rows for form in ("loops", "tiles", "card")] == [1, 4, 1]
