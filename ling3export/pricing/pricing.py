@@ -4,8 +4,9 @@ Weights, state and roofline bounds follow from the configuration by formula. Tem
 come from an artifact that was built alike, or are said to be unknown.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 from ling3export.artifacts.calibration import Calibration, Times, found_beside
@@ -63,6 +64,16 @@ class Pool:
 
 
 @dataclass(frozen=True)
+class TokenCosts:
+    """What a token of each prefill padding costs when its call is full."""
+
+    source: str  # ``measured``, or ``estimate``: the compiler's, without collectives
+    seconds: dict[int, float]  # by padding, smallest first
+    paying: tuple[int, ...]  # the paddings at which a token costs less than at every smaller one
+    unseen: bool = False  # whether custom calls, whose time an estimate does not have, take part
+
+
+@dataclass(frozen=True)
 class PricedTarget:
     """What one target would hold and cost."""
 
@@ -76,6 +87,7 @@ class PricedTarget:
     tokens_a_sequence: int  # cached tokens that loops over pages are counted for
     cells: dict[str, PricedCell]  # by name
     measured: str | None = None  # on which machine, or why a calibration that is there is not used
+    prefill: TokenCosts | None = None  # None with one padding, or where nothing gives the times of all of them
 
 
 @dataclass(frozen=True)
@@ -181,8 +193,26 @@ def _target(
     pool = Pool(geometry.slots, geometry.pages, geometry.page_size, geometry.placement, held_tokens)
     return PricedTarget(
         target.text, target.tp, target.processes, plan.notes, pool, held(config, plan, compiled), unknown,
-        context, cells, note,
+        context, cells, note, token_costs(cells, plan.paddings),
     )  # fmt: skip
+
+
+def token_costs(cells: Mapping[str, PricedCell], paddings: Sequence[int]) -> TokenCosts | None:
+    """What a token of each of the prefill ``paddings`` costs, by measured times or else by estimates.
+
+    A padding is worth its program if a token costs less at it than at every smaller padding: several calls of a smaller
+    one would else take no longer. None for a single padding, or where the times of some are unknown.
+    """
+    rows = {padding: cells[f"prefill@{padding}"] for padding in sorted(paddings)}
+    for source in ("measured", "estimate"):
+        times = {p: row.measured_seconds if source == "measured" else row.estimated_seconds for p, row in rows.items()}
+        seconds = {padding: time / padding for padding, time in times.items() if time is not None}
+        if len(seconds) == len(rows) > 1:
+            least = list(accumulate(seconds.values(), min))
+            paying = [p for i, (p, each) in enumerate(seconds.items()) if not i or each < least[i - 1]]
+            unseen = source == "estimate" and any(row.unseen for row in rows.values())
+            return TokenCosts(source, seconds, tuple(paying), unseen)
+    return None
 
 
 def _traffic(lengths: Sequence[Length], plan: Plan, options: Options, ignore: Sequence[str]) -> Traffic:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ling3export.plan.paddings import Padded
-from ling3export.pricing.pricing import Priced, PricedCell, PricedTarget, Traffic
+from ling3export.pricing.pricing import Priced, PricedCell, PricedTarget, TokenCosts, Traffic
 from ling3export.runners.engine.inputs import CALL
 from ling3export.tables import aligned, readable, selected
 
@@ -59,7 +59,28 @@ def _target(name: str, target: PricedTarget, wide: bool) -> list[str]:
     if any(cell.measured_seconds is not None for cell in target.cells.values()):
         wanted += (MEASURED,)
     rows = [_columns(name, cell) for name, cell in target.cells.items()]
-    return lines + (selected(rows, ("cell", *wanted)) if wanted else [])
+    table = selected(rows, ("cell", *wanted)) if wanted else []
+    return lines + table + ([] if target.prefill is None else _tokens(target.prefill))
+
+
+def _tokens(costs: TokenCosts) -> list[str]:
+    """What a token of each prefill padding costs, and which paddings follow from that."""
+    source = "as measured" if costs.source == "measured" else "by estimate, without collectives"
+    source += ", at least" if costs.unseen else ""
+    each = ", ".join(f"{1e6 * seconds:.2f} at {padding}" for padding, seconds in costs.seconds.items())
+    lines = [f"  prefill, µs a token of a full call {source}: {each}"]
+    largest = max(costs.seconds)
+    if vain := [padding for padding in costs.seconds if padding not in costs.paying]:
+        word = "pays" if len(vain) == 1 else "pay"
+        lines.append(f"  {_numbers(vain)} {word} nothing: a token costs no less than at a smaller padding")
+        lines.append(f"  ling3export build CHECKPOINT --paddings {_numbers(costs.paying)}")
+    if largest in costs.paying:
+        before = costs.paying[-2]
+        saved = 1 - costs.seconds[largest] / costs.seconds[before]
+        lines.append(
+            f"  {largest} pays for prompts of {largest:,} tokens and more: {saved:.1%} less a token than {before}"
+        )
+    return lines
 
 
 def _columns(name: str, cell: PricedCell) -> dict[str, str]:

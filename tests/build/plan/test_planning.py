@@ -21,9 +21,9 @@ from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
 from ling3export.plan.pools import weight_bytes
 from ling3export.pricing.memory import check_memory, held
-from ling3export.pricing.pricing import PricedCell, priced
+from ling3export.pricing.pricing import PricedCell, TokenCosts, priced, token_costs
 from ling3export.pricing.recorded import config_of, layout_difference, options_of, plan_of
-from ling3export.pricing.text import _columns
+from ling3export.pricing.text import _columns, _tokens
 from refusals import refusal
 
 FULL = Config.from_dict(config_fields("full", {}))
@@ -192,6 +192,50 @@ def test_a_config_that_is_not_there_is_named(tmp_path):
 @pytest.mark.parametrize(("unseen", "said"), [(0, "2.000"), (3, "at least 2.000")])
 def test_an_estimate_without_the_time_of_custom_calls_says_at_least(unseen, said):
     assert _columns("decode@16", PricedCell(None, 1, 2e-3, None, unseen))["estimate ms"] == said
+
+
+def costs(times, measured=None, unseen=0):
+    """What :func:`token_costs` makes of prefill cells with these milliseconds by padding."""
+    measured = measured or {}
+    cells = {
+        f"prefill@{padding}": PricedCell(None, 1, time and 1e-3 * time, measured.get(padding), unseen)
+        for padding, time in times.items()
+    }
+    return token_costs(cells, tuple(times))
+
+
+def test_a_padding_that_pays_for_long_prompts_is_said_to():
+    found = costs({128: 1.28, 512: 2.56, 2048: 8.192})
+    assert found == TokenCosts("estimate", {128: 1e-5, 512: 5e-6, 2048: 4e-6}, (128, 512, 2048))
+    assert _tokens(found) == [
+        "  prefill, µs a token of a full call by estimate, without collectives: "
+        "10.00 at 128, 5.00 at 512, 4.00 at 2048",
+        "  2048 pays for prompts of 2,048 tokens and more: 20.0% less a token than 512",
+    ]
+
+
+def test_paddings_that_pay_nothing_are_named_with_the_option_that_leaves_them_out():
+    found = costs({128: 1.28, 256: 2.56, 512: 2.56, 2048: 20.48}, unseen=1)
+    assert found.paying == (128, 512)
+    assert _tokens(found) == [
+        "  prefill, µs a token of a full call by estimate, without collectives, at least: "
+        "10.00 at 128, 10.00 at 256, 5.00 at 512, 10.00 at 2048",
+        "  256,2048 pay nothing: a token costs no less than at a smaller padding",
+        "  ling3export build CHECKPOINT --paddings 128,512",
+    ]
+
+
+def test_measured_times_come_before_estimates_and_none_is_guessed():
+    found = costs({16: 1.0, 32: 1.0}, measured={16: 1.6e-3, 32: 4.8e-3})
+    assert (found.source, found.paying) == ("measured", (16,))
+    assert _tokens(found) == [
+        "  prefill, µs a token of a full call as measured: 100.00 at 16, 150.00 at 32",
+        "  32 pays nothing: a token costs no less than at a smaller padding",
+        "  ling3export build CHECKPOINT --paddings 16",
+    ]
+    assert costs({16: 1.0, 32: 1.0}, measured={16: 1.6e-3}).source == "estimate"
+    assert costs({16: 1.0, 32: None}) is None
+    assert costs({16: 1.0}) is None
 
 
 def test_what_a_device_holds():
