@@ -449,8 +449,10 @@ class Crew {
   std::shared_ptr<Work> Look(Range ahead) {
     const auto end = std::chrono::steady_clock::now() + kLook;
     std::shared_ptr<Work> found;
-    looking_.fetch_add(1);
     int64_t read = 0;
+    // One core is the caller's: more threads than there are others would look instead of it.
+    if (looking_.load() + 1 >= int64_t(std::thread::hardware_concurrency())) return nullptr;
+    looking_.fetch_add(1);
     while (!found && std::chrono::steady_clock::now() < end) {
       if (!offered_.load(std::memory_order_acquire)) {
         if (read >= kNear || read >= ahead.bytes * ahead.groups) {
