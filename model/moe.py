@@ -268,8 +268,7 @@ class MixtureOfExperts(nnx.Module):
     ) -> Float32[Array, "T D"]:  # fmt: skip
         """The chosen experts of this device, one tile of rows of one expert after the other."""
         layered, stacks = self.geometry.tiled, (self.experts_gate_up_proj, self.experts_down_proj)
-        few = chosen.size <= calls.FEW_EACH * self.config.num_experts
-        if calls.are_there(stacks[0], few, self.geometry):
+        if calls.do_experts(stacks[0], chosen.size, self.config.num_experts, self.geometry):
             up, out = (stack[...] for stack in stacks)
             own = chosen - lax.axis_index(AXIS) * up.shape[0] * up.shape[2]
             return calls.experts(x, up, out, layer, jnp.where(valid[:, None], own, -1), weights, self.geometry)

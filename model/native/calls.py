@@ -22,9 +22,9 @@ from ling3export.model.layers import NORM_L2_EPS, Index
 # Rows up to which reading the weights takes longer than multiplying: beyond, XLA's own products are faster, which use
 # a processor's matrix unit (docs/log.md, 2026-11-22).
 FEW = 16
-FEW_EACH = (
-    2  # the same of one expert's rows, where all experts are chosen alike: at 4, prefill@128 takes 1.8 times as long
-)
+FEW_EACH = 2  # the same of one expert's rows, where all experts are chosen alike (docs/log.md)
+# Forms whose kernel for experts beats XLA's products at any number of rows: processors without a matrix unit.
+ANY_EXPERTS = ("avx512_bf16",)
 
 
 class KdaWeights(NamedTuple):
@@ -42,6 +42,12 @@ def are_there(weights: nnx.Param | nnx.Dict, few: bool, geometry: Geometry) -> b
     if not geometry.kernels or not few or isinstance(weights, nnx.Dict):
         return False
     return bool(weights[...].dtype == jnp.bfloat16)
+
+
+def do_experts(weights: nnx.Param | nnx.Dict, pairs: int, experts: int, geometry: Geometry) -> bool:
+    """Whether the program calls a kernel for ``pairs`` of a token and one of a layer's ``experts``."""
+    few = geometry.kernels.startswith(ANY_EXPERTS) or pairs <= FEW_EACH * experts
+    return are_there(weights, few, geometry)
 
 
 def _call(name: str, geometry: Geometry, shape: tuple[int, ...], *arguments: jax.Array) -> jax.Array:

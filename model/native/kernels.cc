@@ -615,6 +615,27 @@ ffi::Error Rows(ffi::ThreadPool pool, Bf16s x, Bf16s w, Ints layer_of, ffi::Resu
   return ffi::Error::Success();
 }
 
+// e to the power of each of `count` numbers up to 0, to 3e-7 of it; 0 below -87.
+void Exponentials(float* values, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float x = values[i], high = (x < -87 ? -87.0f : x) * 1.44269504f;
+    const int32_t whole = int32_t(high - 0.5f);  // so that what is left lies between -0.5 and 0.5
+    const float f = (high - float(whole)) * 0.693147181f;
+    const float power = 1 + f * (1 + f * (0.5f + f * (1 / 6.0f + f * (1 / 24.0f + f * (1 / 120.0f + f / 720)))));
+    const uint32_t bits = uint32_t(whole + 127) << 23;
+    float scale;
+    std::memcpy(&scale, &bits, 4);
+    values[i] = power * scale * float(x >= -87);  // a product, since a choice would keep gcc from making vectors
+  }
+}
+
+// 1 / (1 + e^-x) of each of `count` numbers.
+void Sigmoids(const float* x, int64_t count, float* __restrict out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = -std::abs(x[i]);
+  Exponentials(out, count);
+  for (int64_t i = 0; i < count; ++i) out[i] = (x[i] < 0 ? out[i] : 1.0f) / (1 + out[i]);
+}
+
 // The chosen experts of one layer: sum over a of share[t, a] down(silu(gate x_t) * up x_t).
 //
 // x [T, D], gate_up [s, n, e, 2, F, D], down [s, n, e, D, F], chosen [T, A] with numbers of 0 to s e - 1 (others choose
@@ -656,10 +677,10 @@ ffi::Error Experts(ffi::ThreadPool pool, Bf16s x, Bf16s gate_up, Bf16s down, Int
         Outer(gate + half * width * dim, count, dim, rows.data() + from, own, both[half], kOutputs);
       }
       for (int64_t t = 0; t < own; ++t) {
-        for (int64_t o = 0; o < count; ++o) {
-          const float g = both[0][t * kOutputs + o];
-          hidden[(from + t) * width + f + o] = Round(g / (1 + std::exp(-g)) * both[1][t * kOutputs + o]);
-        }
+        const float *g = both[0] + t * kOutputs, *y = both[1] + t * kOutputs;
+        float open[kOutputs];
+        Sigmoids(g, count, open);
+        for (int64_t o = 0; o < count; ++o) hidden[(from + t) * width + f + o] = Round(g[o] * open[o] * y[o]);
       }
     }
   });
@@ -705,27 +726,6 @@ void Delta(float* __restrict state, int64_t keys, int64_t values, const float* d
       o[j] += query * each;
     }
   }
-}
-
-// e to the power of each of `count` numbers up to 0, to 3e-7 of it; 0 below -87.
-void Exponentials(float* values, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    const float x = values[i], high = (x < -87 ? -87.0f : x) * 1.44269504f;
-    const int32_t whole = int32_t(high - 0.5f);  // so that what is left lies between -0.5 and 0.5
-    const float f = (high - float(whole)) * 0.693147181f;
-    const float power = 1 + f * (1 + f * (0.5f + f * (1 / 6.0f + f * (1 / 24.0f + f * (1 / 120.0f + f / 720)))));
-    const uint32_t bits = uint32_t(whole + 127) << 23;
-    float scale;
-    std::memcpy(&scale, &bits, 4);
-    values[i] = power * scale * float(x >= -87);  // a product, since a choice would keep gcc from making vectors
-  }
-}
-
-// 1 / (1 + e^-x) of each of `count` numbers.
-void Sigmoids(const float* x, int64_t count, float* __restrict out) {
-  for (int64_t i = 0; i < count; ++i) out[i] = -std::abs(x[i]);
-  Exponentials(out, count);
-  for (int64_t i = 0; i < count; ++i) out[i] = (x[i] < 0 ? out[i] : 1.0f) / (1 + out[i]);
 }
 
 // <x, x>, in fp32.
