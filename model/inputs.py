@@ -171,7 +171,7 @@ def chunks_of(fields: dict[str, Int32[Array, "..."]], conv_history: int | None =
         used=jnp.max(jnp.where(slot > 0, index + 1, 0)), token_slot=jnp.repeat(slot, CHUNK),
         position=(start[:, None] + within).reshape(-1),
         valid=valid_tokens(within, slot, length),
-        tiles=None if conv_history is None else tiles_of(first, fresh, length, conv_history),
+        tiles=None if conv_history is None else tiles_of(first, last, fresh, length, conv_history),
     )  # fmt: skip
 
 

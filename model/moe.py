@@ -181,6 +181,8 @@ def form_of(rows: int, config: Config, geometry: Geometry) -> Literal["chosen", 
     """
     if geometry.form == "card" and rows * config.num_experts_per_tok <= config.num_experts:
         return "chosen"
+    if geometry.tp > 1 and geometry.tiled:  # a chip of a slice has few experts; loops take longer (docs/log.md)
+        return "all"
     return "all" if geometry.tiled and rows <= LOCAL_ROWS else "tiles"
 
 
@@ -208,7 +210,11 @@ class MixtureOfExperts(nnx.Module):
             return self.chosen_local(x.astype(dtype), layer, chosen, share) + self.shared(x.astype(dtype), layer)
         if form == "all":
             weights = self.local_weights(x, layer)
-            return self.all_local(x.astype(dtype), layer, weights) + self.shared(x.astype(dtype), layer)
+            routed = [
+                self.all_local(x[i : i + LOCAL_ROWS].astype(dtype), layer, weights[:, i : i + LOCAL_ROWS])
+                for i in range(0, x.shape[0], LOCAL_ROWS)
+            ]
+            return jnp.concatenate(routed) + self.shared(x.astype(dtype), layer)
         if self.geometry.kernels and x.shape[0] <= calls.FEW:
             chosen, weights = calls.route(x, self.gate[...], self.expert_bias[...], layer, self.config, self.geometry)
         else:

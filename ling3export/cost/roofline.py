@@ -25,7 +25,8 @@ TOKENS = 1024  # cached by each sequence of the decode batch that costs are coun
 def loop_trips(config: Config, geometry: Geometry, phase: str, padding: int, tokens: int) -> dict[str, float]:
     """Trips, by scope, of the loops whose bounds depend on the batch (``model/`` names the scopes).
 
-    All rows of the batch are in use. A decoding sequence has cached ``tokens``; a prefill call starts its sequences.
+    All rows of the batch are in use. A decoding sequence has cached ``tokens``; a prefill call starts its sequences, of
+    which no more than one ends in a tile.
     """
     if phase in MOVING:
         return {"copies": padding, "pages": padding / (geometry.tp if geometry.striped else 1)}
@@ -38,7 +39,7 @@ def loop_trips(config: Config, geometry: Geometry, phase: str, padding: int, tok
         return {"tiles": _tiles(padding, 1 / config.num_experts, rows, local)}
     tiles = expected_tiles(padding, config, config.num_experts / geometry.tp)
     if phase in ("prefill", "score", *SEGMENTS):
-        return {"chunks": padding // CHUNK, "tiles": tiles, "cached": 0}
+        return {"chunks": padding // CHUNK, "tiles": tiles, "cached": 0, "ends": 0}
     pages = min(geometry.max_pages, math.ceil(tokens / geometry.page_size))
     held = math.ceil(padding * pages / (geometry.tp if geometry.striped else 1))
     further = max(0, math.ceil(held / tile_pages(padding)) - 1)  # the first tile lies outside of the loop

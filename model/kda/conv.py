@@ -11,6 +11,7 @@ head.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int32
 
 from ling3export.model.products import einsum
@@ -62,21 +63,21 @@ def picks_of(
         chunk: Rows of a chunk.
         width: Rows before each one that the convolution sees.
     """
-    first, fresh, length = (y.reshape(-1, size, 1) for y in (first, fresh, length))
     rows = size * chunk
-    of = np.arange(size)[:, None]
-
-    def source(place: jax.Array | np.ndarray) -> jax.Array:
-        """Row numbers of places in their chunks, negative before it, ``[J or 1, size, x]``; -1 for none."""
-        at = of * chunk + place
-        inside = jnp.where(at >= 0, at, rows + width + at)
-        pooled = jnp.where(fresh, -1, rows + width + (width + place) * size + of)
-        return jnp.where((place < 0) & first, pooled, inside)
-
-    place = np.arange(chunk)
-    before = [source(np.broadcast_to(place - back, (1, size, chunk))) for back in range(1, width + 1)]
-    kept = jnp.swapaxes(source(length - width + np.arange(width)), 1, 2)
-    index = jnp.concatenate([*(y.reshape(-1, rows) for y in before), kept.reshape(-1, size * width)], axis=1)
+    row = np.arange(rows)
+    back = np.repeat(np.arange(1, width + 1), rows)
+    kept = np.repeat(np.arange(width), size)
+    of = np.concatenate([np.tile(row // chunk, width), np.tile(np.arange(size), width)])
+    fixed = np.concatenate([np.tile(row % chunk, width) - back, kept - width])
+    # What each picked row's chunk says: one product with ones, exact, in the place of dozens of small operations.
+    said = jnp.stack([first, fresh, length]).astype(jnp.float32).reshape(3, -1, size)
+    said = jnp.matmul(said, (of == np.arange(size)[:, None]).astype(np.float32), precision=lax.Precision.HIGHEST)
+    said = said.astype(jnp.int32)
+    place = fixed + said[2] * (np.arange(of.size) >= width * rows)  # in its chunk, negative before it
+    at = of * chunk + place
+    inside = jnp.where(at >= 0, at, rows + width + at)
+    pooled = jnp.where(said[1] > 0, -1, rows + width + (width + place) * size + of)
+    index = jnp.where((place < 0) & (said[0] > 0), pooled, inside)
     return jax.nn.one_hot(index, rows + width + size * width, dtype=jnp.bfloat16)
 
 
@@ -94,8 +95,11 @@ def convolve_tiles(
         The outputs, and the last inputs after each chunk, like ``window``.
     """
     rows, width = raw.shape[1], taps.shape[0] - 1
-    # Three rows, which no layout has in one piece: of whole pieces XLA:TPU would make a copy instead of fusing them.
-    before = jnp.pad(raw[:-1, -width:], ((1, 0), (0, 0), (0, 0), (0, 0)))
+    # By a product with ones: three rows have no layout in one piece, and are two operations of XLA:TPU's otherwise.
+    tiles = raw.shape[0]
+    at = np.arange(tiles)[:, None] * rows - width + np.arange(width)
+    ones = jnp.asarray(at[..., None] == np.arange(tiles * rows), raw.dtype)
+    before = einsum("jwr,rhx->jwhx", ones, raw.reshape(-1, *raw.shape[2:])).astype(raw.dtype)
     known = jnp.concatenate([raw, before, *jnp.split(window, width, axis=-1)], axis=1)
     taken = einsum("jmr,jrhx->jmhx", picks.astype(raw.dtype), known)
     out = taps[width] * raw.astype(jnp.float32)

@@ -214,10 +214,25 @@ class KimiDeltaAttention(nnx.Module):
 
         held = jnp.any(~chunks.from_zero & (chunks.slot > 0))
         tiled = Rows(*(rows(y) for y in (x.q, x.k, x.v, x.g, x.beta[..., None])))
-        after, out = tile_scan(start, held, tiles.runs, tiled, island_precision(raw.dtype))
-        after = jnp.moveaxis(after, 1, 2).reshape(-1, *pool.shape[2:])[:count]
+        ended, out = tile_scan(start, held, tiles.runs, tiled, island_precision(raw.dtype))
+        place = tiles.place
+
+        def store(i: Index, pool: jax.Array) -> jax.Array:
+            """Stores the states after the ends of runs that have the number ``i`` in their tiles."""
+            ends = place == i
+
+            def of_end(y: jax.Array) -> jax.Array:
+                return jnp.sum(jnp.where(ends, fill(y.astype(jnp.int32), 1), 0), axis=1)
+
+            slot = of_end(chunks.slot)
+            old = pool.at[layer, slot].get(mode=IN_BOUNDS)
+            begun = jnp.where((of_end(chunks.from_zero) > 0)[:, None, None, None], 0.0, old)
+            return pool.at[layer, slot].set(ended.states(ends, begun), mode=IN_BOUNDS)
+
+        with jax.named_scope("ends"):  # a tile has seldom more than one
+            pool = lax.fori_loop(1, jnp.max(place) + 1, store, store(0, pool))
         o = jnp.moveaxis(out, 1, 3).reshape(-1, heads, key)[: count * CHUNK]
-        return o, state | {"kda_recurrent": pool.at[layer, written].set(after, mode=IN_BOUNDS)}
+        return o, state | {"kda_recurrent": pool}
 
     def _convolve(self, raw: jax.Array, layer: Index, state: State, chunks: Chunks) -> tuple[jax.Array, State]:
         """Convolves ``raw [N, C, H, 3K]``; a chunk's history is the chunk before it, the pool, or zero."""

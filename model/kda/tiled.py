@@ -40,8 +40,9 @@ class Runs(NamedTuple):
     """Which chunks of each tile belong together; the same in every layer. J tiles of n chunks of C rows."""
 
     here: Bool[Array, "J n"]  # whether the chunk's run starts in its tile
-    sums: Float32[Array, "J m n*C"]  # which rows' decays make each of ``Factors``, one after the other
-    closed: Float32[Array, "J m 1"]  # minus infinity for factors that are zero, else zero
+    same: Bool[Array, "J n n"]  # whether two chunks are of one run
+    sums: Float32[Array, "J 3*n n*C"]  # which rows' decays make ``enter``, ``leave`` and ``passed`` of each chunk
+    closed: Float32[Array, "J n*n 1"]  # minus infinity for a ``pair`` that is zero, else zero
 
 
 def runs_of(first: Bool[Array, "N"], chunk: int) -> Runs:
@@ -50,32 +51,34 @@ def runs_of(first: Bool[Array, "N"], chunk: int) -> Runs:
     # 0: goes on from the tile before. Not jnp.cumsum, whose form for cuda the processor's compiler ends at.
     number = jnp.sum(first.reshape(-1, 1, size) & np.tri(size, dtype=bool), axis=2, dtype=jnp.int32)
     same = number[:, :, None] == number[:, None]
-    row = np.arange(size * chunk)
-    of, at = row // chunk, row % chunk  # chunk of a row, place in it
     one = np.arange(size)[:, None]
+    of, early, late = _halves_of(size, chunk)
+    enter = (of < one) | (early & (of == one))
+    leave = (of > one) | (late & (of == one))
+    counted = np.concatenate([enter, leave, of <= one]).astype(np.float32)
+    # Of the run of a chunk are the rows of its chunks: products with ones say so for all rows in one operation.
+    spread = jnp.matmul(np.tile(np.eye(size, dtype=np.float32), (3, 1)), same.astype(jnp.float32), precision=HIGHEST)
+    sums = jnp.matmul(spread, (of == one).astype(np.float32), precision=HIGHEST) * counted
+    open_pair = (same & (one >= np.arange(size))).reshape(number.shape[0], -1)
+    return Runs(number > 0, same, sums, jnp.where(open_pair, 0.0, -jnp.inf)[..., None])
+
+
+def _halves_of(size: int, chunk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Each row's chunk, and whether it stands before or behind the chunk's middle."""
+    row = np.arange(size * chunk)
+    return row // chunk, row % chunk < chunk // 2, row % chunk >= chunk // 2
+
+
+def fixed_sums(size: int, chunk: int) -> tuple[Float32[np.ndarray, "rows rows"], Float32[np.ndarray, "pairs rows"]]:
+    """Which rows' decays make ``grown`` and ``pair`` of :class:`Factors`, the same in every tile."""
+    of, early, late = _halves_of(size, chunk)
+    row, one = np.arange(size * chunk), np.arange(size)[:, None]
     a, b = np.repeat(one, size, axis=0), np.tile(one, (size, 1))
-    early, late = at < chunk // 2, at >= chunk // 2
     # Both halves of a chunk count from its middle; the early one backwards.
     forward = (of[:, None] == of) & late & late[:, None] & (row <= row[:, None])
     backward = (of[:, None] == of) & early & early[:, None] & (row > row[:, None])
-    within = forward.astype(np.float32) - backward.astype(np.float32)
     pair = (a > b) & (((of == b) & late) | ((of > b) & (of < a)) | ((of == a) & early))
-    leave = ((of == one) & late) | (of > one)
-    rest = (of == one) & late
-    run = jnp.repeat(same & (one >= np.arange(size)), chunk, axis=2)  # [J, a, rows]: of a's run, up to a
-    count = number.shape[0]
-    fixed = [np.broadcast_to(x.astype(np.float32), (count, *x.shape)) for x in (within, pair, leave, rest)]
-    enter = run & ((of < one) | (early & (of == one)))
-    sums = jnp.concatenate([*fixed[:2], enter.astype(jnp.float32), *fixed[2:], run.astype(jnp.float32)], axis=1)
-    open_pair = (same & (one >= np.arange(size))).reshape(count, -1)
-    open_leave = number == number[:, -1:]
-
-    def always(factors: int) -> jax.Array:
-        return jnp.ones((count, factors), bool)
-
-    opened = [always(size * chunk), open_pair, always(size), open_leave, always(2 * size)]
-    closed = jnp.where(jnp.concatenate(opened, axis=1), 0.0, -jnp.inf)[..., None]
-    return Runs(number > 0, sums, closed)
+    return forward.astype(np.float32) - backward.astype(np.float32), pair.astype(np.float32)
 
 
 class Tiles(NamedTuple):
@@ -83,12 +86,17 @@ class Tiles(NamedTuple):
 
     runs: Runs  # which chunks belong together
     picks: BFloat16[Array, "J picked known"]  # the rows that the convolution sees, by ``picks_of``
+    place: Int32[Array, "J n"]  # ends of runs are numbered in each tile, from its last one on; -1 for no end
 
 
-def tiles_of(first: Bool[Array, "N"], fresh: Bool[Array, "N"], length: Int32[Array, "N"], conv_history: int) -> Tiles:
+def tiles_of(
+    first: Bool[Array, "N"], last: Bool[Array, "N"], fresh: Bool[Array, "N"], length: Int32[Array, "N"],
+    conv_history: int,
+) -> Tiles:  # fmt: skip
     """:class:`Tiles` of N chunks; the last tile is filled up.
 
-    ``first``, ``fresh`` and ``length`` are as in :func:`picks_of`, whose ``width`` is ``conv_history``.
+    ``last`` is true where the run of a sequence ends. ``first``, ``fresh`` and ``length`` are as in :func:`picks_of`,
+    whose ``width`` is ``conv_history``.
     """
     count, size = first.shape[0], min(TILE, first.shape[0])
 
@@ -97,28 +105,42 @@ def tiles_of(first: Bool[Array, "N"], fresh: Bool[Array, "N"], length: Int32[Arr
 
     first = fill(first, 1)
     picks = picks_of(first, fill(fresh, 1), fill(length, 0), size, CHUNK, conv_history)
-    return Tiles(runs_of(first, CHUNK), picks)
+    end = fill(last, 0).reshape(-1, size)
+    after = jnp.sum(end[:, None] & np.triu(np.ones((size, size), bool), 1), axis=2, dtype=jnp.int32)
+    return Tiles(runs_of(first, CHUNK), picks, jnp.where(end, after, -1))
 
 
 def unit_lower_inverse_blocks(
     strict: Float32[Array, "*heads L L"], exact: lax.Precision = HIGHEST
 ) -> Float32[Array, "*heads L L"]:
-    """``(I + A)^-1`` for a strictly lower triangular ``A``, L a power of two.
+    """``(I + A)^-1``, L a power of two, where ``A`` is what of ``strict`` lies below the diagonal.
 
-    By blocks of 1, 2, 4 …: of two neighbours P, R with Q below P it is ``[[P', 0], [-R' Q P', R']]``. As exact as
-    substitution, in 2 log2(L) products of the whole matrix: matrix units take 128 rows as fast as 2.
+    By blocks of 1, 2, 8, 32 …: with the inverses X of all blocks side by side and B what lies below them within four
+    neighbours, N = X B has no fourth power, and the next X is ``(I + N²) (X - N X)``. That is three products of the
+    whole matrix, the first two of twice its width (X times [B | I] is [N | X]), which matrix units take as fast.
     """
     size = strict.shape[-1]
-    index = np.arange(size)
-    inverse = jnp.broadcast_to(jnp.eye(size, dtype=strict.dtype), strict.shape)
+    row, column = np.arange(size)[:, None], np.arange(size)
+    inverse = jnp.eye(size, dtype=strict.dtype)
     width = 1
     while width < size:
-        row, column = index[:, None] // width, index // width
-        below = jnp.where((row == column + 1) & (column % 2 == 0), strict, 0.0)
-        # Blocks of one are their own inverses.
-        change = below if width == 1 else _product(inverse, _product(below, inverse, exact), exact)
-        inverse = inverse - change
-        width *= 2
+        many = 2 if width == 1 or size < 4 * width else 4
+        inside = (row // width > column // width) & (row // (many * width) == column // (many * width))
+        if width == 1:  # Blocks of one are their own inverses.
+            inverse = inverse - strict * inside.astype(np.float32)
+        elif many == 2:
+            below = strict * inside.astype(np.float32)
+            inverse = inverse - _product(inverse, _product(below, inverse, exact), exact)
+        else:
+            beside = jnp.pad(strict, [(0, 0)] * (strict.ndim - 1) + [(0, size)])
+            beside = beside * np.pad(inside, ((0, 0), (0, size))).astype(np.float32) + np.eye(
+                size, 2 * size, size, dtype=np.float32
+            )
+            both = _product(inverse, beside, exact)
+            again = _product(both[..., :size], both, exact)
+            half = both[..., size:] - again[..., size:]
+            inverse = half + _product(again[..., :size], half, exact)
+        width *= many
     return inverse
 
 
@@ -143,8 +165,7 @@ class Factors(NamedTuple):
     shrunk: Float32[Array, "J h n C K"]  # the inverse of ``grown``
     pair: Float32[Array, "J h a b K"]  # from the middle of chunk b to that of a; zero for another run and for b > a
     enter: Float32[Array, "J h n K"]  # from the start of the run or tile to the middle of the chunk
-    leave: Float32[Array, "J h n K"]  # from the middle of the chunk to the end of the tile; zero if its run ends before
-    rest: Float32[Array, "J h n K"]  # from the middle of the chunk to its end
+    leave: Float32[Array, "J h n K"]  # from the middle of the chunk to the end of the run or tile
     passed: Float32[Array, "J h n K"]  # from the start of the run or tile to the end of the chunk
 
 
@@ -154,20 +175,47 @@ def factors(g: Float32[Array, "J h n C K"], runs: Runs) -> Factors:
     rows = size * chunk
     g_rows = g.reshape(tiles, heads, rows, key)
 
-    def added(start: int, stop: int) -> jax.Array:
-        """``[J, h, stop - start, K]``. XLA:TPU would transpose the result of one product for all of them."""
-        sums = jnp.einsum("jms,jhsk->jhmk", runs.sums[:, start:stop], g_rows, precision=HIGHEST)
-        return sums + runs.closed[:, None, start:stop]
+    # XLA:TPU would transpose the result of one product for all of them.
+    def added(equation: str, sums: jax.Array | np.ndarray) -> jax.Array:
+        return jnp.einsum(equation, sums, g_rows, precision=HIGHEST)
 
-    shift, pair = added(0, rows).reshape(g.shape), jnp.exp(added(rows, rows + size * size))
-    others = jnp.split(jnp.exp(added(rows + size * size, runs.sums.shape[1])), 4, axis=2)
+    within, pairs = fixed_sums(size, chunk)
+    shift = added("ms,jhsk->jhmk", within).reshape(g.shape)
+    pair = jnp.exp(added("ms,jhsk->jhmk", pairs) + runs.closed[:, None])
+    others = jnp.split(jnp.exp(added("jms,jhsk->jhmk", runs.sums)), 3, axis=2)
     return Factors(jnp.exp(shift), jnp.exp(-shift), pair.reshape(tiles, heads, size, size, key), *others)
+
+
+class Ended(NamedTuple):
+    """What states are made of at the ends of runs."""
+
+    runs: Runs
+    gained: Float32[Array, "J h n C K"]  # what each row writes, as it is at the end of its run or tile
+    r: Float32[Array, "J h n C V"]  # with which difference
+    passed: Float32[Array, "J h n K"]  # as in ``Factors``
+    carry: Float32[Array, "J h K V"]  # the state that each tile takes over; zero for the first
+    exact: lax.Precision
+
+    def states(self, ends: Bool[Array, "J n"], start: Float32[Array, "J h K V"]) -> Float32[Array, "J h K V"]:
+        """The states after the chunks ``ends``, at most one of each tile, each the last of its run or tile.
+
+        ``start`` are the states before their runs, which count where the run starts in the tile.
+        """
+        mine = jnp.any(ends[:, :, None] & self.runs.same, axis=1).astype(jnp.float32)  # chunks of its run
+        end = ends.astype(jnp.float32)
+        passed = jnp.sum(self.passed * end[:, None, :, None], axis=2)
+        begun = jnp.any(ends & self.runs.here, axis=1)[:, None, None, None]
+        tiles, heads, size, chunk, key = self.gained.shape
+        gained = (self.gained * mine[:, None, :, None, None]).reshape(tiles, heads, size * chunk, key)
+        r = self.r.reshape(tiles, heads, size * chunk, -1)
+        added = jnp.einsum("jhik,jhiv->jhkv", gained, r, precision=self.exact)
+        return passed[..., None] * jnp.where(begun, start, self.carry) + added
 
 
 def tile_scan(
     read_start: Callable[[], jax.Array], held: Bool[Array, ""], runs: Runs, x: Rows, exact: lax.Precision = HIGHEST
-) -> tuple[Float32[Array, "J h n K V"], Float32[Array, "J h n C V"]]:
-    """(state after each chunk, o) of all chunks of a call; padding has zero ``g`` and ``beta``.
+) -> tuple[Ended, Float32[Array, "J h n C V"]]:
+    """(what makes states at ends of runs, o) of all chunks of a call; padding has zero ``g`` and ``beta``.
 
     Args:
         read_start: Gives ``[J, h, n, K, V]``, for every chunk the state before its run.
@@ -177,45 +225,52 @@ def tile_scan(
     tiles, heads, size, chunk, key = x.k.shape
     rows, value = size * chunk, x.v.shape[-1]
     f = factors(x.g, runs)
-    reads = jnp.concatenate([x.k * f.grown, x.q * f.grown], axis=3)  # [J, h, n, 2C, K]
+    k_reads, q_reads = x.k * f.grown, x.q * f.grown
     writes = x.k * f.shrunk * x.beta  # [J, h, n, C, K]
     seen = (writes[:, :, None] * f.pair[..., None, :]).reshape(tiles, heads, size, rows, key)
-    scores = jnp.einsum("jhatk,jhaik->jhati", reads, seen, precision=exact)
+
+    def square(y: jax.Array) -> jax.Array:
+        return y.reshape(tiles, heads, rows, rows)
+
+    def flat(y: jax.Array) -> jax.Array:
+        return y.reshape(tiles, heads, rows, -1)
+
     index = np.arange(rows)
-    mix = jnp.where(index[:, None] >= index, scores[:, :, :, chunk:].reshape(tiles, heads, rows, rows), 0.0)
-    strict = jnp.where(index[:, None] > index, scores[:, :, :, :chunk].reshape(tiles, heads, rows, rows), 0.0)
-    inverse = unit_lower_inverse_blocks(strict, exact)
+    q_scores = square(jnp.einsum("jhatk,jhaik->jhati", q_reads, seen, precision=exact))
+    mix = jnp.where(index[:, None] >= index, q_scores, 0.0)
+    inverse = unit_lower_inverse_blocks(square(jnp.einsum("jhatk,jhaik->jhati", k_reads, seen, precision=exact)), exact)
 
     here = runs.here[:, None, :, None, None]
+    enter = f.enter[..., None, :]
 
-    def from_start() -> tuple[jax.Array, jax.Array]:
+    def from_start() -> tuple[jax.Array, jax.Array, jax.Array]:
         start = jnp.where(here, read_start(), 0.0)
-        known = jnp.einsum("jhatk,jhakv->jhatv", reads * f.enter[..., None, :], start, precision=exact)
-        return known, f.passed[..., None] * start
+        known = [jnp.einsum("jhatk,jhakv->jhatv", y * enter, start, precision=exact) for y in (k_reads, q_reads)]
+        return flat(known[0]), flat(known[1]), f.passed[:, :, -1, :, None] * start[:, :, -1]
 
-    def from_zero() -> tuple[jax.Array, jax.Array]:
-        return jnp.zeros((*reads.shape[:-1], value)), jnp.zeros((*f.passed.shape, value))
+    def from_zero() -> tuple[jax.Array, jax.Array, jax.Array]:
+        none = jnp.zeros((tiles, heads, rows, value))
+        return none, none, jnp.zeros((tiles, heads, key, value))
 
     with jax.named_scope("cached"):
-        known, before = lax.cond(held, from_start, from_zero)  # for runs that start in their tile
-    own = (x.v - known[:, :, :, :chunk]).reshape(tiles, heads, rows, value)
+        k_known, q_known, before = lax.cond(held, from_start, from_zero)  # for runs that start in their tile
+    own = flat(x.v) - k_known
+    gained = writes * f.leave[..., None, :]
     if tiles == 1:
         r = _product(inverse, own, exact)
         o = _product(mix, r, exact)
+        carry = jnp.zeros_like(before)
     else:
-        entered = jnp.where(here, 0.0, reads * f.enter[..., None, :])
-        k_in = entered[:, :, :, :chunk].reshape(tiles, heads, rows, key)
-        q_in = entered[:, :, :, chunk:].reshape(tiles, heads, rows, key)
+        k_in, q_in = (flat(jnp.where(here, 0.0, y * enter)) for y in (k_reads, q_reads))
         both = _product(inverse, jnp.concatenate([k_in, own], axis=-1), exact)  # r = both[V] - both[K] S
-        ends = (writes * f.leave[..., None, :]).reshape(tiles, heads, rows, key)
-        link = jnp.einsum("jhik,jhix->jhkx", ends, both, precision=exact)
+        last = runs.same[:, -1, :][:, None, :, None, None]
+        link = jnp.einsum("jhik,jhix->jhkx", flat(jnp.where(last, gained, 0.0)), both, precision=exact)
         through = jnp.where(here[:, :, -1, :, 0], 0.0, f.passed[:, :, -1])
-        carry = _chain(link, through, before[:, :, -1], exact)
+        carry = _chain(link, through, before, exact)
         r = both[..., key:] - _product(both[..., :key], carry, exact)
         o = _product(q_in, carry, exact) + _product(mix, r, exact)
-        before += jnp.where(here, 0.0, f.passed[..., None] * carry[:, :, None])
-    gained = jnp.einsum("jhaik,jhiv->jhakv", seen, r, precision=exact)
-    return before + f.rest[..., None] * gained, o.reshape(x.v.shape) + known[:, :, :, chunk:]
+    ended = Ended(runs, gained, r.reshape(x.v.shape), f.passed, carry, exact)
+    return ended, (o + q_known).reshape(x.v.shape)
 
 
 def _chain(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
@@ -18,7 +19,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK, Geometry
 from ling3export.model.inputs import Chunks, DecodeRows
-from ling3export.model.layers import IN_BOUNDS, Index, State, of_heads, rms_norm, rope, take
+from ling3export.model.layers import COLUMNS, IN_BOUNDS, Index, State, of_heads, rms_norm, rope, take
 from ling3export.model.mla.paged import (
     MASKED,
     OnlineSoftmax,
@@ -172,7 +173,14 @@ class GatedMLA(nnx.Module):
     def _within(self, p: Projected, layer: Index, chunks: Chunks) -> OnlineSoftmax:
         """Expanded attention of the call's tokens among themselves: ``m [T, H]``, ``l [T, H]``, ``acc [T, H, V]``."""
         k_nope = dot(p.latent, of_heads(self.w_uk, layer), self.geometry).astype(p.latent.dtype)
-        value = dot(p.latent, of_heads(self.w_uv, layer), self.geometry).astype(p.latent.dtype)
+        to_value = of_heads(self.w_uv, layer)
+        width = to_value.shape[1]
+        if self.geometry.tiled:  # and a column of ones, whose weighted sum is l: a sum of its own takes longer
+            to_value = jnp.pad(to_value, ((0, 0), (0, COLUMNS), (0, 0)))
+        value = dot(p.latent, to_value, self.geometry)
+        if self.geometry.tiled:
+            value += np.arange(width + COLUMNS) == width
+        value = value.astype(p.latent.dtype)
         # A weight of zero would keep a NaN of another sequence; in its own, it is in the scores instead. In the form
         # of tiles the products of the convolution keep one anyway.
         usable = None if self.geometry.tiled else jnp.all(jnp.isfinite(value), axis=(1, 2))
@@ -189,6 +197,8 @@ class GatedMLA(nnx.Module):
             mask = (slot[:, None] == chunks.token_slot) & (chunks.position <= position[:, None]) & chunks.valid
             m, l, weights = masked_softmax(scores, mask[None])  # noqa: E741
             acc = dot_heads("hts,shv->thv", weights.astype(key.dtype), value)
+            if self.geometry.tiled:
+                return OnlineSoftmax(m.T, acc[..., width], acc[..., :width])
             return OnlineSoftmax(m.T, l.T, acc)
 
         count = query.shape[0]

@@ -116,7 +116,8 @@ def test_the_experts_of_512_rows_are_read_as_fast_as_they_are_computed():
     weights = 23 * 8 * 3 * 512 * 1536  # of a device, in 23 layers
     assert found == Experts(True, 2 * 512 * weights / 918e12, 2 * weights / 1640e9)
     assert found.flop_seconds <= found.weight_seconds
-    assert not expert_times(config, geometry, 1024, CHIPS["tpu", "v6e"]).all_local
+    assert expert_times(config, geometry, 1024, CHIPS["tpu", "v6e"]).all_local
+    assert not expert_times(config, dataclasses.replace(geometry, tp=1), 1024, CHIPS["tpu", "v6e"]).all_local
 
 
 def test_a_bound_that_the_batch_decides_takes_the_stated_workload():
