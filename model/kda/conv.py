@@ -70,10 +70,10 @@ def picks_of(
     of = np.concatenate([np.tile(row // chunk, width), np.tile(np.arange(size), width)])
     fixed = np.concatenate([np.tile(row % chunk, width) - back, kept - width])
     # What each picked row's chunk says: one product with ones, exact, in the place of dozens of small operations.
-    said = jnp.stack([first, fresh, length]).astype(jnp.float32).reshape(3, -1, size)
+    said = jnp.stack([each.astype(jnp.float32) for each in (first, fresh, length)]).reshape(3, -1, size)
     said = jnp.matmul(said, (of == np.arange(size)[:, None]).astype(np.float32), precision=lax.Precision.HIGHEST)
     said = said.astype(jnp.int32)
-    place = fixed + said[2] * (np.arange(of.size) >= width * rows)  # in its chunk, negative before it
+    place = fixed + said[2] * (np.arange(of.size) >= width * rows).astype(np.int32)  # in its chunk, negative before it
     at = of * chunk + place
     inside = jnp.where(at >= 0, at, rows + width + at)
     pooled = jnp.where(said[1] > 0, -1, rows + width + (width + place) * size + of)

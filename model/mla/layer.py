@@ -179,7 +179,7 @@ class GatedMLA(nnx.Module):
             to_value = jnp.pad(to_value, ((0, 0), (0, COLUMNS), (0, 0)))
         value = dot(p.latent, to_value, self.geometry)
         if self.geometry.tiled:
-            value += np.arange(width + COLUMNS) == width
+            value += (np.arange(width + COLUMNS) == width).astype(np.float32)
         value = value.astype(p.latent.dtype)
         # A weight of zero would keep a NaN of another sequence; in its own, it is in the scores instead. In the form
         # of tiles the products of the convolution keep one anyway.
