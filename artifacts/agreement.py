@@ -129,6 +129,8 @@ def _check_target(target: Target, plan: Plan) -> None:
             _same(source, fact, said[name], where, name)
     if bool(target.kernel_names) != (target.kernels is not None):
         _wrong("`kernels` where the geometry names some, else none", target.kernel_names, "geometry", "kernels")
+    if target.state_program is not None and target.platform != "cpu":
+        _wrong("a program that gives the state for cpu alone", target.platform, "state_program")
     dummies = target.tp if state.placement == "striped" else 1
     snapshots = state.snapshots or 0
     _same("as the state says", snapshots, geometry.get("snapshots", 0), "geometry", "snapshots")

@@ -49,6 +49,7 @@ Versions = dict[str, str]
 # Custom calls in name only: the pieces of a prefetch, which lie one after the other, seen as one array.
 VIEWS = ("ConcatBitcast",)
 KERNELS = "kernels.so"  # the name of a target's library of native kernels, in the folder of its programs
+STATE = "state.exec"  # that of the program that gives its state
 ConfigValue = bool | int | float | str | tuple[int, ...] | None
 
 
@@ -406,6 +407,7 @@ class Target:
     state: State
     cells: dict[str, Cell]
     kernels: FileRecord | None = None
+    state_program: FileRecord | None = None
 
     def slabs(self, host: int) -> list[tuple[str, int, int | None]]:
         """What a host's devices hold of the weights: tensor, first slab, the slab behind the last (None: all)."""
@@ -428,9 +430,14 @@ class Target:
 
     @property
     def files(self) -> tuple[FileRecord, ...]:
-        """Its programs, and the kernels that they call."""
+        """Its programs, the kernels that they call, and the program that gives its state."""
         programs = tuple(file for cell in self.cells.values() for file in cell.files)
-        return programs if self.kernels is None else (*programs, self.kernels)
+        return (*programs, *(file for file in (self.kernels, self.state_program) if file is not None))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state on one device."""
+        return sum(each.nbytes // (self.tp if each.spec else 1) for each in self.state.arrays)
 
     @property
     def text(self) -> str:

@@ -72,14 +72,13 @@ def programs(artifact: Path) -> dict[str, Any]:
     clock.lap("manifest")
     with ThreadPoolExecutor(THREADS) as pool:
         files = work.read_executables(artifact, record, pool)
-        for file in files.values():
-            file.result()
+        read = {file: found.result() for file, found in files.items()}
         clock.lap("read and digest")
         verdicts = judge(record, machine_here(), executable_fits)
         enforce(verdicts, "prebuilt-only", name, str(artifact))
         clock.lap("verdicts")
         mesh = pjrt.recorded_mesh(record.mesh)
-        work.load_programs(artifact, files, record, mesh, verdicts, {}, pool).settle()
+        work.load_programs(read, record, mesh, verdicts, {}, pool).settle()
         clock.lap("load")
     total = sum(clock.seconds.values())
     return {"seconds": clock.seconds | {PREPARATION: total}, "cpu": {PREPARATION: processor() - before}}
@@ -88,7 +87,7 @@ def programs(artifact: Path) -> dict[str, Any]:
 def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
     """The same steps from the model's sources."""
     clock = Clock()
-    from ling3export.artifacts.manifest import read_manifest
+    from ling3export.artifacts.manifest import read_checked, read_manifest
     from ling3export.runners.load.targets import prepare
 
     manifest = read_manifest(artifact)
@@ -101,7 +100,8 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
     from ling3export.model.config import Config
     from ling3export.model.geometry import Geometry
     from ling3export.model.program import build_step
-    from ling3export.runners.load.model_runner import ModelRunner, fresh_state
+    from ling3export.runners.load.fresh import state_source
+    from ling3export.runners.load.model_runner import ModelRunner
     from ling3export.runners.load.pjrt import CompileCounter, recorded_mesh
     from ling3export.runners.load.weights import Weights
 
@@ -111,7 +111,9 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
     mesh = recorded_mesh(record.mesh)
     params = Weights(artifact, manifest, record).arrays(mesh)
     clock.lap("weights")
-    state = fresh_state(record, mesh)
+    file = record.state_program
+    source = state_source({} if file is None else {file: read_checked(artifact, file)}, record, mesh)
+    state = source()
     clock.lap("state")
     config = Config.from_file(checkpoint / "config.json")
     geometry = Geometry(**cast(dict[str, Any], record.geometry))
@@ -128,7 +130,7 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
         found = dict(zip(record.cells, pool.map(prepared, record.cells.values()), strict=True))
     clock.lap(PREPARATION)
     spent = {PREPARATION: processor() - before}
-    result = finish(clock.seconds, ModelRunner(record, found, params, state, mesh), record)
+    result = finish(clock.seconds, ModelRunner(record, found, params, state, source, mesh), record)
     result["cpu"] |= spent
     return result | {"compiles": events.count, "cache_hits": events.cache_hits}
 

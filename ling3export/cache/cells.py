@@ -93,12 +93,18 @@ class Cells:
                 if key is not None:
                     self._cache.path(kind, key).unlink(missing_ok=True)
 
-    def library(self, fields: dict[str, Any], make: Callable[[], bytes]) -> bytes:
-        """A library of native kernels: what ``fields`` decide, taken from the cache or made now and kept."""
-        if entry := self._cache.read("programs", sha256_of(fields), lambda entry: entry.data["so"]):
-            return entry.data["so"]
+    def file(self, kind: str, fields: dict[str, Any], make: Callable[[], bytes]) -> bytes:
+        """A file of a target beside those of its cells, ``so`` or ``exec``: from the cache, or made now and kept.
+
+        Args:
+            kind: The end of its name.
+            fields: Everything that decides it.
+            make: Makes it.
+        """
+        if entry := self._cache.read("programs", sha256_of(fields), lambda entry: entry.data[kind]):
+            return entry.data[kind]
         made = make()
-        self._cache.write("programs", fields, {}, {"so": made})
+        self._cache.write("programs", fields, {}, {kind: made})
         return made
 
     def say(self, messages: list[str]) -> None:

@@ -32,6 +32,7 @@ from ling3export.checkpoint.dummy import DummyWeights
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.compile.pool import Compilers, Outcome, check
 from ling3export.compile.replay import forget_failure, note_failure
+from ling3export.compile.state import put_state_program
 from ling3export.errors import ArtifactError, CheckpointError, PlanError
 from ling3export.model.config import Config, read_config
 from ling3export.model.geometry import CHUNK
@@ -249,6 +250,8 @@ def compiling(
             if any(outcome.failures for outcome in outcomes):
                 report.failed(outcomes)
             check(config, outcomes, cells.use.writes, lambda: note_failure(artifact, config, options, outcomes))
+            for plan in plans:
+                put_state_program(folder / "programs" / plan.target.name, config, plan, cells)
             return outcomes
 
         try:
@@ -378,6 +381,7 @@ def target_record(
             geometry.snapshots or None,
         ),
         cells=named, kernels=kernels,
+        state_program=file_record(folder, f"{programs}/{schema.STATE}") if target.platform == "cpu" else None,
     )  # fmt: skip
 
 

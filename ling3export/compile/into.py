@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ling3export.artifacts.files import leftovers, refuse_links, sync_folder, sync_tree, try_writing, write_new, writing
 from ling3export.artifacts.manifest import MANIFEST, read_checked, read_manifest, recorded_files
-from ling3export.artifacts.schema import KERNELS, Manifest, Target
+from ling3export.artifacts.schema import KERNELS, STATE, Manifest, Target
 from ling3export.artifacts.staging import adding
 from ling3export.cache.cells import SUFFIXES, Built, Cells, opened, summary
 from ling3export.cache.use import DEFAULT_USE, CacheUse
@@ -40,7 +40,7 @@ from ling3export.verify.verify import check_digests
 SIZING = ("memory_fraction", "state_memory")  # what sized the pools, so that a target that is added is sized alike
 SCORE = "--score-paddings"
 TARGET_FOLDER = re.compile(r"(cpu|cuda|tpu)[\w.-]*-tp\d+(\.\d+)?")  # a target's name, or what `_free_name` makes of it
-PROGRAM_FILE = re.compile(r"[a-z]+@\d+\.(stablehlo|exec)|kernels\.so")
+PROGRAM_FILE = re.compile(r"[a-z]+@\d+\.(stablehlo|exec)|kernels\.so|state\.exec")
 
 
 def add_targets(
@@ -176,8 +176,9 @@ def _copied(artifact: Path, staging: Path, name: str, target: Target | None) -> 
     folder.mkdir(parents=True)
     if target is None:
         return {}
-    if target.kernels is not None:
-        write_new(folder / KERNELS, read_checked(artifact, target.kernels))
+    for file, other in ((KERNELS, target.kernels), (STATE, target.state_program)):
+        if other is not None:
+            write_new(folder / file, read_checked(artifact, other))
     for cell in target.cells.values():
         for tier, record in zip(SUFFIXES, cell.files, strict=True):
             write_new(folder / f"{cell.name}.{tier}", read_checked(artifact, record))

@@ -28,7 +28,7 @@ def put_library(folder: Path, kernels: str, cells: Cells) -> None:
     if command is None:
         raise PlanError("kernels: expected a C++ compiler, found none", "install g++")
     fields = {"kernels": kernels, "compiler": [*command, _run([*command, "--version"])], "headers": _headers()[1]}
-    write_new(folder / KERNELS, cells.library(fields, lambda: compiled(command, level)))
+    write_new(folder / KERNELS, cells.file("so", fields, lambda: compiled(command, level)))
 
 
 def _headers() -> tuple[str, str]:

@@ -21,7 +21,8 @@ from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.program import Step, build_step
-from ling3export.runners.load import pjrt
+from ling3export.model.state import StateArray
+from ling3export.runners.load import pjrt, untouched
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "collective_permute", "reduce_scatter")
 # Source locations would put this checkout's path into every program and every key.
@@ -95,12 +96,17 @@ def with_shardings(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
     )  # fmt: skip
 
 
+def without_locations() -> None:
+    """Keeps places in sources out of all that is lowered from now on."""
+    for name, value in LOCATION_OPTIONS.items():
+        jax.config.update(name, value)
+
+
 def prepared(
     config: Config, geometry: Geometry, phase: str, padding: int, mesh: Mesh | AbstractMesh
 ) -> tuple[Step, Any, Any]:
     """The step of a cell, the jitted function to lower, which donates its state, and its abstract arguments."""
-    for name, value in LOCATION_OPTIONS.items():
-        jax.config.update(name, value)
+    without_locations()
     step = build_step(config, geometry, phase, padding, mesh)
     return step, jax.jit(step.call, donate_argnums=(1,)), with_shardings(step.arguments, step.specs, mesh)
 
@@ -170,6 +176,28 @@ def compile_with_kernels(
         raw, executable = pjrt.serialized(compiled)
     found = described(compiled, executable, round(time.perf_counter() - started, 3))
     return raw, replace(found, lowering=schema.Lowering(direct=True, forward_compatible=False))
+
+
+def compile_state(rows: Sequence[StateArray], mesh: Mesh) -> bytes:
+    """Compiles a program without inputs that gives the arrays ``rows`` on processors' devices, and writes none of them.
+
+    Serialized it has about 5 KB. The arrays' bytes are whatever was in memory before: runners/load/fresh.py.
+    """
+    without_locations()
+    untouched.register()
+    specs = tuple(PartitionSpec(*row.spec) for row in rows)
+    shards = [
+        jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(row.shape), row.dtype)
+        for row, spec in zip(rows, specs, strict=True)
+    ]
+
+    def state() -> tuple[jax.Array, ...]:
+        return tuple(jax.ffi.ffi_call(untouched.NAME, shards)())
+
+    step = jax.shard_map(state, mesh=mesh, in_specs=(), out_specs=specs, check_vma=False)
+    with pjrt.no_compilation_cache():
+        raw, _ = pjrt.serialized(jax.jit(step).lower().compile())
+    return raw
 
 
 def described(compiled: Any, executable: schema.Executable, seconds: float) -> Compiled:

@@ -1,4 +1,5 @@
 """The compiling process: its first message is a job, each later one a cell, answered with what was built or why not.
+STATE_PROGRAM in a cell's place asks for the program that gives the state.
 
 It is a process of its own because the number of virtual devices is fixed when jax starts, and because a compiler that
 dies must not take the build with it. For a cpu target of several hosts there are more such processes, its peers: an
@@ -9,6 +10,7 @@ have nothing to do but to be there.
 import hashlib
 import os
 import traceback
+from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from ling3export.cache.use import CacheUse
 from ling3export.errors import Ling3Error
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
+from ling3export.model.state import state_arrays
 from ling3export.plan.plan import Cell
 from ling3export.plan.targets import Target
 from ling3export.plan.toolchain import compiler_environment
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     Compile = Callable[[], tuple[bytes, Compiled]]
 
 MODULE = "ling3export.compile.recorded"  # which calls `main`
+STATE_PROGRAM = {"state_program": True}
 CALLING = ("prefill", "score", "decode", "group", "unembed")  # multiply weights, and so call native kernels
 
 
@@ -172,9 +176,16 @@ def devices_of(mesh: "Mesh") -> dict[str, Any]:
     }
 
 
-def _reply(job: Job, cell: Cell) -> dict[str, Any]:
+def _state_program(job: Job) -> dict[str, Any]:
+    from ling3export.compile.lower import compile_state, device_mesh
+
+    raw = compile_state(state_arrays(job.config, job.geometry), device_mesh(job.geometry.tp))
+    return {"raw": b64encode(raw).decode(), "sources": imported()}
+
+
+def _reply(job: Job, message: dict[str, Any]) -> dict[str, Any]:
     try:
-        return run_cell(job, cell)
+        return _state_program(job) if message == STATE_PROGRAM else run_cell(job, Cell(**message))
     except Exception as error:
         if not isinstance(error, Ling3Error):
             traceback.print_exc()
@@ -191,4 +202,4 @@ def main() -> None:
     job = from_json(Job, first["job"])
     _peers = prepare(job.target)  # which end when nothing names them any more
     while True:
-        parent.send(_reply(job, Cell(**parent.receive())))
+        parent.send(_reply(job, parent.receive()))

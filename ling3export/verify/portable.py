@@ -61,7 +61,7 @@ def on_processor(target: Target) -> Target:
     """A target with its portable programs alone, for as many virtual devices of one process."""
     cells = {name: replace(cell, exec=None, call=None) for name, cell in target.cells.items()}
     mesh = Mesh(target.mesh.axis, tuple(range(target.tp)), (0,) * target.tp)
-    return replace(target, platform="cpu", mesh=mesh, cells=cells, kernels=None)
+    return replace(target, platform="cpu", mesh=mesh, cells=cells, kernels=None, state_program=None)
 
 
 def not_run(target: Target, calls: Mapping[str, tuple[str, ...]]) -> Calls:

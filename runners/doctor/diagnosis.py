@@ -119,9 +119,7 @@ def of_files(manifest: Manifest, name: str, artifact: Path) -> Iterator[Fault]:
     """Files that are missing or have another size; digests are not read."""
     target = manifest.targets[name]
     wanted = dict(manifest.weights.files)
-    for cell in target.cells.values():
-        wanted |= {file.path: file.bytes for file in cell.files}
-    wanted |= {file.path: file.bytes for file in manifest.tokenizer}
+    wanted |= {file.path: file.bytes for file in (*target.files, *manifest.tokenizer)}
     for path, size in wanted.items():
         try:
             found = (artifact / path).stat().st_size
@@ -134,12 +132,7 @@ def of_files(manifest: Manifest, name: str, artifact: Path) -> Iterator[Fault]:
 
 def memory_of(target: Target) -> int:
     """Bytes of one device that a target's state and its largest program take, without weights."""
-    state = sum(each.nbytes // _parts(each.spec, target.tp) for each in target.state.arrays)
-    return state + max((cell.memory.passing for cell in target.cells.values()), default=0)
-
-
-def _parts(spec: Sequence[object], tp: int) -> int:
-    return tp if any(axis is not None for axis in spec) else 1
+    return target.state_bytes + max((cell.memory.passing for cell in target.cells.values()), default=0)
 
 
 def _memory(manifest: Manifest, target: Target, machine: Machine, devices: Devices) -> Iterator[Fault]:

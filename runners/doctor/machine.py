@@ -126,7 +126,7 @@ def look(cpu_devices: int = 1, *, start_timeout: float = START_TIMEOUT) -> Machi
         system=environment.machine(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         features=environment.cpu_features(),
-        memory=_memory(),
+        memory=environment.memory()[:2],
         packages=packages,
         variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
         signs=signs,
@@ -212,14 +212,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _memory() -> tuple[int, int]:
-    try:
-        rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        return (int(rows["MemTotal"].split()[0]) << 10, int(rows["MemAvailable"].split()[0]) << 10)
-    except (OSError, KeyError, ValueError):
-        return (0, 0)
 
 
 def _cache_fault() -> str | None:

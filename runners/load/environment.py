@@ -93,6 +93,16 @@ def prepare_cpu(devices: int) -> None:
             ) from None
 
 
+def memory() -> tuple[int, int, int]:
+    """Bytes of all memory, of what is available of it, and of free swap; zeros where the kernel does not say."""
+    try:
+        rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        total, available, swap = (int(rows[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable", "SwapFree"))
+    except (OSError, KeyError, ValueError):
+        return 0, 0, 0
+    return total, available, swap
+
+
 def machine() -> str:
     """Operating system and instruction set, such as ``linux-x86_64``."""
     return f"{sys.platform}-{platform.machine()}"

@@ -203,7 +203,7 @@ def _load(
         with unsearched() if record.platform == "cpu" and "jax" not in sys.modules else nullcontext():
             import jax
 
-        from ling3export.runners.load import model_runner, pjrt
+        from ling3export.runners.load import fresh, model_runner, pjrt
     with timings.stage("backend"):
         if channel is not None:
             channel.join()
@@ -217,10 +217,12 @@ def _load(
             from ling3export.runners.load.recompile import compile_here
 
             compiled = compile_here(folder, record, recompile, mesh, report)
-        # The state first: writing its zeros is the longest piece of work.
-        zeroed = pool.submit(timed, "state", lambda: model_runner.fresh_state(record, mesh))
+        read = {file: future.result() for file, future in executables.items()}  # also what will not be used
+        # The state first: where its zeros are written, that is the longest piece of work.
+        source = fresh.state_source(read, record, mesh)
+        zeroed = pool.submit(timed, "state", source)
         first = programs.first_needed(record) if early else None
-        loading = programs.load_programs(folder, executables, record, mesh, verdicts, compiled, pool, first)
+        loading = programs.load_programs(read, record, mesh, verdicts, compiled, pool, first)
     with ExitStack() as failed:
         failed.callback(loading.close)
         with timings.stage("weights"):
@@ -233,7 +235,7 @@ def _load(
             checked.result()
         failed.pop_all()
     parts = None if channel is None else channel.parts
-    ready = model_runner.ModelRunner(record, loading, params, state, mesh, parts)
+    ready = model_runner.ModelRunner(record, loading, params, state, source, mesh, parts)
     return Loaded(folder, manifest, target, ready, loading, verdicts, timings, compiles, weights.nbytes, channel)
 
 
@@ -243,7 +245,9 @@ def _reduced(target: Target, phases: Container[str]) -> Target:
     taken = {(leaf.group, leaf.name) for cell in cells.values() for leaf in cell.inputs}
     parameters = tuple(each for each in target.parameters if ("params", each.argument) in taken)
     arrays = tuple(each for each in target.state.arrays if ("state", each.name) in taken)
-    return replace(target, cells=cells, parameters=parameters, state=replace(target.state, arrays=arrays))
+    program = target.state_program if arrays == target.state.arrays else None
+    state = replace(target.state, arrays=arrays)
+    return replace(target, cells=cells, parameters=parameters, state=state, state_program=program)
 
 
 @contextmanager

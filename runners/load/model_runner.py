@@ -1,25 +1,19 @@
 """The loaded programs, the parameters and the state on devices: runs one step at a time, knows no requests."""
 
-import mmap
-import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
-import jaxlib
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ling3export.artifacts.schema import Cell, Target
 from ling3export.runners import flight
+from ling3export.runners.load.fresh import Fresh, fresh_zeros
 from ling3export.runners.load.kept import Kept, Shards, Whole
 from ling3export.runners.load.pjrt import Program
 
-# XLA:CPU uses host memory in place if it is aligned to 64 bytes. 8 is aligned for every dtype and never for XLA.
-MISALIGNED = 8
 NONE: Mapping[str, np.ndarray] = {}
 State = TypeVar("State", Kept, Whole)
 Inputs = tuple[Mapping[str, np.ndarray], dict[str, jax.Array]]  # the fields of a call, and the arrays beside them
@@ -35,6 +29,7 @@ class ModelRunner:
         programs: The programs, by cell; each is asked for when it is first called.
         params: The parameters, by the name of the argument.
         state: The state arrays, by name.
+        fresh: Gives new ones, zeros.
         mesh: The devices.
         parts: Collects bytes of all hosts on host 0 (``Channel.parts``); None where this host runs alone.
 
@@ -44,11 +39,11 @@ class ModelRunner:
 
     def __init__(
         self, target: Target, programs: Mapping[str, Program], params: Mapping[str, jax.Array],
-        state: dict[str, jax.Array], mesh: Mesh, parts: Callable[[bytes], list[bytes]] | None = None,
+        state: dict[str, jax.Array], fresh: Fresh, mesh: Mesh, parts: Callable[[bytes], list[bytes]] | None = None,
     ) -> None:  # fmt: skip
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._target, self._mesh = target, mesh
-        self.state = state
+        self.state, self._fresh = state, fresh
         self._parts = parts
         self.inputs: dict[str, Inputs] | None = None
         self._blank: dict[tuple[str, str], jax.Array] = {}
@@ -57,7 +52,7 @@ class ModelRunner:
     def reset(self) -> None:
         """Replaces the state by zeros; the parameters stay where they are. No call may be running."""
         self.state.clear()  # the memory of the old one, first
-        self.state = fresh_state(self._target, self._mesh)
+        self.state = self._fresh()
 
     def step(self, phase: str, padding: int, fields: Mapping[str, np.ndarray]) -> jax.Array:
         """Runs ``prefill`` or ``decode``.
@@ -326,14 +321,6 @@ def _assembled(array: jax.Array, parts: Callable[[bytes], list[bytes]]) -> np.nd
     return whole
 
 
-def fresh_state(target: Target, mesh: Mesh) -> dict[str, jax.Array]:
-    """Every state array, filled with zeros."""
-    return {
-        row.name: fresh_zeros(row.shape, row.dtype, NamedSharding(mesh, PartitionSpec(*row.spec)))
-        for row in target.state.arrays
-    }
-
-
 def device_array(view: np.ndarray, sharding: Sharding) -> jax.Array:
     """The array of ``view``, usually a read-only mapped tensor with a leading slab axis, on the sharding's devices.
 
@@ -343,30 +330,3 @@ def device_array(view: np.ndarray, sharding: Sharding) -> jax.Array:
     About 0.1 ms for 16 devices (with one device_put a device: 0.6 ms).
     """
     return jax.make_array_from_callback(view.shape, sharding, lambda index: view[index])
-
-
-def fresh_zeros(shape: Sequence[int], dtype: jnp.dtype | str, sharding: Sharding) -> jax.Array:
-    """Zeros in memory of their own, so that donating them reuses it; costs a write of each device's shard.
-
-    Makes as many shards at a time as there are cores: most of the time goes into taking new memory from the kernel.
-
-    jax would alias numpy memory, which a program cannot write to: donation would then copy on every first use, in
-    silence (``may_alias=False`` is ignored for numpy arrays). So the zeros come from one misaligned block, mapped and
-    never written to, thus without memory.
-
-    Raises:
-        RuntimeError: This jaxlib uses misaligned memory in place, too.
-    """
-    shape, dtype = tuple(shape), jnp.dtype(dtype)
-    shard = sharding.shard_shape(shape)
-    count = int(np.prod(shard, dtype=np.int64))
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # read only and private: every page is the kernel's one zero page
-    block = mmap.mmap(-1, MISALIGNED + max(1, count * dtype.itemsize), flags=flags, prot=mmap.PROT_READ)
-    zeros = np.frombuffer(block, dtype, count, MISALIGNED).reshape(shard)
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        shards = list(pool.map(lambda device: jax.device_put(zeros, device), sharding.addressable_devices))
-    array = jax.make_array_from_single_device_arrays(shape, sharding, shards)
-    first = array.addressable_shards[0].data
-    if count and jax.default_backend() == "cpu" and first.unsafe_buffer_pointer() == zeros.ctypes.data:
-        raise RuntimeError(f"zeros: expected a copy of misaligned memory, found it used by jaxlib {jaxlib.__version__}")
-    return array

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ling3export.artifacts.manifest import read_checked
-from ling3export.artifacts.schema import MOVING, Call, Cell, Executable, Target
+from ling3export.artifacts.schema import MOVING, Call, Cell, Executable, FileRecord, Target
 from ling3export.errors import ArtifactError
 from ling3export.runners import flight
 from ling3export.runners.load.kernels import register
@@ -108,24 +108,23 @@ def first_needed(target: Target) -> set[str]:
     return first | {f"sample@{count}" for count in rows}.intersection(target.cells)
 
 
-def read_executables(folder: Path, target: Target, pool: ThreadPoolExecutor) -> dict[str, Future[bytes]]:
-    """Starts reading and digesting a target's executables; returns a future for each cell that has one.
+def read_executables(folder: Path, target: Target, pool: ThreadPoolExecutor) -> dict[FileRecord, Future[bytes]]:
+    """Starts reading and digesting all native code of a target; returns a future for each file.
 
     A future raises ArtifactError where its file is missing or damaged.
     """
-    files = {name: cell.exec for name, cell in target.cells.items()}
-    return {name: pool.submit(read_checked, folder, file) for name, file in files.items() if file is not None}
+    files = (*(cell.exec for cell in target.cells.values()), target.kernels, target.state_program)
+    return {file: pool.submit(read_checked, folder, file) for file in files if file is not None}
 
 
 def load_programs(
-    folder: Path, executables: Mapping[str, Future[bytes]], target: Target, mesh: "Mesh", verdicts: dict[str, Verdict],
+    read: Mapping[FileRecord, bytes], target: Target, mesh: "Mesh", verdicts: dict[str, Verdict],
     compiled: "dict[str, Compiled]", pool: ThreadPoolExecutor, first: Collection[str] | None = None,
 ) -> Programs:  # fmt: skip
-    """Starts loading every cell, once every digest and every signature was found right.
+    """Starts loading every cell, once every signature was found right.
 
     Args:
-        folder: The artifact's.
-        executables: What ``read_executables`` gave; all of them are waited for, also those that will not be used.
+        read: The bytes of the target's files that hold native code, of right digests.
         target: The manifest's.
         mesh: Where to load.
         verdicts: By cell; the executables of OPTIMAL ones come from the artifact.
@@ -134,20 +133,19 @@ def load_programs(
         first: Cells that load before all others; None where all load side by side.
 
     Raises:
-        ArtifactError: A file is missing or damaged, or a call contradicts its cell; nothing was deserialized.
+        ArtifactError: A call contradicts its cell; nothing was deserialized.
     """
     from ling3export.runners.load.pjrt import load_executable
 
-    read = {name: future.result() for name, future in executables.items()}
     parts = dict(compiled)
     for name, (_, executable) in compiled.items():
         _check_signature(name, target.cells[name], executable.call)
     for name, cell in target.cells.items():
-        if verdicts[name].status is Status.OPTIMAL and cell.call is not None:
-            parts[name] = read[name], Executable(target.requires, target.mesh, cell.call)
+        if verdicts[name].status is Status.OPTIMAL and cell.exec is not None and cell.call is not None:
+            parts[name] = read[cell.exec], Executable(target.requires, target.mesh, cell.call)
 
     if target.kernels is not None and any(verdict.status is Status.OPTIMAL for verdict in verdicts.values()):
-        register(read_checked(folder, target.kernels), target.kernel_names)
+        register(read[target.kernels], target.kernel_names)
 
     def load(name: str) -> "Program":
         raw, executable = parts.pop(name)  # its bytes are needed once

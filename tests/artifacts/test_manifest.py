@@ -361,6 +361,14 @@ def test_no_mutated_manifest_ends_in_anything_but_a_clear_refusal(raw: dict[str,
     assert refused > 100
 
 
+def test_a_program_that_gives_the_state_is_for_cpu_alone(small: Manifest, tmp_path: Path) -> None:
+    record = FileRecord("programs/tpu-v6e-2x1-tp2/state.exec", 1, "0" * 64)
+    target = replace(small.targets["cpu-tp2"], platform="tpu", kind="v6e", topology="2x1", state_program=record)
+    vectors = replace(small.vectors, receipts={}, portable=None)
+    with pytest.raises(ArtifactError, match="expected a program that gives the state for cpu alone, found 'tpu'"):
+        write_manifest(tmp_path, replace(small, targets={"tpu-v6e-2x1-tp2": target}, vectors=vectors))
+
+
 @pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", "./x", "a//b", "", ".", "a\0b", 7, None])
 def test_paths_stay_inside(raw: dict[str, Any], small: Manifest, tmp_path: Path, path: Any) -> None:
     words = "expected a p(ath below the artifact's folder|rintable text)"

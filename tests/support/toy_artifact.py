@@ -26,6 +26,7 @@ from ling3export.model import program as steps
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.inputs import batch_fields, packed_size, unpack
+from ling3export.model.state import StateArray
 from ling3export.runners.engine.engine import Engine
 from tiny import tiny_fields
 
@@ -35,6 +36,7 @@ TARGET = "cpu-tp2"
 GEOMETRY = Geometry(TP, "float32", SLOTS, PAGES, PAGE, CONTEXT // PAGE, 1)
 CELLS = {"prefill@16": ("prefill", 16), "decode@2": ("decode", 2), "decode@4": ("decode", 4)}
 CELLS |= {f"{phase}@{rows}": (phase, rows) for phase in ("sample", "adjust") for rows in (1, 2, 4)}
+STATE = tuple(StateArray(name, (SLOTS + 1,), "int32", ("slots",), None) for name in ("last_token", "seen"))
 P = PartitionSpec
 PROMPTS = [[1, 2, 3], [5] * 20, [7] * 40, [300], [100, 200, 4]]
 
@@ -114,6 +116,8 @@ def build_toy(folder: Path, *, seed: int = 0, tokenizer: bool = True) -> Manifes
             )
             program = vars(lowered.program(compiled))
             cells[name] = schema.Cell(**program, status="compiled", stablehlo=stablehlo, exec=executable)
+    (programs / schema.STATE).write_bytes(lower.compile_state(STATE, mesh))
+    state_program = file_record(folder, f"programs/{TARGET}/{schema.STATE}")
     file, shape = "weights/toy.safetensors", (TP, VOCAB, VOCAB // TP)
     with StoreWriter(folder, {file: [TensorSpec("toy.table", shape, "F32", TP)]}) as writer:
         for slab, part in enumerate(np.split(table(seed), TP, axis=1)):
@@ -138,7 +142,8 @@ def build_toy(folder: Path, *, seed: int = 0, tokenizer: bool = True) -> Manifes
         producer={"ling3export": "0"}, source=schema.Source("toy", {}),
         config={"vocab_size": VOCAB, "eos_token_id": (EOS,)},
         plan=schema.Plan((16,), (2, 4), SLOTS, PAGE, CONTEXT, "float32", 0.6, 1 << 30),
-        targets={TARGET: _target(cells, needs)}, weights=weights, vectors=vectors, tokenizer=records, notes=(),
+        targets={TARGET: _target(cells, needs, state_program)}, weights=weights, vectors=vectors,
+        tokenizer=records, notes=(),
     )  # fmt: skip
     return write_manifest(folder, manifest)
 
@@ -149,11 +154,12 @@ def shared() -> Path:
     return Artifacts(kept_folder()).kept("toy.ling3", made_of, build_toy)
 
 
-def _target(cells: dict[str, schema.Cell], needs: schema.Executable) -> schema.Target:
-    arrays = tuple(schema.StateArray(name, (SLOTS + 1,), "int32", (), ("slots",)) for name in ("last_token", "seen"))
+def _target(cells: dict[str, schema.Cell], needs: schema.Executable, state_program: schema.FileRecord) -> schema.Target:
+    arrays = tuple(schema.StateArray(row.name, row.shape, row.dtype, row.spec, row.axes) for row in STATE)
     return schema.Target(
         platform="cpu", mesh=needs.mesh, requires=needs.requires, toolchain={}, fingerprint="0" * 64,
         state_abi="0" * 64, geometry=asdict(GEOMETRY),
         parameters=(schema.Parameter("toy.table", "toy.table", (TP, VOCAB, VOCAB // TP), "float32", ("tp",)),),
         state=schema.State("replicated", SLOTS, PAGES, PAGE, CONTEXT // PAGE, CHUNK, arrays), cells=cells,
+        state_program=state_program,
     )  # fmt: skip

@@ -25,7 +25,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E
 from ling3export.artifacts.records import from_json, to_json  # noqa: E402
 from ling3export.artifacts.schema import Executable  # noqa: E402
 from ling3export.runners.load import pjrt  # noqa: E402
-from ling3export.runners.load.model_runner import device_array, fresh_zeros  # noqa: E402
+from ling3export.runners.load.fresh import fresh_zeros  # noqa: E402
+from ling3export.runners.load.model_runner import device_array  # noqa: E402
 
 P = PartitionSpec
 WIDTH, ROWS = 64, 8

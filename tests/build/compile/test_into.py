@@ -90,6 +90,7 @@ def test_a_target_that_is_there_is_replaced_with_force_alone(whole, compiled, ar
     after = read_manifest(whole)
     assert names(whole / "programs") == ["cpu-tp1", "cpu-tp2.2"]
     assert after.targets["cpu-tp2"].cells["decode@8"].exec.path == "programs/cpu-tp2.2/decode@8.exec"
+    assert after.targets["cpu-tp2"].state_program.path == "programs/cpu-tp2.2/state.exec"
     check_digests(whole, after)
     add(whole, "--target", "cpu@2", "--force")
     assert names(whole / "programs") == ["cpu-tp1", "cpu-tp2"]

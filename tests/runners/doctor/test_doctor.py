@@ -179,6 +179,7 @@ def test_files_that_are_missing_or_short_are_named(artifact, tmp_path):
     found = [fault.what for fault in of_files(manifest, "cpu-tp2", tmp_path)]
     assert len(found) == len(set(found)) > 6
     assert all(text.endswith("expected it readable, found No such file or directory") for text in found)
+    assert sum("`programs/cpu-tp2/state.exec`" in text for text in found) == 1
     weights = next(iter(manifest.weights.files))
     (tmp_path / weights).parent.mkdir(parents=True)
     (tmp_path / weights).write_bytes(b"short")

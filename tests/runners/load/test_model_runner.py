@@ -12,7 +12,8 @@ from ling3export.runners.load.environment import prepare_cpu
 prepare_cpu(4)
 import jax, ml_dtypes, numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from ling3export.runners.load.model_runner import device_array, fresh_zeros
+from ling3export.runners.load.fresh import fresh_zeros
+from ling3export.runners.load.model_runner import device_array
 from ling3export.runners.load.pjrt import CompileCounter
 
 def anonymous():
