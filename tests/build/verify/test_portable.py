@@ -71,7 +71,7 @@ def for_tpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         name: replace(cell, status="compiled, not executed")
         for name, cell in (target.cells | {"decode@2": wrong}).items()
     }
-    target = replace(target, platform="tpu", kind="v6e", topology="2x1", cells=cells)
+    target = replace(target, platform="tpu", kind="v6e", topology="2x1", cells=cells, state_program=None)
     write_manifest(folder, replace(manifest, targets={"tpu-v6e-2x1-tp2": target}))
 
 
