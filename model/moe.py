@@ -181,9 +181,8 @@ def form_of(rows: int, config: Config, geometry: Geometry) -> Literal["chosen", 
     """
     if geometry.form == "card" and rows * config.num_experts_per_tok <= config.num_experts:
         return "chosen"
-    if geometry.tp > 1 and geometry.tiled:  # a chip of a slice has few experts; loops take longer (docs/log.md)
-        return "all"
-    return "all" if geometry.tiled and rows <= LOCAL_ROWS else "tiles"
+    # A chip of a slice has few experts, for which loops take longer than all of them, however many rows (docs/log.md).
+    return "all" if geometry.tiled and (geometry.tp > 1 or rows <= LOCAL_ROWS) else "tiles"
 
 
 class MixtureOfExperts(nnx.Module):
