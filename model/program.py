@@ -105,7 +105,9 @@ def prefill(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tr
     x, state = model.run_layers(model.embed(jnp.where(chunks.valid, fields["tokens"], 0)), state, chunks)
     out = {"logits": model.logits(x[last_tokens(chunks.length)])}
     if "next_token" in fields:
-        out["logprob"], out["best"], out["best_logprob"] = score_next(model.logits, x, fields["next_token"])
+        out["logprob"], out["best"], out["best_logprob"] = score_next(
+            model.logits, x, fields["next_token"], model.geometry
+        )
     return state, out
 
 
@@ -116,9 +118,9 @@ def decode(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tre
     return state, {"logits": model.logits(x[: fields["slot"].shape[0]])}
 
 
-def sample_rows(logits: jax.Array, state: Tree, fields: dict[str, jax.Array], straight: bool) -> tuple[Tree, Tree]:
+def sample_rows(logits: jax.Array, state: Tree, fields: dict[str, jax.Array], geometry: Geometry) -> tuple[Tree, Tree]:
     """``token [R]`` and ``logprob [R]`` from ``logits [R, V/TP]``; each slot's ``last_token`` is what it drew."""
-    token, logprob = sample(logits, fields, straight)
+    token, logprob = sample(logits, fields, geometry)
     return {"last_token": state["last_token"].at[fields["slot"]].set(token)}, {"token": token, "logprob": logprob}
 
 
@@ -190,7 +192,7 @@ def build_step(
         if part is not None:
             return part.call(fill and fill(params), state, values, batch)
         if fill is None:
-            return sample_rows(batch["logits"], state, values, geometry.straight)
+            return sample_rows(batch["logits"], state, values, geometry)
         return (decode if phase == "decode" else prefill)(fill(params), state, values)
 
     specs, out_specs = (param_specs, state_specs, batch_specs), (state_specs, out)

@@ -1,5 +1,5 @@
 """The kernels of ``kernels.cc`` as functions of arrays: products with bf16 weights, and what a decode step does
-with its state: one token of KDA, and attention over pages; and the router.
+with its state: one token of KDA, and attention over pages; the router; and the best of many logits.
 
 A kernel gets the whole stack and a layer's number, so that no weight is copied before it is read. The names that XLA
 looks up end in ``geometry.kernels``: processes that run programs of several artifacts keep their kernels apart. Axis
@@ -135,6 +135,11 @@ def token(
         lower_bound=np.float32(bound), l2_eps=np.float32(NORM_L2_EPS), eps=np.float32(config.rms_norm_eps),
     )  # fmt: skip
     return found[0], found[1], found[2]
+
+
+def best(logits: Float32[Array, "R v"], offset: Int32[Array, ""], geometry: Geometry) -> Float32[Array, "3 R"]:
+    """What ``sample.best_of_own`` finds; ``offset`` is the token of the first column."""
+    return _call("best", geometry, (3, logits.shape[0]), logits, offset)
 
 
 def attention(

@@ -44,7 +44,10 @@ constexpr int64_t kSpan = 512;    // cached tokens of a task
 constexpr int64_t kStream = 8;    // rows of x below which one row of w is read after the other, as memory is fastest
 constexpr int64_t kSums = 4096;   // numbers of a task that adds up parts
 constexpr int64_t kNear = 4 << 20;    // bytes of the next call that idle threads read ahead
+constexpr int64_t kBlock = 512;      // logits between two looks at the largest
+constexpr int64_t kLogits = 1 << 14;  // logits of a task
 constexpr int64_t kScores = 16;    // experts of a task of the router
+constexpr int64_t kLine = 16;     // numbers of fp32 in a line of the caches
 constexpr int64_t kParts = 16;    // tasks of a product over rows of the weight, each with sums of its own
 
 float Widen(Bf16 value) {
@@ -91,7 +94,7 @@ void Dots(const Bf16* w, int64_t step, const Bf16* const* x, int64_t depth, floa
     __m512bh wide[O];
 #pragma GCC unroll 8
     for (int o = 0; o < O; ++o) {
-      if (O > 1) __builtin_prefetch(w + (O + o) * step + d);
+      __builtin_prefetch(O > 1 ? w + (O + o) * step + d : w + d + 1024);
       wide[o] = (__m512bh)_mm512_maskz_loadu_epi16(mask, w + o * step + d);
     }
 #pragma GCC unroll 8
@@ -275,33 +278,83 @@ void TiledOuter(const Bf16* w, int64_t outputs, int64_t depth, const Bf16* paire
 #endif
 
 #ifdef LING3_BYTES
-// sums[t] += sum over F rows of w of x[t][f] w[f], for T rows of x. Of each vector of w the even columns' sums lie
-// before the odd ones'. Rows are read from end to end, as memory is fastest.
+constexpr int64_t kWide = 2 * kPairs;  // columns of two vectors of sums
+#ifdef __AVX512BF16__
+constexpr int kDeep = 8;  // rows of w between which sums stay in registers
+#else
+constexpr int kDeep = 4;
+#endif
+
+// sums[t] += sum over F rows of w, from row f on, of x[t][f] w[f], for T rows of x and whole vectors of columns.
+#ifdef __AVX512BF16__
+// Two neighbouring rows are brought side by side for the dot products, so sums lie as the columns do.
+template <int F, int T>
+void Sums(const Bf16* w, int64_t step, int64_t f, int64_t columns, const Bf16* const* x, float* const* sums) {
+  constexpr int kTwos = (F + 1) / 2;
+  alignas(64) uint16_t order[2][32];
+  for (int i = 0; i < 32; ++i) order[0][i] = uint16_t(i / 2 + i % 2 * 32), order[1][i] = uint16_t(order[0][i] + 16);
+  const __m512i low = _mm512_load_si512(order[0]), high = _mm512_load_si512(order[1]);
+  __m512bh each[T][kTwos];
+#pragma GCC unroll 16
+  for (int i = 0; i < T * kTwos; ++i) {
+    const Bf16* at = x[i / kTwos] + f + i % kTwos * 2;
+    each[i / kTwos][i % kTwos] = (__m512bh)_mm512_set1_epi32(int(at[0] | (F > 1 ? uint32_t(at[1]) << 16 : 0)));
+  }
+  float* to[T];
+#pragma GCC unroll 8
+  for (int t = 0; t < T; ++t) to[t] = sums[t];
+  for (int64_t c = 0; c < columns; c += kWide) {
+    __m512bh pairs[kTwos][2];
+#pragma GCC unroll 8
+    for (int i = 0; i < kTwos; ++i) {
+      const Bf16* at = w + (f + 2 * i) * step + c;
+      const __m512i one = _mm512_loadu_si512(at), two = F > 1 ? _mm512_loadu_si512(at + step) : _mm512_setzero_si512();
+      pairs[i][0] = (__m512bh)_mm512_permutex2var_epi16(one, low, two);
+      pairs[i][1] = (__m512bh)_mm512_permutex2var_epi16(one, high, two);
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) {
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        __m512 sum = _mm512_loadu_ps(to[t] + c + half * kPairs);
+#pragma GCC unroll 8
+        for (int i = 0; i < kTwos; ++i) sum = _mm512_dpbf16_ps(sum, pairs[i][half], each[t][i]);
+        _mm512_storeu_ps(to[t] + c + half * kPairs, sum);
+      }
+    }
+  }
+}
+#else
+// Of each vector of w the even columns' sums lie before the odd ones'.
 template <int F, int T>
 void Sums(const Bf16* w, int64_t step, int64_t f, int64_t columns, const Bf16* const* x, float* const* sums) {
   Vector each[T][F];
 #pragma GCC unroll 16
   for (int i = 0; i < T * F; ++i) each[i / F][i % F] = Vector{} + Widen(x[i / F][f + i % F]);
-  for (int64_t c = 0; c < columns; c += 2 * kPairs) {
-    Vector even[F], odd[F];
+  float* to[T];
+#pragma GCC unroll 8
+  for (int t = 0; t < T; ++t) to[t] = sums[t];
+  for (int64_t c = 0; c < columns; c += kWide) {
+    Vector wide[2][F];
 #pragma GCC unroll 8
     for (int i = 0; i < F; ++i) {
       const Bits bits = Load(w + (f + i) * step + c);
-      even[i] = Even(bits), odd[i] = Odd(bits);
+      wide[0][i] = Even(bits), wide[1][i] = Odd(bits);
     }
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) {
-      Vector both[2];
-      std::memcpy(both, sums[t] + c, sizeof(both));
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        Vector sum;
+        std::memcpy(&sum, to[t] + c + half * kPairs, LING3_BYTES);
 #pragma GCC unroll 8
-      for (int i = 0; i < F; ++i) {
-        both[0] += even[i] * each[t][i];
-        both[1] += odd[i] * each[t][i];
+        for (int i = 0; i < F; ++i) sum += wide[half][i] * each[t][i];
+        std::memcpy(to[t] + c + half * kPairs, &sum, LING3_BYTES);
       }
-      std::memcpy(sums[t] + c, both, sizeof(both));
     }
   }
 }
+#endif
 #endif
 
 // out[t][c] += sum over f of x[t][f] w[f][c], for `columns` columns of w. Ranges of rows of w may come one after the
@@ -310,23 +363,20 @@ class Inner {
  public:
   Inner(int64_t columns, int64_t rows, float* const* out) : columns_(columns), rows_(rows), out_(out) {
 #ifdef LING3_BYTES
-    whole_ = columns / (2 * kPairs) * (2 * kPairs);
-    sums_.resize(rows * whole_);
-    for (int64_t t = 0; t < rows; ++t) at_.push_back(sums_.data() + t * whole_);
+    whole_ = columns / kWide * kWide;
+    sums_.resize(rows * whole_ + kLine);
+    float* first = sums_.data();
+    while (reinterpret_cast<uintptr_t>(first) % (kLine * sizeof(float))) ++first;
+    for (int64_t t = 0; t < rows; ++t) at_.push_back(first + t * whole_);
 #endif
   }
 
   void Add(const Bf16* w, int64_t step, int64_t depth, const Bf16* const* x) {
 #ifdef LING3_BYTES
     int64_t t = 0;
-    for (; t + 4 <= rows_; t += 4) {
-      int64_t f = 0;
-      for (; f + 4 <= depth; f += 4) Sums<4, 4>(w, step, f, whole_, x + t, &at_[t]);
-      for (; f < depth; ++f) Sums<1, 4>(w, step, f, whole_, x + t, &at_[t]);
-    }
-    for (; t < rows_; ++t) {
-      for (int64_t f = 0; f < depth; ++f) Sums<1, 1>(w, step, f, whole_, x + t, &at_[t]);
-    }
+    for (; t + 4 <= rows_; t += 4) All<4>(w, step, depth, x + t, &at_[t]);
+    for (; t + 2 <= rows_; t += 2) All<2>(w, step, depth, x + t, &at_[t]);
+    for (; t < rows_; ++t) All<1>(w, step, depth, x + t, &at_[t]);
 #endif
     for (int64_t c = whole_; c < columns_; ++c) {
       for (int64_t t = 0; t < rows_; ++t) {
@@ -338,21 +388,31 @@ class Inner {
   ~Inner() {
 #ifdef LING3_BYTES
     for (int64_t t = 0; t < rows_; ++t) {
-      for (int64_t c = 0; c < whole_; c += 2 * kPairs) {
-        for (int64_t lane = 0; lane < kPairs; ++lane) {
-          out_[t][c + 2 * lane] += at_[t][c + lane];
-          out_[t][c + 2 * lane + 1] += at_[t][c + kPairs + lane];
-        }
+      for (int64_t c = 0; c < whole_; ++c) {
+#ifdef __AVX512BF16__
+        out_[t][c] += at_[t][c];
+#else
+        out_[t][c] += at_[t][c / kWide * kWide + c % 2 * kPairs + c % kWide / 2];
+#endif
       }
     }
 #endif
   }
 
  private:
+#ifdef LING3_BYTES
+  template <int T>
+  void All(const Bf16* w, int64_t step, int64_t depth, const Bf16* const* x, float* const* sums) const {
+    int64_t f = 0;
+    for (; f + kDeep <= depth; f += kDeep) Sums<kDeep, T>(w, step, f, whole_, x, sums);
+    for (; f < depth; ++f) Sums<1, T>(w, step, f, whole_, x, sums);
+  }
+#endif
+
   const int64_t columns_, rows_;
   float* const* out_;
   int64_t whole_ = 0;          // columns that fill vectors
-  std::vector<float> sums_;    // of each vector the even columns before the odd ones
+  std::vector<float> sums_;
   std::vector<float*> at_;
 };
 
@@ -878,6 +938,67 @@ ffi::Error Route(ffi::ThreadPool pool, Floats x, Floats gate, Floats bias, Ints 
   return ffi::Error::Success();
 }
 
+// What a part of a row of logits says: the largest number, where it is first found, and the sum of e^(x - largest).
+struct Best {
+  float most = -std::numeric_limits<float>::infinity(), total = 0;
+  int64_t at = 0;
+
+  // e^0 is the largest: of numbers that are all -inf the sum is 0.
+  float base() const { return std::max(most, std::numeric_limits<float>::lowest()); }
+
+  // A NaN is in no maximum, but in the sum.
+  void Look(const float* x, int64_t count) {
+    int64_t block = 0;
+    for (int64_t from = 0; from < count; from += kBlock) {
+      const int64_t size = std::min(kBlock, count - from);
+      float lanes[kLine];
+      std::fill_n(lanes, kLine, most);
+      int64_t i = 0;
+      for (; i + kLine <= size; i += kLine) {
+        for (int64_t j = 0; j < kLine; ++j) lanes[j] = x[from + i + j] > lanes[j] ? x[from + i + j] : lanes[j];
+      }
+      for (; i < size; ++i) lanes[0] = x[from + i] > lanes[0] ? x[from + i] : lanes[0];
+      const float found = *std::max_element(lanes, lanes + kLine);
+      if (found > most) most = found, block = from;
+    }
+    at = std::find(x + block, x + std::min(count, block + kBlock), most) - x;
+    float powers[kBlock], sums[kLine] = {};
+    for (int64_t from = 0; from < count; from += kBlock) {
+      const int64_t size = std::min(kBlock, count - from);
+      for (int64_t i = 0; i < size; ++i) powers[i] = x[from + i] - base();
+      Exponentials(powers, size);
+      int64_t i = 0;
+      for (; i + kLine <= size; i += kLine) {
+        for (int64_t j = 0; j < kLine; ++j) sums[j] += powers[i + j];
+      }
+      for (; i < size; ++i) sums[0] += powers[i];
+    }
+    for (float each : sums) total += each;
+  }
+};
+
+// Of each row of logits [R, V]: the largest, the sum of e^(x - largest), and the number of the first that is the
+// largest, plus `offset`, as a float -> y [3, R].
+ffi::Error BestOf(ffi::ThreadPool pool, Floats logits, Ints offset, ffi::Result<Floats> y, int32_t devices) {
+  const int64_t rows = logits.dimensions()[0], width = logits.dimensions()[1], each = (width + kLogits - 1) / kLogits;
+  std::vector<Best> parts(rows * each);
+  Parallel(pool, devices, rows * each, {}, [&](int64_t task) {
+    const int64_t from = task % each * kLogits;
+    parts[task].Look(logits.typed_data() + task / each * width + from, std::min(kLogits, width - from));
+  });
+  float* const out = y->typed_data();
+  for (int64_t r = 0; r < rows; ++r) {
+    const Best *own = &parts[r * each], *best = std::max_element(own, own + each, [](const Best& a, const Best& b) {
+      return a.most < b.most;
+    });
+    float total = 0;
+    for (int64_t i = 0; i < each; ++i) total += own[i].total * std::exp(own[i].base() - best->base());
+    out[r] = best->most, out[rows + r] = total;
+    out[2 * rows + r] = float(offset.typed_data()[0] + (best - own) * kLogits + best->at);
+  }
+  return ffi::Error::Success();
+}
+
 // A softmax over a part of a sequence's tokens, not yet normalized: of each head the largest score, the sum of the
 // weights and the weighted sum of the latents.
 struct Part {
@@ -984,6 +1105,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ling3_token, Token,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ling3_route, Route,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Floats>().Arg<Floats>().Arg<Ints>().Ret<Ints>()
         .Ret<Floats>().Attr<int32_t>("devices").Attr<int32_t>("groups").Attr<int32_t>("open").Attr<float>("scale"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ling3_best, BestOf,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Ints>().Ret<Floats>().Attr<int32_t>("devices"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ling3_attention, Attention,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Bf16s>().Arg<Bf16s>().Arg<Ints>().Arg<Ints>().Arg<Ints>().Ret<Floats>()
         .Attr<int32_t>("devices"));

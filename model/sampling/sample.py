@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int32
 
-from ling3export.model.geometry import AXIS, CHUNK
+from ling3export.model.geometry import AXIS, CHUNK, Geometry
+from ling3export.model.native import calls
 from ling3export.model.sampling.thresholds import by_row, keep_mask, numbers, to_lines
 
 # Padded tokens whose logits exist at a time: 5 MB for a sixteenth of Ling3-Tiny's vocabulary, 80 MB for the whole.
@@ -33,14 +34,18 @@ def first_best(lines: Float32[Array, "L W"], rows: int) -> tuple[Float32[Array, 
     return best, by_row(jnp.min, jnp.where(equal, numbers(lines.shape, rows), jnp.iinfo(jnp.int32).max), rows)
 
 
-def best_of_own(logits: Float32[Array, "R v"]) -> Float32[Array, "3 R"]:
+def best_of_own(logits: Float32[Array, "R v"], geometry: Geometry | None = None) -> Float32[Array, "3 R"]:
     """Three rows about this device's vocabulary: the best logit, the sum of ``exp(logit - best)``, the best's token.
 
     The token is written as a number, which is exact up to 2^24: a bit-cast id is a denormal, which an accelerator may
-    flush to zero. Where all logits of this device are -inf the sum is 0, and NaN where one is NaN or inf.
+    flush to zero. Where all logits of this device are -inf the sum is 0, and NaN where one is NaN or inf. A
+    ``geometry`` with native kernels has one that reads the logits once.
     """
+    first = lax.axis_index(AXIS) * logits.shape[1]
+    if geometry is not None and geometry.kernels:
+        return calls.best(logits, first, geometry)
     best, index = first_best(logits, len(logits))
-    index += lax.axis_index(AXIS) * logits.shape[1]
+    index += first
     finite = jnp.maximum(best, jnp.finfo(jnp.float32).min)  # -inf less -inf would be NaN
     return jnp.stack([best, jnp.sum(jnp.exp(logits - finite[:, None]), axis=1), index.astype(jnp.float32)])
 
@@ -58,12 +63,14 @@ def best_of_all(each: Float32[Array, "TP 3 R"]) -> tuple[Int32[Array, "R"], Floa
     return jnp.where(usable, token.astype(jnp.int32), NO_TOKEN), maximum, log_total
 
 
-def greedy(logits: Float32[Array, "R v"]) -> tuple[Int32[Array, "R"], Float32[Array, "R"], Float32[Array, "R"]]:
+def greedy(
+    logits: Float32[Array, "R v"], geometry: Geometry | None = None
+) -> tuple[Int32[Array, "R"], Float32[Array, "R"], Float32[Array, "R"]]:
     """(token, its logit, the logarithm of the sum of all ``exp(logit)``), from this device's part of the vocabulary.
 
     The token is that of :func:`best_of_all`.
     """
-    token, maximum, log_total = best_of_all(lax.all_gather(best_of_own(logits), AXIS))
+    token, maximum, log_total = best_of_all(lax.all_gather(best_of_own(logits, geometry), AXIS))
     return token, maximum, maximum + log_total
 
 
@@ -114,24 +121,25 @@ def draw(
 
 
 def sample(
-    logits: Float32[Array, "R v"], fields: dict[str, jax.Array], straight: bool = False
+    logits: Float32[Array, "R v"], fields: dict[str, jax.Array], geometry: Geometry | None = None
 ) -> tuple[Int32[Array, "R"], Float32[Array, "R"]]:
     """Greedy where ``temperature`` is 0, drawn elsewhere.
 
     Args:
         logits: This device's part of the vocabulary.
         fields: ``slot, position, temperature, top_k, top_p, seed``, each ``[R]``.
-        straight: See :func:`keep_mask`; whether a row is drawn at all stays a condition.
+        geometry: Whose form the program has. Where it is ``straight`` (see :func:`keep_mask`), whether a row is drawn
+            at all stays a condition.
 
     Returns:
         The token and its log-probability under the plain softmax, the same on every device. NO_TOKEN where a logit is
         NaN or inf, or none is above -inf.
     """
-    token, logit, log_sum = greedy(logits)
+    token, logit, log_sum = greedy(logits, geometry)
     do_sample = (fields["temperature"] > 0) & (token != NO_TOKEN)
 
     def mixed() -> tuple[jax.Array, jax.Array]:
-        drawn = draw(logits, fields, straight)
+        drawn = draw(logits, fields, geometry is not None and geometry.straight)
         return jnp.where(do_sample, drawn[0], token), jnp.where(do_sample, drawn[1], logit)
 
     with jax.named_scope("drawn"):
@@ -140,7 +148,10 @@ def sample(
 
 
 def score_next(
-    logits: Callable[[jax.Array], jax.Array], x: Float32[Array, "T D"], next_token: Int32[Array, "T"]
+    logits: Callable[[jax.Array], jax.Array],
+    x: Float32[Array, "T D"],
+    next_token: Int32[Array, "T"],
+    geometry: Geometry | None = None,
 ) -> tuple[Float32[Array, "T"], Int32[Array, "T"], Float32[Array, "T"]]:
     """Scores ``next_token`` behind every padded token, without the logits of all of them at a time.
 
@@ -151,6 +162,7 @@ def score_next(
         logits: From ``[R, D]`` to fp32 ``[R, V/TP]``, this device's part of the vocabulary.
         x: What the last layer gave; T is a multiple of CHUNK.
         next_token: -1 where there is none to score.
+        geometry: Whose form the program has.
 
     Returns:
         The log-probability under the plain softmax, 0 where there is no next token; and the token with the largest
@@ -165,7 +177,7 @@ def score_next(
         index = part[1] - lax.axis_index(AXIS) * own.shape[1]
         inside = (index >= 0) & (index < own.shape[1])
         scored = jnp.take_along_axis(own, jnp.where(inside, index, 0)[:, None], axis=1)[:, 0]
-        return jnp.concatenate([best_of_own(own), jnp.where(inside, scored, 0.0)[None]])
+        return jnp.concatenate([best_of_own(own, geometry), jnp.where(inside, scored, 0.0)[None]])
 
     parts = lax.map(rows, (x.reshape(-1, size, x.shape[1]), next_token.reshape(-1, size)))
     each = jnp.moveaxis(lax.all_gather(parts, AXIS), 2, 1).reshape(-1, 4, slots)

@@ -125,6 +125,27 @@ def test_experts_of_any_choice(geometry: Geometry, seed: int) -> None:
         assert relative(found.ravel(), expected.ravel()) < HIDDEN
 
 
+@pytest.mark.parametrize("seed", range(CASES))
+def test_the_best_of_many_logits(geometry: Geometry, seed: int) -> None:
+    """As XLA finds it, in rows of any width, where several are the largest, and where logits are not usable, too."""
+    rng = np.random.default_rng(seed)
+    rows, offset = int(rng.integers(6, 20)), int(rng.integers(1000))
+    width = int(rng.integers(1, (40, 600, 20_000, 70_000)[seed]))
+    logits = rng.normal(scale=10, size=(rows, width)).astype(np.float32)
+    logits[0] = logits[0, 0]  # all alike
+    logits[1, rng.integers(width, size=3)] = logits[1].max() + 1
+    logits[2, 1:] = -np.inf
+    logits[3], logits[4, rng.integers(width)], logits[5, rng.integers(width)] = -np.inf, np.inf, np.nan
+    most, total, token = np.asarray(calls.best(jnp.asarray(logits), jnp.int32(offset), geometry))
+    usable = np.array([0, 1, 2, *range(6, rows)])
+    wide = logits[usable].astype(np.float64)
+    np.testing.assert_array_equal(most[usable], wide.max(axis=1))
+    np.testing.assert_array_equal(token[usable], offset + wide.argmax(axis=1))
+    assert relative(total[usable], np.exp(wide - wide.max(axis=1, keepdims=True)).sum(axis=1)) < CURVES
+    assert total[3] == 0 and most[3] == -np.inf
+    assert np.isnan(total[4]) and np.isnan(total[5])
+
+
 def config(**changes: Any) -> Config:
     return replace(Config.from_dict(tiny_fields()), **changes)
 
