@@ -43,10 +43,11 @@ constexpr int64_t kTokens = 64;   // cached tokens whose scores are held at once
 constexpr int64_t kSpan = 512;    // cached tokens of a task
 constexpr int64_t kStream = 8;    // rows of x below which one row of w is read after the other, as memory is fastest
 constexpr int64_t kSums = 4096;   // numbers of a task that adds up parts
-constexpr int64_t kNear = 4 << 20;    // bytes of the next call that idle threads read ahead
-constexpr int64_t kBlock = 512;      // logits between two looks at the largest
+constexpr int64_t kNear = 4 << 20;  // bytes of the next call that idle threads read ahead
+constexpr int64_t kFar = 1024;    // numbers of a single row of w that are asked for before they are read
+constexpr int64_t kBlock = 512;   // logits between two looks at the largest
 constexpr int64_t kLogits = 1 << 14;  // logits of a task
-constexpr int64_t kScores = 16;    // experts of a task of the router
+constexpr int64_t kScores = 16;   // experts of a task of the router
 constexpr int64_t kLine = 16;     // numbers of fp32 in a line of the caches
 constexpr int64_t kParts = 16;    // tasks of a product over rows of the weight, each with sums of its own
 
@@ -80,7 +81,8 @@ Vector Odd(Bits bits) { return (Vector)(bits & 0xffff0000u); }
 #endif
 
 // y[t][o] = sum over d of x[t][d] w[o][d], for O outputs and T rows at once, each as U sums side by side. Sums stay in
-// registers only where the loops over t, o and u are unrolled. Of several outputs the next as many are asked for ahead.
+// registers only where the loops over t, o and u are unrolled. Of several outputs the next as many are asked for ahead,
+// of one what lies a little behind.
 #if defined(__AVX512BF16__)
 template <int O, int T, int U>
 void Dots(const Bf16* w, int64_t step, const Bf16* const* x, int64_t depth, float out[T][O]) {
@@ -94,7 +96,7 @@ void Dots(const Bf16* w, int64_t step, const Bf16* const* x, int64_t depth, floa
     __m512bh wide[O];
 #pragma GCC unroll 8
     for (int o = 0; o < O; ++o) {
-      __builtin_prefetch(O > 1 ? w + (O + o) * step + d : w + d + 1024);
+      __builtin_prefetch(O > 1 ? w + (O + o) * step + d : w + d + kFar);
       wide[o] = (__m512bh)_mm512_maskz_loadu_epi16(mask, w + o * step + d);
     }
 #pragma GCC unroll 8
