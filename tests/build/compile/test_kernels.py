@@ -41,7 +41,7 @@ def test_programs_with_kernels_pass_the_receipts_of_those_without(whole):
     called = {
         "prefill": {"columns", "rows", "route"} | experts,
         "decode": {"columns", "rows", "experts", "route", "token", "attention"},
-        "sample": set(),
+        "sample": {"best"},
         "adjust": set(),
     }
     for cell in target.cells.values():
