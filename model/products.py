@@ -92,7 +92,7 @@ def column_parallel(
 
     ``x`` is the same on every device; ``weights`` are ``[s, n, ..., D]``, or one argument ``[s, ..., D]`` a layer.
     """
-    if calls.are_there(weights, x.shape[0] <= calls.FEW, geometry):
+    if calls.do_columns(weights, x.shape[0], geometry):
         return calls.columns(x, weights[...], layer, geometry)
     if isinstance(weights, nnx.Dict) or not _one_by_one(weights[...], geometry):
         return dot(x, of_layer(weights, layer, split=True), geometry)
@@ -109,7 +109,7 @@ def column_parallel(
 
 def replicated(x: Float[Array, "T D"], weights: nnx.Param, layer: Index, geometry: Geometry) -> Float32[Array, "T out"]:
     """A matmul with ``weights [n, out, D]``, which every device has whole."""
-    if calls.are_there(weights, x.shape[0] <= calls.FEW, geometry):
+    if calls.do_columns(weights, x.shape[0], geometry):
         return calls.columns(x, weights[...][None], layer, geometry)[:, 0]
     return dot(x, take(weights[...], layer, split=False), geometry)
 
@@ -141,7 +141,7 @@ def vocab_parallel(x: Float[Array, "T D"], weights: nnx.Param, geometry: Geometr
     """
     table = weights[...]
     rows, dim = math.prod(table.shape[:-1]), table.shape[-1]
-    if calls.are_there(weights, x.shape[0] <= calls.FEW, geometry):
+    if calls.do_columns(weights, x.shape[0], geometry):
         return calls.columns(x, table[:, None], 0, geometry).reshape(x.shape[0], rows)
     if x.shape[0] > 1 or geometry.tiled or table.nbytes <= CACHED:
         return dot(x, table, geometry).reshape(x.shape[0], rows)

@@ -23,8 +23,10 @@ from ling3export.model.layers import NORM_L2_EPS, Index
 # a processor's matrix unit (docs/log.md, 2026-11-22).
 FEW = 16
 FEW_EACH = 2  # the same of one expert's rows, where all experts are chosen alike (docs/log.md)
-# Forms whose kernel for experts beats XLA's products at any number of rows: processors without a matrix unit.
-ANY_EXPERTS = ("avx512_bf16",)
+# Forms whose kernels beat XLA's products at any number of rows: of experts on processors without a matrix unit, over
+# columns on those without dot products of bf16, where XLA widens what it multiplies again and again.
+ANY_EXPERTS = ("avx512_bf16", "avx2")
+ANY_COLUMNS = ("avx2",)
 
 
 class KdaWeights(NamedTuple):
@@ -42,6 +44,11 @@ def are_there(weights: nnx.Param | nnx.Dict, few: bool, geometry: Geometry) -> b
     if not geometry.kernels or not few or isinstance(weights, nnx.Dict):
         return False
     return bool(weights[...].dtype == jnp.bfloat16)
+
+
+def do_columns(weights: nnx.Param | nnx.Dict, rows: int, geometry: Geometry) -> bool:
+    """Whether the program calls a kernel for products of ``rows`` rows over the last axis of a parameter."""
+    return are_there(weights, geometry.kernels.startswith(ANY_COLUMNS) or rows <= FEW, geometry)
 
 
 def do_experts(weights: nnx.Param | nnx.Dict, pairs: int, experts: int, geometry: Geometry) -> bool:

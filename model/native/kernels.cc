@@ -19,7 +19,7 @@
 #include <unordered_map>
 #include <vector>
 
-#ifdef __AVX512BF16__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 #ifdef __AMX_BF16__
@@ -41,7 +41,11 @@ constexpr int64_t kOutputs = 64;  // outputs of a task: 200 kB of weights at Lin
 constexpr int64_t kRows = 64;     // rows of x that stay in the second cache while a task's weights pass
 constexpr int64_t kTokens = 64;   // cached tokens whose scores are held at once
 constexpr int64_t kSpan = 512;    // cached tokens of a task
+#ifdef __AVX512BF16__
 constexpr int64_t kStream = 8;    // rows of x below which one row of w is read after the other, as memory is fastest
+#else
+constexpr int64_t kStream = 5;
+#endif
 constexpr int64_t kSums = 4096;   // numbers of a task that adds up parts
 constexpr int64_t kNear = 4 << 20;  // bytes of the next call that idle threads read ahead
 constexpr int64_t kFar = 1024;    // numbers of a single row of w that are asked for before they are read
@@ -78,12 +82,35 @@ Bits Load(const Bf16* from) {
 // A 32 bit lane holds two neighbours; the lower address is the lower half.
 Vector Even(Bits bits) { return (Vector)(bits << 16); }
 Vector Odd(Bits bits) { return (Vector)(bits & 0xffff0000u); }
+constexpr int64_t kWide = 2 * kPairs;  // numbers of bf16 in a vector
 #endif
 
+// <x, w> of fp32 numbers, in fp32.
+float Product(const float* x, const float* w, int64_t depth) {
+  float total = 0;
+  int64_t d = 0;
+#ifdef LING3_BYTES
+  Vector sums[4] = {};
+  for (; d + 4 * kPairs <= depth; d += 4 * kPairs) {
+#pragma GCC unroll 4
+    for (int u = 0; u < 4; ++u) {
+      Vector one, two;
+      std::memcpy(&one, x + d + u * kPairs, LING3_BYTES);
+      std::memcpy(&two, w + d + u * kPairs, LING3_BYTES);
+      sums[u] += one * two;
+    }
+  }
+  for (int lane = 0; lane < 4 * kPairs; ++lane) total += sums[lane % 4][lane / 4];
+#endif
+  for (; d < depth; ++d) total += x[d] * w[d];
+  return total;
+}
+
+// Outer gives out[t * stride + o] = <x[t], w[o]> for all `rows` rows of x and `outputs` rows of w.
+#if defined(__AVX512BF16__)
 // y[t][o] = sum over d of x[t][d] w[o][d], for O outputs and T rows at once, each as U sums side by side. Sums stay in
 // registers only where the loops over t, o and u are unrolled. Of several outputs the next as many are asked for ahead,
 // of one what lies a little behind.
-#if defined(__AVX512BF16__)
 template <int O, int T, int U>
 void Dots(const Bf16* w, int64_t step, const Bf16* const* x, int64_t depth, float out[T][O]) {
   __m512 sum[T][O][U];
@@ -124,76 +151,7 @@ void Dots(const Bf16* w, int64_t step, const Bf16* const* x, int64_t depth, floa
     }
   }
 }
-#elif defined(LING3_BYTES)
-template <int O, int T, int U>
-void Dots(const Bf16* w, int64_t step, const Bf16* const* x, int64_t depth, float out[T][O]) {
-  Vector sum[T][O][U];
-#pragma GCC unroll 16
-  for (int i = 0; i < T * O * U; ++i) sum[i / (O * U)][i / U % O][i % U] = Vector{};
-  const auto add = [&](int64_t d, int u) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) {
-      const Bits each = Load(x[t] + d);
-      const Vector even = Even(each), odd = Odd(each);
-#pragma GCC unroll 8
-      for (int o = 0; o < O; ++o) {
-        const Bits bits = Load(w + o * step + d);
-        sum[t][o][u] += Even(bits) * even;
-        sum[t][o][u] += Odd(bits) * odd;
-      }
-    }
-  };
-  int64_t d = 0;
-  for (; d + 2 * kPairs * U <= depth; d += 2 * kPairs * U) {
-#pragma GCC unroll 8
-    for (int u = 0; u < U; ++u) add(d + 2 * kPairs * u, u);
-  }
-  for (; d + 2 * kPairs <= depth; d += 2 * kPairs) add(d, 0);
-#pragma GCC unroll 8
-  for (int t = 0; t < T; ++t) {
-#pragma GCC unroll 8
-    for (int o = 0; o < O; ++o) {
-      float total = 0;
-      for (int lane = 0; lane < kPairs * U; ++lane) total += sum[t][o][lane % U][lane / U];
-      for (int64_t rest = d; rest < depth; ++rest) total += Widen(x[t][rest]) * Widen(w[o * step + rest]);
-      out[t][o] = total;
-    }
-  }
-}
-#else
-template <int O, int T, int U>
-void Dots(const Bf16* w, int64_t step, const Bf16* const* x, int64_t depth, float out[T][O]) {
-  for (int t = 0; t < T; ++t) {
-    for (int o = 0; o < O; ++o) {
-      out[t][o] = 0;
-      for (int64_t d = 0; d < depth; ++d) out[t][o] += Widen(x[t][d]) * Widen(w[o * step + d]);
-    }
-  }
-}
-#endif
 
-// <x, w> of fp32 numbers, in fp32.
-float Product(const float* x, const float* w, int64_t depth) {
-  float total = 0;
-  int64_t d = 0;
-#ifdef LING3_BYTES
-  Vector sums[4] = {};
-  for (; d + 4 * kPairs <= depth; d += 4 * kPairs) {
-#pragma GCC unroll 4
-    for (int u = 0; u < 4; ++u) {
-      Vector one, two;
-      std::memcpy(&one, x + d + u * kPairs, LING3_BYTES);
-      std::memcpy(&two, w + d + u * kPairs, LING3_BYTES);
-      sums[u] += one * two;
-    }
-  }
-  for (int lane = 0; lane < 4 * kPairs; ++lane) total += sums[lane % 4][lane / 4];
-#endif
-  for (; d < depth; ++d) total += x[d] * w[d];
-  return total;
-}
-
-// out[t * stride + o] = <x[t], w[o]> for all `rows` rows of x and `outputs` rows of w.
 template <int O, int T, int U>
 void Tile(const Bf16* w, int64_t depth, const Bf16* const* x, float* out, int64_t stride) {
   float tile[T][O];
@@ -219,6 +177,148 @@ void Outer(const Bf16* w, int64_t outputs, int64_t depth, const Bf16* const* x, 
     }
   }
 }
+#elif defined(LING3_BYTES)
+constexpr int64_t kPart = 384;  // numbers of a row at a time: kBand rows of x in fp32 stay in the first cache
+constexpr int64_t kBand = 16;   // rows of x for which a part of w is read once
+constexpr int64_t kTall = 4;    // rows of x whose sums with two rows of w stay in registers
+#ifdef __aarch64__
+#define LING3_VECTOR "+w"
+#else
+#define LING3_VECTOR "+x"
+#endif
+
+// The sum of each of four vectors.
+void Totals(Vector one, Vector two, Vector three, Vector four, float* out) {
+#ifdef __AVX2__
+  const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(one, two), _mm256_hadd_ps(three, four));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+#else
+  const Vector each[] = {one, two, three, four};
+  for (int i = 0; i < 4; ++i) {
+    out[i] = 0;
+    for (int lane = 0; lane < kPairs; ++lane) out[i] += each[i][lane];
+  }
+#endif
+}
+
+// `count` numbers of x in fp32, in the order in which Even and Odd take those of a vector; kWide divides `count`.
+void Spread(const Bf16* x, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; i += kWide) {
+    const Bits bits = Load(x + i);
+    const Vector even = Even(bits), odd = Odd(bits);
+    std::memcpy(out + i, &even, LING3_BYTES);
+    std::memcpy(out + i + kPairs, &odd, LING3_BYTES);
+  }
+}
+
+// Products of `depth` numbers of T spread rows of x and O rows of w, each as U sums side by side; `more` adds them to
+// what is there. Of several rows of w the next as many are asked for ahead, of one what lies a little behind.
+template <int O, int T, int U>
+void Tile(const Bf16* w, int64_t step, const float* x, int64_t depth, float* out, int64_t stride, bool more) {
+  constexpr int kFours = (T * O + 3) / 4;
+  Vector sum[kFours * 4][U];
+#pragma GCC unroll 16
+  for (int i = 0; i < kFours * 4 * U; ++i) sum[i / U][i % U] = Vector{};
+  const auto add = [&](int64_t d, int u) __attribute__((always_inline)) {
+    Vector wide[2][O];
+#pragma GCC unroll 2
+    for (int o = 0; o < O; ++o) {
+      __builtin_prefetch(O > 1 ? w + (O + o) * step + d : w + d + kFar);
+      const Bits bits = Load(w + o * step + d);
+      wide[0][o] = Even(bits), wide[1][o] = Odd(bits);
+    }
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+#pragma GCC unroll 8
+      for (int t = 0; t < T; ++t) {
+        Vector each;
+        std::memcpy(&each, x + t * depth + d + half * kPairs, LING3_BYTES);
+        if (O > 1) asm("" : LING3_VECTOR(each));  // in a register: it would be loaded once for each row of w
+#pragma GCC unroll 2
+        for (int o = 0; o < O; ++o) sum[t * O + o][u] += wide[half][o] * each;
+      }
+    }
+  };
+  int64_t d = 0;
+  for (; d + kWide * U <= depth; d += kWide * U) {
+#pragma GCC unroll 4
+    for (int u = 0; u < U; ++u) add(d + kWide * u, u);
+  }
+  for (; d < depth; d += kWide) add(d, 0);
+  float totals[kFours * 4];
+#pragma GCC unroll 16
+  for (int i = 0; i < T * O; ++i) {
+#pragma GCC unroll 4
+    for (int u = 1; u < U; ++u) sum[i][0] += sum[i][u];
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < kFours * 4; i += 4) Totals(sum[i][0], sum[i + 1][0], sum[i + 2][0], sum[i + 3][0], totals + i);
+#pragma GCC unroll 8
+  for (int t = 0; t < T; ++t) {
+    float* const to = out + t * stride;
+#pragma GCC unroll 2
+    for (int o = 0; o < O; ++o) to[o] = more ? to[o] + totals[t * O + o] : totals[t * O + o];
+  }
+}
+
+// Tile for `rows` rows of x, in groups of nearly the same size.
+template <int O>
+void Tiles(const Bf16* w, int64_t step, const float* x, int64_t depth, int64_t rows, float* out, int64_t stride,
+           bool more) {
+  for (int64_t t = 0, count; t < rows; t += count) {
+    const int64_t groups = (rows - t + kTall - 1) / kTall;
+    count = (rows - t + groups - 1) / groups;
+    const auto take = [&](auto tile) { tile(w, step, x + t * depth, depth, out + t * stride, stride, more); };
+    if (count == 4) take(Tile<O, 4, O == 1 ? 2 : 1>);
+    if (count == 3) take(Tile<O, 3, O == 1 ? 2 : 1>);
+    if (count == 2) take(Tile<O, 2, 2>);
+    if (count == 1) take(Tile<O, 1, O == 1 ? 4 : 2>);
+  }
+}
+
+void Outer(const Bf16* w, int64_t outputs, int64_t depth, const Bf16* const* x, int64_t rows, float* out,
+           int64_t stride) {
+  alignas(64) float wide[kRows * kPart];
+  const int64_t whole = depth / kWide * kWide;
+  for (int64_t from = 0; from < rows; from += kRows) {
+    const int64_t own = std::min(kRows, rows - from);
+    const bool few = own < kStream;
+    const int64_t part = few ? kRows * kPart / kStream / kWide * kWide : kPart;
+    float* const to = out + from * stride;
+    for (int64_t d = 0; d < whole; d += part) {
+      const int64_t count = std::min(part, whole - d);
+      for (int64_t t = 0; t < own; ++t) Spread(x[from + t] + d, count, wide + t * count);
+      for (int64_t t = 0; t < own; t += kBand) {
+        const int64_t band = std::min(kBand, own - t);
+        const auto take = [&](auto tiles, int64_t o) {
+          tiles(w + o * depth + d, depth, wide + t * count, count, band, to + t * stride + o, stride, d > 0);
+        };
+        int64_t o = 0;
+        for (; !few && o + 2 <= outputs; o += 2) take(Tiles<2>, o);
+        for (; o < outputs; ++o) take(Tiles<1>, o);
+      }
+    }
+    for (int64_t t = 0; t < own && whole < depth; ++t) {
+      for (int64_t o = 0; o < outputs; ++o) {
+        float total = whole ? to[t * stride + o] : 0;
+        for (int64_t d = whole; d < depth; ++d) total += Widen(x[from + t][d]) * Widen(w[o * depth + d]);
+        to[t * stride + o] = total;
+      }
+    }
+  }
+}
+#else
+void Outer(const Bf16* w, int64_t outputs, int64_t depth, const Bf16* const* x, int64_t rows, float* out,
+           int64_t stride) {
+  for (int64_t t = 0; t < rows; ++t) {
+    for (int64_t o = 0; o < outputs; ++o) {
+      float total = 0;
+      for (int64_t d = 0; d < depth; ++d) total += Widen(x[t][d]) * Widen(w[o * depth + d]);
+      out[t * stride + o] = total;
+    }
+  }
+}
+#endif
 
 #ifdef __AMX_BF16__
 constexpr int64_t kTile = 16;   // rows of a tile, and its 32-bit columns
@@ -280,7 +380,6 @@ void TiledOuter(const Bf16* w, int64_t outputs, int64_t depth, const Bf16* paire
 #endif
 
 #ifdef LING3_BYTES
-constexpr int64_t kWide = 2 * kPairs;  // columns of two vectors of sums
 #ifdef __AVX512BF16__
 constexpr int kDeep = 8;  // rows of w between which sums stay in registers
 #else
@@ -870,9 +969,9 @@ ffi::Error Token(ffi::ThreadPool threads, Floats, Bf16s, Floats y, Bf16s x, Bf16
     }
     Exponentials(decay, keys);
     const Bf16* own_x = Data(x) + b * dim;
-    float beta[1][1];
-    Dots<1, 1, 4>(Data(b_proj) + head * dim, dim, &own_x, dim, beta);
-    Sigmoids(beta[0], 1, gates);
+    float beta;
+    Outer(Data(b_proj) + head * dim, 1, dim, &own_x, 1, &beta, 1);
+    Sigmoids(&beta, 1, gates);
     for (int64_t i = 0; i < keys; ++i) written[i] = gates[0] * k[i];
     Delta(states + place * state, keys, keys, decay, written, q, k, v, rest, o);
     const float scale = 1 / std::sqrt(Squares(o, keys) / float(keys) + eps);
