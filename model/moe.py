@@ -214,7 +214,7 @@ class MixtureOfExperts(nnx.Module):
                 for i in range(0, x.shape[0], LOCAL_ROWS)
             ]
             return jnp.concatenate(routed) + self.shared(x.astype(dtype), layer)
-        if self.geometry.kernels and x.shape[0] <= calls.FEW:
+        if self.geometry.kernels and calls.are_few(x.shape[0], self.geometry):
             chosen, weights = calls.route(x, self.gate[...], self.expert_bias[...], layer, self.config, self.geometry)
         else:
             chosen, weights = route(*self.scores(x, layer), self.config)

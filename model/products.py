@@ -121,7 +121,7 @@ def row_parallel(x: Float[Array, "T F"], weights: nnx.Param, layer: Index, geome
         This device's partial sum, to be added up over devices in fp32: rounded first it would depend on TP.
     """
     stacked = weights[...]
-    if calls.are_there(weights, x.shape[0] <= calls.FEW, geometry):
+    if calls.are_there(weights, calls.are_few(x.shape[0], geometry), geometry):
         return calls.rows(x, stacked, layer, geometry)
     if not _one_by_one(stacked, geometry):
         return dot_merged(x, take(stacked, layer, split=True), geometry)
@@ -165,7 +165,7 @@ def per_head(
     if geometry.tiled:
         return dot_heads(("thx,hxy->thy", "thx,hyx->thy")[axis], x, of_heads(weights, layer))
     stacked = weights[...]
-    if calls.are_there(weights, x.shape[0] <= calls.FEW, geometry):
+    if calls.are_there(weights, calls.are_few(x.shape[0], geometry), geometry):
         return calls.heads(x, stacked, layer, axis, geometry)
     shards, _, heads = stacked.shape[:3]
     sizes = (1, 1, 1, *stacked.shape[3:])

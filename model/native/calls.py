@@ -19,14 +19,16 @@ from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.layers import NORM_L2_EPS, Index
 
-# Rows up to which reading the weights takes longer than multiplying: beyond, XLA's own products are faster, which use
-# a processor's matrix unit (docs/log.md, 2026-11-22).
+# Rows up to which a kernel is called: reading the weights takes longer than multiplying. Beyond, XLA's own products are
+# faster, which use a processor's matrix unit (docs/log.md, 2026-11-22).
 FEW = 16
 FEW_EACH = 2  # the same of one expert's rows, where all experts are chosen alike (docs/log.md)
-# Forms whose kernels beat XLA's products at any number of rows: of experts on processors without a matrix unit, over
-# columns on those without dot products of bf16, where XLA widens what it multiplies again and again.
-ANY_EXPERTS = ("avx512_bf16", "avx2")
-ANY_COLUMNS = ("avx2",)
+# Processors without dot products of bf16: XLA widens what it multiplies again and again. Kernels are faster up to more
+# rows, and over columns of a weight for any number (docs/log.md, 2026-11-24).
+WIDENED = ("avx2",)
+FEW_WIDENED = 64
+# Forms whose kernel for experts beats XLA's products at any number of rows: processors without a matrix unit.
+ANY_EXPERTS = ("avx512_bf16", *WIDENED)
 
 
 class KdaWeights(NamedTuple):
@@ -46,9 +48,14 @@ def are_there(weights: nnx.Param | nnx.Dict, few: bool, geometry: Geometry) -> b
     return bool(weights[...].dtype == jnp.bfloat16)
 
 
+def are_few(rows: int, geometry: Geometry) -> bool:
+    """Whether so many rows are few for the kernels of a geometry."""
+    return rows <= (FEW_WIDENED if geometry.kernels.startswith(WIDENED) else FEW)
+
+
 def do_columns(weights: nnx.Param | nnx.Dict, rows: int, geometry: Geometry) -> bool:
     """Whether the program calls a kernel for products of ``rows`` rows over the last axis of a parameter."""
-    return are_there(weights, geometry.kernels.startswith(ANY_COLUMNS) or rows <= FEW, geometry)
+    return are_there(weights, geometry.kernels.startswith(WIDENED) or are_few(rows, geometry), geometry)
 
 
 def do_experts(weights: nnx.Param | nnx.Dict, pairs: int, experts: int, geometry: Geometry) -> bool:

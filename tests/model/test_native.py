@@ -93,7 +93,7 @@ def test_products_of_any_shape(geometry: Geometry, seed: int, unit: int) -> None
 @pytest.mark.parametrize("seed", range(CASES))
 def test_each_heads_own_matrix(geometry: Geometry, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    rows, shards, layers, each, width, out = sizes(rng, 20, 3, 2, 3, 100, 100)
+    rows, shards, layers, each, width, out = sizes(rng, 70, 3, 2, 3, 100, 100)
     weight, weight64 = draw(rng, shards, layers, each, width, out)
     for axis, equation, size in ((0, "thx,hxy->thy", width), (1, "thx,hyx->thy", out)):
         x, x64 = padded(rng, rows, shards * each, size)
@@ -154,7 +154,7 @@ def config(**changes: Any) -> Config:
 def test_the_router_chooses_as_the_reference_does(geometry: Geometry, seed: int) -> None:
     """Equal scores, too: an expert that repeats another one never comes before it."""
     rng = np.random.default_rng(seed)
-    tokens, layers, groups, each, dim = sizes(rng, 16, 3, 5, 9, 300)
+    tokens, layers, groups, each, dim = sizes(rng, 70, 3, 5, 9, 300)
     open_groups = int(rng.integers(1, groups, endpoint=True))
     top = int(rng.integers(1, open_groups * each, endpoint=True))
     x, gate = (rng.normal(size=shape).astype(np.float32) for shape in ((tokens, dim), (layers, groups * each, dim)))
