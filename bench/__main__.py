@@ -74,6 +74,28 @@ def peers(checkpoint: Path | None, layers: int, rounds: int, llama_cpp: Path, ke
 
 
 @main.command()
+@click.argument("artifact", type=click.Path(path_type=Path, exists=True))
+@ROUNDS
+def cold(artifact: Path, rounds: int) -> None:
+    """The first token of a process that finds nothing of the artifact in memory; not part of all."""
+    from bench.cold import main as run
+
+    run(artifact, rounds)
+
+
+@main.command()
+@click.argument("artifact", type=click.Path(path_type=Path, exists=True))
+@ROUNDS
+@click.option("--counts", default="1,2,4,8,16", show_default=True, help="Sequences of a decode step.")
+def steps(artifact: Path, rounds: int, counts: str) -> None:
+    """The programs of an artifact alone, and what padding costs a decode step; not part of all."""
+    from bench.inputs import numbers
+    from bench.steps import main as run
+
+    run(artifact, rounds, numbers(counts))
+
+
+@main.command()
 @click.argument("first", type=click.Path(path_type=Path, exists=True))
 @click.argument("second", type=click.Path(path_type=Path, exists=True))
 @click.option("--rounds", type=click.IntRange(2), default=8, show_default=True, help="The first one is dropped.")

@@ -126,6 +126,10 @@ def main(
     def ratio(arm: str, peer: str, step: str) -> float | None:
         return speeds[arm][step] / speeds[peer][step] if step in speeds[peer] else None
 
+    def rate(flat: Flat, step: str) -> float | None:
+        """Every arm reads the same weights in bf16."""
+        return flat[step] * speeds[first][f"{step} GB/s"] / speeds[first][step] if step in flat else None
+
     show(
         f"{result['checkpoint']}, bf16, {result['threads']} threads, through each product, medians of "
         f"{result['rounds']}, load average {result['machine']['load_average'][0]}",
@@ -138,9 +142,9 @@ def main(
                 [[step, *(ratio(arm, peer, step) for arm in mine for peer in peers)] for step in STEPS],
             ),
             table(
-                ["GB/s of weights", *mine, "a plain read"],
-                [[f"decode {count}", *(speeds[arm][f"decode {count} GB/s"] for arm in mine), speeds[first]["read GB/s"]]
-                 for count in COUNTS],
+                ["GB/s of weights", *speeds, "a plain read"],
+                [[step, *(rate(flat, step) for flat in speeds.values()), speeds[first]["read GB/s"]]
+                 for step in STEPS if f"{step} GB/s" in speeds[first]],
             ),
         ],
         result,
