@@ -776,7 +776,7 @@ ffi::Error Rows(ffi::ThreadPool pool, Bf16s x, Bf16s w, Ints layer_of, ffi::Resu
   return ffi::Error::Success();
 }
 
-// e to the power of each of `count` numbers up to 0, to 3e-7 of it; 0 below -87.
+// e to the power of each of `count` numbers up to 0, to 3e-7 of it down to -3 and to 4e-6 anywhere; 0 below -87.
 void Exponentials(float* values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const float x = values[i], high = (x < -87 ? -87.0f : x) * 1.44269504f;
