@@ -1,5 +1,6 @@
 """Compiles the native kernels: one library for a target, which lies beside the programs that call it."""
 
+import platform
 import subprocess
 import tempfile
 from importlib.metadata import version
@@ -10,9 +11,9 @@ from ling3export.artifacts.files import write_new
 from ling3export.artifacts.schema import KERNELS
 from ling3export.cache.cells import Cells
 from ling3export.errors import PlanError
-from ling3export.plan.kernels import FLAGS, SOURCE, Level, compiler, level_of
+from ling3export.plan.kernels import EXPECTED, FLAGS, HINT, SOURCE, Level, compiler, level_of
 
-LIMIT = 300  # seconds
+LIMIT = 900  # seconds; g++ takes some 20, ziglang two minutes or more at first, when it makes its own library
 
 
 def put_library(folder: Path, kernels: str, cells: Cells) -> None:
@@ -26,8 +27,11 @@ def put_library(folder: Path, kernels: str, cells: Cells) -> None:
         return
     level, command = level_of(kernels), compiler()
     if command is None:
-        raise PlanError("kernels: expected a C++ compiler, found none", "install g++")
-    fields = {"kernels": kernels, "compiler": [*command, _run([*command, "--version"])], "headers": _headers()[1]}
+        raise PlanError(f"kernels: {EXPECTED}, found none", HINT)
+    fields = {
+        "kernels": kernels, "machine": platform.machine(), "headers": _headers()[1],
+        "compiler": [*command, _run([*command, "--version"])],
+    }  # fmt: skip
     write_new(folder / KERNELS, cells.file("so", fields, lambda: compiled(command, level)))
 
 

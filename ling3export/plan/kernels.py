@@ -3,7 +3,9 @@
 import hashlib
 import platform
 import shutil
+import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import ling3export
@@ -15,6 +17,8 @@ from ling3export.runners.load.environment import compiler_flags, cpu_features
 
 SOURCE = Path(ling3export.__file__).parent / "model" / "native" / "kernels.cc"
 COMPILERS = ("c++", "g++", "clang++")
+EXPECTED = f"expected a C++ compiler ({', '.join(COMPILERS)} or the package ziglang)"
+HINT = "install g++, or ling3export[zig]"
 CHOICES = ("auto", "on", "off")
 NARROW = 512  # hidden sizes below leave so little to read that what XLA makes itself is as fast
 
@@ -70,11 +74,11 @@ def best_level() -> Level:
 
 
 def compiler() -> list[str] | None:
-    """The command of the system's C++ compiler; None without."""
+    """The command of the system's C++ compiler, or else of the one in the package ``ziglang``; None without."""
     for name in COMPILERS:
         if path := shutil.which(name):
             return [path]
-    return None
+    return [sys.executable, "-m", "ziglang", "c++"] if find_spec("ziglang") else None
 
 
 def choose(config: Config, options: Options, target: Target) -> tuple[str, str | None]:
@@ -95,11 +99,9 @@ def choose(config: Config, options: Options, target: Target) -> tuple[str, str |
     if config.hidden_size < NARROW and not wanted:
         return "", None
     if compiler() is None:
-        found = f"expected a C++ compiler ({', '.join(COMPILERS)}), found none"
-        hint = "install g++"
         if wanted:
-            raise PlanError(f"--kernels on: {found}", hint)
-        return "", f"no native kernels, programs are slower: {found}; {hint}"
+            raise PlanError(f"--kernels on: {EXPECTED}, found none", HINT)
+        return "", f"no native kernels, programs are slower: {EXPECTED}, found none; {HINT}"
     limited = "xla_cpu_max_isa" in str(compiler_flags())  # for older processors than this one
     level = LEVELS[-1] if limited else best_level()
     return ending(level), f"native kernels {level.name}"

@@ -41,7 +41,7 @@ def geometry(request: pytest.FixtureRequest) -> Geometry:
     if (command := compiler()) is None:
         pytest.skip("no C++ compiler")
     name = ending(request.param)
-    kept = ROOT / ".cache" / "tests" / f"kernels-{name}.so"
+    kept = ROOT / ".cache" / "tests" / f"kernels-{name}-{platform.machine()}.so"
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_bytes(compiled(command, request.param))

@@ -8,6 +8,7 @@ import pytest
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.checkpoint.synth import config_fields
 from ling3export.cli import main as cli
+from ling3export.compile.kernels import compiled
 from ling3export.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.native import calls
@@ -65,6 +66,22 @@ def test_where_no_compiler_is_the_plan_says_what_is_lost(monkeypatch):
     assert any("no native kernels" in note and "found none" in note for note in plan.notes)
     with pytest.raises(PlanError, match=r"--kernels on: expected a C\+\+ compiler .* found none"):
         make_plan(FULL, Options(tp=1, kernels="on"), "cpu")
+
+
+def test_where_the_system_has_no_compiler_that_of_a_package_compiles_them(monkeypatch, tmp_path):
+    """The true package is 100 MB: one under its name writes down what it is asked for."""
+    package = tmp_path / "ziglang"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(
+        "import pathlib, sys\npathlib.Path(sys.argv[sys.argv.index('-o') + 1]).write_text(' '.join(sys.argv[1:]))\n"
+    )
+    monkeypatch.setattr(kernels, "COMPILERS", ())
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    level = kernels.best_level()
+    asked = compiled(kernels.compiler(), level).decode().split()
+    assert asked[0] == "c++" and {*kernels.FLAGS, *level.flags, str(kernels.SOURCE)} <= {*asked}
 
 
 def test_kernels_of_another_version_are_not_built():
