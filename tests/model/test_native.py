@@ -3,6 +3,7 @@
 import ctypes
 import platform
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -35,13 +36,17 @@ CASES = 4
 addresses = set()  # where the libraries of the forms have their code
 
 
+def kept_library(name: str) -> Path:
+    return ROOT / ".cache" / "tests" / f"kernels-{name}-{platform.machine()}.so"
+
+
 @pytest.fixture(params=HERE, ids=lambda level: level.name, scope="module")
 def geometry(request: pytest.FixtureRequest) -> Geometry:
     """A geometry whose programs call one form of the kernels, which is compiled once and kept between runs."""
     if (command := compiler()) is None:
         pytest.skip("no C++ compiler")
     name = ending(request.param)
-    kept = ROOT / ".cache" / "tests" / f"kernels-{name}-{platform.machine()}.so"
+    kept = kept_library(name)
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_bytes(compiled(command, request.param))
@@ -287,7 +292,7 @@ def test_a_layer_outside_of_its_stack_is_refused(geometry: Geometry) -> None:
 
 
 def test_a_library_of_an_older_version_has_fewer_kernels(geometry: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = (ROOT / ".cache" / "tests" / f"kernels-{geometry.kernels}.so").read_bytes()
+    library = kept_library(geometry.kernels).read_bytes()
     monkeypatch.setattr(kernels, "_registered", {})
     monkeypatch.setattr(kernels, "HANDLERS", (*kernels.HANDLERS, "later"))
     register(library, f"{geometry.kernels}-older")
