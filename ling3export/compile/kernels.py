@@ -13,7 +13,7 @@ from ling3export.cache.cells import Cells
 from ling3export.errors import PlanError
 from ling3export.plan.kernels import EXPECTED, FLAGS, HINT, SOURCE, Level, compiler, level_of
 
-LIMIT = 900  # seconds; g++ takes some 20, ziglang two minutes or more at first, when it makes its own library
+LIMIT = 900  # seconds; g++ takes some 15, ziglang two minutes or more at first, when it makes its own library
 
 
 def put_library(folder: Path, kernels: str, cells: Cells) -> None:

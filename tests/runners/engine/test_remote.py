@@ -361,8 +361,12 @@ class Pair:
 
     def handed_out(self, outcome):
         """Waits until the holder has counted the only transfer it handed out, which it does after its puller left."""
-        until(lambda: set(self.given.counts) - {"stored"})
-        assert {name: self.given.counts[name] for name in set(self.given.counts) - {"stored"}} == {outcome: 1}
+
+        def found():
+            return {name: count for name, count in dict(self.given.counts).items() if name != "stored"}
+
+        until(found)
+        assert found() == {outcome: 1}
 
     def nothing_held(self):
         """Waits until neither end holds anything."""
