@@ -272,12 +272,17 @@ def _check_leaves(cell: Cell, target: Target) -> None:
         _same(f"parameter {shown(leaf.name)}", (shape, parameter.dtype), (leaf.shape, leaf.dtype), "inputs")
     batch = {leaf.name: leaf for leaf in cell.inputs if leaf.group == "batch"}
     more = {
-        "sample": ["logits"], "adjust": ["edits", "logits", "mask", "token"],
-        "store": [array.name for array in arrays], "attend": ["hidden"],
-        "dispatch": ["token_data"], "experts": [*_scale(target), "group_list", "y"],
-        "combine": ["expert_ids", "residual", "results", "weights"], "head": ["hidden"],
-        "group": ["hidden"], "unembed": ["hidden"],
-    }  # fmt: skip
+        "sample": ["logits"],
+        "adjust": ["edits", "logits", "mask", "token"],
+        "store": [array.name for array in arrays],
+        "attend": ["hidden"],
+        "dispatch": ["token_data"],
+        "experts": [*_scale(target), "group_list", "y"],
+        "combine": ["expert_ids", "residual", "results", "weights"],
+        "head": ["hidden"],
+        "group": ["hidden"],
+        "unembed": ["hidden"],
+    }
     names = sorted([*more.get(cell.phase, []), *["packed"] * bool(cell.fields)])
     _same("the batch of the phase", names, list(batch), "inputs")
     if packed := batch.get("packed"):

@@ -54,9 +54,15 @@ def speed(
     from bench.speed import main as run
 
     run(
-        checkpoint, rounds, context=context, tps=numbers(tps), batches=numbers(batches),
-        peers=[peer for peer in peers.split(",") if peer], max_running=max_running, kernels=kernels.split(","),
-    )  # fmt: skip
+        checkpoint,
+        rounds,
+        context=context,
+        tps=numbers(tps),
+        batches=numbers(batches),
+        peers=[peer for peer in peers.split(",") if peer],
+        max_running=max_running,
+        kernels=kernels.split(","),
+    )
 
 
 @main.command()
@@ -122,9 +128,13 @@ def witness(
     from bench.witness import main as run
 
     run(
-        checkpoint, rounds, requests, folder / "aiperf" / "bin" / "aiperf", llama_cpp and llama_cpp.resolve(),
+        checkpoint,
+        rounds,
+        requests,
+        folder / "aiperf" / "bin" / "aiperf",
+        llama_cpp and llama_cpp.resolve(),
         folder / "transformers" / "bin" / "python" if transformers else None,
-    )  # fmt: skip
+    )
 
 
 @main.command()
@@ -286,15 +296,23 @@ def pd(artifact: Path, carrier: str, vllm_router: bool, prompts: int, replicas: 
 @click.option("--part", "parts", multiple=True, help="Measure this alone, such as times-2 or 3@0.8, with --kept.")
 @click.option("--cores", type=click.IntRange(1), help="Of each replica alone.  [default: all share the machine's]")
 @click.option(
-    "--device-ms", "device", type=(click.FloatRange(0), click.FloatRange(0), click.FloatRange(0)),
+    "--device-ms",
+    "device",
+    type=(click.FloatRange(0), click.FloatRange(0), click.FloatRange(0)),
     metavar="CALL TOKEN ROW",
     help="A device in the processor's place: ms of a call, and more a padded token of prefill and a row of decode.",
-)  # fmt: skip
+)
 @click.option("--requests", type=click.IntRange(1), default=40, show_default=True, help="The fewest of a run.")
 def fleet(
-    artifact: Path | None, replicas: str, seconds: float, kept: Path | None, parts: tuple[str, ...], cores: int | None,
-    device: tuple[float, float, float] | None, requests: int,
-) -> None:  # fmt: skip
+    artifact: Path | None,
+    replicas: str,
+    seconds: float,
+    kept: Path | None,
+    parts: tuple[str, ...],
+    cores: int | None,
+    device: tuple[float, float, float] | None,
+    requests: int,
+) -> None:
     """A simulated fleet against real replicas on this machine; needs the extra fleet."""
     from bench.fleet import main as run
     from bench.fleet_ours import Speed

@@ -74,10 +74,11 @@ def run(folder: Path, sessions: int, workers: int, micro_batches: int) -> dict[s
     for process, (_, errors) in zip(processes, said, strict=True):
         assert process.returncode == 0, errors
     return {
-        "seconds": round(time.perf_counter() - started, 2), "tokens": [out for out, _ in said[workers:]],
+        "seconds": round(time.perf_counter() - started, 2),
+        "tokens": [out for out, _ in said[workers:]],
         "ffn": [stats(errors) for _, errors in said[:workers]],
         "attention": [stats(errors) for _, errors in said[workers:]],
-    }  # fmt: skip
+    }
 
 
 def fused_step(folder: Path) -> float:
@@ -105,8 +106,9 @@ def phases(found: dict[str, Any]) -> list[list[Any]]:
         for phase, spent in seconds.items():
             if phase != "decode":
                 rows.append([side, phase, calls[phase], 1e6 * spent / calls[phase], f"{spent / whole:.0%}"])
-        rows.append([side, "bytes sent", calls.get("send_attn_output", calls.get("send_ffn_output")), None,
-                     seen["bytes_sent"]])  # fmt: skip
+        rows.append(
+            [side, "bytes sent", calls.get("send_attn_output", calls.get("send_ffn_output")), None, seen["bytes_sent"]]
+        )
     return rows
 
 
@@ -132,14 +134,38 @@ def measured(folder: Path, ways: list[tuple[int, int, int]]) -> dict[str, Any]:
         waiting, step = decoded["seconds"]["recv_ffn_output"] / whole, whole / steps
         idle = found["ffn"][0]["seconds"]["recv_attn_output"] / sum(found["ffn"][0]["seconds"].values())
         name = f"{sessions}A{workers}F x {micro_batches}"
-        rows.append([name, "yes" if same else "NO", steps, 1e3 * step, step / fused_seconds, f"{waiting:.0%}",
-                     f"{idle:.0%}", found["seconds"] / fused["seconds"]])  # fmt: skip
+        rows.append(
+            [
+                name,
+                "yes" if same else "NO",
+                steps,
+                1e3 * step,
+                step / fused_seconds,
+                f"{waiting:.0%}",
+                f"{idle:.0%}",
+                found["seconds"] / fused["seconds"],
+            ]
+        )
         tables.append(table([name, "phase", "calls", "µs a call", "share"], phases(found)))
-        result[name] = {"same": same, "seconds": found["seconds"], "fused_seconds": fused["seconds"],
-                        "step_seconds": step, "fused_step_seconds": fused_seconds,
-                        "attention": decoded, "ffn": found["ffn"][0]}  # fmt: skip
-    head = ["way", "tokens equal", "steps", "ms a step", "fused step = 1", "attention idle", "FFN idle",
-            "whole run, fused = 1"]  # fmt: skip
+        result[name] = {
+            "same": same,
+            "seconds": found["seconds"],
+            "fused_seconds": fused["seconds"],
+            "step_seconds": step,
+            "fused_step_seconds": fused_seconds,
+            "attention": decoded,
+            "ffn": found["ffn"][0],
+        }
+    head = [
+        "way",
+        "tokens equal",
+        "steps",
+        "ms a step",
+        "fused step = 1",
+        "attention idle",
+        "FFN idle",
+        "whole run, fused = 1",
+    ]
     tables = [table(["one fused decode step", "ms"], [["of all rows", 1e3 * fused_seconds]]), *tables]
     show("decode steps through FFN workers", [table(head, rows), *tables], {"machine": machine(), **result})
     assert all(each["same"] for each in result.values())
@@ -164,12 +190,33 @@ def paper() -> None:
                 gains = [best[name] / best["split"] for name in ("replicas", "spread")]
                 parts = [1e6 * best[name] for name in ("attention", "experts", "link")]
                 rows.append([width, batch, link, f"{best['A']}A{best['F']}F", *parts, *gains])
-                found.append({"width": width, "batch": batch, "GB/s": link, "A": best["A"], "F": best["F"],
-                              "over_replicas": round(gains[0], 3), "over_spread": round(gains[1], 3)})  # fmt: skip
-    head = ["expert width", "sequences", "GB/s", "best", "attention µs", "experts µs", "link µs", "over replicas",
-            "over spread experts"]  # fmt: skip
-    show("one layer on v6e by roofline bounds, at equal chips and sequences: how much faster the split is",
-         [table(head, rows)], {"chip": "v6e", "rows": found})  # fmt: skip
+                found.append(
+                    {
+                        "width": width,
+                        "batch": batch,
+                        "GB/s": link,
+                        "A": best["A"],
+                        "F": best["F"],
+                        "over_replicas": round(gains[0], 3),
+                        "over_spread": round(gains[1], 3),
+                    }
+                )
+    head = [
+        "expert width",
+        "sequences",
+        "GB/s",
+        "best",
+        "attention µs",
+        "experts µs",
+        "link µs",
+        "over replicas",
+        "over spread experts",
+    ]
+    show(
+        "one layer on v6e by roofline bounds, at equal chips and sequences: how much faster the split is",
+        [table(head, rows)],
+        {"chip": "v6e", "rows": found},
+    )
 
 
 def priced(config: Config, batch: int, link: float, attention: int, ffn: int) -> dict[str, Any]:
@@ -187,11 +234,20 @@ def priced(config: Config, batch: int, link: float, attention: int, ffn: int) ->
 
     share = -(-sequences // total)  # of a group that attends and has experts
     moved = batch * config.num_experts_per_tok * config.hidden_size * 2 / (link * 1e9)  # of an attention group
-    parts = {"attention": seconds("attend", batch), "experts": experts(sequences, ffn),
-             "link": moved * max(1.0, attention / ffn)}  # fmt: skip
+    parts = {
+        "attention": seconds("attend", batch),
+        "experts": experts(sequences, ffn),
+        "link": moved * max(1.0, attention / ffn),
+    }
     spread = max(seconds("attend", share) + experts(sequences, total), moved * share / batch * (total - 1) / total)
-    return {"A": attention, "F": ffn, **parts, "split": max(parts.values()), "spread": spread,
-            "replicas": seconds("attend", share) + experts(share, 1)}  # fmt: skip
+    return {
+        "A": attention,
+        "F": ffn,
+        **parts,
+        "split": max(parts.values()),
+        "spread": spread,
+        "replicas": seconds("attend", share) + experts(share, 1),
+    }
 
 
 def main(folder: Path | None, checkpoint: Path | None, ways: list[tuple[int, int, int]]) -> None:

@@ -42,8 +42,10 @@ def main(
     ratio = seconds["pull"] / seconds["copy"]
     result = machine() | {"moved": rows, "seconds": seconds, "ratio": ratio, "rounds": rounds_of}
     numbers = [(row["what"], row["files"], row["published"], row["pulled"], row["here"]) for row in rows]
-    tables = [table(("bytes", "of files", "published", "pulled", "there"), numbers),
-              table(("seconds", "copy", "pull", "ratio"), [("", seconds["copy"], seconds["pull"], ratio)])]  # fmt: skip
+    tables = [
+        table(("bytes", "of files", "published", "pulled", "there"), numbers),
+        table(("seconds", "copy", "pull", "ratio"), [("", seconds["copy"], seconds["pull"], ratio)]),
+    ]
     show("Catalogue: bytes moved, and pulling against copying", tables, result)
 
 
@@ -87,8 +89,9 @@ def timed(folder: Path, artifact: Path, rounds: int, megabytes: int) -> dict[str
         sync_tree(folder / "copy")
 
     ways: dict[str, Callable[[], object]] = {
-        "copy": copied, "pull": lambda: pulled(store, folder / "pull", folder / "blobs"),
-    }  # fmt: skip
+        "copy": copied,
+        "pull": lambda: pulled(store, folder / "pull", folder / "blobs"),
+    }
     found: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way, does in ways.items():
@@ -105,8 +108,10 @@ def padded(artifact: Path, folder: Path, megabytes: int) -> Path:
     """The artifact with so many more bytes of weights, in four files."""
     shutil.copytree(artifact, folder)
     manifest, rng = read_manifest(folder), np.random.default_rng(0)
-    specs = {f"weights/more-{number}.safetensors": [TensorSpec(f"more.{number}", (megabytes << 16,), "F32")]
-             for number in range(4)}  # fmt: skip
+    specs = {
+        f"weights/more-{number}.safetensors": [TensorSpec(f"more.{number}", (megabytes << 16,), "F32")]
+        for number in range(4)
+    }
     with StoreWriter(folder, specs) as writer:
         for (spec,) in specs.values():
             writer.write(spec.name, rng.standard_normal(spec.shape, np.float32), slab=None)

@@ -75,15 +75,26 @@ def main(target: str, jobs: int | None) -> dict[str, Any]:
         files = sum(file.stat().st_size for file in Path(folder).iterdir())
     seconds = time.perf_counter() - started
     rows = [
-        [name, row.lower_seconds, row.compile_seconds, row.memory.peak / 1e6,
-         None if row.estimated_seconds is None else 1e3 * row.estimated_seconds]
+        [
+            name,
+            row.lower_seconds,
+            row.compile_seconds,
+            row.memory.peak / 1e6,
+            None if row.estimated_seconds is None else 1e3 * row.estimated_seconds,
+        ]
         for name, row in ((name, built.program) for name, built in outcome.built.items())
-    ]  # fmt: skip
+    ]
     result = {
-        "target": target, "seconds": seconds, "peak_bytes": peak, "file_bytes": files, "machine": machine(),
-        "cells": {row[0]: dict(zip(("lower_s", "compile_s", "device_mb", "estimated_ms"), row[1:], strict=True))
-                  for row in rows},
-    }  # fmt: skip
+        "target": target,
+        "seconds": seconds,
+        "peak_bytes": peak,
+        "file_bytes": files,
+        "machine": machine(),
+        "cells": {
+            row[0]: dict(zip(("lower_s", "compile_s", "device_mb", "estimated_ms"), row[1:], strict=True))
+            for row in rows
+        },
+    }
     title = (
         f"All {len(rows)} cells of the default plan at full size for {target}: {seconds:.0f} s, "
         f"{peak['resident'] / 1e9:.1f} GB resident in all processes ({peak['anonymous'] / 1e9:.1f} anonymous), "

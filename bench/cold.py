@@ -65,8 +65,20 @@ def read(touched: dict[Path, np.ndarray]) -> float:
 
 def start(folder: Path, check: str) -> float:
     """Seconds from the start of the command until it prints its first token."""
-    command = [sys.executable, "-m", "ling3export.runners.cli", "generate", folder, "--prompt-ids", PROMPT,
-               "--max-tokens", "1", "--check", check, "--json"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "ling3export.runners.cli",
+        "generate",
+        folder,
+        "--prompt-ids",
+        PROMPT,
+        "--max-tokens",
+        "1",
+        "--check",
+        check,
+        "--json",
+    ]
     started = time.perf_counter()
     with subprocess.Popen([str(part) for part in command], cwd=ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

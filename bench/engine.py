@@ -18,9 +18,18 @@ Flat = dict[str, float]
 def theirs(source: Path, counts: Sequence[int], threads: int) -> Flat:
     """Tokens/s of transformers' generate, one batch of each size."""
     command: list[Any] = [
-        PARITY, SCRIPT, source, "--threads", threads, "--prompt", PROMPT, "--answer", ANSWER,
-        "--batches", ",".join(map(str, counts)),
-    ]  # fmt: skip
+        PARITY,
+        SCRIPT,
+        source,
+        "--threads",
+        threads,
+        "--prompt",
+        PROMPT,
+        "--answer",
+        ANSWER,
+        "--batches",
+        ",".join(map(str, counts)),
+    ]
     say(f"$ {' '.join(str(part) for part in command)}")
     return dict(last_line(spawn(command, {"OMP_NUM_THREADS": str(threads)})))
 
@@ -46,10 +55,14 @@ def measure(
         if peer:
             speeds.setdefault("transformers", []).append(theirs(source, counts, threads))
     return {
-        "benchmark": "engine", "machine": machine(), "checkpoint": source.name, "rounds": rounds, "threads": threads,
+        "benchmark": "engine",
+        "machine": machine(),
+        "checkpoint": source.name,
+        "rounds": rounds,
+        "threads": threads,
         "tokens_per_second": {arm: medians(found) for arm, found in speeds.items()},
         "gaps_ms": {arm: medians(found) for arm, found in gaps.items()},
-    }  # fmt: skip
+    }
 
 
 def main(given: Path | None, rounds: int, **options: Any) -> dict[str, Any]:

@@ -37,10 +37,13 @@ def gaps(engine: Engine) -> dict[str, float]:
     done = [handle.result() for handle in running]
     before, during = split(done, arrival, arrival + first)
     return {
-        "p50 before": float(np.percentile(before, 50)), "p50": float(np.percentile(during, 50)),
-        "p99": float(np.percentile(during, 99)), "max": max(during), "tokens meanwhile": len(during) / RUNNING,
+        "p50 before": float(np.percentile(before, 50)),
+        "p50": float(np.percentile(during, 50)),
+        "p99": float(np.percentile(during, 99)),
+        "max": max(during),
+        "tokens meanwhile": len(during) / RUNNING,
         "its first token": first,
-    }  # fmt: skip
+    }
 
 
 def split(done: list[Completion], start: float, end: float) -> tuple[list[float], list[float]]:

@@ -263,9 +263,14 @@ def trace_of(run: Mapping[str, Any]) -> Trace:
 
 
 def ran(
-    replicas: Replicas, run: Mapping[str, Any] | None, count: int, times: tuple[Times, ...], share: float,
-    seconds: float, fewest: int,
-) -> Any:  # fmt: skip
+    replicas: Replicas,
+    run: Mapping[str, Any] | None,
+    count: int,
+    times: tuple[Times, ...],
+    share: float,
+    seconds: float,
+    fewest: int,
+) -> Any:
     """A run with one more time of ``count`` replicas; None for one that was not made before."""
     if run is None:
         rate = share * capacity(times, count)
@@ -303,22 +308,49 @@ def compared(kept: Kept, runs: Mapping[str, tuple[int, float]]) -> tuple[list[li
         calls = slower(run, times)
         shown = here[0], *(1e3 * each for each in here[1:]), calls, *ratios, *map(float, again)
         rows.append([count, f"{load:.0%}", run["requests"], len(run["real"]), *shown])
-        told.append({"replicas": count, "share": share, "load": load, "real": here, "simulated": list(there),
-                     "calls": calls, "longest/shortest": again.tolist()})  # fmt: skip
+        told.append(
+            {
+                "replicas": count,
+                "share": share,
+                "load": load,
+                "real": here,
+                "simulated": list(there),
+                "calls": calls,
+                "longest/shortest": again.tolist(),
+            }
+        )
         say(f"{count} replicas at {load:.0%}: simulated / real {[round(each, 3) for each in ratios]}")
     return rows, told
 
 
 HEAD = (
-    "replicas", "load", "requests", "runs", "tokens/s", "TTFT p50 ms", "p99 ms", "calls", "simulated/real: tokens/s",
-    "p50", "p99", "most/least of the runs: tokens/s", "p50", "p99",
-)  # fmt: skip
+    "replicas",
+    "load",
+    "requests",
+    "runs",
+    "tokens/s",
+    "TTFT p50 ms",
+    "p99 ms",
+    "calls",
+    "simulated/real: tokens/s",
+    "p50",
+    "p99",
+    "most/least of the runs: tokens/s",
+    "p50",
+    "p99",
+)
 
 
 def main(
-    given: Path | None, counts: Sequence[int], seconds: float, folder: Path | None = None, only: Sequence[str] = (),
-    cores: int | None = None, device: Speed | None = None, fewest: int = 40,
-) -> dict[str, Any]:  # fmt: skip
+    given: Path | None,
+    counts: Sequence[int],
+    seconds: float,
+    folder: Path | None = None,
+    only: Sequence[str] = (),
+    cores: int | None = None,
+    device: Speed | None = None,
+    fewest: int = 40,
+) -> dict[str, Any]:
     """Measures what is not kept yet, simulates, compares and prints.
 
     Args:

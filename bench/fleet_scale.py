@@ -36,16 +36,17 @@ from ling3export.simulation.replica import Times
 TARGET, CHIPS = "tpu:v6e:4x4", 1000
 REPLICAS = CHIPS // 16
 TIMES = Times({512: 3.48e-3}, {1: 1.97e-3, 16: 2.02e-3, 64: 2.41e-3}, 64)
-KINDS = (
-    Kind(1000, 200, 5), Kind(3000, 300, 2, prefix_tokens=2048, prefixes=200), Kind(200, 500, 3),
-)  # fmt: skip
+KINDS = (Kind(1000, 200, 5), Kind(3000, 300, 2, prefix_tokens=2048, prefixes=200), Kind(200, 500, 3))
 GROUP = 16  # replicas of the simulations but the last
 FAILURES, RESTART = 3600.0, 120.0  # seconds between two failures of a replica, and until it is there again
 STATE, LATENT = 20e6, 6 * 576 * 2  # bytes of a sequence's state, and of each of its tokens
 WHOLE = Fleet(
-    (replace(TIMES, prefixes=64),), both=REPLICAS, policy="cache_aware", handover=HANDOVER + STATE / LINK,
+    (replace(TIMES, prefixes=64),),
+    both=REPLICAS,
+    policy="cache_aware",
+    handover=HANDOVER + STATE / LINK,
     handover_token=LATENT / LINK,
-)  # fmt: skip
+)
 LOADS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 ASKED = 8_000  # requests at each load
 PREFILL, DECODE = (128, 512, 1024, 2048), (1, 16, 64, 128, 256)
@@ -195,13 +196,24 @@ def main(folder: Path, requests: int, artifact: Path | None = None) -> dict[str,
         "events",
     ]
     tables = [
-        table(["replicas", "requests/s", "TTFT p99 ms", "TPOT p99 ms"],
-              [[name, row["requests_per_second"], 1e3 * row["first_token"][1], 1e3 * row["each_token"][1]]
-               for name, row in divisions.items()]),
+        table(
+            ["replicas", "requests/s", "TTFT p99 ms", "TPOT p99 ms"],
+            [
+                [name, row["requests_per_second"], 1e3 * row["first_token"][1], 1e3 * row["each_token"][1]]
+                for name, row in divisions.items()
+            ],
+        ),
         table(["paddings", "requests/s"], [[name, rate] for name, rate in by_padding.items()]),
         table(head, rows),
-    ]  # fmt: skip
-    told = {"benchmark": "fleet-scale", "machine": machine(), "divisions": divisions, "loads": by_load,
-            "paddings": by_padding, "routers": rows, "router_passes": passes}  # fmt: skip
+    ]
+    told = {
+        "benchmark": "fleet-scale",
+        "machine": machine(),
+        "divisions": divisions,
+        "loads": by_load,
+        "paddings": by_padding,
+        "routers": rows,
+        "router_passes": passes,
+    }
     show(f"{CHIPS} chips as {REPLICAS} replicas; one router passes {passes:,.0f} requests/s", tables, told)
     return told

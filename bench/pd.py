@@ -62,10 +62,21 @@ def vllm_router(prefill: list[str], decode: list[str]) -> tuple[list[str], str]:
     port, metrics = free_port(), free_port()
     program = str(Path(sys.executable).parent / "vllm-router")
     command = [
-        program, "--vllm-pd-disaggregation", *options("prefill", prefill), *options("decode", decode),
-        "--kv-connector", "nixl", "--policy", "round_robin", "--host", LOOPBACK, "--port", str(port),
-        "--prometheus-port", str(metrics),
-    ]  # fmt: skip
+        program,
+        "--vllm-pd-disaggregation",
+        *options("prefill", prefill),
+        *options("decode", decode),
+        "--kv-connector",
+        "nixl",
+        "--policy",
+        "round_robin",
+        "--host",
+        LOOPBACK,
+        "--port",
+        str(port),
+        "--prometheus-port",
+        str(metrics),
+    ]
     return command, f"http://{LOOPBACK}:{port}"
 
 
@@ -101,8 +112,12 @@ def main(
         same = 0
         for question in QUESTIONS[:prompts]:
             body = {
-                "model": name, "prompt": HEAD + question, "max_tokens": 24, "temperature": 0, "return_token_ids": True,
-            }  # fmt: skip
+                "model": name,
+                "prompt": HEAD + question,
+                "max_tokens": 24,
+                "temperature": 0,
+                "return_token_ids": True,
+            }
             through = json.loads(asked(url, "/v1/completions", body))
             alone = json.loads(asked(decode[0], "/v1/completions", body))
             phases.append(through["kv_transfer_params"]["phases_ms"])

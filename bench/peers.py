@@ -104,13 +104,17 @@ def measure(
             runs.setdefault(arm, []).append(found)
             say(f"{arm}: {time.monotonic() - started:.0f} s: {json.dumps(found)}")
     return {
-        "benchmark": "peers", "machine": machine(), "checkpoint": source.name, "rounds": rounds, "threads": threads,
+        "benchmark": "peers",
+        "machine": machine(),
+        "checkpoint": source.name,
+        "rounds": rounds,
+        "threads": threads,
         "tokens_per_second": {arm: medians(found) for arm, found in runs.items()},
         "spread": {
             arm: {step: [min(each[step] for each in found), max(each[step] for each in found)] for step in found[0]}
             for arm, found in runs.items()
         },
-    }  # fmt: skip
+    }
 
 
 def main(
@@ -134,19 +138,20 @@ def main(
         f"{result['checkpoint']}, bf16, {result['threads']} threads, through each product, medians of "
         f"{result['rounds']}, load average {result['machine']['load_average'][0]}",
         [
-            table(
-                ["tokens/s", *speeds], [[step, *(flat.get(step) for flat in speeds.values())] for step in STEPS]
-            ),
+            table(["tokens/s", *speeds], [[step, *(flat.get(step) for flat in speeds.values())] for step in STEPS]),
             table(
                 ["ratio", *(f"{arm} / {peer}" for arm in mine for peer in peers)],
                 [[step, *(ratio(arm, peer, step) for arm in mine for peer in peers)] for step in STEPS],
             ),
             table(
                 ["GB/s of weights", *speeds, "a plain read"],
-                [[step, *(rate(flat, step) for flat in speeds.values()), speeds[first]["read GB/s"]]
-                 for step in STEPS if f"{step} GB/s" in speeds[first]],
+                [
+                    [step, *(rate(flat, step) for flat in speeds.values()), speeds[first]["read GB/s"]]
+                    for step in STEPS
+                    if f"{step} GB/s" in speeds[first]
+                ],
             ),
         ],
         result,
-    )  # fmt: skip
+    )
     return result

@@ -78,21 +78,45 @@ def main(given: Path | None, hosts: int) -> dict[str, Any]:
         for name, _, stop in target.slabs(0)
         if stop is None
     )
-    command = [sys.executable, "-m", "ling3export.runners.cli", "generate", folder, "--prompt-ids", "1,2,3",
-               "--max-tokens", 2]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "ling3export.runners.cli",
+        "generate",
+        folder,
+        "--prompt-ids",
+        "1,2,3",
+        "--max-tokens",
+        2,
+    ]
     where = {"DIST_INIT_ADDR": f"{LOOPBACK}:{free_port()}", "NNODES": str(hosts)}
     ranks = peaks([(command, where | {"NODE_RANK": str(host)}) for host in range(hosts)])
     (naive,) = peaks([([sys.executable, "-m", "bench.ranks", folder], {})])
     most = stored // hosts + replicated + stored // 100
     rows = [
-        [f"host {host}", share / 1e6, rank["weights"] / 1e6, most / 1e6, rank["anonymous"] / 1e6,
-         rank["anonymous"] / naive["anonymous"]]
+        [
+            f"host {host}",
+            share / 1e6,
+            rank["weights"] / 1e6,
+            most / 1e6,
+            rank["anonymous"] / 1e6,
+            rank["anonymous"] / naive["anonymous"],
+        ]
         for host, (share, rank) in enumerate(zip(shares, ranks, strict=True))
-    ]  # fmt: skip
+    ]
     rows.append(["read whole, then split", stored / 1e6, stored / 1e6, "", naive["anonymous"] / 1e6, 1.0])
     head = ["MB", "its slabs", "touched", "at most", "anonymous memory", "of the last"]
-    result = {"benchmark": "ranks", "machine": machine(), "hosts": hosts, "stored": stored, "replicated": replicated,
-              "shares": shares, "ranks": ranks, "naive": naive, "bound": most}  # fmt: skip
+    result = {
+        "benchmark": "ranks",
+        "machine": machine(),
+        "hosts": hosts,
+        "stored": stored,
+        "replicated": replicated,
+        "shares": shares,
+        "ranks": ranks,
+        "naive": naive,
+        "bound": most,
+    }
     show(f"Weights of each of {hosts} hosts, and its memory, of {stored / 1e6:,.0f} MB", [table(head, rows)], result)
     return result
 

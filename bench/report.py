@@ -54,10 +54,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     lines = [list(head), *([cell(value) for value in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "\n".join(
-        "  ".join(text.ljust(width) if column == 0 else text.rjust(width)
-                  for column, (text, width) in enumerate(zip(line, widths, strict=True))).rstrip()
+        "  ".join(
+            text.ljust(width) if column == 0 else text.rjust(width)
+            for column, (text, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
         for line in lines
-    )  # fmt: skip
+    )
 
 
 def show(title: str, tables: Sequence[str], result: dict[str, Any]) -> None:

@@ -61,10 +61,13 @@ class Load:
     async def _client(self, http: httpx2.AsyncClient, rng: random.Random) -> None:
         while time.perf_counter() < self._until:
             ask = {
-                "model": self._model, "prompt": [rng.randrange(self._vocabulary) for _ in range(rng.randint(8, 128))],
-                "max_tokens": rng.randint(8, 64), "ignore_eos": True, "return_token_ids": True,
+                "model": self._model,
+                "prompt": [rng.randrange(self._vocabulary) for _ in range(rng.randint(8, 128))],
+                "max_tokens": rng.randint(8, 64),
+                "ignore_eos": True,
+                "return_token_ids": True,
                 "stream": rng.random() < STREAMS,
-            }  # fmt: skip
+            }
             try:
                 if rng.random() < self._faults:
                     await self._fault(http, rng)
@@ -167,16 +170,20 @@ def measure(folder: Path, clients: int, seconds: float, max_requests: int, fault
         metrics = counters(url)
     every, first = Spread.of(load.seconds), Spread.of(load.first)
     return {
-        "seconds": took, "answers": dict(load.answers), "tokens_per_second": load.tokens / took,
-        "median_ms": every.median, "p99_ms": every.p99, "first_median_ms": first.median, "first_p99_ms": first.p99,
+        "seconds": took,
+        "answers": dict(load.answers),
+        "tokens_per_second": load.tokens / took,
+        "median_ms": every.median,
+        "p99_ms": every.p99,
+        "first_median_ms": first.median,
+        "first_p99_ms": first.p99,
         "slots_free": [metrics["ling3_slots_free"], metrics["ling3_slots"]],
-        "pages_free": [metrics["ling3_pages_free"], metrics["ling3_pages"]], "exit_code": server.returncode,
-    }  # fmt: skip
+        "pages_free": [metrics["ling3_pages_free"], metrics["ling3_pages"]],
+        "exit_code": server.returncode,
+    }
 
 
-def main(
-    given: Path | None, clients: int, seconds: float, max_requests: int, tp: int, faults: bool
-) -> dict[str, Any]:  # fmt: skip
+def main(given: Path | None, clients: int, seconds: float, max_requests: int, tp: int, faults: bool) -> dict[str, Any]:
     """Measures, and prints.
 
     Raises:
@@ -186,8 +193,14 @@ def main(
     source = (given or DEMO).resolve()
     options = ["--paddings", "16,128,512", "--decode-paddings", "1,16,64", "--tp", tp]
     found = measure(artifact(source, f"serve-tp{tp}", options), clients, seconds, max_requests, faults)
-    result = {"benchmark": "serve", "machine": machine(), "tp": tp, "clients": clients, "max_requests": max_requests,
-              **found}  # fmt: skip
+    result = {
+        "benchmark": "serve",
+        "machine": machine(),
+        "tp": tp,
+        "clients": clients,
+        "max_requests": max_requests,
+        **found,
+    }
     names = ("median_ms", "p99_ms", "first_median_ms", "first_p99_ms", "tokens_per_second")
     show(
         f"{clients} clients of {source.name} at TP={tp}, {max_requests} prompts at once, for {found['seconds']:.0f} s: "

@@ -130,13 +130,25 @@ def main(given: Path | None, clients: int, seconds: float, apart: bool) -> dict[
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             answers[phase] = json.loads(done.stdout)
         watch.end()
-    result = {"benchmark": "serve-gap", "machine": load, "clients": clients, "seconds": seconds, "apart": apart,
-              "answers": answers, "longest_s": watch.longest, "counts": watch.counts}  # fmt: skip
+    result = {
+        "benchmark": "serve-gap",
+        "machine": load,
+        "clients": clients,
+        "seconds": seconds,
+        "apart": apart,
+        "answers": answers,
+        "longest_s": watch.longest,
+        "counts": watch.counts,
+    }
     rows = [
-        [phase, *(1e3 * watch.longest[phase][name] for name in ("health", "stream")),
-         *(watch.counts[phase][name] for name in ("health", "stream")), answers.get(phase, "")]
+        [
+            phase,
+            *(1e3 * watch.longest[phase][name] for name in ("health", "stream")),
+            *(watch.counts[phase][name] for name in ("health", "stream")),
+            answers.get(phase, ""),
+        ]
         for phase in PHASES
-    ]  # fmt: skip
+    ]
     head = ["", "/health, longest ms", "stream, longest ms", "answers", "pieces", "flood's answers"]
     where = ", server and clients on processors of their own" if apart else ""
     show(f"{clients} clients that send {OVERSIZE:,} bytes to {source.name} at TP=1{where}", [table(head, rows)], result)

@@ -91,24 +91,49 @@ def soak(folder: Path, requests: int) -> dict[str, Any]:
                 asyncio.run(wave(engine, requests // WAVES))
             gc.collect()
             stats = engine.stats()
-            rows.append({"requests": number * (requests // WAVES), "live": stats["live"], **stats["free"],
-                         "threads": threading.active_count(), "anonymous MiB": anonymous() / 2**20})  # fmt: skip
+            rows.append(
+                {
+                    "requests": number * (requests // WAVES),
+                    "live": stats["live"],
+                    **stats["free"],
+                    "threads": threading.active_count(),
+                    "anonymous MiB": anonymous() / 2**20,
+                }
+            )
         final = engine.stats()
     lost = AT_ONCE + WAVES * (requests // WAVES) - sum(ends.values()) + ends.get(EngineStopped.__name__, 0)
     held = [row for row in rows if row["live"] or any(row[pool] != size for pool, size in final["pools"].items())]
     assert not lost and not held and GIVEN_UP not in ends, (lost, held, ends)
     assert sum(failed) <= ends.get("EngineStopped", 0), (failed, ends)  # others were refused meanwhile
     return {
-        "rows": rows, "ends": ends, "restarts": len(failed), "lost": lost, "preempted": final["preempted"],
-        "compile_events": final["compile_events"], "pools": final["pools"], "threads after": threading.active_count(),
-    }  # fmt: skip
+        "rows": rows,
+        "ends": ends,
+        "restarts": len(failed),
+        "lost": lost,
+        "preempted": final["preempted"],
+        "compile_events": final["compile_events"],
+        "pools": final["pools"],
+        "threads after": threading.active_count(),
+    }
 
 
 def main(given: Path | None, requests: int, tp: int) -> dict[str, Any]:
     """Measures in a fresh process, and prints."""
     source = (given or DEMO).resolve()
-    options = ["--paddings", "16,128,512", "--decode-paddings", "1,16,64", "--tp", tp, "--pages", 96, "--context", 2048,
-               "--page-size", 64]  # fmt: skip
+    options = [
+        "--paddings",
+        "16,128,512",
+        "--decode-paddings",
+        "1,16,64",
+        "--tp",
+        tp,
+        "--pages",
+        96,
+        "--context",
+        2048,
+        "--page-size",
+        64,
+    ]
     built = artifact(source, f"soak-tp{tp}", options)
     spoiled = shutil.copytree(built, fresh(CACHE / "soak-nan") / built.name)
     put_nan(spoiled, "embeddings.word_embeddings", 0, BAD)

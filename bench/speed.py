@@ -34,10 +34,19 @@ def ours(built: Path, context: int) -> Flat:
 def theirs(source: Path, experts: str, context: int, batches: Sequence[int], threads: int) -> Flat | None:
     """Seconds of transformers' prefill and decode steps; None where it fails (memory, at full size)."""
     command: list[Any] = [
-        PARITY, SCRIPT, source, "--threads", threads, "--prefill", PREFILL, "--context", context,
-        "--batches", ",".join(str(batch) for batch in batches),
+        PARITY,
+        SCRIPT,
+        source,
+        "--threads",
+        threads,
+        "--prefill",
+        PREFILL,
+        "--context",
+        context,
+        "--batches",
+        ",".join(str(batch) for batch in batches),
         *([] if experts == "default" else ["--experts", experts]),
-    ]  # fmt: skip
+    ]
     say(f"$ {' '.join(str(part) for part in command)}")
     try:
         output = spawn(command, {"OMP_NUM_THREADS": str(threads)})
@@ -51,9 +60,16 @@ def theirs(source: Path, experts: str, context: int, batches: Sequence[int], thr
 
 
 def measure(
-    given: Path | None, rounds: int, *, context: int, tps: Sequence[int], batches: Sequence[int],
-    peers: Sequence[str], max_running: int, kernels: Sequence[str],
-) -> dict[str, Any]:  # fmt: skip
+    given: Path | None,
+    rounds: int,
+    *,
+    context: int,
+    tps: Sequence[int],
+    batches: Sequence[int],
+    peers: Sequence[str],
+    max_running: int,
+    kernels: Sequence[str],
+) -> dict[str, Any]:
     """Medians of ``rounds`` of every arm; in each round every arm has its turn in a fresh process."""
     source, threads = checkpoint(given), len(os.sched_getaffinity(0))
     decode = sorted({*batches, 1, 16, max_running})
@@ -65,10 +81,12 @@ def measure(
     ]
     options += ["--max-running", max_running, "--context", max(1024, context + 256)]
     built = {
-        f"tp{tp}" + (f" {each}" if each != "auto" else ""):
-        artifact(source, f"speed-tp{tp}-{each}", ["--tp", tp, "--kernels", each, *options])
-        for tp in tps for each in kernels
-    }  # fmt: skip
+        f"tp{tp}" + (f" {each}" if each != "auto" else ""): artifact(
+            source, f"speed-tp{tp}-{each}", ["--tp", tp, "--kernels", each, *options]
+        )
+        for tp in tps
+        for each in kernels
+    }
     runs: dict[str, list[Flat]] = {}
     for _ in range(rounds):
         for arm, folder in built.items():
@@ -78,14 +96,19 @@ def measure(
                 runs.setdefault(peer, []).append(found)
     seconds = {arm: medians(found) for arm, found in runs.items()}
     return {
-        "benchmark": "speed", "machine": machine(), "checkpoint": source.name, "rounds": rounds, "threads": threads,
-        "context": context, "seconds": seconds,
+        "benchmark": "speed",
+        "machine": machine(),
+        "checkpoint": source.name,
+        "rounds": rounds,
+        "threads": threads,
+        "context": context,
+        "seconds": seconds,
         "ratios": {
             peer: {step: seconds[peer][step] / seconds["tp1"][step] for step in seconds[peer] if step in seconds["tp1"]}
             for peer in peers
             if peer in seconds and "tp1" in seconds
         },
-    }  # fmt: skip
+    }
 
 
 def tokens(step: str, flat: Flat) -> float:
@@ -111,12 +134,24 @@ def main(given: Path | None, rounds: int, **options: Any) -> dict[str, Any]:
         flat = seconds[arm]
         for step in (step for step in steps if step.startswith("decode")):
             reached = flat[f"{step} bytes"] / flat[step]
-            roof.append([f"{arm} {step}", flat[f"{step} bytes"] / 1e6, flat[step] * 1e3, reached / 1e9,
-                         100 * reached / flat["bandwidth"]])  # fmt: skip
+            roof.append(
+                [
+                    f"{arm} {step}",
+                    flat[f"{step} bytes"] / 1e6,
+                    flat[step] * 1e3,
+                    reached / 1e9,
+                    100 * reached / flat["bandwidth"],
+                ]
+            )
     overhead = [
-        [arm, seconds[arm]["dispatch returned"] * 1e6, seconds[arm]["dispatch done"] * 1e6,
-         seconds[arm]["bandwidth"] / 1e9] for arm in sides
-    ]  # fmt: skip
+        [
+            arm,
+            seconds[arm]["dispatch returned"] * 1e6,
+            seconds[arm]["dispatch done"] * 1e6,
+            seconds[arm]["bandwidth"] / 1e9,
+        ]
+        for arm in sides
+    ]
     show(
         f"Steps of {result['checkpoint']}, bf16, {result['threads']} threads, decode at a context of "
         f"{result['context']}, medians of {rounds}, load average {result['machine']['load_average'][0]}",

@@ -53,12 +53,18 @@ def measure(given: Path | None, rounds: int) -> dict[str, Any]:
     cpu = {arm: medians([each["cpu"] for each in found]) for arm, found in runs.items()}
     cpu["artifact"][PREPARATION] = cpu.pop("programs")[PREPARATION]
     return {
-        "benchmark": "startup", "machine": machine(), "checkpoint": source.name, "cells": cells, "rounds": rounds,
-        "seconds": seconds, "cpu_seconds": cpu, "programs_alone": alone,
+        "benchmark": "startup",
+        "machine": machine(),
+        "checkpoint": source.name,
+        "cells": cells,
+        "rounds": rounds,
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "programs_alone": alone,
         "ratios": {arm: seconds[arm][PREPARATION] / alone[PREPARATION] for arm in BARS},
         "cpu_ratios": {arm: cpu[arm][PREPARATION] / cpu["artifact"][PREPARATION] for arm in BARS},
         "whole_ratios": {arm: seconds[arm]["whole"] / seconds["artifact"]["whole"] for arm in BARS},
-    }  # fmt: skip
+    }
 
 
 def _check(runs: dict[str, list[dict[str, Any]]], cells: int) -> None:

@@ -145,10 +145,7 @@ def main(rounds: int, tokens: int, ptp: int, dtp: int) -> dict[str, Any]:
         ends = {name: backend(name, Path(folder)) for name in BACKENDS}
         try:
             for number in range(rounds + 1):  # the first warms up and is dropped
-                seconds = {
-                    "memcpy": timed(lambda: np.copyto(target, plain)),
-                    "crc32": timed(lambda: zlib.crc32(plain)),
-                }
+                seconds = {"memcpy": timed(lambda: np.copyto(target, plain)), "crc32": timed(lambda: zlib.crc32(plain))}
                 for name, end in ends.items():
                     salt = f"{time.time_ns()} {number}"
                     seconds[f"{name} write"] = write(end, keys(salt, tokens, ptp), source)
@@ -166,9 +163,16 @@ def main(rounds: int, tokens: int, ptp: int, dtp: int) -> dict[str, Any]:
         found[f"{name} both"] = statistics.median(each[f"{name} write"] + each[f"{name} read"] for each in runs[1:])
     ratios = {name: found[f"{name} both"] / found["memcpy"] for name in BACKENDS}
     result: dict[str, Any] = {
-        "benchmark": "transfer", "machine": machine(), "bytes": size, "tokens": tokens, "ptp": ptp, "dtp": dtp,
-        "rounds": rounds, "seconds": found, "ratios": ratios,
-    }  # fmt: skip
+        "benchmark": "transfer",
+        "machine": machine(),
+        "bytes": size,
+        "tokens": tokens,
+        "ptp": ptp,
+        "dtp": dtp,
+        "rounds": rounds,
+        "seconds": found,
+        "ratios": ratios,
+    }
     rows = [[name, seconds, size / 1e9 / seconds] for name, seconds in found.items()]
     show(
         f"A sequence of {tokens} tokens, {size / 1e6:.1f} MB, from {ptp} ranks to {dtp}, medians of {rounds}, load "

@@ -125,8 +125,13 @@ def ours(url: str, data: Path, tokens: Path, count: int, *more: str) -> tuple[Fl
 
 def aiperf(program: Path, url: str, asks: Sequence[Ask], tokens: Path) -> Flat:
     """What aiperf says of the model ``m`` of a server, with the bodies that our client sends."""
-    fixed = {"model": "m", "temperature": 0.0, "stream": True, "stream_options": {"include_usage": True},
-             "ignore_eos": True}  # fmt: skip
+    fixed = {
+        "model": "m",
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    }
     sessions = [
         {"session_id": str(number), "payloads": [fixed | {"prompt": ask.prompt, "max_tokens": ask.output}]}
         for number, ask in enumerate(asks)
@@ -158,9 +163,12 @@ def started(command: Sequence[object], health: str, environment: Mapping[str, st
     say(f"$ {' '.join(map(str, command))} --port {port}")
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed below)
     process = subprocess.Popen(
-        [*map(str, command), "--port", str(port)], stdout=log, stderr=log, env=os.environ | environment,
+        [*map(str, command), "--port", str(port)],
+        stdout=log,
+        stderr=log,
+        env=os.environ | environment,
         start_new_session=True,
-    )  # fmt: skip
+    )
     url, end = f"http://{LOOPBACK}:{port}", time.monotonic() + WAIT
     try:
         while True:
@@ -207,17 +215,39 @@ def measure(
                 _keep(runs, OURS, ours(url, data, tokens, count)[1])
             if sources is not None:
                 command = [
-                    sources / "build" / "bin" / "llama-server", "-m", gguf(source, sources, "--vocab"), "-t", threads,
-                    "-c", AT_ONCE * 1024, "--parallel", AT_ONCE, "--host", LOOPBACK, "--no-ui", "--offline",
-                    "--no-cache-prompt", "--cache-ram", 0,  # ours has no cache here, and all prompts come twice
-                ]  # fmt: skip
+                    sources / "build" / "bin" / "llama-server",
+                    "-m",
+                    gguf(source, sources, "--vocab"),
+                    "-t",
+                    threads,
+                    "-c",
+                    AT_ONCE * 1024,
+                    "--parallel",
+                    AT_ONCE,
+                    "--host",
+                    LOOPBACK,
+                    "--no-ui",
+                    "--offline",
+                    "--no-cache-prompt",
+                    "--cache-ram",
+                    0,  # ours has no cache here, and all prompts come twice
+                ]
                 with started(command, "/health", {}) as url:
                     ours(url, data, tokens, count, "--model", "m")
                     _keep(runs, LLAMA, ours(url, data, tokens, count, "--model", "m")[1])
             if python is not None:
                 named = renamed(source, Path(scratch) / f"round-{len(runs.get(TRANSFORMERS, ()))}")
-                command = [python.with_name("transformers"), "serve", named, "--device", "cpu", "--dtype", "bfloat16",
-                           "--host", LOOPBACK]  # fmt: skip
+                command = [
+                    python.with_name("transformers"),
+                    "serve",
+                    named,
+                    "--device",
+                    "cpu",
+                    "--dtype",
+                    "bfloat16",
+                    "--host",
+                    LOOPBACK,
+                ]
                 alone = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
                 with started(command, "/health", alone) as url:
                     few = max(AT_ONCE, count // 5)  # it answers one request after the other

@@ -6,8 +6,13 @@ from ling3export.hlo import Computation, Instruction, Module, shape_bytes
 
 FAST = "S(1)"  # the memory space of a chip's own fast memory, in a layout
 PRODUCTS, INDEXED, SORTS, REDUCTIONS, LAYOUT, ELEMENTWISE = KINDS = (
-    "matrix products", "gathers and scatters", "sorts", "reductions", "copies and layout", "elementwise",
-)  # fmt: skip
+    "matrix products",
+    "gathers and scatters",
+    "sorts",
+    "reductions",
+    "copies and layout",
+    "elementwise",
+)
 COLLECTIVES = "collectives"  # whose time is in no estimate
 BETWEEN = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")  # opcodes of devices
 # The first row that names an instruction, or one inside a fusion, decides its kind.
@@ -44,8 +49,9 @@ def _opcodes(module: Module, instruction: Instruction) -> set[str]:
     if instruction.opcode != "fusion":
         return {instruction.opcode}
     inner = _called(module, instruction).instructions.values()
-    return set().union(*(_opcodes(module, each) for each in inner if each.opcode == "fusion"),
-                       {each.opcode for each in inner} - SILENT)  # fmt: skip
+    return set().union(
+        *(_opcodes(module, each) for each in inner if each.opcode == "fusion"), {each.opcode for each in inner} - SILENT
+    )
 
 
 def large_bytes(shape: str) -> int:
@@ -117,8 +123,11 @@ def _used(module: Module, inner: Computation, name: str) -> int:
             nested = _called(module, user)
             if _result(nested).opcode == "parameter":
                 used += _used(module, inner, user.name)
-            used += sum(_used(module, nested, each) for each, number in nested.parameters.items()
-                        if user.operands[number] == name)  # fmt: skip
+            used += sum(
+                _used(module, nested, each)
+                for each, number in nested.parameters.items()
+                if user.operands[number] == name
+            )
         elif user.opcode in SLICING and user.operands[0] == name:
             used += user.bytes
         elif user.opcode not in UPDATING or user.operands[0] != name:

@@ -63,9 +63,13 @@ class Child:
         # A file, because a pipe that nobody reads would fill up and block the child.
         self._errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
-            command(module), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None if shown else self._errors,
-            text=True, env=environment() | dict(variables),
-        )  # fmt: skip
+            command(module),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if shown else self._errors,
+            text=True,
+            env=environment() | dict(variables),
+        )
 
     def __enter__(self) -> "Child":
         return self

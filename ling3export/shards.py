@@ -86,8 +86,10 @@ def _from_environment(environment: Mapping[str, str]) -> tuple[str, str]:
     """Index and count as text, empty where nothing says them."""
     if "SLURM_ARRAY_TASK_ID" not in environment:
         return environment.get("JOB_COMPLETION_INDEX", ""), environment.get("JOB_COMPLETIONS", "")
-    numbers = [environment.get(f"SLURM_ARRAY_TASK_{name}", default)
-               for name, default in (("ID", ""), ("MIN", "0"), ("STEP", "1"))]  # fmt: skip
+    numbers = [
+        environment.get(f"SLURM_ARRAY_TASK_{name}", default)
+        for name, default in (("ID", ""), ("MIN", "0"), ("STEP", "1"))
+    ]
     if not all(number.isdecimal() for number in numbers) or int(numbers[2]) < 1:
         return "", ""
     task, first, step = map(int, numbers)

@@ -48,20 +48,18 @@ def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
     """
     each, chunk = (padding,), (padding // CHUNK,)
     prefill = {
-        "tokens": each, "chunk_slot": chunk, "chunk_start": chunk, "chunk_len": chunk, "fresh": chunk,
+        "tokens": each,
+        "chunk_slot": chunk,
+        "chunk_start": chunk,
+        "chunk_len": chunk,
+        "fresh": chunk,
         "page_table": (*chunk, max_pages),
-    }  # fmt: skip
+    }
     shapes: dict[str, dict[str, tuple[int, ...]]] = {
         "prefill": prefill,
         "score": prefill | {"next_token": each},
         "decode": {"slot": each, "position": each, "page_table": (padding, max_pages), "token": each},
-        "attend": {
-            "slot": each,
-            "position": each,
-            "page_table": (padding, max_pages),
-            "token": each,
-            "layer": (1,),
-        },
+        "attend": {"slot": each, "position": each, "page_table": (padding, max_pages), "token": each, "layer": (1,)},
         "dispatch": {"expert_ids": each, "layer_ids": each, "out_num": (1,)},
         "sample": dict.fromkeys(("slot", "position", "temperature", "top_k", "top_p", "seed"), each),
         "adjust": dict.fromkeys(("edited", "masked", "top"), each),
@@ -167,12 +165,20 @@ def chunks_of(fields: dict[str, Int32[Array, "..."]], conv_history: int | None =
     head = lax.cummax(jnp.where(first, index, 0))
     within = jnp.arange(CHUNK, dtype=jnp.int32)
     return Chunks(
-        slot, length, fresh, first, last, from_zero=fresh[head], run_start=start[head], page_table=fields["page_table"],
-        used=jnp.max(jnp.where(slot > 0, index + 1, 0)), token_slot=jnp.repeat(slot, CHUNK),
+        slot,
+        length,
+        fresh,
+        first,
+        last,
+        from_zero=fresh[head],
+        run_start=start[head],
+        page_table=fields["page_table"],
+        used=jnp.max(jnp.where(slot > 0, index + 1, 0)),
+        token_slot=jnp.repeat(slot, CHUNK),
         position=(start[:, None] + within).reshape(-1),
         valid=valid_tokens(within, slot, length),
         tiles=None if conv_history is None else tiles_of(first, last, fresh, length, conv_history),
-    )  # fmt: skip
+    )
 
 
 def valid_tokens(within: Int32[Array, "16"], slot: Int32[Array, "N"], length: Int32[Array, "N"]) -> Bool[Array, "T"]:

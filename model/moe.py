@@ -268,9 +268,13 @@ class MixtureOfExperts(nnx.Module):
         return jnp.sum(jnp.sum(narrow * hidden.astype(jnp.float32)[:, :, None], axis=-1), axis=1)
 
     def _routed(
-        self, x: Float[Array, "T D"], layer: Index, chosen: Int32[Array, "T A"], weights: Float32[Array, "T A"],
+        self,
+        x: Float[Array, "T D"],
+        layer: Index,
+        chosen: Int32[Array, "T A"],
+        weights: Float32[Array, "T A"],
         valid: Bool[Array, "T"],
-    ) -> Float32[Array, "T D"]:  # fmt: skip
+    ) -> Float32[Array, "T D"]:
         """The chosen experts of this device, one tile of rows of one expert after the other."""
         layered, stacks = self.geometry.tiled, (self.experts_gate_up_proj, self.experts_down_proj)
         if calls.do_experts(stacks[0], chosen.size, self.config.num_experts, self.geometry):

@@ -83,8 +83,10 @@ def _kda(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
     n, h, width = len(layers), heads // s, heads * key
     wide = Source(tuple(f"attention.{letter}_proj.weight" for letter in "qkvfg"), (width, dim), heads)
     conv = Source(tuple(f"attention.{letter}_conv1d.weight" for letter in "qkv"), (width, 1, taps), heads)
-    a_log, dt_bias = (Source((f"attention.{name}",), shape, s, dtypes=F32)
-                      for name, shape in (("A_log", (heads,)), ("dt_bias", (width,))))  # fmt: skip
+    a_log, dt_bias = (
+        Source((f"attention.{name}",), shape, s, dtypes=F32)
+        for name, shape in (("A_log", (heads,)), ("dt_bias", (width,)))
+    )
     return [
         # q, k, v, decay and output gate of one head side by side: one matmul a layer.
         Parameter("kda.qkvfg_proj", (s, n, h, 5, key, dim), "heads", layers, wide),
@@ -93,9 +95,10 @@ def _kda(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
         Parameter("kda.A_log", (s, n, h), "heads", layers, a_log),
         Parameter("kda.dt_bias", (s, n, h, key), "heads", layers, dt_bias),
         Parameter("kda.o_norm", (n, key), None, layers, _attention("o_norm", (key,))),
-        Parameter("kda.o_proj", (s, n, h * key, dim), "heads", layers,
-                  _attention("o_proj", (dim, width), s, columns=True)),
-    ]  # fmt: skip
+        Parameter(
+            "kda.o_proj", (s, n, h * key, dim), "heads", layers, _attention("o_proj", (dim, width), s, columns=True)
+        ),
+    ]
 
 
 def _mla(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
@@ -104,26 +107,44 @@ def _mla(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
     # Rows of a head in one tensor: first what makes its keys, then what makes its values.
     up = _attention("kv_b_proj", (heads * (nope + value), rank), heads)
     if q_rank is None:
-        rows = [Parameter("mla.q_proj", (s, n, h, query, dim), "heads", layers,
-                          _attention("q_proj", (heads * query, dim), s))]  # fmt: skip
+        rows = [
+            Parameter(
+                "mla.q_proj", (s, n, h, query, dim), "heads", layers, _attention("q_proj", (heads * query, dim), s)
+            )
+        ]
     else:
         rows = [
             Parameter("mla.q_a_proj", (n, q_rank, dim), None, layers, _attention("q_a_proj", (q_rank, dim))),
             Parameter("mla.q_a_layernorm", (n, q_rank), None, layers, _attention("q_a_layernorm", (q_rank,))),
-            Parameter("mla.q_b_proj", (s, n, h, query, q_rank), "heads", layers,
-                      _attention("q_b_proj", (heads * query, q_rank), s)),
-        ]  # fmt: skip
+            Parameter(
+                "mla.q_b_proj",
+                (s, n, h, query, q_rank),
+                "heads",
+                layers,
+                _attention("q_b_proj", (heads * query, q_rank), s),
+            ),
+        ]
     return [
         *rows,
-        Parameter("mla.kv_a_proj_with_mqa", (n, c.latent_dim, dim), None, layers,
-                  _attention("kv_a_proj_with_mqa", (c.latent_dim, dim))),
+        Parameter(
+            "mla.kv_a_proj_with_mqa",
+            (n, c.latent_dim, dim),
+            None,
+            layers,
+            _attention("kv_a_proj_with_mqa", (c.latent_dim, dim)),
+        ),
         Parameter("mla.kv_a_layernorm", (n, rank), None, layers, _attention("kv_a_layernorm", (rank,))),
         Parameter("mla.w_uk", (s, n, h, nope, rank), "heads", layers, replace(up, rows=(0, nope))),
         Parameter("mla.w_uv", (s, n, h, value, rank), "heads", layers, replace(up, rows=(nope, nope + value))),
         Parameter("mla.g_proj", (s, n, h, dim), "heads", layers, _attention("g_proj", (heads, dim), s)),
-        Parameter("mla.dense", (s, n, h * value, dim), "heads", layers,
-                  _attention("dense", (dim, heads * value), s, columns=True)),
-    ]  # fmt: skip
+        Parameter(
+            "mla.dense",
+            (s, n, h * value, dim),
+            "heads",
+            layers,
+            _attention("dense", (dim, heads * value), s, columns=True),
+        ),
+    ]
 
 
 def _dense(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
@@ -156,10 +177,11 @@ def _moe(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
 
 def _norms(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
     return [
-        Parameter(f"layers.{name}", (len(layers), c.hidden_size), None, layers,
-                  Source((f"{name}.weight",), (c.hidden_size,)))
+        Parameter(
+            f"layers.{name}", (len(layers), c.hidden_size), None, layers, Source((f"{name}.weight",), (c.hidden_size,))
+        )
         for name in ("input_layernorm", "post_attention_layernorm")
-    ]  # fmt: skip
+    ]
 
 
 def _attention(name: str, shape: Shape, groups: int = 1, *, columns: bool = False) -> Source:
@@ -179,9 +201,12 @@ def _forward(config: Config) -> list[Parameter]:
     rows = Source(("model.word_embeddings.weight",), (c.vocab_size, dim), c.tp_shards)
     head = Source(("lm_head.weight",), (c.vocab_size, dim), c.tp_shards)
     stacked = [
-        *_norms(c, tuple(range(c.num_hidden_layers))), *_kda(c, c.layers("kda")), *_mla(c, c.layers("mla")),
-        *_dense(c, c.layers("dense")), *_moe(c, c.layers("moe")),
-    ]  # fmt: skip
+        *_norms(c, tuple(range(c.num_hidden_layers))),
+        *_kda(c, c.layers("kda")),
+        *_mla(c, c.layers("mla")),
+        *_dense(c, c.layers("dense")),
+        *_moe(c, c.layers("moe")),
+    ]
     return [
         Parameter("embeddings.word_embeddings", table, "vocab", (), rows),
         *(row for row in stacked if row.layers),
@@ -246,8 +271,10 @@ def _tensors(rows: list[Parameter], at: str) -> dict[str, TensorInfo]:
         elif source is routed[0]:
             found |= {
                 at + name.replace(EXPERT, str(expert)): TensorInfo(each.shape, each.dtypes)
-                for expert in range(source.groups) for each in routed for name in each.names
-            }  # fmt: skip
+                for expert in range(source.groups)
+                for each in routed
+                for name in each.names
+            }
     return found
 
 

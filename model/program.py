@@ -70,8 +70,9 @@ def put(tree: Tree, path: tuple[str, ...], value: Any) -> None:
 
 def _chosen(tree: Tree, takes: Callable[[str], bool]) -> Tree:
     """The parameters that a program takes, of ``{stack: {name: ...}}``."""
-    kept = {stack: {name: each for name, each in rows.items() if takes(f"{stack}.{name}")}
-            for stack, rows in tree.items()}  # fmt: skip
+    kept = {
+        stack: {name: each for name, each in rows.items() if takes(f"{stack}.{name}")} for stack, rows in tree.items()
+    }
     return {stack: rows for stack, rows in kept.items() if rows}
 
 
@@ -125,9 +126,11 @@ def sample_rows(logits: jax.Array, state: Tree, fields: dict[str, jax.Array], ge
 
 
 def _sharded(
-    body: Callable[..., tuple[Tree, Tree]], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None, specs: Any,
+    body: Callable[..., tuple[Tree, Tree]],
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None,
+    specs: Any,
     out_specs: Any,
-) -> Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]:  # fmt: skip
+) -> Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]:
     if mesh is None:
         alone = jax.vmap(body, in_axes=None, axis_name=AXIS, axis_size=1)
         return lambda *arguments: jax.tree.map(lambda value: value[0], alone(*arguments))
@@ -135,9 +138,12 @@ def _sharded(
 
 
 def build_step(
-    config: Config, geometry: Geometry, phase: str, padding: int,
+    config: Config,
+    geometry: Geometry,
+    phase: str,
+    padding: int,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None,
-) -> Step:  # fmt: skip
+) -> Step:
     """The program of one cell.
 
     Args:

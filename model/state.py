@@ -33,12 +33,22 @@ def state_arrays(config: Config, geometry: Geometry) -> list[StateArray]:
     conv = (kda, slots, heads, taps * 3 * key)
     rows = [
         StateArray("kda_conv", conv, geometry.dtype, ("layers", "slots", "heads", "taps"), "heads"),
-        StateArray("kda_recurrent", (kda, slots, heads, key, key), "float32",
-                   ("layers", "slots", "heads", "key", "value"), "heads"),
+        StateArray(
+            "kda_recurrent",
+            (kda, slots, heads, key, key),
+            "float32",
+            ("layers", "slots", "heads", "key", "value"),
+            "heads",
+        ),
         StateArray("last_token", (slots,), "int32", ("slots",), None),
-        StateArray("mla_latent", latent, geometry.dtype, ("layers", "pages", "page", "row"),
-                   "pages" if geometry.striped else None),
-    ]  # fmt: skip
+        StateArray(
+            "mla_latent",
+            latent,
+            geometry.dtype,
+            ("layers", "pages", "page", "row"),
+            "pages" if geometry.striped else None,
+        ),
+    ]
     return [row for row in rows if kda or not row.name.startswith("kda")]
 
 

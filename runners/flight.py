@@ -116,8 +116,11 @@ def watched() -> Iterator[None]:
     try:
         _watcher = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(shared), str(os.getpid())],
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=(shared,), start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(shared,),
+            start_new_session=True,
+        )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     os.close(shared)

@@ -52,9 +52,11 @@ def train_tokenizer(path: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     problems = Problems(f"{SEED} tokenizer", kept=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=list(SPECIALS), show_progress=False,
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIALS),
+        show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator((text(problems.next()) + "\n\n" for _ in range(TOKENIZER_PROBLEMS)), trainer)
     if tokenizer.get_vocab_size() != VOCABULARY:
         raise SystemExit(f"tokenizer: expected {VOCABULARY} tokens, found {tokenizer.get_vocab_size()}")
@@ -142,10 +144,15 @@ def write_checkpoint(folder: Path, tree: Tree, tokenizer: Path) -> int:
     write_json(
         folder / "tokenizer_config.json",
         {
-            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": SPECIALS[1], "eos_token": END, "pad_token": END,
-            "add_bos_token": False, "add_eos_token": False, "clean_up_tokenization_spaces": False,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": SPECIALS[1],
+            "eos_token": END,
+            "pad_token": END,
+            "add_bos_token": False,
+            "add_eos_token": False,
+            "clean_up_tokenization_spaces": False,
         },
-    )  # fmt: skip
+    )
     names = list(tensors)
     half = sum(value.nbytes for value in tensors.values()) / 2
     shards: list[dict[str, np.ndarray]] = [{}, {}]

@@ -36,9 +36,7 @@ class Sums(NamedTuple):
 
 def geometry(config: Config, dtype: str = "float32") -> Geometry:
     """One device, and pools that are never used."""
-    return Geometry(
-        tp=1, dtype=dtype, slots=1, pages=1, page_size=CHUNK, max_pages=1, latent_row=config.latent_dim
-    )  # fmt: skip
+    return Geometry(tp=1, dtype=dtype, slots=1, pages=1, page_size=CHUNK, max_pages=1, latent_row=config.latent_dim)
 
 
 def one_sequence(length: int) -> Chunks:
@@ -47,10 +45,13 @@ def one_sequence(length: int) -> Chunks:
     one = jnp.ones((count,), jnp.int32)
     return chunks_of(
         {
-            "chunk_slot": one, "chunk_start": CHUNK * jnp.arange(count, dtype=jnp.int32), "chunk_len": CHUNK * one,
-            "fresh": (jnp.arange(count) == 0).astype(jnp.int32), "page_table": one[:, None],
+            "chunk_slot": one,
+            "chunk_start": CHUNK * jnp.arange(count, dtype=jnp.int32),
+            "chunk_len": CHUNK * one,
+            "fresh": (jnp.arange(count) == 0).astype(jnp.int32),
+            "page_table": one[:, None],
         }
-    )  # fmt: skip
+    )
 
 
 def attend_kda(layers: kda.KimiDeltaAttention, x: jax.Array, layer: int) -> jax.Array:

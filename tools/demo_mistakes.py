@@ -45,9 +45,7 @@ def generate(direct: Direct, prompts: Sequence[list[int]], tokenizer: Tokenizer,
         ids |= {slot: [int(np.argmax(row))] for slot, row in direct.prefill(PREFILL, parts).items()}
     ends = set(direct.config.eos_token_ids)
     for _ in range(limit - 1):
-        going = [
-            slot for slot, found in ids.items() if found[-1] not in ends and STOP not in tokenizer.decode(found)
-        ]  # fmt: skip
+        going = [slot for slot, found in ids.items() if found[-1] not in ends and STOP not in tokenizer.decode(found)]
         if not going:
             break
         rows = [(slot, len(prompts[slot - 1]) + len(ids[slot]) - 1, ids[slot][-1]) for slot in going]
@@ -60,9 +58,7 @@ def score(checkpoint: Path, count: int) -> int:
     """How many of the suite's first ``count`` problems are solved by steps that are traced now."""
     suite = load_suite("demo", limit=count)
     source, tokenizer = Checkpoint.open(checkpoint), Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    direct = Direct(
-        source.config, source.tensor, slots=count, page_size=PAGE, max_pages=1
-    )  # fmt: skip
+    direct = Direct(source.config, source.tensor, slots=count, page_size=PAGE, max_pages=1)
     prompts = [tokenizer.encode(task.prompt).ids for task in suite.tasks]
     texts = generate(direct, prompts, tokenizer, suite.settings["max_tokens"])
     pairs = zip(texts, suite.tasks, strict=True)

@@ -135,10 +135,13 @@ class Trainer:
         total = jax.tree.map(lambda *values: sum(values), *counted)
         load = total.load / np.mean(total.load, axis=-1, keepdims=True)
         line = {
-            "step": self.step, "seconds": round(self.seconds), "loss": float(total.loss / total.weight),
-            "answer_tokens": float(total.right / total.answers), "largest_load": float(load.max()),
+            "step": self.step,
+            "seconds": round(self.seconds),
+            "loss": float(total.loss / total.weight),
+            "answer_tokens": float(total.right / total.answers),
+            "largest_load": float(load.max()),
             "smallest_load": float(load.min()),
-        }  # fmt: skip
+        }
         if self.step % CHECK_EVERY == 0:
             line["held_out"] = float(np.mean(self.exact(self.state[0], check)))
         with (self.work / "log.jsonl").open("a") as file:

@@ -63,9 +63,12 @@ class Credentials(AuthBase):
         known = given is not None and realm.hostname == registry.hostname
         try:
             answer = requests.get(
-                realm.geturl(), {name: asked[name] for name in ("service", "scope") if asked.get(name)},
-                auth=Credentials(self._host, given if known else None), timeout=TIMEOUT, stream=True,
-            )  # fmt: skip
+                realm.geturl(),
+                {name: asked[name] for name in ("service", "scope") if asked.get(name)},
+                auth=Credentials(self._host, given if known else None),
+                timeout=TIMEOUT,
+                stream=True,
+            )
         except requests.RequestException as error:
             raise CatalogError(
                 f"store `{where}`: expected a token from {realm.netloc}, found {type(error).__name__}"

@@ -155,10 +155,14 @@ def attach(store: Writable, id: str, version: str, score: Score, folder: Path, n
         for part in parts:
             store.add(part)
         image = ImageManifest(
-            schemaVersion=2, mediaType=oci.MANIFEST, artifactType=oci.EVAL, subject=subject,
-            config=store.add_document(b"{}", oci.EMPTY), layers=tuple(part.descriptor for part in parts),
+            schemaVersion=2,
+            mediaType=oci.MANIFEST,
+            artifactType=oci.EVAL,
+            subject=subject,
+            config=store.add_document(b"{}", oci.EMPTY),
+            layers=tuple(part.descriptor for part in parts),
             annotations={oci.SUITE: score.suite, oci.SCORE: repr(score.score), oci.RUN: score.run_digest},
-        )  # fmt: skip
+        )
         return store.refer(id, store.add_document(canonical(to_json(image)), oci.MANIFEST, oci.EVAL), image)
 
 
@@ -181,9 +185,15 @@ def attached(store: Store, entry: Entry) -> list[Score]:
 
 
 def described(
-    manifest: Manifest, id: str, version: str, words: Words, files: tuple[File, ...], created: str, updated: str,
+    manifest: Manifest,
+    id: str,
+    version: str,
+    words: Words,
+    files: tuple[File, ...],
+    created: str,
+    updated: str,
     score: Score | None = None,
-) -> Record:  # fmt: skip
+) -> Record:
     """The record of an artifact.
 
     Raises:
@@ -194,18 +204,32 @@ def described(
     jaxlibs = {target.requires.jaxlib for target in targets}
     peaks = [cell.memory.peak for target in targets for cell in target.cells.values()]
     needs = Needs(
-        token=False, targets=tuple(spelled(target) for target in targets), depends=words.depends,
+        token=False,
+        targets=tuple(spelled(target) for target in targets),
+        depends=words.depends,
         devices=max((target.tp for target in targets), default=0),
-        jaxlib=jaxlibs.pop() if len(jaxlibs) == 1 else None, state_abi=abis.pop() if len(abis) == 1 else None,
+        jaxlib=jaxlibs.pop() if len(jaxlibs) == 1 else None,
+        state_abi=abis.pop() if len(abis) == 1 else None,
         memory_bytes_per_device=max(peaks, default=None),
-    )  # fmt: skip
+    )
     facts = {target.platform for target in targets} | {f"tp{target.tp}" for target in targets} | {manifest.plan.dtype}
     record = Record(
-        schema=SCHEMA, id=id, version=version, name=words.name or id, description=words.description,
-        author=words.author, kind="artifact" if manifest.has_weights else "programs", requirements=needs,
-        install=Install(f"ling3-runner serve {id}", {}), tags=tuple(sorted({*words.tags, *facts})),
-        created_at=created, updated_at=updated, files=files, digest="sha256:" + "0" * 64, eval=score,
-    )  # fmt: skip
+        schema=SCHEMA,
+        id=id,
+        version=version,
+        name=words.name or id,
+        description=words.description,
+        author=words.author,
+        kind="artifact" if manifest.has_weights else "programs",
+        requirements=needs,
+        install=Install(f"ling3-runner serve {id}", {}),
+        tags=tuple(sorted({*words.tags, *facts})),
+        created_at=created,
+        updated_at=updated,
+        files=files,
+        digest="sha256:" + "0" * 64,
+        eval=score,
+    )
     return typed(Record, to_json(sealed(record)), "what is to be published", "record")
 
 

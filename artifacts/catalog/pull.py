@@ -58,9 +58,13 @@ class Moved:
 
 
 def resolve(
-    store: Store, id: str, version: str | None, *, strict: bool = False,
+    store: Store,
+    id: str,
+    version: str | None,
+    *,
+    strict: bool = False,
     warn: Callable[[str], object] = lambda text: None,
-) -> list[Found]:  # fmt: skip
+) -> list[Found]:
     """A version and all that it depends on, which comes before it.
 
     Args:
@@ -90,9 +94,16 @@ def resolve(
 
 
 def pull(
-    store: Store, found: Found, to: Path, blobs: Path, *, target: str | None = None, host: int | None = None,
-    force: bool = False, report: Callable[[str], None] = lambda text: None,
-) -> Moved:  # fmt: skip
+    store: Store,
+    found: Found,
+    to: Path,
+    blobs: Path,
+    *,
+    target: str | None = None,
+    host: int | None = None,
+    force: bool = False,
+    report: Callable[[str], None] = lambda text: None,
+) -> Moved:
     """Pulls one version.
 
     The manifest comes first: where keys are trusted, nothing else does unless one of them has signed it.
@@ -128,11 +139,23 @@ def pull(
             needs = {name: sum(slab.stop - slab.start for slab in slabs) for name, slabs in shared.values()}
             check_room(found, blobs, folder, needs | {file.sha256: file.size for file in wanted})
         with ThreadPoolExecutor(PARALLEL) as pool:
-            jobs = [pool.submit(_fetch, store, file, found.layers[file.path], blobs, moved)
-                    for file in {file.sha256: file for file in wanted}.values()]  # fmt: skip
-            jobs += [pool.submit(_fetch_share, store, files[path], found.layers[path], blobs / name, moved,
-                                 tensors_of(manifest, path), slabs)
-                     for path, (name, slabs) in shared.items()]  # fmt: skip
+            jobs = [
+                pool.submit(_fetch, store, file, found.layers[file.path], blobs, moved)
+                for file in {file.sha256: file for file in wanted}.values()
+            ]
+            jobs += [
+                pool.submit(
+                    _fetch_share,
+                    store,
+                    files[path],
+                    found.layers[path],
+                    blobs / name,
+                    moved,
+                    tensors_of(manifest, path),
+                    slabs,
+                )
+                for path, (name, slabs) in shared.items()
+            ]
             try:
                 for job in jobs:
                     job.result()
@@ -272,9 +295,14 @@ def _fetch(store: Store, file: File, layers: list[Descriptor], blobs: Path, move
 
 
 def _fetch_share(
-    store: Store, file: File, layers: list[Descriptor], blob: Path, moved: Moved, tensors: dict[str, StoredTensor],
+    store: Store,
+    file: File,
+    layers: list[Descriptor],
+    blob: Path,
+    moved: Moved,
+    tensors: dict[str, StoredTensor],
     slabs: list[Slab],
-) -> None:  # fmt: skip
+) -> None:
     """Brings a host's slabs of a weight file to ``blob``, each checked by its digest."""
     if blob.is_file():
         with open(blob, "rb") as there:

@@ -62,8 +62,11 @@ class Registry:
 
     def _ids(self) -> list[str]:
         names = self._listed("_catalog", "repositories")
-        return [each.removeprefix(self._prefix) for each in names
-                if each.startswith(self._prefix) and "/" not in each.removeprefix(self._prefix)]  # fmt: skip
+        return [
+            each.removeprefix(self._prefix)
+            for each in names
+            if each.startswith(self._prefix) and "/" not in each.removeprefix(self._prefix)
+        ]
 
     def _listed(self, path: str, field: str) -> list[str]:
         """A list that comes in pages."""
@@ -195,8 +198,9 @@ class Registry:
     def _referring(self, repository: str, subject: Descriptor) -> list[Descriptor]:
         reply = self._call("GET", f"{repository}/referrers/{subject.digest}", missing=True)
         if reply.status_code == 404:
-            reply = self._call("GET", f"{repository}/manifests/{_tag(subject)}", missing=True,
-                               headers={"Accept": oci.INDEX})  # fmt: skip
+            reply = self._call(
+                "GET", f"{repository}/manifests/{_tag(subject)}", missing=True, headers={"Accept": oci.INDEX}
+            )
         if reply.status_code == 404:
             return []
         where = str(self)
@@ -216,8 +220,9 @@ class Registry:
         if urlsplit(place).netloc != self._host:
             self._session.auth = Credentials(self._host, None)
         try:
-            self._call("PUT", place, data=data, params={"digest": digest},
-                       headers={"Content-Type": "application/octet-stream"})  # fmt: skip
+            self._call(
+                "PUT", place, data=data, params={"digest": digest}, headers={"Content-Type": "application/octet-stream"}
+            )
         finally:
             self._session.auth = kept
 

@@ -134,8 +134,9 @@ class Remote(Layout):
                 if time.monotonic() > until:
                     raise CatalogError(
                         f"store `{self}`: expected its index to stay as it was read, found others changing it for "
-                        f"{PATIENCE:g} s", "try again: what was written is there",
-                    ) from None  # fmt: skip
+                        f"{PATIENCE:g} s",
+                        "try again: what was written is there",
+                    ) from None
 
     def _make_index(self) -> None:
         self._read_tag = None

@@ -144,9 +144,14 @@ def find(
 
 
 def search(
-    store: Store, words: str, *, tag: str | None = None, kind: str | None = None, target: str | None = None,
+    store: Store,
+    words: str,
+    *,
+    tag: str | None = None,
+    kind: str | None = None,
+    target: str | None = None,
     tp: int | None = None,
-) -> list[Record]:  # fmt: skip
+) -> list[Record]:
     """Records that hold every word, in id, name, description, author or a tag, whatever its case.
 
     Args:
@@ -186,6 +191,10 @@ def search(
 def summary(record: Record) -> dict[str, Any]:
     """What a line of a list says of a version."""
     return {
-        "id": record.id, "version": record.version, "kind": record.kind, "targets": list(record.requirements.targets),
-        "bytes": record.size, "name": record.name,
-    }  # fmt: skip
+        "id": record.id,
+        "version": record.version,
+        "kind": record.kind,
+        "targets": list(record.requirements.targets),
+        "bytes": record.size,
+        "name": record.name,
+    }

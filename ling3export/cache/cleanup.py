@@ -187,9 +187,13 @@ def clean_up(
 
 
 def _chosen(
-    found: list[Found], free: list[Found], sizes: dict[str, int], older_than: float | None, max_bytes: int | None,
+    found: list[Found],
+    free: list[Found],
+    sizes: dict[str, int],
+    older_than: float | None,
+    max_bytes: int | None,
     everything: bool,
-) -> list[Found]:  # fmt: skip
+) -> list[Found]:
     """The entries that are to be removed among ``free``, which no running build has used."""
     if everything:
         return free

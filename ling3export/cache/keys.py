@@ -39,14 +39,16 @@ def toolchain(target: Target) -> dict[str, str]:
 
 def fingerprint(config: Config, plan: Plan) -> str:
     """The sha256 of everything that decides a target's programs: targets that agree in it have the same ones."""
-    return sha256_of({
-        "config": config.semantic(),
-        "plan": plan.record(),
-        "target": asdict(plan.target),
-        "sources": sha256_of(deciding(plan.target)),
-        "toolchain": toolchain(plan.target),
-        "flags": environment.compiler_flags(),
-    })  # fmt: skip
+    return sha256_of(
+        {
+            "config": config.semantic(),
+            "plan": plan.record(),
+            "target": asdict(plan.target),
+            "sources": sha256_of(deciding(plan.target)),
+            "toolchain": toolchain(plan.target),
+            "flags": environment.compiler_flags(),
+        }
+    )
 
 
 def cell_fields(config: Config, plan: Plan, cell: Cell) -> dict[str, Any]:

@@ -34,13 +34,19 @@ def _row(row: Parameter, config: Config, dtype: str) -> dict[str, Any]:
         numbers = range(source.groups) if source.by_expert else [0]
         keys += [at + name.replace(EXPERT, str(number)) for number in numbers for name in source.names]
     return {
-        "tensor": row.name, "file": f"weights/{row.stack}.safetensors", "shape": list(row.shape), "dtype": stored,
-        "shards": config.tp_shards if row.split else 0, "split": row.split,
+        "tensor": row.name,
+        "file": f"weights/{row.stack}.safetensors",
+        "shape": list(row.shape),
+        "dtype": stored,
+        "shards": config.tp_shards if row.split else 0,
+        "split": row.split,
         "from": {
-            "keys": keys, "shape": list(source.shape), "dtypes": [BY_CODE[each].name for each in source.dtypes],
+            "keys": keys,
+            "shape": list(source.shape),
+            "dtypes": [BY_CODE[each].name for each in source.dtypes],
             "steps": _steps(row, config, stored),
         },
-    }  # fmt: skip
+    }
 
 
 def _steps(row: Parameter, config: Config, stored: str) -> list[str]:

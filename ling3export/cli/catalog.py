@@ -41,9 +41,18 @@ catalog.add_command(pull)
 @click.option("--no-run", is_flag=True, help="Check digests alone before: nothing of ARTIFACT is executed.")
 @trust_option
 def publish(
-    artifact: Path, store: str, name: str, version: str, title: str, description: str, author: str,
-    tags: tuple[str, ...], depends: tuple[str, ...], evaluation: Path | None, no_run: bool,
-) -> None:  # fmt: skip
+    artifact: Path,
+    store: str,
+    name: str,
+    version: str,
+    title: str,
+    description: str,
+    author: str,
+    tags: tuple[str, ...],
+    depends: tuple[str, ...],
+    evaluation: Path | None,
+    no_run: bool,
+) -> None:
     """Publish ARTIFACT as a version that never changes.
 
     ARTIFACT is verified first. The same content again does nothing; other content is refused. Prints the version's

@@ -77,15 +77,17 @@ def main() -> None:
     click.option("--into", type=FOLDER, metavar="ARTIFACT", help="Add the targets to this artifact instead."),
     click.option("--force", is_flag=True, help="Replace ARTIFACT, or targets of --into, if they are there."),
     click.option("--no-weights", is_flag=True, help="Build programs alone; CHECKPOINT may be a config.json."),
+    click.option("--dummy-weights", type=int, metavar="SEED", help="Run them with random weights, which are not kept."),
     click.option(
-        "--dummy-weights", type=int, metavar="SEED", help="Run them with random weights, which are not kept."
-    ),
-    click.option(
-        "--format", "kind", type=click.Choice(["artifact", "savedmodel"]), default="artifact", show_default=True,
+        "--format",
+        "kind",
+        type=click.Choice(["artifact", "savedmodel"]),
+        default="artifact",
+        show_default=True,
         help="savedmodel: TensorFlow signatures of the TP=1 steps (extra savedmodel).",
     ),
     IGNORE,
-)  # fmt: skip
+)
 @section(
     "Proof",
     click.option(
@@ -99,7 +101,10 @@ def main() -> None:
     "Compiling",
     click.option("--jobs", type=click.IntRange(1), metavar="N", help="Cells built at a time.  [default: one a core]"),
     click.option(
-        "--cache", type=click.Choice(POLICIES), default=CacheUse.policy, show_default=True,
+        "--cache",
+        type=click.Choice(POLICIES),
+        default=CacheUse.policy,
+        show_default=True,
         help="Use programs of earlier builds; redo makes all anew, readonly adds none.",
     ),
     cache_dir,
@@ -110,7 +115,7 @@ def main() -> None:
         metavar="[TARGET/]CELL",
         help="Build one cell of ARTIFACT, or of its failed build, again, and show all that its compiler says.",
     ),
-)  # fmt: skip
+)
 @cluster_options
 def build(
     checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], into: Path | None, replay: str | None,
@@ -178,9 +183,16 @@ def build(
             console.summary(into, manifest, names)
         elif no_weights:
             manifest = building.build_programs(
-                source, destination, what, console, dummy=dummy_weights, force=force, ignore=ignore, cache=use,
+                source,
+                destination,
+                what,
+                console,
+                dummy=dummy_weights,
+                force=force,
+                ignore=ignore,
+                cache=use,
                 prove=prove,
-            )  # fmt: skip
+            )
             console.summary(destination, manifest)
         else:
             if on is not None:
@@ -211,9 +223,16 @@ def build(
 @WIDE
 @JSON
 def plan(
-    checkpoint: Path | None, lengths: Path | None, artifact: Path | None, fleet: Path | None, chips: int | None,
-    ignore: tuple[str, ...], wide: bool, as_json: bool, **options: Any,
-) -> None:  # fmt: skip
+    checkpoint: Path | None,
+    lengths: Path | None,
+    artifact: Path | None,
+    fleet: Path | None,
+    chips: int | None,
+    ignore: tuple[str, ...],
+    wide: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Show what a build would make, without compiling.
 
     CHECKPOINT is a folder or a config.json; without it, the packaged demo. Shows the pools, what each device holds

@@ -42,7 +42,8 @@ PROGRAMS = section(
     "Programs",
     _option("--paddings", PADDINGS, "Padded tokens of a prefill call.  [default: 16,128,512]"),
     _option(
-        "--decode-paddings", PADDINGS,
+        "--decode-paddings",
+        PADDINGS,
         "Padded sequences of a decode step.  [default: 1, then --paddings up to --max-running]",
     ),
     _option("--score-paddings", PADDINGS, "Padded tokens of a call that scores given tokens."),
@@ -51,15 +52,19 @@ PROGRAMS = section(
     _option("--afd-dtype", click.Choice(["model", "int8"]), "What travels to the experts; int8 with a scale a token."),
     _option("--kernels", click.Choice(["auto", "on", "off"]), "Native kernels in executables for cpu."),
     _option("--dtype", click.Choice(["bfloat16", "float32"]), "float32 means highest matmul precision throughout."),
-)  # fmt: skip
+)
 MACHINES = section(
     "Machines",
     _option(
-        "--target", str, "PLATFORM[:KIND][:TOPOLOGY]; may be given many times.  [default: cpu]", "targets",
-        multiple=True, metavar="TARGET",
+        "--target",
+        str,
+        "PLATFORM[:KIND][:TOPOLOGY]; may be given many times.  [default: cpu]",
+        "targets",
+        multiple=True,
+        metavar="TARGET",
     ),
     _option("--tp", int, "Devices that share the model on cpu.  [default: 16, or fewer]", metavar="N"),
-)  # fmt: skip
+)
 POOLS = section(
     "Memory",
     _option("--max-running", int, "Sequences that hold state at once.", metavar="N"),

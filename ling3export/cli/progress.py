@@ -19,9 +19,13 @@ from ling3export.tables import aligned
 
 COLUMNS = ("cell", "status", "seconds", "peak MB")
 LABELS = {
-    "programs": "compile programs", "weights": "write weights", "compare": "compare weights",
-    "vectors": "compute vectors", "receipts": "check receipts", "signatures": "trace signatures",
-}  # fmt: skip
+    "programs": "compile programs",
+    "weights": "write weights",
+    "compare": "compare weights",
+    "vectors": "compute vectors",
+    "receipts": "check receipts",
+    "signatures": "trace signatures",
+}
 
 
 class Console:

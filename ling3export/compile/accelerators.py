@@ -116,9 +116,11 @@ def priced(
     assert target.chip is not None
     tokens = min(TOKENS, geometry.max_pages * geometry.page_size)
     record = replace(
-        record, collectives={}, lowering=Lowering(direct=True, forward_compatible=False),
+        record,
+        collectives={},
+        lowering=Lowering(direct=True, forward_compatible=False),
         floor=roofline_bound(config, geometry, phase, padding, target.chip, tokens),
-    )  # fmt: skip
+    )
     if target.platform == "cuda":  # whose compiler estimates no cycles; with one card there are no collectives
         return record
     trips = loop_trips(config, geometry, phase, padding, tokens)

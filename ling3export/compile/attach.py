@@ -20,9 +20,15 @@ from ling3export.pricing.recorded import config_of, plan_of
 
 
 def attach(
-    artifact: Path, checkpoint: Path, out: Path | None, report: Reporter, *, force: bool = False,
-    ignore: Sequence[str] = (), run: bool = True,
-) -> Manifest:  # fmt: skip
+    artifact: Path,
+    checkpoint: Path,
+    out: Path | None,
+    report: Reporter,
+    *,
+    force: bool = False,
+    ignore: Sequence[str] = (),
+    run: bool = True,
+) -> Manifest:
     """Gives the programs of ``artifact`` the weights, the tokenizer and the receipts of ``checkpoint``.
 
     Args:
@@ -61,9 +67,13 @@ def attach(
         here = [name for name in manifest.targets if run and plan_of(manifest, name).target.runs_here]
         vectors = still_measured(manifest, weights, vectors, here, report)
         manifest = replace(
-            manifest, source=named(source.path, source.digests()), weights=weights, vectors=vectors,
-            tokenizer=tokenizer, config=manifest.config | {"eos_token_id": source.config.eos_token_ids},
-        )  # fmt: skip
+            manifest,
+            source=named(source.path, source.digests()),
+            weights=weights,
+            vectors=vectors,
+            tokenizer=tokenizer,
+            config=manifest.config | {"eos_token_id": source.config.eos_token_ids},
+        )
         report.start("receipts", len(here))
         for name in here:
             vectors.receipts[name] = receipts(folder, manifest, name)

@@ -62,9 +62,16 @@ class Reporter(Progress, Protocol):
 
 
 def build(
-    checkpoint: Path, artifact: Path, options: Options, report: Reporter, *, force: bool = False,
-    ignore: Sequence[str] = (), cache: CacheUse = DEFAULT_USE, prove: bool | None = None,
-) -> Manifest:  # fmt: skip
+    checkpoint: Path,
+    artifact: Path,
+    options: Options,
+    report: Reporter,
+    *,
+    force: bool = False,
+    ignore: Sequence[str] = (),
+    cache: CacheUse = DEFAULT_USE,
+    prove: bool | None = None,
+) -> Manifest:
     """Builds ``artifact`` from ``checkpoint``.
 
     Args:
@@ -92,17 +99,27 @@ def build(
             outcomes = compiled()
         body = replace(
             described(source.config, named(source.path, source.digests()), options, plans[0]),
-            weights=weights, vectors=vectors, tokenizer=tokenizer,
-        )  # fmt: skip
+            weights=weights,
+            vectors=vectors,
+            tokenizer=tokenizer,
+        )
         manifest = complete(folder, body, outcomes, report, cells, prove=prove)
         ended(artifact, manifest, report, cache)
         return manifest
 
 
 def build_programs(
-    config: Path, artifact: Path, options: Options, report: Reporter, *, dummy: int | None = None, force: bool = False,
-    ignore: Sequence[str] = (), cache: CacheUse = DEFAULT_USE, prove: bool | None = None,
-) -> Manifest:  # fmt: skip
+    config: Path,
+    artifact: Path,
+    options: Options,
+    report: Reporter,
+    *,
+    dummy: int | None = None,
+    force: bool = False,
+    ignore: Sequence[str] = (),
+    cache: CacheUse = DEFAULT_USE,
+    prove: bool | None = None,
+) -> Manifest:
     """Builds the programs alone, as :func:`build` does, for weights that are attached later.
 
     Args:
@@ -127,8 +144,9 @@ def build_programs(
     model = Config.from_json(data, ignore, str(file))
     plans = announced(make_plans(model, options), report)
     with staged(artifact, force=force) as folder, opened(cache, report.note) as cells:
-        body = described(model, named(config, {"config.json": schema.SourceFile(sha256=sha256(data).hexdigest())}),
-                         options, plans[0])  # fmt: skip
+        body = described(
+            model, named(config, {"config.json": schema.SourceFile(sha256=sha256(data).hexdigest())}), options, plans[0]
+        )
         with compiling(artifact, model, options, plans, folder, cells, report) as compiled:
             if dummy is not None:
                 weights = DummyWeights(model, dummy)
@@ -184,12 +202,21 @@ def described(config: Config, source: schema.Source, options: Options, plan: Pla
         source=source,
         config=config.semantic() | {"eos_token_id": config.eos_token_ids},
         plan=schema.Plan(
-            plan.paddings, plan.decode_paddings, geometry.slots, geometry.page_size, plan.context, geometry.dtype,
-            options.memory_fraction, options.state_memory,
+            plan.paddings,
+            plan.decode_paddings,
+            geometry.slots,
+            geometry.page_size,
+            plan.context,
+            geometry.dtype,
+            options.memory_fraction,
+            options.state_memory,
         ),
-        targets={}, weights=schema.Weights({}, {}),
-        vectors=schema.Vectors("none: there are no weights", 0, schema.Margins(), ()), tokenizer=(), notes=(),
-    )  # fmt: skip
+        targets={},
+        weights=schema.Weights({}, {}),
+        vectors=schema.Vectors("none: there are no weights", 0, schema.Margins(), ()),
+        tokenizer=(),
+        notes=(),
+    )
 
 
 def ended(artifact: Path, manifest: Manifest, report: Reporter, cache: CacheUse) -> None:
@@ -209,9 +236,16 @@ def announced(plans: list[Plan], report: Reporter) -> list[Plan]:
 
 @contextmanager
 def compiling(
-    artifact: Path, config: Config, options: Options, plans: Sequence[Plan], folder: Path, cells: Cells,
-    report: Reporter, taken: Mapping[str, Mapping[str, Built]] = MappingProxyType({}), shard: Shard = WHOLE,
-) -> Iterator[Callable[[], list[Outcome]]]:  # fmt: skip
+    artifact: Path,
+    config: Config,
+    options: Options,
+    plans: Sequence[Plan],
+    folder: Path,
+    cells: Cells,
+    report: Reporter,
+    taken: Mapping[str, Mapping[str, Built]] = MappingProxyType({}),
+    shard: Shard = WHOLE,
+) -> Iterator[Callable[[], list[Outcome]]]:
     """Compiles the cells of every plan while the block does other work; an exception in the block ends the compilers.
 
     Args:
@@ -263,9 +297,15 @@ def compiling(
 
 
 def complete(
-    folder: Path, manifest: Manifest, outcomes: Sequence[Outcome], report: Reporter, cells: Cells,
-    programs: Mapping[str, str] = MappingProxyType({}), *, prove: bool | None = None,
-) -> Manifest:  # fmt: skip
+    folder: Path,
+    manifest: Manifest,
+    outcomes: Sequence[Outcome],
+    report: Reporter,
+    cells: Cells,
+    programs: Mapping[str, str] = MappingProxyType({}),
+    *,
+    prove: bool | None = None,
+) -> Manifest:
     """Adds compiled targets to a manifest, runs the vectors through what runs here, and writes it.
 
     Args:
@@ -356,12 +396,17 @@ def target_record(
         named[cell.name] = Cell(**vars(built[cell.name].program) | files | {"status": status})
     parameters = tuple(
         schema.Parameter(
-            ".".join(argument.path), row.name, row.shape, row.stored_dtype(geometry.dtype),
-            tuple(argument.spec), argument.layer,
+            ".".join(argument.path),
+            row.name,
+            row.shape,
+            row.stored_dtype(geometry.dtype),
+            tuple(argument.spec),
+            argument.layer,
             None if argument.layer is None else argument.parameter.stack_axis,
         )
-        for argument in arguments(config, geometry) for row in (argument.parameter,)
-    )  # fmt: skip
+        for argument in arguments(config, geometry)
+        for row in (argument.parameter,)
+    )
     arrays = tuple(
         schema.StateArray(row.name, row.shape, row.dtype, tuple(row.spec), row.axes)
         for row in state_arrays(config, geometry)
@@ -372,17 +417,30 @@ def target_record(
         features = {*(requires.cpu_features or ()), *level_of(geometry.kernels).features}
         requires = replace(requires, cpu_features=tuple(sorted(features)))
     return schema.Target(
-        platform=target.platform, kind=target.kind, topology=target.topology, mesh=mesh, requires=requires,
-        toolchain=toolchain(target), fingerprint=fingerprint(config, plan),
+        platform=target.platform,
+        kind=target.kind,
+        topology=target.topology,
+        mesh=mesh,
+        requires=requires,
+        toolchain=toolchain(target),
+        fingerprint=fingerprint(config, plan),
         state_abi=state_abi(config, geometry.dtype),
-        geometry=asdict(geometry), parameters=parameters,
+        geometry=asdict(geometry),
+        parameters=parameters,
         state=schema.State(
-            geometry.placement, geometry.slots, geometry.pages, geometry.page_size, geometry.max_pages, CHUNK, arrays,
+            geometry.placement,
+            geometry.slots,
+            geometry.pages,
+            geometry.page_size,
+            geometry.max_pages,
+            CHUNK,
+            arrays,
             geometry.snapshots or None,
         ),
-        cells=named, kernels=kernels,
+        cells=named,
+        kernels=kernels,
         state_program=file_record(folder, f"{programs}/{schema.STATE}") if target.platform == "cpu" else None,
-    )  # fmt: skip
+    )
 
 
 def state_abi(config: Config, dtype: str) -> str:
@@ -390,13 +448,15 @@ def state_abi(config: Config, dtype: str) -> str:
 
     The model, the dtypes and the order of the arrays count; pools, paddings, sharding and TP do not.
     """
-    return sha256_of({
-        "format": 2,
-        "config": config.semantic(),
-        "mla.latent": {"dtype": dtype, "axes": ["layers", "tokens", "latent then roped key"]},
-        "kda.recurrent": {"dtype": "float32", "axes": ["layers", "heads", "key", "value"]},
-        "kda.conv": {"dtype": dtype, "axes": ["layers", "q k v", "heads", "channels", "taps, oldest first"]},
-    })  # fmt: skip
+    return sha256_of(
+        {
+            "format": 2,
+            "config": config.semantic(),
+            "mla.latent": {"dtype": dtype, "axes": ["layers", "tokens", "latent then roped key"]},
+            "kda.recurrent": {"dtype": "float32", "axes": ["layers", "heads", "key", "value"]},
+            "kda.conv": {"dtype": dtype, "axes": ["layers", "q k v", "heads", "channels", "taps, oldest first"]},
+        }
+    )
 
 
 def _needs(built: Sequence[Built]) -> tuple[Requirements, Mesh]:

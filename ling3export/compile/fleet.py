@@ -61,9 +61,15 @@ class CompileWorker:
 
 
 def build_on(
-    make_pool: Callable[[Callable[[], Worker]], AbstractContextManager[Pool]], checkpoint: Path, artifact: Path,
-    options: Options, report: Reporter, *, ignore: Sequence[str] = (), cache: CacheUse,
-) -> None:  # fmt: skip
+    make_pool: Callable[[Callable[[], Worker]], AbstractContextManager[Pool]],
+    checkpoint: Path,
+    artifact: Path,
+    options: Options,
+    report: Reporter,
+    *,
+    ignore: Sequence[str] = (),
+    cache: CacheUse,
+) -> None:
     """Compiles what the cache has not of a build, on a cluster.
 
     Args:

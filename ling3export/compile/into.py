@@ -44,9 +44,17 @@ PROGRAM_FILE = re.compile(r"[a-z]+@\d+\.(stablehlo|exec)|kernels\.so|state\.exec
 
 
 def add_targets(
-    artifact: Path, options: Options, given: set[str], report: Reporter, *, checkpoint: Path | None = None,
-    force: bool = False, ignore: Sequence[str] = (), cache: CacheUse = DEFAULT_USE, prove: bool | None = None,
-) -> tuple[Manifest, list[str]]:  # fmt: skip
+    artifact: Path,
+    options: Options,
+    given: set[str],
+    report: Reporter,
+    *,
+    checkpoint: Path | None = None,
+    force: bool = False,
+    ignore: Sequence[str] = (),
+    cache: CacheUse = DEFAULT_USE,
+    prove: bool | None = None,
+) -> tuple[Manifest, list[str]]:
     """Adds the targets of ``options`` to ``artifact``.
 
     Args:
@@ -186,9 +194,14 @@ def _copied(artifact: Path, staging: Path, name: str, target: Target | None) -> 
 
 
 def _take_in(
-    staging: Path, artifact: Path, manifest: Manifest, outcomes: Sequence[Outcome], report: Reporter, cells: Cells,
+    staging: Path,
+    artifact: Path,
+    manifest: Manifest,
+    outcomes: Sequence[Outcome],
+    report: Reporter,
+    cells: Cells,
     prove: bool | None,
-) -> Manifest:  # fmt: skip
+) -> Manifest:
     """Moves the programs in, runs what runs here, and replaces the manifest."""
     sync_tree(staging)
     moved: dict[str, str] = {}

@@ -29,9 +29,11 @@ def put_library(folder: Path, kernels: str, cells: Cells) -> None:
     if command is None:
         raise PlanError(f"kernels: {EXPECTED}, found none", HINT)
     fields = {
-        "kernels": kernels, "machine": platform.machine(), "headers": _headers()[1],
+        "kernels": kernels,
+        "machine": platform.machine(),
+        "headers": _headers()[1],
         "compiler": [*command, _run([*command, "--version"])],
-    }  # fmt: skip
+    }
     write_new(folder / KERNELS, cells.file("so", fields, lambda: compiled(command, level)))
 
 

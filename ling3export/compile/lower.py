@@ -92,8 +92,9 @@ def with_shardings(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Abstract values that carry their shardings."""
     return jax.tree.map(
         lambda value, spec: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=NamedSharding(mesh, spec)),
-        tree, specs,
-    )  # fmt: skip
+        tree,
+        specs,
+    )
 
 
 def without_locations() -> None:
@@ -207,9 +208,12 @@ def described(compiled: Any, executable: schema.Executable, seconds: float) -> C
         executable=executable,
         compile_seconds=seconds,
         memory=schema.Memory(
-            memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes,
-            memory.alias_size_in_bytes, memory.generated_code_size_in_bytes,
+            memory.argument_size_in_bytes,
+            memory.output_size_in_bytes,
+            memory.temp_size_in_bytes,
+            memory.alias_size_in_bytes,
+            memory.generated_code_size_in_bytes,
         ),
         flops=analysis.get("flops"),
         bytes_accessed=analysis.get("bytes accessed"),
-    )  # fmt: skip
+    )

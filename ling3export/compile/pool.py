@@ -47,9 +47,16 @@ class Compilers:
     """
 
     def __init__(
-        self, plan: Plan, config: Config, folder: Path, jobs: int | None, cells: Cells | None = None,
-        *, taken: Mapping[str, Built] = MappingProxyType({}), shown: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        plan: Plan,
+        config: Config,
+        folder: Path,
+        jobs: int | None,
+        cells: Cells | None = None,
+        *,
+        taken: Mapping[str, Built] = MappingProxyType({}),
+        shown: bool = False,
+    ) -> None:
         self.plan = plan
         self._cells = Cells(CacheUse("off"), lambda text: None) if cells is None else cells
         self._job = Job(plan.target, plan.geometry, config, folder, self._cells.use)

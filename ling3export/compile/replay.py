@@ -194,8 +194,11 @@ def changes_since(manifest: Manifest, plan: Plan) -> list[str]:
     """What decides a target's programs and was other when they were built: packages, or else sources or flags."""
     target, here = manifest.targets[plan.target.name], toolchain(plan.target)
     before = target.toolchain
-    changed = [f"{name} {before.get(name)}, here {here.get(name)}" for name in {**before, **here}
-               if before.get(name) != here.get(name)]  # fmt: skip
+    changed = [
+        f"{name} {before.get(name)}, here {here.get(name)}"
+        for name in {**before, **here}
+        if before.get(name) != here.get(name)
+    ]
     if not changed and fingerprint(config_of(manifest), plan) != target.fingerprint:
         return ["other sources of the model or of the lowering, or other flags"]
     return changed

@@ -15,9 +15,15 @@ from ling3export.shards import Shard
 
 
 def build_share(
-    checkpoint: Path, artifact: Path, options: Options, report: Reporter, shard: Shard, *,
-    ignore: Sequence[str] = (), cache: CacheUse,
-) -> None:  # fmt: skip
+    checkpoint: Path,
+    artifact: Path,
+    options: Options,
+    report: Reporter,
+    shard: Shard,
+    *,
+    ignore: Sequence[str] = (),
+    cache: CacheUse,
+) -> None:
     """Compiles every N-th cell of a build, counted over its targets, and keeps them in the cache alone.
 
     Args:

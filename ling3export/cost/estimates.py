@@ -184,12 +184,20 @@ def estimate(text: str, chip: Chip, trips: Mapping[str, float], tokens: int) -> 
     """
     costs = Estimator(parse(text), chip, trips).costs
     found = Estimate(
-        seconds=max(costs.total, costs.overlapped), estimated=sum(costs.seconds.values()),
-        by_opcode=_rounded(costs.seconds), bounded=_rounded(costs.bounded), by_kind=_rounded(costs.kinds),
-        memory_bytes=int(costs.memory_bytes), overlapped=costs.overlapped, custom_calls=_counted(costs.custom_calls),
-        copies=costs.copies, loops=tuple(costs.loops), instructions=dict(sorted(costs.instructions.items())),
-        tokens_a_sequence=tokens, clock_hz=chip.clock,
-    )  # fmt: skip
+        seconds=max(costs.total, costs.overlapped),
+        estimated=sum(costs.seconds.values()),
+        by_opcode=_rounded(costs.seconds),
+        bounded=_rounded(costs.bounded),
+        by_kind=_rounded(costs.kinds),
+        memory_bytes=int(costs.memory_bytes),
+        overlapped=costs.overlapped,
+        custom_calls=_counted(costs.custom_calls),
+        copies=costs.copies,
+        loops=tuple(costs.loops),
+        instructions=dict(sorted(costs.instructions.items())),
+        tokens_a_sequence=tokens,
+        clock_hz=chip.clock,
+    )
     return found, _counted(costs.collectives)
 
 

@@ -122,7 +122,7 @@ def _used(name: str, phase: str) -> bool:
 
 def _split_bound(
     config: Config, geometry: Geometry, phase: str, padding: int, chip: Chip, tokens: int
-) -> RooflineBound:  # fmt: skip
+) -> RooflineBound:
     """The bound of one call of a decode step that is cut at the experts: one layer's, of ``attend`` the mean layer's.
 
     ``experts`` reads the experts that ``padding`` pairs touch where every expert is as likely as any other.

@@ -38,13 +38,14 @@ _AVX2 = ("avx2", "fma")
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 _BF16 = ("-mavx2", "-mfma", *(f"-m{name}" for name in _AVX512), "-mavx512bf16", "-DLING3_BYTES=64")
 LEVELS = (  # the best first
-    Level("amx_bf16", X86, (*_AVX2, *_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
-          (*_BF16, "-mamx-tile", "-mamx-bf16")),
+    Level(
+        "amx_bf16", X86, (*_AVX2, *_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"), (*_BF16, "-mamx-tile", "-mamx-bf16")
+    ),
     Level("avx512_bf16", X86, (*_AVX2, *_AVX512, "avx512_bf16"), _BF16),
     Level("avx2", X86, _AVX2, ("-mavx2", "-mfma", "-DLING3_BYTES=32")),
     Level("neon", ARM, ("asimd",), ("-DLING3_BYTES=16",)),
     Level("plain", (*X86, *ARM), (), ()),
-)  # fmt: skip
+)
 # Nobody looks at the processor's flags of exceptions; without the promise gcc makes no vectors of a choice.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast", "-fno-trapping-math", "-s")
 

@@ -76,13 +76,18 @@ class Plan:
     def record(self) -> dict[str, Any]:
         """The plan as JSON, for keys of the cache and for a SavedModel."""
         return {
-            "paddings": list(self.paddings), "decode_paddings": list(self.decode_paddings),
-            "score_paddings": list(self.score_paddings), "max_running": self.geometry.slots,
-            "page_size": self.geometry.page_size, "context": self.context, "pages": self.geometry.pages,
-            "dtype": self.geometry.dtype, "geometry": asdict(self.geometry),
+            "paddings": list(self.paddings),
+            "decode_paddings": list(self.decode_paddings),
+            "score_paddings": list(self.score_paddings),
+            "max_running": self.geometry.slots,
+            "page_size": self.geometry.page_size,
+            "context": self.context,
+            "pages": self.geometry.pages,
+            "dtype": self.geometry.dtype,
+            "geometry": asdict(self.geometry),
             **({"ffn_paddings": list(self.ffn_paddings)} if self.ffn_paddings else {}),
             **({"segments": self.segments} if self.segments != "none" else {}),
-        }  # fmt: skip
+        }
 
 
 def moving_cells(geometry: Geometry, segments: str) -> tuple[Cell, ...]:
@@ -126,8 +131,9 @@ def derive_ffn_paddings(config: Config, decode: Sequence[int], sessions: int) ->
         raise PlanError(f"--afd: expected 0 to {MOST_SESSIONS} attention processes, found {sessions}")
     if sessions and not config.layers("moe"):
         raise PlanError("--afd: expected a model with experts, found dense layers alone")
-    return tuple(sorted({each * size * config.num_experts_per_tok for size in decode for each in {1, sessions} if
-                         sessions}))  # fmt: skip
+    return tuple(
+        sorted({each * size * config.num_experts_per_tok for size in decode for each in {1, sessions} if sessions})
+    )
 
 
 def forms(config: Config, target: Target) -> dict[str, Any]:
@@ -185,11 +191,17 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
     kernels, said = choose(config, options, target)
     notes += [] if said is None else [said]
     geometry = Geometry(
-        tp=target.tp, dtype=options.dtype, slots=options.max_running, pages=0, page_size=options.page_size,
-        max_pages=-(-context // options.page_size), snapshots=options.snapshots, kernels=kernels,
+        tp=target.tp,
+        dtype=options.dtype,
+        slots=options.max_running,
+        pages=0,
+        page_size=options.page_size,
+        max_pages=-(-context // options.page_size),
+        snapshots=options.snapshots,
+        kernels=kernels,
         token_dtype=options.afd_dtype,
         **forms(config, target),
-    )  # fmt: skip
+    )
     geometry, note = size_pages(config, geometry, options, target)
     notes.append(note)
     if options.segments != "none":

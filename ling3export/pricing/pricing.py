@@ -134,9 +134,12 @@ def config_of(path: Path, ignore: Sequence[str]) -> Config:
 
 
 def priced(
-    config: Config, options: Options, lengths: Sequence[Length] = (), artifact: Path | None = None,
+    config: Config,
+    options: Options,
+    lengths: Sequence[Length] = (),
+    artifact: Path | None = None,
     ignore: Sequence[str] = (),
-) -> Priced:  # fmt: skip
+) -> Priced:
     """Plans every target and prices it.
 
     Args:
@@ -155,10 +158,14 @@ def priced(
     measured = (None, None) if artifact is None or manifest is None else found_beside(artifact, manifest)
     first = plans[0]
     return Priced(
-        options.dtype, first.paddings, first.decode_paddings, first.score_paddings, first.context,
+        options.dtype,
+        first.paddings,
+        first.decode_paddings,
+        first.score_paddings,
+        first.context,
         {plan.target.name: _target(config, plan, manifest, *measured) for plan in plans},
         _traffic(lengths, first, options, ignore) if lengths else None,
-    )  # fmt: skip
+    )
 
 
 def _target(
@@ -192,9 +199,18 @@ def _target(
     held_tokens = geometry.pages * geometry.page_size
     pool = Pool(geometry.slots, geometry.pages, geometry.page_size, geometry.placement, held_tokens)
     return PricedTarget(
-        target.text, target.tp, target.processes, plan.notes, pool, held(config, plan, compiled), unknown,
-        context, cells, note, token_costs(cells, plan.paddings),
-    )  # fmt: skip
+        target.text,
+        target.tp,
+        target.processes,
+        plan.notes,
+        pool,
+        held(config, plan, compiled),
+        unknown,
+        context,
+        cells,
+        note,
+        token_costs(cells, plan.paddings),
+    )
 
 
 def token_costs(cells: Mapping[str, PricedCell], paddings: Sequence[int]) -> TokenCosts | None:

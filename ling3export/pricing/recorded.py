@@ -50,9 +50,15 @@ def plan_of(manifest: Manifest, name: str) -> Plan:
         ) from error
     target = Target(record.platform, record.kind, record.topology, record.tp, record.processes)
     return Plan(
-        target, geometry, plan.paddings, plan.decode_paddings, plan.context, score_paddings=record.paddings("score"),
-        ffn_paddings=record.paddings("experts"), segments=record.segments,
-    )  # fmt: skip
+        target,
+        geometry,
+        plan.paddings,
+        plan.decode_paddings,
+        plan.context,
+        score_paddings=record.paddings("score"),
+        ffn_paddings=record.paddings("experts"),
+        segments=record.segments,
+    )
 
 
 def layout_difference(config: Config, plan: Plan, manifest: Manifest) -> str | None:

@@ -89,10 +89,13 @@ def _columns(name: str, cell: PricedCell) -> dict[str, str]:
     if (bound := cell.bound) is not None:
         memory, compute = bound.memory_seconds, bound.compute_seconds
         columns |= {
-            "bound ms": f"{1e3 * bound.seconds:.3f}", "bound by": "memory" if memory >= compute else "compute",
-            "by memory": f"{1e3 * memory:.3f}", "by compute": f"{1e3 * compute:.3f}",
-            "MB moved": f"{bound.moved / 1e6:,.1f}", "Gflop": f"{bound.flops / 1e9:,.2f}",
-        }  # fmt: skip
+            "bound ms": f"{1e3 * bound.seconds:.3f}",
+            "bound by": "memory" if memory >= compute else "compute",
+            "by memory": f"{1e3 * memory:.3f}",
+            "by compute": f"{1e3 * compute:.3f}",
+            "MB moved": f"{bound.moved / 1e6:,.1f}",
+            "Gflop": f"{bound.flops / 1e9:,.2f}",
+        }
     if cell.temporaries is not None:
         columns["temporaries MB"] = f"{cell.temporaries / 1e6:,.1f}"
     if cell.estimated_seconds is not None:

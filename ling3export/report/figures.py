@@ -91,8 +91,10 @@ def figures(cells: list[Cell], tp: int, chip: Chip | None) -> dict[str, Bars | N
     held: list[tuple[str, list[float]]] = [(cell.name, [*memory_parts(cell, tp).values()]) for cell in cells]
     found = estimated(cells)
     shown = {cell.name: f"{cell.name} {cell.at_least}".strip() for cell, _, _ in found}
-    bound = [(shown[cell.name], [min(least.seconds, each.seconds), max(0.0, each.seconds - least.seconds)])
-             for cell, each, least in found]  # fmt: skip
+    bound = [
+        (shown[cell.name], [min(least.seconds, each.seconds), max(0.0, each.seconds - least.seconds)])
+        for cell, each, least in found
+    ]
     time = [(shown[cell.name], [each.by_kind.get(kind, 0.0) for kind in KINDS]) for cell, each, _ in found]
     return {
         "memory": Bars(MEMORY, held, "B", limit),

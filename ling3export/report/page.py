@@ -59,10 +59,16 @@ def render(manifest: Manifest, calibration: Calibration | None = None, note: str
     """
     filters = {"si": si, "times": times, "told": told, "errors": error_columns, "parts": memory_parts}
     page = template(TEMPLATES, "report.html", **filters).render(
-        manifest=manifest, targets=[_shown(manifest, name) for name in manifest.targets], kinds=KINDS, memory=MEMORY,
-        errors=ERROR_COLUMNS, unknown=UNKNOWN, calibration=calibration, note=note,
+        manifest=manifest,
+        targets=[_shown(manifest, name) for name in manifest.targets],
+        kinds=KINDS,
+        memory=MEMORY,
+        errors=ERROR_COLUMNS,
+        unknown=UNKNOWN,
+        calibration=calibration,
+        note=note,
         measured=[] if calibration is None else ordered(calibration),
-    )  # fmt: skip
+    )
     return f"{page}\n"
 
 
@@ -76,7 +82,13 @@ def _shown(manifest: Manifest, name: str) -> dict[str, Any]:
     # Every program is loaded at once, and the one with the largest temporaries runs.
     together = sum((sum if kind == "code" else max)(part[kind] for part in parts) for kind in MEMORY)
     return {
-        "name": name, "target": target, "receipts": manifest.measured(name),
-        "executed": name in manifest.vectors.receipts, "cells": cells, "chip": chip,
-        "estimated": estimated(cells), "figures": figures(cells, target.tp, chip), "together": together,
-    }  # fmt: skip
+        "name": name,
+        "target": target,
+        "receipts": manifest.measured(name),
+        "executed": name in manifest.vectors.receipts,
+        "cells": cells,
+        "chip": chip,
+        "estimated": estimated(cells),
+        "figures": figures(cells, target.tp, chip),
+        "together": together,
+    }

@@ -75,9 +75,14 @@ def one_device(options: Options) -> Options:
 
 
 def build_savedmodel(
-    checkpoint: Path, destination: Path, options: Options, report: Progress, *, force: bool = False,
+    checkpoint: Path,
+    destination: Path,
+    options: Options,
+    report: Progress,
+    *,
+    force: bool = False,
     ignore: Sequence[str] = (),
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Writes ``destination``, a SavedModel with a signature for every cell of the plan.
 
     Args:

@@ -176,8 +176,12 @@ def times_of(target: PricedTarget, prefill: Sequence[int], decode: Sequence[int]
     return Times(
         {each: seconds(f"prefill@{each}") + seconds(f"sample@{each // CHUNK}") for each in prefill},
         {each: seconds(f"decode@{each}") + seconds(f"sample@{each}") for each in decode},
-        slots, target.pool.tokens * slots / target.pool.slots, prefixes, CHUNK, costs,
-    )  # fmt: skip
+        slots,
+        target.pool.tokens * slots / target.pool.slots,
+        prefixes,
+        CHUNK,
+        costs,
+    )
 
 
 def divided(fleet: Fleet, kinds: Sequence[Kind], replicas: int) -> Division:
@@ -189,15 +193,23 @@ def divided(fleet: Fleet, kinds: Sequence[Kind], replicas: int) -> Division:
     scale = replicas / some
     prefill = round(scale * fleet.prefill)
     return Division(
-        replicas if fleet.both else 0, prefill, 0 if fleet.both else replicas - prefill, most * scale,
-        found.first_token(), found.each_token(),
-    )  # fmt: skip
+        replicas if fleet.both else 0,
+        prefill,
+        0 if fleet.both else replicas - prefill,
+        most * scale,
+        found.first_token(),
+        found.each_token(),
+    )
 
 
 def answered(
-    config: Config, options: Options, kinds: Sequence[Kind], chips: int, artifact: Path | None = None,
+    config: Config,
+    options: Options,
+    kinds: Sequence[Kind],
+    chips: int,
+    artifact: Path | None = None,
     ignore: Sequence[str] = (),
-) -> Answer:  # fmt: skip
+) -> Answer:
     """Simulates fleets of what ``options`` plan.
 
     Args:
@@ -237,18 +249,28 @@ def answered(
     most = max(rate for rate, _ in paddings.values())
     best = next(pair for pair, (rate, _) in paddings.items() if rate >= NEAR * most)
     group = Fleet(
-        (paddings[best][1],), both=min(replicas, GROUP), policy="cache_aware",
-        handover=HANDOVER + state[0] / LINK, handover_token=state[1] / LINK,
-    )  # fmt: skip
+        (paddings[best][1],),
+        both=min(replicas, GROUP),
+        policy="cache_aware",
+        handover=HANDOVER + state[0] / LINK,
+        handover_token=state[1] / LINK,
+    )
     ways = [group, *(replace(group, both=0, prefill=n, decode=group.both - n) for n in range(1, group.both))]
     divisions = tuple(divided(way, kinds, replicas) for way in ways)
     most = max(division.requests_per_second for division in divisions)
     return Answer(
-        replicas, target.tp, prompt, output, {f"{p},{d}": found for (p, d), (found, _) in paddings.items()}, best,
-        divisions, next(each for each in divisions if each.requests_per_second >= NEAR * most),
+        replicas,
+        target.tp,
+        prompt,
+        output,
+        {f"{p},{d}": found for (p, d), (found, _) in paddings.items()},
+        best,
+        divisions,
+        next(each for each in divisions if each.requests_per_second >= NEAR * most),
         ROUTER_CORES / (ROUTER_CALL + ROUTER_TOKEN * output),
-        source_of(target), target.measured,
-    )  # fmt: skip
+        source_of(target),
+        target.measured,
+    )
 
 
 def _beginnings(paddings: Sequence[int]) -> list[tuple[int, ...]]:
@@ -269,18 +291,21 @@ def described(answer: Answer) -> str:
         divisions.append((each.name, f"{each.requests_per_second:,.0f}", *columns))
     best, router = answer.best, answer.router
     source = {
-        "measured": str(answer.note), "estimated": "the compiler's estimates",
+        "measured": str(answer.note),
+        "estimated": "the compiler's estimates",
         "bounds": "roofline bounds, which no program reaches",
-    }[answer.times]  # fmt: skip
+    }[answer.times]
     prefill, decode = answer.best_paddings
-    return "\n".join([
-        f"fleet  {answer.replicas} replicas of {answer.chips} chips; on average {answer.prompt_tokens:,.0f} tokens in, "
-        f"{answer.output_tokens:,.0f} out; times are {source}",
-        *([] if answer.note is None or answer.times == "measured" else [f"  {answer.note}"]),
-        *aligned(rows),
-        f"  with prefill to {prefill} and decode to {decode}; times at {SHARE:.0%} of the requests",
-        *aligned(divisions),
-        f"  best: {best.name}, {best.requests_per_second:,.0f} requests/s",
-        f"  one router passes {router:,.0f} requests/s on {ROUTER_CORES} cores: "
-        f"it is the limit from {answer.replicas * router / best.requests_per_second:,.0f} replicas on",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"fleet  {answer.replicas} replicas of {answer.chips} chips; on average {answer.prompt_tokens:,.0f} tokens "
+            f"in, {answer.output_tokens:,.0f} out; times are {source}",
+            *([] if answer.note is None or answer.times == "measured" else [f"  {answer.note}"]),
+            *aligned(rows),
+            f"  with prefill to {prefill} and decode to {decode}; times at {SHARE:.0%} of the requests",
+            *aligned(divisions),
+            f"  best: {best.name}, {best.requests_per_second:,.0f} requests/s",
+            f"  one router passes {router:,.0f} requests/s on {ROUTER_CORES} cores: "
+            f"it is the limit from {answer.replicas * router / best.requests_per_second:,.0f} replicas on",
+        ]
+    )

@@ -166,9 +166,13 @@ class Replica:
     """
 
     def __init__(
-        self, env: simpy.Environment, number: int, machine: Machine, done: Callable[[Ask, bool], None],
+        self,
+        env: simpy.Environment,
+        number: int,
+        machine: Machine,
+        done: Callable[[Ask, bool], None],
         prefilled: Callable[[Ask], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.env, self.number, self.machine = env, number, machine
         self._done, self._prefilled = done, prefilled
         self._shapes, self._padding = machine.times.shapes, dict[tuple[int, bool], int]()

@@ -50,10 +50,14 @@ def measure_portable(artifact: Path, name: str, manifest: Manifest) -> PortableR
     target = replace(target, cells={cell: record for cell, record in target.cells.items() if cell not in left})
     receipts = measured(
         load(
-            artifact, target=name, programs="allow-compile", check="programs", report=lambda _: None,
+            artifact,
+            target=name,
+            programs="allow-compile",
+            check="programs",
+            report=lambda _: None,
             manifest=replace(manifest, targets={name: target}),
         )
-    )  # fmt: skip
+    )
     return PortableReceipts(**vars(receipts), compiler=f"jaxlib {version('jaxlib')}", lacking=left)
 
 

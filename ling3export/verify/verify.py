@@ -97,9 +97,13 @@ def _not_here(target: Target, proven: bool) -> str | None:
 
 
 def verify_artifact(
-    artifact: Path, target: str | None, *, run: bool = True, portable: bool = False,
+    artifact: Path,
+    target: str | None,
+    *,
+    run: bool = True,
+    portable: bool = False,
     report: Callable[[str], None] = lambda text: None,
-) -> Result:  # fmt: skip
+) -> Result:
     """Checks every digest, then measures every target that runs here; at least one where any has a platform of here.
 
     Args:

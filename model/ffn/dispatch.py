@@ -55,10 +55,20 @@ class FfnBatch(NamedTuple):
 
 
 def ffn_worker_batching(
-    token_data: ArrayLike, expert_ids: ArrayLike, session_ids: ArrayLike, micro_batch_ids: ArrayLike, *,
-    expert_num: int, max_out_shape: tuple[int, ...], token_dtype: int = FLOAT16, layer_ids: ArrayLike | None = None,
-    layer_num: int = 0, out_num: ArrayLike | None = None, expert_offsets: str = "group", mask_value: int = MASK,
-) -> FfnBatch:  # fmt: skip
+    token_data: ArrayLike,
+    expert_ids: ArrayLike,
+    session_ids: ArrayLike,
+    micro_batch_ids: ArrayLike,
+    *,
+    expert_num: int,
+    max_out_shape: tuple[int, ...],
+    token_dtype: int = FLOAT16,
+    layer_ids: ArrayLike | None = None,
+    layer_num: int = 0,
+    out_num: ArrayLike | None = None,
+    expert_offsets: str = "group",
+    mask_value: int = MASK,
+) -> FfnBatch:
     """Orders the published pairs by expert, ties by their place, and gathers their data.
 
     Args:
@@ -88,8 +98,17 @@ def ffn_worker_batching(
     _check(token_data, expert_ids, expert_num, max_out_shape, token_dtype, layer_ids, layer_num, expert_offsets)
     sessions, tokens, experts_a_token, width = max_out_shape
     pairs = tokens * experts_a_token
-    key, dropped = _keys(expert_ids, session_ids, micro_batch_ids, layer_ids, layer_num, out_num, expert_num,
-                         mask_value, *token_data.shape[:2])  # fmt: skip
+    key, dropped = _keys(
+        expert_ids,
+        session_ids,
+        micro_batch_ids,
+        layer_ids,
+        layer_num,
+        out_num,
+        expert_num,
+        mask_value,
+        *token_data.shape[:2],
+    )
     count = jnp.sum(key != LAST, dtype=jnp.int32)
     place = jnp.arange(sessions * pairs, dtype=jnp.int32)
     live = place < count
@@ -129,9 +148,15 @@ def combine(
 
 
 def _check(
-    token_data: Any, expert_ids: Any, expert_num: int, shape: tuple[int, ...], token_dtype: int, layer_ids: Any,
-    layer_num: int, offsets: str,
-) -> None:  # fmt: skip
+    token_data: Any,
+    expert_ids: Any,
+    expert_num: int,
+    shape: tuple[int, ...],
+    token_dtype: int,
+    layer_ids: Any,
+    layer_num: int,
+    offsets: str,
+) -> None:
     def require(what: str, holds: bool, expected: str, found: object) -> None:
         if not holds:
             raise ValueError(f"ffn_worker_batching `{what}`: expected {expected}, found {found}")
@@ -141,13 +166,21 @@ def _check(
     require("expert_num", 0 < expert_num <= MOST_EXPERTS, f"1 to {MOST_EXPERTS:,} experts", expert_num)
     require("token_dtype", token_dtype in STORED, "0 (fp16), 1 (bf16) or 2 (int8)", token_dtype)
     require("expert_offsets", offsets in ("group", "slot"), "`group` or `slot`", offsets)
-    require("layer_num", layer_num >= 0 and expert_num % max(layer_num, 1) == 0, f"a divisor of {expert_num} experts, "
-            "or 0", layer_num)  # fmt: skip
+    require(
+        "layer_num",
+        layer_num >= 0 and expert_num % max(layer_num, 1) == 0,
+        f"a divisor of {expert_num} experts, or 0",
+        layer_num,
+    )
     require("layer_ids", (layer_ids is None) == (layer_num == 0), "them with a layer_num, and only then", layer_num)
     require("expert_ids", expert_ids.shape == shape[:3], f"the shape {shape[:3]}", expert_ids.shape)
     raw = data == jnp.uint8
-    require("token_data", raw or (token_dtype != INT8 and jnp.issubdtype(data, jnp.floating)),
-            "uint8 rows for int8 data, else uint8 rows or floats", data)  # fmt: skip
+    require(
+        "token_data",
+        raw or (token_dtype != INT8 and jnp.issubdtype(data, jnp.floating)),
+        "uint8 rows for int8 data, else uint8 rows or floats",
+        data,
+    )
     width = shape[3] * STORED[token_dtype].dtype.itemsize + SCALE_BYTES * (token_dtype == INT8) if raw else shape[3]
     sent = token_data.shape
     fits = len(sent) == 5 and (sent[0], *sent[2:4]) == shape[:3]
@@ -156,9 +189,17 @@ def _check(
 
 
 def _keys(
-    expert_ids: jax.Array, session_ids: jax.Array, micro_batch_ids: jax.Array, layer_ids: jax.Array | None,
-    layer_num: int, out_num: Any, expert_num: int, mask_value: int, sent: int, micro_batches: int,
-) -> tuple[Int32[Array, "Y"], Int32[Array, ""]]:  # fmt: skip
+    expert_ids: jax.Array,
+    session_ids: jax.Array,
+    micro_batch_ids: jax.Array,
+    layer_ids: jax.Array | None,
+    layer_num: int,
+    out_num: Any,
+    expert_num: int,
+    mask_value: int,
+    sent: int,
+    micro_batches: int,
+) -> tuple[Int32[Array, "Y"], Int32[Array, ""]]:
     """Each published pair's expert number, LAST where it has none; how many have one that does not exist."""
     sessions = expert_ids.shape[0]
     published = jnp.arange(sessions) < (sessions if out_num is None else out_num)

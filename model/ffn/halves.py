@@ -69,26 +69,47 @@ def half(config: Config, geometry: Geometry, phase: str, padding: int) -> Half |
     numbers = len(config.layers("moe")) * config.num_experts
     if phase == "attend":
         names: tuple[str, ...] = ("residual", "tokens", "expert_ids", "weights")
-        return Half(lambda name: name not in (*ROUTED, *HEAD), True, {"hidden": hidden}, dict.fromkeys(names, P()),
-                    attend)  # fmt: skip
+        return Half(
+            lambda name: name not in (*ROUTED, *HEAD), True, {"hidden": hidden}, dict.fromkeys(names, P()), attend
+        )
     if phase == "dispatch":
         names = ("y", "group_list", "gather_idx", "actual_token_num", "dropped", *["dynamic_scale"] * int8)
         sent = shape((padding, dim + SCALE_BYTES), jnp.uint8) if int8 else rows
-        return Half(lambda name: False, False, {"token_data": sent}, dict.fromkeys(names, P()),
-                    lambda _, state, fields, batch: (state, dispatch(fields, batch["token_data"], config)))  # fmt: skip
+        return Half(
+            lambda name: False,
+            False,
+            {"token_data": sent},
+            dict.fromkeys(names, P()),
+            lambda _, state, fields, batch: (state, dispatch(fields, batch["token_data"], config)),
+        )
     if phase == "experts":
         batch = {"y": rows, "group_list": shape((numbers, 2), jnp.int32)}
         if int8:
             batch |= {"y": shape(rows.shape, jnp.int8), "dynamic_scale": shape((padding,), jnp.float32)}
-        return Half(lambda name: name in ROUTED, False, batch, {"results": P()},
-                    lambda model, state, _, batch: (state, {"results": experts(model.moe, **batch)}))  # fmt: skip
+        return Half(
+            lambda name: name in ROUTED,
+            False,
+            batch,
+            {"results": P()},
+            lambda model, state, _, batch: (state, {"results": experts(model.moe, **batch)}),
+        )
     if phase == "combine":
         batch = {"residual": hidden, "results": shape((padding, chosen, dim), dtype), **routing}
-        return Half(lambda name: False, False, batch, {"hidden": P()},
-                    lambda _, state, __, batch: (state, {"hidden": combine_rows(**batch)}))  # fmt: skip
+        return Half(
+            lambda name: False,
+            False,
+            batch,
+            {"hidden": P()},
+            lambda _, state, __, batch: (state, {"hidden": combine_rows(**batch)}),
+        )
     if phase == "head":
-        return Half(lambda name: name in HEAD, False, {"hidden": hidden}, {"logits": P(None, AXIS)},
-                    lambda model, state, _, batch: (state, {"logits": model.logits(batch["hidden"])}))  # fmt: skip
+        return Half(
+            lambda name: name in HEAD,
+            False,
+            {"hidden": hidden},
+            {"logits": P(None, AXIS)},
+            lambda model, state, _, batch: (state, {"logits": model.logits(batch["hidden"])}),
+        )
     return None
 
 
@@ -105,8 +126,9 @@ def attend(model: Ling3, state: State, fields: Tree, batch: Tree) -> tuple[State
     """
     config, geometry, number = model.config, model.geometry, fields["layer"][0]
     count = fields["slot"].shape[0]
-    rows = decode_rows({name: value for name, value in fields.items() if name != "layer"}, state["last_token"],
-                       geometry)  # fmt: skip
+    rows = decode_rows(
+        {name: value for name, value in fields.items() if name != "layer"}, state["last_token"], geometry
+    )
     hidden = fill_rows(batch["hidden"], geometry.fewest_rows)
     x = lax.cond(number == 0, lambda: model.embed(rows.token), lambda: hidden)
     layers = [static_layer(config, index) for index in range(config.num_hidden_layers)]
@@ -117,8 +139,11 @@ def attend(model: Ling3, state: State, fields: Tree, batch: Tree) -> tuple[State
 
     def branch(layer: Layer) -> Callable[[jax.Array, State], Any]:
         def run(x: jax.Array, state: State) -> Any:
-            here = layer if geometry.tiled else Layer(number, layer.attention, places[number, 0], layer.mlp,
-                                                      places[number, 1])  # fmt: skip
+            here = (
+                layer
+                if geometry.tiled
+                else Layer(number, layer.attention, places[number, 0], layer.mlp, places[number, 1])
+            )
             return _half_layer(model, here, x, state, rows)
 
         return run
@@ -166,21 +191,33 @@ def dispatch(fields: Tree, token_data: Shaped[Array, "Y HS"], config: Config) ->
     kind = INT8 if token_data.dtype == jnp.uint8 else FLOAT16  # floats stay what they are
     rows = jnp.arange(pairs, dtype=jnp.int32)
     found = ffn_worker_batching(
-        token_data.reshape(pairs, 1, 1, 1, sent), fields["expert_ids"].reshape(pairs, 1, 1), rows, jnp.zeros_like(rows),
-        expert_num=layers * config.num_experts, max_out_shape=(pairs, 1, 1, dim), token_dtype=kind,
-        layer_ids=fields["layer_ids"], layer_num=layers, out_num=fields["out_num"][0],
-    )  # fmt: skip
+        token_data.reshape(pairs, 1, 1, 1, sent),
+        fields["expert_ids"].reshape(pairs, 1, 1),
+        rows,
+        jnp.zeros_like(rows),
+        expert_num=layers * config.num_experts,
+        max_out_shape=(pairs, 1, 1, dim),
+        token_dtype=kind,
+        layer_ids=fields["layer_ids"],
+        layer_num=layers,
+        out_num=fields["out_num"][0],
+    )
     scale = {"dynamic_scale": found.dynamic_scale} if kind == INT8 else {}
     return scale | {
-        "y": found.y, "group_list": found.group_list, "gather_idx": found.gather_idx,
-        "actual_token_num": found.actual_token_num[None], "dropped": found.dropped[None],
-    }  # fmt: skip
+        "y": found.y,
+        "group_list": found.group_list,
+        "gather_idx": found.gather_idx,
+        "actual_token_num": found.actual_token_num[None],
+        "dropped": found.dropped[None],
+    }
 
 
 def experts(
-    moe: MixtureOfExperts, y: Shaped[Array, "Y D"], group_list: Int32[Array, "N 2"],
+    moe: MixtureOfExperts,
+    y: Shaped[Array, "Y D"],
+    group_list: Int32[Array, "N 2"],
     dynamic_scale: Float32[Array, "Y"] | None = None,
-) -> Float[Array, "Y D"]:  # fmt: skip
+) -> Float[Array, "Y D"]:
     """What each row's expert makes of it, unweighted; rows without an expert are zero.
 
     Rows of int8 are multiplied by their ``dynamic_scale`` first.
@@ -202,16 +239,18 @@ def experts(
     mine = number % total - lax.axis_index(AXIS) * local
     here = (row < ends[-1]) & (mine >= 0) & (mine < local)
     rows = tile_rows(count, total)
-    place, tile_expert, _, tiles = tile_layout(jnp.where(here, number // total * local + mine, layers * local),
-                                               layers * local, rows)  # fmt: skip
+    place, tile_expert, _, tiles = tile_layout(
+        jnp.where(here, number // total * local + mine, layers * local), layers * local, rows
+    )
     capacity = tile_expert.shape[0] * rows
     source = jnp.zeros((capacity + 1,), jnp.int32).at[place].set(row)
 
     def multiply(layer: int | jax.Array, expert: jax.Array, inputs: jax.Array) -> Float32[Array, "rows D"]:
         shard, at = expert // each, expert % each
         if layered:
-            gate_up, down = (stack[f"{layer:03}"][...][shard, at]
-                             for stack in (moe.experts_gate_up_proj, moe.experts_down_proj))  # fmt: skip
+            gate_up, down = (
+                stack[f"{layer:03}"][...][shard, at] for stack in (moe.experts_gate_up_proj, moe.experts_down_proj)
+            )
         else:
             gate_up, down = (stack[...][shard, layer, at] for stack in stacks)
         wide = product(inputs, gate_up.reshape(-1, dim), 1)
@@ -234,9 +273,11 @@ def experts(
 
 
 def combine_rows(
-    residual: Float32[Array, "B D"], results: Float[Array, "B K D"], expert_ids: Int32[Array, "B K"],
+    residual: Float32[Array, "B D"],
+    results: Float[Array, "B K D"],
+    expert_ids: Int32[Array, "B K"],
     weights: Float32[Array, "B K"],
-) -> Float32[Array, "B D"]:  # fmt: skip
+) -> Float32[Array, "B D"]:
     """The layer's output: the residual and each token's weighted results; pairs without an expert count nothing."""
     live = (expert_ids >= 0) & (expert_ids < MASK)
     found = jnp.where(live[:, :, None], results.astype(jnp.float32), 0.0)

@@ -82,9 +82,11 @@ def picks_of(
 
 
 def convolve_tiles(
-    raw: Float[Array, "J L H X"], window: Float[Array, "J size H WX"], taps: Float32[Array, "W H X"],
+    raw: Float[Array, "J L H X"],
+    window: Float[Array, "J size H WX"],
+    taps: Float32[Array, "W H X"],
     picks: BFloat16[Array, "J picked known"],
-) -> tuple[Float32[Array, "J L H X"], Float[Array, "J size H WX"]]:  # fmt: skip
+) -> tuple[Float32[Array, "J L H X"], Float[Array, "J size H WX"]]:
     """:func:`causal_conv` of all tiles, with the picks of :func:`picks_of`.
 
     Args:

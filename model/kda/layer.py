@@ -136,9 +136,17 @@ class KimiDeltaAttention(nnx.Module):
             *(each[...] for each in (self.b_proj, self.conv1d, self.A_log, self.dt_bias, self.o_norm))
         )
         pool, windows, out = calls.token(
-            state["kda_recurrent"], state["kda_conv"], y, x, weights, layer, rows.slot, rows.used, self.config,
+            state["kda_recurrent"],
+            state["kda_conv"],
+            y,
+            x,
+            weights,
+            layer,
+            rows.slot,
+            rows.used,
+            self.config,
             self.geometry,
-        )  # fmt: skip
+        )
         out = row_parallel(out.reshape(x.shape[0], -1), self.o_proj, layer, self.geometry)
         return out, state | {"kda_recurrent": pool, "kda_conv": windows}
 
@@ -152,9 +160,14 @@ class KimiDeltaAttention(nnx.Module):
         return self._output(o, gate, layer, x.dtype), state
 
     def _chunk_by_chunk(
-        self, raw: Float[Array, "T H X"], g: Float32[Array, "T H K"], beta: Float32[Array, "T H"], layer: Index,
-        state: State, chunks: Chunks,
-    ) -> tuple[Float32[Array, "T H V"], State]:  # fmt: skip
+        self,
+        raw: Float[Array, "T H X"],
+        g: Float32[Array, "T H K"],
+        beta: Float32[Array, "T H"],
+        layer: Index,
+        state: State,
+        chunks: Chunks,
+    ) -> tuple[Float32[Array, "T H V"], State]:
         """What the recurrence gives for all padded tokens, and the state: the form ``loops``."""
         count, heads = chunks.slot.shape[0], raw.shape[1]
         conv, state = self._convolve(raw.reshape(count, CHUNK, *raw.shape[1:]), layer, state, chunks)
@@ -179,9 +192,14 @@ class KimiDeltaAttention(nnx.Module):
         return o, state | {"kda_recurrent": pool}
 
     def _all_tiles(
-        self, raw: Float[Array, "T H X"], g: Float32[Array, "T H K"], beta: Float32[Array, "T H"], layer: Index,
-        state: State, chunks: Chunks,
-    ) -> tuple[Float32[Array, "T H V"], State]:  # fmt: skip
+        self,
+        raw: Float[Array, "T H X"],
+        g: Float32[Array, "T H K"],
+        beta: Float32[Array, "T H"],
+        layer: Index,
+        state: State,
+        chunks: Chunks,
+    ) -> tuple[Float32[Array, "T H V"], State]:
         """The same as :meth:`_chunk_by_chunk` in the form ``tiles``."""
         assert chunks.tiles is not None
         tiles, heads, key = chunks.tiles, raw.shape[1], self.config.head_dim

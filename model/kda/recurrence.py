@@ -49,9 +49,11 @@ class Inputs(NamedTuple):
 
 
 def recurrent_step(
-    state: Float32[Array, "B H K V"], x: Inputs, hold: Callable[[Any], Any] = lax.optimization_barrier,
+    state: Float32[Array, "B H K V"],
+    x: Inputs,
+    hold: Callable[[Any], Any] = lax.optimization_barrier,
     by_sums: bool = False,
-) -> tuple[Float32[Array, "B H K V"], Float32[Array, "B H V"]]:  # fmt: skip
+) -> tuple[Float32[Array, "B H K V"], Float32[Array, "B H V"]]:
     """One token of the recurrence of each sequence: (new state, o).
 
     The state is read once for both products, by ``k^T S' = (k exp(g))^T S`` and ``q^T S_t = q^T S' + <q, beta k> r``.
@@ -150,10 +152,13 @@ def chunk_terms(x: Inputs, factored: bool) -> ChunkTerms:
         jnp.pad(g[..., 1:, :], [(0, 0)] * (g.ndim - 2) + [(0, 1), (0, 0)]), axis=g.ndim - 2, reverse=True
     )
     return ChunkTerms(
-        u=jnp.matmul(inverse, v, precision=HIGHEST), w=jnp.matmul(inverse, k * grown, precision=HIGHEST),
-        q_in=q * grown, mix=jnp.where(causal, scores(q, k, g), 0.0) * beta[..., None, :],
-        k_out=k * jnp.exp(after) * beta[..., None], decay=grown[..., -1, :],
-    )  # fmt: skip
+        u=jnp.matmul(inverse, v, precision=HIGHEST),
+        w=jnp.matmul(inverse, k * grown, precision=HIGHEST),
+        q_in=q * grown,
+        mix=jnp.where(causal, scores(q, k, g), 0.0) * beta[..., None, :],
+        k_out=k * jnp.exp(after) * beta[..., None],
+        decay=grown[..., -1, :],
+    )
 
 
 def chunk_step(

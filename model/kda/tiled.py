@@ -90,9 +90,12 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(
-    first: Bool[Array, "N"], last: Bool[Array, "N"], fresh: Bool[Array, "N"], length: Int32[Array, "N"],
+    first: Bool[Array, "N"],
+    last: Bool[Array, "N"],
+    fresh: Bool[Array, "N"],
+    length: Int32[Array, "N"],
     conv_history: int,
-) -> Tiles:  # fmt: skip
+) -> Tiles:
     """:class:`Tiles` of N chunks; the last tile is filled up.
 
     ``last`` is true where the run of a sequence ends. ``first``, ``fresh`` and ``length`` are as in :func:`picks_of`,
@@ -274,9 +277,11 @@ def tile_scan(
 
 
 def _chain(
-    link: Float32[Array, "J h K KV"], through: Float32[Array, "J h K"], before: Float32[Array, "J h K V"],
+    link: Float32[Array, "J h K KV"],
+    through: Float32[Array, "J h K"],
+    before: Float32[Array, "J h K V"],
     exact: lax.Precision,
-) -> Float32[Array, "J h K V"]:  # fmt: skip
+) -> Float32[Array, "J h K V"]:
     """The state that each tile takes over from the one before it.
 
     Args:

@@ -154,8 +154,9 @@ class GatedMLA(nnx.Module):
                 jnp.any(chunks.run_start > 0),
                 lambda part, pool: merge(part, self._before(p, layer, pool, chunks)),
                 lambda part, pool: part,
-                part, pool,
-            )  # fmt: skip
+                part,
+                pool,
+            )
         return self._output(part.normalized, p, layer), state | {"mla_latent": pool}
 
     def _store(

@@ -122,9 +122,14 @@ def masked_softmax(
 
 
 def attend_pages(
-    query: Float[Array, "Q row"], pool: Pool, layer: Index, table: Int32[Array, "M"], length: Int32[Array, ""],
-    rank: int, geometry: Geometry,
-) -> OnlineSoftmax:  # fmt: skip
+    query: Float[Array, "Q row"],
+    pool: Pool,
+    layer: Index,
+    table: Int32[Array, "M"],
+    length: Int32[Array, ""],
+    rank: int,
+    geometry: Geometry,
+) -> OnlineSoftmax:
     """Absorbed attention of one sequence over its first ``length`` cached tokens, on the pages of ``table``.
 
     Costs the pages that the sequence uses: the loop's trip count is ``ceil(length / page)``. A device that alone holds

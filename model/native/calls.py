@@ -94,9 +94,14 @@ def heads(
 
 
 def experts(
-    x: BFloat16[Array, "T D"], gate_up: BFloat16[Array, "s n e 2 F D"], down: BFloat16[Array, "s n e D F"],
-    layer: Index, chosen: Int32[Array, "T A"], share: Float32[Array, "T A"], geometry: Geometry,
-) -> Float32[Array, "T D"]:  # fmt: skip
+    x: BFloat16[Array, "T D"],
+    gate_up: BFloat16[Array, "s n e 2 F D"],
+    down: BFloat16[Array, "s n e D F"],
+    layer: Index,
+    chosen: Int32[Array, "T A"],
+    share: Float32[Array, "T A"],
+    geometry: Geometry,
+) -> Float32[Array, "T D"]:
     """``sum over a of share down(silu(gate x) * up x)`` for the ``chosen`` of this device's ``s e`` experts.
 
     A number outside of 0 to ``s e - 1`` chooses none.
@@ -105,25 +110,42 @@ def experts(
 
 
 def route(
-    x: Float32[Array, "T D"], gate: Float32[Array, "n E D"], bias: Float32[Array, "n E"], layer: Index, config: Config,
+    x: Float32[Array, "T D"],
+    gate: Float32[Array, "n E D"],
+    bias: Float32[Array, "n E"],
+    layer: Index,
+    config: Config,
     geometry: Geometry,
-) -> tuple[Int32[Array, "T A"], Float32[Array, "T A"]]:  # fmt: skip
+) -> tuple[Int32[Array, "T A"], Float32[Array, "T A"]]:
     """What ``moe.route`` finds, from the router's input: expert ids, and their weights; -1 for rows of padding."""
     shape = (x.shape[0], config.num_experts_per_tok)
     out = tuple(jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
     call = jax.ffi.ffi_call(f"ling3_route.{geometry.kernels}", out)
     chosen, share = call(
-        x, gate, bias, jnp.int32(layer), devices=np.int32(geometry.tp), groups=np.int32(config.n_group),
-        open=np.int32(config.topk_group), scale=np.float32(config.routed_scaling_factor),
-    )  # fmt: skip
+        x,
+        gate,
+        bias,
+        jnp.int32(layer),
+        devices=np.int32(geometry.tp),
+        groups=np.int32(config.n_group),
+        open=np.int32(config.topk_group),
+        scale=np.float32(config.routed_scaling_factor),
+    )
     return chosen, share
 
 
 def token(
-    pool: Float32[Array, "n slots H K K"], windows: BFloat16[Array, "n slots H WX"], y: Float32[Array, "B H X"],
-    x: BFloat16[Array, "B D"], weights: KdaWeights, layer: Index, slot: Int32[Array, "B"], used: Int32[Array, ""],
-    config: Config, geometry: Geometry,
-) -> tuple[Float32[Array, "n slots H K K"], BFloat16[Array, "n slots H WX"], BFloat16[Array, "B H K"]]:  # fmt: skip
+    pool: Float32[Array, "n slots H K K"],
+    windows: BFloat16[Array, "n slots H WX"],
+    y: Float32[Array, "B H X"],
+    x: BFloat16[Array, "B D"],
+    weights: KdaWeights,
+    layer: Index,
+    slot: Int32[Array, "B"],
+    used: Int32[Array, ""],
+    config: Config,
+    geometry: Geometry,
+) -> tuple[Float32[Array, "n slots H K K"], BFloat16[Array, "n slots H WX"], BFloat16[Array, "B H K"]]:
     """What KDA does between its two large products with one token of each of the first ``used`` sequences.
 
     Their states and windows change where they lie in the pools; the outputs of other rows are zeros.
@@ -145,9 +167,19 @@ def token(
     call = jax.ffi.ffi_call(f"ling3_token.{geometry.kernels}", out, input_output_aliases={0: 0, 1: 1})
     bound = config.kda_lower_bound if config.kda_safe_gate else 0.0
     found = call(
-        pool, windows, y, x, *weights, jnp.int32(layer), slot, used, devices=np.int32(geometry.tp),
-        lower_bound=np.float32(bound), l2_eps=np.float32(NORM_L2_EPS), eps=np.float32(config.rms_norm_eps),
-    )  # fmt: skip
+        pool,
+        windows,
+        y,
+        x,
+        *weights,
+        jnp.int32(layer),
+        slot,
+        used,
+        devices=np.int32(geometry.tp),
+        lower_bound=np.float32(bound),
+        l2_eps=np.float32(NORM_L2_EPS),
+        eps=np.float32(config.rms_norm_eps),
+    )
     return found[0], found[1], found[2]
 
 
@@ -157,9 +189,14 @@ def best(logits: Float32[Array, "R v"], offset: Int32[Array, ""], geometry: Geom
 
 
 def attention(
-    query: BFloat16[Array, "B H row"], pool: BFloat16[Array, "n pages page row"], layer: Index,
-    table: Int32[Array, "B M"], length: Int32[Array, "B"], rank: int, geometry: Geometry,
-) -> Float32[Array, "B H R"]:  # fmt: skip
+    query: BFloat16[Array, "B H row"],
+    pool: BFloat16[Array, "n pages page row"],
+    layer: Index,
+    table: Int32[Array, "B M"],
+    length: Int32[Array, "B"],
+    rank: int,
+    geometry: Geometry,
+) -> Float32[Array, "B H R"]:
     """Absorbed attention of each sequence over its first ``length`` cached tokens; zeros where that is 0.
 
     Args:

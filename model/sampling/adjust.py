@@ -91,9 +91,13 @@ def ranked(
 
 
 def adjust(
-    logits: Float32[Array, "R v"], fields: dict[str, jax.Array], edits: Int32[Array, "3 R K"],
-    mask: Int32[Array, "R W"], token: Int32[Array, "R"], straight: bool = False,
-) -> dict[str, jax.Array]:  # fmt: skip
+    logits: Float32[Array, "R v"],
+    fields: dict[str, jax.Array],
+    edits: Int32[Array, "3 R K"],
+    mask: Int32[Array, "R W"],
+    token: Int32[Array, "R"],
+    straight: bool = False,
+) -> dict[str, jax.Array]:
     """Before ``sample``, the logits that it is to take; after it, how likely the tokens are.
 
     Args:

@@ -148,9 +148,11 @@ def sample(
 
 
 def score_next(
-    logits: Callable[[jax.Array], jax.Array], x: Float32[Array, "T D"], next_token: Int32[Array, "T"],
+    logits: Callable[[jax.Array], jax.Array],
+    x: Float32[Array, "T D"],
+    next_token: Int32[Array, "T"],
     geometry: Geometry | None = None,
-) -> tuple[Float32[Array, "T"], Int32[Array, "T"], Float32[Array, "T"]]:  # fmt: skip
+) -> tuple[Float32[Array, "T"], Int32[Array, "T"], Float32[Array, "T"]]:
     """Scores ``next_token`` behind every padded token, without the logits of all of them at a time.
 
     Logits are computed for some rows after the other. A device keeps four numbers of each row, those of

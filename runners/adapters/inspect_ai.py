@@ -30,9 +30,16 @@ MAX_TOKENS = 2000  # of an answer if the task does not say, like in the referenc
 ROLES = ("system", "user", "assistant")
 # Settings that would change the answer, and that this model does not have.
 REFUSED = (
-    "best_of", "extra_body", "frequency_penalty", "logit_bias", "logprobs", "presence_penalty", "prompt_logprobs",
-    "response_schema", "top_logprobs",
-)  # fmt: skip
+    "best_of",
+    "extra_body",
+    "frequency_penalty",
+    "logit_bias",
+    "logprobs",
+    "presence_penalty",
+    "prompt_logprobs",
+    "response_schema",
+    "top_logprobs",
+)
 
 
 @modelapi(name=NAME)
@@ -55,10 +62,16 @@ class Ling3API(ModelAPI):
     """
 
     def __init__(
-        self, model_name: str, base_url: str | None = None, api_key: str | None = None,
-        config: GenerateConfig | None = None, artifact: str | None = None, target: str | None = None,
-        programs: str = "prebuilt-only", check: str = "all",
-    ) -> None:  # fmt: skip
+        self,
+        model_name: str,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        config: GenerateConfig | None = None,
+        artifact: str | None = None,
+        target: str | None = None,
+        programs: str = "prebuilt-only",
+        check: str = "all",
+    ) -> None:
         super().__init__(model_name, base_url, api_key, [], config or GenerateConfig())
         self.engine = Engine(folder_of(artifact or model_name, target), target=target, programs=programs, check=check)
         running = self.engine.manifest.targets[self.engine.target]
@@ -139,8 +152,6 @@ class Ling3API(ModelAPI):
         return ModelOutput(
             model=self.model_name,
             choices=[ChatCompletionChoice(message=message, stop_reason=reason)],
-            usage=ModelUsage(
-                input_tokens=len(done.prompt_ids), output_tokens=len(done.token_ids), total_tokens=whole
-            ),
+            usage=ModelUsage(input_tokens=len(done.prompt_ids), output_tokens=len(done.token_ids), total_tokens=whole),
             time=seconds,
-        )  # fmt: skip
+        )

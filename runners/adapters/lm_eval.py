@@ -47,10 +47,17 @@ class Ling3Model(TemplateLM):
     """
 
     def __init__(
-        self, artifact: str, target: str | None = None, programs: str = "prebuilt-only", check: str = "all",
-        max_gen_toks: int = MAX_GEN_TOKS, seed: int = 0, batch_size: object = None, max_batch_size: object = None,
+        self,
+        artifact: str,
+        target: str | None = None,
+        programs: str = "prebuilt-only",
+        check: str = "all",
+        max_gen_toks: int = MAX_GEN_TOKS,
+        seed: int = 0,
+        batch_size: object = None,
+        max_batch_size: object = None,
         device: object = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.engine = Engine(folder_of(artifact, target), target=target, programs=programs, check=check)
         self.max_gen_toks, self._seed = max_gen_toks, seed

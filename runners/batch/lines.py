@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine
 
 LONGEST = 8 << 20  # bytes of a line
-CHECKS = {
-    "/v1/completions": calls.completions, "/v1/chat/completions": calls.chat, "/v1/responses": calls.responses,
-}  # fmt: skip
+CHECKS = {"/v1/completions": calls.completions, "/v1/chat/completions": calls.chat, "/v1/responses": calls.responses}
 COMPLETIONS, CHAT, RESPONSES = CHECKS
 REQUEST = ("custom_id", "method", "url", "body")
 PLAIN = {"prompt": COMPLETIONS, "prompt_ids": COMPLETIONS, "messages": CHAT}

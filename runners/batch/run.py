@@ -88,9 +88,17 @@ def run_batch(engine: "Engine", source: Path, output: Path, **options: Any) -> S
 
 
 def answer_file(
-    artifact: str, answered: Answered, source: Path, output: Path, *, model: str, settings: dict[str, Any],
-    shard: Shard = WHOLE, force: bool = False, progress: Callable[[int], None] = lambda done: None,
-) -> Summary:  # fmt: skip
+    artifact: str,
+    answered: Answered,
+    source: Path,
+    output: Path,
+    *,
+    model: str,
+    settings: dict[str, Any],
+    shard: Shard = WHOLE,
+    force: bool = False,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Summary:
     """Answers the lines of ``source`` that are in ``shard``, or goes on with what an earlier run left.
 
     Args:
@@ -109,15 +117,7 @@ def answer_file(
         RequestError: The input cannot be read.
     """
     digest, count = _scanned(source)
-    asked = Record(
-        FORMAT,
-        artifact,
-        model,
-        digest,
-        count,
-        json.dumps(dict(settings), sort_keys=True),
-        str(shard),
-    )
+    asked = Record(FORMAT, artifact, model, digest, count, json.dumps(dict(settings), sort_keys=True), str(shard))
     record, partial = record_path(output), output.with_name(f"{output.name}.partial")
     mine = range(shard.index, count, shard.count)
     with _opened(partial) as file:

@@ -144,9 +144,10 @@ def _place(config: Config, role: str, tp: int, manifests: Mapping[Path, Manifest
     here, apart = platforms_here(), role != "both"
     there = [Place(role, path, name, each) for path, each in manifests.items() for name in sorted(each.targets)]
     fits = [
-        place for place in there
+        place
+        for place in there
         if place.described.tp == tp and place.described.processes == 1 and place.described.platform in here
-    ]  # fmt: skip
+    ]
     able = [place for place in fits if not apart or place.described.paddings("fetch")]
     if len(able) == 1:
         return able[0]
@@ -171,9 +172,12 @@ def _named(places: Sequence[Place]) -> str:
 
 def _record(place: Place) -> dict[str, Any]:
     return {
-        "role": place.role, "tp": place.described.tp, "target": place.target, "artifact": place.artifact.name,
+        "role": place.role,
+        "tp": place.described.tp,
+        "target": place.target,
+        "artifact": place.artifact.name,
         "sha256": place.manifest.sha256,
-    }  # fmt: skip
+    }
 
 
 @contextmanager
@@ -186,8 +190,16 @@ def running(name: str, places: Sequence[Place], how: Settings, carrier: str) -> 
     connections = how.num_prompts + SPARE
     options: list[object] = ["--max-connections", connections, "--port", 0]
     served = [
-        "--model", MODEL, "--max-requests", connections, "--programs", how.programs, "--check", how.check, *options,
-    ]  # fmt: skip
+        "--model",
+        MODEL,
+        "--max-requests",
+        connections,
+        "--programs",
+        how.programs,
+        "--check",
+        how.check,
+        *options,
+    ]
     served += [] if how.step_timeout is None else ["--step-timeout", how.step_timeout]
     key = {} if how.key is None else {"LING3_API_KEY": how.key}
     with ExitStack() as stack:

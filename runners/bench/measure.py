@@ -125,9 +125,13 @@ class Measurement:
         """The table of SGLang's form."""
         how = self.settings
         return render(
-            self.found, backend=self.backend, rate=how.request_rate, limit=how.max_concurrency, compat=compat,
+            self.found,
+            backend=self.backend,
+            rate=how.request_rate,
+            limit=how.max_concurrency,
+            compat=compat,
             extended=extended,
-        )  # fmt: skip
+        )
 
     def record(self, name: str, *, raw: bool = False) -> dict[str, Any]:
         """The line of JSON."""
@@ -189,11 +193,16 @@ def throughput(how: Settings, report: Callable[[str], None] = say) -> Measuremen
         duration, compiled = now() - started, engine.stats()["compile_events"] - before
     outcomes = [
         Outcome(
-            started, [started + at / 1e3 for at in each.token_ms], len(each.prompt_ids), len(each.token_ids),
-            each.text or "", len(each.token_ids), cached=each.cached_tokens,
+            started,
+            [started + at / 1e3 for at in each.token_ms],
+            len(each.prompt_ids),
+            len(each.token_ids),
+            each.text or "",
+            len(each.token_ids),
+            cached=each.cached_tokens,
         )
         for each in answers
-    ]  # fmt: skip
+    ]
     for outcome, each in zip(outcomes, answers, strict=True):
         outcome.take(each.times)
     done = Run(outcomes, duration, 0, compiled)
@@ -229,9 +238,13 @@ def _engine(how: Settings, report: Callable[[str], None]) -> Iterator[Engine]:
     if how.artifact is None:
         raise RequestError("bench: expected an artifact to run or a server's address, found neither", "add --url URL")
     with Engine(
-        how.artifact, target=how.target, programs=how.programs, check=how.check, step_timeout=how.step_timeout,
+        how.artifact,
+        target=how.target,
+        programs=how.programs,
+        check=how.check,
+        step_timeout=how.step_timeout,
         report=report,
-    ) as engine:  # fmt: skip
+    ) as engine:
         engine.settle()  # a program that loads during the run would be part of its figures
         yield engine
 
@@ -266,6 +279,4 @@ def _asks(how: Settings, source: Source) -> list[Ask]:
         return workloads.random_ids(source, how.input_len, output, how.range_ratio)
     if how.workload == "prefix-repetition":
         return workloads.prefix_repetition(source, how.groups, how.prefix_len, how.suffix_len, output)
-    return workloads.shared_prefix(
-        source, how.groups, how.prefix_len, how.suffix_len, output, readable=how.readable
-    )  # fmt: skip
+    return workloads.shared_prefix(source, how.groups, how.prefix_len, how.suffix_len, output, readable=how.readable)

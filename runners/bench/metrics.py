@@ -114,9 +114,13 @@ class Spread:
         if not values:
             return cls()
         return cls(
-            statistics.fmean(values), percentile(values, 50), statistics.pstdev(values), percentile(values, 95),
-            percentile(values, 99), values[-1],
-        )  # fmt: skip
+            statistics.fmean(values),
+            percentile(values, 50),
+            statistics.pstdev(values),
+            percentile(values, 95),
+            percentile(values, 99),
+            values[-1],
+        )
 
 
 @dataclass(frozen=True)
@@ -209,8 +213,17 @@ def figures(
     moved = [each for each in done if each.transfer_bytes is not None]
     taking = sum((each.told or {}).get("transfer", 0.0) for each in moved)
     return Figures(
-        len(done), len(outcomes) - len(done), duration, inputs, outputs, sum(each.retokenized for each in done),
-        rate(len(done)), rate(inputs), rate(outputs), rate(inputs + outputs), rate(sum(each.e2e for each in done)),
+        len(done),
+        len(outcomes) - len(done),
+        duration,
+        inputs,
+        outputs,
+        sum(each.retokenized for each in done),
+        rate(len(done)),
+        rate(inputs),
+        rate(outputs),
+        rate(inputs + outputs),
+        rate(sum(each.e2e for each in done)),
         e2e=Spread.of(each.e2e for each in done),
         ttft=Spread.of(each.ttft for each in done),
         tpot=Spread.of(each.tpot for each in done if each.tokens > 1),
@@ -223,7 +236,7 @@ def figures(
         moving_share=_moving(moved) if moved else None,
         transfer_bytes=sum(each.transfer_bytes or 0 for each in moved) / len(moved) if moved else None,
         transfer_speed=sum(each.transfer_bytes or 0 for each in moved) / taking if taking else None,
-    )  # fmt: skip
+    )
 
 
 def parse_goals(text: str) -> dict[str, float]:
@@ -276,6 +289,9 @@ def _steady(done: Sequence[Outcome], limit: int) -> Steady | None:
     inside = [each for each in done if first <= each.start and each.start + each.e2e <= last]
     tokens = sum(first <= at <= last for each in done for at in each.times)
     return Steady(
-        last - first, tokens / (last - first), len(inside),
-        Spread.of(each.ttft for each in inside), Spread.of(each.tpot for each in inside if each.tokens > 1),
-    )  # fmt: skip
+        last - first,
+        tokens / (last - first),
+        len(inside),
+        Spread.of(each.ttft for each in inside),
+        Spread.of(each.tpot for each in inside if each.tokens > 1),
+    )

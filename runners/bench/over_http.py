@@ -36,9 +36,15 @@ class OverHttp:
     backend = "openai"
 
     def __init__(
-        self, url: str, *, model: str | None, key: str | None, ignore_eos: bool, timeout: float = 600.0,
+        self,
+        url: str,
+        *,
+        model: str | None,
+        key: str | None,
+        ignore_eos: bool,
+        timeout: float = 600.0,
         behind: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._server = Endpoint(url.rstrip("/").removesuffix("/v1"), key=key, timeout=timeout)
         self._behind = [Endpoint(each, key=key, timeout=timeout) for each in behind] or [self._server]
         self._model, self._ignore_eos = model, ignore_eos
@@ -68,9 +74,13 @@ class OverHttp:
     def prepare(self, ask: Ask) -> Any:
         """The body of the request."""
         body = {
-            "model": self._model, "prompt": ask.prompt, "max_tokens": ask.output, "temperature": 0.0, "stream": True,
+            "model": self._model,
+            "prompt": ask.prompt,
+            "max_tokens": ask.output,
+            "temperature": 0.0,
+            "stream": True,
             "stream_options": {"include_usage": True},
-        }  # fmt: skip
+        }
         if self._ignore_eos:
             body["ignore_eos"] = True
         if self._ours:

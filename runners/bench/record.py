@@ -41,13 +41,14 @@ PHASES_TITLE = "Phases: all but decode add up to TTFT"
 PHASE_ROWS: tuple[tuple[str, tuple[str, ...], float], ...] = (
     *(
         (f"{of} {FIRST.get(phase, phase)} (ms)", ("phases", phase, of.lower()), 1)
-        for phase in PHASES for of in ("Mean", "Median")
+        for phase in PHASES
+        for of in ("Mean", "Median")
     ),
     ("States transferred (%)", ("remote_prefill_share",), 100),
     ("Save and transfer of TTFT (%)", ("moving_share",), 100),
     ("Mean bytes of a state (MB)", ("transfer_bytes",), 1e-6),
     ("Transfer (GB/s)", ("transfer_speed",), 1e-9),
-)  # fmt: skip
+)
 
 
 def workload_digest(asks: Sequence[Ask]) -> str:
@@ -56,9 +57,15 @@ def workload_digest(asks: Sequence[Ask]) -> str:
 
 
 def record(
-    name: str, arguments: Mapping[str, Any], found: Figures, done: Run, asks: Sequence[Ask], manifest: Manifest | None,
-    *, raw: bool,
-) -> dict[str, Any]:  # fmt: skip
+    name: str,
+    arguments: Mapping[str, Any],
+    found: Figures,
+    done: Run,
+    asks: Sequence[Ask],
+    manifest: Manifest | None,
+    *,
+    raw: bool,
+) -> dict[str, Any]:
     """A run as JSON.
 
     Args:
@@ -98,12 +105,16 @@ def append(path: Path, line: Mapping[str, Any]) -> None:
 def side_by_side(records: Sequence[Mapping[str, Any]]) -> str:
     """Runs as columns, each but the first with its ratio to the first; then the phases of their requests, if known."""
     rows = [["", *(str(each["name"]) for each in records)]]
-    parts = [[[title, *_cells(values, scale)] for title, values, scale in _rows(these, records)]
-             for these in (ROWS, PHASE_ROWS)]  # fmt: skip
+    parts = [
+        [[title, *_cells(values, scale)] for title, values, scale in _rows(these, records)]
+        for these in (ROWS, PHASE_ROWS)
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, *parts[0], *parts[1], strict=True)]
     rule = [f"{f' {PHASES_TITLE} ':-^{sum(widths) + 2 * len(records)}}"] if parts[1] else []
-    lines = [["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in part]
-             for part in (rows + parts[0], parts[1])]  # fmt: skip
+    lines = [
+        ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in part]
+        for part in (rows + parts[0], parts[1])
+    ]
     return "\n".join([*lines[0], *rule, *lines[1]])
 
 
@@ -124,15 +135,18 @@ def page(records: Sequence[Mapping[str, Any]], outcomes: Sequence[Sequence[Outco
         ]
         runs.append({"record": each, "figures": [(title, bars) for title, bars in figures if bars]})
     rows, phases = (
-        [(title, [None if value is None else value * scale for value in values])
-         for title, values, scale in _rows(these, records)]
+        [
+            (title, [None if value is None else value * scale for value in values])
+            for title, values, scale in _rows(these, records)
+        ]
         for these in (ROWS, PHASE_ROWS)
-    )  # fmt: skip
+    )
     bars = [
         (f"{FIRST.get(phase, phase)}, {each['name']}", value)
-        for phase in PHASES for each in records
+        for phase in PHASES
+        for each in records
         if (value := _value(each["figures"], ("phases", phase, "mean"))) is not None
-    ]  # fmt: skip
+    ]
     return template(TEMPLATES, "bench.html").render(
         records=records, rows=rows, phases=phases, phase_bars=bars, runs=runs
     )

@@ -33,9 +33,14 @@ class Run:
 
 
 async def run(
-    measured: Measured, asks: Sequence[Ask], times: Sequence[float], *, limit: int | None = None,
-    tokenizer: Tokenizer | None = None, told: Told | None = None,
-) -> Run:  # fmt: skip
+    measured: Measured,
+    asks: Sequence[Ask],
+    times: Sequence[float],
+    *,
+    limit: int | None = None,
+    tokenizer: Tokenizer | None = None,
+    told: Told | None = None,
+) -> Run:
     """Sends a workload and waits for all answers. If it is cancelled, it returns what there is by then.
 
     Args:

@@ -31,15 +31,23 @@ class Started:
     """
 
     def __init__(
-        self, name: str, words: Sequence[object], variables: Mapping[str, str] = MappingProxyType({}), *,
+        self,
+        name: str,
+        words: Sequence[object],
+        variables: Mapping[str, str] = MappingProxyType({}),
+        *,
         shown: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._name, self._held = name, b""
         self._errors = tempfile.TemporaryFile("ab+")  # noqa: SIM115  (closed on leaving)
         self.process = subprocess.Popen(
-            [str(word) for word in words], env=environment() | dict(variables), stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=None if shown else self._errors, start_new_session=True,
-        )  # fmt: skip
+            [str(word) for word in words],
+            env=environment() | dict(variables),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=None if shown else self._errors,
+            start_new_session=True,
+        )
 
     def address(self) -> str:
         """The next address: the last word of the next line that it prints.

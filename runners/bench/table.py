@@ -69,16 +69,25 @@ def render(
         *_spread("ITL", found.itl),
     ]
     if extended:
-        rows += [("P95 ITL (ms):", _two(found.itl.p95)), ("Max ITL (ms):", _two(found.itl.max)), "Prefill",
-                 ("Cache hit rate (%):", _percent(found.cache_hit_rate)),
-                 ("Remote prefill share (%):", _percent(found.remote_prefill_share))]  # fmt: skip
+        rows += [
+            ("P95 ITL (ms):", _two(found.itl.p95)),
+            ("Max ITL (ms):", _two(found.itl.max)),
+            "Prefill",
+            ("Cache hit rate (%):", _percent(found.cache_hit_rate)),
+            ("Remote prefill share (%):", _percent(found.remote_prefill_share)),
+        ]
     if found.goodput is not None:
         rows += ["Goodput", ("Request goodput (req/s):", _two(found.goodput))]
     if found.steady is not None:
         steady = found.steady
-        rows += ["Steady State", ("Duration (s):", _two(steady.duration)), ("Whole requests:", steady.requests),
-                 ("Output token throughput (tok/s):", _two(steady.output_throughput)),
-                 *_spread("TTFT", steady.ttft), *_spread("TPOT", steady.tpot)]  # fmt: skip
+        rows += [
+            "Steady State",
+            ("Duration (s):", _two(steady.duration)),
+            ("Whole requests:", steady.requests),
+            ("Output token throughput (tok/s):", _two(steady.output_throughput)),
+            *_spread("TTFT", steady.ttft),
+            *_spread("TPOT", steady.tpot),
+        ]
     lines = [f"{row:-^{WIDTH}}" if isinstance(row, str) else "{:<40} {:<10}".format(*row) for row in rows]
     return "\n".join([f"\n{TITLE:=^{WIDTH}}", *lines, "=" * WIDTH])
 

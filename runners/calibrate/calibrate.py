@@ -42,13 +42,22 @@ def calibrated(loaded: "Loaded", calls: int) -> Calibration | None:
     assert manifest.weights_digest is not None  # where there are weights, as the loader found
     decode = [cell for cell in target.cells.values() if cell.phase == "decode"]
     return Calibration(
-        SCHEMA, manifest.source.name, loaded.target, programs_digest(manifest.targets[loaded.target]),
-        manifest.weights_digest, datetime.now(UTC).date().isoformat(), machine,
+        SCHEMA,
+        manifest.source.name,
+        loaded.target,
+        programs_digest(manifest.targets[loaded.target]),
+        manifest.weights_digest,
+        datetime.now(UTC).date().isoformat(),
+        machine,
         min(cached(cell, target, min(cell.padding, target.state.slots)) for cell in decode),
         {name: round(seconds, 6) for name, seconds in loaded.timings.seconds.items()},
-        replace(receipts, cells={name: finite(each) for name, each in receipts.cells.items()},
-                agreement={name: _finite(error) for name, error in receipts.agreement.items()}), times,
-    )  # fmt: skip
+        replace(
+            receipts,
+            cells={name: finite(each) for name, each in receipts.cells.items()},
+            agreement={name: _finite(error) for name, error in receipts.agreement.items()},
+        ),
+        times,
+    )
 
 
 def finite(receipt: Receipt) -> Receipt:

@@ -102,9 +102,12 @@ def score_receipt(
         wrong += sum(int(said.best[at]) != token for at, token in best.items())
     passed = receipt.status == _status(errors, tolerance) == "passed" and not wrong
     return replace(
-        receipt, status="passed" if passed else "failed", relative=max(receipt.relative, *errors),
-        log_probabilities=max(errors), wrong_best=wrong,
-    )  # fmt: skip
+        receipt,
+        status="passed" if passed else "failed",
+        relative=max(receipt.relative, *errors),
+        log_probabilities=max(errors),
+        wrong_best=wrong,
+    )
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -70,9 +70,7 @@ def kinds(found: Calibration, target: Target) -> list[tuple[str, list[tuple[str,
 
 def bars(each: Times) -> list[Bar]:
     """The bars of a cell: estimate, measured, on the device alone, bound; without those that nobody knows."""
-    found = {
-        "estimate": each.estimate, "measured": each.median, "on the device": each.device, "bound": each.bound
-    }  # fmt: skip
+    found = {"estimate": each.estimate, "measured": each.median, "on the device": each.device, "bound": each.bound}
     return [Bar(what, seconds) for what, seconds in found.items() if seconds is not None]
 
 
@@ -87,8 +85,14 @@ def page(found: Calibration, target: Target) -> str:
     receipts = [(name, found.receipts.cells[name].status, *error_columns(name, found.receipts)) for name, _ in cells]
     collectives = {name: sum(each.count for each in target.cells[name].collectives.values()) for name, _ in cells}
     text = template(SHARED, "calibration.html", ms=milliseconds).render(
-        found=found, cells=[(name, each, bars(each)) for name, each in cells], kinds=kinds(found, target),
-        receipts=receipts, errors=ERROR_COLUMNS, explained=explained(found.receipts.tolerance),
-        collectives=collectives, between=COLLECTIVES, at_least={name: target.cells[name].at_least for name, _ in cells},
-    )  # fmt: skip
+        found=found,
+        cells=[(name, each, bars(each)) for name, each in cells],
+        kinds=kinds(found, target),
+        receipts=receipts,
+        errors=ERROR_COLUMNS,
+        explained=explained(found.receipts.tolerance),
+        collectives=collectives,
+        between=COLLECTIVES,
+        at_least={name: target.cells[name].at_least for name, _ in cells},
+    )
     return f"{text}\n"

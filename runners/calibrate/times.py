@@ -126,8 +126,13 @@ def _times(cell: Cell, calls: list[tuple[float, float]], profile: "Profile | Non
                 kind = each.kind or "unknown"
                 by_kind[kind] = by_kind.get(kind, 0.0) + each.seconds / len(spans) / tp
     return Times(
-        calls=len(calls), median=statistics.median(whole), fastest=min(whole), slowest=max(whole),
-        dispatch=statistics.median(dispatch), device=statistics.median(spans) if spans else None,
-        by_kind=by_kind or None, estimate=cell.estimated_seconds,
+        calls=len(calls),
+        median=statistics.median(whole),
+        fastest=min(whole),
+        slowest=max(whole),
+        dispatch=statistics.median(dispatch),
+        device=statistics.median(spans) if spans else None,
+        by_kind=by_kind or None,
+        estimate=cell.estimated_seconds,
         bound=None if cell.floor is None else cell.floor.seconds,
-    )  # fmt: skip
+    )

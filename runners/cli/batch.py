@@ -53,18 +53,28 @@ def batch() -> None:
     sampling_option("seed", "Seed of the first line; each line has the next, unless it says one."),
 )
 @section(
-    "Work",
-    shard_option("line"),
-    click.option("--force", is_flag=True, help="Begin anew, whatever OUTPUT is there."),
-)  # fmt: skip
+    "Work", shard_option("line"), click.option("--force", is_flag=True, help="Begin anew, whatever OUTPUT is there.")
+)
 @artifact_options
 @cluster_options
 @host_options
 def run(
-    artifact: Path, source: Path, output: Path, model: str | None, shard: Shard, force: bool, target: str | None,
-    programs: str, check: str, step_timeout: float | None, place: dict[str, Any], on: str | None, replicas: int,
-    resources: str, **settings: Any,
-) -> None:  # fmt: skip
+    artifact: Path,
+    source: Path,
+    output: Path,
+    model: str | None,
+    shard: Shard,
+    force: bool,
+    target: str | None,
+    programs: str,
+    check: str,
+    step_timeout: float | None,
+    place: dict[str, Any],
+    on: str | None,
+    replicas: int,
+    resources: str,
+    **settings: Any,
+) -> None:
     """Answer each line of INPUT with a line of OUTPUT, or go on where an earlier run was broken off.
 
     A line is a request in OpenAI's batch format, or one of {"prompt": TEXT}, {"prompt_ids": [ID, ...]} and

@@ -60,7 +60,7 @@ def _workload(command: Any) -> Any:
         click.option("--text", is_flag=True, help="Send what token ids spell, for servers that take no ids."),
         click.option("--stop-at-eos", is_flag=True, help="Let end-of-text tokens end answers."),
         click.option("--seed", type=click.IntRange(0), default=0, help="The same gives the same requests."),
-    )(command)  # fmt: skip
+    )(command)
 
 
 def _sending(command: Any) -> Any:
@@ -71,13 +71,13 @@ def _sending(command: Any) -> Any:
         click.option("--request-rate", type=above, default=math.inf, help="Requests a second; inf sends all at once."),
         click.option("--burstiness", type=above, default=1.0, help="Below 1 they come in bursts; 1 is Poisson's."),
         click.option("--max-concurrency", type=POSITIVE, help="Requests that run at once.  [default: any number]"),
-    )  # fmt: skip
+    )
     server = section(
         "Server",
         click.option("--model", help="Name of the model there.  [default: the first that it lists]"),
         click.option("--api-key-file", type=PATH, help="File with its key.  [default: LING3_API_KEY]"),
         click.option("--tokenizer", type=PATH, help="Its tokenizer.json, where no ARTIFACT is given."),
-    )  # fmt: skip
+    )
     return arrivals(server(command))
 
 
@@ -106,9 +106,18 @@ _written: Decorator = section(
 @_written
 @artifact_options
 def serve(
-    artifact: Path | None, url: str | None, extended: bool, table_compat: str | None, output: Path | None,
-    save_raw: bool, html: Path | None, force: bool, suite: str | None, api_key_file: Path | None, **settings: Any,
-) -> None:  # fmt: skip
+    artifact: Path | None,
+    url: str | None,
+    extended: bool,
+    table_compat: str | None,
+    output: Path | None,
+    save_raw: bool,
+    html: Path | None,
+    force: bool,
+    suite: str | None,
+    api_key_file: Path | None,
+    **settings: Any,
+) -> None:
     """Measure latencies of ARTIFACT or of a server.
 
     ARTIFACT runs in this process; any server of OpenAI's API will do.
@@ -132,9 +141,14 @@ def serve(
 @_written
 @artifact_options
 def throughput(
-    artifact: Path, output: Path | None, save_raw: bool, html: Path | None, force: bool, suite: str | None,
+    artifact: Path,
+    output: Path | None,
+    save_raw: bool,
+    html: Path | None,
+    force: bool,
+    suite: str | None,
     **settings: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Measure throughput of ARTIFACT in one call.
 
     Runs in this process; nothing arrives while it runs.
@@ -154,18 +168,28 @@ def throughput(
 @bench.command()
 @click.argument("artifacts", type=ARTIFACT, nargs=-1, required=True)
 @click.option(
-    "--configs", required=True, metavar="CONFIG,...",
+    "--configs",
+    required=True,
+    metavar="CONFIG,...",
     help="NxT: N engines of T devices. nPmD: n devices prefill, m decode. NAME=URL: a server.",
-)  # fmt: skip
+)
 @click.option("--transfer", type=click.Choice(CARRIERS), default="shm", help="How states go from P to D.")
 @_workload
 @_sending
 @_written
 @section("Artifacts", programs_option, check_option, trust_option, step_timeout_option)
 def compare(
-    artifacts: tuple[Path, ...], configs: str, transfer: str, output: Path | None, save_raw: bool, html: Path | None,
-    force: bool, suite: str | None, api_key_file: Path | None, **settings: Any,
-) -> None:  # fmt: skip
+    artifacts: tuple[Path, ...],
+    configs: str,
+    transfer: str,
+    output: Path | None,
+    save_raw: bool,
+    html: Path | None,
+    force: bool,
+    suite: str | None,
+    api_key_file: Path | None,
+    **settings: Any,
+) -> None:
     """Measure several configurations, side by side.
 
     Of ARTIFACTS each server runs the one that has a target of as many devices. Servers, and a router before several,
@@ -283,9 +307,7 @@ def _check_page(html: Path | None, force: bool) -> None:
         raise Ling3Error(f"--html `{html}`: expected no such file, found one", "replace it with --force")
 
 
-def _write(
-    found: "list[Measurement]", names: list[str], output: Path | None, html: Path | None, *, raw: bool
-) -> None:  # fmt: skip
+def _write(found: "list[Measurement]", names: list[str], output: Path | None, html: Path | None, *, raw: bool) -> None:
     from ling3export.artifacts.files import replace_file
     from ling3export.runners.bench.record import append, page
 

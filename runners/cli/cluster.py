@@ -33,17 +33,25 @@ def hosts_each(place: Mapping[str, Any]) -> Hosts | None:
     given = [f"--{name.replace('_', '-')}" for name in said]
     given += ["DIST_INIT_ADDR"] if os.environ.get("DIST_INIT_ADDR") else []
     if given:
-        raise RequestError(f"--on: expected --num-hosts alone to say what hosts a worker has, found {given[0]}",
-                           "run the command once; the cluster says which host is which")  # fmt: skip
+        raise RequestError(
+            f"--on: expected --num-hosts alone to say what hosts a worker has, found {given[0]}",
+            "run the command once; the cluster says which host is which",
+        )
     count, waits = place["num_hosts"] or 1, (place["start_timeout"], place["host_timeout"])
     return Hosts("127.0.0.1:1", count, 0, *waits) if count > 1 else None
 
 
 @contextmanager
 def on_cluster(
-    command: str, on: str, replicas: int, resources: str, make: "Callable[[], Worker]", *,
-    hosts: Hosts | None = None, at_once: int = 1,
-) -> "Iterator[Pool]":  # fmt: skip
+    command: str,
+    on: str,
+    replicas: int,
+    resources: str,
+    make: "Callable[[], Worker]",
+    *,
+    hosts: Hosts | None = None,
+    at_once: int = 1,
+) -> "Iterator[Pool]":
     """A pool of workers on the cluster that ``on`` names. Within the block stdout is stderr: Ray prints there.
 
     Args:

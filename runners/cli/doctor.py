@@ -82,8 +82,4 @@ def _wanted(artifact: Path | None, target: str | None) -> tuple[Manifest | None,
             return manifest, next(iter(manifest.targets)), []
         return manifest, choose_target(manifest.targets, None, platforms_here()), []
     except ArtifactError as error:
-        return (
-            manifest,
-            None,
-            [Fault(Weight.FAULT, error.message, error.hint or REBUILD)],
-        )
+        return (manifest, None, [Fault(Weight.FAULT, error.message, error.hint or REBUILD)])

@@ -120,24 +120,43 @@ def evaluate() -> None:
 @section(
     "Record",
     click.option(
-        "--max-infra", type=click.FloatRange(0, 1), default=DEFAULTS.max_infra,
+        "--max-infra",
+        type=click.FloatRange(0, 1),
+        default=DEFAULTS.max_infra,
         help="Share of trials that may end in infrastructure errors.",
     ),
     click.option("--transcripts", is_flag=True, help="Also write every transcript with its grades."),
     click.option("--force", is_flag=True, help="Begin anew, whatever run is in RUN."),
-)  # fmt: skip
+)
 @section("Work", shard_option("batch"))
 @section(
-    "Artifact", target_option, programs_option, trust_option, step_timeout_option,
+    "Artifact",
+    target_option,
+    programs_option,
+    trust_option,
+    step_timeout_option,
     prefix_cache_option("off", default=False),
-)  # fmt: skip
+)
 @cluster_options
 @host_options
 def run(
-    artifact: Path, run_folder: Path, suite: str, data: Path | None, limit: int | None, force: bool,
-    target: str | None, programs: str, step_timeout: float | None, prefix_cache: bool, shard: Shard,
-    place: dict[str, Any], on: str | None, replicas: int, resources: str, **settings: Any,
-) -> None:  # fmt: skip
+    artifact: Path,
+    run_folder: Path,
+    suite: str,
+    data: Path | None,
+    limit: int | None,
+    force: bool,
+    target: str | None,
+    programs: str,
+    step_timeout: float | None,
+    prefix_cache: bool,
+    shard: Shard,
+    place: dict[str, Any],
+    on: str | None,
+    replicas: int,
+    resources: str,
+    **settings: Any,
+) -> None:
     """Run a suite on ARTIFACT, or go on with it; write RUN.
 
     On several hosts, run the same command on each; host 0 alone reads the suite, writes RUN and prints.
@@ -200,10 +219,20 @@ def merge(shards: tuple[Path, ...], run_folder: Path, force: bool) -> None:
 @section("Artifact", target_option, programs_option, trust_option, step_timeout_option)
 @host_options
 def determinism(
-    artifact: Path, suite: str, data: Path | None, limit: int | None, runs: int, alone: int, max_tokens: int,
-    stop: tuple[str, ...], batch: int, target: str | None, programs: str, step_timeout: float | None,
+    artifact: Path,
+    suite: str,
+    data: Path | None,
+    limit: int | None,
+    runs: int,
+    alone: int,
+    max_tokens: int,
+    stop: tuple[str, ...],
+    batch: int,
+    target: str | None,
+    programs: str,
+    step_timeout: float | None,
     place: dict[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     """Run a suite again; exit with 3 if a token id differs.
 
     All runs are at temperature 0, in the same order and batches.
@@ -302,9 +331,13 @@ def check(task: Path) -> None:
 
 
 def open_backend(
-    artifact: Path, target: str | None, programs: str, hosts: Hosts | None, step_timeout: float | None,
+    artifact: Path,
+    target: str | None,
+    programs: str,
+    hosts: Hosts | None,
+    step_timeout: float | None,
     prefix_cache: bool = False,
-) -> "EngineBackend":  # fmt: skip
+) -> "EngineBackend":
     """The engine that answers an evaluation's prompts; loads jax."""
     from ling3export.runners.evals.backend import EngineBackend
 

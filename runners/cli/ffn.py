@@ -26,10 +26,13 @@ ffn_options = section(
     "Attention and FFN apart",
     click.option("--ffn", multiple=True, metavar="NAME", help="An ffn-worker's --context; again for every worker."),
     click.option(
-        "--ffn-timeout", type=SECONDS, default=WAIT, metavar="SECONDS",
+        "--ffn-timeout",
+        type=SECONDS,
+        default=WAIT,
+        metavar="SECONDS",
         help="Fail what runs once a worker does not come or does not answer for so long.",
     ),
-)  # fmt: skip
+)
 
 
 class _Share(click.ParamType):
@@ -55,23 +58,31 @@ class _Share(click.ParamType):
     click.option("--sessions", type=click.IntRange(1, 1024), default=1, help="Attention processes that publish to it."),
     click.option("--micro-batches", type=click.IntRange(1, 64), default=2, help="Of each session, in flight at once."),
     click.option(
-        "--micro-batch-size", "tokens", type=click.IntRange(1), metavar="N",
+        "--micro-batch-size",
+        "tokens",
+        type=click.IntRange(1),
+        metavar="N",
         help="Tokens of a micro batch.  [default: the largest that was built]",
     ),
     click.option(
-        "--schedule", type=click.Choice(["async", "sync"]), default="async",
+        "--schedule",
+        type=click.Choice(["async", "sync"]),
+        default="async",
         help="Take a micro batch from sessions that have it ready, or from all at once.",
     ),
     click.option("--share", type=_Share(), default=Shard(), help="Share of the experts, where there are N workers."),
-)  # fmt: skip
+)
 @section(
     "Faults",
     click.option("--wait", type=SECONDS, default=WAIT, metavar="SECONDS", help="In which all sessions have to come."),
     click.option(
-        "--timeout", "quiet", type=SECONDS, metavar="SECONDS",
+        "--timeout",
+        "quiet",
+        type=SECONDS,
+        metavar="SECONDS",
         help="End once sessions are there and publish nothing for so long.  [default: any time]",
     ),
-)  # fmt: skip
+)
 @section(
     "Output", click.option("--stats", is_flag=True, help="Print seconds and counts of each phase on stderr at the end.")
 )

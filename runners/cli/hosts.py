@@ -16,9 +16,7 @@ from ling3export.runners.ffn import FFN_ALONE
 from ling3export.runners.hosts.hosts import Hosts, find_hosts
 
 SECONDS = click.FloatRange(0, min_open=True)
-HOST_NAMES = (
-    "coordinator", "num_hosts", "host_id", "start_timeout", "host_timeout", "secret_file", "trust_network",
-)  # fmt: skip
+HOST_NAMES = ("coordinator", "num_hosts", "host_id", "start_timeout", "host_timeout", "secret_file", "trust_network")
 _host_section = section(
     "Several hosts",
     click.option(
@@ -62,7 +60,7 @@ def host_options(command: Callable[..., Any]) -> Any:
 
 def leading(
     artifact: Path, place: Mapping[str, Any], *, ffn: Sequence[str] = (), grace: float | None = None, **engine: Any
-) -> Hosts | None:  # fmt: skip
+) -> Hosts | None:
     """This process's place among several hosts, None where it is alone. Returns on host 0 only: the others follow it.
 
     Args:

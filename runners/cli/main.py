@@ -113,14 +113,20 @@ def lm_eval(arguments: tuple[str, ...]) -> None:
     click.option("--prompt", cls=Once, metavar="TEXT", help="Text to complete."),
     click.option("--prompt-ids", cls=Once, type=_Ids(), help="Token ids to complete."),
     click.option(
-        "--prompt-file", cls=Once, type=PATH, metavar="FILE",
+        "--prompt-file",
+        cls=Once,
+        type=PATH,
+        metavar="FILE",
         help='JSON lines, {"prompt": TEXT}, {"prompt_ids": [ID, ...]} or {"messages": [...]}, run as one batch.',
     ),
     click.option(
-        "--resume", cls=Once, type=PATH, metavar="FILE",
+        "--resume",
+        cls=Once,
+        type=PATH,
+        metavar="FILE",
         help="Go on with the answer that --save wrote, with its settings; --max-tokens counts all of it.",
     ),
-)  # fmt: skip
+)
 @section(
     "Answers",
     click.option("--max-tokens", type=click.IntRange(1), required=True, help="Generate at most this many tokens."),
@@ -135,13 +141,15 @@ def lm_eval(arguments: tuple[str, ...]) -> None:
     "Output",
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each prompt."),
     click.option(
-        "--logits", type=PATH, metavar="OUT.npz",
+        "--logits",
+        type=PATH,
+        metavar="OUT.npz",
         help="Write tokens [n] and the logits [n, vocab] that they were taken from.",
     ),
     click.option("--save", type=PATH, metavar="FILE", help="Write one answer and the state behind it, for --resume."),
     click.option("--force", is_flag=True, help="Replace OUT.npz or FILE if it is there."),
     click.option("--stats", is_flag=True, help="Print counters and the times of the start on stderr."),
-)  # fmt: skip
+)
 @artifact_options
 @ffn_options
 @prefix_options
@@ -158,9 +166,13 @@ def generate(
     On several hosts, run the same command on each; host 0 reads the prompts and prints.
     """
     how: dict[str, Any] = {
-        "target": target, "programs": programs, "check": check, "prefix_cache": prefix_cache, "evict": evict,
+        "target": target,
+        "programs": programs,
+        "check": check,
+        "prefix_cache": prefix_cache,
+        "evict": evict,
         "prefix_store": None if prefix_store is None else PrefixFolder(prefix_store, prefix_store_bytes),
-    }  # fmt: skip
+    }
     hosts = leading(artifact, place, ffn=ffn, **how)
     with announced(hosts):
         prompts = _prompts(prompt, prompt_ids, prompt_file, resume)
@@ -229,9 +241,7 @@ def _is_state(path: Path) -> bool:
         return b'"ling3.state"' in file.read(64)
 
 
-def _check_output(
-    option: str, path: Path, force: bool, what: str, kind: str, is_kind: Callable[[Path], bool]
-) -> None:  # fmt: skip
+def _check_output(option: str, path: Path, force: bool, what: str, kind: str, is_kind: Callable[[Path], bool]) -> None:
     """Refuses a file that cannot be written or is there already, before anything is loaded."""
     if not path.parent.is_dir():
         raise RequestError(f"{option} `{path}`: expected an existing folder, found none, at {path.parent}")

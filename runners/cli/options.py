@@ -207,10 +207,13 @@ cluster_options = section(
     click.option("--on", metavar="ray[://HOST:PORT]", help="Work on a Ray cluster, of which this machine is a node."),
     click.option("--replicas", type=click.IntRange(1), default=1, show_default=True, help="Workers there."),
     click.option(
-        "--resources", default='{"CPU": 1}', show_default=True, metavar="JSON",
+        "--resources",
+        default='{"CPU": 1}',
+        show_default=True,
+        metavar="JSON",
         help='What each of them needs, such as {"TPU": 4}.',
     ),
-)  # fmt: skip
+)
 temperature_option = sampling_option("temperature", "0 takes the most likely token; at most 2.")
 target_option = click.option(
     "--target", cls=Once, help="One of the artifact's targets.  [default: the only one that fits]"
@@ -265,16 +268,22 @@ prefix_options = section(
     "Prefix cache",
     prefix_cache_option("on where the artifact has snapshots"),
     click.option(
-        "--evict", type=click.Choice(["lru", "flops"]), default="lru",
+        "--evict",
+        type=click.Choice(["lru", "flops"]),
+        default="lru",
         help="What it gives up first: what was not used for longest, or what saves least work.",
     ),
     click.option(
-        "--prefix-store", type=PATH, metavar="FOLDER",
+        "--prefix-store",
+        type=PATH,
+        metavar="FOLDER",
         help="Keep what it knows in this folder, for later and for others.  [default: it ends with the process]",
     ),
     click.option(
-        "--prefix-store-bytes", type=click.IntRange(1), default=PrefixFolder.limit,
+        "--prefix-store-bytes",
+        type=click.IntRange(1),
+        default=PrefixFolder.limit,
         help="What the folder may have; what was not used for longest goes.",
     ),
-)  # fmt: skip
+)
 artifact_options = section("Artifact", target_option, programs_option, check_option, trust_option, step_timeout_option)

@@ -14,9 +14,18 @@ USERS = ("human", "user")
 
 
 def show(
-    data: Path, suite: str | None, field: str | None, whole: bool, least: int, longer: int, unit: str,
-    tokenizer: Path | None, block: int, top: int, as_json: bool,
-) -> None:  # fmt: skip
+    data: Path,
+    suite: str | None,
+    field: str | None,
+    whole: bool,
+    least: int,
+    longer: int,
+    unit: str,
+    tokenizer: Path | None,
+    block: int,
+    top: int,
+    as_json: bool,
+) -> None:
     """Prints the prefixes that repeat, and what a prefix cache could win."""
     from ling3export.runners.bench.measure import open_tokenizer
     from ling3export.runners.bench.prefixes import cached_blocks, repetition
@@ -37,9 +46,15 @@ def show(
     ids = [] if opened is None else [tuple(opened.encode(text)) for text in texts]
     found = repetition(ids if unit == "token" else texts, least, longer)
     summary: dict[str, Any] = {
-        "dialogs": found.texts, "unit": unit, "least": least, "longer": longer, "prefixes": len(found.prefixes),
-        "ratio": found.ratio, "coverage": found.coverage, "mean_length": found.mean_length,
-    }  # fmt: skip
+        "dialogs": found.texts,
+        "unit": unit,
+        "least": least,
+        "longer": longer,
+        "prefixes": len(found.prefixes),
+        "ratio": found.ratio,
+        "coverage": found.coverage,
+        "mean_length": found.mean_length,
+    }
     if opened is not None:
         hit, every = cached_blocks(ids, block)
         summary |= {"block": block, "prompt_tokens": every, "cached_tokens": hit, "cached_share": hit / max(every, 1)}

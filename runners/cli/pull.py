@@ -19,9 +19,8 @@ from ling3export.runners.load.references import STORE, pulled
 @click.option("--strict", is_flag=True, help="Refuse a record with fields that this version does not know.")
 @trust_option
 def pull(
-    reference: str, to: Path | None, target: str | None, host_id: int | None, force: bool, elsewhere: bool,
-    strict: bool,
-) -> None:  # fmt: skip
+    reference: str, to: Path | None, target: str | None, host_id: int | None, force: bool, elsewhere: bool, strict: bool
+) -> None:
     """Pull STORE/ID or STORE/ID@VERSION, and what it depends on.
 
     Every byte is checked; a pull that broke off is gone on with. With LING3_STORE set, files that an earlier pull has

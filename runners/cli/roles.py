@@ -17,7 +17,9 @@ transfer_options = section(
     click.option("--role", type=click.Choice(ROLES), default=Transfer.role, help="prefill gives states, decode takes."),
     click.option("--transfer-host", default=Transfer.host, help="With tcp, jax: where other servers reach this one."),
     click.option(
-        "--transfer-port", type=click.IntRange(0, 65534), default=Transfer.port,
+        "--transfer-port",
+        type=click.IntRange(0, 65534),
+        default=Transfer.port,
         help="With tcp, jax: the base port, the next one listens; 0 takes a free one.",
     ),
     click.option("--transfer-folder", type=PATH, help="With file: the folder that all servers see."),
@@ -27,23 +29,31 @@ transfer_options = section(
     click.option("--lease", type=SECONDS, default=Transfer.lease, help="Seconds that a state waits for its taker."),
     click.option("--transfer-timeout", type=SECONDS, default=Transfer.deadline, help="Seconds to take one."),
     click.option(
-        "--prefill", multiple=True, metavar="URL",
+        "--prefill",
+        multiple=True,
+        metavar="URL",
         help="Where no router does: ask this server, with --role prefill, to prefill long prompts; again for more.",
     ),
     click.option(
-        "--max-local-prefill", type=click.IntRange(0), metavar="TOKENS",
+        "--max-local-prefill",
+        type=click.IntRange(0),
+        metavar="TOKENS",
         help="With --prefill: prompts that lack no more than these are prefilled here.  "
         f"[default: {Prefillers.most_local}]",
     ),
     click.option(
-        "--max-queue", type=click.IntRange(1), metavar="PROMPTS",
+        "--max-queue",
+        type=click.IntRange(1),
+        metavar="PROMPTS",
         help=f"With --prefill: where so many wait to be asked for, more run here.  [default: {Prefillers.most_queued}]",
     ),
     click.option(
-        "--prefill-timeout", type=SECONDS, metavar="SECONDS",
+        "--prefill-timeout",
+        type=SECONDS,
+        metavar="SECONDS",
         help=f"With --prefill: then a prompt is prefilled here.  [default: {Prefillers.deadline:g}]",
     ),
-)  # fmt: skip
+)
 NUMBERS = {"max_local_prefill": "most_local", "max_queue": "most_queued", "prefill_timeout": "deadline"}
 
 
@@ -67,10 +77,16 @@ def exchanging(carrier: str | None, place: Mapping[str, Any], given: Mapping[str
             raise Ling3Error(f"--role {given['role']}: expected --transfer with it, found none")
         return None
     return Transfer(
-        carrier, given["role"], given["transfer_host"], given["transfer_port"], given["transfer_folder"],
-        given["shm_bytes"], given["lease"], given["transfer_timeout"],
+        carrier,
+        given["role"],
+        given["transfer_host"],
+        given["transfer_port"],
+        given["transfer_folder"],
+        given["shm_bytes"],
+        given["lease"],
+        given["transfer_timeout"],
         read_secret(place["secret_file"]) if carrier in LISTENING else "",
-    )  # fmt: skip
+    )
 
 
 def prefillers(given: Mapping[str, Any], model: str, key: str | None) -> Prefillers | None:

@@ -12,24 +12,26 @@ from ling3export.runners.cli.options import Command, section
 @click.command(cls=Command)
 @section(
     "Servers",
-    click.option(
-        "--prefill", multiple=True, metavar="URL", help="One with --role prefill or both; again for more."
-    ),
+    click.option("--prefill", multiple=True, metavar="URL", help="One with --role prefill or both; again for more."),
     click.option("--decode", multiple=True, required=True, metavar="URL", help="One that answers; again for more."),
     click.option(
         "--weight", type=click.FloatRange(0), default=1.0, help="Of what a server knows of a prompt, against its load."
     ),
     click.option(
-        "--timeout", type=click.FloatRange(0, min_open=True), default=600.0, metavar="SECONDS",
+        "--timeout",
+        type=click.FloatRange(0, min_open=True),
+        default=600.0,
+        metavar="SECONDS",
         help="Give a server up that sends nothing for so long.",
     ),
-)  # fmt: skip
+)
 @section(
     "Clients",
     click.option("--host", default="127.0.0.1", help="Address to listen at; by default only this machine's."),
     click.option("--port", type=click.IntRange(0, 65535), default=8080, help="0 takes a free one."),
     click.option(
-        "--allow-host", multiple=True,
+        "--allow-host",
+        multiple=True,
         help="Name by which clients may call, beside this machine's; again for more.  [default: with --host of others, "
         "any]",
     ),
@@ -41,11 +43,20 @@ from ling3export.runners.cli.options import Command, section
     click.option("--max-body", type=click.IntRange(1), default=4 << 20, help="Bytes of a request; more get 413."),
     click.option("--max-connections", type=click.IntRange(1), default=512, help="Connections at once."),
     click.option("--grace", type=click.IntRange(0), default=30, help="Seconds that calls have to end after SIGTERM."),
-)  # fmt: skip
+)
 def route(
-    prefill: tuple[str, ...], decode: tuple[str, ...], weight: float, timeout: float, host: str, port: int,
-    allow_host: tuple[str, ...], api_key_file: Path | None, max_body: int, max_connections: int, grace: int,
-) -> None:  # fmt: skip
+    prefill: tuple[str, ...],
+    decode: tuple[str, ...],
+    weight: float,
+    timeout: float,
+    host: str,
+    port: int,
+    allow_host: tuple[str, ...],
+    api_key_file: Path | None,
+    max_body: int,
+    max_connections: int,
+    grace: int,
+) -> None:
     """Send requests on to servers: prompts to those that prefill, answers from those that decode."""
     require("route", "serve", "starlette", "uvicorn", "prometheus_client", "pydantic", "h11", "msgspec", "zmq")
     with flight.watched():

@@ -37,12 +37,13 @@ from ling3export.runners.transfer.options import PrefixFolder
 @section(
     "Events",
     click.option(
-        "--kv-events", metavar="ENDPOINT",
+        "--kv-events",
+        metavar="ENDPOINT",
         help="Tell routers what prompts hit here, in vLLM's format: tcp://127.0.0.1:5557 and the next port for what "
         "was missed; port 0 takes free ones.  [default: nobody is told]",
     ),
     click.option("--kv-events-topic", default="kv-events", metavar="TEXT", help="What messages begin with."),
-)  # fmt: skip
+)
 @section(
     "Limits",
     click.option(
@@ -75,9 +76,13 @@ def serve(
     On several hosts, run the same command on each; host 0 listens for clients.
     """
     how: dict[str, Any] = {
-        "target": target, "programs": programs, "check": check, "prefix_cache": prefix_cache, "evict": evict,
+        "target": target,
+        "programs": programs,
+        "check": check,
+        "prefix_cache": prefix_cache,
+        "evict": evict,
         "prefix_store": None if prefix_store is None else PrefixFolder(prefix_store, prefix_store_bytes),
-    }  # fmt: skip
+    }
     exchanged = exchanging(transfer, place, transfer_settings)
     name = model or artifact.resolve().name.removesuffix(".ling3")
     hosts = leading(artifact, place, ffn=ffn, grace=grace, **how)
@@ -99,8 +104,18 @@ def serve(
             events = Publisher(kv_events, kv_events_topic)
     policy = Policy(name, key, max_requests, max_body, own_names(listener, allow_host))
     run(
-        artifact, policy, listener, bounds=Bounds(max_connections), grace=grace, restarts=restarts,
-        step_timeout=step_timeout, hosts=hosts, ffn=ffn, ffn_timeout=ffn_timeout, transfer=exchanged, events=events,
+        artifact,
+        policy,
+        listener,
+        bounds=Bounds(max_connections),
+        grace=grace,
+        restarts=restarts,
+        step_timeout=step_timeout,
+        hosts=hosts,
+        ffn=ffn,
+        ffn_timeout=ffn_timeout,
+        transfer=exchanged,
+        events=events,
         prefill=prefill,
         **how,
-    )  # fmt: skip
+    )

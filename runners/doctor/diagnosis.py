@@ -86,9 +86,15 @@ def of_target(manifest: Manifest, name: str, machine: Machine, artifact: Path) -
         return  # told of the machine
     platform = NAMES.get(devices.platform, devices.platform)
     seen = verdict.Seen(
-        devices.platform, devices.jaxlib, _plugins(machine, devices.platform), devices.kind, machine.system,
-        devices.processes, machine.features, devices.ids,
-    )  # fmt: skip
+        devices.platform,
+        devices.jaxlib,
+        _plugins(machine, devices.platform),
+        devices.kind,
+        machine.system,
+        devices.processes,
+        machine.features,
+        devices.ids,
+    )
     here = verdict.Machine(platform, len(devices.ids), devices.processes)
     if target.processes > 1 and devices.processes == 1:  # one host of several: the others are as it is, or are asked
         count = target.mesh.hosts.count(0)

@@ -146,9 +146,13 @@ def start_jax(cpu_devices: int, timeout: float = START_TIMEOUT, probe: str = PRO
         variables |= {"JAX_NUM_CPU_DEVICES": str(cpu_devices), "NPROC": str(cpu_devices + 2), "JAX_PLATFORMS": "cpu"}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", probe], env=variables, capture_output=True, text=True, timeout=timeout,
+            [sys.executable, "-c", probe],
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
             stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired:
         return f"no answer within {timeout:g} s"
     said = done.stderr.strip().splitlines()

@@ -66,11 +66,21 @@ class Parts:
 
 
 def load_parts(
-    artifact: str | Path, *, target: str | None, programs: str, check: str, overlap: bool, hosts: Hosts | None,
-    report: Callable[[str], None], ffn: tuple[str, ...] = (), ffn_timeout: float = WAIT,
-    prefix_cache: bool | None = None, evict: str = "lru", prefix_store: PrefixFolder | None = None,
+    artifact: str | Path,
+    *,
+    target: str | None,
+    programs: str,
+    check: str,
+    overlap: bool,
+    hosts: Hosts | None,
+    report: Callable[[str], None],
+    ffn: tuple[str, ...] = (),
+    ffn_timeout: float = WAIT,
+    prefix_cache: bool | None = None,
+    evict: str = "lru",
+    prefix_store: PrefixFolder | None = None,
     tell: "Callable[[Event], None] | None" = None,
-) -> Parts:  # fmt: skip
+) -> Parts:
     """Loads an artifact and assembles its engine. The arguments are those of ``Engine``, and equal on all hosts.
 
     Raises:
@@ -81,11 +91,16 @@ def load_parts(
     if hosts is not None:  # each fills the masks of grammars itself, so all fill the same ones or none fills any
         agreed["llguidance"] = library()
     loaded = load(
-        artifact, target=target, programs=programs, check=check, report=report, hosts=hosts,
+        artifact,
+        target=target,
+        programs=programs,
+        check=check,
+        report=report,
+        hosts=hosts,
         agreed=agreed,
         phases=ATTENTION if ffn else WHOLE,
         early=hosts is None,
-    )  # fmt: skip
+    )
     with loaded.channel.together() if loaded.channel else nullcontext():
         return _assembled(loaded, overlap, report, ffn, ffn_timeout, prefix_cache, evict, prefix_store, tell)
 
@@ -138,9 +153,13 @@ def _assembled(
         )
     if moves and prefix_cache is not False:
         shared = PrefixCache(
-            blocks, record.state.page_size, root_of(manifest, record), evict=evict,
-            worth=worth_of(record, measured), tell=tell,
-        )  # fmt: skip
+            blocks,
+            record.state.page_size,
+            root_of(manifest, record),
+            evict=evict,
+            worth=worth_of(record, measured),
+            tell=tell,
+        )
 
     if tell is not None and shared is None:
         raise ArtifactError(
@@ -185,9 +204,17 @@ def _assembled(
 
     def core() -> EngineCore:
         scheduler = Scheduler(
-            runner, shapes, blocks, limits.vocab_size, ahead=1 if overlap else 0, counters=counters, cache=shared,
-            moves=moves, store=store or follows, give=segmented.give if segmented and not channel else None,
-        )  # fmt: skip
+            runner,
+            shapes,
+            blocks,
+            limits.vocab_size,
+            ahead=1 if overlap else 0,
+            counters=counters,
+            cache=shared,
+            moves=moves,
+            store=store or follows,
+            give=segmented.give if segmented and not channel else None,
+        )
         return SharedCore(scheduler, sequence, channel) if channel else EngineCore(scheduler, sequence)
 
     def renew() -> EngineCore:

@@ -54,9 +54,8 @@ class BlockManager:
     """
 
     def __init__(
-        self, slots: int, pages: int, page_size: int, max_pages: int | None = None, stripes: int = 1,
-        snapshots: int = 0,
-    ) -> None:  # fmt: skip
+        self, slots: int, pages: int, page_size: int, max_pages: int | None = None, stripes: int = 1, snapshots: int = 0
+    ) -> None:
         if pages % stripes:
             raise ArtifactError(
                 f"state pages: expected a multiple of {stripes} (striped over as many devices), found {pages}, "

@@ -100,10 +100,20 @@ class Engine:
         if step_timeout is not None:
             step_timeout = SECONDS.number(step_timeout, "step_timeout")
         parts = load_parts(
-            artifact, target=target, programs=programs, check=check, overlap=overlap, hosts=hosts, report=report,
-            ffn=tuple(ffn), ffn_timeout=ffn_timeout, prefix_cache=prefix_cache, evict=evict, prefix_store=prefix_store,
+            artifact,
+            target=target,
+            programs=programs,
+            check=check,
+            overlap=overlap,
+            hosts=hosts,
+            report=report,
+            ffn=tuple(ffn),
+            ffn_timeout=ffn_timeout,
+            prefix_cache=prefix_cache,
+            evict=evict,
+            prefix_store=prefix_store,
             tell=tell,
-        )  # fmt: skip
+        )
         from ling3export.runners.engine.loop import Loop  # with numpy
 
         loaded = parts.loaded
@@ -130,9 +140,15 @@ class Engine:
             assert self._exchange is not None
             self._remote = RemotePrefills(prefill, self._exchange, parts.cache, loaded.record.state.slots, report)
         self._loop = Loop(
-            parts.core, self.timings, max_requests, renew=parts.renew, step_timeout=step_timeout,
-            exchange=self._exchange, store=self._store, remote=self._remote,
-        )  # fmt: skip
+            parts.core,
+            self.timings,
+            max_requests,
+            renew=parts.renew,
+            step_timeout=step_timeout,
+            exchange=self._exchange,
+            store=self._store,
+            remote=self._remote,
+        )
         if loaded.channel is not None and linger:
             loaded.channel.outlive(self._loop.abandon, linger)
         self._programs = loaded.programs
@@ -144,11 +160,19 @@ class Engine:
         self._close = weakref.finalize(self, _closed, *steps)  # also at the end of the process
 
     def generate(
-        self, prompts: Many[Prompt], *, max_tokens: int, temperature: float = Sampling.temperature,
-        top_k: int = Sampling.top_k, top_p: float = Sampling.top_p, seed: int = Sampling.seed,
-        stop: str | Iterable[str] = (), ignore_eos: bool = False, logits: bool = False,
+        self,
+        prompts: Many[Prompt],
+        *,
+        max_tokens: int,
+        temperature: float = Sampling.temperature,
+        top_k: int = Sampling.top_k,
+        top_p: float = Sampling.top_p,
+        seed: int = Sampling.seed,
+        stop: str | Iterable[str] = (),
+        ignore_eos: bool = False,
+        logits: bool = False,
         names: Many[str] | None = None,
-    ) -> list[Completion]:  # fmt: skip
+    ) -> list[Completion]:
         """Completes prompts, all together.
 
         Args:
@@ -207,10 +231,17 @@ class Engine:
         return [scored(completion, request) for completion, request in zip(done, requests, strict=True)]
 
     def stream(
-        self, prompt: Prompt, *, max_tokens: int, temperature: float = Sampling.temperature,
-        top_k: int = Sampling.top_k, top_p: float = Sampling.top_p, seed: int = Sampling.seed,
-        stop: str | Iterable[str] = (), ignore_eos: bool = False,
-    ) -> AsyncGenerator[Piece, None]:  # fmt: skip
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int,
+        temperature: float = Sampling.temperature,
+        top_k: int = Sampling.top_k,
+        top_p: float = Sampling.top_p,
+        seed: int = Sampling.seed,
+        stop: str | Iterable[str] = (),
+        ignore_eos: bool = False,
+    ) -> AsyncGenerator[Piece, None]:
         """One prompt's answer as it comes: ``async for piece in engine.stream(prompt, max_tokens=100)``.
 
         The prompt is checked at once, and submitted when iteration begins. The devices never wait for the reader: what
@@ -225,10 +256,20 @@ class Engine:
         return self._pieces(request)
 
     def request(
-        self, prompt: Prompt, max_tokens: int, sampling: Sampling | None = None, stop: str | Iterable[str] = (), *,
-        ignore_eos: bool = False, logits: bool = False, name: str = "prompt", cache_salt: str = "",
-        special: bool = True, logprobs: int | None = None, grammar: Grammar | None = None,
-    ) -> Request:  # fmt: skip
+        self,
+        prompt: Prompt,
+        max_tokens: int,
+        sampling: Sampling | None = None,
+        stop: str | Iterable[str] = (),
+        *,
+        ignore_eos: bool = False,
+        logits: bool = False,
+        name: str = "prompt",
+        cache_salt: str = "",
+        special: bool = True,
+        logprobs: int | None = None,
+        grammar: Grammar | None = None,
+    ) -> Request:
         """A request of a text, token ids or messages; its other arguments are those of ``Request``.
 
         Args:

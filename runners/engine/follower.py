@@ -31,10 +31,19 @@ def check_digests(digests: Sequence[bytes]) -> None:
 
 
 def follow(
-    artifact: str | Path, hosts: Hosts, *, target: str | None = None, programs: str = "prebuilt-only",
-    check: str = "all", overlap: bool = True, grace: float | None = None, report: Callable[[str], None] = say,
-    prefix_cache: bool | None = None, evict: str = "lru", prefix_store: PrefixFolder | None = None,
-) -> None:  # fmt: skip
+    artifact: str | Path,
+    hosts: Hosts,
+    *,
+    target: str | None = None,
+    programs: str = "prebuilt-only",
+    check: str = "all",
+    overlap: bool = True,
+    grace: float | None = None,
+    report: Callable[[str], None] = say,
+    prefix_cache: bool | None = None,
+    evict: str = "lru",
+    prefix_store: PrefixFolder | None = None,
+) -> None:
     """Loads the artifact on a host other than 0, and takes the steps that host 0 takes until host 0 ends.
 
     Args:
@@ -57,9 +66,17 @@ def follow(
             raised once host 0 has ended.
     """
     parts = load_parts(
-        artifact, target=target, programs=programs, check=check, overlap=overlap, hosts=hosts, report=report,
-        prefix_cache=prefix_cache, evict=evict, prefix_store=prefix_store,
-    )  # fmt: skip
+        artifact,
+        target=target,
+        programs=programs,
+        check=check,
+        overlap=overlap,
+        hosts=hosts,
+        report=report,
+        prefix_cache=prefix_cache,
+        evict=evict,
+        prefix_store=prefix_store,
+    )
     from ling3export.runners.engine.core import SharedCore
 
     channel, core = parts.loaded.channel, parts.core

@@ -39,11 +39,17 @@ class Loop:
     """
 
     def __init__(
-        self, core: EngineCore, timings: Timings, max_requests: int | None = None, *,
-        renew: Callable[[], EngineCore] | None = None, step_timeout: float | None = None,
-        exchange: "Exchange | None" = None, store: "PrefixStore | None" = None,
+        self,
+        core: EngineCore,
+        timings: Timings,
+        max_requests: int | None = None,
+        *,
+        renew: Callable[[], EngineCore] | None = None,
+        step_timeout: float | None = None,
+        exchange: "Exchange | None" = None,
+        store: "PrefixStore | None" = None,
         remote: "RemotePrefills | None" = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._exchange, self._store, self._remote = exchange, store, remote
         self._awaited: dict[int, Arrival] = {}  # whose states are being loaded
         self._saving: dict[int, Future[Sequence]] = {}  # who waits for their states
@@ -357,9 +363,10 @@ class Loop:
             if handle is None:  # the loop ended
                 return False
             phases = {
-                "queue": completion.queue_ms, "prefill": completion.e2e_ms - completion.queue_ms,
+                "queue": completion.queue_ms,
+                "prefill": completion.e2e_ms - completion.queue_ms,
                 "save": 1e3 * (now() - begun),
-            }  # fmt: skip
+            }
             if params is not None:
                 likely = completion.likely[0] if completion.likely else None
                 tail = {"token": completion.token_ids[0], "likely": likely}

@@ -84,9 +84,13 @@ class RemotePrefills:
     """
 
     def __init__(
-        self, how: Prefillers, exchange: "Exchange", cache: PrefixCache | None, slots: int,
+        self,
+        how: Prefillers,
+        exchange: "Exchange",
+        cache: PrefixCache | None,
+        slots: int,
         report: Callable[[str], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._how, self._exchange, self._cache, self._slots, self._report = how, exchange, cache, slots, report
         self.counts: Counter[str] = Counter()
         self._counting = threading.Lock()
@@ -294,12 +298,20 @@ def body_of(request: Request, model: str) -> dict[str, Any]:
     """A body of /v1/completions that asks for what matters to a request's first token."""
     how, bodies = request.sampling, {"regex": "guided_regex", "lark": "guided_grammar"}
     body: dict[str, Any] = {
-        "model": model, "prompt": list(request.prompt_ids), "temperature": how.temperature, "top_k": how.top_k,
-        "top_p": how.top_p, "seed": how.seed, "presence_penalty": how.presence_penalty,
-        "frequency_penalty": how.frequency_penalty, "repetition_penalty": how.repetition_penalty,
-        "logit_bias": {str(token): add for token, add in how.logit_bias}, "ignore_eos": request.ignore_eos,
-        "cache_salt": request.cache_salt, "logprobs": request.logprobs,
-    }  # fmt: skip
+        "model": model,
+        "prompt": list(request.prompt_ids),
+        "temperature": how.temperature,
+        "top_k": how.top_k,
+        "top_p": how.top_p,
+        "seed": how.seed,
+        "presence_penalty": how.presence_penalty,
+        "frequency_penalty": how.frequency_penalty,
+        "repetition_penalty": how.repetition_penalty,
+        "logit_bias": {str(token): add for token, add in how.logit_bias},
+        "ignore_eos": request.ignore_eos,
+        "cache_salt": request.cache_salt,
+        "logprobs": request.logprobs,
+    }
     if request.grammar is not None and request.grammar.kind == "json":
         schema = {"name": "schema", "schema": json.loads(request.grammar.text)}
         body["response_format"] = {"type": "json_schema", "json_schema": schema}

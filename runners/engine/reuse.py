@@ -50,9 +50,15 @@ class Reuse:
     """
 
     def __init__(
-        self, mover: Mover, blocks: BlockManager, counters: Counters, cache: PrefixCache | None, *, moves: bool,
+        self,
+        mover: Mover,
+        blocks: BlockManager,
+        counters: Counters,
+        cache: PrefixCache | None,
+        *,
+        moves: bool,
         store: "PrefixStore | FollowingStore | None" = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._store = store
         self._mover, self._blocks, self._counters, self._cache = mover, blocks, counters, cache
         self._moves = moves

@@ -68,9 +68,14 @@ class Backend(Mover, Protocol):
         """Tokens ``[rows]``, also left in the state for the next decode."""
 
     def adjust(
-        self, logits: Pending, rows: int, fields: Mapping[str, np.ndarray], edits: np.ndarray | None = None,
-        mask: np.ndarray | None = None, token: Pending = None,
-    ) -> Mapping[str, Pending]:  # fmt: skip
+        self,
+        logits: Pending,
+        rows: int,
+        fields: Mapping[str, np.ndarray],
+        edits: np.ndarray | None = None,
+        mask: np.ndarray | None = None,
+        token: Pending = None,
+    ) -> Mapping[str, Pending]:
         """Runs ``adjust``: ``logits`` to sample from; how likely ``token`` is, and the most likely ones."""
 
     def read(self, array: Pending) -> np.ndarray:
@@ -148,10 +153,19 @@ class Scheduler:
     """
 
     def __init__(
-        self, backend: Backend, shapes: Shapes, blocks: BlockManager, vocab_size: int, *, ahead: int = 1,
-        counters: Counters | None = None, cache: PrefixCache | None = None, moves: bool = False,
-        store: "PrefixStore | FollowingStore | None" = None, give: Callable[[Leaving], bool] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        backend: Backend,
+        shapes: Shapes,
+        blocks: BlockManager,
+        vocab_size: int,
+        *,
+        ahead: int = 1,
+        counters: Counters | None = None,
+        cache: PrefixCache | None = None,
+        moves: bool = False,
+        store: "PrefixStore | FollowingStore | None" = None,
+        give: Callable[[Leaving], bool] | None = None,
+    ) -> None:
         self._give = give
         self.counters = Counters() if counters is None else counters
         self.doing: tuple[str, float] | None = None
@@ -342,9 +356,10 @@ class Scheduler:
                     self._collect()
                 continue
             holders = [
-                s for s in (*self._prefilling, *self._running)
+                s
+                for s in (*self._prefilling, *self._running)
                 if s is sequence or (s.table is not None and self._blocks.blocks(s.table, sequence.table))
-            ]  # fmt: skip
+            ]
             self._preempt(max(holders, key=BY_ARRIVAL))
 
     def _preempt(self, sequence: Sequence) -> None:

@@ -65,10 +65,17 @@ class Sequence:
     """
 
     def __init__(
-        self, request: Request, number: int, limit: int, eos: frozenset[int], stream: "TextStream | None" = None,
-        arrived: float | None = None, choice: "Choice | None" = None, carried: "Carried | None" = None,
+        self,
+        request: Request,
+        number: int,
+        limit: int,
+        eos: frozenset[int],
+        stream: "TextStream | None" = None,
+        arrived: float | None = None,
+        choice: "Choice | None" = None,
+        carried: "Carried | None" = None,
         saved: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.request = request
         self.number = number
         self.limit = limit
@@ -223,14 +230,23 @@ class Sequence:
             logprobs, best_logprobs, best = map(list, zip(*scores, strict=True))
             best_logprobs = None if best_logprobs[0] is None else best_logprobs
         return Completion(
-            list(self.request.prompt_ids), list(self.generated), self.text, self.stop_reason,
-            token_ms[0] if token_ms else 0.0, token_ms[-1] if token_ms else 0.0, logits,
-            0.0 if self.started is None else self._ms(self.started), token_ms,
-            [Step(self._ms(call.at), call.kind, call.padding, call.tokens) for call in self.calls], logprobs, best,
+            list(self.request.prompt_ids),
+            list(self.generated),
+            self.text,
+            self.stop_reason,
+            token_ms[0] if token_ms else 0.0,
+            token_ms[-1] if token_ms else 0.0,
+            logits,
+            0.0 if self.started is None else self._ms(self.started),
+            token_ms,
+            [Step(self._ms(call.at), call.kind, call.padding, call.tokens) for call in self.calls],
+            logprobs,
+            best,
             self.cached,
-            best_logprobs, None if self.request.logprobs is None else list(self.likely),
+            best_logprobs,
+            None if self.request.logprobs is None else list(self.likely),
             None if self.carried is None or self.carried.phases is None else self._phases(self.carried),
-        )  # fmt: skip
+        )
 
     def _phases(self, carried: "Carried") -> dict[str, Any]:
         """Milliseconds of each phase up to the first token, elsewhere and here, and the bytes that came."""

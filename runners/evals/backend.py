@@ -108,16 +108,29 @@ class EngineBackend(Backend, AbstractContextManager["EngineBackend"]):
     """
 
     def __init__(
-        self, artifact: str | Path, *, target: str | None = None, programs: str = "prebuilt-only", check: str = "all",
-        hosts: Hosts | None = None, step_timeout: float | None = None, prefix_cache: bool = PREFIX_CACHE,
-    ) -> None:  # fmt: skip
+        self,
+        artifact: str | Path,
+        *,
+        target: str | None = None,
+        programs: str = "prebuilt-only",
+        check: str = "all",
+        hosts: Hosts | None = None,
+        step_timeout: float | None = None,
+        prefix_cache: bool = PREFIX_CACHE,
+    ) -> None:
         from ling3export.runners.engine.engine import Engine
 
         self._prefix_cache = prefix_cache
         self._engine = Engine(
-            artifact, target=target, programs=programs, check=check, overlap=OVERLAP, hosts=hosts,
-            step_timeout=step_timeout, prefix_cache=prefix_cache,
-        )  # fmt: skip
+            artifact,
+            target=target,
+            programs=programs,
+            check=check,
+            overlap=OVERLAP,
+            hosts=hosts,
+            step_timeout=step_timeout,
+            prefix_cache=prefix_cache,
+        )
 
     def check(self, ask: Ask) -> None:
         self._engine.check(self._request(ask))

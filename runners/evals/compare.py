@@ -51,9 +51,14 @@ class Determinism(Sameness):
 
 
 def determinism(
-    backend: Backend, asks: Sequence[Ask], *, runs: int = 2, batch: int = 256, alone: int = 0,
+    backend: Backend,
+    asks: Sequence[Ask],
+    *,
+    runs: int = 2,
+    batch: int = 256,
+    alone: int = 0,
     progress: Callable[[int, int], None] | None = None,
-) -> Determinism:  # fmt: skip
+) -> Determinism:
     """Runs the same prompts several times in the same order and batches.
 
     Args:

@@ -38,28 +38,35 @@ def inspect_log(folder: Path) -> dict[str, Any]:
         "version": 2,
         "status": "success",
         "eval": {
-            "eval_id": run.sha256[:22], "run_id": run.sha256[22:44], "created": when,
-            "task": run.suite["name"], "task_id": run.sha256[44:],
-            "dataset": {
-                "name": run.suite["name"], "samples": len(tasks), "sample_ids": list(tasks), "shuffled": False,
-            },
-            "model": model, "model_generate_config": generate, "config": {"epochs": config["trials"]},
+            "eval_id": run.sha256[:22],
+            "run_id": run.sha256[22:44],
+            "created": when,
+            "task": run.suite["name"],
+            "task_id": run.sha256[44:],
+            "dataset": {"name": run.suite["name"], "samples": len(tasks), "sample_ids": list(tasks), "shuffled": False},
+            "model": model,
+            "model_generate_config": generate,
+            "config": {"epochs": config["trials"]},
             "metadata": {"environment": run.environment, "config": config, "suite": run.suite},
         },
         "plan": {"name": "plan", "steps": [{"solver": "generate", "params": {}}], "config": generate},
         "results": _results(records),
         "stats": {"started_at": when, "completed_at": when, "model_usage": {model: _usage(records)}},
         "samples": samples,
-    }  # fmt: skip
+    }
 
 
 def _results(records: Sequence[Prediction]) -> dict[str, Any]:
     scored = [record.passed for record in records if record.passed is not None]
     accuracy = {"name": "accuracy", "value": sum(scored) / len(scored), "params": {}} if scored else None
     score = {
-        "name": SCORER, "scorer": SCORER, "scored_samples": len(scored), "unscored_samples": len(records) - len(scored),
-        "params": {}, "metrics": {"accuracy": accuracy} if accuracy else {},
-    }  # fmt: skip
+        "name": SCORER,
+        "scorer": SCORER,
+        "scored_samples": len(scored),
+        "unscored_samples": len(records) - len(scored),
+        "params": {},
+        "metrics": {"accuracy": accuracy} if accuracy else {},
+    }
     return {"total_samples": len(records), "completed_samples": len(scored), "scores": [score]}
 
 
@@ -70,15 +77,21 @@ def _sample(record: Prediction, task: dict[str, Any], model: str) -> dict[str, A
     messages = shown if isinstance(shown, list) else [{"role": "user", "content": shown}]
     said = {"role": "assistant", "content": record.text, "source": "generate", "model": model}
     sample: dict[str, Any] = {
-        "id": record.task_id, "epoch": record.trial + 1, "input": shown, "target": record.target,
+        "id": record.task_id,
+        "epoch": record.trial + 1,
+        "input": shown,
+        "target": record.target,
         "messages": [*messages, said],
         "output": {
-            "model": model, "completion": record.text, "usage": _usage([record]),
+            "model": model,
+            "completion": record.text,
+            "usage": _usage([record]),
             "choices": [{"message": said, "stop_reason": STOPS.get(record.stop_reason, "unknown")}],
         },
-        "scores": {}, "metadata": {"category": task.get("category"), "prompt_sha256": record.prompt_sha256},
+        "scores": {},
+        "metadata": {"category": task.get("category"), "prompt_sha256": record.prompt_sha256},
         "uuid": hashlib.sha256(f"{record.task_id}|{record.trial}".encode()).hexdigest()[:22],
-    }  # fmt: skip
+    }
     if task.get("choices"):
         sample["choices"] = task["choices"]
     errors = [_error(attempt) for attempt in (record.infra or {"attempts": []})["attempts"]]

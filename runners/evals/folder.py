@@ -67,12 +67,22 @@ class Prediction:
         said = trial.transcript or Transcript(stop_reason=reason)
         attempts = [vars(attempt) for attempt in trial.attempts]
         return cls(
-            idx, task.id, trial.trial, task.prompt_sha256, said.text, said.output_token_ids, said.stop_reason,
-            trial.answer, task.target, trial.passed,
+            idx,
+            task.id,
+            trial.trial,
+            task.prompt_sha256,
+            said.text,
+            said.output_token_ids,
+            said.stop_reason,
+            trial.answer,
+            task.target,
+            trial.passed,
             {"ended": trial.infra is not None, "attempts": attempts} if attempts else None,
-            round(said.ttft_ms, 3) if ran else None, round(said.e2e_ms, 3) if ran else None,
-            len(said.prompt_token_ids) if ran else None, len(said.output_token_ids),
-        )  # fmt: skip
+            round(said.ttft_ms, 3) if ran else None,
+            round(said.e2e_ms, 3) if ran else None,
+            len(said.prompt_token_ids) if ran else None,
+            len(said.output_token_ids),
+        )
 
     @property
     def pair(self) -> Pair:

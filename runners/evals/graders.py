@@ -20,8 +20,11 @@ Verdict = Mapping[str, Any]
 Grader = Callable[..., Verdict]
 STATE, TOOL_CALL, TRANSCRIPT, RUBRIC = range(4)  # authority: when graders disagree, the lower number explains why
 COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
-    "equals": operator.eq, "at_least": operator.ge, "at_most": operator.le, "contains": operator.contains,
-}  # fmt: skip
+    "equals": operator.eq,
+    "at_least": operator.ge,
+    "at_most": operator.le,
+    "contains": operator.contains,
+}
 LETTERS = "ABCDEFGHIJ"
 
 _PATH = re.compile(r"\.([A-Za-z_]\w*)|\['([^']*)'\]|\[(\d+)\]")
@@ -154,9 +157,13 @@ def response_contains(task: Gradable, transcript: object, outcome: object, value
 
 
 def transcript_constraints(
-    task: Gradable, transcript: object, outcome: object, max_turns: int | None = None,
-    must_not_contain: list[str] | None = None, must_contain: list[str] | None = None,
-) -> Verdict:  # fmt: skip
+    task: Gradable,
+    transcript: object,
+    outcome: object,
+    max_turns: int | None = None,
+    must_not_contain: list[str] | None = None,
+    must_contain: list[str] | None = None,
+) -> Verdict:
     """The transcript keeps its limits: how often the model was asked, what the text must and must not contain."""
     text, turns = text_of(transcript), getattr(transcript, "turns", 1)
     wrong = [f"{item!r} is there" for item in must_not_contain or () if item in text]
@@ -271,9 +278,14 @@ def _result(spec: GraderSpec, task: Gradable, transcript: object, outcome: objec
         raise GraderError(f"{where}: expected a score from 0 to 1, found {score}")
     answer = verdict.get("answer")
     return GraderResult(
-        str(verdict.get("name", name)), score, verdict["passed"], None if answer is None else str(answer),
-        str(verdict.get("explanation", "")), spec.required, spec.weight,
-    )  # fmt: skip
+        str(verdict.get("name", name)),
+        score,
+        verdict["passed"],
+        None if answer is None else str(answer),
+        str(verdict.get("explanation", "")),
+        spec.required,
+        spec.weight,
+    )
 
 
 def _compared(passed: bool, wanted: str | None, answer: str | None) -> Verdict:

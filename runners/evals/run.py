@@ -33,9 +33,15 @@ from ling3export.shards import WHOLE, Shard
 
 
 def run_suite(
-    suite: Suite, backend: Answering, folder: Path, config: RunConfig, *, shard: Shard = WHOLE, force: bool = False,
+    suite: Suite,
+    backend: Answering,
+    folder: Path,
+    config: RunConfig,
+    *,
+    shard: Shard = WHOLE,
+    force: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> Summary:  # fmt: skip
+) -> Summary:
     """Runs a suite, or goes on where an earlier run with the same record ended. On several hosts, host 0 calls it.
 
     Args:
@@ -155,17 +161,25 @@ class _Runner:
 def transcript_of(completion: Completion) -> Transcript:
     """The transcript of a completion."""
     return Transcript(
-        completion.text or "", list(completion.prompt_ids), list(completion.token_ids), completion.stop_reason,
+        completion.text or "",
+        list(completion.prompt_ids),
+        list(completion.token_ids),
+        completion.stop_reason,
         [Step(step.t_ms, step.kind, step.padding, step.tokens) for step in completion.steps],
-        ttft_ms=completion.ttft_ms, e2e_ms=completion.e2e_ms,
-    )  # fmt: skip
+        ttft_ms=completion.ttft_ms,
+        e2e_ms=completion.e2e_ms,
+    )
 
 
 def _suite_record(suite: Suite) -> dict[str, Any]:
     return {
-        "name": suite.name, "tasks": len(suite.tasks), "files": suite.files, "notes": list(suite.notes),
-        "reference": suite.reference, "tasks_sha256": sha256_of([task.record() for task in suite.tasks]),
-    }  # fmt: skip
+        "name": suite.name,
+        "tasks": len(suite.tasks),
+        "files": suite.files,
+        "notes": list(suite.notes),
+        "reference": suite.reference,
+        "tasks_sha256": sha256_of([task.record() for task in suite.tasks]),
+    }
 
 
 def _grown(before: Any, after: Any) -> Any:

@@ -146,10 +146,16 @@ class Summary:
     def record(self) -> dict[str, Any]:
         """The totals as JSON."""
         return {
-            "tasks": len(self.by_task), "trials": self.total, "passed": self.passed, "infra": self.infra,
-            "success_rate": self.success_rate, "adjusted_success_rate": self.adjusted_success_rate,
-            "infra_rate": self.infra_rate, "wilson95": wilson(self.passed, self.total), "solved": len(self.solved),
-        }  # fmt: skip
+            "tasks": len(self.by_task),
+            "trials": self.total,
+            "passed": self.passed,
+            "infra": self.infra,
+            "success_rate": self.success_rate,
+            "adjusted_success_rate": self.adjusted_success_rate,
+            "infra_rate": self.infra_rate,
+            "wilson95": wilson(self.passed, self.total),
+            "solved": len(self.solved),
+        }
 
 
 def completion_line(passed: int, total: int) -> str:

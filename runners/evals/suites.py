@@ -30,9 +30,17 @@ STEP_BY_STEP = "Let's think step by step."
 # Scores of the reference evaluation, with the published weights and the settings in REFERENCE_SETTINGS.
 REFERENCE = {"gsm8k": 0.85, "mmlu-pro": 0.44}
 REFERENCE_SETTINGS = {
-    "tp": 16, "page_size": 256, "paddings": [16, 128, 512], "max_running": 64, "dtype": "bfloat16", "overlap": False,
-    "memory_fraction": "0.6", "temperature": 0.0, "max_tokens": 2000, "stop": [],
-}  # fmt: skip
+    "tp": 16,
+    "page_size": 256,
+    "paddings": [16, 128, 512],
+    "max_running": 64,
+    "dtype": "bfloat16",
+    "overlap": False,
+    "memory_fraction": "0.6",
+    "temperature": 0.0,
+    "max_tokens": 2000,
+    "stop": [],
+}
 
 
 @dataclass(frozen=True)
@@ -152,8 +160,11 @@ def demo(data: Path | None) -> Suite:
 
 
 SUITES: dict[str, Callable[[Path | None], Suite]] = {
-    "gsm8k": gsm8k, "mmlu-pro": mmlu_pro, "product-smoke": product_smoke, "demo": demo,
-}  # fmt: skip
+    "gsm8k": gsm8k,
+    "mmlu-pro": mmlu_pro,
+    "product-smoke": product_smoke,
+    "demo": demo,
+}
 
 
 def _suite(name: str, tasks: list[Task], files: Sequence[Path] = (), **more: Any) -> Suite:

@@ -157,9 +157,11 @@ def _problem(value: dict[str, Any], name: str, place: Place) -> dict[str, Any]:
     if isinstance(target, (int, float)) and not isinstance(target, bool):
         target = str(target)
     return {
-        "id": str(value.get("id", name)), "input": {"prompt": value.get("prompt", value.get("question"))},
-        "target": target, "graders": ["last_numeric"],
-    }  # fmt: skip
+        "id": str(value.get("id", name)),
+        "input": {"prompt": value.get("prompt", value.get("question"))},
+        "target": target,
+        "graders": ["last_numeric"],
+    }
 
 
 def _items(document: Any) -> list[tuple[Any, FieldPath]]:

@@ -22,9 +22,15 @@ Predicates = Mapping[str, Callable[..., Any]]
 RECORDED = ("id", "suite", "input", "target", "choices", "category", "threshold", "graders")  # in tasks.jsonl
 PROMPTS = ("prompt", "messages", "prompt_ids", "message", "user_message")
 WORDS = {
-    str: "a text", bool: "true or false", int: "a whole number", float: "a number", dict: "an object",
-    list: "a list", list[str]: "a list of texts", list[int]: "a list of token ids",
-}  # fmt: skip
+    str: "a text",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    dict: "an object",
+    list: "a list",
+    list[str]: "a list of texts",
+    list[int]: "a list of token ids",
+}
 # Fields of ``expected_outcome`` beside ``state_checks``: the grader that each stands for, and the argument that it is.
 SHORTHANDS = {
     "tool_calls_required": ("steps_required", "steps"),

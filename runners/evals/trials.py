@@ -13,9 +13,11 @@ INFRA_KINDS = ("oom", "timeout", "device_lost", "tokenizer_error", "rank_diverge
 REFUSED = "refused"  # a prompt that can never be served: no infrastructure error, and no answer
 # Exceptions, and what runtimes write into messages in lower case, with the kind that they show. The first row counts.
 _TYPES: tuple[tuple[str, type[Exception]], ...] = (
-    ("rank_divergence", RankDivergence), ("oom", MemoryError), ("timeout", TimeoutError),
+    ("rank_divergence", RankDivergence),
+    ("oom", MemoryError),
+    ("timeout", TimeoutError),
     ("nan_logits", FloatingPointError),
-)  # fmt: skip
+)
 _SIGNS = (
     ("oom", ("resource_exhausted", "out of memory", "cannot allocate memory")),
     ("timeout", ("deadline_exceeded", "timed out", "timeout")),

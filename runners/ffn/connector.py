@@ -106,15 +106,19 @@ class AttentionConnector:
         count = len(self._segments)
         if found != [(index, count) for index in range(count)]:
             said = ", ".join(f"{index}/{each}" for index, each in found)
-            raise ContextError(f"--ffn: expected each share of {count} once, found {said}",
-                               "name every worker once; ffn-worker --share says which share it has")  # fmt: skip
+            raise ContextError(
+                f"--ffn: expected each share of {count} once, found {said}",
+                "name every worker once; ffn-worker --share says which share it has",
+            )
         for segment in self._segments:
             if segment.share.artifact != artifact:
                 raise ContextError(f"--ffn `{segment.name}`: expected a worker of this artifact, found one of another")
         kinds = {(each.context.data_shape, each.share.synchronous) for each in self._segments}
         if len(kinds) > 1:
-            raise ContextError(f"--ffn: expected workers of one size and schedule, found {len(kinds)}", "give them the "
-                               "same --sessions, --micro-batches, --micro-batch-size and --schedule")  # fmt: skip
+            raise ContextError(
+                f"--ffn: expected workers of one size and schedule, found {len(kinds)}",
+                "give them the same --sessions, --micro-batches, --micro-batch-size and --schedule",
+            )
 
     def send_attn_output(self, micro_batch: int, layer: int, tokens: np.ndarray, expert_ids: np.ndarray) -> None:
         """Publishes a micro batch.

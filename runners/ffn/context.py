@@ -87,8 +87,13 @@ class ScheduleContext:
     @property
     def data_shape(self) -> tuple[int, int, int, int, int]:
         """``[A, M, BS, K1, HS]``."""
-        return (self.session_num, self.micro_batch_num, self.micro_batch_size, self.selected_expert_num,
-                self.attn_to_ffn_token_size)  # fmt: skip
+        return (
+            self.session_num,
+            self.micro_batch_num,
+            self.micro_batch_size,
+            self.selected_expert_num,
+            self.attn_to_ffn_token_size,
+        )
 
     def build(self) -> bytes:
         """The 1024 bytes.
@@ -128,10 +133,12 @@ class ScheduleContext:
             ContextError: Names the field.
         """
         counts = (
-            ("session_num", 1, MOST_SESSIONS), ("micro_batch_num", 1, MOST_MICRO_BATCHES),
-            ("micro_batch_size", 1, 1 << 20), ("selected_expert_num", 1, MOST_EXPERTS_A_TOKEN),
+            ("session_num", 1, MOST_SESSIONS),
+            ("micro_batch_num", 1, MOST_MICRO_BATCHES),
+            ("micro_batch_size", 1, 1 << 20),
+            ("selected_expert_num", 1, MOST_EXPERTS_A_TOKEN),
             ("polling_index", 0, self.micro_batch_num - 1),
-        )  # fmt: skip
+        )
         for name, least, most in counts:
             if not least <= getattr(self, name) <= most:
                 raise ContextError(f"context `{name}`: expected {least} to {most}, found {getattr(self, name)}")

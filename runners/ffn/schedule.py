@@ -210,9 +210,14 @@ class TokenBuffers:
 
 
 def receive(
-    buffers: TokenBuffers, operator: Callable[..., Any], *, need_schedule: int, timeout: float,
-    synchronous: bool = True, checks: str = "mask",
-) -> dict[str, np.ndarray]:  # fmt: skip
+    buffers: TokenBuffers,
+    operator: Callable[..., Any],
+    *,
+    need_schedule: int,
+    timeout: float,
+    synchronous: bool = True,
+    checks: str = "mask",
+) -> dict[str, np.ndarray]:
     """FfnWorkerBatching over a segment, with the integers of the original.
 
     Args:

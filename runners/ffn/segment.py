@@ -101,13 +101,24 @@ def layout(
     for size in sizes:
         places.append(places[-1] + aligned(size))
     return ScheduleContext(
-        session_num=sessions, micro_batch_num=micro_batches, micro_batch_size=tokens,
-        selected_expert_num=experts_a_token, expert_num=experts, attn_to_ffn_token_size=strides[0],
-        ffn_to_attn_token_size=strides[1], run_flag=1, attention_micro_batch_id=micro_batches - 1,
-        ffn_token_info_buf=places[1], ffn_token_info_size=sizes[1], ffn_token_data_buf=places[2],
-        ffn_token_data_size=sizes[2], attention_token_info_buf=places[3], attention_token_info_size=sizes[3],
-        attention_token_data_buf=places[4], attention_token_data_size=sizes[4],
-    )  # fmt: skip
+        session_num=sessions,
+        micro_batch_num=micro_batches,
+        micro_batch_size=tokens,
+        selected_expert_num=experts_a_token,
+        expert_num=experts,
+        attn_to_ffn_token_size=strides[0],
+        ffn_to_attn_token_size=strides[1],
+        run_flag=1,
+        attention_micro_batch_id=micro_batches - 1,
+        ffn_token_info_buf=places[1],
+        ffn_token_info_size=sizes[1],
+        ffn_token_data_buf=places[2],
+        ffn_token_data_size=sizes[2],
+        attention_token_info_buf=places[3],
+        attention_token_info_size=sizes[3],
+        attention_token_data_buf=places[4],
+        attention_token_data_size=sizes[4],
+    )
 
 
 class Segment:
@@ -146,12 +157,14 @@ class Segment:
         context = self.context = self.buffers.context
         if context.ffn_to_attn_token_size % ALIGNMENT or context.ffn_to_attn_token_size < back.nbytes:
             expected = f"a multiple of {ALIGNMENT} of at least {back.nbytes} bytes"
-            raise ContextError(f"context `ffn_to_attn_token_size`: expected {expected}, found "
-                               f"{context.ffn_to_attn_token_size}")  # fmt: skip
+            raise ContextError(
+                f"context `ffn_to_attn_token_size`: expected {expected}, found {context.ffn_to_attn_token_size}"
+            )
         self.states = self.buffers.view(SESSIONS, np.int32, (context.session_num,))
         self.back_info = self.buffers.view(context.attention_token_info_buf, np.int32, (*context.info_shape[:2], HEAD))
-        self.back_data = self.buffers.view(context.attention_token_data_buf, np.uint8,
-                                           (*context.data_shape[:4], context.ffn_to_attn_token_size))  # fmt: skip
+        self.back_data = self.buffers.view(
+            context.attention_token_data_buf, np.uint8, (*context.data_shape[:4], context.ffn_to_attn_token_size)
+        )
 
     @classmethod
     def create(cls, name: str, context: ScheduleContext, share: Share, there: Row, back: Row) -> "Segment":
@@ -237,8 +250,10 @@ class Segment:
                 self.states[number] = HERE
                 return number
         wanted = "a free session" if session is None else f"session {session} to be free"
-        raise ContextError(f"--ffn `{self.name}`: expected {wanted} of {count}, found it taken",
-                           "ffn-worker --sessions says how many there are")  # fmt: skip
+        raise ContextError(
+            f"--ffn `{self.name}`: expected {wanted} of {count}, found it taken",
+            "ffn-worker --sessions says how many there are",
+        )
 
     def leave(self, session: int) -> None:
         """Ends a session in order."""
@@ -268,8 +283,10 @@ class Segment:
                 f"ffn worker `{self.name}`: expected it to answer, found it ended: {self.said() or 'in order'}"
             )
         if not get(self.memory, "run_flag"):
-            raise FfnGone(f"ffn worker `{self.name}`: expected it to answer, found it stopped: "
-                          f"{self.said() or 'its run flag is 0'}")  # fmt: skip
+            raise FfnGone(
+                f"ffn worker `{self.name}`: expected it to answer, found it stopped: "
+                f"{self.said() or 'its run flag is 0'}"
+            )
 
     def unlink(self) -> None:
         """Removes the segment's name, if it is still this one's; who has it open keeps it."""
@@ -286,8 +303,10 @@ def _reserve(descriptor: int, size: int) -> None:
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
-        raise ContextError(f"segment: expected {size:,} bytes of free memory in {FOLDER}, found: {error.strerror}",
-                           "take fewer --sessions or --micro-batches") from error  # fmt: skip
+        raise ContextError(
+            f"segment: expected {size:,} bytes of free memory in {FOLDER}, found: {error.strerror}",
+            "take fewer --sessions or --micro-batches",
+        ) from error
 
 
 def _named(descriptor: int, path: Path) -> bool:

@@ -130,9 +130,16 @@ class LocalExperts:
 
 
 def decode(
-    runner: "ModelRunner", sizes: Sizes, exchange: Exchange, fields: Mapping[str, np.ndarray], tokens: int,
-    in_flight: int, phases: Phases, *, in_turn: bool = False,
-) -> np.ndarray:  # fmt: skip
+    runner: "ModelRunner",
+    sizes: Sizes,
+    exchange: Exchange,
+    fields: Mapping[str, np.ndarray],
+    tokens: int,
+    in_flight: int,
+    phases: Phases,
+    *,
+    in_turn: bool = False,
+) -> np.ndarray:
     """A decode step as micro batches, of which up to ``in_flight`` wait for their experts.
 
     Its sequences are divided evenly among those, so that there is one to compute while another is away.
@@ -181,7 +188,7 @@ def _part(values: np.ndarray, count: int) -> np.ndarray:
 
 def _micro_batch(
     runner: "ModelRunner", sizes: Sizes, exchange: Exchange, fields: dict[str, np.ndarray], number: int, phases: Phases
-) -> Iterator[Any]:  # fmt: skip
+) -> Iterator[Any]:
     """One micro batch through all layers: None whenever its tokens are away, in the end its logits."""
     count = len(fields["slot"])
     hidden: Any = np.zeros((count, sizes.back.width), np.float32)
@@ -225,8 +232,16 @@ class SplitRunner:
             return self._runner.step(phase, padding, fields)
         link = self._connector
         with self.phases.timed("decode"):
-            logits = decode(self._runner, self._sizes, link, fields, link.tokens, link.micro_batches, link.phases,
-                            in_turn=link.synchronous)  # fmt: skip
+            logits = decode(
+                self._runner,
+                self._sizes,
+                link,
+                fields,
+                link.tokens,
+                link.micro_batches,
+                link.phases,
+                in_turn=link.synchronous,
+            )
         return self._runner.logits(logits)
 
 
@@ -240,10 +255,12 @@ def connected(
         FfnGone, ContextError: The workers are not there, or are others.
     """
     sizes = Sizes(manifest, target)
-    link = AttentionConnector(names, artifact=manifest.sha256 or "", experts=sizes.experts, there=sizes.there,
-                              back=sizes.back, wait=wait)  # fmt: skip
+    link = AttentionConnector(
+        names, artifact=manifest.sha256 or "", experts=sizes.experts, there=sizes.there, back=sizes.back, wait=wait
+    )
     if link.tokens not in target.paddings("attend"):
         link.close()
-        raise ArtifactError(f"--ffn: expected micro batches of {list(target.paddings('attend'))} tokens, found "
-                            f"{link.tokens}")  # fmt: skip
+        raise ArtifactError(
+            f"--ffn: expected micro batches of {list(target.paddings('attend'))} tokens, found {link.tokens}"
+        )
     return SplitRunner(runner, sizes, link)

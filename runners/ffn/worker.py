@@ -51,11 +51,22 @@ class FfnWorker:
     """
 
     def __init__(
-        self, artifact: str | Path, context: str, *, sessions: int = 1, micro_batches: int = 2,
-        tokens: int | None = None, share: Shard = WHOLE_SHARE, synchronous: bool = False, target: str | None = None,
-        programs: str = "prebuilt-only", check: str = "all", wait: float = WAIT, quiet: float | None = None,
+        self,
+        artifact: str | Path,
+        context: str,
+        *,
+        sessions: int = 1,
+        micro_batches: int = 2,
+        tokens: int | None = None,
+        share: Shard = WHOLE_SHARE,
+        synchronous: bool = False,
+        target: str | None = None,
+        programs: str = "prebuilt-only",
+        check: str = "all",
+        wait: float = WAIT,
+        quiet: float | None = None,
         report: Callable[[str], None] = say,
-    ) -> None:  # fmt: skip
+    ) -> None:
         path_of(context)  # a name that cannot be is refused before anything is loaded
         loaded = load(artifact, target=target, programs=programs, check=check, report=report, phases=FFN)
         sizes = Sizes(loaded.manifest, loaded.record)
@@ -72,12 +83,20 @@ class FfnWorker:
         shape = layout(sessions, micro_batches, tokens, sizes.chosen, sizes.experts, *rows)
         digest = loaded.manifest.sha256 or ""
         self.segment = Segment.create(context, shape, Share(share.index, share.count, digest, synchronous), *rows)
-        self._link = FfnConnector(self.segment, experts=sizes.experts, layers=sizes.layers - sizes.dense,
-                                  there=sizes.there, wait=wait, quiet=quiet)  # fmt: skip
+        self._link = FfnConnector(
+            self.segment,
+            experts=sizes.experts,
+            layers=sizes.layers - sizes.dense,
+            there=sizes.there,
+            wait=wait,
+            quiet=quiet,
+        )
         self._own = owners(sizes.experts, share.count) == share.index
         self._programs = ExpertPrograms(loaded.runner, sizes, pairs, self._link.phases)
-        report(f"{context}: {sessions} sessions, {micro_batches} micro batches of {tokens} tokens in flight, "
-               f"share {share} of {sizes.experts} experts")  # fmt: skip
+        report(
+            f"{context}: {sessions} sessions, {micro_batches} micro batches of {tokens} tokens in flight, "
+            f"share {share} of {sizes.experts} experts"
+        )
 
     @property
     def phases(self) -> "Phases":

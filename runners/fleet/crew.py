@@ -141,9 +141,15 @@ class Crew:
     """
 
     def __init__(
-        self, ray: Any, cluster: Cluster, make: Callable[[], Worker], at_once: int, *, strict: bool = True,
+        self,
+        ray: Any,
+        cluster: Cluster,
+        make: Callable[[], Worker],
+        at_once: int,
+        *,
+        strict: bool = True,
         slice_name: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._ray, self.slice_name, self._group = ray, slice_name, None
         options: dict[str, Any] = {"num_cpus": 0, "resources": {}, "max_concurrency": at_once}
         for name, number in cluster.resources.items():
@@ -159,9 +165,10 @@ class Crew:
         bundles = [dict(cluster.resources)] * cluster.each
         labels = [{SLICE: slice_name, PLACE: str(number)} for number in range(cluster.each)]
         self._group = ray.util.placement_group(
-            bundles, strategy="STRICT_SPREAD" if strict else "SPREAD",
+            bundles,
+            strategy="STRICT_SPREAD" if strict else "SPREAD",
             bundle_label_selector=None if slice_name is None else labels,
-        )  # fmt: skip
+        )
         in_bundle = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         self._actors = [
             actor.options(**options, scheduling_strategy=in_bundle(self._group, number)).remote(make)

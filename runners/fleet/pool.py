@@ -51,9 +51,14 @@ class Pool(AbstractContextManager["Pool"]):
     """
 
     def __init__(
-        self, cluster: Cluster, make: Callable[[], Worker], *, at_once: int = 1, start_timeout: float = 600,
+        self,
+        cluster: Cluster,
+        make: Callable[[], Worker],
+        *,
+        at_once: int = 1,
+        start_timeout: float = 600,
         report: Callable[[str], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         import ray
 
         self._ray, self._cluster, self._at_once, self._start_timeout = ray, cluster, at_once, start_timeout

@@ -71,10 +71,16 @@ class Hosts:
 
 
 def find_hosts(
-    coordinator: str | None, num_hosts: int | None, host_id: int | None, start_timeout: float = Hosts.start_timeout,
-    *, host_timeout: float = Hosts.host_timeout, secret_file: Path | None = None, trust_network: bool = False,
+    coordinator: str | None,
+    num_hosts: int | None,
+    host_id: int | None,
+    start_timeout: float = Hosts.start_timeout,
+    *,
+    host_timeout: float = Hosts.host_timeout,
+    secret_file: Path | None = None,
+    trust_network: bool = False,
     environment: Mapping[str, str] = os.environ,
-) -> Hosts | None:  # fmt: skip
+) -> Hosts | None:
     """This process's place among several hosts; None where it runs alone.
 
     What is None is taken from DIST_INIT_ADDR, NNODES and NODE_RANK. NODE_RANK alone says nothing.
@@ -110,8 +116,10 @@ def find_hosts(
         return None
     number = _number("NODE_RANK", environment) if host_id is None else host_id
     given = {
-        "--coordinator (DIST_INIT_ADDR)": coordinator, "--num-hosts (NNODES)": count, "--host-id (NODE_RANK)": number,
-    }  # fmt: skip
+        "--coordinator (DIST_INIT_ADDR)": coordinator,
+        "--num-hosts (NNODES)": count,
+        "--host-id (NODE_RANK)": number,
+    }
     if missing := [name for name, value in given.items() if value is None]:
         raise Ling3Error(f"hosts: expected coordinator, number of hosts and host id, found no {missing[0]}", FIXES)
     assert coordinator is not None and count is not None and number is not None
@@ -134,8 +142,9 @@ def read_secret(file: Path | None, environment: Mapping[str, str] = os.environ) 
     if not SHORTEST <= len(secret) <= LONGEST or not all("!" <= character <= "~" for character in secret):
         raise Ling3Error(
             f"{where}: expected {SHORTEST} to {LONGEST:,} characters of printable ASCII without blanks, found no such "
-            "text", SHARE,
-        )  # fmt: skip
+            "text",
+            SHARE,
+        )
     return secret
 
 
@@ -148,8 +157,9 @@ def _private(file: Path) -> str:
         if found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise Ling3Error(
                 f"--secret-file `{file}`: expected a file of this user alone (0600), found mode "
-                f"{stat.S_IMODE(found.st_mode):04o} of user {found.st_uid}", f"chmod 600 {file}",
-            )  # fmt: skip
+                f"{stat.S_IMODE(found.st_mode):04o} of user {found.st_uid}",
+                f"chmod 600 {file}",
+            )
         return opened.read(2 * LONGEST).decode("ascii", "replace")
 
 

@@ -39,10 +39,13 @@ class Service:
         bind = _joined(own_address(host) or "::", port)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "ling3export.runners.hosts.service", bind, str(count), str(grace)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
             start_new_session=True,  # no Ctrl-C for it
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )  # fmt: skip
+        )
         assert self._process.stdout is not None
         said = self._process.stdout.readline()
         if said != READY:
@@ -95,9 +98,13 @@ def join(host: str, port: int, count: int, number: int, timeout: float) -> None:
     state.process_id, state.num_processes = number, count
     state.coordinator_address = _joined(host, port)
     state.client = _jax.get_distributed_runtime_client(
-        state.coordinator_address, number, init_timeout=max(1, round(timeout)), heartbeat_timeout=HEARTBEAT,
-        shutdown_on_destruction=False, use_compression=True,
-    )  # fmt: skip
+        state.coordinator_address,
+        number,
+        init_timeout=max(1, round(timeout)),
+        heartbeat_timeout=HEARTBEAT,
+        shutdown_on_destruction=False,
+        use_compression=True,
+    )
     state.client.connect()
 
 

@@ -32,9 +32,15 @@ def measuring() -> Measuring:
     seen = seen_here()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Measuring(
-        seen.platform, seen.device_kind, len(seen.devices), seen.processes, seen.machine, processor(), cores,
+        seen.platform,
+        seen.device_kind,
+        len(seen.devices),
+        seen.processes,
+        seen.machine,
+        processor(),
+        cores,
         {"jaxlib": seen.jaxlib, **seen.plugins},
-    )  # fmt: skip
+    )
 
 
 def calls_measured(

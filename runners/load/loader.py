@@ -99,11 +99,18 @@ class Loaded:
 
 
 def load(
-    artifact: str | Path, *, target: str | None = None, programs: str = "prebuilt-only", check: str = "all",
-    report: Callable[[str], None] = say, manifest: Manifest | None = None,
-    hosts: "Hosts | None" = None, agreed: dict[str, Any] | None = None, phases: Container[str] | None = None,
+    artifact: str | Path,
+    *,
+    target: str | None = None,
+    programs: str = "prebuilt-only",
+    check: str = "all",
+    report: Callable[[str], None] = say,
+    manifest: Manifest | None = None,
+    hosts: "Hosts | None" = None,
+    agreed: dict[str, Any] | None = None,
+    phases: Container[str] | None = None,
     early: bool = False,
-) -> Loaded:  # fmt: skip
+) -> Loaded:
     """Loads an artifact.
 
     Args:
@@ -174,10 +181,18 @@ def load(
 
 
 def _load(
-    folder: Path, manifest: Manifest, target: str, channel: "Channel | None", pool: ThreadPoolExecutor,
-    timings: Timings, policy: str, check: str, report: Callable[[str], None], phases: Container[str] | None,
+    folder: Path,
+    manifest: Manifest,
+    target: str,
+    channel: "Channel | None",
+    pool: ThreadPoolExecutor,
+    timings: Timings,
+    policy: str,
+    check: str,
+    report: Callable[[str], None],
+    phases: Container[str] | None,
     early: bool,
-) -> Loaded:  # fmt: skip
+) -> Loaded:
     """``load``, once the target is known and the other hosts are there."""
 
     def timed(stage: str, work: Callable[[], Any]) -> Any:

@@ -38,9 +38,15 @@ class ModelRunner:
     """
 
     def __init__(
-        self, target: Target, programs: Mapping[str, Program], params: Mapping[str, jax.Array],
-        state: dict[str, jax.Array], fresh: Fresh, mesh: Mesh, parts: Callable[[bytes], list[bytes]] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        target: Target,
+        programs: Mapping[str, Program],
+        params: Mapping[str, jax.Array],
+        state: dict[str, jax.Array],
+        fresh: Fresh,
+        mesh: Mesh,
+        parts: Callable[[bytes], list[bytes]] | None = None,
+    ) -> None:
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._target, self._mesh = target, mesh
         self.state, self._fresh = state, fresh
@@ -90,9 +96,14 @@ class ModelRunner:
         return token
 
     def adjust(
-        self, logits: jax.Array, rows: int, fields: Mapping[str, np.ndarray], edits: np.ndarray | None = None,
-        mask: np.ndarray | None = None, token: jax.Array | np.ndarray | None = None,
-    ) -> dict[str, jax.Array]:  # fmt: skip
+        self,
+        logits: jax.Array,
+        rows: int,
+        fields: Mapping[str, np.ndarray],
+        edits: np.ndarray | None = None,
+        mask: np.ndarray | None = None,
+        token: jax.Array | np.ndarray | None = None,
+    ) -> dict[str, jax.Array]:
         """Runs ``adjust``.
 
         Args:
@@ -232,8 +243,10 @@ class ModelRunner:
         Returns:
             What it gives, by name, still being computed. The state goes on.
         """
-        here = {key: device_array(value, self._replicated) if isinstance(value, np.ndarray) else value
-                for key, value in batch.items()}  # fmt: skip
+        here = {
+            key: device_array(value, self._replicated) if isinstance(value, np.ndarray) else value
+            for key, value in batch.items()
+        }
         return self._run(name, fields, here)
 
     def _filled(self, cell: str, name: str, values: np.ndarray | None) -> jax.Array:

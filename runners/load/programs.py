@@ -36,9 +36,12 @@ class Programs(Mapping[str, "Program"]):
     """
 
     def __init__(
-        self, load: "Callable[[str], Program]", names: Collection[str], pool: ThreadPoolExecutor,
+        self,
+        load: "Callable[[str], Program]",
+        names: Collection[str],
+        pool: ThreadPoolExecutor,
         first: Collection[str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._load, self._lock = load, threading.Lock()
         self._futures = {name: pool.submit(load, name) for name in names if first is None or name in first}
         self._behind: ThreadPoolExecutor | None = None
@@ -118,9 +121,14 @@ def read_executables(folder: Path, target: Target, pool: ThreadPoolExecutor) -> 
 
 
 def load_programs(
-    read: Mapping[FileRecord, bytes], target: Target, mesh: "Mesh", verdicts: dict[str, Verdict],
-    compiled: "dict[str, Compiled]", pool: ThreadPoolExecutor, first: Collection[str] | None = None,
-) -> Programs:  # fmt: skip
+    read: Mapping[FileRecord, bytes],
+    target: Target,
+    mesh: "Mesh",
+    verdicts: dict[str, Verdict],
+    compiled: "dict[str, Compiled]",
+    pool: ThreadPoolExecutor,
+    first: Collection[str] | None = None,
+) -> Programs:
     """Starts loading every cell, once every signature was found right.
 
     Args:

@@ -52,9 +52,16 @@ def folder_of(
 
 
 def pulled(
-    reference: str, to: Path | None, kept: str | None, target: str | None, *, host: int | None = None,
-    force: bool = False, elsewhere: bool = False, strict: bool = False,
-) -> Path:  # fmt: skip
+    reference: str,
+    to: Path | None,
+    kept: str | None,
+    target: str | None,
+    *,
+    host: int | None = None,
+    force: bool = False,
+    elsewhere: bool = False,
+    strict: bool = False,
+) -> Path:
     """Pulls a version and what it depends on, unless it is there; returns its folder."""
     from ling3export.artifacts.catalog.pull import check_room, resolve
     from ling3export.artifacts.catalog.pull import pull as one
@@ -78,9 +85,15 @@ def pulled(
                 _say(f"{each.entry}: there already, at {place}")
                 continue
             moved = one(
-                store, each, place, blobs, target=target if each is last else None, host=host if each is last else None,
-                force=force, report=_say,
-            )  # fmt: skip
+                store,
+                each,
+                place,
+                blobs,
+                target=target if each is last else None,
+                host=host if each is last else None,
+                force=force,
+                report=_say,
+            )
         if not kept:
             shutil.rmtree(blobs)
         _say(f"{each.entry}: {moved.pulled:,} bytes pulled, {moved.here:,} were here")

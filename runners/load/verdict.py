@@ -168,9 +168,15 @@ def seen_here() -> Seen:
     devices = jax.devices()
     platform = environment.platform_of(devices[0])
     return Seen(
-        platform, jaxlib.__version__, environment.plugins(platform), devices[0].device_kind, environment.machine(),
-        jax.process_count(), environment.cpu_features(), [device.id for device in devices],
-    )  # fmt: skip
+        platform,
+        jaxlib.__version__,
+        environment.plugins(platform),
+        devices[0].device_kind,
+        environment.machine(),
+        jax.process_count(),
+        environment.cpu_features(),
+        [device.id for device in devices],
+    )
 
 
 def executable_fits(requires: Requirements, mesh: Mesh) -> str | None:

@@ -166,8 +166,12 @@ class Router:
                 self._falls.labels("decode_gone").inc()
             tried.append(worker)
         self._ends.labels("no_server").inc()
-        raise ApiError(503, "router: expected a server that decodes, found none that answers", code="no_server",
-                       headers={"Retry-After": "1"})  # fmt: skip
+        raise ApiError(
+            503,
+            "router: expected a server that decodes, found none that answers",
+            code="no_server",
+            headers={"Retry-After": "1"},
+        )
 
     async def _prefilled(self, path: str, body: dict[str, Any], prompt: _Prompt) -> dict[str, Any] | None:
         """What a server that prefilled says of the prompt's state; None where none could.
@@ -287,8 +291,10 @@ def application(router: Router, policy: Policy) -> Starlette:
 
     async def health(request: Request) -> Response:
         there = any(worker.well for worker in router.decode)
-        state = {role: [{"url": worker.url, "well": worker.well, "events": worker.feed.live} for worker in workers]
-                 for role, workers in (("prefill", router.prefill), ("decode", router.decode))}  # fmt: skip
+        state = {
+            role: [{"url": worker.url, "well": worker.well, "events": worker.feed.live} for worker in workers]
+            for role, workers in (("prefill", router.prefill), ("decode", router.decode))
+        }
         return JSONResponse({"status": "ok" if there else "no server"} | state, 200 if there else 503)
 
     async def metrics(request: Request) -> Response:

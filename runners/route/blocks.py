@@ -180,8 +180,10 @@ class Blocks:
         count, size = len(event.block_hashes), event.block_size
         keys = [NIL] * count if event.extra_keys is None else [bytes(each) for each in event.extra_keys]
         if size != self.block or len(event.token_ids) != count * size or len(keys) != count:
-            raise MalformedError(f"events: expected {self.block} tokens a block, found {len(event.token_ids)} of "
-                                 f"{count} blocks of {size}")  # fmt: skip
+            raise MalformedError(
+                f"events: expected {self.block} tokens a block, found {len(event.token_ids)} of "
+                f"{count} blocks of {size}"
+            )
         if any(len(each) > KEYS for each in keys):
             raise MalformedError("events: expected short keys of blocks, found longer ones")
         if self._other & group:

@@ -56,8 +56,11 @@ def place_of(said: Any) -> tuple[Place, int] | None:
         return None
     numbers = []
     for name, least, end in (
-        ("port", 1, 1 << 16), ("replay_port", 1, 1 << 16), ("block_size", 1, BLOCK), ("sequence", -1, 1 << 63),
-    ):  # fmt: skip
+        ("port", 1, 1 << 16),
+        ("replay_port", 1, 1 << 16),
+        ("block_size", 1, BLOCK),
+        ("sequence", -1, 1 << 63),
+    ):
         value = found.get(name)
         if type(value) is not int or not least <= value < end:
             return None
@@ -207,9 +210,7 @@ class Feed:
 
 def _opened(context: zmq.asyncio.Context, kind: int, address: str) -> zmq.asyncio.Socket:
     made = context.socket(kind)
-    for option, value in (
-        (zmq.LINGER, 0), (zmq.MAXMSGSIZE, MESSAGE), (zmq.RCVHWM, WAITING), (zmq.IPV6, 1),
-    ):  # fmt: skip
+    for option, value in ((zmq.LINGER, 0), (zmq.MAXMSGSIZE, MESSAGE), (zmq.RCVHWM, WAITING), (zmq.IPV6, 1)):
         made.setsockopt(option, value)
     made.connect(address)
     return made

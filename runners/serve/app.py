@@ -186,9 +186,12 @@ class _Server:
 
     def _model(self) -> dict[str, Any]:
         return {
-            "id": self._policy.model, "object": "model", "created": self._since, "owned_by": "ling3export",
+            "id": self._policy.model,
+            "object": "model",
+            "created": self._since,
+            "owned_by": "ling3export",
             "max_model_len": self._engine.limits.context,
-        }  # fmt: skip
+        }
 
 
 async def received(request: Request, most: int) -> AsyncGenerator[bytes, None]:

@@ -223,9 +223,16 @@ def _refusing(param: str) -> Iterator[None]:
 
 
 def _call(
-    asked: Body, engine: "Engine", prompts: "list[Prompt]", most: int, names: Names, *, logprobs: int | None,
-    chat: bool = False, grammar: structure.Grammar | None = None,
-) -> Call:  # fmt: skip
+    asked: Body,
+    engine: "Engine",
+    prompts: "list[Prompt]",
+    most: int,
+    names: Names,
+    *,
+    logprobs: int | None,
+    chat: bool = False,
+    grammar: structure.Grammar | None = None,
+) -> Call:
     if asked.stop and not engine.files.there:
         raise refusal("stop", "none", "some: this model has no tokenizer", "no_tokenizer")
     if len(prompts) * asked.n > most:
@@ -244,9 +251,17 @@ def _call(
         called = name if len(prompts) == 1 else f"{name} {number}"
         with _refusing(name):
             first = engine.request(
-                prompt, limit or MAX_TOKENS, None, asked.stop, ignore_eos=asked.ignore_eos, name=called,
-                cache_salt=asked.cache_salt, special=not chat, logprobs=logprobs, grammar=grammar,
-            )  # fmt: skip
+                prompt,
+                limit or MAX_TOKENS,
+                None,
+                asked.stop,
+                ignore_eos=asked.ignore_eos,
+                name=called,
+                cache_salt=asked.cache_salt,
+                special=not chat,
+                logprobs=logprobs,
+                grammar=grammar,
+            )
             if limit is None and chat:
                 first = replace(first, max_tokens=max(1, _room(engine, len(first.prompt_ids))))
         with _refusing("logit_bias"):
@@ -260,21 +275,31 @@ def _call(
         requests += same
     options = asked.stream_options
     return Call(
-        requests, chat, asked.stream, options is not None and options.include_usage,
-        asked.return_token_ids or not engine.files.there, asked.n,
+        requests,
+        chat,
+        asked.stream,
+        options is not None and options.include_usage,
+        asked.return_token_ids or not engine.files.there,
+        asked.n,
         options is not None and options.continuous_usage_stats,
         tuple(request.prompt_ids for request in requests[:: asked.n]),
         tokenizer=None if logprobs is None and not engine.files.there else engine.files.tokenizer("logprobs"),
         top=logprobs,
-    )  # fmt: skip
+    )
 
 
 def _sampling(asked: Body, choice: int) -> Sampling:
     seed = secrets.randbelow(SEEDS) if asked.seed is None else seed_of(asked.seed, choice)
     return Sampling(
-        asked.temperature, asked.top_k, asked.top_p, seed, asked.presence_penalty, asked.frequency_penalty,
-        asked.repetition_penalty, tuple(asked.logit_bias),
-    )  # fmt: skip
+        asked.temperature,
+        asked.top_k,
+        asked.top_p,
+        seed,
+        asked.presence_penalty,
+        asked.frequency_penalty,
+        asked.repetition_penalty,
+        tuple(asked.logit_bias),
+    )
 
 
 def seed_of(seed: int, choice: int = 0) -> int:

@@ -114,9 +114,10 @@ class Connection(H11Protocol):
             body = json.dumps(error.body()).encode()
             headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), *error.headers.items()]
             head = h11.Response(
-                status_code=error.status, headers=[*headers, ("Connection", "close")],
+                status_code=error.status,
+                headers=[*headers, ("Connection", "close")],
                 reason=HTTPStatus(error.status).phrase.encode(),
-            )  # fmt: skip
+            )
             self.transport.write((self.conn.send(head) or b"") + body)
         if self.cycle is not None:
             self.cycle.disconnected = True  # the application's own answer must not follow

@@ -110,8 +110,10 @@ class ResponsesBody(Sampled):
     """The body of /v1/responses."""
 
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
-        **NEUTRAL, "reasoning": ({}, {"summary": "auto"}), "stream_options": ({}, {"include_obfuscation": False}),
-    }  # fmt: skip
+        **NEUTRAL,
+        "reasoning": ({}, {"summary": "auto"}),
+        "stream_options": ({}, {"include_obfuscation": False}),
+    }
 
     input: Annotated[
         Annotated[str, Tag("TEXT")] | Annotated[list[_AnyItem], Field(fail_fast=True, min_length=1), Tag("ITEMS")],
@@ -156,24 +158,40 @@ class ResponsesBody(Sampled):
             form = {"type": "json_schema", "json_schema": form}
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools]
         return ChatBody.model_construct(
-            **same, messages=self._messages(), max_tokens=self.max_output_tokens, response_format=form,
-            tools=[{"type": tool.pop("type"), "function": tool} for tool in tools], tool_choice=self.tool_choice,
-            parallel_tool_calls=self.parallel_tool_calls, top_logprobs=self.top_logprobs,
+            **same,
+            messages=self._messages(),
+            max_tokens=self.max_output_tokens,
+            response_format=form,
+            tools=[{"type": tool.pop("type"), "function": tool} for tool in tools],
+            tool_choice=self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            top_logprobs=self.top_logprobs,
             logprobs=LOGPROBS in self.include or self.top_logprobs > 0,
-        )  # fmt: skip
+        )
 
     def repeated(self) -> dict[str, Any]:
         """What the answer repeats."""
         names = (
-            "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature", "tool_choice",
-            "top_logprobs", "top_p",
-        )  # fmt: skip
+            "instructions",
+            "max_output_tokens",
+            "metadata",
+            "parallel_tool_calls",
+            "temperature",
+            "tool_choice",
+            "top_logprobs",
+            "top_p",
+        )
         same = {name: getattr(self, name) for name in names}
         form = self.text.format if self.text and self.text.format else {"type": "text"}
         return same | {
-            "text": {"format": form}, "tools": [tool.model_dump() for tool in self.tools], "truncation": "disabled",
-            "store": False, "background": False, "previous_response_id": None, "service_tier": "default",
-        }  # fmt: skip
+            "text": {"format": form},
+            "tools": [tool.model_dump() for tool in self.tools],
+            "truncation": "disabled",
+            "store": False,
+            "background": False,
+            "previous_response_id": None,
+            "service_tier": "default",
+        }
 
     def _messages(self) -> list[Message]:
         told: list[dict[str, Any]] = []

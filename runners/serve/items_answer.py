@@ -161,7 +161,7 @@ class ItemsAnswer(Answer):
             "output_tokens": counts["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0 if self._thoughts is None else self._thoughts.count},
             "total_tokens": counts["total_tokens"],
-        }  # fmt: skip
+        }
 
 
 def answer_to(call: Call, model: str) -> Answer:

@@ -101,9 +101,17 @@ def _written(event: Event) -> msgspec.Struct:
         keys: list[tuple[str, ...] | None] = [(salt,) if salted else None, *[None] * (len(event.hashes) - 1)]
         parent = None if event.parent is None else number_of(event.parent)
         return BlockStored(
-            [number_of(name) for name in event.hashes], parent, list(event.tokens), event.block, None, MEDIUM, None,
-            keys, int(event.state), KINDS[event.state],
-        )  # fmt: skip
+            [number_of(name) for name in event.hashes],
+            parent,
+            list(event.tokens),
+            event.block,
+            None,
+            MEDIUM,
+            None,
+            keys,
+            int(event.state),
+            KINDS[event.state],
+        )
     if isinstance(event, Removed):
         return BlockRemoved([number_of(name) for name in event.hashes], MEDIUM, int(event.state))
     return AllBlocksCleared()
@@ -231,9 +239,13 @@ class Publisher:
     def record(self, block: int) -> dict[str, Any]:
         """Where it is heard and how far it is, as JSON; ``block`` are the tokens of one."""
         return {
-            "port": self._port, "replay_port": self._asked_port, "topic": self._topic.decode(), "block_size": block,
-            "instance": self._instance, "sequence": self._told,
-        }  # fmt: skip
+            "port": self._port,
+            "replay_port": self._asked_port,
+            "topic": self._topic.decode(),
+            "block_size": block,
+            "instance": self._instance,
+            "sequence": self._told,
+        }
 
     def close(self) -> None:
         """Tells what waits, and ends."""

@@ -199,9 +199,11 @@ class Answer:
         """
         prompt = sum(map(len, self._prompts))
         return {
-            "prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer,
+            "prompt_tokens": prompt,
+            "completion_tokens": answer,
+            "total_tokens": prompt + answer,
             "prompt_tokens_details": {"cached_tokens": min(self._cached, prompt)},
-        }  # fmt: skip
+        }
 
     def _echo(self, index: int) -> str:
         return self._call.echo[index // self._call.n] if self._call.echo is not None else ""
@@ -224,9 +226,11 @@ class Answer:
         first = self._spelled(ids[0])[0]
         offsets = [0, *(at + len(first) for at in said["text_offset"])]
         return {
-            "tokens": [first, *said["tokens"]], "token_logprobs": [None, *said["token_logprobs"]],
-            "top_logprobs": [None, *said["top_logprobs"]], "text_offset": offsets,
-        }  # fmt: skip
+            "tokens": [first, *said["tokens"]],
+            "token_logprobs": [None, *said["token_logprobs"]],
+            "top_logprobs": [None, *said["top_logprobs"]],
+            "text_offset": offsets,
+        }
 
     def _likely(self, index: int, ids: Sequence[int], likely: Sequence[Likely]) -> dict[str, Any] | None:
         """The log-probabilities of generated tokens, in the form of the endpoint."""
@@ -248,9 +252,11 @@ class Answer:
         offsets = itertools.accumulate(map(len, tokens[:-1]), initial=offset) if tokens else ()
         tops = [{self._spelled(id)[0]: logprob for id, logprob in reversed(each.top)} for each in likely]
         return {
-            "tokens": tokens, "token_logprobs": [each.logprob for each in likely], "top_logprobs": tops,
+            "tokens": tokens,
+            "token_logprobs": [each.logprob for each in likely],
+            "top_logprobs": tops,
             "text_offset": list(offsets),
-        }  # fmt: skip
+        }
 
     def _entry(self, id: int, logprob: float) -> dict[str, Any]:
         text, data = self._spelled(id)

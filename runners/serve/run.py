@@ -62,13 +62,25 @@ def serve(
         listener,
         closing(events) if events is not None else nullcontext(),
         Engine(
-            artifact, target=target, programs=programs, check=check, max_requests=policy.max_requests, hosts=hosts,
-            linger=LINGER, step_timeout=step_timeout, ffn=ffn, ffn_timeout=ffn_timeout, prefix_cache=prefix_cache,
-            evict=evict, transfer=transfer, prefix_store=prefix_store, tell=None if events is None else events.tell,
+            artifact,
+            target=target,
+            programs=programs,
+            check=check,
+            max_requests=policy.max_requests,
+            hosts=hosts,
+            linger=LINGER,
+            step_timeout=step_timeout,
+            ffn=ffn,
+            ffn_timeout=ffn_timeout,
+            prefix_cache=prefix_cache,
+            evict=evict,
+            transfer=transfer,
+            prefix_store=prefix_store,
+            tell=None if events is None else events.tell,
             prefill=prefill,
         ) as engine,
         supervised(engine, restarts),
-    ):  # fmt: skip
+    ):
         engine.settle()  # a client's first request must not wait for a program, and none may fail later
         if engine.files.there:
             # A broken tokenizer fails here, not at the first client.
@@ -94,10 +106,18 @@ def http_server(app: ASGIApp, bounds: Bounds, grace: float) -> uvicorn.Server:
     """A server of ``app`` that holds its clients to ``bounds``, and ends as ``serve`` says."""
     # The same event loop and the same parser wherever it runs: uvicorn would take others where they are installed.
     config = uvicorn.Config(
-        app, http=cast("type[Connection]", partial(Connection, bounds)), loop="asyncio", ws="none", lifespan="off",
-        backlog=TURN, timeout_keep_alive=bounds.idle, timeout_graceful_shutdown=cast("int", grace), log_config=None,
-        access_log=False, server_header=False,
-    )  # fmt: skip
+        app,
+        http=cast("type[Connection]", partial(Connection, bounds)),
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        backlog=TURN,
+        timeout_keep_alive=bounds.idle,
+        timeout_graceful_shutdown=cast("int", grace),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+    )
     return _Server(config)
 
 

@@ -265,9 +265,10 @@ def _call_of(text: str, names: frozenset[str]) -> dict[str, Any] | None:
         return None
     arguments = json.dumps(call.get("arguments", {}), ensure_ascii=False)
     return {
-        "id": f"call_{secrets.token_hex(12)}", "type": "function",
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
         "function": {"name": call["name"], "arguments": arguments},
-    }  # fmt: skip
+    }
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -40,9 +40,15 @@ class Device(Tcp):
     """
 
     def __init__(
-        self, layout: Layout, limit: int, deadline: float, address: tuple[str, int], secret: str, lease: float,
+        self,
+        layout: Layout,
+        limit: int,
+        deadline: float,
+        address: tuple[str, int],
+        secret: str,
+        lease: float,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._device = jax.local_devices()[0]
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
         try:
@@ -52,8 +58,9 @@ class Device(Tcp):
         except Exception as error:
             raise TransferError(
                 f"jax: expected jax.experimental.transfer on {self._device.platform} with jax {jax.__version__}, found "
-                f"{type(error).__name__}: {error}", "take another carrier: --transfer tcp",
-            ) from error  # fmt: skip
+                f"{type(error).__name__}: {error}",
+                "take another carrier: --transfer tcp",
+            ) from error
         self._connections: dict[str, Any] = {}
         self._stuck = 0
         super().__init__(layout, limit, deadline, address, secret, lease, clock)

@@ -112,9 +112,14 @@ class Exchange:
     """
 
     def __init__(
-        self, connector: Connector, backend: Backend, layout: Layout, groups: Sequence[Mapping[Kind, range]],
-        vocab_size: int, report: Callable[[str], None],
-    ) -> None:  # fmt: skip
+        self,
+        connector: Connector,
+        backend: Backend,
+        layout: Layout,
+        groups: Sequence[Mapping[Kind, range]],
+        vocab_size: int,
+        report: Callable[[str], None],
+    ) -> None:
         self._groups = groups
         self._given: dict[str, tuple[Ticket, Slots]] = {}  # saved already, of requests that have not ended
         self._connector, self._backend, self._layout = connector, backend, layout
@@ -155,9 +160,12 @@ class Exchange:
         return groups.put
 
     def load(
-        self, number: int, request: Asked, done: Callable[[Carried | None], None],
+        self,
+        number: int,
+        request: Asked,
+        done: Callable[[Carried | None], None],
         why: Callable[[str], None] = lambda reason: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Takes the state that a request's ``kv_transfer_params`` name; ``done`` gets None where that fails.
 
         Before that ``why`` is told: ``refused`` by this end, ``expired`` where the lease was over, else ``failed``.
@@ -233,8 +241,10 @@ class Exchange:
     def _give(self, job: _Begun) -> None:
         """A step of sequences whose groups of layers come one after the other."""
         tickets = [_ticket(each.number, each.request) for each in job.leaving]
-        slots = [Slots(0, tuple(range(1, len(each.pages) + 1)), own=empty(self._layout, len(each.pages)))
-                 for each in job.leaving]  # fmt: skip
+        slots = [
+            Slots(0, tuple(range(1, len(each.pages) + 1)), own=empty(self._layout, len(each.pages)))
+            for each in job.leaving
+        ]
 
         def group_done(group: int) -> None:
             found = job.groups.get()
@@ -343,9 +353,10 @@ def _phases(given: object) -> dict[str, float]:
     if not isinstance(given, Mapping):
         return {}
     return {
-        name: float(each) for name, each in given.items()
+        name: float(each)
+        for name, each in given.items()
         if isinstance(name, str) and re.fullmatch("[a-z]{1,20}", name) and type(each) in (int, float)
-    }  # fmt: skip
+    }
 
 
 def exchange_of(manifest: Manifest, target: Target, transfer: Transfer, report: Callable[[str], None]) -> Exchange:
@@ -372,10 +383,20 @@ def exchange_of(manifest: Manifest, target: Target, transfer: Transfer, report: 
     groups = layer_groups(manifest, target, layout)
     try:
         connector = HostConnector(
-            backend, layout, description_of(manifest, target), root_of(manifest, target), rank=0, tp=1, address=address,
-            deadline=transfer.deadline, every=0, striped=False, groups=groups, report=report,
+            backend,
+            layout,
+            description_of(manifest, target),
+            root_of(manifest, target),
+            rank=0,
+            tp=1,
+            address=address,
+            deadline=transfer.deadline,
+            every=0,
+            striped=False,
+            groups=groups,
+            report=report,
             lease=transfer.lease,
-        )  # fmt: skip
+        )
     except Ling3Error:
         backend.close()
         raise

@@ -48,8 +48,7 @@ def layout_of(target: Target, what: str = "transfer") -> Layout:
     paddings = target.paddings("fetch")
     if not paddings:
         raise ArtifactError(
-            f"{what}: expected the programs fetch and store, found none",
-            "build the artifact again with --snapshots N",
+            f"{what}: expected the programs fetch and store, found none", "build the artifact again with --snapshots N"
         )
     leaves = {leaf.name: leaf for leaf in target.cells[f"fetch@{paddings[0]}"].outputs if leaf.group == "out"}
     latent, recurrent, conv = (leaves[name] for name in (PAGED, "kda_recurrent", "kda_conv"))
@@ -60,8 +59,10 @@ def layout_of(target: Target, what: str = "transfer") -> Layout:
             Piece("kda.recurrent", Kind.SNAPSHOT, tuple(recurrent.shape[1:]), recurrent.dtype, 0),
             Piece("kda.conv", Kind.SNAPSHOT, (3, heads, key, conv.shape[2] // 3 // key), conv.dtype, 1),
         ),
-        {Kind.BLOCK: latent.shape[0], Kind.SNAPSHOT: recurrent.shape[0]}, heads, target.state.page_size,
-    )  # fmt: skip
+        {Kind.BLOCK: latent.shape[0], Kind.SNAPSHOT: recurrent.shape[0]},
+        heads,
+        target.state.page_size,
+    )
 
 
 def layer_groups(manifest: Manifest, target: Target, layout: Layout) -> list[dict[Kind, range]]:
@@ -77,9 +78,12 @@ def description_of(manifest: Manifest, target: Target) -> dict[str, object]:
     config = {name: value for name, value in manifest.config.items() if not name.endswith("token_id")}
     weights = {name: tensor.sha256 for name, tensor in manifest.weights.index.items()}
     return {
-        "state_abi": target.state_abi, "config": sha256_of(config)[:16], "weights": sha256_of(weights)[:16],
-        "dtypes": [piece.dtype for piece in layout_of(target).pieces], "format": 1,
-    }  # fmt: skip
+        "state_abi": target.state_abi,
+        "config": sha256_of(config)[:16],
+        "weights": sha256_of(weights)[:16],
+        "dtypes": [piece.dtype for piece in layout_of(target).pieces],
+        "format": 1,
+    }
 
 
 def root_of(manifest: Manifest, target: Target) -> str:
@@ -127,10 +131,13 @@ def fill(layout: Layout, own: Mapping[str, np.ndarray], found: Whole, group: Map
 def storable(own: Mapping[str, np.ndarray]) -> Whole:
     """What ``ModelRunner.store`` takes of a sequence's own arrays."""
     conv = own["kda.conv"][:, 0].transpose(0, 2, 4, 1, 3)
-    return Whole({
-        PAGED: own["mla.latent"][:, 1:], "kda_recurrent": own["kda.recurrent"][:, 0],
-        "kda_conv": conv.reshape(*conv.shape[:2], -1),
-    })  # fmt: skip
+    return Whole(
+        {
+            PAGED: own["mla.latent"][:, 1:],
+            "kda_recurrent": own["kda.recurrent"][:, 0],
+            "kda_conv": conv.reshape(*conv.shape[:2], -1),
+        }
+    )
 
 
 def token_of(token: Any, likely: Any, vocab_size: int) -> Token:

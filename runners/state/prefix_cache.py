@@ -117,9 +117,15 @@ class PrefixCache:
     """
 
     def __init__(
-        self, pools: Pools, block: int, root: str = "", every: int = EVERY, evict: str = "lru",
-        worth: "Worth | None" = None, tell: Callable[[Event], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        pools: Pools,
+        block: int,
+        root: str = "",
+        every: int = EVERY,
+        evict: str = "lru",
+        worth: "Worth | None" = None,
+        tell: Callable[[Event], None] | None = None,
+    ) -> None:
         self._pools, self._root, self._evict, self._worth, self._tell = pools, root, evict, worth, tell
         self.block, self.every = block, -(-every // block) * block
         self.least = 0 if worth is None else worth.least
@@ -140,9 +146,12 @@ class PrefixCache:
     def record(self) -> dict[str, Any]:
         """What it holds, what it gave up, and both sides of what a snapshot is worth, as JSON."""
         return {
-            "pages": len(self._nodes), "snapshots": len(self._kept), "evicted_pages": self.evicted_pages,
-            "evicted_snapshots": self.evicted_snapshots, "worth": self._worth and self._worth.record(),
-        }  # fmt: skip
+            "pages": len(self._nodes),
+            "snapshots": len(self._kept),
+            "evicted_pages": self.evicted_pages,
+            "evicted_snapshots": self.evicted_snapshots,
+            "worth": self._worth and self._worth.record(),
+        }
 
     def start(self, salt: str) -> bytes:
         """The name before the first block of a sequence; another for each ``salt``."""

@@ -75,16 +75,22 @@ class PrefixStore:
     """
 
     def __init__(
-        self, manifest: Manifest, target: Target, where: PrefixFolder, cache: PrefixCache,
-        report: Callable[[str], None], channel: Channel | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        manifest: Manifest,
+        target: Target,
+        where: PrefixFolder,
+        cache: PrefixCache,
+        report: Callable[[str], None],
+        channel: Channel | None = None,
+    ) -> None:
         self._channel = channel
         self._layout, self._root = layout_of(target, "prefix store"), root_of(manifest, target)
         self._limit, self._cache, self._report = where.limit, cache, report
         needed = self._layout.nbytes(self._block(bytes(32))) + self._layout.nbytes(self._snapshot(bytes(32)))
         if where.limit < needed:
-            raise Ling3Error(f"--prefix-store-bytes: expected at least {needed:,}, a block and a snapshot, found "
-                             f"{where.limit:,}")  # fmt: skip
+            raise Ling3Error(
+                f"--prefix-store-bytes: expected at least {needed:,}, a block and a snapshot, found {where.limit:,}"
+            )
         self._folder = Folder(self._layout, where.folder)
         list(left_behind(where.folder, dry_run=False))
         self.counts: Counter[str] = Counter()

@@ -66,9 +66,12 @@ def write_saved(path: Path, saved: Saved, layout: Layout, description: Mapping[s
                 array = array[:, 1:].reshape(shape[0], -1, shape[2])[:, : saved.stored]
             arrays[name] = np.ascontiguousarray(array.reshape(shape), BY_NAME[dtype].numpy)
     record = {
-        "version": VERSION, "state": description, "request": saved.request, "tokens": saved.tokens,
+        "version": VERSION,
+        "state": description,
+        "request": saved.request,
+        "tokens": saved.tokens,
         "stored": saved.stored,
-    }  # fmt: skip
+    }
     text = json.dumps(record)
     digest = hashlib.sha256(text.encode())
     for array in arrays.values():
@@ -143,8 +146,9 @@ def _tensors(layout: Layout, stored: int) -> list[tuple[str, tuple[int, ...], st
     """Name, shape and dtype of each tensor of a file."""
     return [
         (piece.name, (layout.layers[piece.kind], *layout.shape(piece, (0, layout.heads), stored)), piece.dtype)
-        for piece in layout.pieces if stored
-    ]  # fmt: skip
+        for piece in layout.pieces
+        if stored
+    ]
 
 
 def _paged(layout: Layout, name: str) -> bool:

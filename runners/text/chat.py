@@ -53,9 +53,13 @@ class ChatTemplate:
             ) from error
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, name: str = "messages",
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        name: str = "messages",
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """The text of a conversation.
 
         Args:

@@ -138,9 +138,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def _json(
-        self, value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
-        separators: tuple[str, str] | None = None, sort_keys: bool = False,
-    ) -> str:  # fmt: skip
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
         """JSON that leaves HTML alone."""
         if indent is None:
             return json.dumps(value, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys)

@@ -218,9 +218,13 @@ class TokenizerFiles:
         return source if isinstance(source, str) else ""
 
     def render_chat(
-        self, messages: Sequence[chat.Message], *, add_generation_prompt: bool = True, name: str = "messages",
+        self,
+        messages: Sequence[chat.Message],
+        *,
+        add_generation_prompt: bool = True,
+        name: str = "messages",
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """The text of a conversation, by the checkpoint's chat template.
 
         Args:

@@ -10,9 +10,13 @@ from typing import Any
 from ling3export.runners.endpoint import Endpoint
 
 AWAY = {
-    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
-    "remote_host": None, "remote_port": None,
-}  # fmt: skip
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
 BUSY = {429, 500, 502, 503, 504}  # the server cannot now; another one may
 
 

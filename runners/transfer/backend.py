@@ -189,8 +189,10 @@ class Writer:
         """
         if {*arrays} != {*self._arrays} or self._header.layers >> layer & 1:
             names = ", ".join(sorted(self._arrays))
-            raise TransferError(f"object {self.key.name}: expected {names} of a new layer, found layer {layer} of "
-                                f"{', '.join(sorted(arrays))}")  # fmt: skip
+            raise TransferError(
+                f"object {self.key.name}: expected {names} of a new layer, found layer {layer} of "
+                f"{', '.join(sorted(arrays))}"
+            )
         for name, array in arrays.items():
             self._arrays[name][layer] = array
         self._header = replace(self._header, layers=self._header.layers | 1 << layer)

@@ -14,14 +14,7 @@ from typing import Any
 
 from ling3export.errors import Ling3Error
 from ling3export.runners.transfer.backend import Backend, Presence
-from ling3export.runners.transfer.objects import (
-    Key,
-    Kind,
-    Layout,
-    StateMismatch,
-    check_same_state,
-    prefix_hashes,
-)
+from ling3export.runners.transfer.objects import Key, Kind, Layout, StateMismatch, check_same_state, prefix_hashes
 from ling3export.runners.transfer.plan import Pages, heads_of, port_of
 from ling3export.runners.transfer.protocol import (
     Connector,
@@ -76,10 +69,22 @@ class HostConnector(Worker, Connector):
     """
 
     def __init__(
-        self, backend: Backend, layout: Layout, description: Mapping[str, object], abi: str, *, rank: int, tp: int,
-        address: tuple[str, int], deadline: float, every: int, striped: bool,
-        groups: Sequence[Mapping[Kind, range]], report: Callable[[str], None], lease: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        backend: Backend,
+        layout: Layout,
+        description: Mapping[str, object],
+        abi: str,
+        *,
+        rank: int,
+        tp: int,
+        address: tuple[str, int],
+        deadline: float,
+        every: int,
+        striped: bool,
+        groups: Sequence[Mapping[Kind, range]],
+        report: Callable[[str], None],
+        lease: float | None = None,
+    ) -> None:
         if every % layout.block:
             raise Ling3Error(f"connector: expected a multiple of {layout.block} tokens between saves, found {every}")
         super().__init__(backend, layout, abi, rank=rank, tp=tp, deadline=deadline, striped=striped, groups=groups)
@@ -152,12 +157,20 @@ class HostConnector(Worker, Connector):
             return False, None
         host, port = self._address
         return False, {
-            "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self._engine,
-            "remote_request_id": request.request_id, "remote_host": host, "remote_port": port,
-            "remote_block_ids": list(slots.pages), "tp_size": self._tp, "striped": self._striped,
-            "transfer_id": transfer, "prompt_digest": self._hashes(request, len(request.prompt_ids))[-1].hex(),
-            "state": dict(self._description), **({} if self._lease is None else {"lease": self._lease}),
-        }  # fmt: skip
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self._engine,
+            "remote_request_id": request.request_id,
+            "remote_host": host,
+            "remote_port": port,
+            "remote_block_ids": list(slots.pages),
+            "tp_size": self._tp,
+            "striped": self._striped,
+            "transfer_id": transfer,
+            "prompt_digest": self._hashes(request, len(request.prompt_ids))[-1].hex(),
+            "state": dict(self._description),
+            **({} if self._lease is None else {"lease": self._lease}),
+        }
 
     def take_events(self) -> list[Stored | Removed]:
         removed, self._backend.removed = self._backend.removed, []

@@ -189,9 +189,20 @@ class Header:
     def pack(self) -> bytes:
         """The 128 bytes."""
         return HEADER.pack(
-            MAGIC, VERSION, self.kind, self.state, self.length, self.key, self.state_abi, self.crc32, self.layers,
-            self.created, self.pid, self.started, bytes(32),
-        )  # fmt: skip
+            MAGIC,
+            VERSION,
+            self.kind,
+            self.state,
+            self.length,
+            self.key,
+            self.state_abi,
+            self.crc32,
+            self.layers,
+            self.created,
+            self.pid,
+            self.started,
+            bytes(32),
+        )
 
     @classmethod
     def parse(cls, data: bytes) -> "Header":

@@ -59,9 +59,7 @@ class Prefillers:
                 right = False
             if not right:
                 raise Ling3Error(f"--prefill: expected http://HOST:PORT, found {url[:100]}", hint)
-        for name, least, number in (
-            ("--max-local-prefill", 0, self.most_local), ("--max-queue", 1, self.most_queued),
-        ):  # fmt: skip
+        for name, least, number in (("--max-local-prefill", 0, self.most_local), ("--max-queue", 1, self.most_queued)):
             if number < least:
                 raise Ling3Error(f"{name}: expected {least} or more, found {number}")
         if not self.deadline > 0:

@@ -50,9 +50,13 @@ class Shm:
     """
 
     def __init__(
-        self, layout: Layout, limit: int, deadline: float, lease: float | None = None,
+        self,
+        layout: Layout,
+        limit: int,
+        deadline: float,
+        lease: float | None = None,
         clock: Callable[[], float] = time.time,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not FOLDER.is_dir() or limit < HEADER.size:
             raise TransferError(
                 f"shm: expected {FOLDER} and room for an object, found "

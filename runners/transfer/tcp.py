@@ -91,9 +91,15 @@ class Tcp:
     """
 
     def __init__(
-        self, layout: Layout, limit: int, deadline: float, address: tuple[str, int], secret: str, lease: float,
+        self,
+        layout: Layout,
+        limit: int,
+        deadline: float,
+        address: tuple[str, int],
+        secret: str,
+        lease: float,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         host, port = address
         if not (secret or is_loopback(host)):
             raise TransferError(f"tcp {host}: expected a secret where other machines reach it, found none", SHARE)

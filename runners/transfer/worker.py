@@ -41,9 +41,17 @@ class Worker:
     """
 
     def __init__(
-        self, backend: Backend, layout: Layout, state_abi: str, *, rank: int, tp: int, deadline: float, striped: bool,
+        self,
+        backend: Backend,
+        layout: Layout,
+        state_abi: str,
+        *,
+        rank: int,
+        tp: int,
+        deadline: float,
+        striped: bool,
         groups: Sequence[Mapping[Kind, range]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._backend, self._layout, self._abi = backend, layout, state_abi
         self._rank, self._tp, self._deadline, self._striped = rank, tp, deadline, striped
         self._parts, self.groups = groups, len(groups)

@@ -204,10 +204,17 @@ def test_each_failure_has_its_own_text(tmp_path: Path, raw: dict[str, Any]) -> N
 
 @pytest.mark.parametrize(
     "text",
-    ["[" * 8_000_000, '{"a":' * 1_000_000, '["' + '\\"' * 4_000_000, '"' + "\\" * 8_000_001, "[" * 17 + "]" * 17,
-     " " * (LARGEST + 1), '{"format": 2, "a": ' + "[" * 450 + "]" * 450 + ', "b": [' + "1," * 2_000_000 + "1]}"],
+    [
+        "[" * 8_000_000,
+        '{"a":' * 1_000_000,
+        '["' + '\\"' * 4_000_000,
+        '"' + "\\" * 8_000_001,
+        "[" * 17 + "]" * 17,
+        " " * (LARGEST + 1),
+        '{"format": 2, "a": ' + "[" * 450 + "]" * 450 + ', "b": [' + "1," * 2_000_000 + "1]}",
+    ],
     ids=["lists", "objects", "quotes", "backslashes", "seventeen levels", "large", "deep and large"],
-)  # fmt: skip
+)
 def test_deep_and_huge_text_is_refused_at_once(text: str, tmp_path: Path) -> None:
     """A manifest of 4 MB and depth 450 once took 27 s before its digest was looked at."""
     (tmp_path / MANIFEST).write_text(text)

@@ -36,10 +36,16 @@ def test_only_regular_files_are_opened_and_nothing_is_waited_for(tmp_path):
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(os.path.relpath(tmp_path / "socket"))
     expected = {
-        "pipe": "a pipe", "folder": "a folder", "link": "a symbolic link", "socket": "a socket", "linked/file":
-        "no folder on the way to it", "none": "No such file or directory", ".": "a folder",
-        "folder/../file": "a path that leads out of the folder", "/etc/hosts": "a path that leads out of the folder",
-    }  # fmt: skip
+        "pipe": "a pipe",
+        "folder": "a folder",
+        "link": "a symbolic link",
+        "socket": "a socket",
+        "linked/file": "no folder on the way to it",
+        "none": "No such file or directory",
+        ".": "a folder",
+        "folder/../file": "a path that leads out of the folder",
+        "/etc/hosts": "a path that leads out of the folder",
+    }
     assert {name: found(tmp_path, name) for name in expected} == expected
     assert found(Path("/dev"), "null") == "a device"
     assert (read_bytes(tmp_path, "file", 10), read_bytes(tmp_path, "folder/file", 10)) == (b"0123456789", b"inside")

@@ -85,8 +85,11 @@ UNTRUSTED = {
     "none": (lambda toy, key, folder: None, "found none, in "),
     "wrong key": (lambda toy, key, folder: sign(toy, other_key(folder)), "found one by "),
     "removed key": (
-        lambda toy, key, folder: (sign(toy, key), shutil.copy(public_path(other_key(folder)), folder / "trusted"),
-                                  (folder / "trusted" / "key.pub").unlink()),
+        lambda toy, key, folder: (
+            sign(toy, key),
+            shutil.copy(public_path(other_key(folder)), folder / "trusted"),
+            (folder / "trusted" / "key.pub").unlink(),
+        ),
         "found one by ",
     ),
     "changed manifest": (
@@ -94,8 +97,11 @@ UNTRUSTED = {
         "that is not of this manifest.json",
     ),
     "another artifact's": (
-        lambda toy, key, folder: (write_manifest(toy, read_manifest_with_note(toy)), sign(toy, key),
-                                  shutil.copy(toy_artifact.shared() / MANIFEST, toy)),
+        lambda toy, key, folder: (
+            write_manifest(toy, read_manifest_with_note(toy)),
+            sign(toy, key),
+            shutil.copy(toy_artifact.shared() / MANIFEST, toy),
+        ),
         "that is not of this manifest.json",
     ),
     "truncated": (
@@ -110,7 +116,7 @@ UNTRUSTED = {
         lambda toy, key, folder: (sign(toy, key), (folder / "trusted" / "a.pem").mkdir()),
         "key `a.pem`: expected a readable file, found a folder",
     ),
-}  # fmt: skip
+}
 
 
 def read_manifest_with_note(toy: Path) -> Manifest:
@@ -199,8 +205,19 @@ def test_the_command_line_makes_keys_signs_and_trusts(toy, tmp_path, monkeypatch
 def test_openssl_reads_the_keys_and_checks_the_signature_of_the_plain_bytes(toy, key, tmp_path):
     sign(toy, key)
     (tmp_path / "raw").write_bytes(base64.b64decode(read_signatures(toy)[0].ed25519))
-    checked = ["openssl", "pkeyutl", "-verify", "-pubin", "-inkey", public_path(key), "-rawin", "-in", toy / MANIFEST,
-               "-sigfile", tmp_path / "raw"]  # fmt: skip
+    checked = [
+        "openssl",
+        "pkeyutl",
+        "-verify",
+        "-pubin",
+        "-inkey",
+        public_path(key),
+        "-rawin",
+        "-in",
+        toy / MANIFEST,
+        "-sigfile",
+        tmp_path / "raw",
+    ]
     assert subprocess.run(checked, capture_output=True).returncode == 0
     flipped(toy / MANIFEST, 10)
     assert subprocess.run(checked, capture_output=True).returncode != 0

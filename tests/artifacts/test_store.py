@@ -24,11 +24,7 @@ from ling3export.errors import ArtifactError
 
 BF16 = ml_dtypes.bfloat16
 FILE = "weights/tiny.safetensors"
-TINY = [
-    TensorSpec("a", (2, 3), "BF16", 2),
-    TensorSpec("n", (4,), "F32", 0),
-    TensorSpec("b", (2, 4, 8), "F32", 2),
-]
+TINY = [TensorSpec("a", (2, 3), "BF16", 2), TensorSpec("n", (4,), "F32", 0), TensorSpec("b", (2, 4, 8), "F32", 2)]
 TINY_HEADER = (
     b'{"__metadata__":{"format":"ling3"},'
     b'"b":{"dtype":"F32","shape":[2,4,8],"data_offsets":[0,256]},'
@@ -82,7 +78,7 @@ def test_golden_bytes(tmp_path: Path) -> None:
         "b": StoredTensor(FILE, "F32", (2, 4, 8), 2, 4096, 128, (digest[0], digest[0])),
         "n": StoredTensor(FILE, "F32", (4,), 0, 4352, 16, (digest[1],)),
         "a": StoredTensor(FILE, "BF16", (2, 3), 2, 4368, 6, (digest[2], digest[3])),
-    }  # fmt: skip
+    }
 
 
 def test_safetensors_reads_it(tmp_path: Path) -> None:

@@ -107,8 +107,11 @@ def test_training_computes_what_the_reference_computes(weights):
     P = PartitionSpec
     call = jax.shard_map(
         lambda tree, tokens: logits(bind(config, geometry(config))(tree), tokens),
-        mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False,
-    )  # fmt: skip
+        mesh=mesh,
+        in_specs=(P(), P()),
+        out_specs=P(),
+        check_vma=False,
+    )
     found, load = jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})(tree, tokens)
     reference = Reference(config, Checkpoint.open(DEMO).tensor)
     expected = reference.logits_many([row.tolist() for row in tokens])
@@ -120,9 +123,18 @@ def test_training_computes_what_the_reference_computes(weights):
 def test_the_demo_solves_what_was_kept_from_it(artifact, tmp_path):
     """Through prebuilt programs at TP=16, in bf16, four shots."""
     done = run(
-        sys.executable, "-m", "ling3export.runners.cli", "eval", "run", artifact("demo-tp16"), tmp_path / "run",
-        "--suite", "demo", "--limit", 100,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "ling3export.runners.cli",
+        "eval",
+        "run",
+        artifact("demo-tp16"),
+        tmp_path / "run",
+        "--suite",
+        "demo",
+        "--limit",
+        100,
+    )
     passed, total, rate = re.fullmatch(r"正确率: (\d+)/(\d+) = (0\.\d{4}|1\.0000)\n", done.stdout).groups()
     assert (total, rate) == ("100", f"{int(passed) / 100:.4f}")
     assert float(rate) >= SCORE

@@ -30,11 +30,13 @@ TARGETS = {name: parse_target(f"tpu:v6e:{name}", None, FULL) for name in ("4x4",
 # every item, a tuple of schemas of which one holds, or a type. Every field is required; `...` as a key allows any.
 CHIPS_OF = {"requests": {"google.com/tpu": str}, "limits": {"google.com/tpu": str}}
 PROCESSOR = {"requests": {"cpu": str, "memory": str}}
-VARIABLES = [(
-    {"name": str, "value": str},
-    {"name": str, "valueFrom": {"secretKeyRef": {"name": str, "key": str}}},
-    {"name": str, "valueFrom": {"fieldRef": {"fieldPath": str}}},
-)]  # fmt: skip
+VARIABLES = [
+    (
+        {"name": str, "value": str},
+        {"name": str, "valueFrom": {"secretKeyRef": {"name": str, "key": str}}},
+        {"name": str, "valueFrom": {"fieldRef": {"fieldPath": str}}},
+    )
+]
 PROBED = {"path": str, "port": int}
 CONTAINER = {
     "name": str,
@@ -45,10 +47,7 @@ CONTAINER = {
 }
 SERVER = CONTAINER | {"env": VARIABLES, "ports": [{"containerPort": int}], "resources": CHIPS_OF}
 CLAIMS = [({"claimName": str, "readOnly": bool}, {"claimName": str})]
-POD = {
-    "containers": [SERVER],
-    "volumes": [{"name": str, "persistentVolumeClaim": CLAIMS[0]}],
-}
+POD = {"containers": [SERVER], "volumes": [{"name": str, "persistentVolumeClaim": CLAIMS[0]}]}
 SLICE = {"nodeSelector": {"cloud.google.com/gke-tpu-accelerator": str, "cloud.google.com/gke-tpu-topology": str}}
 ONCE = {"restartPolicy": str}
 LASTING = {"terminationGracePeriodSeconds": int}
@@ -131,18 +130,24 @@ SCHEMAS: dict[str, list[dict[Any, Any]]] = {
     }],
 }  # fmt: skip
 KINDS = {
-    "JobSet": "jobset.x-k8s.io/v1alpha2", "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1", "Service": "v1",
-    "Deployment": "apps/v1", "HorizontalPodAutoscaler": "autoscaling/v2", "Job": "batch/v1",
-}  # fmt: skip
+    "JobSet": "jobset.x-k8s.io/v1alpha2",
+    "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1",
+    "Service": "v1",
+    "Deployment": "apps/v1",
+    "HorizontalPodAutoscaler": "autoscaling/v2",
+    "Job": "batch/v1",
+}
 # What the controllers give to a container, by file.
 GIVEN = {
     "jobset-v6e-4x4.yaml": {"JOB_COMPLETION_INDEX": "2", "JOB": "5", "NNODES": "4"},
     "leaderworkerset-v6e-4x4.yaml": {
-        "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "2", "LWS_LEADER_ADDRESS": "ling3-1.ling3.default",
+        "LWS_GROUP_SIZE": "4",
+        "LWS_WORKER_INDEX": "2",
+        "LWS_LEADER_ADDRESS": "ling3-1.ling3.default",
     },
     "deployment-v6e-2x2.yaml": {},
     "job-shards.yaml": {"JOB_COMPLETION_INDEX": "63"},
-}  # fmt: skip
+}
 
 
 def documents(name: str) -> list[Any]:
@@ -281,8 +286,10 @@ def test_containers_run_commands_that_there_are(name, variables):
     arguments, place = told([*container["command"], *container["args"]], variables | GIVEN[name])
     done = CliRunner().invoke(main, [*shlex.split(arguments), "--help"])
     assert done.exit_code == 0, done.output
-    expected = {"jobset-v6e-4x4.yaml": "4 2 ling3-runner-5-0.ling3:8476",
-                "leaderworkerset-v6e-4x4.yaml": "4 2 ling3-1.ling3.default:8476"}  # fmt: skip
+    expected = {
+        "jobset-v6e-4x4.yaml": "4 2 ling3-runner-5-0.ling3:8476",
+        "leaderworkerset-v6e-4x4.yaml": "4 2 ling3-1.ling3.default:8476",
+    }
     assert place == expected.get(name, "None None None")
 
 

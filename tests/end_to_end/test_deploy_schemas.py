@@ -25,8 +25,13 @@ def closed(*required: str, **properties: Any) -> dict[str, Any]:
 WHOLE, POD, SHARE = {"type": "integer"}, {"type": "object"}, {"type": ["integer", "string"]}
 # Of a LeaderWorkerSet v1, what a user says; a default stands for what the API requires and gives one.
 LWS = closed(
-    "apiVersion", "kind", "metadata", "spec",
-    apiVersion={"const": "leaderworkerset.x-k8s.io/v1"}, kind={"const": "LeaderWorkerSet"}, metadata={"type": "object"},
+    "apiVersion",
+    "kind",
+    "metadata",
+    "spec",
+    apiVersion={"const": "leaderworkerset.x-k8s.io/v1"},
+    kind={"const": "LeaderWorkerSet"},
+    metadata={"type": "object"},
     spec=closed(
         "leaderWorkerTemplate",
         replicas={"type": "integer", "minimum": 0, "maximum": 1_000_000},
@@ -38,14 +43,16 @@ LWS = closed(
         ),
         leaderWorkerTemplate=closed(
             "workerTemplate",
-            leaderTemplate=POD, workerTemplate=POD, size=WHOLE,
+            leaderTemplate=POD,
+            workerTemplate=POD,
+            size=WHOLE,
             restartPolicy={"enum": ["Default", "RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]},
             subGroupPolicy=closed(subGroupSize=WHOLE, subGroupPolicyType={"enum": ["LeaderWorker", "LeaderExcluded"]}),
             volumeClaimTemplates={"type": "array"},
             persistentVolumeClaimRetentionPolicy={"type": "object"},
         ),
     ),
-)  # fmt: skip
+)
 
 
 def documents(name: str) -> list[Any]:

@@ -68,9 +68,13 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 # Other machines: nothing is copied, and a command's options are checked.
 ELSEWHERE = {"rsync": 'test -d "$2"', "ssh": 'shift; exec bash -c "$* --help" > /dev/null'}
 QUESTION = {
-    "question_id": 70, "question": "Which?", "options": ["one", "two", "three"], "answer": "B", "category": "law",
+    "question_id": 70,
+    "question": "Which?",
+    "options": ["one", "two", "three"],
+    "answer": "B",
+    "category": "law",
     "cot_content": "A: Let's think step by step. The answer is (B).",
-}  # fmt: skip
+}
 TASK = """from inspect_ai import Task, task
 from inspect_ai.dataset import Sample
 from inspect_ai.scorer import includes
@@ -135,9 +139,14 @@ class Reader:
         elif (re.match(r"ling3export build .*--target tpu", text) and "--into" not in text) or str(DEMO) in text:
             return self.builds(text)
         done = subprocess.run(
-            ["bash", "-c", text], cwd=cwd, env=self.environment, capture_output=True, text=True,
-            stdin=subprocess.DEVNULL, timeout=600,
-        )  # fmt: skip
+            ["bash", "-c", text],
+            cwd=cwd,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=600,
+        )
         said = f"{self.page}: $ {text}\n{done.stdout}{done.stderr}"
         fails = any(line.startswith("error:") for line in shown)
         assert done.returncode == fails, said
@@ -215,9 +224,10 @@ def test_blocks_are_read_as_described():
         "```python\nprint(1)\n```\n"
     )
     assert commands(text) == [
-        Command("a \\\n  b", ["one", "…"]), Command("for x in 1; do\n    c\n  done", ["  two"]),
+        Command("a \\\n  b", ["one", "…"]),
+        Command("for x in 1; do\n    c\n  done", ["  two"]),
         Command("print(1)\n", python=True),
-    ]  # fmt: skip
+    ]
     assert is_whole("a 'b'") and not is_whole("a 'b")
 
 

@@ -65,11 +65,23 @@ NEVER_IN_RUNNER = {
 SERVER = {"msgspec", "prometheus_client", "pydantic", "starlette", "uvicorn", "zmq"}
 # Rooms and modules that read files, configurations and arguments, and load no jax.
 WITHOUT_JAX = (
-    "artifacts", "checkpoint", "cli", "errors", "model.config", "report", "runners.bench.workloads", "runners.cli",
-    "runners.doctor", "runners.evals",
-    "runners.hosts.channel", "runners.hosts.hosts", "runners.load.environment", "runners.serve.schema",
-    "runners.transfer", "verify.reference",
-)  # fmt: skip
+    "artifacts",
+    "checkpoint",
+    "cli",
+    "errors",
+    "model.config",
+    "report",
+    "runners.bench.workloads",
+    "runners.cli",
+    "runners.doctor",
+    "runners.evals",
+    "runners.hosts.channel",
+    "runners.hosts.hosts",
+    "runners.load.environment",
+    "runners.serve.schema",
+    "runners.transfer",
+    "verify.reference",
+)
 
 
 @functools.cache

@@ -78,9 +78,22 @@ def generate(
     lines = [json.dumps({"prompt_ids": prompt}) + "\n" for prompt in prompts]
     (scratch / "prompts.jsonl").write_text("".join(lines))
     done = run(
-        *command, "generate", artifact, "--prompt-file", scratch / "prompts.jsonl", "--max-tokens", STEPS,
-        "--ignore-eos", "--json", "--stats", "--logits", scratch / "logits.npz", "--force", *options, **how,
-    )  # fmt: skip
+        *command,
+        "generate",
+        artifact,
+        "--prompt-file",
+        scratch / "prompts.jsonl",
+        "--max-tokens",
+        STEPS,
+        "--ignore-eos",
+        "--json",
+        "--stats",
+        "--logits",
+        scratch / "logits.npz",
+        "--force",
+        *options,
+        **how,
+    )
     return Answers(done, scratch / "logits.npz")
 
 
@@ -97,10 +110,22 @@ def runner_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     commands = folder / "venv" / "bin"
     # Of what is installed a small part is imported: that alone becomes bytecode.
     run(
-        sys.executable, "-m", "pip", "--python", commands / "python", "install", "-q", "--no-input", "--no-compile",
-        "--disable-pip-version-check", "-c", folder / "constraints.txt", copied(folder / "source"),
-        folder=folder, environment=stranger(),
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        commands / "python",
+        "install",
+        "-q",
+        "--no-input",
+        "--no-compile",
+        "--disable-pip-version-check",
+        "-c",
+        folder / "constraints.txt",
+        copied(folder / "source"),
+        folder=folder,
+        environment=stranger(),
+    )
     shutil.rmtree(folder / "source")
     return commands
 
@@ -122,8 +147,9 @@ def test_a_moved_artifact_gives_the_same_tokens(runner_only: Path, moved: Path, 
     opened = Checkpoint.open(artifact.checkpoint("small-tp16"))
     prompts = prompts_of("small-tp16", opened.config.vocab_size)
     here = generate(HERE, artifact("small-tp16"), prompts, tmp_path / "here")
-    there = generate([runner_only / "ling3-runner"], moved, prompts, tmp_path / "there",
-                     folder=tmp_path, environment=stranger())  # fmt: skip
+    there = generate(
+        [runner_only / "ling3-runner"], moved, prompts, tmp_path / "there", folder=tmp_path, environment=stranger()
+    )
     assert there.tokens == here.tokens
     assert all(map(np.array_equal, there.logits, here.logits))
     assert here.stats["compile_events"] == there.stats["compile_events"] == 0

@@ -93,16 +93,25 @@ def calibrations(folder: Path) -> Iterator[Case]:
     toy = toy_copy(folder)
     manifest = read_manifest(toy)
     ((name, target),) = manifest.targets.items()
-    receipt, seconds = Receipt("passed", 1e-6, 1e-6, 1e-5, 3), Times(
-        calls=2, median=2e-3, fastest=1e-3, slowest=3e-3, dispatch=1e-4, device=1e-3, by_kind={"sorts": 1e-3},
-    )  # fmt: skip
+    receipt, seconds = (
+        Receipt("passed", 1e-6, 1e-6, 1e-5, 3),
+        Times(calls=2, median=2e-3, fastest=1e-3, slowest=3e-3, dispatch=1e-4, device=1e-3, by_kind={"sorts": 1e-3}),
+    )
     original = to_json(
         Calibration(
-            SCHEMA, "toy", name, programs_digest(target), str(manifest.weights_digest), "2026-11-22", measuring(), 64,
-            {"programs": 0.1}, Receipts(Tolerance("largest", 1e-5), dict.fromkeys(target.cells, receipt), {}),
+            SCHEMA,
+            "toy",
+            name,
+            programs_digest(target),
+            str(manifest.weights_digest),
+            "2026-11-22",
+            measuring(),
+            64,
+            {"programs": 0.1},
+            Receipts(Tolerance("largest", 1e-5), dict.fromkeys(target.cells, receipt), {}),
             dict.fromkeys(target.cells, seconds),
         )
-    )  # fmt: skip
+    )
 
     def case(rng: Random) -> None:
         data = json.dumps(mutated(rng, original)).encode()

@@ -20,10 +20,13 @@ HOST = "127.0.0.1"
 MOST = 64
 NAMES = tuple(bytes(31) + bytes([n]) for n in range(8))
 EVENTS = (
-    Cleared(), Stored(NAMES[:4], None, tuple(range(16)), 4, "me"),
+    Cleared(),
+    Stored(NAMES[:4], None, tuple(range(16)), 4, "me"),
     Stored(NAMES[3:4], NAMES[2], (12, 13, 14, 15), 4, "me", True),
-    Stored(NAMES[4:6], NAMES[3], tuple(range(8)), 4, "me"), Removed(NAMES[5:6]), Removed(NAMES[3:4], True),
-)  # fmt: skip
+    Stored(NAMES[4:6], NAMES[3], tuple(range(8)), 4, "me"),
+    Removed(NAMES[5:6]),
+    Removed(NAMES[3:4], True),
+)
 LAST = Stored(NAMES[6:7], None, (1, 2, 3, 4), 4)
 PROMPT = Tokens([1, 2, 3, 4, 5], "")
 
@@ -51,8 +54,21 @@ def batches(folder: Path) -> Iterator[Case]:
         blocks.take(events_of(encoded(2.0, [Cleared(), LAST])))
         if not blocks._recurrent and blocks.hit(PROMPT) != 4:
             raise WrongResultError("a right batch was not taken")
-        place_of(mutated(rng, {"kv_events": {"port": 1, "replay_port": 2, "topic": "t", "block_size": 4,
-                                             "instance": "i", "sequence": 3}}))  # fmt: skip
+        place_of(
+            mutated(
+                rng,
+                {
+                    "kv_events": {
+                        "port": 1,
+                        "replay_port": 2,
+                        "topic": "t",
+                        "block_size": 4,
+                        "instance": "i",
+                        "sequence": 3,
+                    }
+                },
+            )
+        )
 
     yield case
 

@@ -41,7 +41,7 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     (COMPLETIONS, {**ASKED, "prompt": "How many", "stop": ["a"], "top_p": 0.5, "top_k": 3}),
     (COMPLETIONS, {**ASKED, "prompt": ["a", "b"], "stream": True, "stream_options": {"include_usage": True}}),
     (CHAT, {**ASKED, "messages": [{"role": "system", "content": "Hi"}, {"role": "user", "content": [PART, PART]}]}),
-)  # fmt: skip
+)
 IDENTITY = {"artifact": "a" * 64, "target": "cpu-tp2", "overlap": True}
 
 

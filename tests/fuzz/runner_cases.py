@@ -20,9 +20,11 @@ from ling3export.runners.evals.trials import RunConfig
 from mutations import json_text, mutated, mutated_bytes
 
 LINES = (
-    {"prompt_ids": [1, 2, 3]}, {"prompt": "How many apples"}, {"prompt_ids": [300]},
+    {"prompt_ids": [1, 2, 3]},
+    {"prompt": "How many apples"},
+    {"prompt_ids": [300]},
     {"messages": [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}]},
-)  # fmt: skip
+)
 
 
 @contextmanager

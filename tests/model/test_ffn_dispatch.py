@@ -96,17 +96,31 @@ def oracle(data, ids, sessions, micro, layers, out_num, expert_num, layer_num, m
 
 # Sessions, micro batches, tokens, experts a token, values a row; experts, layers; the kind of expert_offsets.
 SHAPES = (
-    (1, 1, 1, 1, 1, 3, 0, "group"), (4, 2, 3, 1, 7, 5, 0, "slot"), (2, 3, 5, 3, 7, 4, 0, "group"),
-    (3, 2, 4, 4, 8, 6, 3, "group"), (4, 1, 2, 2, 8, 1, 1, "slot"), (1, 4, 7, 3, 5, 9, 0, "group"),
-    (4, 4, 4, 2, 7, 12, 3, "slot"), (2, 2, 1, 5, 2, 2, 0, "group"), (3, 3, 3, 3, 3, 3, 3, "group"),
+    (1, 1, 1, 1, 1, 3, 0, "group"),
+    (4, 2, 3, 1, 7, 5, 0, "slot"),
+    (2, 3, 5, 3, 7, 4, 0, "group"),
+    (3, 2, 4, 4, 8, 6, 3, "group"),
+    (4, 1, 2, 2, 8, 1, 1, "slot"),
+    (1, 4, 7, 3, 5, 9, 0, "group"),
+    (4, 4, 4, 2, 7, 12, 3, "slot"),
+    (2, 2, 1, 5, 2, 2, 0, "group"),
+    (3, 3, 3, 3, 3, 3, 3, "group"),
     (4, 2, 4, 4, 16, 8, 2, "slot"),
-)  # fmt: skip
+)
 
 
 def random_case(
-    rng: np.random.Generator, kind: int, a: int, m: int, bs: int, k1: int, width: int, experts: int, layers: int,
+    rng: np.random.Generator,
+    kind: int,
+    a: int,
+    m: int,
+    bs: int,
+    k1: int,
+    width: int,
+    experts: int,
+    layers: int,
     token_dtype: int | None,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> tuple[Any, ...]:
     """Arguments of one case: 0 masks everything, 1 gives all to one expert, 2 names sessions that do not exist."""
     ids = rng.integers(-2, experts + 2, (a, bs, k1)).astype(np.int32)
     ids[rng.random(ids.shape) < 0.3] = MASK + int(rng.integers(0, 5))
@@ -130,9 +144,18 @@ def test_random_cases_equal_the_oracle_to_the_bit(seed):
     @jax.jit
     def call(data, ids, sessions, micro, layer_ids, out_num):
         return ffn_worker_batching(
-            data, ids, sessions, micro, expert_num=experts, max_out_shape=(a, bs, k1, width), expert_offsets=mode,
-            layer_num=layers, layer_ids=layer_ids if layers else None, out_num=out_num, token_dtype=token_dtype or 0,
-        )  # fmt: skip
+            data,
+            ids,
+            sessions,
+            micro,
+            expert_num=experts,
+            max_out_shape=(a, bs, k1, width),
+            expert_offsets=mode,
+            layer_num=layers,
+            layer_ids=layer_ids if layers else None,
+            out_num=out_num,
+            token_dtype=token_dtype or 0,
+        )
 
     for case in range(50):
         arguments = random_case(rng, case % 8, *SHAPES[seed][:7], token_dtype)
@@ -220,10 +243,18 @@ def segment_of_the_example() -> TokenBuffers:
     """Both sessions have published: session 0 its micro batch 1, session 1 its micro batch 0, as rows of fp16."""
     info, pairs = 4 * 2 * 2 * (2 + 6), 2 * 2 * 6
     context = ScheduleContext(
-        session_num=2, micro_batch_num=2, micro_batch_size=2, selected_expert_num=3, expert_num=5,
-        attn_to_ffn_token_size=512, run_flag=1, ffn_token_info_buf=SIZE, ffn_token_info_size=info,
-        ffn_token_data_buf=SIZE + info, ffn_token_data_size=512 * pairs,
-    )  # fmt: skip
+        session_num=2,
+        micro_batch_num=2,
+        micro_batch_size=2,
+        selected_expert_num=3,
+        expert_num=5,
+        attn_to_ffn_token_size=512,
+        run_flag=1,
+        ffn_token_info_buf=SIZE,
+        ffn_token_info_size=info,
+        ffn_token_data_buf=SIZE + info,
+        ffn_token_data_size=512 * pairs,
+    )
     memory = memoryview(bytearray(SIZE + info + 512 * pairs))
     memory[:SIZE] = context.build()
     buffers = TokenBuffers(memory)
@@ -243,8 +274,9 @@ def test_the_operator_over_a_segment_takes_what_is_ready_in_the_integers_of_the_
     buffers = segment_of_the_example()
     found = [receive(buffers, operator, need_schedule=1, synchronous=False, timeout=1) for _ in range(2)]
     assert [each["group_list"].tolist() for each in found] == [
-        [[1, 1], [3, 1], [4, 1], [0, 0], [0, 0]], [[0, 2], [3, 1], [4, 2], [0, 0], [0, 0]],
-    ]  # fmt: skip
+        [[1, 1], [3, 1], [4, 1], [0, 0], [0, 0]],
+        [[0, 2], [3, 1], [4, 2], [0, 0], [0, 0]],
+    ]
     assert [each["y"][:5, 0].tolist() for each in found] == [[1001, 1000, 1002, 0, 0], [101, 110, 100, 102, 112]]
     assert [int(each["actual_token_num"]) for each in found] == [3, 5]
     dtypes = {name: value.dtype for name, value in found[0].items()}

@@ -39,9 +39,7 @@ class Split:
     def run(self, phase: str, padding: int, batch: dict[str, Any], **fields: Any) -> dict[str, Any]:
         step, call = self.direct.step(phase, padding)
         takes = step.specs[0]
-        params = {
-            stack: {name: self.direct.params[stack][name] for name in rows} for stack, rows in takes.items()
-        }  # fmt: skip
+        params = {stack: {name: self.direct.params[stack][name] for name in rows} for stack, rows in takes.items()}
         if step.fields:
             batch = batch | {"packed": pack(step.fields, **fields)}
         state, out = call(params, self.direct.state if step.specs[1] else {}, batch)
@@ -89,8 +87,10 @@ class Split:
                 names = ("residual", "expert_ids", "weights")
                 batch = {name: out[name] for name in names} | {"results": results}
                 hidden[number] = self.run("combine", ROWS, batch)["hidden"]
-        return [np.asarray(self.run("head", ROWS, {"hidden": each})["logits"])[: len(rows)]
-                for each, rows in zip(hidden, batches, strict=True)]  # fmt: skip
+        return [
+            np.asarray(self.run("head", ROWS, {"hidden": each})["logits"])[: len(rows)]
+            for each, rows in zip(hidden, batches, strict=True)
+        ]
 
 
 @pytest.mark.parametrize(("tp", "form"), [(2, "loops"), (2, "tiles")])

@@ -95,16 +95,22 @@ def test_the_difference_is_printed_as_a_table():
 
 def test_quantities_are_taken_from_a_cell_s_record():
     estimate = SimpleNamespace(
-        seconds=2.1352270e-3, instructions={"fusion": 1262, "copy": 385}, copies={"copy.1": 2_000_000},
+        seconds=2.1352270e-3,
+        instructions={"fusion": 1262, "copy": 385},
+        copies={"copy.1": 2_000_000},
         custom_calls={"tpu_custom_call": Collective(18, 1)},
-    )  # fmt: skip
+    )
     collectives = {"all-gather": Collective(6, 1966080)}
     memory = Memory(arguments=100, outputs=30, temporaries=20, alias=25, code=7)
     cell = SimpleNamespace(collectives=collectives, memory=memory, estimate=estimate)
     assert quantities(cell) == {
-        "collectives: all-gather": 6, "custom calls: tpu_custom_call": 18, "fusions": 1262, "copies over 1 MB": 1,
-        "peak memory, bytes": 132, "estimated, ms": 2.135,
-    }  # fmt: skip
+        "collectives: all-gather": 6,
+        "custom calls: tpu_custom_call": 18,
+        "fusions": 1262,
+        "copies over 1 MB": 1,
+        "peak memory, bytes": 132,
+        "estimated, ms": 2.135,
+    }
 
 
 def test_a_toolchain_without_a_budget_is_told_which_have_one(tmp_path: Path):

@@ -193,9 +193,12 @@ def test_batch_comes_out_as_it_was_packed(phase: str, padding: int):
 def test_chunks_of_a_call():
     """Slot 2 from its start, two chunks; slot 1 at position 40, one full and one of 3; padding between and after."""
     fields = {
-        "chunk_slot": [2, 2, 0, 1, 1, 0], "chunk_start": [0, 16, 0, 40, 56, 0], "chunk_len": [16, 5, 0, 16, 3, 0],
-        "fresh": [1, 0, 1, 0, 0, 0], "page_table": np.zeros((6, 1)),
-    }  # fmt: skip
+        "chunk_slot": [2, 2, 0, 1, 1, 0],
+        "chunk_start": [0, 16, 0, 40, 56, 0],
+        "chunk_len": [16, 5, 0, 16, 3, 0],
+        "fresh": [1, 0, 1, 0, 0, 0],
+        "page_table": np.zeros((6, 1)),
+    }
     chunks = jax.jit(chunks_of)({name: jnp.asarray(value, jnp.int32) for name, value in fields.items()})
     assert chunks.used == 5
     assert chunks.fresh.tolist() == [True, False, False, False, False, False]

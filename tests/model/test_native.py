@@ -53,9 +53,7 @@ def geometry(request: pytest.FixtureRequest) -> Geometry:
     register(kept.read_bytes(), name)
     addresses.add(ctypes.cast(kernels._registered[name].ling3_columns, ctypes.c_void_p).value)
     assert len(addresses) == len(kernels._registered), "each form is a library of its own"
-    return Geometry(
-        tp=1, dtype="bfloat16", slots=1, pages=1, page_size=16, max_pages=1, latent_row=16, kernels=name
-    )  # fmt: skip
+    return Geometry(tp=1, dtype="bfloat16", slots=1, pages=1, page_size=16, max_pages=1, latent_row=16, kernels=name)
 
 
 def draw(rng: np.random.Generator, *shape: int) -> tuple[Any, np.ndarray]:
@@ -196,9 +194,17 @@ def test_one_token_of_kda(geometry: Geometry, seed: int, bound: float | None) ->
     a_log, dt_bias = (rng.normal(size=(shards, layers, each, *more)).astype(np.float32) for more in ((), (key,)))
     weights = calls.KdaWeights(b_proj, conv1d, jnp.asarray(a_log), jnp.asarray(dt_bias), o_norm)
     found, kept, out = calls.token(
-        jnp.asarray(pool), windows, jnp.asarray(y), x, weights, layer, jnp.asarray(slot, jnp.int32), jnp.int32(used),
-        own, geometry,
-    )  # fmt: skip
+        jnp.asarray(pool),
+        windows,
+        jnp.asarray(y),
+        x,
+        weights,
+        layer,
+        jnp.asarray(slot, jnp.int32),
+        jnp.int32(used),
+        own,
+        geometry,
+    )
     expected, wanted = pool.astype(np.float64), np.zeros((rows, heads, key))
     raw = np.asarray(jnp.asarray(y[..., : 3 * key], jnp.bfloat16), np.float64)
     new, f, gate = np.array(windows64), y[..., 3 * key : 4 * key], y[..., 4 * key :]

@@ -160,9 +160,12 @@ def test_draws_depend_on_seed_and_position_alone(samplers: dict):
     """Not on row, neighbours, number of rows, tensor parallelism or form."""
     logits = np.random.default_rng(1).normal(size=(8, VOCAB)).astype(np.float32)
     fields = {
-        "temperature": np.full(8, 1.3), "top_k": np.array([0, 50] * 4), "top_p": np.array([1, 0.9, 0.8, 1] * 2),
-        "seed": np.arange(8) * 1000 - 3, "position": np.arange(8) * 7,
-    }  # fmt: skip
+        "temperature": np.full(8, 1.3),
+        "top_k": np.array([0, 50] * 4),
+        "top_p": np.array([1, 0.9, 0.8, 1] * 2),
+        "seed": np.arange(8) * 1000 - 3,
+        "position": np.arange(8) * 7,
+    }
     token, logprob, _ = samplers[1, 8](logits, **fields)
     assert len(set(token)) > 4
     assert np.max(np.abs(logprob - log_softmax(logits)[np.arange(8), token])) < KERNEL

@@ -55,8 +55,10 @@ def test_groups_in_order_equal_one_program(case: Case, tp: int, form: Form):
         found[way, "state"] = jax.tree.map(np.asarray, direct.state)
     assert max(relative(found["segments", slot], found["whole", slot]) for slot in (1, 2)) < SAME
     states = (found[way, "state"] for way in ("whole", "segments"))
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one[:, 1:], other[:, 1:], rtol=1e-4, atol=1e-5),
-                 *({name: state[name] for name in state if name != "last_token"} for state in states))  # fmt: skip
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one[:, 1:], other[:, 1:], rtol=1e-4, atol=1e-5),
+        *({name: state[name] for name in state if name != "last_token"} for state in states),
+    )
 
 
 @pytest.mark.parametrize("form", ["loops", "tiles"])

@@ -162,8 +162,9 @@ def test_a_product_with_zeros_and_ones_is_a_convolution(dtype: str):
     found, found_kept = jax.jit(convolve_tiles)(
         jnp.asarray(np.stack(raw), dtype).reshape(-1, size * CHUNK, 1, features),
         jnp.asarray(np.stack(pool), dtype).reshape(-1, size, 1, width * features),
-        jnp.asarray(taps.T)[:, None], picks,
-    )  # fmt: skip
+        jnp.asarray(taps.T)[:, None],
+        picks,
+    )
     found = np.asarray(found).reshape(CHUNKS, CHUNK, features)
     for n in range(CHUNKS):
         np.testing.assert_allclose(found[n, : length[n]], expected[n], rtol=2e-5, atol=2e-6)

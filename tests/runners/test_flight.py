@@ -104,7 +104,7 @@ def watched(body: str) -> subprocess.CompletedProcess[str]:
             "; the last program that it started is b@1 of c, call 1, while it loaded program a@1",
         ),
     ],
-)  # fmt: skip
+)
 def test_only_an_end_that_nobody_announced_gets_a_last_line(body, code, words):
     done = watched(body)
     assert done.returncode == code

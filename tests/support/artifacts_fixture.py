@@ -75,9 +75,15 @@ class Recipe:
 
     def options(self) -> list[str]:
         numbers = {
-            "--tp": self.tp, "--decode-paddings": self.decode, "--max-running": 8, "--context": 1024, "--page-size": 64,
-            "--paddings": ",".join(map(str, self.paddings)), "--dtype": self.dtype, "--target": self.target,
-        }  # fmt: skip
+            "--tp": self.tp,
+            "--decode-paddings": self.decode,
+            "--max-running": 8,
+            "--context": 1024,
+            "--page-size": 64,
+            "--paddings": ",".join(map(str, self.paddings)),
+            "--dtype": self.dtype,
+            "--target": self.target,
+        }
         if self.kernels != "off":
             numbers["--kernels"] = self.kernels
         if self.score:
@@ -244,9 +250,10 @@ class Artifacts:
             return DEMO
         made_of = [sources_of(MAKING), recipe.preset, recipe.seed, recipe.overrides, metadata.version("numpy")]
         return self.kept(
-            recipe.checkpoint, made_of,
+            recipe.checkpoint,
+            made_of,
             lambda path: synthesize(path, recipe.preset, recipe.seed, overrides=recipe.overrides),
-        )  # fmt: skip
+        )
 
     def __call__(self, name: str) -> Path:
         return self.built(f"{name}.ling3", self.checkpoint(name), *RECIPES[name].options())
@@ -255,8 +262,17 @@ class Artifacts:
         """What ``ling3export build CHECKPOINT NAME OPTIONS`` makes."""
 
         def build(path: Path) -> None:
-            run(sys.executable, "-m", "ling3export.cli", "build", checkpoint, path, *options,
-                "--cache-dir", self.programs)  # fmt: skip
+            run(
+                sys.executable,
+                "-m",
+                "ling3export.cli",
+                "build",
+                checkpoint,
+                path,
+                *options,
+                "--cache-dir",
+                self.programs,
+            )
 
         source = digest_of(files_below(checkpoint) or {checkpoint.name: checkpoint})  # or a config alone
         return self.kept(name, [sources_of(BUILDING), source, options, versions()], build)

@@ -37,9 +37,15 @@ def body_of(seed: int, model: str) -> dict[str, Any]:
         return shared + [rng.randrange(300) for _ in range(rng.randint(1, 60))]
 
     body: dict[str, Any] = {
-        "model": model, "prompt": prompt(), "max_tokens": rng.randint(1, 24), "ignore_eos": True, "seed": seed,
-        "temperature": rng.choice((0, 0.8)), "return_token_ids": True, "stream": rng.random() < 0.3,
-    }  # fmt: skip
+        "model": model,
+        "prompt": prompt(),
+        "max_tokens": rng.randint(1, 24),
+        "ignore_eos": True,
+        "seed": seed,
+        "temperature": rng.choice((0, 0.8)),
+        "return_token_ids": True,
+        "stream": rng.random() < 0.3,
+    }
     if rng.random() < 0.1:
         body["prompt"] = [prompt() for _ in range(3)]
     elif rng.random() < 0.1:

@@ -16,10 +16,17 @@ from typing import Any
 LONG = 120  # seconds: a machine may be busy
 PROGRAM = "chromium"
 FLAGS = (
-    "--headless=new", "--no-sandbox",  # CI runs as root, where the sandbox refuses to start
-    "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--remote-debugging-pipe", "--window-size=1100,900",
-)  # fmt: skip
+    "--headless=new",
+    "--no-sandbox",  # CI runs as root, where the sandbox refuses to start
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--remote-debugging-pipe",
+    "--window-size=1100,900",
+)
 
 
 class Page:
@@ -111,8 +118,12 @@ def browser(profile: Path) -> Iterator[Page]:
     with open(profile.with_suffix(".log"), "wb") as log, contextlib.ExitStack() as stack:
         process = subprocess.Popen(
             ["bash", "-c", line, "bash", program, *FLAGS, f"--user-data-dir={profile}"],
-            pass_fds=(theirs_in, theirs_out), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
+            pass_fds=(theirs_in, theirs_out),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
         stack.callback(_end, process)
         os.close(theirs_in)
         os.close(theirs_out)

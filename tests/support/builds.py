@@ -21,10 +21,23 @@ ROOT = Path(__file__).parents[2]
 MARK = "LING3_TEST_MARK"
 # The smallest artifact: three cells, always compiled anew.
 SMALLEST = (
-    "--cache", "off",
-    "--tp", "1", "--paddings", "16", "--decode-paddings", "1", "--max-running", "1", "--context", "64",
-    "--page-size", "16", "--dtype", "float32",
-)  # fmt: skip
+    "--cache",
+    "off",
+    "--tp",
+    "1",
+    "--paddings",
+    "16",
+    "--decode-paddings",
+    "1",
+    "--max-running",
+    "1",
+    "--context",
+    "64",
+    "--page-size",
+    "16",
+    "--dtype",
+    "float32",
+)
 # Runs the module that its second argument names; the first one is the largest file that it may write, 0 for any. A test
 # that runs with SIGINT ignored hands that down.
 SCRIPT = """
@@ -48,9 +61,14 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def building(
-    checkpoint: Path, artifact: Path, *, options: Sequence[object] = (), limit: int = 0, cwd: Path | None = None,
+    checkpoint: Path,
+    artifact: Path,
+    *,
+    options: Sequence[object] = (),
+    limit: int = 0,
+    cwd: Path | None = None,
     variables: Mapping[str, str] = MappingProxyType({}),
-) -> Iterator[subprocess.Popen[str]]:  # fmt: skip
+) -> Iterator[subprocess.Popen[str]]:
     """``ling3export build`` of SMALLEST, running; killed at the end of the block. Its children carry the mark.
 
     Args:
@@ -65,10 +83,13 @@ def building(
     # -P: the working directory is not on the path.
     command = [sys.executable, "-P", "-c", SCRIPT, limit, module, "build", checkpoint, artifact, *SMALLEST, *options]
     process = subprocess.Popen(
-        [str(part) for part in command], env=environment({MARK: str(artifact), **variables}),
-        cwd=cwd or artifact.parent, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [str(part) for part in command],
+        env=environment({MARK: str(artifact), **variables}),
+        cwd=cwd or artifact.parent,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     with process:
         try:
             yield process

@@ -53,8 +53,13 @@ NONE = ("expected an OCI image layout, found No such file", "expected it in the 
 
 def started(*arguments: object) -> subprocess.Popen[str]:
     """``publish`` or ``pull``, a folder, a store and a version, in a process that has imported all that it needs."""
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, *map(str, arguments)], env=environment({}), text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, *map(str, arguments)],
+        env=environment({}),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 

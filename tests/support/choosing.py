@@ -7,9 +7,15 @@ import numpy as np
 
 
 def changed(
-    logits: np.ndarray, prompt: Sequence[int], generated: Sequence[int], *, presence: float = 0, frequency: float = 0,
-    repetition: float = 1, bias: Mapping[int, float] | None = None,
-) -> np.ndarray:  # fmt: skip
+    logits: np.ndarray,
+    prompt: Sequence[int],
+    generated: Sequence[int],
+    *,
+    presence: float = 0,
+    frequency: float = 0,
+    repetition: float = 1,
+    bias: Mapping[int, float] | None = None,
+) -> np.ndarray:
     """Logits as they are sampled from."""
     out = logits.astype(np.float64)
     for token in {*prompt, *generated}:

@@ -60,14 +60,28 @@ class Direct:
     """One model, its state and its compiled steps."""
 
     def __init__(
-        self, config: Config, read: Callable[[str], np.ndarray], *, tp: int = 1, dtype: str = "float32",
-        slots: int = 4, page_size: int = 32, max_pages: int = 32, form: Form = "loops",
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        read: Callable[[str], np.ndarray],
+        *,
+        tp: int = 1,
+        dtype: str = "float32",
+        slots: int = 4,
+        page_size: int = 32,
+        max_pages: int = 32,
+        form: Form = "loops",
+    ) -> None:
         self.config = config
         self.geometry = Geometry(
-            tp=tp, dtype=dtype, slots=slots, pages=slots * max_pages, page_size=page_size, max_pages=max_pages,
-            latent_row=config.latent_dim, form=form,
-        )  # fmt: skip
+            tp=tp,
+            dtype=dtype,
+            slots=slots,
+            pages=slots * max_pages,
+            page_size=page_size,
+            max_pages=max_pages,
+            latent_row=config.latent_dim,
+            form=form,
+        )
         self.mesh = Mesh(np.array(jax.devices()[:tp]), (AXIS,), axis_types=(AxisType.Auto,))
         self.steps: dict[tuple[str, int], tuple[Step, Any]] = {}
         specs = self.step("decode", 1)[0].specs[0]

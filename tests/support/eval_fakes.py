@@ -19,9 +19,17 @@ from ling3export.runners.evals.trials import RunConfig
 
 NUMERIC = GraderSpec("last_numeric")
 ENVIRONMENT = {
-    "artifact": "a" * 64, "weights": "b" * 64, "target": "fake", "tp": 16, "dtype": "bfloat16", "overlap": False,
-    "paddings": [16, 128, 512], "page_size": 256, "max_running": 4, "memory_fraction": None,
-}  # fmt: skip
+    "artifact": "a" * 64,
+    "weights": "b" * 64,
+    "target": "fake",
+    "tp": 16,
+    "dtype": "bfloat16",
+    "overlap": False,
+    "paddings": [16, 128, 512],
+    "page_size": 256,
+    "max_running": 4,
+    "memory_fraction": None,
+}
 
 
 class FakeBackend(Backend):

@@ -20,8 +20,9 @@ def next_token(tokens: list[int], seed: int = 0, temperature: float = 0.0) -> in
     return int.from_bytes(hashlib.sha256(key).digest()[:4], "little") % VOCAB
 
 
-def answer(prompt: list[int], count: int, eos: frozenset[int] = frozenset(), seed: int = 0,
-           temperature: float = 0.0) -> list[int]:  # fmt: skip
+def answer(
+    prompt: list[int], count: int, eos: frozenset[int] = frozenset(), seed: int = 0, temperature: float = 0.0
+) -> list[int]:
     """The oracle: one sequence, one token at a time, no pools."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + count:

@@ -50,8 +50,12 @@ class FakeRay:
         self.groups: list[dict[str, Any]] = []
         self.following: list[Ref] = []
         placed = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda group, number: (group, number))
-        self.util = SimpleNamespace(placement_group=self.group, remove_placement_group=self.remove,
-                                    get_node_ip_address=lambda: "127.0.0.1", scheduling_strategies=placed)  # fmt: skip
+        self.util = SimpleNamespace(
+            placement_group=self.group,
+            remove_placement_group=self.remove,
+            get_node_ip_address=lambda: "127.0.0.1",
+            scheduling_strategies=placed,
+        )
 
     def group(self, bundles: list[dict[str, float]], **options: Any) -> int:
         self.groups.append({"bundles": bundles, **options})

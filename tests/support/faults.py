@@ -151,10 +151,12 @@ class _Pair:
             with log.open("w") as file:
                 self.processes.append(
                     subprocess.Popen(
-                        [str(part) for part in command], env=environment({"LING3_SECRET": "of-these-two-hosts"}),
-                        stdout=subprocess.DEVNULL, stderr=file,
+                        [str(part) for part in command],
+                        env=environment({"LING3_SECRET": "of-these-two-hosts"}),
+                        stdout=subprocess.DEVNULL,
+                        stderr=file,
                     )
-                )  # fmt: skip
+                )
 
     def until(self, number: int, text: str) -> bool:
         """Waits until a host says ``text``; whether it does before it ends."""
@@ -215,8 +217,9 @@ def inject(artifact: Path, fault: Fault) -> End:
 CLEAR = re.compile(
     r"^error: (?:host \d: expected (?:its process to run, found that it ended|a sign of life, found none for \S+ s|"
     r"it to take its steps, found none taken for \S+ s|it at \S+ within \S+ s, found .+)|"
-    r"hosts: expected 2 within \S+ s, found no word of host 1|host \d ended: .+)", re.MULTILINE,
-)  # fmt: skip
+    r"hosts: expected 2 within \S+ s, found no word of host 1|host \d ended: .+)",
+    re.MULTILINE,
+)
 
 
 def _ended(processes: list["subprocess.Popen[bytes]"], begun: float) -> float:

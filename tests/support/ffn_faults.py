@@ -55,7 +55,7 @@ FAULTS = {
     "attention killed": Fault(1, signal.SIGKILL, 1, "expected a live process, found none"),
     "attention stands still": Fault(1, signal.SIGSTOP, 1, "to publish within", LIMIT, seconds("--timeout")),
     "attention never comes": Fault(1, None, 1, "found them missing", LIMIT, seconds("--wait")),
-}  # fmt: skip
+}
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
@@ -70,15 +70,29 @@ def inject(artifact: Path, fault: Fault, name: str) -> float:
     """Seconds from the signal to the other side's end; how it ended is checked, and that no segment is left."""
     commands = [
         [*RUNNER, "ffn-worker", artifact, "--context", name, "--check", "programs", *fault.worker],
-        [*RUNNER, "generate", artifact, "--ffn", name, "--prompt-ids", "1,2,3", "--max-tokens", "900", "--ignore-eos",
-         "--check", "programs", *fault.attention],
-    ]  # fmt: skip
+        [
+            *RUNNER,
+            "generate",
+            artifact,
+            "--ffn",
+            name,
+            "--prompt-ids",
+            "1,2,3",
+            "--max-tokens",
+            "900",
+            "--ignore-eos",
+            "--check",
+            "programs",
+            *fault.attention,
+        ],
+    ]
     segment, both = FOLDER / f"{PREFIX}{name}", list[subprocess.Popen[str] | None]([None, None])
     try:
         for side, command in enumerate(commands):
             if fault.signal is not None or side != fault.victim:
-                both[side] = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, stdout=subprocess.PIPE,
-                                              text=True)  # fmt: skip
+                both[side] = subprocess.Popen(
+                    list(map(str, command)), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                )
             if side == 0 and both[0] is not None:
                 until(segment.exists, "a segment")
         other, started = both[1 - fault.victim], time.monotonic()

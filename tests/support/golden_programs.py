@@ -99,10 +99,7 @@ def table(rows: list[tuple[str, ...]]) -> str:
     lines = [("cell", "quantity", "budget", "found", "change"), *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(5)]
     left, right = widths[:2], widths[2:]
-    text = [
-        "  ".join([*map(str.ljust, line[:2], left), *map(str.rjust, line[2:], right)])
-        for line in lines
-    ]  # fmt: skip
+    text = ["  ".join([*map(str.ljust, line[:2], left), *map(str.rjust, line[2:], right)]) for line in lines]
     return "\n".join([*text, f"Allowed: {100 * ALLOWED:g} %, up or down. If the change is meant: make budgets"])
 
 

@@ -15,9 +15,12 @@ RUNNER = (sys.executable, "-m", "ling3export.runners.cli")
 
 @contextmanager
 def hosting(
-    commands: Sequence[Sequence[object]], *, variables: bool = False,
-    programs: Sequence[Sequence[object]] | None = None, folders: Sequence[Path] | None = None,
-) -> Iterator[list[subprocess.Popen[str]]]:  # fmt: skip
+    commands: Sequence[Sequence[object]],
+    *,
+    variables: bool = False,
+    programs: Sequence[Sequence[object]] | None = None,
+    folders: Sequence[Path] | None = None,
+) -> Iterator[list[subprocess.Popen[str]]]:
     """A command of the runner on every host; killed at the end of the block.
 
     Args:
@@ -33,11 +36,15 @@ def hosting(
         program = RUNNER if programs is None else programs[number]
         processes.append(
             subprocess.Popen(
-                [str(part) for part in (*program, *command, *([] if variables else named))], text=True,
-                env=environment(FAULTS | (who if variables else {})), cwd=None if folders is None else folders[number],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                [str(part) for part in (*program, *command, *([] if variables else named))],
+                text=True,
+                env=environment(FAULTS | (who if variables else {})),
+                cwd=None if folders is None else folders[number],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
             )
-        )  # fmt: skip
+        )
     try:
         yield processes
     finally:

@@ -26,9 +26,12 @@ class KeptReference(Reference):
         opened = Checkpoint.open(folder)
         super().__init__(opened.config, opened.tensor)
         self._made_of = [
-            sources_of(REFERENCE), sources_of("ling3export.checkpoint.reader"), digest_of(files_below(folder)),
-            metadata.version("numpy"), cpu_features(),
-        ]  # fmt: skip
+            sources_of(REFERENCE),
+            sources_of("ling3export.checkpoint.reader"),
+            digest_of(files_below(folder)),
+            metadata.version("numpy"),
+            cpu_features(),
+        ]
 
     def logits_many(
         self, sequences: Sequence[Sequence[int]], positions: Sequence[Sequence[int]] | None = None

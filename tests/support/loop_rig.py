@@ -119,5 +119,6 @@ def request(prompt, max_tokens, **options):
 
 
 def expected(asked):
-    return answer(list(asked.prompt_ids), asked.max_tokens, seed=asked.sampling.seed,
-                  temperature=asked.sampling.temperature)  # fmt: skip
+    return answer(
+        list(asked.prompt_ids), asked.max_tokens, seed=asked.sampling.seed, temperature=asked.sampling.temperature
+    )

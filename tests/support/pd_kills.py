@@ -97,9 +97,13 @@ class Rig:
         rng = random.Random(seed)
         prompt = [rng.randrange(300) for _ in range(rng.randint(1, 80))]
         body = {
-            "model": self.name, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True,
+            "model": self.name,
+            "prompt": prompt,
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
             "return_token_ids": True,
-        }  # fmt: skip
+        }
         return json.loads(asked(url, "/v1/completions", body | more))
 
     def tokens(self, url: str, seed: int, **more: Any) -> list[int]:
@@ -238,8 +242,14 @@ def inject(rig: Rig, fault: str, count: int) -> tuple[int, str]:
         for at, tokens in zip([*range(len(found) - 2), 0, 0], found, strict=True):
             right = None if tokens is None else tokens == rig.tokens(rig.other.url, seed + at)
             counts["broken off" if right is None else "right" if right else "wrong"] += 1
-    row = (fault, count, *(counts[each] for each in ("right", "broken off", "wrong")),
-           taken["loaded"], taken["load_failed"] + taken["not_loaded"], f"{longest:.1f} s")  # fmt: skip
+    row = (
+        fault,
+        count,
+        *(counts[each] for each in ("right", "broken off", "wrong")),
+        taken["loaded"],
+        taken["load_failed"] + taken["not_loaded"],
+        f"{longest:.1f} s",
+    )
     return counts["wrong"], f"| {' | '.join(map(str, row))} |"
 
 

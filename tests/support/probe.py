@@ -100,8 +100,9 @@ class Probe:
         fields["tokens"] = np.where(inside.reshape(-1), fields["tokens"], self.manifest.vocab_size - 1)
         ends = [
             (slot, position + min(cut + self.chunk, len(ids)) - 1)
-            for slot, position, ids in parts for cut in range(0, len(ids), self.chunk)
-        ]  # fmt: skip
+            for slot, position, ids in parts
+            for cut in range(0, len(ids), self.chunk)
+        ]
         return dict(zip(ends, self.step("prefill", padding, **fields), strict=False))
 
     def decode(self, padding: int, rows: Sequence[tuple[int, int, int]]) -> np.ndarray:

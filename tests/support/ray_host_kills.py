@@ -85,8 +85,11 @@ def main() -> None:
             assert said.count("a worker is gone") == 1, said
             same = timeless(output) == timeless(place / "one")
             host = "host 0" if which == HOST_0 else "host 1"
-            print(f"{host} killed after {count} of {lines} answers; the output is that of one process: {same}; "
-                  f"{time.perf_counter() - began:.0f} s", flush=True)  # fmt: skip
+            print(
+                f"{host} killed after {count} of {lines} answers; the output is that of one process: {same}; "
+                f"{time.perf_counter() - began:.0f} s",
+                flush=True,
+            )
             assert same
 
 

@@ -68,6 +68,7 @@ def docker_registry(folder: Path, more: str = "") -> Iterator[str]:
 def web_server(folder: Path) -> Iterator[str]:
     """``http://…`` of ``python -m http.server`` over a folder; it knows no ranges."""
     port = free_port()
-    with listening(port, folder.parent, sys.executable, "-m", "http.server", port, "--bind", "127.0.0.1",
-                   "--directory", folder) as host:  # fmt: skip
+    with listening(
+        port, folder.parent, sys.executable, "-m", "http.server", port, "--bind", "127.0.0.1", "--directory", folder
+    ) as host:
         yield f"http://{host}"

@@ -43,9 +43,14 @@ BUILD = (
 # Single modules at the bottom, for the whole build side; and what it may import of the runners.
 BOTTOM = {"processes", "sources", "tables"}
 FROM_RUNNERS = {
-    "runners.calibrate", "runners.engine.inputs", "runners.ffn", "runners.fleet", "runners.hosts", "runners.load",
+    "runners.calibrate",
+    "runners.engine.inputs",
+    "runners.ffn",
+    "runners.fleet",
+    "runners.hosts",
+    "runners.load",
     "runners.text",
-}  # fmt: skip
+}
 BESIDES = {
     "strict_json": {"reading"},
     "cli": {"runners.cli"},

@@ -20,9 +20,11 @@ def s3_bucket() -> Iterator[str]:
     thread = threading.Thread(target=server.serve_forever)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}", "AWS_ACCESS_KEY_ID": "x",
-            "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1",
-        }.items():  # fmt: skip
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}",
+            "AWS_ACCESS_KEY_ID": "x",
+            "AWS_SECRET_ACCESS_KEY": "x",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }.items():
             patch.setenv(name, value)
         thread.start()
         try:

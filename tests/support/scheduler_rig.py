@@ -15,10 +15,22 @@ class Rig:
     """A scheduler on a fake backend."""
 
     def __init__(
-        self, slots=4, pages=40, page_size=4, prefill=(4, 16), decode=(2, 4), context=80, ahead=1,
-        stripes=1, snapshots=0, cache=True, every=16, evict="lru", worth=None,
+        self,
+        slots=4,
+        pages=40,
+        page_size=4,
+        prefill=(4, 16),
+        decode=(2, 4),
+        context=80,
+        ahead=1,
+        stripes=1,
+        snapshots=0,
+        cache=True,
+        every=16,
+        evict="lru",
+        worth=None,
         tell=None,
-    ):  # fmt: skip
+    ):
         self.backend = FakeBackend(slots, pages, page_size, CHUNK, snapshots)
         self.blocks = BlockManager(slots, pages, page_size, -(-context // page_size), stripes, snapshots)
         shared = snapshots and cache
@@ -63,8 +75,9 @@ class Rig:
                 pass
             assert self.cache.record() | {"pages": 0, "snapshots": 0} == self.cache.record()
         assert (self.blocks.free_slots, self.blocks.free_pages, self.blocks.free_snapshots) == (
-            *self.size, self.snapshots,
-        )  # fmt: skip
+            *self.size,
+            self.snapshots,
+        )
 
 
 def prompt(rng, length):

@@ -25,15 +25,22 @@ class Server:
     """
 
     def __init__(
-        self, artifact: Path, *options: object, runner: Sequence[object] = RUNNER,
-        environment: dict[str, str] | None = None, **variables: str,
-    ) -> None:  # fmt: skip
+        self,
+        artifact: Path,
+        *options: object,
+        runner: Sequence[object] = RUNNER,
+        environment: dict[str, str] | None = None,
+        **variables: str,
+    ) -> None:
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed on leaving)
         command = [*runner, "serve", artifact, "--port", 0, *options]
         self.process = subprocess.Popen(
-            [str(part) for part in command], env=(environment or os.environ) | variables,
-            stdout=subprocess.PIPE, stderr=self._stderr, text=True,
-        )  # fmt: skip
+            [str(part) for part in command],
+            env=(environment or os.environ) | variables,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            text=True,
+        )
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()  # comes when clients may connect
         assert self.url.startswith("http://127.0.0.1:"), self.said()

@@ -31,9 +31,15 @@ from ling3export.plan.plan import make_plan
 ROOT = Path(__file__).parents[2]
 OPTIONS = Options(paddings=(16, 128), tp=16, max_running=32, context=1024)
 COMMAND = (
-    "--paddings", ",".join(map(str, OPTIONS.paddings)), "--tp", str(OPTIONS.tp),
-    "--max-running", str(OPTIONS.max_running), "--context", str(OPTIONS.context),
-)  # fmt: skip
+    "--paddings",
+    ",".join(map(str, OPTIONS.paddings)),
+    "--tp",
+    str(OPTIONS.tp),
+    "--max-running",
+    str(OPTIONS.max_running),
+    "--context",
+    str(OPTIONS.context),
+)
 PROMPT, TOKENS = [3, 1, 4, 1, 5, 9, 2, 6], 12
 
 

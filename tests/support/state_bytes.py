@@ -37,8 +37,13 @@ def main(target: str = TARGET) -> None:
     print("| cell | must move, bytes a chip | memory traffic of its instructions | ratio | compiler's cost analysis |")
     print("|---|---|---|---|---|")
     for name, program in compiled(target).items():
-        row = (name, f"{program.floor.moved:,}", f"{program.estimate.memory_bytes:,}", f"{times(program):.3f}",
-               f"{program.bytes_accessed or 0:,.0f}")  # fmt: skip
+        row = (
+            name,
+            f"{program.floor.moved:,}",
+            f"{program.estimate.memory_bytes:,}",
+            f"{times(program):.3f}",
+            f"{program.bytes_accessed or 0:,.0f}",
+        )
         print(f"| {' | '.join(row)} |")
         print(f"  {name}: {program.memory}, copies {program.estimate.copies}", file=sys.stderr)
 

@@ -64,11 +64,16 @@ class TokenServer:
         self._key = ec.generate_private_key(ec.SECP256R1())
         name, now = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "tokens")]), datetime.now(UTC)
         self._certificate = (
-            x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(self._key.public_key())
-            .serial_number(1).not_valid_before(now - timedelta(1)).not_valid_after(now + timedelta(1))
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(name)
+            .public_key(self._key.public_key())
+            .serial_number(1)
+            .not_valid_before(now - timedelta(1))
+            .not_valid_after(now + timedelta(1))
             .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
             .sign(self._key, hashes.SHA256())
-        )  # fmt: skip
+        )
         self.bundle = folder / "tokens.pem"
         self.bundle.write_bytes(self._certificate.public_bytes(serialization.Encoding.PEM))
         self.asked: list[tuple[str, str | None]] = []
@@ -85,8 +90,16 @@ class TokenServer:
             kind, name, actions = scope.split(":")
             access.append({"type": kind, "name": name, "actions": actions.split(",")})
         now = int(time.time())
-        claims = {"iss": "tokens", "sub": "me", "aud": query["service"][0], "iat": now, "nbf": now - 60,
-                  "exp": now + 600, "jti": secrets.token_hex(8), "access": access}  # fmt: skip
+        claims = {
+            "iss": "tokens",
+            "sub": "me",
+            "aud": query["service"][0],
+            "iat": now,
+            "nbf": now - 60,
+            "exp": now + 600,
+            "jti": secrets.token_hex(8),
+            "access": access,
+        }
         return 200, {}, json.dumps({"token": self._signed(claims)}).encode()
 
     def _signed(self, claims: dict[str, object]) -> str:

@@ -128,9 +128,12 @@ def build_toy(folder: Path, *, seed: int = 0, tokenizer: bool = True) -> Manifes
     (token, _), logits = answer([1, 2], 2, seed)
     save_file({"logits.0": logits}, folder / "vectors" / "expected.safetensors")
     vectors = schema.Vectors(
-        "the table", 0, schema.Margins(), (schema.Sequence((1, 2, token), 2, (1, 2), "logits.0"),),
+        "the table",
+        0,
+        schema.Margins(),
+        (schema.Sequence((1, 2, token), 2, (1, 2), "logits.0"),),
         file_record(folder, "vectors/expected.safetensors"),
-    )  # fmt: skip
+    )
     records: tuple[schema.FileRecord, ...] = ()
     if tokenizer:
         (folder / "tokenizer").mkdir()
@@ -139,12 +142,16 @@ def build_toy(folder: Path, *, seed: int = 0, tokenizer: bool = True) -> Manifes
         records = tuple(file_record(folder, f"tokenizer/{name}") for name in names)
     assert needs is not None
     manifest = Manifest(
-        producer={"ling3export": "0"}, source=schema.Source("toy", {}),
+        producer={"ling3export": "0"},
+        source=schema.Source("toy", {}),
         config={"vocab_size": VOCAB, "eos_token_id": (EOS,)},
         plan=schema.Plan((16,), (2, 4), SLOTS, PAGE, CONTEXT, "float32", 0.6, 1 << 30),
-        targets={TARGET: _target(cells, needs, state_program)}, weights=weights, vectors=vectors,
-        tokenizer=records, notes=(),
-    )  # fmt: skip
+        targets={TARGET: _target(cells, needs, state_program)},
+        weights=weights,
+        vectors=vectors,
+        tokenizer=records,
+        notes=(),
+    )
     return write_manifest(folder, manifest)
 
 
@@ -157,9 +164,15 @@ def shared() -> Path:
 def _target(cells: dict[str, schema.Cell], needs: schema.Executable, state_program: schema.FileRecord) -> schema.Target:
     arrays = tuple(schema.StateArray(row.name, row.shape, row.dtype, row.spec, row.axes) for row in STATE)
     return schema.Target(
-        platform="cpu", mesh=needs.mesh, requires=needs.requires, toolchain={}, fingerprint="0" * 64,
-        state_abi="0" * 64, geometry=asdict(GEOMETRY),
+        platform="cpu",
+        mesh=needs.mesh,
+        requires=needs.requires,
+        toolchain={},
+        fingerprint="0" * 64,
+        state_abi="0" * 64,
+        geometry=asdict(GEOMETRY),
         parameters=(schema.Parameter("toy.table", "toy.table", (TP, VOCAB, VOCAB // TP), "float32", ("tp",)),),
-        state=schema.State("replicated", SLOTS, PAGES, PAGE, CONTEXT // PAGE, CHUNK, arrays), cells=cells,
+        state=schema.State("replicated", SLOTS, PAGES, PAGE, CONTEXT // PAGE, CHUNK, arrays),
+        cells=cells,
         state_program=state_program,
-    )  # fmt: skip
+    )

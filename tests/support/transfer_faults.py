@@ -90,9 +90,11 @@ class Case(NamedTuple):
         """A process of the other end, and the line that it prints."""
         paths = os.pathsep.join(path for path in sys.path if path)
         process = subprocess.Popen(
-            [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-c", code, *words],
+            stdout=subprocess.PIPE,
+            text=True,
             env=os.environ | {"PYTHONPATH": paths},
-        )  # fmt: skip
+        )
         self.stack.callback(lambda: (process.kill(), process.wait(), process.stdout.close()))
         return process, process.stdout.readline().strip()
 

@@ -55,9 +55,13 @@ _SALTS = itertools.count()
 
 
 def backend(
-    name: str, folder: Path, limit: int = LIMIT, deadline: float = 5.0, lease: float | None = None,
+    name: str,
+    folder: Path,
+    limit: int = LIMIT,
+    deadline: float = 5.0,
+    lease: float | None = None,
     clock: Callable[[], float] | None = None,
-) -> Backend:  # fmt: skip
+) -> Backend:
     told = {} if clock is None else {"clock": clock}
     if name == "shm":
         return Shm(LAYOUT, limit, deadline, lease, **told)

@@ -11,20 +11,39 @@ from ling3export.artifacts.records import canonical
 from ling3export.errors import CatalogError, UnsafePath
 
 ORDERED = [  # of semver.org, and those of the contract
-    "1.0.0-alpha", "1.0.0-alpha.1", "1.0.0-alpha.beta", "1.0.0-beta", "1.0.0-beta.2", "1.0.0-beta.11", "1.0.0-rc.1",
-    "1.0.0", "1.0.0+build", "1.9.0-rc.1", "1.9.0", "1.10.0", "2.0.0-0", "2.0.0",
-]  # fmt: skip
+    "1.0.0-alpha",
+    "1.0.0-alpha.1",
+    "1.0.0-alpha.beta",
+    "1.0.0-beta",
+    "1.0.0-beta.2",
+    "1.0.0-beta.11",
+    "1.0.0-rc.1",
+    "1.0.0",
+    "1.0.0+build",
+    "1.9.0-rc.1",
+    "1.9.0",
+    "1.10.0",
+    "2.0.0-0",
+    "2.0.0",
+]
 
 
 def raw_record(**changes) -> dict:
     raw = {
-        "schema": "ling3.catalog/1", "id": "toy", "version": "1.0.0", "name": "toy", "description": "", "author": "",
+        "schema": "ling3.catalog/1",
+        "id": "toy",
+        "version": "1.0.0",
+        "name": "toy",
+        "description": "",
+        "author": "",
         "kind": "artifact",
         "requirements": {"token": False, "targets": ["cpu@2"], "devices": 2, "depends": [], "jaxlib": "0.11.2"},
-        "install": {"command": "ling3-runner serve toy", "config": {}}, "tags": ["cpu"],
-        "created_at": "2026-11-22T12:00:00+00:00", "updated_at": "2026-11-22T12:00:00+00:00",
+        "install": {"command": "ling3-runner serve toy", "config": {}},
+        "tags": ["cpu"],
+        "created_at": "2026-11-22T12:00:00+00:00",
+        "updated_at": "2026-11-22T12:00:00+00:00",
         "files": [{"path": "manifest.json", "size": 1, "sha256": "0" * 64}],
-    } | changes  # fmt: skip
+    } | changes
     return raw | {"digest": digest_of(raw)}
 
 
@@ -43,9 +62,22 @@ def test_versions_are_ordered_as_semver_says():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "1", "1.0", "01.0.0", "1.0.0-", "1.0.0-01", "1.0.0+", "v1.0.0", "1.0.0 ", "１.0.0", "1.0.0-" + "a" * 100,
-     "9" * 200 + ".0.0", "1.0.0\n"],
-)  # fmt: skip
+    [
+        "",
+        "1",
+        "1.0",
+        "01.0.0",
+        "1.0.0-",
+        "1.0.0-01",
+        "1.0.0+",
+        "v1.0.0",
+        "1.0.0 ",
+        "１.0.0",
+        "1.0.0-" + "a" * 100,
+        "9" * 200 + ".0.0",
+        "1.0.0\n",
+    ],
+)
 def test_what_is_no_version_is_refused(text):
     assert not is_version(text)
 

@@ -138,9 +138,14 @@ def test_a_cell_of_a_reference_is_built_again(toy, reference, kept, monkeypatch)
 
 @pytest.mark.parametrize(
     "words",
-    [("sign", "REF", "--key", "k"), ("build", "config.json", "REF"), ("build", "--into", "REF"),
-     ("attach", "x.ling3", "checkpoint", "REF"), ("catalog", "pull", "oci:a/b@1.0.0", "--to", "REF")],
-)  # fmt: skip
+    [
+        ("sign", "REF", "--key", "k"),
+        ("build", "config.json", "REF"),
+        ("build", "--into", "REF"),
+        ("attach", "x.ling3", "checkpoint", "REF"),
+        ("catalog", "pull", "oci:a/b@1.0.0", "--to", "REF"),
+    ],
+)
 def test_a_reference_where_a_folder_is_written_is_refused(words, reference):
     found = refusal(cli.main, *(reference if word == "REF" else word for word in words), code=2)
     assert f"expected a folder to write, found the reference {reference}; pull it, and publish another." in found

@@ -184,8 +184,9 @@ def test_a_registry_that_names_a_token_server_gets_tokens_for_the_password_of_do
             assert contents(tmp_path / "out") == contents(toy)
             asked = [scope.rpartition(":") for scope, given in tokens.asked if given]  # the registry takes any order
             assert {(what, *sorted(actions.split(","))) for what, _, actions in asked} == {
-                ("repository:toy", "pull"), ("repository:toy", "pull", "push")
-            }  # fmt: skip
+                ("repository:toy", "pull"),
+                ("repository:toy", "pull", "push"),
+            }
             wrong = base64.b64encode(b"me:wrong").decode()
             (tmp_path / "config.json").write_text(json.dumps({"auths": {host: {"auth": wrong}}}))
             with pytest.raises(AuthDenied) as caught:

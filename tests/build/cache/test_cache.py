@@ -180,9 +180,12 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
 
 def writer(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-c", WRITER, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env=environment({}),
-    )  # fmt: skip
+    )
 
 
 def test_a_kill_at_any_point_leaves_only_whole_entries(tmp_path, said):

@@ -29,9 +29,21 @@ ROOT = Path(__file__).parents[3]
 TARGET = "cpu-tp1"
 CELLS = ["adjust@1", "decode@1", "prefill@16", "sample@1"]
 SMALL = (
-    "--tp", "1", "--paddings", "16", "--decode-paddings", "1", "--max-running", "1", "--context", "64",
-    "--page-size", "16", "--dtype", "float32",
-)  # fmt: skip
+    "--tp",
+    "1",
+    "--paddings",
+    "16",
+    "--decode-paddings",
+    "1",
+    "--max-running",
+    "1",
+    "--context",
+    "64",
+    "--page-size",
+    "16",
+    "--dtype",
+    "float32",
+)
 
 
 class Tree:
@@ -56,9 +68,13 @@ class Tree:
     def building(self, checkpoint: Path, artifact: Path, *options: object) -> Iterator[subprocess.Popen[str]]:
         command = [sys.executable, "-P", "-m", "ling3export.cli", "build", checkpoint, artifact, *SMALL, *options]
         process = subprocess.Popen(
-            [str(part) for part in command], cwd=self.home, env=self.variables, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            [str(part) for part in command],
+            cwd=self.home,
+            env=self.variables,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         with process:
             try:
                 yield process
@@ -156,8 +172,13 @@ def test_a_rebuild_from_another_tree_traces_and_compiles_nothing_and_holds_the_o
     manifest, said = built.two.build(checkpoint, artifact, "--cache-dir", built.cache, "--explain")
     assert origins(manifest) == dict.fromkeys(CELLS, "cache")
     assert counts(manifest.targets[TARGET].cells.values()) == {
-        "cells": 4, "compiled": 0, "from_program_cache": 0, "from_cache": 4, "traces": 0, "compiles": 0,
-    }  # fmt: skip
+        "cells": 4,
+        "compiled": 0,
+        "from_program_cache": 0,
+        "from_cache": 4,
+        "traces": 0,
+        "compiles": 0,
+    }
     assert keys(manifest) == keys(built.first)
     assert files(artifact, "exec") == files(built.artifacts[0], "exec")
     assert files(artifact, "stablehlo") == files(built.artifacts[0], "stablehlo")
@@ -172,11 +193,17 @@ def test_a_rebuild_from_another_tree_traces_and_compiles_nothing_and_holds_the_o
 def test_shares_compile_every_cell_once_and_the_build_only_collects(built):
     """The shares got a config.json alone: no weights. The build traced and compiled nothing."""
     assert [re.findall(r"cells: .*, 0 from the cache", said) for said in built.shares] == [
-        ["cells: 2 compiled, 0 from the cache"], ["cells: 2 compiled, 0 from the cache"],
-    ]  # fmt: skip
+        ["cells: 2 compiled, 0 from the cache"],
+        ["cells: 2 compiled, 0 from the cache"],
+    ]
     assert counts(built.second.targets[TARGET].cells.values()) == {
-        "cells": 4, "compiled": 0, "from_program_cache": 0, "from_cache": 4, "traces": 0, "compiles": 0,
-    }  # fmt: skip
+        "cells": 4,
+        "compiled": 0,
+        "from_program_cache": 0,
+        "from_cache": 4,
+        "traces": 0,
+        "compiles": 0,
+    }
     assert "jax traced 0 functions and compiled 0 programs\n" in built.collected
 
 
@@ -230,8 +257,10 @@ def test_a_broken_executable_is_named_and_made_again(built, checkpoint, tmp_path
     assert f"{TARGET} sample@1: not in the cache: its entry was lost or broken\n" in said
     done = subprocess.run(
         [sys.executable, "-m", "ling3export.cli", "cache", "lookup", artifact, "--json", "--cache-dir", cache],
-        capture_output=True, text=True, env=built.one.variables,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=built.one.variables,
+    )
     assert done.returncode == 0
     assert [(row["cell"], row["found"], row["program_found"]) for row in json.loads(done.stdout)] == [
         (cell, True, True) for cell in CELLS

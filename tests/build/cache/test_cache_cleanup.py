@@ -167,16 +167,17 @@ def test_the_commands_print_data_on_stdout(folder, tmp_path):
     assert (done.exit_code, done.stdout) == (0, f"cpu-tp2 decode@1: {key} found, program {made} found\n")
     done = cache_command("cleanup", "--older-than", "36h", "--json", *where)
     assert {name: json.loads(done.stdout)[name] for name in ("removed", "kept", "in_use")} == {
-        "removed": 4, "kept": 2, "in_use": 0,
-    }  # fmt: skip
+        "removed": 4,
+        "kept": 2,
+        "in_use": 0,
+    }
     done = cache_command("cleanup", "--all", *where)
     assert done.stdout == "removed 2 entries (0.0 MB); 0 entries (0.0 MB) are left\n"
 
 
 @pytest.mark.parametrize("command", [["status"], ["cleanup", "--all"]])
 @pytest.mark.parametrize(
-    ("name", "found"),
-    [("checkpoint", "other files"), ("hub", "other files"), ("nope", "none"), ("file", "a file")],
+    ("name", "found"), [("checkpoint", "other files"), ("hub", "other files"), ("nope", "none"), ("file", "a file")]
 )
 def test_what_is_no_cache_is_refused_and_nothing_is_written_or_removed(tmp_path, monkeypatch, command, name, found):
     """A clean-up once left its lock in a checkpoint, and would have removed files that are named by their digests."""
@@ -264,9 +265,12 @@ def test_what_killed_writers_left_goes_with_a_cleanup(folder):
     """``.partial-PID-…`` of a trial and ``.KEY.exec.PID`` of a runner stayed for ever."""
     (folder / "recompiled").mkdir()
     names = [
-        ".partial-1-0123abcd", ".trial.partial-1-0123abcd", "cells/.partial-1-0123abcd", "blobs/.x.partial-1-0123abcd",
+        ".partial-1-0123abcd",
+        ".trial.partial-1-0123abcd",
+        "cells/.partial-1-0123abcd",
+        "blobs/.x.partial-1-0123abcd",
         "recompiled/.x.exec.partial-1-0123abcd",
-    ]  # fmt: skip
+    ]
     for name in (*names, ".mine-partial", "recompiled/.y.exec.partial-1-0123abcd"):
         (folder / name).write_bytes(b"x")
     for name in names:

@@ -166,9 +166,17 @@ def test_a_programs_key_follows_program_and_devices_and_no_source_of_the_model(m
 
 def built(origin: Origin | None = MADE) -> Built:
     program = Program(
-        phase=CELL.phase, padding=CELL.padding, fields=(), inputs=(), outputs=(), collectives={}, lower_seconds=0.5,
-        compile_seconds=2.0, memory=MEMORY, origin=origin,
-    )  # fmt: skip
+        phase=CELL.phase,
+        padding=CELL.padding,
+        fields=(),
+        inputs=(),
+        outputs=(),
+        collectives={},
+        lower_seconds=0.5,
+        compile_seconds=2.0,
+        memory=MEMORY,
+        origin=origin,
+    )
     return Built(program, Requirements("0.11.2", "cpu", "cpu"), Mesh("tp", (0, 1), (0, 0)))
 
 
@@ -206,8 +214,11 @@ def test_the_policies_of_cells(tmp_path):
     assert fetched("on", "none") is None
     cells("on").keep(CONFIG, plan(), CELL, folder_with(tmp_path, "first", b"1"), built())
     assert [fetched(policy, f"a-{policy}") for policy in ("on", "readonly", "redo", "off")] == [
-        b"1exec", b"1exec", None, None,
-    ]  # fmt: skip
+        b"1exec",
+        b"1exec",
+        None,
+        None,
+    ]
     cells("redo").keep(CONFIG, plan(), CELL, folder_with(tmp_path, "second", b"2"), built())
     assert fetched("on", "b-on") == b"2exec"
     assert said == []
@@ -223,12 +234,14 @@ def test_a_compiling_process_is_told_how_the_cache_is_used(tmp_path):
     ("edit", "found"),
     [
         (lambda record, data: record.pop("mesh"), "another record (expected the field mesh, found none)"),
-        (lambda record, data: record["program"].update(padding="16"), "another record (expected a whole number, found "
-         "'16', at program.padding)"),
+        (
+            lambda record, data: record["program"].update(padding="16"),
+            "another record (expected a whole number, found '16', at program.padding)",
+        ),
         (lambda record, data: record["program"].pop("origin"), "a cell without its origin"),
         (lambda record, data: data.pop("exec"), "the bytes of stablehlo instead of exec, stablehlo"),
     ],
-)  # fmt: skip
+)
 def test_a_crafted_cell_with_right_digests_is_broken_and_made_again(tmp_path, edit, found):
     """It once ended a build with a traceback."""
     said: list[str] = []
@@ -374,9 +387,11 @@ print(*keys.changed({}), *sorted(keys.imported()), keys.source_digests()["model"
 """
     path = tree / "model" / "parameters.py"
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code, str(path)], capture_output=True, text=True,
+        [sys.executable, "-P", "-c", code, str(path)],
+        capture_output=True,
+        text=True,
         env={**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     *imported, said = done.stdout.split()
     assert {"model/config.py", "model/geometry.py", "model/parameters.py"} <= set(imported)

@@ -94,8 +94,10 @@ def test_the_workflow_keeps_the_folder_under_the_fingerprint():
 def test_the_commands_of_the_workflow_exist(tmp_path, monkeypatch):
     commands = [shlex.split(step["run"]) for step in steps() if "run" in step]
     assert [command[:3] for command in commands if command[0] == "make"] == [
-        ["make", "setup"], ["make", "smoke"], ["make", "smoke", "ARGS=--warm"],
-    ]  # fmt: skip
+        ["make", "setup"],
+        ["make", "smoke"],
+        ["make", "smoke", "ARGS=--warm"],
+    ]
     for command in (command for command in commands if command[0] == "make"):
         done = subprocess.run(["make", "-n", command[1]], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

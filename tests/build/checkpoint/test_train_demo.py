@@ -21,10 +21,16 @@ from tools.train_demo import Trainer, balanced, rate
 pytestmark = pytest.mark.jit
 
 TINY = {
-    "num_hidden_layers": 2, "layer_group_size": 2, "hidden_size": 32, "num_attention_heads": 4, "num_experts": 8,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 8, "moe_shared_expert_intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "layer_group_size": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "moe_shared_expert_intermediate_size": 8,
     "intermediate_size": 32,
-}  # fmt: skip
+}
 
 
 @pytest.fixture

@@ -28,9 +28,11 @@ def build_refusal(tmp_path: Path) -> Callable[..., str]:
     """Builds a tiny checkpoint with changes; gives what is said, once nothing was found to be left."""
 
     def build(
-        *options: object, fields: Callable[[Fields], object] = dict, tensors: Callable[[Tensors], object] = dict,
+        *options: object,
+        fields: Callable[[Fields], object] = dict,
+        tensors: Callable[[Tensors], object] = dict,
         folder: Callable[[Path], object] = Path,
-    ) -> str:  # fmt: skip
+    ) -> str:
         config = tiny_fields()
         weights = tiny_weights(config)
         fields(config)
@@ -50,11 +52,11 @@ def build_refusal(tmp_path: Path) -> Callable[..., str]:
     [
         (lambda fields: fields.pop("hidden_size"), "`hidden_size`: expected"),
         (lambda fields: fields.update(new_trick=1), "`new_trick`: expected"),
-        (lambda fields: fields.update(hidden_size="32"), '`hidden_size`: expected an integer of at least 1, found'),
+        (lambda fields: fields.update(hidden_size="32"), "`hidden_size`: expected an integer of at least 1, found"),
         (lambda fields: fields.update(rms_norm_eps=None), "`rms_norm_eps`: expected"),
         (lambda fields: fields.update(num_experts=15), "`n_group`: expected groups of two or more that divide 15"),
     ],
-)  # fmt: skip
+)
 def test_a_config_field_missing_unknown_or_ill_typed(build_refusal, change, message):
     said = build_refusal(fields=change)
     assert said.startswith(f"error: config field {message}")
@@ -78,12 +80,16 @@ BETA = "model.layers.0.attention.b_proj.weight"
     [
         (lambda tensors: tensors.pop(NORM), f"tensor `{NORM}`: expected BF16 [32], found none"),
         (lambda tensors: tensors.update(extra=tensors[NORM]), "tensor `extra`: expected no such tensor"),
-        (lambda tensors: tensors.update({BETA: tensors[BETA].T.copy()}),
-         f"tensor `{BETA}`: expected shape [4, 32], found [32, 4]"),
-        (lambda tensors: tensors.update({NORM: tensors[NORM].astype(np.float32)}),
-         f"tensor `{NORM}`: expected dtype BF16, found F32"),
+        (
+            lambda tensors: tensors.update({BETA: tensors[BETA].T.copy()}),
+            f"tensor `{BETA}`: expected shape [4, 32], found [32, 4]",
+        ),
+        (
+            lambda tensors: tensors.update({NORM: tensors[NORM].astype(np.float32)}),
+            f"tensor `{NORM}`: expected dtype BF16, found F32",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_tensor_missing_extra_or_mis_shaped(build_refusal, change, message):
     assert build_refusal(tensors=change).startswith(f"error: {message}")
 
@@ -113,7 +119,7 @@ SECOND = "model-00002-of-00002.safetensors"
         (lambda path: (path / "tokenizer.json").write_text("{}"), "tokenizer `tokenizer.json`: expected one that"),
         (lambda path: (path / "generation_config.json").write_text("x"), "`generation_config.json`: expected JSON"),
     ],
-)  # fmt: skip
+)
 def test_files_of_a_checkpoint(build_refusal, change, message):
     assert message in build_refusal(folder=change)
 
@@ -133,9 +139,12 @@ def test_weights_that_are_not_finite(build_refusal):
     [
         (["--paddings", text], 1, f"error: --paddings: expected {wanted}")
         for text, wanted in [
-            ("32,16", "ascending paddings, found 32 before 16"), ("16,16", "ascending paddings"),
-            ("0", "a positive multiple of 16, found 0"), ("-16", "a positive multiple of 16, found -16"),
-            ("17", "a positive multiple of 16, found 17"), ("", "integers with commas between, found ``"),
+            ("32,16", "ascending paddings, found 32 before 16"),
+            ("16,16", "ascending paddings"),
+            ("0", "a positive multiple of 16, found 0"),
+            ("-16", "a positive multiple of 16, found -16"),
+            ("17", "a positive multiple of 16, found 17"),
+            ("", "integers with commas between, found ``"),
             ("16,x", "integers with commas between, found `16,x`"),
         ]
     ]
@@ -156,7 +165,7 @@ def test_weights_that_are_not_finite(build_refusal):
         (["--frobnicate"], 2, "Error: No such option"),
         (["third"], 2, "Error: Got unexpected extra argument"),
     ],
-)  # fmt: skip
+)
 def test_options_of_a_build(tmp_path, options, code, message):
     fields = tiny_fields()
     checkpoint = write_tiny(tmp_path / "checkpoint", fields, tiny_weights(fields))

@@ -12,17 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from builds import (
-    SMALLEST,
-    UNOPTIMIZED,
-    building,
-    ended,
-    environment,
-    kill_one,
-    marked,
-    wait_for,
-    wait_until_gone,
-)
+from builds import SMALLEST, UNOPTIMIZED, building, ended, environment, kill_one, marked, wait_for, wait_until_gone
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.cli import main as cli
 from ling3export.cli import options
@@ -141,8 +131,13 @@ def test_a_kill_at_any_moment_leaves_nothing_whole_and_the_next_build_cleans_up(
     artifact, elsewhere = tmp_path / "x.ling3", tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "json.py").write_text("raise SystemExit('shadowed')")
-    moments = [".x.ling3.lock", ".x.ling3.partial-*", ".x.ling3.partial-*/weights/*", COMPILING,
-               COMPILING.replace("stablehlo", "exec")]  # fmt: skip
+    moments = [
+        ".x.ling3.lock",
+        ".x.ling3.partial-*",
+        ".x.ling3.partial-*/weights/*",
+        COMPILING,
+        COMPILING.replace("stablehlo", "exec"),
+    ]
     for moment in moments:
         with building(checkpoint, artifact) as process:
             wait_for(tmp_path, moment, process)

@@ -39,10 +39,17 @@ def stub(self: Compilers, cells, done) -> Outcome:
         for suffix in ("stablehlo", "exec"):
             (self._job.folder / f"{cell.name}.{suffix}").write_text(f"{suffix} of {cell.name}")
         program = Program(
-            phase=cell.phase, padding=cell.padding, fields=(), inputs=(), outputs=(), collectives={}, lower_seconds=0.5,
-            compile_seconds=1.25, memory=Memory(arguments=1, outputs=1, temporaries=1, alias=0, code=0),
+            phase=cell.phase,
+            padding=cell.padding,
+            fields=(),
+            inputs=(),
+            outputs=(),
+            collectives={},
+            lower_seconds=0.5,
+            compile_seconds=1.25,
+            memory=Memory(arguments=1, outputs=1, temporaries=1, alias=0, code=0),
             origin=Origin("compiler", "a" * 64, 1, 1),
-        )  # fmt: skip
+        )
         built = Built(program, Requirements("0.11.2", "cpu", "cpu"), Mesh("tp", (0,), (0,)))
         outcome.built[cell.name] = built
         done(cell, built)

@@ -204,7 +204,10 @@ def test_the_load_plan_names_every_tensor_of_the_checkpoint_once_and_every_one_o
     assert {row["tensor"] for row in printed["stored"]} == set(index)
     steps = {row["tensor"]: row["from"]["steps"] for row in printed["stored"]}
     assert steps["mla.w_uk"] == [
-        "cut axis 0 into 4", "take rows 0 to 16 of each part", "put 1 of 4 parts into each shard",
-        "stack 2 layers along axis 1", "convert to float32",
-    ]  # fmt: skip
+        "cut axis 0 into 4",
+        "take rows 0 to 16 of each part",
+        "put 1 of 4 parts into each shard",
+        "stack 2 layers along axis 1",
+        "convert to float32",
+    ]
     assert len(printed["stored"]) == sum(map(len, store_files(source.config, "float32").values()))

@@ -72,9 +72,11 @@ def test_a_target_is_added_without_the_checkpoint_and_generates(whole, compiled)
     for target in ("cpu@1", "cpu@2"):
         arguments = ["generate", str(whole), "--target", target, "--prompt-ids", "5,6,7", "--max-tokens", "3", "--json"]
         done = subprocess.run(
-            [sys.executable, "-m", "ling3export.runners.cli", *arguments], capture_output=True, text=True,
+            [sys.executable, "-m", "ling3export.runners.cli", *arguments],
+            capture_output=True,
+            text=True,
             env=environment({}),
-        )  # fmt: skip
+        )
         assert done.returncode == 0, done.stderr
         lines.append(json.loads(done.stdout)["token_ids"])
     assert lines[0] == lines[1]
@@ -161,10 +163,13 @@ def test_killed_at_any_moment_the_artifact_is_whole_and_the_next_addition_cleans
         add(whole, "--target", "cpu@2")
     before = read_manifest(whole)
     script = KILLED.format(
-        support=str(Path(__file__).parents[2] / "support"), programs=str(other / "programs" / "cpu-tp2"),
-        other=str(other), at=at,
-        whole=str(whole), more=[] if at == "moved" else ["--force"],
-    )  # fmt: skip
+        support=str(Path(__file__).parents[2] / "support"),
+        programs=str(other / "programs" / "cpu-tp2"),
+        other=str(other),
+        at=at,
+        whole=str(whole),
+        more=[] if at == "moved" else ["--force"],
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment({}))
     assert done.returncode == 9, done.stderr
     found = read_manifest(whole)
@@ -195,18 +200,24 @@ def test_receipts_that_fail_leave_the_artifact_as_it_was(whole, compiled, monkey
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--target", "cpu@2", "--paddings", "16,32"),
-         "--paddings: expected 128, which the targets of `x.ling3` share, found 16,32\n"
-         "hint: leave it out, or build another artifact\n"),
-        (("--target", "cpu@2", "--dtype", "bfloat16"),
-         "--dtype: expected float32, which the targets of `x.ling3` share, found bfloat16\n"
-         "hint: leave it out, or build another artifact\n"),
-        (("--target", "cpu@3"),
-         "TP of target `cpu@3`: expected a divisor of 4 (the common divisor of heads 4, experts 16, vocabulary 320 and "
-         "widths), found 3\nhint: this model splits over 1, 2, 4\n"),
+        (
+            ("--target", "cpu@2", "--paddings", "16,32"),
+            "--paddings: expected 128, which the targets of `x.ling3` share, found 16,32\n"
+            "hint: leave it out, or build another artifact\n",
+        ),
+        (
+            ("--target", "cpu@2", "--dtype", "bfloat16"),
+            "--dtype: expected float32, which the targets of `x.ling3` share, found bfloat16\n"
+            "hint: leave it out, or build another artifact\n",
+        ),
+        (
+            ("--target", "cpu@3"),
+            "TP of target `cpu@3`: expected a divisor of 4 (the common divisor of heads 4, experts 16, vocabulary 320 "
+            "and widths), found 3\nhint: this model splits over 1, 2, 4\n",
+        ),
         (("--target", "cpu@2", "--pages", "0"), "--pages: expected a positive number, found 0\n"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_the_artifact_is_refused(whole, options, message):
     before = read_manifest(whole)
     assert refusal(cli.main, "build", "--into", whole, *options) == f"error: {message}"

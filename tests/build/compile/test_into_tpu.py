@@ -18,9 +18,11 @@ TARGETS = ["cpu-tp2", "tpu-v6e-2x2-tp4"]
 def run(*arguments: object, code: int = 0) -> str:
     """stdout of a command, and stderr behind it."""
     done = subprocess.run(
-        [sys.executable, "-m", "ling3export.cli", *map(str, arguments)], capture_output=True, text=True,
+        [sys.executable, "-m", "ling3export.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
         env=environment({}),
-    )  # fmt: skip
+    )
     assert done.returncode == code, done.stderr
     return done.stdout + done.stderr
 
@@ -29,8 +31,9 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
     """Inode and time of every file below ``folder``."""
     return {
         str(file.relative_to(folder)): (file.stat().st_ino, file.stat().st_mtime_ns)
-        for file in folder.rglob("*") if file.is_file()
-    }  # fmt: skip
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
 
 
 def test_a_tpu_target_is_compiled_into_an_artifact_for_the_cpu(artifact, tmp_path):

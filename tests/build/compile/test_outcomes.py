@@ -23,9 +23,16 @@ CONFIG = Config.from_dict(tiny_fields())
 OPTIONS = Options((16,), (1,), tp=1, max_running=1, page_size=16, context=64)
 PLAN = make_plan(CONFIG, OPTIONS, "cpu")
 PROGRAM = Program(
-    phase="decode", padding=1, fields=(), inputs=(), outputs=(), collectives={}, lower_seconds=0.5,
-    compile_seconds=1.25, memory=Memory(arguments=10**6, outputs=10, temporaries=5 * 10**5, alias=10, code=0),
-)  # fmt: skip
+    phase="decode",
+    padding=1,
+    fields=(),
+    inputs=(),
+    outputs=(),
+    collectives={},
+    lower_seconds=0.5,
+    compile_seconds=1.25,
+    memory=Memory(arguments=10**6, outputs=10, temporaries=5 * 10**5, alias=10, code=0),
+)
 BUILT = SimpleNamespace(program=PROGRAM)
 FAILED = Failure("too large", "lower it", "PlanError")
 

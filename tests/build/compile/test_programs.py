@@ -93,9 +93,7 @@ def test_scoring_adds_one_gather_and_never_holds_the_logits_of_all_slots():
     assert collectives(module) == {"all_reduce": 2 + 2 + 2 + 1, "all_gather": 1}
     assert re.findall(r"stablehlo\.all_gather.*?-> tensor<([0-9x]+)x", module) == [f"{TP}x16x4x128"]
     assert largest_constant(module) < CONSTANT_BYTES
-    assert [row.name for row in lowered.outputs if row.group == "out"] == [
-        "best", "best_logprob", "logits", "logprob",
-    ]  # fmt: skip
+    assert [row.name for row in lowered.outputs if row.group == "out"] == ["best", "best_logprob", "logits", "logprob"]
     _, record = compile_cell(lowered, device_mesh(TP))
     assert record.memory.temporaries < slots * vocabulary // TP * 4 / 2
 

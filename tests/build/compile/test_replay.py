@@ -58,13 +58,17 @@ def test_receipts_of_a_decode_cell_start_from_a_prefill(artifact, compiled):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda target: replace(target, toolchain=target.toolchain | {"jax": "0.10.0"}),
-         r"it was built with jax 0.10.0, here [0-9.]+"),
-        (lambda target: replace(target, fingerprint="0" * 64),
-         "it was built with other sources of the model or of the lowering, or other flags"),
+        (
+            lambda target: replace(target, toolchain=target.toolchain | {"jax": "0.10.0"}),
+            r"it was built with jax 0.10.0, here [0-9.]+",
+        ),
+        (
+            lambda target: replace(target, fingerprint="0" * 64),
+            "it was built with other sources of the model or of the lowering, or other flags",
+        ),
         (lambda target: target, "neither sources nor toolchain changed since: report this"),
     ],
-)  # fmt: skip
+)
 def test_another_portable_program_is_said_with_the_reason(artifact, compiled, tmp_path, monkeypatch, change, why):
     copied = shutil.copytree(artifact("micro-tp2"), tmp_path / "x.ling3")
 
@@ -105,10 +109,15 @@ def test_what_cannot_be_replayed_is_refused(artifact, tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        "[" * 10**6, "[]", "3", "null", '{"config": 3, "options": [], "cells": {}}', "\ud800",
+        "[" * 10**6,
+        "[]",
+        "3",
+        "null",
+        '{"config": 3, "options": [], "cells": {}}',
+        "\ud800",
         '{"config": {}, "options": {}, "cells": {"a": 3}}',
     ],
-)  # fmt: skip
+)
 def test_a_description_of_a_failure_that_no_build_wrote_is_none(tmp_path, text):
     """Other types in it were a raw traceback."""
     replay.failed_path(tmp_path / "x.ling3").write_text(text, errors="replace")

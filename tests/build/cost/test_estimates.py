@@ -163,7 +163,7 @@ def test_the_roofline_bounds_of_a_split_layer_add_up_to_the_decode_step_s_weight
     bound = {
         phase: roofline_bound(config, geometry, phase, padding, chip, 1024)
         for phase, padding in (("decode", 16), ("attend", 16), ("experts", 128), ("combine", 16), ("head", 16))
-    }  # fmt: skip
+    }
     weights = {phase: each.bytes.get("weights", 0) for phase, each in bound.items()}
     # Experts are drawn one by one there, eight at once here: 63.4 against 64.4 % of them are touched.
     whole = 24 * weights["attend"] + 23 * weights["experts"] + weights["head"]

@@ -84,10 +84,14 @@ def test_decode_with_many_running(running, padding, slots):
 @pytest.mark.parametrize(
     ("slots", "expected"),
     [
-        (16, [(16, 1)]), (32, [(48, 1)]), (128, [(128, 1)]), (144, [(128, 1), (16, 1)]), (256, [(128, 1), (128, 1)]),
+        (16, [(16, 1)]),
+        (32, [(48, 1)]),
+        (128, [(128, 1)]),
+        (144, [(128, 1), (16, 1)]),
+        (256, [(128, 1), (128, 1)]),
         (16 * 10**9, [(128, 124_999_999), (128, 1)]),
     ],
-)  # fmt: skip
+)
 def test_calls_of_a_prompt(slots, expected):
     assert calls(slots, PADDINGS) == expected
 
@@ -148,21 +152,32 @@ def test_a_histogram_is_read_and_equal_lengths_are_added_up(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "--lengths: expected JSON, found Expecting property name enclosed in double quotes: line 1 column 2 "
-         "(char 1), in line 2 of x.jsonl"),
+        (
+            "{",
+            "--lengths: expected JSON, found Expecting property name enclosed in double quotes: line 1 column 2 "
+            "(char 1), in line 2 of x.jsonl",
+        ),
         ("[1]", "--lengths: expected an object, found a list of 1, in line 2 of x.jsonl"),
-        ('{"prompt": 1}', "--lengths: expected only the fields prompt_tokens, output_tokens, count, found "
-         "'prompt', in line 2 of x.jsonl"),
-        ('{"prompt_tokens": 1}',
-         "--lengths: expected the field output_tokens, found none, in line 2 of x.jsonl"),
-        ('{"prompt_tokens": 0, "output_tokens": 1}',
-         "--lengths: expected a number from 1 to 1,099,511,627,776, found 0, at prompt_tokens, in line 2 of x.jsonl"),
-        ('{"prompt_tokens": 1, "output_tokens": 1, "count": true}',
-         "--lengths: expected a whole number, found True, at count, in line 2 of x.jsonl"),
-        ('{"prompt_tokens": 1, "output_tokens": 1.0}',
-         "--lengths: expected a whole number, found 1.0, at output_tokens, in line 2 of x.jsonl"),
+        (
+            '{"prompt": 1}',
+            "--lengths: expected only the fields prompt_tokens, output_tokens, count, found "
+            "'prompt', in line 2 of x.jsonl",
+        ),
+        ('{"prompt_tokens": 1}', "--lengths: expected the field output_tokens, found none, in line 2 of x.jsonl"),
+        (
+            '{"prompt_tokens": 0, "output_tokens": 1}',
+            "--lengths: expected a number from 1 to 1,099,511,627,776, found 0, at prompt_tokens, in line 2 of x.jsonl",
+        ),
+        (
+            '{"prompt_tokens": 1, "output_tokens": 1, "count": true}',
+            "--lengths: expected a whole number, found True, at count, in line 2 of x.jsonl",
+        ),
+        (
+            '{"prompt_tokens": 1, "output_tokens": 1.0}',
+            "--lengths: expected a whole number, found 1.0, at output_tokens, in line 2 of x.jsonl",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_histogram_is_refused_with_its_line(tmp_path, line, message):
     path = tmp_path / "x.jsonl"
     path.write_text('{"prompt_tokens": 1, "output_tokens": 1}\n' + line)

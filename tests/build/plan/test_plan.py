@@ -32,10 +32,23 @@ def refusal(**changes: Any) -> str:
 def test_cells_of_the_default_plan():
     plan = make_plan(CONFIG, Options(tp=4), "cpu")
     assert [cell.name for cell in plan.cells] == [
-        "prefill@512", "prefill@128", "prefill@16", "decode@64", "decode@16", "decode@1",
-        "sample@64", "sample@32", "sample@16", "sample@8", "sample@1",
-        "adjust@64", "adjust@32", "adjust@16", "adjust@8", "adjust@1",
-    ]  # fmt: skip
+        "prefill@512",
+        "prefill@128",
+        "prefill@16",
+        "decode@64",
+        "decode@16",
+        "decode@1",
+        "sample@64",
+        "sample@32",
+        "sample@16",
+        "sample@8",
+        "sample@1",
+        "adjust@64",
+        "adjust@32",
+        "adjust@16",
+        "adjust@8",
+        "adjust@1",
+    ]
     assert (plan.context, plan.geometry.max_pages, plan.geometry.pages) == (512, 2, 128)
     assert plan.notes == (
         "decode paddings 1,16,64: from one sequence alone to all 64 running",
@@ -48,10 +61,21 @@ def test_a_split_model_has_experts_for_one_session_and_for_all():
     plan = make_plan(CONFIG, replace(SMALL, decode_paddings=(2, 8), afd=3), "cpu")
     split = [cell.name for cell in plan.cells if cell.phase not in ("prefill", "decode", "sample", "adjust")]
     assert split == [
-        "attend@8", "attend@2", "combine@8", "combine@2", "head@8", "head@2",
-        "dispatch@96", "dispatch@32", "dispatch@24", "dispatch@8",
-        "experts@96", "experts@32", "experts@24", "experts@8",
-    ]  # fmt: skip
+        "attend@8",
+        "attend@2",
+        "combine@8",
+        "combine@2",
+        "head@8",
+        "head@2",
+        "dispatch@96",
+        "dispatch@32",
+        "dispatch@24",
+        "dispatch@8",
+        "experts@96",
+        "experts@32",
+        "experts@24",
+        "experts@8",
+    ]
     whole = make_plan(CONFIG, replace(SMALL, decode_paddings=(2, 8)), "cpu")
     assert [cell for cell in plan.cells if cell.name not in split] == list(whole.cells)
     assert "ffn_paddings" not in whole.record() and plan.record()["ffn_paddings"] == [8, 24, 32, 96]
@@ -147,7 +171,7 @@ def test_a_tp_that_does_not_divide_is_refused_with_those_that_do():
         ((16, 16), "--paddings: expected ascending paddings, found 16 before 16\nhint: write 16"),
         ((1 << 21,), "--paddings: expected paddings of at most 1,048,576, found 2,097,152"),
     ],
-)  # fmt: skip
+)
 def test_paddings_are_refused_not_dropped(paddings, message):
     assert refusal(paddings=paddings) == message
 
@@ -230,9 +254,17 @@ def test_a_pool_that_does_not_fit_is_refused_with_the_sum():
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("0", 0), ("1000000", 10**6), ("4GiB", 4 << 30), ("512 MiB", 512 << 20), (" 2kB".replace("k", "K"), 2000),
-     ("1.5MB", 1_500_000), ("7B", 7), ("1TiB", 1 << 40)],
-)  # fmt: skip
+    [
+        ("0", 0),
+        ("1000000", 10**6),
+        ("4GiB", 4 << 30),
+        ("512 MiB", 512 << 20),
+        (" 2kB".replace("k", "K"), 2000),
+        ("1.5MB", 1_500_000),
+        ("7B", 7),
+        ("1TiB", 1 << 40),
+    ],
+)
 def test_sizes(text, expected):
     assert parse_bytes(text) == expected
 

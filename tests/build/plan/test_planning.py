@@ -177,10 +177,12 @@ def test_an_artifact_gives_back_the_plan_that_it_was_built_for(artifact):
     [
         (["--memory-fraction", "1.5"], "error: --memory-fraction: expected above 0 and at most 1, found 1.5\n"),
         (["--target", "tpu:v6e:3x3"], "error: target `tpu:v6e:3x3`: expected a topology of 1x1, 2x2, 2x4, 4x4 for v6e"),
-        (["--target", "cpu@2", "--tp", "2", "--target", "cpu"],
-         "error: --target: expected each target once, found cpu-tp2 twice\n"),
+        (
+            ["--target", "cpu@2", "--tp", "2", "--target", "cpu"],
+            "error: --target: expected each target once, found cpu-tp2 twice\n",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_built_cannot_be_planned(options, message):
     assert refusal(cli.main, "plan", *options).startswith(message)
 

@@ -54,8 +54,5 @@ def test_states_of_one_model_and_dtype_have_one_form():
     """Whatever the weights, which `Manifest.state_of` adds."""
     same = state_abi(FULL, "bfloat16")
     assert same == state_abi(FULL, "bfloat16")
-    others = {
-        state_abi(FULL, "float32"),
-        state_abi(replace(FULL, rope_theta=FULL.rope_theta + 1), "bfloat16"),
-    }
+    others = {state_abi(FULL, "float32"), state_abi(replace(FULL, rope_theta=FULL.rope_theta + 1), "bfloat16")}
     assert len(others) == 2 and same not in others

@@ -71,10 +71,7 @@ def test_every_figure_is_drawn_and_readable_in_every_medium(both, page, tmp_path
     [
         ("mark.style.width = mark.style.minWidth = 0", FEWER),
         ("mark.style.background = 'none'", FEWER),
-        (
-            "mark.style.position = 'relative'; mark.style.left = '-999px'",
-            FEWER,
-        ),
+        ("mark.style.position = 'relative'; mark.style.left = '-999px'", FEWER),
         ("mark.remove()", FEWER),
         ("mark.style.display = 'none'", FEWER),
         ("figure.querySelector('[data-marks]').remove()", "t2-memory: no drawing"),
@@ -128,8 +125,13 @@ def test_names_from_outside_stay_text(both, page, tmp_path):
     assert page.evaluate("document.querySelector('h1').textContent") == HOSTILE
     assert page.evaluate("document.title") == f"{HOSTILE}: report of the artifact"
     assert page.evaluate("document.querySelectorAll('script, img, link, iframe, object').length") == 0
-    assert page.evaluate("[...document.querySelectorAll('*')].flatMap((e) => [...e.attributes]).filter((a) => "
-                         "a.name.startsWith('on')).length") == 0  # fmt: skip
+    assert (
+        page.evaluate(
+            "[...document.querySelectorAll('*')].flatMap((e) => [...e.attributes]).filter((a) => "
+            "a.name.startsWith('on')).length"
+        )
+        == 0
+    )
     assert (page.errors, len(page.requests)) == ([], 1)
 
 
@@ -148,11 +150,18 @@ def test_the_page_shows_the_manifest_s_numbers(both, page, tmp_path):
         ratio = cell.estimate.seconds / cell.floor.seconds
         peak = cell.memory.peak
         assert shown[name] == [
-            "compiled, not executed", si(cell.compile_seconds, "s"),
-            si(cell.stablehlo.bytes + cell.exec.bytes, "B"), si(peak, "B"),
-            f"{100 * peak / int(31.24 * 2**30):.1f} %", str(sum(row.count for row in cell.collectives.values())),
-            si(cell.estimate.seconds, "s"), si(cell.floor.seconds, "s"), times(ratio), "not run", "-",
-        ]  # fmt: skip
+            "compiled, not executed",
+            si(cell.compile_seconds, "s"),
+            si(cell.stablehlo.bytes + cell.exec.bytes, "B"),
+            si(peak, "B"),
+            f"{100 * peak / int(31.24 * 2**30):.1f} %",
+            str(sum(row.count for row in cell.collectives.values())),
+            si(cell.estimate.seconds, "s"),
+            si(cell.floor.seconds, "s"),
+            times(ratio),
+            "not run",
+            "-",
+        ]
     text = page.evaluate("document.body.innerText")
     assert "compiled, never executed" in text
     assert "The programs were compiled and never executed." in text
@@ -272,9 +281,18 @@ def test_a_page_that_cannot_be_written_leaves_nothing(tpu_artifact, tmp_path):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0 B"), (1, "1.00 B"), (999.4, "999 B"), (999.6, "1.00 kB"), (1352067072, "1.35 GB"), (2.1352e-3, "2.14 mB"),
-     (5e-12, "0.00500 nB"), (9.995e5, "1.00 MB"), (99.96, "100 B")],
-)  # fmt: skip
+    [
+        (0, "0 B"),
+        (1, "1.00 B"),
+        (999.4, "999 B"),
+        (999.6, "1.00 kB"),
+        (1352067072, "1.35 GB"),
+        (2.1352e-3, "2.14 mB"),
+        (5e-12, "0.00500 nB"),
+        (9.995e5, "1.00 MB"),
+        (99.96, "100 B"),
+    ],
+)
 def test_quantities_have_three_digits(value, text):
     assert si(value, "B") == text
 

@@ -43,9 +43,10 @@ def exported(artifact) -> tuple[Path, Path]:
     checkpoint = artifact.checkpoint("micro-tp1")
     command = ("build", checkpoint, "--format", "savedmodel", "--dtype", "float32", *SIZES)
     model = artifact.kept(
-        "micro.savedmodel", [sources_of("ling3export.savedmodel.export"), *map(str, command), versions()],
+        "micro.savedmodel",
+        [sources_of("ling3export.savedmodel.export"), *map(str, command), versions()],
         lambda path: run(sys.executable, "-m", "ling3export.cli", *command[:2], path, *command[2:]),
-    )  # fmt: skip
+    )
     return checkpoint, model
 
 
@@ -106,9 +107,14 @@ def test_signatures_compute_what_the_steps_compute_under_jit(exported, tmp_path)
     (tmp_path / "calls.json").write_text(json.dumps([name for name, _ in calls]))
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
     done = run(
-        sys.executable, CALLS, model, tmp_path / "calls.json", tmp_path / "in.npz", tmp_path / "out.npz",
+        sys.executable,
+        CALLS,
+        model,
+        tmp_path / "calls.json",
+        tmp_path / "in.npz",
+        tmp_path / "out.npz",
         environment=os.environ | quiet | UNOPTIMIZED,
-    )  # fmt: skip
+    )
     found = np.load(tmp_path / "out.npz")
     expected = under_jit(direct)
     assert sorted(found.files) == sorted(f"{n}.{key}" for n, values in enumerate(expected) for key in values)
@@ -132,8 +138,12 @@ def test_signatures_compute_what_the_steps_compute_under_jit(exported, tmp_path)
 def test_the_folder_holds_a_model_and_its_description_and_nothing_else(exported):
     checkpoint, model = exported
     assert sorted(path.name for path in model.iterdir()) == [
-        "assets", "fingerprint.pb", "ling3.json", "saved_model.pb", "variables",
-    ]  # fmt: skip
+        "assets",
+        "fingerprint.pb",
+        "ling3.json",
+        "saved_model.pb",
+        "variables",
+    ]
     record = json.loads((model / "ling3.json").read_text())
     config = Checkpoint.open(checkpoint).config
     vocabulary = {"shape": [2, config.vocab_size], "dtype": "float32"}

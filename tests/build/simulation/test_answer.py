@@ -37,8 +37,9 @@ def test_a_fleet_is_divided_for_its_requests(config):
         "reaches"
     )
     assert [line.split()[0] for line in text if re.match(r"  \S+ +[\d,]+( +[\d.,]+){4}$", line)] == [
-        "8", *(f"{n}P{8 - n}D" for n in range(1, 8)),
-    ]  # fmt: skip
+        "8",
+        *(f"{n}P{8 - n}D" for n in range(1, 8)),
+    ]
     assert text[-2] == f"  best: {text[-2].split()[1]} {text[-2].split()[2]} requests/s"
     found = json.loads(called(config, lines, *SMALL, "--chips", 35, "--json").stdout)
     assert found["replicas"] == 8 and found["chips"] == 4 and (found["times"], found["note"]) == ("bounds", None)
@@ -54,16 +55,28 @@ def test_a_fleet_is_divided_for_its_requests(config):
     ("line", "options", "message"),
     [
         ('{"prompt_tokens": 30}', ("--chips", 4), "--fleet: expected the field output_tokens, found none, in line 1"),
-        ('{"prompt_tokens": 30, "output_tokens": 2, "prefix_tokens": 30}', ("--chips", 4),
-         "--fleet: expected prefix_tokens below prompt_tokens, found 30 and 30"),
-        ('{"prompt_tokens": 9000, "output_tokens": 2}', ("--chips", 4),
-         "--fleet: expected requests within the context of 8192, found 9000 and 2 tokens"),
-        ('{"prompt_tokens": 30, "output_tokens": 2}', ("--chips", 3),
-         "--chips: expected at least the 4 of tpu:v6e:2x2, found 3"),
-        ('{"prompt_tokens": 30, "output_tokens": 2}', ("--chips", 4, "--target", "cpu"),
-         "--fleet: expected one --target, found 2"),
+        (
+            '{"prompt_tokens": 30, "output_tokens": 2, "prefix_tokens": 30}',
+            ("--chips", 4),
+            "--fleet: expected prefix_tokens below prompt_tokens, found 30 and 30",
+        ),
+        (
+            '{"prompt_tokens": 9000, "output_tokens": 2}',
+            ("--chips", 4),
+            "--fleet: expected requests within the context of 8192, found 9000 and 2 tokens",
+        ),
+        (
+            '{"prompt_tokens": 30, "output_tokens": 2}',
+            ("--chips", 3),
+            "--chips: expected at least the 4 of tpu:v6e:2x2, found 3",
+        ),
+        (
+            '{"prompt_tokens": 30, "output_tokens": 2}',
+            ("--chips", 4, "--target", "cpu"),
+            "--fleet: expected one --target, found 2",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_simulated_is_refused(config, line, options, message):
     done = called(config, [line], *SMALL, *options)
     assert done.exit_code == 1

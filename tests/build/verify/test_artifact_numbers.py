@@ -118,8 +118,9 @@ def test_packed_equals_alone(subject: Subject):
     probe, prompts = subject.probe, subject.truth.prompts
     padding = subject.paddings[-1]
     first: list[Part] = [(n + 3, 0, prompts[n][:size]) for n, size in enumerate((1, 20, 33, 16))]
-    second: list[Part] = [(n + 3, start, prompts[n][start:end]) for n, start, end in
-                          ((2, 33, 50), (0, 1, 18), (3, 16, 35), (1, 20, 21))]  # fmt: skip
+    second: list[Part] = [
+        (n + 3, start, prompts[n][start:end]) for n, start, end in ((2, 33, 50), (0, 1, 18), (3, 16, 35), (1, 20, 21))
+    ]
     held = {n + 3: n for n in range(4)}
     packed = probe.prefill(padding, first) | probe.prefill(padding, second)
     assert len(packed) == 7 + 7

@@ -13,15 +13,7 @@ from jax import export
 
 import toy_artifact
 from ling3export.artifacts.manifest import file_record, read_checked, read_manifest, write_manifest
-from ling3export.artifacts.schema import (
-    Executable,
-    PortableReceipts,
-    Receipt,
-    State,
-    StateArray,
-    Tolerance,
-    Weights,
-)
+from ling3export.artifacts.schema import Executable, PortableReceipts, Receipt, State, StateArray, Tolerance, Weights
 from ling3export.cli import main as cli
 from ling3export.compile import build, lower
 from ling3export.errors import ArtifactError

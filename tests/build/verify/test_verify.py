@@ -229,11 +229,17 @@ def test_prompts_are_prefilled_in_calls_of_whole_chunks():
     (_, _, first), (_, padding, second) = device.steps
     assert padding == 32
     assert [first[name].tolist() for name in ("chunk_start", "chunk_len", "chunk_slot", "fresh")] == [
-        [0, 16], [16, 16], [3, 3], [1, 0],
-    ]  # fmt: skip
+        [0, 16],
+        [16, 16],
+        [3, 3],
+        [1, 0],
+    ]
     assert [second[name].tolist() for name in ("chunk_start", "chunk_len", "chunk_slot", "fresh")] == [
-        [32, 0], [7, 0], [3, 0], [0, 0],
-    ]  # fmt: skip
+        [32, 0],
+        [7, 0],
+        [3, 0],
+        [0, 0],
+    ]
     assert second["page_table"].tolist() == [[7, 8, 9, 0], [0, 0, 0, 0]]
 
 

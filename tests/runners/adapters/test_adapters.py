@@ -88,18 +88,26 @@ def own(artifact) -> Own:
     rows = max(target.paddings("decode"))
     each = len(asked[0].choices)
     return Own(
-        path, [done.text or "" for done in texts], [scores[at : at + each] for at in range(0, len(scores), each)],
-        [score.logprob for score in rolling], rows,
-    )  # fmt: skip
+        path,
+        [done.text or "" for done in texts],
+        [scores[at : at + each] for at in range(0, len(scores), each)],
+        [score.logprob for score in rolling],
+        rows,
+    )
 
 
 def run_offline(folder: Path, *command: object) -> str:
     """Runs a command in ``folder`` that must reach no network; its stdout."""
     done = subprocess.run(
-        [str(part) for part in command], cwd=folder, capture_output=True, text=True, timeout=300,
-        env=os.environ | OFFLINE | {"HF_HOME": str(folder / "hf"), "XDG_DATA_HOME": str(folder / "data"),
-                                    "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        [str(part) for part in command],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ
+        | OFFLINE
+        | {"HF_HOME": str(folder / "hf"), "XDG_DATA_HOME": str(folder / "data"), "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -113,10 +121,7 @@ TASKS = {
         "filter_list": [
             {
                 "name": "last",
-                "filter": [
-                    {"function": "regex", "regex_pattern": "#### (-?[0-9]+)"},
-                    {"function": "take_first"},
-                ],
+                "filter": [{"function": "regex", "regex_pattern": "#### (-?[0-9]+)"}, {"function": "take_first"}],
             }
         ],
         "metric_list": [{"metric": "exact_match"}],
@@ -146,10 +151,22 @@ def test_lm_eval_generates_and_scores(own: Own, tmp_path: Path):
         source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, **source, **task}))
     run_offline(
-        tmp_path, *RUNNER, "lm-eval", "run", "--model", "ling3",
-        "--model_args", f"artifact={own.path}", "--tasks", *TASKS, "--include_path", tmp_path,
-        "--output_path", tmp_path / "out", "--log_samples",
-    )  # fmt: skip
+        tmp_path,
+        *RUNNER,
+        "lm-eval",
+        "run",
+        "--model",
+        "ling3",
+        "--model_args",
+        f"artifact={own.path}",
+        "--tasks",
+        *TASKS,
+        "--include_path",
+        tmp_path,
+        "--output_path",
+        tmp_path / "out",
+        "--log_samples",
+    )
     (file,) = (tmp_path / "out").rglob("results_*.json")
     results = json.loads(file.read_text())["results"]
     samples = {}
@@ -213,9 +230,19 @@ def test_inspect_evaluates_and_reads_our_logs(own: Own, tmp_path: Path):
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "words.py").write_text(INSPECT_TASK.format(tokens=TOKENS, stop=STOP))
     run_offline(
-        tmp_path, Path(sys.executable).with_name("inspect"), "eval", "words.py", "--model", f"ling3/{own.path}",
-        "--log-dir", "logs", "--log-format", "json", "--display", "none",
-    )  # fmt: skip
+        tmp_path,
+        Path(sys.executable).with_name("inspect"),
+        "eval",
+        "words.py",
+        "--model",
+        f"ling3/{own.path}",
+        "--log-dir",
+        "logs",
+        "--log-format",
+        "json",
+        "--display",
+        "none",
+    )
     run_suite(Suite("fake", numbered(4)), FakeBackend(half), tmp_path / "run", RunConfig(trials=2))
     exported = tmp_path / "exported.json"
     exported.write_text(json.dumps(inspect_log(tmp_path / "run")))
@@ -348,9 +375,7 @@ def test_inspect_edges(inspect_model: Any):
     user = ChatMessageUser(content="Question:")
 
     def ask(*messages: Any, tools: Sequence[Any] = (), **config: Any) -> Any:
-        return asyncio.run(
-            inspect_model.generate([*(messages or [user])], [*tools], "none", GenerateConfig(**config))
-        )  # fmt: skip
+        return asyncio.run(inspect_model.generate([*(messages or [user])], [*tools], "none", GenerateConfig(**config)))
 
     (done,) = engine.generate(["Question:"], max_tokens=5)
     output = ask(max_tokens=5)
@@ -367,11 +392,19 @@ def test_inspect_edges(inspect_model: Any):
         (ask, (), {"tools": [ToolInfo(name="search", description="")]}, "tools: expected none, found search"),
         (ask, (), {"logprobs": True}, "setting `logprobs`: expected it unset, found True"),
         (ask, (), {"num_choices": 2}, "setting `num_choices`: expected 1, found 2"),
-        (ask, (ChatMessageSystem(content="Be brief."), user), {},
-         "messages: expected a single user message, for the artifact has no chat template, found system, user"),
-        (ask, (ChatMessageUser(content=[ContentImage(image="x.png")]),), {},
-         "messages: expected text of system, user, assistant, found other content, of user"),
-    ]  # fmt: skip
+        (
+            ask,
+            (ChatMessageSystem(content="Be brief."), user),
+            {},
+            "messages: expected a single user message, for the artifact has no chat template, found system, user",
+        ),
+        (
+            ask,
+            (ChatMessageUser(content=[ContentImage(image="x.png")]),),
+            {},
+            "messages: expected text of system, user, assistant, found other content, of user",
+        ),
+    ]
     for call, messages, options, expected in refused:
         with pytest.raises(RequestError) as raised:
             call(*messages, **options)

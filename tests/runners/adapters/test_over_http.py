@@ -68,9 +68,12 @@ def lm_eval(folder: Path, rows: list[dict[str, Any]], task: dict[str, Any], mode
     task = {"task": "ours", "dataset_path": "json", "dataset_kwargs": source, "test_split": "test", **task}
     (folder / "ours.yaml").write_text(yaml.safe_dump(task))
     found = lm_eval.simple_evaluate(
-        model=model, tasks=["ours"], bootstrap_iters=0,
-        task_manager=TaskManager(include_path=str(folder), include_defaults=False), **how,
-    )  # fmt: skip
+        model=model,
+        tasks=["ours"],
+        bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        **how,
+    )
     samples = sorted(found["samples"]["ours"], key=lambda sample: sample["doc_id"])
     return {"scores": found["results"]["ours"], "answers": [sample["filtered_resps"] for sample in samples]}
 
@@ -78,15 +81,21 @@ def lm_eval(folder: Path, rows: list[dict[str, Any]], task: dict[str, Any], mode
 def test_lm_eval_chats_as_in_process(toy: Server, texts: list[str], tmp_path: Path):
     rows = [{"question": text, "answer": texts[0]} for text in QUESTIONS]
     task = {
-        "output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{answer}}",
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
         "generation_kwargs": {"until": ["\n\n\n"], "max_gen_toks": TOKENS, "do_sample": False},
         "metric_list": [{"metric": "exact_match"}],
-    }  # fmt: skip
+    }
     url = f"{toy.url}/v1/chat/completions"
     over = lm_eval(
-        tmp_path, rows, task, "local-chat-completions", apply_chat_template=True,
+        tmp_path,
+        rows,
+        task,
+        "local-chat-completions",
+        apply_chat_template=True,
         model_args={"model": "toy", "base_url": url, "eos_string": "<|endoftext|>"},
-    )  # fmt: skip
+    )
     within = lm_eval(
         tmp_path, rows, task, "ling3", apply_chat_template=True, model_args={"artifact": toy_artifact.shared()}
     )
@@ -98,9 +107,13 @@ def test_lm_eval_scores_choices_as_in_process(artifact, tmp_path: Path):
     """By token ids, with the server's own tokenizer, from the log-probabilities of an echoed prompt."""
     rows = [{"question": f"Question: {n} + {n}\nAnswer:", "choices": [f" {n}", f" {2 * n}", " a"]} for n in range(4)]
     task = {
-        "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}",
-        "doc_to_target": 1, "target_delimiter": "", "metric_list": [{"metric": "acc"}],
-    }  # fmt: skip
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": 1,
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}],
+    }
     path = artifact("demo-tp16")
     within = lm_eval(tmp_path, rows, task, "ling3", model_args={"artifact": path})
     with Server(path, "--model", "demo") as server:

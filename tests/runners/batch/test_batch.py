@@ -59,15 +59,18 @@ def run(engine: Engine, source: Path, output: Path, shard: str = "0/1", **more: 
 
 
 def test_each_line_is_answered_in_order_with_what_the_engine_says(engine, tmp_path):
-    source = written(tmp_path / "in.jsonl", [
-        request(COMPLETIONS, "a", prompt=[1, 2, 3], max_tokens=3, temperature=0),
-        {"prompt_ids": [4, 5]},
-        request(CHAT, "c", messages=[{"role": "user", "content": "A"}], max_completion_tokens=2),
-        {"messages": [{"role": "user", "content": "A"}], "custom_id": "d"},
-        {"prompt": "AB"},
-        request(RESPONSES, "f", input="A"),
-        request(RESPONSES, "g", input=[{"role": "user", "content": "A"}], max_output_tokens=2),
-    ])  # fmt: skip
+    source = written(
+        tmp_path / "in.jsonl",
+        [
+            request(COMPLETIONS, "a", prompt=[1, 2, 3], max_tokens=3, temperature=0),
+            {"prompt_ids": [4, 5]},
+            request(CHAT, "c", messages=[{"role": "user", "content": "A"}], max_completion_tokens=2),
+            {"messages": [{"role": "user", "content": "A"}], "custom_id": "d"},
+            {"prompt": "AB"},
+            request(RESPONSES, "f", input="A"),
+            request(RESPONSES, "g", input=[{"role": "user", "content": "A"}], max_output_tokens=2),
+        ],
+    )
     summary = run(engine, source, tmp_path / "out.jsonl")
     assert (summary.answered, summary.refused, summary.earlier) == (7, 0, 0)
     found = answers(tmp_path / "out.jsonl")
@@ -286,12 +289,20 @@ def test_a_share_is_said_or_found(text, environment, expected):
 @pytest.mark.parametrize(
     ("text", "environment"),
     [
-        ("5/5", {}), ("1", {}), ("-1/2", {}), ("0/0", {}), ("a/b", {}), ("auto", {}), ("auto/2", {}),
-        ("auto/2", {"JOB_COMPLETION_INDEX": "2"}), ("auto", {"JOB_COMPLETION_INDEX": "1"}),
-        ("auto/4", SLURM | {"SLURM_ARRAY_TASK_ID": "x"}), ("auto/4", SLURM | {"SLURM_ARRAY_TASK_STEP": "0"}),
+        ("5/5", {}),
+        ("1", {}),
+        ("-1/2", {}),
+        ("0/0", {}),
+        ("a/b", {}),
+        ("auto", {}),
+        ("auto/2", {}),
+        ("auto/2", {"JOB_COMPLETION_INDEX": "2"}),
+        ("auto", {"JOB_COMPLETION_INDEX": "1"}),
+        ("auto/4", SLURM | {"SLURM_ARRAY_TASK_ID": "x"}),
+        ("auto/4", SLURM | {"SLURM_ARRAY_TASK_STEP": "0"}),
         ("1/99999999999", {}),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_share_is_refused(text, environment):
     with pytest.raises(Ling3Error, match="--shard: expected a share I/N, found"):
         Shard.parse(text, environment)

@@ -103,11 +103,20 @@ def test_artifacts_that_do_not_fit_are_refused_by_name(artifact):
 def figures_of(ttft, phases, **more):
     spread = {"mean": 1.0, "median": 1.0, "std": 0.0, "p95": 1.0, "p99": 1.0, "max": 1.0}
     return {
-        "completed": 4, "failed": 0, "duration": 2.0, "request_throughput": 2.0, "output_throughput": 16.0,
-        "total_throughput": 20.0, "concurrency": 1.5, "e2e": spread, "ttft": spread | {"mean": ttft}, "tpot": spread,
-        "itl": spread, "phases": {name: {"mean": value, "median": value / 2} for name, value in phases.items()},
+        "completed": 4,
+        "failed": 0,
+        "duration": 2.0,
+        "request_throughput": 2.0,
+        "output_throughput": 16.0,
+        "total_throughput": 20.0,
+        "concurrency": 1.5,
+        "e2e": spread,
+        "ttft": spread | {"mean": ttft},
+        "tpot": spread,
+        "itl": spread,
+        "phases": {name: {"mean": value, "median": value / 2} for name, value in phases.items()},
         **more,
-    }  # fmt: skip
+    }
 
 
 SIDE_BY_SIDE = """\
@@ -278,8 +287,19 @@ async def _answering(pids, end):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])
 def test_a_run_that_is_ended_ends_what_it_started(artifact, tmp_path, number, code):
     one = artifact("micro-tp1-snapshots")
-    words = ["bench", "compare", one, "--configs", "1P1D,1x1", "--num-prompts", 500, "--input-len", 60,
-             "--max-concurrency", 2]  # fmt: skip
+    words = [
+        "bench",
+        "compare",
+        one,
+        "--configs",
+        "1P1D,1x1",
+        "--num-prompts",
+        500,
+        "--input-len",
+        60,
+        "--max-concurrency",
+        2,
+    ]
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", SCRIPT, "0", "ling3export.runners.cli", *map(str, words)],
         env=environment(),

@@ -35,8 +35,15 @@ def test_each_piece_of_a_stream_is_a_token_in_its_time():
     assert first.ttft >= 0.02 and min(first.itl) > 0 and first.e2e >= 0.1
     assert len(first.times) == 5 and done.duration >= first.e2e
     assert done.compiles is None and done.unfinished == 0
-    warm_up = {"model": "fake", "prompt": "hello", "max_tokens": 5, "temperature": 0.0, "stream": True,
-               "stream_options": {"include_usage": True}, "ignore_eos": True}  # fmt: skip
+    warm_up = {
+        "model": "fake",
+        "prompt": "hello",
+        "max_tokens": 5,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    }
     assert bodies[0] == warm_up and len(bodies) == 3
 
 
@@ -84,8 +91,12 @@ def test_an_event_may_come_in_any_pieces():
 
 
 def test_an_answer_without_text_has_the_time_of_its_end():
-    usage = event({"choices": [{"text": ""}], "usage": {"completion_tokens": 1, "prompt_tokens": 2,
-                                                         "prompt_tokens_details": {"cached_tokens": 1}}})  # fmt: skip
+    usage = event(
+        {
+            "choices": [{"text": ""}],
+            "usage": {"completion_tokens": 1, "prompt_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}},
+        }
+    )
     with serving(lambda body: [HEAD, usage, event(b"[DONE]"), b"0\r\n\r\n"]) as (url, _):
         (outcome,) = sent(url, [Ask("a", 4)]).outcomes
     assert (outcome.tokens, len(outcome.times), outcome.cached) == (1, 1, 1)
@@ -99,10 +110,7 @@ FAULTS = {
         [HEAD, event({"error": {"message": "engine stopped"}}), event(b"[DONE]"), b"0\r\n\r\n"],
         "engine stopped",
     ),
-    "times": (
-        [HEAD, event({"choices": [], "phases_ms": {"queue": []}}), event(b"[DONE]"), b"0\r\n\r\n"],
-        "TypeError",
-    ),
+    "times": ([HEAD, event({"choices": [], "phases_ms": {"queue": []}}), event(b"[DONE]"), b"0\r\n\r\n"], "TypeError"),
     "cut short": ([HEAD, event({"choices": [{"text": "a"}]}), b"0\r\n\r\n"], "cut short"),
     "connection": ([HEAD, event({"choices": [{"text": "a"}]})], "RemoteProtocolError"),
     "no HTTP": ([b"hello\r\n\r\n"], "RemoteProtocolError"),

@@ -128,14 +128,8 @@ def test_a_median_above_its_99th_percentile_is_found():
     ("text", "message"),
     [
         ("", "table: expected a line with Serving Benchmark Result, found none"),
-        (
-            GOLDEN.replace("6.00 ", "nan  "),
-            r"row `Request throughput \(req/s\)`, found nan",
-        ),
-        (
-            GOLDEN.replace("Concurrency: ", "Concurrent: "),
-            "row `Concurrency`, found nothing",
-        ),
+        (GOLDEN.replace("6.00 ", "nan  "), r"row `Request throughput \(req/s\)`, found nan"),
+        (GOLDEN.replace("Concurrency: ", "Concurrent: "), "row `Concurrency`, found nothing"),
     ],
 )
 def test_what_is_no_table_is_refused(text, message):

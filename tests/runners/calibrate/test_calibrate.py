@@ -148,17 +148,26 @@ def test_plan_shows_what_was_measured_of_an_artifact_that_was_built_alike(run, a
     one = read_calibration(run.file)
     times, receipt = next(iter(one.cells.values())), next(iter(one.receipts.cells.values()))
     found = replace(
-        one, target=name, programs=programs_digest(target), weights=manifest.weights_digest,
+        one,
+        target=name,
+        programs=programs_digest(target),
+        weights=manifest.weights_digest,
         cells=dict.fromkeys(target.cells, replace(times, median=1.234567)),
         receipts=replace(one.receipts, cells=dict.fromkeys(target.cells, receipt)),
-    )  # fmt: skip
+    )
     write_calibration(beside(folder), found)
     config, plan = tmp_path / "config.json", manifest.plan
     config.write_text(json.dumps(config_fields(manifest)))
     options = {
-        "--paddings": "128", "--decode-paddings": "8", "--max-running": plan.max_running, "--context": plan.context,
-        "--page-size": plan.page_size, "--dtype": plan.dtype, "--target": "cpu@1", "--from": folder,
-    }  # fmt: skip
+        "--paddings": "128",
+        "--decode-paddings": "8",
+        "--max-running": plan.max_running,
+        "--context": plan.context,
+        "--page-size": plan.page_size,
+        "--dtype": plan.dtype,
+        "--target": "cpu@1",
+        "--from": folder,
+    }
     arguments = [str(part) for pair in options.items() for part in pair]
     done = CliRunner().invoke(build_side, ["plan", str(config), *arguments])
     assert done.exit_code == 0, done.output
@@ -206,8 +215,9 @@ def test_a_calibration_of_another_artifact_machine_or_target_is_not_used_and_the
     found, name = read_calibration(copied.file), "calibration `toy.calibration.json`: not used: "
     changed(copied, weights="0" * 64)
     assert used(copied) == (
-        {}, [f"{name}another artifact's: measured with weights 000000000000, found {found.weights[:12]}"],
-    )  # fmt: skip
+        {},
+        [f"{name}another artifact's: measured with weights 000000000000, found {found.weights[:12]}"],
+    )
     changed(copied, weights=found.weights, programs="1" * 64)
     assert used(copied)[1] == [
         f"{name}another artifact's: measured with programs 111111111111, found {found.programs[:12]}"
@@ -266,8 +276,9 @@ class Channel:
 def test_several_hosts_use_a_calibration_only_where_all_have_the_same(copied):
     assert used(copied, Channel(None))[0]
     assert used(copied, Channel(b"\0" * 32)) == (
-        {}, ["calibration: not used: expected the same beside the artifact of each host, found others"],
-    )  # fmt: skip
+        {},
+        ["calibration: not used: expected the same beside the artifact of each host, found others"],
+    )
 
 
 def test_what_is_there_is_replaced_only_by_force_and_nothing_goes_into_the_artifact(run):

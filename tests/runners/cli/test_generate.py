@@ -187,8 +187,18 @@ def test_a_prompt_file_runs_as_one_batch_in_order(artifact, tmp_path):
     lines = [json.dumps({"prompt_ids": prompt}) for prompt in prompts]
     (tmp_path / "p.jsonl").write_text("\n".join(lines))
     out = tmp_path / "logits.npz"
-    done = run(artifact, "--prompt-file", tmp_path / "p.jsonl", "--max-tokens", 6, "--ignore-eos", "--json",
-               "--logits", out, "--stats")  # fmt: skip
+    done = run(
+        artifact,
+        "--prompt-file",
+        tmp_path / "p.jsonl",
+        "--max-tokens",
+        6,
+        "--ignore-eos",
+        "--json",
+        "--logits",
+        out,
+        "--stats",
+    )
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert [record["prompt_ids"] for record in records] == prompts
     with np.load(out) as arrays:
@@ -249,7 +259,7 @@ def test_an_existing_logits_file_is_kept_unless_forced(tmp_path, artifact):
         (["--max-tokens", "1", "--prompt-ids", "1", "--target", "tpu"], 1, "target `tpu`: expected one of cpu-tp2"),
         (["--max-tokens", "1", "--prompt-file", "no-such-file"], 1, "expected a readable file, found No such file"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_ends_with_a_code_and_a_reason(artifact, arguments, code, message):
     done = run(artifact, *arguments)
     assert done.exit_code == code, done.output
@@ -305,8 +315,19 @@ def test_messages_go_through_the_chat_template(artifact, tmp_path):
 def test_stop_strings_end_the_text_before_them(artifact):
     whole = json.loads(run(artifact, "--prompt-ids", "1,2,3", "--max-tokens", 12, "--ignore-eos", "--json").stdout)
     stop = whole["text"][3:5]
-    done = run(artifact, "--prompt-ids", "1,2,3", "--max-tokens", 12, "--ignore-eos", "--json", "--stop", "no such",
-               "--stop", stop)  # fmt: skip
+    done = run(
+        artifact,
+        "--prompt-ids",
+        "1,2,3",
+        "--max-tokens",
+        12,
+        "--ignore-eos",
+        "--json",
+        "--stop",
+        "no such",
+        "--stop",
+        stop,
+    )
     record = json.loads(done.stdout)
     assert (record["text"], record["stop_reason"]) == (whole["text"][: whole["text"].index(stop)], "stop")
 
@@ -325,8 +346,12 @@ def test_the_command_makes_its_own_devices_and_compiles_nothing(artifact, tmp_pa
         "--json",
         "--stats",
     ]
-    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True,
-                          env={"PYTHONPATH": ":".join(sys.path), "JAX_LOG_COMPILES": "1"})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ":".join(sys.path), "JAX_LOG_COMPILES": "1"},
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["token_ids"] == toy_artifact.answer([1, 2, 3], 6)[0]
     assert done.stderr.count("\n") == 2, done.stderr

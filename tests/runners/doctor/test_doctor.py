@@ -34,12 +34,21 @@ def on_cpu(artifact):
     requires = manifest.targets["cpu-tp2"].requires
     names = (*machine.PACKAGES, *machine.EXTRA)
     return manifest, Machine(
-        python=(3, 13), system=requires.machine, cores=2, features=[*requires.cpu_features], memory=(8 * GB, 4 * GB),
+        python=(3, 13),
+        system=requires.machine,
+        cores=2,
+        features=[*requires.cpu_features],
+        memory=(8 * GB, 4 * GB),
         packages={name: requires.jaxlib if name.startswith("jax") and "-" not in name else "1" for name in names}
         | dict.fromkeys(machine.EXTRA),
-        variables={}, signs={"tpu": (False, False), "cuda": (False, False)}, platforms=["cpu"], files=4096, cache=None,
-        driver=None, devices=Devices("cpu", "cpu", requires.jaxlib, 1, [0, 1], [[], []], None),
-    )  # fmt: skip
+        variables={},
+        signs={"tpu": (False, False), "cuda": (False, False)},
+        platforms=["cpu"],
+        files=4096,
+        cache=None,
+        driver=None,
+        devices=Devices("cpu", "cpu", requires.jaxlib, 1, [0, 1], [[], []], None),
+    )
 
 
 @pytest.fixture(scope="module")

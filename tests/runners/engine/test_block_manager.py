@@ -50,9 +50,7 @@ def test_striped_pages_go_round_the_devices_each_sequence_from_another():
     """Page n is on device (n - 1) mod 4; page j of a sequence with home h is on device (h + j) mod 4."""
     blocks = BlockManager(slots=9, pages=12, page_size=1, stripes=4)
     tables = [table for table in (blocks.admit(tokens) for tokens in (6, 1, 1, 1)) if table]
-    assert [(table.home, table.pages) for table in tables] == [
-        (0, [1, 2, 3, 4, 5, 6]), (2, [7]), (3, [8]), (1, [10])
-    ]  # fmt: skip
+    assert [(table.home, table.pages) for table in tables] == [(0, [1, 2, 3, 4, 5, 6]), (2, [7]), (3, [8]), (1, [10])]
     first, second, third, fourth = tables
     assert blocks.grow(third, 2) and third.pages == [8, 9], "from device 3 on to device 0"
     assert not blocks.grow(third, 3), "device 1 has given its last page, though two are free elsewhere"

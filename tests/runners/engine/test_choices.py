@@ -42,10 +42,12 @@ def ask(count: int = 12, prompt: list[int] = PROMPT, **fields) -> Request:
         ({"frequency_penalty": -2.0}, {"frequency": -2}),
         ({"repetition_penalty": 1.7}, {"repetition": 1.7}),
         ({"logit_bias": {3: 2.0, 5: -100.0}}, {"bias": {3: 2.0, 5: -100.0}}),
-        ({"presence_penalty": 1.0, "frequency_penalty": 0.25, "repetition_penalty": 0.6, "logit_bias": {11: 1.5}},
-         {"presence": 1, "frequency": 0.25, "repetition": 0.6, "bias": {11: 1.5}}),
+        (
+            {"presence_penalty": 1.0, "frequency_penalty": 0.25, "repetition_penalty": 0.6, "logit_bias": {11: 1.5}},
+            {"presence": 1, "frequency": 0.25, "repetition": 0.6, "bias": {11: 1.5}},
+        ),
     ],
-)  # fmt: skip
+)
 def test_penalties_and_biases_change_what_numpy_says(engine, how, oracle):
     (found,) = engine.complete([ask(30, how=how)])
     assert found.token_ids == greedy(logits, PROMPT, 30, **oracle)
@@ -81,10 +83,14 @@ def test_log_probabilities_are_the_models_whatever_was_changed(engine):
         ("regex", "[0-9]{3}-[a-f]{2}", lambda text: re.fullmatch("[0-9]{3}-[a-f]{2}", text)),
         ("lark", 'start: "yes" | "no"', lambda text: text in ("yes", "no")),
         ("lark", 'start: "b" | start "a"', lambda text: re.fullmatch("ba*", text)),  # left recursion
-        ("json", '{"type": "object", "properties": {"a": {"enum": ["x", 1]}, "b": {"type": "boolean"}}, '
-         '"required": ["a", "b"], "additionalProperties": false}', lambda text: json.loads(text).keys() == {"a", "b"}),
+        (
+            "json",
+            '{"type": "object", "properties": {"a": {"enum": ["x", 1]}, "b": {"type": "boolean"}}, '
+            '"required": ["a", "b"], "additionalProperties": false}',
+            lambda text: json.loads(text).keys() == {"a", "b"},
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_a_text_is_of_its_grammar_or_says_length(engine, kind, text, check, temperature):
     how = {"temperature": temperature, "seed": 4}
@@ -102,13 +108,16 @@ def test_a_grammar_that_is_cut_says_length(engine):
 @pytest.mark.parametrize(
     ("grammar", "found"),
     [
-        (("regex", "(a"), "unclosed group"), (("regex", r"[^\x00-\x{10FFFF}]"), "that no text fits it"),
-        (("lark", 'start: start "a"'), "that no text fits it"), (("lark", "start: x"), 'unknown name: "x"'),
+        (("regex", "(a"), "unclosed group"),
+        (("regex", r"[^\x00-\x{10FFFF}]"), "that no text fits it"),
+        (("lark", 'start: start "a"'), "that no text fits it"),
+        (("lark", "start: x"), 'unknown name: "x"'),
         (("json", '{"type": "integer", "minimum": 5, "maximum": 3}'), "Unsatisfiable schema"),
-        (("json", "false"), "schema is false"), (("json", "{"), "grammar"),
+        (("json", "false"), "schema is false"),
+        (("json", "{"), "grammar"),
         (("json", '{"items":' * 200 + "{}" + "}" * 200), "recursion limit"),
     ],
-)  # fmt: skip
+)
 def test_an_impossible_grammar_is_refused_with_the_reason(engine, grammar, found):
     with pytest.raises(RequestError, match=re.escape(found)):
         engine.submit(ask(grammar=grammar))

@@ -90,8 +90,16 @@ def test_striped_pages_give_the_same_tokens(
     given = plan.forms
     monkeypatch.setattr(plan, "forms", lambda config, target: given(config, target) | forms)
     recipe = RECIPES[NAME]
-    options = Options(paddings=recipe.paddings, decode_paddings=(recipe.decode,), tp=recipe.tp, max_running=8,
-                      page_size=64, context=1024, pages=24, dtype="float32")  # fmt: skip
+    options = Options(
+        paddings=recipe.paddings,
+        decode_paddings=(recipe.decode,),
+        tp=recipe.tp,
+        max_running=8,
+        page_size=64,
+        context=1024,
+        pages=24,
+        dtype="float32",
+    )
     manifest = build(artifact.checkpoint(NAME), tmp_path / "striped.ling3", options, Quiet())
     (target,) = manifest.targets.values()
     (latent,) = [row for row in target.state.arrays if row.name == "mla_latent"]

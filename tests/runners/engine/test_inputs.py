@@ -20,9 +20,9 @@ from ling3export.runners.engine.inputs import (
 
 
 @pytest.mark.parametrize(
-    ("work", "padding"), [(1, 16), (17, 16), (48, 16), (64, 128), (128, 128), (130, 128), (432, 128), (448, 512),
-                          (512, 512), (4000, 512)],
-)  # fmt: skip
+    ("work", "padding"),
+    [(1, 16), (17, 16), (48, 16), (64, 128), (128, 128), (130, 128), (432, 128), (448, 512), (512, 512), (4000, 512)],
+)
 def test_the_padding_that_pays(work, padding):
     assert Shapes((16, 128, 512), (16,), 16).paying(work) == padding
 
@@ -55,9 +55,13 @@ def lists(fields):
 
 
 PREFILL = {
-    "tokens": [1, 2, 3, 4, 5, 6, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0], "chunk_slot": [2, 2, 1, 0], "chunk_start": [0, 4, 9, 0],
-    "chunk_len": [4, 2, 1, 0], "fresh": [1, 0, 0, 0], "page_table": [[3, 4, 0], [3, 4, 0], [5, 6, 7], [0, 0, 0]],
-}  # fmt: skip
+    "tokens": [1, 2, 3, 4, 5, 6, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0],
+    "chunk_slot": [2, 2, 1, 0],
+    "chunk_start": [0, 4, 9, 0],
+    "chunk_len": [4, 2, 1, 0],
+    "fresh": [1, 0, 0, 0],
+    "page_table": [[3, 4, 0], [3, 4, 0], [5, 6, 7], [0, 0, 0]],
+}
 
 
 PAGES = np.array([[0, 0, 0], [5, 6, 7], [3, 4, 0]], np.int32)  # of slots 0, 1 and 2
@@ -78,21 +82,29 @@ def test_a_score_call_also_has_the_tokens_to_score():
 
 def test_rows_of_decode_and_sample_calls():
     decode = {
-        "slot": [2, 0, 1, 0], "position": [8, 0, 2, 0], "token": [-1, 0, 17, 0],
+        "slot": [2, 0, 1, 0],
+        "position": [8, 0, 2, 0],
+        "token": [-1, 0, 17, 0],
         "page_table": [[3, 4, 0], [0, 0, 0], [5, 6, 7], [0, 0, 0]],
-    }  # fmt: skip
+    }
     assert lists(decode_fields(4, [2, 0, 1], [8, 0, 2], PAGES, [-1, 0, 17])) == decode
     assert lists(decode_fields(3, [2, 1], [8, 2], PAGES)) == {
-        "slot": [2, 1, 0], "position": [8, 2, 0], "token": [-1, -1, 0],
+        "slot": [2, 1, 0],
+        "position": [8, 2, 0],
+        "token": [-1, -1, 0],
         "page_table": [[3, 4, 0], [5, 6, 7], [0, 0, 0]],
-    }  # fmt: skip
+    }
     sampling = np.full(4, GREEDY)
     sampling[3] = 0.5, 40, 0.25, (1 << 32) - 1
     fields = sample_fields(2, [1], [3], [9], sampling)
     assert lists(fields) == {
-        "slot": [0, 3], "position": [0, 9], "temperature": [0, 0.5], "top_k": [0, 40], "top_p": [1, 0.25],
+        "slot": [0, 3],
+        "position": [0, 9],
+        "temperature": [0, 0.5],
+        "top_k": [0, 40],
+        "top_p": [1, 0.25],
         "seed": [0, -1],
-    }  # fmt: skip
+    }
     greedy = {
         "slot": [0, 3],
         "position": [0, 9],
@@ -104,5 +116,6 @@ def test_rows_of_decode_and_sample_calls():
     assert lists(sample_fields(2, [1], [3], [9])) == greedy
     floats = {name for name, value in fields.items() if value.dtype == np.float32}
     assert floats == {"temperature", "top_p"} and {value.dtype for value in fields.values()} <= {
-        np.dtype(np.int32), np.dtype(np.float32)
-    }  # fmt: skip
+        np.dtype(np.int32),
+        np.dtype(np.float32),
+    }

@@ -29,8 +29,10 @@ def test_a_handle_gives_tokens_text_and_times():
     assert done.stop_reason == "length"
     # 20 tokens are a full call and the rest; then one decode call a token but the first.
     assert [(step.kind, step.padding, step.tokens) for step in done.steps] == [
-        ("prefill", 16, 16), ("prefill", 4, 4), *[("decode", 2, 1)] * 8
-    ]  # fmt: skip
+        ("prefill", 16, 16),
+        ("prefill", 4, 4),
+        *[("decode", 2, 1)] * 8,
+    ]
     times = [step.t_ms for step in done.steps]
     assert times == sorted(times)
     assert len(done.token_ms) == 9 and done.token_ms == sorted(done.token_ms)
@@ -318,8 +320,11 @@ def test_an_event_loop_that_closed_is_no_reader():
 
 async def client(rig, rng):
     """Sends a request, and reads it, waits for it, or leaves somewhere on the way."""
-    asked = request([rng.randrange(VOCAB) for _ in range(rng.randint(1, 24))], rng.randint(1, 16),
-                    sampling=Sampling(rng.choice([0.0, 1.0]), seed=rng.randrange(100)))  # fmt: skip
+    asked = request(
+        [rng.randrange(VOCAB) for _ in range(rng.randint(1, 24))],
+        rng.randint(1, 16),
+        sampling=Sampling(rng.choice([0.0, 1.0]), seed=rng.randrange(100)),
+    )
     (handle,) = rig.submit(asked)
     ways = rng.random()
     if ways < 0.2:  # a disconnect: the task that reads is cancelled

@@ -350,9 +350,14 @@ class Pair:
     def answer(self, body):
         found = checked(CompletionsBody, body, "m")
         asked = Request(
-            tuple(body["prompt"]), 1, _sampling(found, 0), ignore_eos=found.ignore_eos, logprobs=found.logprobs,
-            cache_salt=found.cache_salt, kv_transfer_params=body["kv_transfer_params"],
-        )  # fmt: skip
+            tuple(body["prompt"]),
+            1,
+            _sampling(found, 0),
+            ignore_eos=found.ignore_eos,
+            logprobs=found.logprobs,
+            cache_salt=found.cache_salt,
+            kv_transfer_params=body["kv_transfer_params"],
+        )
         (done,) = self.p.complete([asked])
         return 200, {"kv_transfer_params": self.change(json.loads(json.dumps(done.kv_transfer_params)))}
 

@@ -114,7 +114,7 @@ def test_temperatures_next_to_0_are_sampled_where_programs_can(built):
         ([b"abc"], {}, "prompt 0: expected token ids, found b'abc'"),
         ([np.array([[1, 2]])], {}, "prompt 0: expected token ids, found [1, 2] at place 0"),
     ],
-)  # fmt: skip
+)
 def test_what_can_never_be_served_is_refused_at_once(built, prompts, options, message):
     with Engine(built) as engine:
         with pytest.raises(RequestError) as caught:
@@ -176,10 +176,19 @@ def test_whatever_a_request_is_made_of_the_engine_lives_on(built, field):
         toy_artifact.check_tokens(engine)
         assert (engine.stats()["live"], engine.stats()["free"]) == (0, engine.stats()["pools"])
     wanted = {
-        "prompt_ids": {(5,), (1, 2), (0, 1, 2)}, "max_tokens": {3}, "stop": {(), ("x",), ("3",), ("a",)},
-        "ignore_eos": {True}, "logits": {True}, "name": {"", "x", "3", "\ud83d"}, "score_from": set(),
-        "sampling": set(), "temperature": {0.0, 0.5}, "top_k": {0, 3}, "top_p": {0.5}, "seed": {0, 3},
-    }  # fmt: skip
+        "prompt_ids": {(5,), (1, 2), (0, 1, 2)},
+        "max_tokens": {3},
+        "stop": {(), ("x",), ("3",), ("a",)},
+        "ignore_eos": {True},
+        "logits": {True},
+        "name": {"", "x", "3", "\ud83d"},
+        "score_from": set(),
+        "sampling": set(),
+        "temperature": {0.0, 0.5},
+        "top_k": {0, 3},
+        "top_p": {0.5},
+        "seed": {0, 3},
+    }
     found = [getattr(each.sampling if field in SETTINGS else each, field) for each in taken]
     assert set(found) == wanted[field]
     exact = {int, float, bool, str, type(None), tuple}

@@ -29,9 +29,12 @@ def test_random_arrivals_finishes_and_cancels(seed, ahead):
     for _ in range(60):
         for _ in range(rng.choice([0, 0, 1, 3])):
             rig.submit(
-                prompt(rng, rng.randint(1, 40)), rng.randint(1, 40), frozenset({rng.randrange(VOCAB), 5}),
-                seed=rng.randrange(1 << 32), temperature=rng.choice([0.0, 1.0]),
-            )  # fmt: skip
+                prompt(rng, rng.randint(1, 40)),
+                rng.randint(1, 40),
+                frozenset({rng.randrange(VOCAB), 5}),
+                seed=rng.randrange(1 << 32),
+                temperature=rng.choice([0.0, 1.0]),
+            )
         emitted += rig.scheduler.step()
         if rig.sequences and rng.random() < 0.1:
             rig.scheduler.cancel(rng.choice(rig.sequences))
@@ -51,9 +54,12 @@ def test_random_arrivals_in_pools_that_devices_share(seed, ahead):
     rng = random.Random(seed)
     devices = rng.choice([2, 4])
     rig = Rig(
-        slots=rng.randint(1, 8), pages=devices * rng.choice([20, 24]), ahead=ahead, stripes=devices,
+        slots=rng.randint(1, 8),
+        pages=devices * rng.choice([20, 24]),
+        ahead=ahead,
+        stripes=devices,
         decode=rng.choice([(1,), (2, 4), (4, 8)]),
-    )  # fmt: skip
+    )
     for _ in range(60):
         for _ in range(rng.choice([0, 0, 1, 3])):
             rig.submit(prompt(rng, rng.randint(1, 40)), rng.randint(1, 40), seed=rng.randrange(9), temperature=1.0)

@@ -131,11 +131,15 @@ def test_several_share_a_call_and_long_ones_take_several():
     # Without their last tokens 4 + 5 + 39: chunks of 4 make 4 + 8 + 4, then 16, 16 and 3 of 4 slots in the smaller one.
     assert rig.backend.calls == [("score", 16), ("score", 16), ("score", 16), ("score", 8)]
     assert rig.scheduler.counters.record()["cells"] == {
-        "score@16": {"calls": 3, "padding_waste": 0.0625}, "score@8": {"calls": 1, "padding_waste": 0.625},
-    }  # fmt: skip
+        "score@16": {"calls": 3, "padding_waste": 0.0625},
+        "score@8": {"calls": 1, "padding_waste": 0.625},
+    }
     assert [(step.kind, step.tokens) for step in rig.done[2].completion().steps] == [
-        ("score", 4), ("score", 16), ("score", 16), ("score", 3),
-    ]  # fmt: skip
+        ("score", 4),
+        ("score", 16),
+        ("score", 16),
+        ("score", 3),
+    ]
 
 
 def test_scoring_takes_turns_with_decode_and_the_oldest_decides():
@@ -148,8 +152,20 @@ def test_scoring_takes_turns_with_decode_and_the_oldest_decides():
         rig.step()
     rig.check()
     phases = [phase for phase, _ in rig.backend.calls if phase != "sample"]
-    assert phases == ["prefill", "decode", "score", "decode", "score", "decode", "score", "decode", "prefill", "decode",
-                      "decode", "decode"]  # fmt: skip
+    assert phases == [
+        "prefill",
+        "decode",
+        "score",
+        "decode",
+        "score",
+        "decode",
+        "score",
+        "decode",
+        "prefill",
+        "decode",
+        "decode",
+        "decode",
+    ]
 
 
 def test_pairs_of_texts_are_cut_behind_the_contexts_tokens():

@@ -86,13 +86,17 @@ def test_diff_blocks_regressions(tmp_path):
     done = call("diff", a, b)
     assert done.exit_code == 6
     assert done.stdout.splitlines() == [
-        "broken  t6", "broken  t8", "fixed   t1", "fixed   t3",
+        "broken  t6",
+        "broken  t8",
+        "fixed   t1",
+        "fixed   t3",
         "2 broken, 2 fixed, 3 solved by both, 3 by neither; McNemar's exact p = 1.0000",
-    ]  # fmt: skip
+    ]
     done = call("diff", a, finished(tmp_path / "c", lambda prompt: "42"))
     assert (done.exit_code, done.stdout.splitlines()[-1]) == (
-        0, "0 broken, 5 fixed, 5 solved by both, 0 by neither; McNemar's exact p = 0.0625",
-    )  # fmt: skip
+        0,
+        "0 broken, 5 fixed, 5 solved by both, 0 by neither; McNemar's exact p = 0.0625",
+    )
 
 
 def test_diff_counts_a_task_by_its_threshold(tmp_path):

@@ -34,8 +34,12 @@ def test_snippet_of_the_specification(transcript):
         async def my_agent(input, env):
             return transcript, outcome
 
-        task = Task(id="test-001", input={"message": "Hello"}, expected_outcome={"response_contains": "Hi"},
-                    grader=lambda t, trans, out: {"passed": "Hi" in trans})  # fmt: skip
+        task = Task(
+            id="test-001",
+            input={"message": "Hello"},
+            expected_outcome={"response_contains": "Hi"},
+            grader=lambda t, trans, out: {"passed": "Hi" in trans},
+        )
         return await MinimalEvalHarness(my_agent, n_trials=5).run_suite([task])
 
     summary = asyncio.run(main())
@@ -52,9 +56,7 @@ def test_agent_sees_input_and_a_seed_of_its_own():
 
     run(agent, Task(id="a", input={"prompt": "?"}, target="42", graders=[GraderSpec("last_numeric")]), n_trials=2)
     assert [input for input, _ in seen] == [{"prompt": "?"}] * 2
-    assert [env for _, env in seen] == [
-        {"task_id": "a", "trial": n, "seed": trial_seed(0, "a", n)} for n in range(2)
-    ]  # fmt: skip
+    assert [env for _, env in seen] == [{"task_id": "a", "trial": n, "seed": trial_seed(0, "a", n)} for n in range(2)]
     assert trial_seed(0, "a", 0) != trial_seed(0, "a", 1) != trial_seed(1, "a", 1)
     assert trial_seed(7, "gsm8k-0", 3) == 3678809806  # sha256("7|gsm8k-0|3")
 

@@ -52,17 +52,30 @@ def test_half_of_ten_tasks(evaluate, tmp_path):
     assert LINE.match(done.stdout.strip())
     folder = tmp_path / "run"
     assert sorted(path.name for path in folder.iterdir()) == [
-        "predictions.jsonl", "report.md", "run.json", "tasks.jsonl",
-    ]  # fmt: skip
+        "predictions.jsonl",
+        "report.md",
+        "run.json",
+        "tasks.jsonl",
+    ]
     lines = (folder / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
     assert [tuple(json.loads(line)) for line in lines] == [KEYS] * 10
     assert json.loads(lines[1]) == {
-        "idx": 1, "task_id": "ten-1", "trial": 0,
+        "idx": 1,
+        "task_id": "ten-1",
+        "trial": 0,
         "prompt_sha256": "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b",
-        "text": "The answer is 41.", "output_token_ids": [ord(c) for c in "The answer is 41."], "stop_reason": "eos",
-        "answer": "41", "target": "#### 42", "passed": False, "infra": None, "ttft_ms": 10.0, "e2e_ms": 20.0,
-        "n_prompt": 1, "n_output": 17,
-    }  # fmt: skip
+        "text": "The answer is 41.",
+        "output_token_ids": [ord(c) for c in "The answer is 41."],
+        "stop_reason": "eos",
+        "answer": "41",
+        "target": "#### 42",
+        "passed": False,
+        "infra": None,
+        "ttft_ms": 10.0,
+        "e2e_ms": 20.0,
+        "n_prompt": 1,
+        "n_output": 17,
+    }
 
 
 class FailsOn(FakeBackend):
@@ -259,7 +272,7 @@ def test_a_run_of_another_record_is_refused_and_kept(evaluate, tmp_path):
         (b'"n_prompt"', b'"n"', "line 1: expected the record of a trial, found idx"),
         (b"\n", b"\n{\n", "line 2: expected JSON"),
     ],
-)  # fmt: skip
+)
 def test_predictions_of_another_run_or_damaged_ones_are_refused_and_kept(evaluate, tmp_path, old, new, message):
     evaluate(FailsOn("9", KeyboardInterrupt()), "--batch", "1")
     partial = tmp_path / "run/predictions.jsonl.partial"

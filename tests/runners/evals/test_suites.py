@@ -38,9 +38,13 @@ def test_gsm8k_takes_prompts_that_are_ready(tmp_path):
 
 
 QUESTION = {
-    "question_id": 70, "question": "Which?", "options": ["one", "two", "three"], "answer": "B", "category": "law",
+    "question_id": 70,
+    "question": "Which?",
+    "options": ["one", "two", "three"],
+    "answer": "B",
+    "category": "law",
     "cot_content": "A: Let's think step by step. The answer is (B).",
-}  # fmt: skip
+}
 
 
 def test_mmlu_pro_with_and_without_shots(tmp_path):
@@ -106,8 +110,11 @@ def test_product_smoke_finds_what_is_wrong(tmp_path):
     assert summary.passed == 0
     grades = json.loads((run / "transcripts/0-0.json").read_text())["grades"]
     assert [item["explanation"] for item in grades] == [
-        "tokens in: expected 5, found 4", "compile events: expected 0, found 1", "as it should be", "as it should be",
-    ]  # fmt: skip
+        "tokens in: expected 5, found 4",
+        "compile events: expected 0, found 1",
+        "as it should be",
+        "as it should be",
+    ]
 
 
 def test_limit_takes_the_first_tasks():

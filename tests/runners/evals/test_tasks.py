@@ -42,8 +42,11 @@ def test_template_of_the_specification_loads_and_grades(tmp_path):
     database = lambda arguments, outcome: outcome.state[arguments["table"]]  # noqa: E731
     (task,) = load_tasks(write(tmp_path, "refunds.yaml", TEMPLATE), {"database": database})
     assert (task.id, task.suite, task.category, task.difficulty) == (
-        "refund-processing-001", "refunds", "customer-support", "medium",
-    )  # fmt: skip
+        "refund-processing-001",
+        "refunds",
+        "customer-support",
+        "medium",
+    )
     assert task.threshold == 0.8
     assert task.prompt == (
         "I want to return this defective product\n\n"
@@ -54,8 +57,11 @@ def test_template_of_the_specification_loads_and_grades(tmp_path):
     grades, passed, score = grade(task, said, Outcome(rows))
     assert (passed, score) == (True, 1.0)
     assert [item.name for item in grades] == [
-        "state_check database", "state_check database", "tool_calls_required", "transcript_constraints",
-    ]  # fmt: skip
+        "state_check database",
+        "state_check database",
+        "tool_calls_required",
+        "transcript_constraints",
+    ]
     assert not grade(task, said, Outcome({**rows, "tickets": False}))[1]
     assert not grade(task, Transcript("I don't know", steps=calls), Outcome(rows))[1]
     assert not grade(task, Transcript("Done.", steps=calls, turns=11), Outcome(rows))[1]
@@ -83,7 +89,7 @@ def test_a_database_check_without_a_predicate_is_an_error(tmp_path):
         ("{max_turns: 10,", "{max_turns: ten,", "`max_turns`: expected a whole number, found 'ten', in t.yaml line 13"),
         ("task:\n", "task: [\n", "file `t.yaml`: expected YAML, found while parsing"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_in_yaml_are_named_with_their_line(tmp_path, old, new, message):
     text = TEMPLATE.replace(old, new, 1)
     assert text != TEMPLATE
@@ -118,7 +124,7 @@ GOOD = {"id": "a", "input": {"prompt": "?"}, "graders": ["exact"], "target": "x"
         ([{"question": "?", "answer": "1", "hint": "2"}], "key `hint`: expected one of answer, .* in t.json line 5"),
         ([{"question": "?"}], "problem: expected prompt or question, .*, found question, in t.json line 2"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_in_json_are_named_with_their_line(tmp_path, document, message):
     with pytest.raises(EvalError, match=message):
         load_tasks(write(tmp_path, "t.json", document))
@@ -145,8 +151,15 @@ def test_dates_of_yaml_are_texts(tmp_path):
 def test_lines_of_json():
     text = '{\n"a": [1,\n {"b": "x, }"}],\n"c": {}, "d": [],\n"e": null}'
     assert json_lines(text) == {
-        (): 1, ("a",): 2, ("a", 0): 2, ("a", 1): 3, ("a", 1, "b"): 3, ("c",): 4, ("d",): 4, ("e",): 5,
-    }  # fmt: skip
+        (): 1,
+        ("a",): 2,
+        ("a", 0): 2,
+        ("a", 1): 3,
+        ("a", 1, "b"): 3,
+        ("c",): 4,
+        ("d",): 4,
+        ("e",): 5,
+    }
 
 
 def test_without_pyyaml_the_extra_is_named(tmp_path, monkeypatch):

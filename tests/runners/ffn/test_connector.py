@@ -375,8 +375,10 @@ def test_workers_of_other_shares_or_artifacts_are_refused(name: str, shares: lis
 @pytest.mark.parametrize("other", [(2, False), (1, True)])
 def test_workers_of_other_sizes_and_schedules_are_refused(name: str, other: tuple[int, bool]):
     names = [f"{name}.0", f"{name}.1"]
-    segments = [worker(each, sessions, Share(index, 2, DIGEST, synchronous)) for index, (each, (sessions, synchronous))
-                in enumerate(zip(names, ((1, False), other), strict=True))]  # fmt: skip
+    segments = [
+        worker(each, sessions, Share(index, 2, DIGEST, synchronous))
+        for index, (each, (sessions, synchronous)) in enumerate(zip(names, ((1, False), other), strict=True))
+    ]
     with pytest.raises(ContextError, match="expected workers of one size and schedule, found 2"):
         link(*names)
     for segment in segments:

@@ -16,10 +16,18 @@ FORM = "<7Ii96xi124x4QI92x5Q88x8QI60x384x"  # the published layout in one format
 SESSIONS, MICRO, TOKENS, EXPERTS, ROW = 3, 2, 2, 2, 512
 INFO, DATA = SIZE, SIZE + 4 * SESSIONS * MICRO * (2 + TOKENS * EXPERTS)
 CONTEXT = ScheduleContext(
-    session_num=SESSIONS, micro_batch_num=MICRO, micro_batch_size=TOKENS, selected_expert_num=EXPERTS, expert_num=8,
-    attn_to_ffn_token_size=ROW, run_flag=1, ffn_token_info_buf=INFO, ffn_token_info_size=DATA - INFO,
-    ffn_token_data_buf=DATA, ffn_token_data_size=SESSIONS * MICRO * TOKENS * EXPERTS * ROW,
-)  # fmt: skip
+    session_num=SESSIONS,
+    micro_batch_num=MICRO,
+    micro_batch_size=TOKENS,
+    selected_expert_num=EXPERTS,
+    expert_num=8,
+    attn_to_ffn_token_size=ROW,
+    run_flag=1,
+    ffn_token_info_buf=INFO,
+    ffn_token_info_size=DATA - INFO,
+    ffn_token_data_buf=DATA,
+    ffn_token_data_size=SESSIONS * MICRO * TOKENS * EXPERTS * ROW,
+)
 WHOLE = DATA + CONTEXT.ffn_token_data_size
 
 
@@ -49,13 +57,14 @@ def test_fields_lie_where_the_published_layout_has_them():
 def test_a_known_context_is_these_1024_bytes():
     """Written down by hand from the published layout, not by this code: two sessions of bf16 tokens of 1536."""
     fixture = {
-        0: "02000000 03000000 04000000 09000000 b8000000 000c0000 000c0000 00000000", 128: "01000000",
+        0: "02000000 03000000 04000000 09000000 b8000000 000c0000 000c0000 00000000",
+        128: "01000000",
         256: "0000500000000000 6003000000000000 0000600000000000 00200a0000000000 02000000",
         384: "0000100000000000 9003000000000000 0000200000000000 00200a0000000000 01000000 00000000",
         512: "00e00f0000000000 0800000000000000 10e00f0000000000 0800000000000000 20e00f0000000000 0800000000000000"
-             "30e00f0000000000 2001000000000000 02000000",
+        "30e00f0000000000 2001000000000000 02000000",
         1020: "deadbeef",
-    }  # fmt: skip
+    }
     data = bytearray(SIZE)
     for offset, text in fixture.items():
         data[offset : offset + len(bytes.fromhex(text))] = bytes.fromhex(text)
@@ -192,8 +201,14 @@ def test_a_worker_waits_for_a_session_that_publishes_late():
 def test_what_another_scheduler_found_is_read():
     size = WHOLE + 4 * (3 * SESSIONS + SESSIONS * TOKENS * EXPERTS)
     starts = [WHOLE + 4 * SESSIONS * n for n in range(4)]
-    context = replace(CONTEXT, session_ids_buf=starts[0], micro_batch_ids_buf=starts[1], layer_ids_buf=starts[2],
-                      expert_ids_buf=starts[3], out_num=2)  # fmt: skip
+    context = replace(
+        CONTEXT,
+        session_ids_buf=starts[0],
+        micro_batch_ids_buf=starts[1],
+        layer_ids_buf=starts[2],
+        expert_ids_buf=starts[3],
+        out_num=2,
+    )
     memory = memoryview(bytearray(size))
     memory[:SIZE] = context.build()
     memory[WHOLE:] = np.arange((size - WHOLE) // 4, dtype=np.int32).tobytes()

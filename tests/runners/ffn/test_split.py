@@ -85,10 +85,18 @@ def workers(folder: Path, count: int, sessions: int, micro_batches: int, **optio
     base, errors = name(), list[Ling3Error]()
     names = [f"{base}.{index}" for index in range(count)]
     made = [
-        FfnWorker(folder, each, sessions=sessions, micro_batches=micro_batches, share=Shard(index, count),
-                  check="programs", report=quiet, **options)
+        FfnWorker(
+            folder,
+            each,
+            sessions=sessions,
+            micro_batches=micro_batches,
+            share=Shard(index, count),
+            check="programs",
+            report=quiet,
+            **options,
+        )
         for index, each in enumerate(names)
-    ]  # fmt: skip
+    ]
 
     def run(worker: FfnWorker) -> None:
         try:
@@ -110,12 +118,12 @@ def workers(folder: Path, count: int, sessions: int, micro_batches: int, **optio
 
 @pytest.mark.parametrize(
     ("attention", "ffn", "micro_batches", "synchronous"),
-    [(2, 1, 2, True), (1, 2, 1, False), (3, 2, 3, False)], ids=["2A1F", "1A2F", "3A2F"],
-)  # fmt: skip
+    [(2, 1, 2, True), (1, 2, 1, False), (3, 2, 3, False)],
+    ids=["2A1F", "1A2F", "3A2F"],
+)
 def test_tokens_are_those_of_one_engine(
-    folder: Path, expected: list[list[tuple[int, ...]]], attention: int, ffn: int, micro_batches: int,
-    synchronous: bool,
-):  # fmt: skip
+    folder: Path, expected: list[list[tuple[int, ...]]], attention: int, ffn: int, micro_batches: int, synchronous: bool
+):
     """Also where one session has fewer sequences in the end, and one worker no expert of a micro batch."""
     found: dict[int, list[tuple[int, ...]]] = {}
 
@@ -175,10 +183,7 @@ def test_receipts_have_the_split_cells(folder: Path):
 
 @pytest.mark.parametrize(
     ("without", "said"),
-    [
-        ("head@2", "the paddings of decode, as head's"),
-        ("experts@8", "the paddings of experts, as dispatch's"),
-    ],
+    [("head@2", "the paddings of decode, as head's"), ("experts@8", "the paddings of experts, as dispatch's")],
 )
 def test_a_manifest_without_one_of_the_split_cells_is_refused(folder: Path, without: str, said: str):
     manifest = read_manifest(folder)
@@ -187,9 +192,10 @@ def test_a_manifest_without_one_of_the_split_cells_is_refused(folder: Path, with
     receipts = manifest.vectors.receipts["cpu-tp1"]
     kept = replace(receipts, cells={key: each for key, each in receipts.cells.items() if key != without})
     changed = replace(
-        manifest, targets={"cpu-tp1": replace(target, cells=cells)},
+        manifest,
+        targets={"cpu-tp1": replace(target, cells=cells)},
         vectors=replace(manifest.vectors, receipts={"cpu-tp1": kept}),
-    )  # fmt: skip
+    )
     with pytest.raises(WrongRecordError, match=re.escape(said)):
         check_agreement(changed)
 
@@ -256,9 +262,12 @@ def test_a_killed_worker_ends_generate_and_leaves_no_segment(folder: Path):
     base, runner = name(), [sys.executable, "-m", "ling3export.runners.cli"]
     with ExitStack() as stack:
         worker = stack.enter_context(
-            subprocess.Popen([*runner, "ffn-worker", folder, "--context", base, "--check", "programs"],
-                             stderr=subprocess.PIPE, text=True)
-        )  # fmt: skip
+            subprocess.Popen(
+                [*runner, "ffn-worker", folder, "--context", base, "--check", "programs"],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
         stack.callback(worker.kill)
         with Engine(folder, check="programs", report=quiet, ffn=[base]) as engine:
             timer = threading.Timer(1, worker.send_signal, (signal.SIGKILL,))

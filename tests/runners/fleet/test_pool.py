@@ -53,9 +53,15 @@ def pool(monkeypatch):
     """Makes a pool whose workers do something at some numbers."""
 
     def made(
-        does: dict[int, list[Any]], *, seed: int = 0, replicas: int = 2, at_once: int = 2, room: float = 4,
-        hosts: int = 1, labels: Sequence[dict[str, str]] = ({},),
-    ) -> Pool:  # fmt: skip
+        does: dict[int, list[Any]],
+        *,
+        seed: int = 0,
+        replicas: int = 2,
+        at_once: int = 2,
+        room: float = 4,
+        hosts: int = 1,
+        labels: Sequence[dict[str, str]] = ({},),
+    ) -> Pool:
         ray = FakeRay(seed, room)
         ray.labels = [*labels]
         monkeypatch.setitem(sys.modules, "ray", ray)

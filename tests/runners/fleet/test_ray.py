@@ -87,10 +87,14 @@ def test_an_engine_on_two_hosts_of_the_cluster_answers_as_one(cluster, artifact,
 
 def test_an_evaluation_on_a_cluster_is_that_of_one_engine(cluster, tmp_path):
     tasks = tmp_path / "tasks.json"
-    tasks.write_text(json.dumps([
-        {"id": f"t{n}", "input": {"prompt_ids": [n % 9 + 1, 2]}, "graders": ["last_numeric"], "target": "42"}
-        for n in range(40)
-    ]))  # fmt: skip
+    tasks.write_text(
+        json.dumps(
+            [
+                {"id": f"t{n}", "input": {"prompt_ids": [n % 9 + 1, 2]}, "graders": ["last_numeric"], "target": "42"}
+                for n in range(40)
+            ]
+        )
+    )
     options = ["--suite", tasks, "--batch", 4, "--max-tokens", 5]
     where = ["--on", f"ray://{cluster.address}", "--replicas", 2, "--resources", '{"engine": 1}']
     one = call("eval", "run", toy_artifact.shared(), tmp_path / "one", *options)

@@ -67,9 +67,7 @@ def test_room_that_is_there_is_taken():
 
 def sliced(name: str, *places: int, **resources: float) -> list[dict[str, Any]]:
     """The nodes of a TPU slice."""
-    return [
-        {"Alive": True, "Resources": resources, "Labels": {SLICE: name, PLACE: str(place)}} for place in places
-    ]  # fmt: skip
+    return [{"Alive": True, "Resources": resources, "Labels": {SLICE: name, PLACE: str(place)}} for place in places]
 
 
 FOUR = Hosts("127.0.0.1:1", 4, 0)
@@ -84,8 +82,11 @@ def test_hosts_of_a_worker_are_of_one_slice():
     check_room(halves, {"TPU": 16}, Cluster(None, 2, {"TPU": 4}, replace(FOUR, count=2)))
     message = "expected room for 2 workers of 4 hosts with TPU 4 each, found TPU 28 free of 32"
     with pytest.raises(ClusterError, match=re.escape(message)):
-        check_room([*sliced("a", 0, 1, 2, 3, TPU=4), *sliced("b", 0, 1, 2, 3, TPU=4)], {"TPU": 28},
-                   Cluster(None, 2, {"TPU": 4}, FOUR))  # fmt: skip
+        check_room(
+            [*sliced("a", 0, 1, 2, 3, TPU=4), *sliced("b", 0, 1, 2, 3, TPU=4)],
+            {"TPU": 28},
+            Cluster(None, 2, {"TPU": 4}, FOUR),
+        )
 
 
 def test_a_worker_gets_the_slice_that_has_room():

@@ -47,9 +47,16 @@ def test_two_hosts_follow_grammars_and_penalties_and_sigterm_lets_running_calls_
     command = ["serve", artifact("micro-2x1"), "--port", 0, "--grace", 60, "--check", "programs"]
     ask = {"model": "micro-2x1", "prompt": [1, 2, 3], "max_tokens": 100, "ignore_eos": True}
     edited = ask | {
-        "max_tokens": 12, "temperature": 0.8, "seed": 5, "frequency_penalty": 1.5, "repetition_penalty": 1.2,
-        "logit_bias": {"7": 2}, "guided_regex": "[a-f]{3,20}", "logprobs": 2, "return_token_ids": True,
-    }  # fmt: skip
+        "max_tokens": 12,
+        "temperature": 0.8,
+        "seed": 5,
+        "frequency_penalty": 1.5,
+        "repetition_penalty": 1.2,
+        "logit_bias": {"7": 2},
+        "guided_regex": "[a-f]{3,20}",
+        "logprobs": 2,
+        "return_token_ids": True,
+    }
     ask |= {"stream": True, "stream_options": {"include_usage": True}}
     with Engine(artifact("micro-tp2"), report=lambda text: None) as engine:
         sampling = Sampling(0.8, seed=5, frequency_penalty=1.5, repetition_penalty=1.2, logit_bias=((7, 2.0),))

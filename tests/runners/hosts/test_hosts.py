@@ -165,14 +165,16 @@ def test_which_host_this_is():
     ("given", "text"),
     [
         (("h:1", 4, None), "hosts: expected coordinator, number of hosts and host id, found no --host-id (NODE_RANK)"),
-        ((None, 4, 0), "hosts: expected coordinator, number of hosts and host id, found no --coordinator "
-                       "(DIST_INIT_ADDR)"),
+        (
+            (None, 4, 0),
+            "hosts: expected coordinator, number of hosts and host id, found no --coordinator (DIST_INIT_ADDR)",
+        ),
         (("h", 4, 0), "coordinator: expected HOST:PORT, found h"),
         (("h:1", 4, 4), "host id: expected 0 to 3 of 4 hosts, found 4"),
         (("h:1", 4, 3), "coordinator h:1: expected a secret where other machines reach host 0, found none"),
         (("auto", None, None), "--coordinator auto: expected a cluster's launcher that jax knows, found none"),
     ],
-)  # fmt: skip
+)
 def test_a_host_that_is_half_known_is_refused(given, text):
     with pytest.raises(Ling3Error) as caught:
         find_hosts(*given, environment={})
@@ -180,9 +182,15 @@ def test_a_host_that_is_half_known_is_refused(given, text):
 
 
 def test_a_launcher_is_asked():
-    variables = {"LING3_SECRET": "of-these-four-hosts",
-                 "SLURM_JOB_ID": "70000", "SLURM_STEP_NODELIST": "node[1-4]", "SLURM_NTASKS": "4", "SLURM_PROCID": "3",
-                 "SLURM_LOCALID": "0", "SLURM_STEP_NUM_NODES": "4"}  # fmt: skip
+    variables = {
+        "LING3_SECRET": "of-these-four-hosts",
+        "SLURM_JOB_ID": "70000",
+        "SLURM_STEP_NODELIST": "node[1-4]",
+        "SLURM_NTASKS": "4",
+        "SLURM_PROCID": "3",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_NUM_NODES": "4",
+    }
     code = "from ling3export.runners.hosts.hosts import find_hosts; print(find_hosts('auto', None, None))"
     done = run(sys.executable, "-c", code, environment=environment(variables))
     assert done.stdout.startswith("Hosts(coordinator='node1:") and "count=4, number=3" in done.stdout

@@ -153,15 +153,27 @@ def test_a_first_host_that_does_not_come_is_named():
 @pytest.mark.parametrize(
     ("other", "count", "said", "told"),
     [
-        ({"artifact": "b2"}, 2, "host 1: expected artifact a1 as on host 0, found b2",
-         "host 1: expected artifact as on host 0, found b2"),
-        ({"overlap": False}, 2, "host 1: expected overlap True as on host 0, found False",
-         "host 1: expected overlap as on host 0, found False"),
-        ({}, 4, "hosts: expected 2 as on host 0, found 4 on host 1",
-         "hosts: expected 2 as on host 0, found 4 on host 1"),
+        (
+            {"artifact": "b2"},
+            2,
+            "host 1: expected artifact a1 as on host 0, found b2",
+            "host 1: expected artifact as on host 0, found b2",
+        ),
+        (
+            {"overlap": False},
+            2,
+            "host 1: expected overlap True as on host 0, found False",
+            "host 1: expected overlap as on host 0, found False",
+        ),
+        (
+            {},
+            4,
+            "hosts: expected 2 as on host 0, found 4 on host 1",
+            "hosts: expected 2 as on host 0, found 4 on host 1",
+        ),
     ],
     ids=["artifact", "overlap", "count"],
-)  # fmt: skip
+)
 def test_a_host_that_does_not_fit_is_refused_and_comes_again_as_it_should(capsys, other, count, said, told):
     """It once ended host 0, and heard what host 0 loads."""
     first, second = hosts()
@@ -334,9 +346,7 @@ def test_silent_callers_delay_nobody(monkeypatch):
 
 def test_hosts_of_different_secrets_do_not_meet(capsys):
     first, second = hosts(2, timeout=2.0, secret=SECRET)
-    one, two = in_threads(
-        lambda: lead(first), lambda: join(replace(second, secret=SECRET[::-1]), IDENTITY)
-    )  # fmt: skip
+    one, two = in_threads(lambda: lead(first), lambda: join(replace(second, secret=SECRET[::-1]), IDENTITY))
     assert one.message == (
         "hosts: expected 2 within 2 s, found no word of host 1; callers dropped that were no hosts of this start: 1"
     )
@@ -557,9 +567,7 @@ def test_hosts_compare_digests_of_the_little_endian_tokens(no_service):
         inputs = StepInputs((Arrival(0, Request((1, 2, 3), 20)),))
         for compare in (False, False, True, True):
             inputs = inputs._replace(compare=compare)
-            mine, _ = in_threads(
-                lambda asked=inputs: first.step(asked), lambda: second.received(two.take()[1])
-            )  # fmt: skip
+            mine, _ = in_threads(lambda asked=inputs: first.step(asked), lambda: second.received(two.take()[1]))
             if compare:
                 assert mine.digests == (bytes.fromhex(tokens_digest(tokens)),) * 2
                 tokens = []

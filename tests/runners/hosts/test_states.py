@@ -172,9 +172,7 @@ def test_two_hosts_save_resume_give_take_and_keep_what_one_does(artifact, tmp_pa
 
 
 @pytest.mark.hosts
-@pytest.mark.parametrize(
-    ("asked", "victim"), [("save", 1), ("give", 0), ("keep", 1)], ids=lambda value: str(value)
-)  # fmt: skip
+@pytest.mark.parametrize(("asked", "victim"), [("save", 1), ("give", 0), ("keep", 1)], ids=lambda value: str(value))
 def test_a_host_killed_while_a_state_is_gathered_ends_the_other_and_leaves_no_file(artifact, tmp_path, asked, victim):
     """Host 1 has sent half of its part of a state to host 0, and sends no more before the kill."""
     command, slow = [artifact("micro-2x1-snapshots"), tmp_path], (sys.executable, "-c", HALF, SUPPORT)

@@ -150,9 +150,10 @@ def test_a_future_format(copy):
     manifest = json.loads((copy / "manifest.json").read_text())
     (copy / "manifest.json").write_text(json.dumps(manifest | {"format": 3}))
     for command, arguments in (
-        (cli.main, ["inspect", copy]), (cli.main, ["verify", copy]),
+        (cli.main, ["inspect", copy]),
+        (cli.main, ["verify", copy]),
         (runner_cli.main, ["generate", copy, "--prompt-ids", "1", "--max-tokens", "1"]),
-    ):  # fmt: skip
+    ):
         said = refusal(command, *arguments)
         assert said == (
             f"error: manifest.json: expected format 2 or older, found format 3, in {copy}\n"
@@ -170,8 +171,10 @@ def command_line(*arguments: object, **variables: str) -> subprocess.CompletedPr
     """``ling3-runner`` as a process."""
     return subprocess.run(
         [sys.executable, "-m", "ling3export.runners.cli", *map(str, arguments)],
-        capture_output=True, text=True, env=environment(variables),
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=environment(variables),
+    )
 
 
 def test_another_jaxlib_is_refused_and_the_process_does_not_abort(copy):
@@ -248,7 +251,7 @@ def test_fewer_devices_than_tp(whole):
         (["--prompt", "a", "--top-p", "0"], 2, "'--top-p': expected a number above 0, at most 1, found 0.0."),
         (["--prompt-file", "nothing.jsonl"], 1, "prompt file `nothing.jsonl`: expected a readable file"),
     ],
-)  # fmt: skip
+)
 def test_requests(whole, options, code, message):
     """``--logits /dev/null --force`` once replaced the device by a file."""
     options = options if "--max-tokens" in options else [*options, "--max-tokens", "2"]

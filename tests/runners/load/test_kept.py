@@ -28,8 +28,10 @@ def test_padding_of_the_last_call_counts_for_nothing():
     def kept(padding, last=1):
         pages = np.array([[[last], [padding]]], np.float32)
         first = {"mla_latent": shards(1, 2, 1, value=1)}
-        return Kept((first, {"mla_latent": Shards(pages.shape, {((0, 1), (0, 2), (0, 1)): pages})}),
-                    (np.array([0, 1]), np.array([2, -1])))  # fmt: skip
+        return Kept(
+            (first, {"mla_latent": Shards(pages.shape, {((0, 1), (0, 2), (0, 1)): pages})}),
+            (np.array([0, 1]), np.array([2, -1])),
+        )
 
     assert kept(5).compared(kept(6)) == (3, 0)
     assert kept(5).compared(kept(5, last=9)) == (3, 1)

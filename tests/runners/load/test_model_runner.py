@@ -60,8 +60,10 @@ print(json.dumps(result))
 def test_weights_alias_and_zeros_can_be_donated(tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path / "weights")],
-        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+    )
     assert done.stderr == ""
     assert json.loads(done.stdout) == {
         "split": True,

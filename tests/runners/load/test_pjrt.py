@@ -71,9 +71,8 @@ def test_a_fresh_process_computes_the_same_without_compiling(tmp_path, devices):
 
 def test_the_record(record):
     assert record.requires == Requirements(
-        jaxlib.__version__, "cpu", "cpu", machine=environment.machine(),
-        cpu_features=tuple(environment.cpu_features()),
-    )  # fmt: skip
+        jaxlib.__version__, "cpu", "cpu", machine=environment.machine(), cpu_features=tuple(environment.cpu_features())
+    )
     assert record.mesh == Mesh("tp", (jax.devices()[0].id,), (0,))
     assert record.call.inputs == (
         CallInput("[0][0]['unused']", (3,), "bfloat16", (), donated=False, kept=False),

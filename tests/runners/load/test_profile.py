@@ -21,12 +21,14 @@ def test_an_operation_has_the_time_that_none_inside_it_has():
 def plane(name, **lines):
     """A part of a trace: by line, events of (begin, duration, name, what else is known of it)."""
     made = [
-        SimpleNamespace(events=[
-            SimpleNamespace(start_ns=begin, duration_ns=took, name=event, stats=list(stats.items()))
-            for begin, took, event, stats in events
-        ])
+        SimpleNamespace(
+            events=[
+                SimpleNamespace(start_ns=begin, duration_ns=took, name=event, stats=list(stats.items()))
+                for begin, took, event, stats in events
+            ]
+        )
         for events in lines.values()
-    ]  # fmt: skip
+    ]
     return SimpleNamespace(name=name, lines=made)
 
 
@@ -43,8 +45,10 @@ def test_kernels_of_a_card_are_parted_by_program_and_may_overlap(monkeypatch):
     runs = profiles._runs([host, card])
     assert runs == [
         [[(10, 14, "fusion_2")], [(12, 18, "while.3")], [(13, 17, "fusion_2")]],
-        [[(20, 25, "dot.5")]], [[(30, 31, "f")]], [[(40, 42, "dot.5")]],
-    ]  # fmt: skip
+        [[(20, 25, "dot.5")]],
+        [[(30, 31, "f")]],
+        [[(40, 42, "dot.5")]],
+    ]
     text = 'ENTRY main {\n  %fusion.2 = f32[] fusion(), metadata={op_name="jit/a/mul"}\n  %while.3 = s32[] while()\n}'
     monkeypatch.setattr(profiles, "_loaded", lambda: iter([({"fusion_2": "jit/a/mul", "while_3": ""}, text)]))
     monkeypatch.setattr(profiles, "kinds_of", lambda _: {"fusion.2": "elementwise", "while.3": "other"})
@@ -69,8 +73,10 @@ def test_the_operations_of_a_trace_are_those_of_the_programs_that_were_called(ar
         found = profile(work, tmp_path / "trace")
     (record,) = read_manifest(artifact("micro-tp1")).targets.values()
     assert {name.partition("@")[0]: count for name, count in found.calls.items()} == {
-        "prefill": 1, "decode": 3, "sample": 4,
-    }  # fmt: skip
+        "prefill": 1,
+        "decode": 3,
+        "sample": 4,
+    }
     assert found.calls.keys() <= record.cells.keys()
     assert {each.program for each in found.operations} == set(found.calls)
     seconds = [each.seconds for each in found.operations]

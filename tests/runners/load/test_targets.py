@@ -60,10 +60,14 @@ KNOWN = (
         ("tpu:v6e:3x3", "target `tpu:v6e:3x3`: expected a topology of 1x1, 2x2, 2x4, 4x4 for v6e, found `3x3`", KNOWN),
         ("tpu:v6e:4x4@8", "target `tpu:v6e:4x4@8`: expected TP to be its 16 devices, found 8", "tpu:v6e:2x4 has 8"),
         ("cpu:4", "target `cpu:4`: expected HOSTSxDEVICES behind cpu, from two hosts on, found `4`", "e.g. cpu:4x4"),
-        ("cpu@3", "TP of target `cpu@3`: expected a divisor of 16 (the common divisor of heads 16, experts 128, "
-         "vocabulary 157184 and widths), found 3", "this model splits over 1, 2, 4, 8, 16"),
+        (
+            "cpu@3",
+            "TP of target `cpu@3`: expected a divisor of 16 (the common divisor of heads 16, experts 128, "
+            "vocabulary 157184 and widths), found 3",
+            "this model splits over 1, 2, 4, 8, 16",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_target_that_is_not_known_is_refused_with_those_that_are(text, message, hint):
     with pytest.raises(PlanError) as caught:
         parse_target(text, None, FULL)
@@ -123,12 +127,20 @@ def test_compiling_for_a_tpu_needs_no_tpu_in_the_environment():
 @pytest.mark.parametrize(
     ("text", "pages", "note"),
     [
-        ("tpu:v6e:4x4", 2048, "latent pool: 2048 pages of 256 tokens (striped), all that 64 full sequences need; "
-         "971.55 MiB of weights and 317.57 MiB of state a device"),
-        ("tpu:v6e:1x1", 1555, "latent pool: 1555 pages of 256 tokens (replicated), what fits 18.74 GiB, which is "
-         "0.6 of 31.24 GiB a device; 14.71 GiB of weights and 4.03 GiB of state a device"),
+        (
+            "tpu:v6e:4x4",
+            2048,
+            "latent pool: 2048 pages of 256 tokens (striped), all that 64 full sequences need; "
+            "971.55 MiB of weights and 317.57 MiB of state a device",
+        ),
+        (
+            "tpu:v6e:1x1",
+            1555,
+            "latent pool: 1555 pages of 256 tokens (replicated), what fits 18.74 GiB, which is "
+            "0.6 of 31.24 GiB a device; 14.71 GiB of weights and 4.03 GiB of state a device",
+        ),
     ],
-)  # fmt: skip
+)
 def test_pages_fill_what_weights_and_slots_leave_of_a_chip(text, pages, note):
     plan = make_plan(FULL, Options(), text)
     assert plan.geometry.pages == pages

@@ -39,14 +39,24 @@ def other_jaxlib(requires, mesh):
         (target(), HERE, fits, Status.OPTIMAL, ""),
         (target(devices=1), HERE, fits, Status.OPTIMAL, ""),
         (target(), HERE, other_jaxlib, Status.RECOMPILE, "jaxlib: built for 0.10.0, found 0.11.2"),
-        (target(tiers=("stablehlo",)), HERE, fits, Status.RECOMPILE,
-         "executable: built for cpu, found none in the artifact"),
+        (
+            target(tiers=("stablehlo",)),
+            HERE,
+            fits,
+            Status.RECOMPILE,
+            "executable: built for cpu, found none in the artifact",
+        ),
         (target("tpu"), HERE, fits, Status.UNSUPPORTED, "platform: built for tpu, found cpu"),
         (target(devices=4), HERE, fits, Status.UNSUPPORTED, "devices: built for 4, found 2"),
-        (target(devices=4, processes=4), Machine("cpu", 4, 1), fits, Status.UNSUPPORTED,
-         "hosts: built for 4 (a process on each), found 1"),
+        (
+            target(devices=4, processes=4),
+            Machine("cpu", 4, 1),
+            fits,
+            Status.UNSUPPORTED,
+            "hosts: built for 4 (a process on each), found 1",
+        ),
     ],
-)  # fmt: skip
+)
 def test_verdicts(record, here, misfit, status, reason):
     verdicts = judge(record, here, misfit)
     assert {(v.status, v.reason) for v in verdicts.values()} == {(status, reason)}

@@ -82,8 +82,12 @@ def test_a_prompt_hits_up_to_its_last_state_and_leaves_a_token_to_compute():
     chain = [stored("a", "b", "c"), stored("a", state=True), stored("c", parent="b", state=True)]
     blocks = taken(*chain)
     assert [blocks.hit(Tokens([*text], "")) for text in (b"aabbccx", b"aabbcc", b"aabbx", b"aa", b"xaabbcc")] == [
-        6, 2, 2, 0, 0,
-    ]  # fmt: skip
+        6,
+        2,
+        2,
+        0,
+        0,
+    ]
     assert taken(*chain, Removed((name("c"),), state=True)).hit(Tokens([*b"aabbccx"], "")) == 2
     assert taken(*chain, Removed((name("b"),))).hit(Tokens([*b"aabbccx"], "")) == 2
     assert taken(*chain, Cleared()).hit(Tokens([*b"aabbccx"], "")) == 0
@@ -121,13 +125,18 @@ def test_groups_that_say_nothing_of_prompts_are_passed_over():
 @pytest.mark.parametrize(
     "batch",
     [
-        b"", b"\xc1", b"{}", msgspec.msgpack.encode([0.0]), msgspec.msgpack.encode(["x", []]),
-        msgspec.msgpack.encode([0.0, [7]]), msgspec.msgpack.encode([0.0, [{"type": "BlockMoved"}]]),
+        b"",
+        b"\xc1",
+        b"{}",
+        msgspec.msgpack.encode([0.0]),
+        msgspec.msgpack.encode(["x", []]),
+        msgspec.msgpack.encode([0.0, [7]]),
+        msgspec.msgpack.encode([0.0, [{"type": "BlockMoved"}]]),
         msgspec.msgpack.encode([0.0, [{"type": "BlockRemoved", "block_hashes": [-1]}]]),
         msgspec.msgpack.encode([0.0, [{"type": "BlockRemoved", "block_hashes": [bytes(65)]}]]),
         b"\x92\xcb" + bytes(8) + b"\x91" * 100_000,
     ],
-)  # fmt: skip
+)
 def test_what_is_no_batch_is_refused(batch):
     with pytest.raises(MalformedError, match="expected a batch"):
         events_of(batch)
@@ -136,13 +145,22 @@ def test_what_is_no_batch_is_refused(batch):
 @pytest.mark.parametrize(
     "change",
     [
-        {"block_size": 3}, {"token_ids": [1, 2, 3]}, {"token_ids": [1, 2, 3, 2**31]}, {"extra_keys": [None]},
+        {"block_size": 3},
+        {"token_ids": [1, 2, 3]},
+        {"token_ids": [1, 2, 3, 2**31]},
+        {"extra_keys": [None]},
         {"extra_keys": [None, ["x" * 5000]]},
     ],
-)  # fmt: skip
+)
 def test_an_event_that_contradicts_itself_is_refused(change):
-    event = {"type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": None, "token_ids": [1, 2, 3, 4],
-             "block_size": 2, "extra_keys": [["x"], None]}  # fmt: skip
+    event = {
+        "type": "BlockStored",
+        "block_hashes": [1, 2],
+        "parent_block_hash": None,
+        "token_ids": [1, 2, 3, 4],
+        "block_size": 2,
+        "extra_keys": [["x"], None],
+    }
     blocks = Blocks(2)
     blocks.take(events_of(msgspec.msgpack.encode([0.0, [event]])))
     assert blocks.hit(Tokens([1, 2, 3, 4, 5], "x")) == 4

@@ -105,8 +105,14 @@ class Loud:
         self._context.destroy(linger=0)
 
     def record(self, block):
-        return {"port": self.ports[0], "replay_port": self.ports[1], "topic": "", "block_size": block,
-                "instance": "x", "sequence": -1}  # fmt: skip
+        return {
+            "port": self.ports[0],
+            "replay_port": self.ports[1],
+            "topic": "",
+            "block_size": block,
+            "instance": "x",
+            "sequence": -1,
+        }
 
     def say(self, *frames):
         self.sockets[0].send_multipart(frames)
@@ -234,10 +240,18 @@ def test_a_large_message_is_not_taken_in():
 @pytest.mark.parametrize(
     "change",
     [
-        {"port": 0}, {"port": "1"}, {"replay_port": 1 << 16}, {"block_size": 0}, {"block_size": 1 << 20},
-        {"sequence": -2}, {"topic": None}, {"topic": "x" * 300}, {"instance": 1}, {"port": True},
+        {"port": 0},
+        {"port": "1"},
+        {"replay_port": 1 << 16},
+        {"block_size": 0},
+        {"block_size": 1 << 20},
+        {"sequence": -2},
+        {"topic": None},
+        {"topic": "x" * 300},
+        {"instance": 1},
+        {"port": True},
     ],
-)  # fmt: skip
+)
 def test_a_place_that_is_none_is_passed_over(change):
     place = {"port": 1, "replay_port": 2, "topic": "t", "block_size": 2, "instance": "i", "sequence": -1}
     assert place_of({"kv_events": place}) is not None

@@ -87,9 +87,13 @@ def test_a_prompt_is_prefilled_in_one_place_and_answered_in_another():
     (asked,) = p.asked
     assert (asked["max_tokens"], asked["stream"], asked["n"]) == (1, False, 1)
     assert asked["kv_transfer_params"] == {
-        "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
-        "remote_host": None, "remote_port": None,
-    }  # fmt: skip
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
     assert not {"stream_options", "max_completion_tokens"} & asked.keys()
     assert d.asked[0]["kv_transfer_params"] == PARAMS and d.asked[0]["max_tokens"] == 5
 

@@ -165,9 +165,11 @@ def test_a_full_server_refuses_with_an_error_object():
         await send({"type": "http.response.body"})
 
     with (
-        serving(app, connections=2) as address, connected(address, HEALTH) as one, connected(address, HEALTH) as two,
+        serving(app, connections=2) as address,
+        connected(address, HEALTH) as one,
+        connected(address, HEALTH) as two,
         ExitStack() as stack,
-    ):  # fmt: skip
+    ):
         stack.callback(release.set)
         assert running.acquire(timeout=LATE) and running.acquire(timeout=LATE)
         for _ in range(3):
@@ -226,7 +228,7 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
         (CHUNKED + b"-5\r\n", 400, "illegal chunk header"),
         (CHUNKED + SMALL + b"1\r\na\r\n" * 9, 400, "a body in pieces of less than 256 bytes"),
     ],
-)  # fmt: skip
+)
 def test_bytes_that_are_no_request_get_an_error_object(engine, data, status, found):
     """They got a line of plain text; and a body in many tiny chunks held the event loop for seconds."""
     with serving(application(engine, POLICY)) as address, connected(address, data) as client:
@@ -299,8 +301,10 @@ def test_on_loopback_a_server_answers_to_its_own_names(engine):
         assert refused.json()["error"] == {
             "message": "`Host`: expected one of 127.0.0.1, [::1], box.example, localhost, "
             f"found {host}: see --allow-host",
-            "type": "invalid_request_error", "param": None, "code": "unknown_host",
-        }  # fmt: skip
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "unknown_host",
+        }
 
 
 def test_where_others_can_reach_it_names_are_open_unless_given():
@@ -387,8 +391,14 @@ def test_large_bodies_take_turns(engine):
                     answers.append(message["status"])
 
             headers = [(b"content-type", b"application/json")]
-            scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers,
-                     "query_string": b"", "http_version": "1.1"}  # fmt: skip
+            scope = {
+                "type": "http",
+                "method": "POST",
+                "path": "/v1/completions",
+                "headers": headers,
+                "query_string": b"",
+                "http_version": "1.1",
+            }
             await app(scope, receive, send)
 
         ticker = asyncio.create_task(ticking())

@@ -42,11 +42,13 @@ TOOL = {
     "function": {
         "name": "f",
         "parameters": {
-            "type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"],
+            "type": "object",
+            "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+            "required": ["a"],
             "additionalProperties": False,
         },
     },
-}  # fmt: skip
+}
 
 
 def logits(tokens: list[int]) -> np.ndarray:
@@ -218,14 +220,20 @@ def test_any_json_object_or_length(engine):
 @pytest.mark.parametrize(
     ("schema", "found"),
     [
-        ({"items": {}}, None), (None, "expected a json_schema with a schema"),
-        ("x" * 70_000, "expected a json_schema with a schema"), ({"a": "x" * 70_000}, "at most 65,536 characters"),
-        ({"type": "nope"}, "Invalid type: nope"), ({"type": "integer", "minimum": 5, "maximum": 3}, "Unsatisfiable"),
-        ({"multipleOf": True}, "Expected f64 for 'multipleOf'"), ({"multipleOf": 10**400}, "number out of range"),
-        ({"multipleOf": 0.05}, None), ({"multipleOf": 999_983}, "a number up to 10,000, found 999983"),
-        (False, "schema is false"), ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no text fits it"),
+        ({"items": {}}, None),
+        (None, "expected a json_schema with a schema"),
+        ("x" * 70_000, "expected a json_schema with a schema"),
+        ({"a": "x" * 70_000}, "at most 65,536 characters"),
+        ({"type": "nope"}, "Invalid type: nope"),
+        ({"type": "integer", "minimum": 5, "maximum": 3}, "Unsatisfiable"),
+        ({"multipleOf": True}, "Expected f64 for 'multipleOf'"),
+        ({"multipleOf": 10**400}, "number out of range"),
+        ({"multipleOf": 0.05}, None),
+        ({"multipleOf": 999_983}, "a number up to 10,000, found 999983"),
+        (False, "schema is false"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no text fits it"),
     ],
-)  # fmt: skip
+)
 def test_schemas_past_limits_are_refused(engine, schema, found):
     body = IDS | {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
     answer = call(engine, COMPLETIONS, body)
@@ -244,10 +252,14 @@ def test_histories_of_all_kinds_are_taken(engine):
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
         {"role": "user", "content": "A"},
-        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+        },
         {"role": "tool", "tool_call_id": "1", "content": "2"},
-    ]  # fmt: skip
+    ]
     body = checked(ChatBody, SAID | {"messages": messages}, "toy")
     told = [structure.spoken(message.model_dump(exclude_none=True)) for message in body.messages]
     assert told[0] == {"role": "system", "content": "be brief"}
@@ -297,10 +309,15 @@ ONE = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 @pytest.mark.parametrize(
     ("text", "ends", "fits"),
     [
-        ("so " + ONE, True, True), (ONE, True, True), ("no call, 1 < 2", False, True), ("", False, True),
-        (ONE + ONE, True, False), (ONE + " and", True, False), ("<tool_call>{", False, True),
+        ("so " + ONE, True, True),
+        (ONE, True, True),
+        ("no call, 1 < 2", False, True),
+        ("", False, True),
+        (ONE + ONE, True, False),
+        (ONE + " and", True, False),
+        ("<tool_call>{", False, True),
     ],
-)  # fmt: skip
+)
 def test_calls_that_may_not_be_parallel_are_one(engine, text, ends, fits):
     """The grammar takes a text up to its first call, behind which only its end may come."""
     tools = tools_of(parallel_tool_calls=False)
@@ -322,13 +339,20 @@ PIECES = [
     ("<think>a b</think>\n\nanswer", False, {"content": "answer", "reasoning_content": "a b"}),
     ("a b</think>\nanswer", True, {"content": "answer", "reasoning_content": "a b"}),
     ("never ends", True, {"content": "", "reasoning_content": "never ends"}),
-    ('so <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', False,
-     {"content": "so", "tool_calls": [("add", '{"a": 1}')]}),
-    ('<tool_call>{"name": "add", "arguments": {}}</tool_call>\n<tool_call>{"name": "add", "arguments": {"a": "é"}}'
-     "</tool_call>", False, {"content": None, "tool_calls": [("add", "{}"), ("add", '{"a": "é"}')]}),
+    (
+        'so <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+        False,
+        {"content": "so", "tool_calls": [("add", '{"a": 1}')]},
+    ),
+    (
+        '<tool_call>{"name": "add", "arguments": {}}</tool_call>\n<tool_call>{"name": "add", "arguments": {"a": "é"}}'
+        "</tool_call>",
+        False,
+        {"content": None, "tool_calls": [("add", "{}"), ("add", '{"a": "é"}')]},
+    ),
     ('<tool_call>{"name": "rm"}</tool_call>', False, {"content": '<tool_call>{"name": "rm"}</tool_call>'}),
     ('<tool_call>{"name": "add"', False, {"content": '<tool_call>{"name": "add"'}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "within", "expected"), PIECES)
@@ -370,8 +394,11 @@ def test_a_client_can_tokenize_as_the_server_does(engine):
 def test_texts_and_messages_become_tokens_and_texts_again(engine):
     body = {"prompt": "the of A", "model": "toy"}
     found = asked(engine, "/tokenize", body)
-    assert found == {"tokens": list(engine.request("the of A", 1).prompt_ids), "count": len(found["tokens"]),
-                     "max_model_len": 64}  # fmt: skip
+    assert found == {
+        "tokens": list(engine.request("the of A", 1).prompt_ids),
+        "count": len(found["tokens"]),
+        "max_model_len": 64,
+    }
     assert asked(engine, "/detokenize", {"tokens": found["tokens"]}) == {"prompt": "the of A"}
     told = asked(engine, "/tokenize", {"messages": SAID["messages"]})
     assert told["tokens"] == list(engine.request(SAID["messages"], 1).prompt_ids)

@@ -66,20 +66,30 @@ def removed(*names: int, state: bool = False) -> Removed:
 
 
 def test_a_batch_is_what_vllm_declares_byte_for_byte():
-    data = encoded(1.5, [
-        Cleared(), stored(1, 2, salt="me"), stored(2, parent=1, salt="me", state=True), removed(2, state=True),
-        removed(2, 1),
-    ])  # fmt: skip
+    data = encoded(
+        1.5,
+        [
+            Cleared(),
+            stored(1, 2, salt="me"),
+            stored(2, parent=1, salt="me", state=True),
+            removed(2, state=True),
+            removed(2, 1),
+        ],
+    )
     found = read(data)
-    assert found == EventBatch(1.5, [
-        AllBlocksCleared(),
-        BlockStored(
-            [number(1), number(2)], None, [1, 1, 2, 2], 2, None, "GPU", None, [("me",), None], 0, "mla_attention"
-        ),
-        BlockStored([number(2)], number(1), [2, 2], 2, None, "GPU", None, [None], 1, "mamba"),
-        BlockRemoved([number(2)], "GPU", 1),
-        BlockRemoved([number(2), number(1)], "GPU", 0),
-    ], 0)  # fmt: skip
+    assert found == EventBatch(
+        1.5,
+        [
+            AllBlocksCleared(),
+            BlockStored(
+                [number(1), number(2)], None, [1, 1, 2, 2], 2, None, "GPU", None, [("me",), None], 0, "mla_attention"
+            ),
+            BlockStored([number(2)], number(1), [2, 2], 2, None, "GPU", None, [None], 1, "mamba"),
+            BlockRemoved([number(2)], "GPU", 1),
+            BlockRemoved([number(2), number(1)], "GPU", 0),
+        ],
+        0,
+    )
     assert msgspec.msgpack.encode(found) == data
     assert (
         encoded(0.0, [Cleared()]).hex()
@@ -109,17 +119,25 @@ def told(history: History) -> list:
 def test_who_asks_for_all_gets_what_is_left_of_batches_that_are_not_kept():
     history = History(batches=2)
     for events in (
-        [Cleared()], [stored(1, 2)], [stored(2, parent=1, state=True)], [stored(3)], [removed(2, state=True)],
-        [removed(2)], [stored(4, parent=1)],
-    ):  # fmt: skip
+        [Cleared()],
+        [stored(1, 2)],
+        [stored(2, parent=1, state=True)],
+        [stored(3)],
+        [removed(2, state=True)],
+        [removed(2)],
+        [stored(4, parent=1)],
+    ):
         history.add(1.0, events)
     assert (numbers(history), numbers(history, 6), numbers(history, 1)) == ([3, 5, 6], [6], [5, 6])
     found = told(history)
     kinds = [(type(each).__name__, each.block_hashes, each.group_idx) for each in found]
     assert kinds == [
-        ("BlockStored", [number(1)], 0), ("BlockStored", [number(2)], 0), ("BlockStored", [number(3)], 0),
-        ("BlockRemoved", [number(2)], 0), ("BlockStored", [number(4)], 0),
-    ]  # fmt: skip
+        ("BlockStored", [number(1)], 0),
+        ("BlockStored", [number(2)], 0),
+        ("BlockStored", [number(3)], 0),
+        ("BlockRemoved", [number(2)], 0),
+        ("BlockStored", [number(4)], 0),
+    ]
     assert found[1].parent_block_hash == number(1) and found[1].token_ids == [2, 2]
     history.add(1.0, [Cleared()])
     history.add(1.0, [stored(5)])

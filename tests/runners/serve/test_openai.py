@@ -30,22 +30,35 @@ def test_completions_with_all_that_sampling_takes(client):
                     "service_tier": "auto"},
     )  # fmt: skip
     expected = greedy(
-        lambda tokens: TABLE[sum(tokens) % toy_artifact.VOCAB], [5, 9, 7], 8, presence=1, frequency=0.5, repetition=1.2,
+        lambda tokens: TABLE[sum(tokens) % toy_artifact.VOCAB],
+        [5, 9, 7],
+        8,
+        presence=1,
+        frequency=0.5,
+        repetition=1.2,
         bias={11: 2},
-    )  # fmt: skip
+    )
     assert [choice.token_ids for choice in found.choices] == [expected] * 2
     assert all(len(choice.logprobs.token_logprobs) == len(choice.logprobs.tokens) == 8 for choice in found.choices)
     assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (3, 16)
 
 
 def test_a_chat_with_log_probabilities_and_a_schema_whole_and_as_a_stream(client):
-    schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 5}}, "required": ["n"],
-              "additionalProperties": False}  # fmt: skip
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 5}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
     asked = {
-        "model": "toy", "messages": [{"role": "developer", "content": "a"}, {"role": "user", "content": "A"}],
-        "temperature": 0, "max_tokens": 30, "logprobs": True, "top_logprobs": 2,
+        "model": "toy",
+        "messages": [{"role": "developer", "content": "a"}, {"role": "user", "content": "A"}],
+        "temperature": 0,
+        "max_tokens": 30,
+        "logprobs": True,
+        "top_logprobs": 2,
         "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}},
-    }  # fmt: skip
+    }
     whole = client.chat.completions.create(**asked)
     (choice,) = whole.choices
     assert choice.finish_reason == "length" or 1 <= json.loads(choice.message.content)["n"] <= 5
@@ -61,10 +74,15 @@ def test_a_chat_with_log_probabilities_and_a_schema_whole_and_as_a_stream(client
 def test_a_response_whole_and_as_a_stream(client):
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     asked = {
-        "model": "toy", "instructions": "a", "input": [{"role": "user", "content": "A"}], "temperature": 0,
-        "max_output_tokens": 30, "text": {"format": {"type": "json_schema", "name": "n", "schema": schema}},
-        "include": ["message.output_text.logprobs"], "store": False,
-    }  # fmt: skip
+        "model": "toy",
+        "instructions": "a",
+        "input": [{"role": "user", "content": "A"}],
+        "temperature": 0,
+        "max_output_tokens": 30,
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": schema}},
+        "include": ["message.output_text.logprobs"],
+        "store": False,
+    }
     whole = client.responses.create(**asked)
     assert json.loads(whole.output_text)["n"] in (1, 2)
     assert (whole.status, whole.usage.total_tokens) == (
@@ -87,9 +105,11 @@ def test_refusals_are_the_clients_errors(client):
     messages = [{"role": "user", "content": "A"}]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     for fields, param in (
-        ({"tools": [tool]}, "tools"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"n": 129}, "n"),
+        ({"tools": [tool]}, "tools"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"n": 129}, "n"),
         ({"response_format": {"type": "xml"}}, "response_format"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(model="toy", messages=messages, **fields)
         assert refused.value.param == param

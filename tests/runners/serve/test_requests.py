@@ -178,14 +178,20 @@ def test_a_wrong_value_is_named(engine, change, param, message):
 @pytest.mark.parametrize(
     ("field", "value", "wanted"),
     [
-        ("best_of", 3, "1, found 3"), ("suffix", "z", '"", found "z"'), ("functions", [{}], "[], found a list"),
-        ("min_p", 0.1, "0 or 0.0, found 0.1"), ("min_tokens", 2, "0 or 1, found 2"), ("priority", 1, "0, found 1"),
-        ("skip_special_tokens", False, "true, found false"), ("return_hidden_states", True, "false, found true"),
+        ("best_of", 3, "1, found 3"),
+        ("suffix", "z", '"", found "z"'),
+        ("functions", [{}], "[], found a list"),
+        ("min_p", 0.1, "0 or 0.0, found 0.1"),
+        ("min_tokens", 2, "0 or 1, found 2"),
+        ("priority", 1, "0, found 1"),
+        ("skip_special_tokens", False, "true, found false"),
+        ("return_hidden_states", True, "false, found true"),
         ("chat_template_kwargs", {"a": 1}, "{}, found an object"),
         ("continue_final_message", True, "false, found true"),
-        ("service_tier", "flex", '"auto" or "default", found "flex"'), ("use_beam_search", True, "false, found true"),
+        ("service_tier", "flex", '"auto" or "default", found "flex"'),
+        ("use_beam_search", True, "false, found true"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_supported_is_named(engine, field, value, wanted):
     message = f"`{field}`: expected it left out or {wanted}: not supported here"
     for path, body in ((COMPLETIONS, IDS), (CHAT, SAID)):
@@ -200,9 +206,20 @@ def test_an_unknown_field_is_named(engine, field):
 
 
 def test_fields_that_ask_for_nothing_are_taken(engine):
-    body = IDS | {"n": 1, "logprobs": None, "echo": False, "tools": [], "presence_penalty": 0.0, "user": "me",
-                  "logit_bias": {}, "temperature": 0, "max_tokens": 5, "ignore_eos": True, "cache_salt": "mine",
-                  "return_token_ids": True}  # fmt: skip
+    body = IDS | {
+        "n": 1,
+        "logprobs": None,
+        "echo": False,
+        "tools": [],
+        "presence_penalty": 0.0,
+        "user": "me",
+        "logit_bias": {},
+        "temperature": 0,
+        "max_tokens": 5,
+        "ignore_eos": True,
+        "cache_salt": "mine",
+        "return_token_ids": True,
+    }
     (choice,) = call(engine, COMPLETIONS, body).json()["choices"]
     assert choice["token_ids"] == toy_artifact.answer([1, 2, 3], 5)[0]
 
@@ -218,18 +235,23 @@ def test_sixteen_tokens_where_none_are_asked_for_and_a_chat_to_the_end(engine):
 @pytest.mark.parametrize(
     ("messages", "found"),
     [
-        (None, f"{WORDS}, found none"), ([], f"{WORDS}, found []"), ("hello", f'{WORDS}, found "hello"'),
-        ([5], f"{WORDS}, found 5 at place 0"), ([{"role": "user"}], f"{WORDS}, found no `content` at place 0"),
+        (None, f"{WORDS}, found none"),
+        ([], f"{WORDS}, found []"),
+        ("hello", f'{WORDS}, found "hello"'),
+        ([5], f"{WORDS}, found 5 at place 0"),
+        ([{"role": "user"}], f"{WORDS}, found no `content` at place 0"),
         ([{"content": "a"}], f"{WORDS}, found no `role` at place 0"),
         ([{"role": "user", "content": None}], f"{WORDS}, found no `content` at place 0"),
         ([{"role": 1, "content": "a"}], f"{WORDS}, found `role` 1 at place 0"),
         ([{"role": "user", "content": "a", "tool_calls": [1]}], f"{WORDS}, found `tool_calls` 1 at place 0"),
         ([{"role": "user", "content": "a", "\ud800": 1}], f"{WORDS}, found `\\ud800` 1 at place 0"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}],
-         'content of text alone, found a part of type "image_url" at place 0'),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            'content of text alone, found a part of type "image_url" at place 0',
+        ),
         ([{"role": "user", "content": ["a"]}], 'content of text alone, found a part of type "a" at place 0'),
     ],
-)  # fmt: skip
+)
 def test_wrong_messages_are_named(engine, messages, found):
     answer = call(engine, CHAT, SAID | {"messages": messages})
     assert refused(answer, 400) == (f"`messages`: expected {found}", "messages", "invalid_value")
@@ -330,9 +352,10 @@ def test_without_a_tokenizer(wordless):
     assert found == ("tokenizer: expected one, found none: this model takes token ids", None, "no_tokenizer")
     found = refused(call(wordless, CHAT, SAID), 400)
     assert found == (
-        "`messages`: expected a model with a chat template, found none: use /v1/completions", "messages",
+        "`messages`: expected a model with a chat template, found none: use /v1/completions",
+        "messages",
         "no_chat_template",
-    )  # fmt: skip
+    )
 
 
 def test_an_engine_that_ended_answers_503(caplog):
@@ -342,9 +365,11 @@ def test_an_engine_that_ended_answers_503(caplog):
         answer = call(engine, path, IDS, method=method)
         assert answer.status_code == 503
         assert answer.json()["error"] == {
-            "message": "engine: expected it running, found it stopped", "type": "server_error", "param": None,
+            "message": "engine: expected it running, found it stopped",
+            "type": "server_error",
+            "param": None,
             "code": "engine_stopped",
-        }  # fmt: skip
+        }
     assert caplog.messages == ["engine: expected it open, found it closed"] * 2
 
 
@@ -428,9 +453,10 @@ def test_a_text_that_can_never_fit_is_refused_before_it_is_tokenized(engine, mon
         found = f"{whole:,} bytes, which are {-(-whole // 15):,} tokens or more: none has over 15 bytes"
         message, param, _ = refused(call(engine, path, asked(size), policy=replace(POLICY, max_body=5_000_000)), 400)
         assert (param, message) == (
-            name, f"{name}: expected text within the context of 64 tokens, found {found}\n"
+            name,
+            f"{name}: expected text within the context of 64 tokens, found {found}\n"
             "hint: shorten the prompt, or build the artifact with a larger --context",
-        )  # fmt: skip
+        )
     assert tokenized == []
     message, _, _ = refused(call(engine, path, asked(most - around)), 400)
     assert f"{name}: expected prompt and answer within the context of 64 tokens, found a prompt of " in message

@@ -94,9 +94,16 @@ def test_a_stream_has_the_events_that_clients_wait_for_and_ends_with_the_whole(e
     kinds = [event["type"].removeprefix("response.") for event in events]
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
     assert kinds == [
-        "created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * len(deltas),
-        "output_text.done", "content_part.done", "output_item.done", kinds[-1],
-    ]  # fmt: skip
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        *["output_text.delta"] * len(deltas),
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        kinds[-1],
+    ]
     last = events[-1]["response"]
     assert kinds[-1] == last["status"] == "completed"
     assert json.loads(text_of(last))["n"] in (1, 2)
@@ -154,10 +161,21 @@ def test_what_cannot_be_done_is_refused_by_name(engine, change, param, found):
 
 def test_fields_that_ask_for_nothing_are_taken(engine):
     more = {
-        "store": False, "previous_response_id": None, "reasoning": {}, "truncation": "disabled", "text": {},
-        "service_tier": "auto", "user": "u", "prompt_cache_key": "k", "include": [], "tools": [], "tool_choice": "auto",
-        "parallel_tool_calls": False, "stream_options": {"include_obfuscation": False}, "top_k": 5,
-    }  # fmt: skip
+        "store": False,
+        "previous_response_id": None,
+        "reasoning": {},
+        "truncation": "disabled",
+        "text": {},
+        "service_tier": "auto",
+        "user": "u",
+        "prompt_cache_key": "k",
+        "include": [],
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "stream_options": {"include_obfuscation": False},
+        "top_k": 5,
+    }
     assert text_of(call(engine, ASKED | more).json()) == text_of(call(engine, ASKED).json())
     # What inspect-ai sends for a model that it does not know: thoughts of ours are text, so neither asks for anything.
     more = {"store": False, "include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}}
@@ -175,23 +193,40 @@ def test_items_of_an_answer_go_back_as_a_history():
         "status": "completed",
     }
     items = [
-        {"role": "developer", "content": "brief"}, {"role": "user", "content": "A", "type": "message"},
+        {"role": "developer", "content": "brief"},
+        {"role": "user", "content": "A", "type": "message"},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
-        {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
-         "content": [{"type": "output_text", "text": "so", "annotations": [], "logprobs": []}]},
-        made, made | {"call_id": "c2"}, {"type": "function_call_output", "call_id": "c1", "output": "5"}, made,
-        {"type": "reasoning", "id": "rs_2", "summary": []}, {"role": "user", "content": "B"},
-    ]  # fmt: skip
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "so", "annotations": [], "logprobs": []}],
+        },
+        made,
+        made | {"call_id": "c2"},
+        {"type": "function_call_output", "call_id": "c1", "output": "5"},
+        made,
+        {"type": "reasoning", "id": "rs_2", "summary": []},
+        {"role": "user", "content": "B"},
+    ]
     body = validated(ResponsesBody, ASKED | {"input": items, "instructions": "i"}, "toy").as_chat()
     function = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     assert [message.model_dump(exclude_none=True) for message in body.messages] == [
-        {"role": "system", "content": "i"}, {"role": "system", "content": "brief"}, {"role": "user", "content": "A"},
-        {"role": "assistant", "content": "so", "reasoning_content": "hm",
-         "tool_calls": [{"id": "c1", **function}, {"id": "c2", **function}]},
+        {"role": "system", "content": "i"},
+        {"role": "system", "content": "brief"},
+        {"role": "user", "content": "A"},
+        {
+            "role": "assistant",
+            "content": "so",
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "c1", **function}, {"id": "c2", **function}],
+        },
         {"role": "tool", "tool_call_id": "c1", "content": "5"},
         {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", **function}]},
-        {"role": "assistant", "content": "", "reasoning_content": ""}, {"role": "user", "content": "B"},
-    ]  # fmt: skip
+        {"role": "assistant", "content": "", "reasoning_content": ""},
+        {"role": "user", "content": "B"},
+    ]
 
 
 def test_tools_are_a_chats_tools():

@@ -6,10 +6,17 @@ from ling3export.runners.serve.schema import ApiError, ChatBody, checked
 
 # What vllm-router 0.1.17 makes of {"model": "toy", …, "max_tokens": 4}.
 ADDED = {
-    "stream": False, "logprobs": False, "no_stop_trim": False, "ignore_eos": False, "continue_final_message": False,
-    "skip_special_tokens": True, "separate_reasoning": True, "stream_reasoning": True, "return_hidden_states": False,
+    "stream": False,
+    "logprobs": False,
+    "no_stop_trim": False,
+    "ignore_eos": False,
+    "continue_final_message": False,
+    "skip_special_tokens": True,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "return_hidden_states": False,
     "include_reasoning": True,
-}  # fmt: skip
+}
 
 
 def test_the_fields_that_the_router_adds_ask_for_nothing():

@@ -83,9 +83,13 @@ def test_a_stream_says_what_the_whole_says(client, engine):
     prompts = ["the number of", "it was a long way"]
     expected = engine.generate(prompts, max_tokens=40)
     stream = client.completions.create(
-        model="small-tp1", prompt=prompts, max_tokens=40, temperature=0, stream=True,
+        model="small-tp1",
+        prompt=prompts,
+        max_tokens=40,
+        temperature=0,
+        stream=True,
         stream_options={"include_usage": True},
-    )  # fmt: skip
+    )
     texts, reasons, *chunks = ["", ""], ["", ""], *stream
     for chunk in chunks[:-1]:
         (choice,) = chunk.choices
@@ -111,8 +115,10 @@ def test_chat(client, engine, parts):
     found = client.chat.completions.create(model="small-tp1", messages=messages, max_tokens=20, temperature=0)
     (choice,) = found.choices
     assert (found.object, choice.message.role, choice.message.content) == (
-        "chat.completion", "assistant", expected.text,
-    )  # fmt: skip
+        "chat.completion",
+        "assistant",
+        expected.text,
+    )
     assert found.usage.prompt_tokens == len(expected.prompt_ids)
     stream = client.chat.completions.create(
         model="small-tp1", messages=messages, max_completion_tokens=20, temperature=0, stream=True
@@ -138,9 +144,13 @@ def test_stop_strings(client, engine):
     stop = whole.text[8:10]
     for given in (stop, ["never there", stop]):
         found = client.completions.create(
-            model="small-tp1", prompt="the number of", max_tokens=40, temperature=0, stop=given,
+            model="small-tp1",
+            prompt="the number of",
+            max_tokens=40,
+            temperature=0,
+            stop=given,
             extra_body={"ignore_eos": True},
-        )  # fmt: skip
+        )
         (choice,) = found.choices
         assert choice.text == whole.text[: whole.text.index(stop)]
         assert choice.finish_reason == "stop"
@@ -155,8 +165,10 @@ def test_every_call_but_health_needs_the_key(server, key):
         assert answer.json()["error"] == {
             "message": "`Authorization`: expected `Bearer KEY` with this server's key, found "
             + ("another" if key else "none"),
-            "type": "authentication_error", "param": None, "code": "invalid_api_key",
-        }  # fmt: skip
+            "type": "authentication_error",
+            "param": None,
+            "code": "invalid_api_key",
+        }
     assert httpx2.get(f"{server.url}/health").json() == {"status": "ok"}
 
 
@@ -170,8 +182,10 @@ def test_the_queue_is_bounded(client, server):
         assert refused.value.response.headers["retry-after"] == "1"
         assert refused.value.body == {
             "message": f"engine: expected at most {MOST} requests at once, found {MOST} + 1 new ones",
-            "type": "rate_limit_error", "param": None, "code": "queue_full",
-        }  # fmt: skip
+            "type": "rate_limit_error",
+            "param": None,
+            "code": "queue_full",
+        }
     idle(server)
     with pytest.raises(openai.BadRequestError, match=f"expected at most {MOST} prompts, found {MOST + 1}"):
         client.completions.create(prompt=[[1, 2]] * (MOST + 1), **ask)
@@ -180,8 +194,14 @@ def test_the_queue_is_bounded(client, server):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_is_cancelled(client, server, stream):
     before = idle(server)
-    ask = {"model": "small-tp1", "prompt": [[1, 2]] * 2, "max_tokens": LONG, "temperature": 0,
-           "stream": stream, "ignore_eos": True}  # fmt: skip
+    ask = {
+        "model": "small-tp1",
+        "prompt": [[1, 2]] * 2,
+        "max_tokens": LONG,
+        "temperature": 0,
+        "stream": stream,
+        "ignore_eos": True,
+    }
     with httpx2.Client(headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as raw:
         if stream:
             with raw.stream("POST", f"{server.url}/v1/completions", json=ask) as answer:
@@ -221,8 +241,15 @@ def test_a_body_without_a_length_is_bounded(server):
 def test_sigterm_lets_calls_end(artifact: Artifacts):
     """A stream that runs is finished; nobody new comes in; the exit code is 0."""
     with Server(artifact("small-tp1"), LING3_API_KEY=KEY) as server:
-        ask = {"model": "small-tp1", "prompt": [1, 2], "max_tokens": 150, "temperature": 0, "stream": True,
-               "ignore_eos": True, "return_token_ids": True}  # fmt: skip
+        ask = {
+            "model": "small-tp1",
+            "prompt": [1, 2],
+            "max_tokens": 150,
+            "temperature": 0,
+            "stream": True,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
         headers = {"Authorization": f"Bearer {KEY}"}
         with httpx2.stream("POST", f"{server.url}/v1/completions", json=ask, headers=headers, timeout=60) as answer:
             lines = data_lines(answer.iter_lines())

@@ -16,9 +16,11 @@ pytestmark = pytest.mark.hosts
 
 COUNT = 4
 GONE = {
-    "message": "engine: expected every host to run, found one gone: the server ends", "type": "server_error",
-    "param": None, "code": "host_gone",
-}  # fmt: skip
+    "message": "engine: expected every host to run, found one gone: the server ends",
+    "type": "server_error",
+    "param": None,
+    "code": "host_gone",
+}
 
 
 def test_four_processes_serve_as_one_and_say_when_one_is_gone(artifact):

@@ -55,9 +55,15 @@ def test_a_state_that_cannot_be_taken_is_computed_again(engine):
     _, taking = moved(engine, asked)
     other = {**taking.kv_transfer_params["state"], "weights": "another"}
     wrong = (
-        {"prompt_digest": "0" * 64}, {"state": other}, {"tail": None}, {"tail": {"token": 1 << 20}}, {"tp_size": 3},
-        {"remote_port": "x"}, {"remote_block_ids": None}, {"transfer_id": None},
-    )  # fmt: skip
+        {"prompt_digest": "0" * 64},
+        {"state": other},
+        {"tail": None},
+        {"tail": {"token": 1 << 20}},
+        {"tp_size": 3},
+        {"remote_port": "x"},
+        {"remote_block_ids": None},
+        {"transfer_id": None},
+    )
     for params in wrong:
         (done,) = engine.complete([replace(taking, kv_transfer_params=taking.kv_transfer_params | params)])
         assert (done.token_ids, done.kv_transfer_params, done.cached_tokens) == (alone.token_ids, None, 0), params

@@ -117,10 +117,14 @@ def test_tokens_are_the_same_with_the_cache_and_everything_comes_back(seed):
     rng = random.Random(seed)
     stripes = rng.choice([1, 1, 2, 4])
     rig = Rig(
-        slots=rng.randint(1, 4), pages=stripes * rng.randint(-(-20 // stripes), -(-40 // stripes)), stripes=stripes,
-        snapshots=rng.randint(1, 6), every=rng.choice([4, 8, 16, 32]), ahead=rng.randint(0, 1),
+        slots=rng.randint(1, 4),
+        pages=stripes * rng.randint(-(-20 // stripes), -(-40 // stripes)),
+        stripes=stripes,
+        snapshots=rng.randint(1, 6),
+        every=rng.choice([4, 8, 16, 32]),
+        ahead=rng.randint(0, 1),
         evict=rng.choice(["lru", "flops"]),
-    )  # fmt: skip
+    )
     heads = [prompt(rng, rng.randint(4, 40)) for _ in range(3)]
     for _ in range(30):
         for _ in range(rng.randint(0, 3)):

@@ -73,13 +73,15 @@ def test_a_file_that_is_not_whole_is_refused_by_name(file, tmp_path):
     data = file.read_bytes()
     head = int.from_bytes(data[:8], "little") + 8
     cases = {
-        b"": "no safetensors file", data[:-1]: "bytes in a file of", data + b"x": "bytes in a file of",
+        b"": "no safetensors file",
+        data[:-1]: "bytes in a file of",
+        data + b"x": "bytes in a file of",
         data[:head] + bytes([data[head] ^ 1]) + data[head + 1 :]: "bytes of another digest",
         data.replace(b'version\\": 1', b'version\\": 2'): "a state of another version",
         data.replace(b"ling3.state", b"ling4.state"): "a file without a saved state",
         data.replace(b'stored\\": 11', b'stored\\": 10'): "another header",
         data.replace(b"[4, null]", b"[5, null]"): "bytes of another digest",
-    }  # fmt: skip
+    }
     for damaged, found in cases.items():
         (tmp_path / "b").write_bytes(damaged)
         with pytest.raises(StateFileError, match=rf"^state `b`: expected a whole file .*found .*{found}"):

@@ -66,8 +66,10 @@ def test_receipts_and_programs_beside_are_those_of_a_build_without(artifact):
 
 def test_groups_together_take_the_bytes_and_no_more_calls_than_each_needs(artifact):
     (target,) = artifact.manifest("micro-tp1-segments").targets.values()
-    sizes = {name: sum(leaf.nbytes for leaf in target.cells[name].outputs if leaf.group == "out")
-             for name in ("fetch@8", "slice@8")}  # fmt: skip
+    sizes = {
+        name: sum(leaf.nbytes for leaf in target.cells[name].outputs if leaf.group == "out")
+        for name in ("fetch@8", "slice@8")
+    }
     assert GROUPS * sizes["slice@8"] == sizes["fetch@8"]
     parts = layer_groups(artifact.manifest("micro-tp1-segments"), target, layout_of(target))
     assert parts == [{Kind.BLOCK: range(n, n + 1), Kind.SNAPSHOT: range(3 * n, 3 * n + 3)} for n in range(GROUPS)]
@@ -179,8 +181,10 @@ def test_a_save_that_fails_is_an_answer_without_a_state(artifact, monkeypatch):
     monkeypatch.setattr(exchange, "fill", fill)
     with Engine(artifact("micro-tp1-segments"), transfer=Transfer("shm", deadline=60.0), **QUIET) as engine:
         salt = transfers.fresh_salt()
-        given, again = (engine.complete([replace(asked(30, f"{salt} {n}"), max_tokens=1, kv_transfer_params=AWAY)])[0]
-                        for n in range(2))  # fmt: skip
+        given, again = (
+            engine.complete([replace(asked(30, f"{salt} {n}"), max_tokens=1, kv_transfer_params=AWAY)])[0]
+            for n in range(2)
+        )
         assert given.kv_transfer_params is None and again.kv_transfer_params is not None
         assert given.token_ids == again.token_ids
         said = engine.stats()["transfer"]

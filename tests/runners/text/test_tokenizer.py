@@ -129,12 +129,15 @@ def artifact(folder, eos, **files):
     [
         ([7], {}, {7, EOS}),
         ([7], {"generation_config": {"eos_token_id": [8, 9]}}, {7, 8, 9, EOS}),
-        ([7], {"generation_config": {"eos_token_id": 8}, "tokenizer_config": {"eos_token": {"content": "<role>"}}},
-         {7, 8, EOS + 2}),
+        (
+            [7],
+            {"generation_config": {"eos_token_id": 8}, "tokenizer_config": {"eos_token": {"content": "<role>"}}},
+            {7, 8, EOS + 2},
+        ),
         ([7], {"tokenizer_config": {"eos_token": "no such token"}}, {7}),
         ([7], {"tokenizer_config": {}}, {7}),
     ],
-)  # fmt: skip
+)
 def test_a_text_ends_at_any_id_that_a_file_names(tmp_path, eos, files, expected):
     assert artifact(tmp_path, eos, **files).eos_token_ids() == expected
 
@@ -182,13 +185,16 @@ def test_a_text_has_no_fewer_tokens_than_its_bytes_over_the_longest(tokenizer):
         lambda own: setattr(own, "normalizer", normalizers.Strip()),
         lambda own: setattr(own, "pre_tokenizer", pre_tokenizers.WhitespaceSplit()),
         lambda own: setattr(own, "pre_tokenizer", None),
-        lambda own: setattr(own, "pre_tokenizer", pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()])),
+        lambda own: setattr(
+            own,
+            "pre_tokenizer",
+            pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()]),
+        ),
         lambda own: own.add_tokens([tokenizers.AddedToken("<left>", lstrip=True)]),
         lambda own: setattr(own, "model", tokenizers.models.BPE({"a": 0}, [])),
         lambda own: setattr(own, "model", tokenizers.models.WordLevel({"a": 0}, unk_token="a")),
     ],
-)  # fmt: skip
+)
 def test_where_a_token_may_stand_for_any_text_it_has_no_longest(tokenizer, change):
     changed = library(tokenizer)
     change(changed)

@@ -140,9 +140,7 @@ def test_objects_beyond_the_limit_find_no_room(name, tmp_path):
         assert same(first, end.fetch([first], None, soon())[0])  # and so it was used after the second
         assert write(end, third)
         assert end.removed == [second.name]
-        assert [end.look(key) for key in (first, second, third)] == [
-            Presence.READY, Presence.ABSENT, Presence.READY,
-        ]  # fmt: skip
+        assert [end.look(key) for key in (first, second, third)] == [Presence.READY, Presence.ABSENT, Presence.READY]
         assert LAYOUT.nbytes(large) + HEADER.size > 2 * each and not write(end, large)
         assert end.counts["full"] == 1 and end.look(first) is Presence.READY
     finally:
@@ -224,9 +222,12 @@ def writing():
     salt = transfers.fresh_salt()
     paths = os.pathsep.join(path for path in sys.path if path)
     with subprocess.Popen(
-        [sys.executable, "-c", WRITING, salt], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", WRITING, salt],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
         env=os.environ | {"PYTHONPATH": paths},
-    ) as process:  # fmt: skip
+    ) as process:
         assert process.stdout.readline() == "written\n"
         key = keys(salt=salt)[-1]
         try:

@@ -69,11 +69,22 @@ class Instance:
             self.ranks.append(
                 Checked(
                     HostConnector(
-                        end, LAYOUT, DESCRIPTION, ABI, rank=rank, tp=tp, address=("127.0.0.1", port), deadline=deadline,
-                        every=every, striped=striped, groups=groups, report=self.said.append, lease=lease,
+                        end,
+                        LAYOUT,
+                        DESCRIPTION,
+                        ABI,
+                        rank=rank,
+                        tp=tp,
+                        address=("127.0.0.1", port),
+                        deadline=deadline,
+                        every=every,
+                        striped=striped,
+                        groups=groups,
+                        report=self.said.append,
+                        lease=lease,
                     )
                 )
-            )  # fmt: skip
+            )
             heads = heads_of(rank, LAYOUT.heads, tp)
             pools = {}
             for piece in LAYOUT.pieces:
@@ -243,8 +254,9 @@ def test_a_beginning_that_was_saved_is_found_by_its_tokens(name, tmp_path, stack
     p.step([Scheduled(request, slots, 16)])
     assert p.ranks[0].request_finished(request, slots) == (False, None)
     assert [(len(event.hashes), event.parent is None, event.tokens) for event in p.ranks[0].take_events()] == [
-        (1, True, tuple(range(8))), (1, False, tuple(range(8, 16))),
-    ]  # fmt: skip
+        (1, True, tuple(range(8))),
+        (1, False, tuple(range(8, 16))),
+    ]
     d, answers = instance(stack, name, tmp_path, 2, listens=False), []
     for length in (8, 9, 16, 17, 20):
         asked = Request("d", list(range(length)), request.cache_salt)
@@ -359,9 +371,15 @@ def test_a_request_that_is_cancelled_before_its_load_gives_the_lease_back(tmp_pa
     assert not any(array.any() for array in d.pools[0].values())
 
 
-@pytest.mark.parametrize(("changes", "counted"), [({"lease": None}, {}), ({"lease": 0}, {"bad_params": 1}),
-                                                  ({"lease": "60"}, {"bad_params": 1}),
-                                                  ({"lease": 1e9}, {"bad_params": 1})])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "counted"),
+    [
+        ({"lease": None}, {}),
+        ({"lease": 0}, {"bad_params": 1}),
+        ({"lease": "60"}, {"bad_params": 1}),
+        ({"lease": 1e9}, {"bad_params": 1}),
+    ],
+)
 def test_who_says_nothing_of_a_lease_is_asked_for_none(changes, counted, tmp_path, stack, by_hand):
     """An older version neither says how long it keeps a state nor understands that it should for longer."""
     _, request, _, params = prefilled(stack, "tcp", tmp_path, 1)
@@ -427,8 +445,15 @@ def test_a_tp_that_does_not_divide_the_heads_is_refused(tmp_path):
 def checked() -> tuple[Checked, Meta]:
     """A checker around a connector that does nothing, and a meta with a save."""
     idle = SimpleNamespace(groups=2)
-    for name in ("bind_connector_metadata", "clear_connector_metadata", "start_load", "wait_for_layer_load",
-                 "save_layer", "wait_for_save", "request_finished"):  # fmt: skip
+    for name in (
+        "bind_connector_metadata",
+        "clear_connector_metadata",
+        "start_load",
+        "wait_for_layer_load",
+        "save_layer",
+        "wait_for_save",
+        "request_finished",
+    ):
         setattr(idle, name, lambda *given: None)
     return Checked(idle), Meta(saves=("a save",))
 

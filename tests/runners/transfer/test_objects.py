@@ -28,10 +28,20 @@ HEAD = Header(Kind.SNAPSHOT, State.READY, 300, b"k" * 16, b"a" * 32, 0x01020304,
 
 def test_the_bytes_of_a_header():
     wanted = (
-        b"L3XS" + b"\x01\x00" + b"\x02" + b"\x01" + (300).to_bytes(8, "little") + b"k" * 16 + b"a" * 32
-        + b"\x04\x03\x02\x01" + (7).to_bytes(8, "little") + (5).to_bytes(8, "little") + (6).to_bytes(4, "little")
-        + (9).to_bytes(8, "little") + bytes(32)
-    )  # fmt: skip
+        b"L3XS"
+        + b"\x01\x00"
+        + b"\x02"
+        + b"\x01"
+        + (300).to_bytes(8, "little")
+        + b"k" * 16
+        + b"a" * 32
+        + b"\x04\x03\x02\x01"
+        + (7).to_bytes(8, "little")
+        + (5).to_bytes(8, "little")
+        + (6).to_bytes(4, "little")
+        + (9).to_bytes(8, "little")
+        + bytes(32)
+    )
     assert HEAD.pack() == wanted and len(wanted) == HEADER.size == 128
     assert Header.parse(wanted) == HEAD
 
@@ -107,9 +117,11 @@ def test_a_name_is_blake2b_of_what_is_the_same_for_the_same_state():
     whole = bytes.fromhex(ABI) + b"\x02" + prefix + b"\x04\x00\x08\x00"
     assert key.name == "l3x_" + hashlib.blake2b(whole, digest_size=16).hexdigest()
     others = [
-        Key("0" * 64, Kind.SNAPSHOT, prefix, (4, 8)), Key(ABI, Kind.BLOCK, prefix, (4, 8)),
-        Key(ABI, Kind.SNAPSHOT, bytes(32), (4, 8)), Key(ABI, Kind.SNAPSHOT, prefix, (0, 8)),
-    ]  # fmt: skip
+        Key("0" * 64, Kind.SNAPSHOT, prefix, (4, 8)),
+        Key(ABI, Kind.BLOCK, prefix, (4, 8)),
+        Key(ABI, Kind.SNAPSHOT, bytes(32), (4, 8)),
+        Key(ABI, Kind.SNAPSHOT, prefix, (0, 8)),
+    ]
     assert len({key.name, *(other.name for other in others)}) == 5
 
 
@@ -161,7 +173,8 @@ def test_a_payload_goes_layer_by_layer_and_its_arrays_are_views_of_it():
     assert payload.nbytes == LAYOUT.nbytes(key)
     found = LAYOUT.arrays(key, payload)
     assert {name: array.shape for name, array in found.items()} == {
-        "kda.recurrent": (3, 2, 3, 2), "kda.conv": (3, 3, 2, 5),
-    }  # fmt: skip
+        "kda.recurrent": (3, 2, 3, 2),
+        "kda.conv": (3, 3, 2, 5),
+    }
     for name, array in found.items():
         assert np.shares_memory(array, payload) and np.array_equal(array.view(np.uint8), arrays[name].view(np.uint8))

@@ -20,9 +20,13 @@ def seconds(model: torch.nn.Module, tokens: torch.Tensor, answer: int) -> float:
     """Of one call, all of whose answers have ``answer`` tokens."""
     start = time.perf_counter()
     out = model.generate(
-        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=answer, min_new_tokens=answer, do_sample=False,
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=answer,
+        min_new_tokens=answer,
+        do_sample=False,
         pad_token_id=0,
-    )  # fmt: skip
+    )
     if out.shape[1] != tokens.shape[1] + answer:
         raise SystemExit(f"generate: expected {answer} new tokens, found {out.shape[1] - tokens.shape[1]}")
     return time.perf_counter() - start
