@@ -26,8 +26,8 @@ from ling3export.artifacts.schema import (
     Target,
     Vectors,
 )
-from ling3export.dtypes import BY_CODE
-from ling3export.errors import listed
+from ling3export.foundation.dtypes import BY_CODE
+from ling3export.foundation.errors import listed
 
 A_CALL = ("layer", "out_num", "group")  # fields with one number
 A_TOKEN = ("tokens", "next_token")  # fields of prefill and score with a number for each token, not for each chunk

@@ -23,8 +23,8 @@ from ling3export.artifacts.records import (
     within,
 )
 from ling3export.artifacts.schema import Manifest, Receipts, Target, Versions
-from ling3export.errors import ArtifactError
-from ling3export.strict_json import LARGEST, read_json
+from ling3export.foundation.errors import ArtifactError
+from ling3export.foundation.strict_json import LARGEST, read_json
 
 SCHEMA = "ling3.calibration/1"
 AGAIN = "calibrate again: ling3-runner calibrate ARTIFACT --force"

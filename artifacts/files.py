@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from io import BufferedReader, BufferedWriter
 from pathlib import Path, PurePosixPath
 
-from ling3export.errors import ArtifactError
-from ling3export.reading import opened
+from ling3export.foundation.errors import ArtifactError
+from ling3export.foundation.reading import opened
 
 REBUILD = "copy the artifact again, or build it again"
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

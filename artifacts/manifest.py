@@ -17,8 +17,8 @@ from ling3export.artifacts.files import REBUILD, leftovers, open_regular, replac
 from ling3export.artifacts.format_1 import check_bytes, upgraded
 from ling3export.artifacts.records import CANONICAL, WrongRecordError, from_json, laid_out, shown, to_json
 from ling3export.artifacts.schema import FileRecord, Manifest
-from ling3export.errors import ArtifactError, listed
-from ling3export.strict_json import LARGEST, parse_json
+from ling3export.foundation.errors import ArtifactError, listed
+from ling3export.foundation.strict_json import LARGEST, parse_json
 
 # Version history (artifacts/FORMAT.md tells what a reader must do):
 # 1 (November 2026): the first.

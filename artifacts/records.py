@@ -18,7 +18,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from ling3export.errors import listed
+from ling3export.foundation.errors import listed
 
 CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 SPACED = json.JSONEncoder(ensure_ascii=False, allow_nan=False)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from ling3export.artifacts.files import stays_inside
 from ling3export.artifacts.records import UNBOUNDED, Digest, Rule, at_most, one_of, within
-from ling3export.dtypes import BY_CODE, BY_NAME
+from ling3export.foundation.dtypes import BY_CODE, BY_NAME
 
 Relative = Annotated[
     str, Rule("a path below the artifact's folder, with /, in its shortest form, that never climbs out", stays_inside)

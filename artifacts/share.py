@@ -5,8 +5,8 @@ from pathlib import Path
 
 from ling3export.artifacts.files import write_new
 from ling3export.artifacts.records import canonical
-from ling3export.errors import ArtifactError
-from ling3export.strict_json import read_json
+from ling3export.foundation.errors import ArtifactError
+from ling3export.foundation.strict_json import read_json
 
 SHARE = "share.json"
 

@@ -17,9 +17,9 @@ from ling3export.artifacts.files import NEW, TRUST, open_regular, replace_file, 
 from ling3export.artifacts.manifest import MANIFEST, read_manifest
 from ling3export.artifacts.records import Rule, WrongRecordError, at_most, from_json, laid_out, one_of, to_json
 from ling3export.artifacts.schema import Manifest
-from ling3export.errors import ArtifactError, TrustError, listed
-from ling3export.reading import read_bytes
-from ling3export.strict_json import LARGEST, parse_json
+from ling3export.foundation.errors import ArtifactError, TrustError, listed
+from ling3export.foundation.reading import read_bytes
+from ling3export.foundation.strict_json import LARGEST, parse_json
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey

@@ -19,8 +19,8 @@ from ling3export.artifacts.files import (
     writing,
 )
 from ling3export.artifacts.manifest import MANIFEST, read_manifest
-from ling3export.errors import ArtifactError
-from ling3export.strict_json import read_json
+from ling3export.foundation.errors import ArtifactError
+from ling3export.foundation.strict_json import read_json
 
 
 @contextmanager

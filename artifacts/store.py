@@ -17,8 +17,8 @@ from ling3export.artifacts.files import REBUILD, open_regular
 from ling3export.artifacts.schema import StoredTensor
 from ling3export.artifacts.store_layout import TensorSpec, header
 from ling3export.artifacts.store_writer import StoreWriter
-from ling3export.dtypes import BY_CODE
-from ling3export.errors import ArtifactError
+from ling3export.foundation.dtypes import BY_CODE
+from ling3export.foundation.errors import ArtifactError
 
 __all__ = ["Store", "StoreWriter", "TensorSpec"]
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ling3export.artifacts.schema import Slabbed
-from ling3export.dtypes import BY_CODE
+from ling3export.foundation.dtypes import BY_CODE
 
 ALIGNMENT = 64  # jax on CPU aliases mapped memory from here on, and copies below
 HEADER_MULTIPLE = 4096

@@ -13,8 +13,8 @@ import numpy as np
 from ling3export.artifacts.files import inside, sync_folder, write_error, writing
 from ling3export.artifacts.schema import StoredTensor
 from ling3export.artifacts.store_layout import TensorSpec, arranged, header
-from ling3export.dtypes import BY_CODE
-from ling3export.errors import ArtifactError, listed
+from ling3export.foundation.dtypes import BY_CODE
+from ling3export.foundation.errors import ArtifactError, listed
 
 BLOCK = 1 << 20  # bytes hashed and written at a time: the second reads what the first left in the core's cache
 COPIED = 1 << 23  # bytes of a strided piece gathered at a time: smaller blocks read the source's cache lines again

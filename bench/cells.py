@@ -12,7 +12,7 @@ from typing import Any
 from bench.report import machine, say, show, table
 from ling3export.checkpoint.synth import config_fields
 from ling3export.compile.pool import Compilers
-from ling3export.errors import PlanError
+from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.dtypes import BY_CODE
+from ling3export.foundation.dtypes import BY_CODE
 
 
 def put_nan(artifact: Path, tensor: str, *place: int) -> None:

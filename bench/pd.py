@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import table
-from ling3export.processes import LOOPBACK, free_port
+from ling3export.foundation.processes import LOOPBACK, free_port
 from ling3export.runners.bench.started import RUNNER, Started
 
 SCRIPT = Path(__file__).parents[1] / "deploy" / "prefill-decode.sh"

@@ -18,7 +18,7 @@ from bench.inputs import checkpoint as checkpoint_of
 from bench.report import anonymous, machine, show, table
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.store import Store
-from ling3export.processes import LOOPBACK, free_port
+from ling3export.foundation.processes import LOOPBACK, free_port
 from ling3export.runners.load.weights import Weights
 
 EVERY = 0.02  # seconds between two looks at a process

@@ -19,7 +19,7 @@ from bench.engine import DEMO
 from bench.faults import put_nan
 from bench.inputs import CACHE, artifact, fresh, last_line, run
 from bench.report import anonymous, machine, show, table
-from ling3export.errors import RequestError
+from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped, LogitsError
 

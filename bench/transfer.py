@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from bench.report import machine, medians, say, show, table
-from ling3export.dtypes import BY_NAME
-from ling3export.processes import LOOPBACK, Child, Parent
+from ling3export.foundation.dtypes import BY_NAME
+from ling3export.foundation.processes import LOOPBACK, Child, Parent
 from ling3export.runners.state.device import Device
 from ling3export.runners.transfer.backend import DEADLINE, Backend, Source
 from ling3export.runners.transfer.folder import Folder

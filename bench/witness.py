@@ -26,7 +26,7 @@ from bench.report import machine, medians, say, show, table
 from bench.serve import beside, served
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.checkpoint.synth import INDEX, synthesize
-from ling3export.processes import LOOPBACK, free_port
+from ling3export.foundation.processes import LOOPBACK, free_port
 from ling3export.runners.bench.measure import open_tokenizer
 from ling3export.runners.bench.metrics import Outcome, figures
 from ling3export.runners.bench.workloads import Ask, Source, shared_prefix

@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from ling3export.errors import ConfigError, listed
-from ling3export.reading import read_bytes
-from ling3export.strict_json import LARGEST, DoubledKeyError, parse_json
+from ling3export.foundation.errors import ConfigError, listed
+from ling3export.foundation.reading import read_bytes
+from ling3export.foundation.strict_json import LARGEST, DoubledKeyError, parse_json
 
 AttentionKind = Literal["kda", "mla"]
 MlpKind = Literal["dense", "moe"]

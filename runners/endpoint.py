@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import h11
 
-from ling3export.errors import Ling3Error, RequestError
+from ling3export.foundation.errors import Ling3Error, RequestError
 
 READ = 1 << 16  # bytes at a time
 LARGEST = 64 << 20  # bytes of an answer that is read whole, and of a line of a stream

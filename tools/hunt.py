@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ling3export.processes import free_port
+from ling3export.foundation.processes import free_port
 
 ROOT = Path(__file__).parents[1]
 STACKS = ["-batch", "-ex", "set pagination off", "-ex", "thread apply all bt"]

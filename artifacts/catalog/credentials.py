@@ -13,8 +13,8 @@ from requests.utils import parse_dict_header
 
 from ling3export.artifacts.catalog.layout import BLOCK
 from ling3export.artifacts.catalog.record import LARGEST, parsed
-from ling3export.errors import AuthDenied, AuthRequired, CatalogError
-from ling3export.strict_json import read_json
+from ling3export.foundation.errors import AuthDenied, AuthRequired, CatalogError
+from ling3export.foundation.strict_json import read_json
 
 TOKEN = "LING3_CATALOG_TOKEN"
 TIMEOUT = (10, 60)  # seconds to connect, and without a byte

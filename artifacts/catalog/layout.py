@@ -19,8 +19,8 @@ from ling3export.artifacts.catalog.record import LARGEST, parsed
 from ling3export.artifacts.catalog.versions import is_version, latest, order
 from ling3export.artifacts.files import inside, leftovers, open_lock, replacing, writing
 from ling3export.artifacts.records import canonical, to_json
-from ling3export.errors import CatalogError, VersionExists
-from ling3export.reading import opened, read_bytes
+from ling3export.foundation.errors import CatalogError, VersionExists
+from ling3export.foundation.reading import opened, read_bytes
 
 LAYOUT, INDEX = "oci-layout", "index.json"
 LAYOUT_DATA = canonical({"imageLayoutVersion": "1.0.0"})

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from ling3export.artifacts.catalog.record import File, Named, Record, parsed, typed, without_unknown
 from ling3export.artifacts.records import at_most
-from ling3export.errors import CatalogError
+from ling3export.foundation.errors import CatalogError
 
 ARTIFACT = "application/vnd.ling3.artifact.v1"
 RECORD = "application/vnd.ling3.record.v1+json"

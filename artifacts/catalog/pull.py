@@ -22,7 +22,7 @@ from ling3export.artifacts.schema import Manifest, StoredTensor
 from ling3export.artifacts.share import write_share
 from ling3export.artifacts.signing import SIGNATURES, read_trusted
 from ling3export.artifacts.staging import staged
-from ling3export.errors import CatalogError
+from ling3export.foundation.errors import CatalogError
 
 BLOCK = 1 << 20
 PARALLEL = 4  # files at a time

@@ -12,8 +12,8 @@ from typing import Annotated, Any, TypeVar
 from ling3export.artifacts.catalog.versions import is_version
 from ling3export.artifacts.files import stays_inside
 from ling3export.artifacts.records import Digest, Rule, WrongRecordError, at_most, from_json, one_of, sha256_of
-from ling3export.errors import CatalogError, UnsafePath, listed
-from ling3export.strict_json import parse_json
+from ling3export.foundation.errors import CatalogError, UnsafePath, listed
+from ling3export.foundation.strict_json import parse_json
 
 SCHEMA = "ling3.catalog/1"
 KINDS = ("artifact", "programs", "weights", "checkpoint", "dataset", "task-suite")

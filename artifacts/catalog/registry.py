@@ -20,8 +20,8 @@ from ling3export.artifacts.catalog.oci import Descriptor, Entry, ImageManifest, 
 from ling3export.artifacts.catalog.record import parsed
 from ling3export.artifacts.catalog.versions import is_version, latest, order
 from ling3export.artifacts.records import canonical, to_json
-from ling3export.errors import AuthDenied, AuthRequired, CatalogError
-from ling3export.reading import opened
+from ling3export.foundation.errors import AuthDenied, AuthRequired, CatalogError
+from ling3export.foundation.reading import opened
 
 PAGES = 1000  # of a list of tags
 

@@ -15,7 +15,7 @@ import fsspec
 
 from ling3export.artifacts.catalog.layout import BLOCK, INDEX, LAYOUT, LAYOUT_DATA, TAGS, Layout, blocks
 from ling3export.artifacts.catalog.oci import Block, Descriptor, Entry
-from ling3export.errors import CatalogError
+from ling3export.foundation.errors import CatalogError
 
 # What file systems raise; aiohttp's errors are OSErrors or ValueErrors.
 FAILURES = (OSError, ValueError, RuntimeError, NotImplementedError)

@@ -15,7 +15,7 @@ from ling3export.artifacts.catalog.stores import Store
 from ling3export.artifacts.files import writing
 from ling3export.artifacts.schema import Manifest, StoredTensor
 from ling3export.artifacts.store_layout import header
-from ling3export.errors import CatalogError
+from ling3export.foundation.errors import CatalogError
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ling3export.artifacts.catalog.layout import Layout
 from ling3export.artifacts.catalog.oci import Block, Descriptor, Entry, ImageManifest
 from ling3export.artifacts.catalog.record import Record, read_record
 from ling3export.artifacts.catalog.versions import is_version, latest, order
-from ling3export.errors import CatalogError, listed
+from ling3export.foundation.errors import CatalogError, listed
 
 if TYPE_CHECKING:
     from ling3export.artifacts.catalog.registry import Registry

@@ -17,10 +17,10 @@ from ling3export.cache.explain import explain
 from ling3export.cache.keys import cell_fields
 from ling3export.cache.store import KINDS, LARGEST_BLOB, Cache, Entry, Say, entries, record_of
 from ling3export.cache.use import LEASES, CacheUse, lease
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
+from ling3export.foundation.reading import read_bytes
 from ling3export.model.config import Config
 from ling3export.plan.plan import Cell, Plan
-from ling3export.reading import read_bytes
 
 SUFFIXES = ("stablehlo", "exec")
 COMPILED, PROGRAM, CELL = "compiler", "program cache", "cache"  # where a program came from

@@ -8,7 +8,7 @@ from typing import Any
 from ling3export.artifacts.manifest import MANIFEST, read_manifest
 from ling3export.cache.store import DIGEST, KINDS, Cache, Entry, entries
 from ling3export.cache.use import CacheUse
-from ling3export.errors import ArtifactError, listed
+from ling3export.foundation.errors import ArtifactError, listed
 from ling3export.plan.plan import Cell
 
 PLAIN = ("toolchain", "flags", "options")  # groups of fields whose name goes without saying

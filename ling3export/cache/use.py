@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ling3export.artifacts.files import open_lock, user_cache
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 
 POLICIES = ("on", "off", "redo", "readonly")
 SHARED, EXCLUSIVE = fcntl.LOCK_SH, fcntl.LOCK_EX

@@ -16,8 +16,8 @@ import numpy as np
 from ling3export.artifacts import schema
 from ling3export.artifacts.schema import StoredTensor
 from ling3export.artifacts.store import StoreWriter, TensorSpec
-from ling3export.dtypes import BY_NAME
-from ling3export.errors import CheckpointError
+from ling3export.foundation.dtypes import BY_NAME
+from ling3export.foundation.errors import CheckpointError
 from ling3export.model.config import Config
 from ling3export.model.parameters import EXPERT, Parameter, Source, parameters
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ling3export.checkpoint.synth_weights import Recipe, blocks
-from ling3export.dtypes import BY_CODE
+from ling3export.foundation.dtypes import BY_CODE
 from ling3export.model.config import Config
 from ling3export.model.parameters import expected_tensors
 

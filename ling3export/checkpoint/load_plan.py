@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ling3export.dtypes import BY_CODE
+from ling3export.foundation.dtypes import BY_CODE
 from ling3export.model.config import Config
 from ling3export.model.parameters import EXPERT, Parameter, mtp_tensors, parameters
 

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from ling3export.artifacts.schema import SourceFile
 from ling3export.checkpoint.shard import Shard
-from ling3export.errors import CheckpointError, listed
+from ling3export.foundation.errors import CheckpointError, listed
+from ling3export.foundation.reading import read_bytes
+from ling3export.foundation.strict_json import LARGEST, DoubledKeyError, parse_json
 from ling3export.model.config import Config, read_config
 from ling3export.model.parameters import TensorInfo, expected_tensors, is_mtp
-from ling3export.reading import read_bytes
-from ling3export.strict_json import LARGEST, DoubledKeyError, parse_json
 
 __all__ = ["Checkpoint", "TensorInfo", "expected_tensors", "is_mtp"]
 

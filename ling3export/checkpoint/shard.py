@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ling3export.dtypes import BY_CODE
-from ling3export.errors import CheckpointError
-from ling3export.reading import opened
-from ling3export.strict_json import DoubledKeyError, parse_json
+from ling3export.foundation.dtypes import BY_CODE
+from ling3export.foundation.errors import CheckpointError
+from ling3export.foundation.reading import opened
+from ling3export.foundation.strict_json import DoubledKeyError, parse_json
 
 LARGEST_HEADER = 32 << 20  # bytes, at about 140 a tensor
 MOST_AXES = 8

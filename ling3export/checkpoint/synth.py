@@ -17,8 +17,8 @@ from ling3export.artifacts.files import write_error
 from ling3export.artifacts.staging import staged
 from ling3export.checkpoint.synth_tokenizer import SPECIALS, write_json, write_tokenizer
 from ling3export.checkpoint.synth_weights import blocks
-from ling3export.dtypes import BY_CODE
-from ling3export.errors import CheckpointError, ConfigError
+from ling3export.foundation.dtypes import BY_CODE
+from ling3export.foundation.errors import CheckpointError, ConfigError
 from ling3export.model.config import Config
 from ling3export.model.parameters import TensorInfo, expected_tensors, mtp_tensors
 

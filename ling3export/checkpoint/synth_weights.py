@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ling3export.dtypes import BY_CODE
+from ling3export.foundation.dtypes import BY_CODE
 from ling3export.model.config import Config
 from ling3export.model.parameters import TensorInfo
 

@@ -11,7 +11,7 @@ import click
 
 from ling3export.cache.use import CacheUse
 from ling3export.cli.options import BYTES, JSON, Parsed
-from ling3export.errors import PlanError
+from ling3export.foundation.errors import PlanError
 from ling3export.runners.cli.options import PATH, Group
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ from pathlib import Path
 import click
 
 from ling3export.cli.options import JSON
-from ling3export.errors import CatalogError
+from ling3export.foundation.errors import CatalogError
+from ling3export.foundation.tables import aligned
 from ling3export.runners.cli.options import PATH, Group, trust_option
 from ling3export.runners.cli.pull import pull
 from ling3export.runners.cli.references import Artifact
-from ling3export.tables import aligned
 
 
 @click.group(cls=Group)

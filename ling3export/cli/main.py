@@ -18,13 +18,13 @@ from ling3export.cli.cache import cache, cache_dir
 from ling3export.cli.catalog import catalog
 from ling3export.cli.options import IGNORE, JSON, WIDE, build_options, given
 from ling3export.cli.signing import keygen, sign
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.plan.options import Options
 from ling3export.runners.cli.cluster import on_cluster
 from ling3export.runners.cli.errors import require
 from ling3export.runners.cli.options import FOLDER, PATH, Group, cluster_options, section, shard_option, trust_option
 from ling3export.runners.cli.references import Artifact
-from ling3export.shards import WHOLE, Shard
 
 
 @contextmanager

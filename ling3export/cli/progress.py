@@ -13,9 +13,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from ling3export.artifacts.schema import Manifest, Program
 from ling3export.cache.cells import CELL, PROGRAM
 from ling3export.compile.pool import Outcome
-from ling3export.errors import listed, printable
+from ling3export.foundation.errors import listed, printable
+from ling3export.foundation.tables import aligned
 from ling3export.runners.calibrate.receipts import ERROR_COLUMNS, NO_WEIGHTS, error_columns, told
-from ling3export.tables import aligned
 
 COLUMNS = ("cell", "status", "seconds", "peak MB")
 LABELS = {

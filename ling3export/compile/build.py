@@ -33,7 +33,8 @@ from ling3export.checkpoint.reader import Checkpoint
 from ling3export.compile.pool import Compilers, Outcome, check
 from ling3export.compile.replay import forget_failure, note_failure
 from ling3export.compile.state import put_state_program
-from ling3export.errors import ArtifactError, CheckpointError, PlanError
+from ling3export.foundation.errors import ArtifactError, CheckpointError, PlanError
+from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.model.config import Config, read_config
 from ling3export.model.geometry import CHUNK
 from ling3export.model.parameters import arguments
@@ -45,7 +46,6 @@ from ling3export.plan.toolchain import check_toolchain
 from ling3export.pricing.recorded import config_of
 from ling3export.runners.calibrate.receipts import PORTABLE
 from ling3export.runners.text.tokenizer import TokenizerFiles
-from ling3export.shards import WHOLE, Shard
 from ling3export.verify.measure import measure_apart
 from ling3export.verify.portable import too_large
 from ling3export.verify.vectors import write_vectors

@@ -19,13 +19,13 @@ from ling3export.compile.build import Reporter
 from ling3export.compile.pool import Compilers, Outcome, check
 from ling3export.compile.replay import note_failure
 from ling3export.compile.share import written
-from ling3export.errors import PlanError, listed
+from ling3export.foundation.errors import PlanError, listed
+from ling3export.foundation.processes import Failure
+from ling3export.foundation.reading import read_bytes
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Cell, Plan, make_plans
 from ling3export.pricing.pricing import config_of
-from ling3export.processes import Failure
-from ling3export.reading import read_bytes
 from ling3export.runners.fleet.crew import Worker, versions
 from ling3export.runners.fleet.pool import Pool
 from ling3export.runners.hosts.hosts import Hosts

@@ -30,7 +30,7 @@ from ling3export.compile.attach import check_config
 from ling3export.compile.build import Reporter, announced, compiling, complete
 from ling3export.compile.pool import Outcome
 from ling3export.compile.replay import changes_since, forget_failure
-from ling3export.errors import CheckpointError, PlanError, listed
+from ling3export.foundation.errors import CheckpointError, PlanError, listed
 from ling3export.model.geometry import CHUNK
 from ling3export.plan.options import SHARED, Options, check_paddings
 from ling3export.plan.plan import Plan, make_plans

@@ -10,7 +10,7 @@ from typing import Any
 from ling3export.artifacts.files import write_new
 from ling3export.artifacts.schema import KERNELS
 from ling3export.cache.cells import Cells
-from ling3export.errors import PlanError
+from ling3export.foundation.errors import PlanError
 from ling3export.plan.kernels import EXPECTED, FLAGS, HINT, SOURCE, Level, compiler, level_of
 
 LIMIT = 900  # seconds; g++ takes some 15, ziglang two minutes or more at first, when it makes its own library

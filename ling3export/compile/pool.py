@@ -15,11 +15,11 @@ from ling3export.cache.keys import changed
 from ling3export.cache.use import CacheUse
 from ling3export.compile.kernels import put_library
 from ling3export.compile.worker import MODULE, Job
-from ling3export.errors import ArtifactError, Ling3Error, PlanError, listed
+from ling3export.foundation.errors import ArtifactError, Ling3Error, PlanError, listed
+from ling3export.foundation.processes import Child, Failure
 from ling3export.model.config import Config
 from ling3export.plan.plan import Cell, Plan
 from ling3export.pricing.memory import check_memory
-from ling3export.processes import Child, Failure
 
 Done = Callable[[Cell, Built], None]
 

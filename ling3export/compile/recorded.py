@@ -2,7 +2,7 @@
 
 import importlib
 
-from ling3export import sources
+from ling3export.foundation import sources
 
 if __name__ == "__main__":
     sources.record()

@@ -29,15 +29,15 @@ from ling3export.cache.cells import SUFFIXES, Cells, opened
 from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.cache.use import CacheUse
 from ling3export.compile.pool import Compilers, Outcome
-from ling3export.errors import ArtifactError, ConfigError, PlanError, listed
+from ling3export.foundation.errors import ArtifactError, ConfigError, PlanError, listed
+from ling3export.foundation.strict_json import read_json
+from ling3export.foundation.tables import readable
 from ling3export.model.config import FIXED, Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, make_plans
 from ling3export.plan.toolchain import check_toolchain
 from ling3export.pricing.recorded import config_of, plan_of
 from ling3export.runners.calibrate.receipts import NO_WEIGHTS
-from ling3export.strict_json import read_json
-from ling3export.tables import readable
 from ling3export.verify.measure import measure_apart
 
 

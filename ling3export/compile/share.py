@@ -7,11 +7,11 @@ from pathlib import Path
 from ling3export.cache.cells import Cells, opened, summary
 from ling3export.cache.use import CacheUse
 from ling3export.compile.build import Reporter, announced, compiling
-from ling3export.errors import PlanError
+from ling3export.foundation.errors import PlanError
+from ling3export.foundation.shards import Shard
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plans
 from ling3export.pricing.pricing import config_of
-from ling3export.shards import Shard
 
 
 def build_share(

@@ -10,11 +10,11 @@ from ling3export.artifacts.schema import STATE
 from ling3export.cache.cells import Cells
 from ling3export.cache.keys import changed, program_fields
 from ling3export.compile.worker import MODULE, STATE_PROGRAM, Job
-from ling3export.errors import PlanError, listed
+from ling3export.foundation.errors import PlanError, listed
+from ling3export.foundation.processes import Child, Failure
 from ling3export.model.config import Config
 from ling3export.model.state import state_arrays
 from ling3export.plan.plan import Plan
-from ling3export.processes import Child, Failure
 
 WHAT = "the program that gives the state"
 

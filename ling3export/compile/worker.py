@@ -23,14 +23,14 @@ from ling3export.cache.cells import COMPILED, PROGRAM, Built
 from ling3export.cache.keys import below_model, deciding, imported, program_fields
 from ling3export.cache.store import Cache, record_of
 from ling3export.cache.use import CacheUse
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.processes import LOOPBACK, START_TIMEOUT, Child, Failure, Parent, free_port
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.state import state_arrays
 from ling3export.plan.plan import Cell
 from ling3export.plan.targets import Target
 from ling3export.plan.toolchain import compiler_environment
-from ling3export.processes import LOOPBACK, START_TIMEOUT, Child, Failure, Parent, free_port
 from ling3export.runners.hosts.service import Service, join
 from ling3export.runners.load.environment import prepare_cpu
 from ling3export.runners.load.kernels import register

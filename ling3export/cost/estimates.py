@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ling3export.artifacts.schema import Collective, Estimate, Loop
-from ling3export.hlo import Frame, Instruction, Module, parse, trip_count
-from ling3export.operations import FAST, kind, traffic
+from ling3export.foundation.hlo import Frame, Instruction, Module, parse, trip_count
+from ling3export.foundation.operations import FAST, kind, traffic
 from ling3export.plan.chips import Chip
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")

@@ -3,7 +3,7 @@
 import math
 
 from ling3export.artifacts.schema import MOVING, ON_LOGITS, SEGMENTS, SPLIT, Experts, RooflineBound
-from ling3export.dtypes import BY_NAME
+from ling3export.foundation.dtypes import BY_NAME
 from ling3export.model.config import Config
 from ling3export.model.ffn.dispatch import SCALE_BYTES
 from ling3export.model.ffn.halves import HEAD

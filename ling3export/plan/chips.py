@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ling3export.errors import PlanError
+from ling3export.foundation.errors import PlanError
 
 GIB = 2**30
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import ling3export
-from ling3export.errors import PlanError
+from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.targets import Target

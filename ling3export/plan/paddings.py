@@ -23,10 +23,10 @@ from typing import Annotated, TypeVar
 import numpy as np
 
 from ling3export.artifacts.records import WrongRecordError, from_json, within
-from ling3export.errors import PlanError
+from ling3export.foundation.errors import PlanError
+from ling3export.foundation.strict_json import parse_json
 from ling3export.model.geometry import CHUNK
 from ling3export.runners.engine.inputs import CALL, Shapes
-from ling3export.strict_json import parse_json
 
 Record = TypeVar("Record")
 Count = Annotated[int, within(1, 2**40)]  # sums stay far inside exact integers

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ling3export.artifacts.schema import SEGMENTS
-from ling3export.errors import PlanError
+from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.plan.kernels import choose

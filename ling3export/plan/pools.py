@@ -4,15 +4,15 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
-from ling3export.dtypes import BY_NAME
-from ling3export.errors import PlanError
+from ling3export.foundation.dtypes import BY_NAME
+from ling3export.foundation.errors import PlanError
+from ling3export.foundation.tables import readable
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.parameters import arguments
 from ling3export.model.state import snapshot_bytes, state_bytes
 from ling3export.plan.options import Options
 from ling3export.plan.targets import Target
-from ling3export.tables import readable
 
 
 def weight_bytes(config: Config, geometry: Geometry) -> int:

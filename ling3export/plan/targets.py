@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from ling3export.errors import PlanError, listed
+from ling3export.foundation.errors import PlanError, listed
 from ling3export.model.config import Config
 from ling3export.plan.chips import CHIPS, HERE, Chip, kind_here
 

@@ -3,7 +3,7 @@
 import re
 from importlib import metadata
 
-from ling3export.errors import PlanError
+from ling3export.foundation.errors import PlanError
 from ling3export.plan.targets import Target
 
 CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")

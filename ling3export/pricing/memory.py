@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ling3export.artifacts.schema import Program
-from ling3export.errors import PlanError
+from ling3export.foundation.errors import PlanError
+from ling3export.foundation.tables import readable
 from ling3export.model.config import Config
 from ling3export.plan.plan import Plan
 from ling3export.plan.pools import state_of_device, weight_bytes
-from ling3export.tables import readable
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 from ling3export.artifacts.records import to_json
 from ling3export.artifacts.schema import Manifest
-from ling3export.errors import ArtifactError, listed
+from ling3export.foundation.errors import ArtifactError, listed
 from ling3export.model.config import FIXED, Config
 from ling3export.model.geometry import Geometry
 from ling3export.plan.options import SHARED, Options

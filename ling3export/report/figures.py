@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ling3export.artifacts.schema import Cell, Estimate, RooflineBound
-from ling3export.operations import KINDS
+from ling3export.foundation.operations import KINDS
 from ling3export.plan.chips import Chip
 
 MEMORY = ("weights", "state", "temporaries", "outputs", "other arguments", "code")

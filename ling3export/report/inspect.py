@@ -2,10 +2,10 @@
 
 from ling3export.artifacts.calibration import Calibration
 from ling3export.artifacts.schema import Experts, Manifest, Receipts, State, Target
+from ling3export.foundation.tables import aligned, selected
 from ling3export.report.figures import estimated
 from ling3export.runners.calibrate.receipts import ERROR_COLUMNS, error_columns, told
 from ling3export.runners.calibrate.text import table as measured_table
-from ling3export.tables import aligned, selected
 
 # The columns for a terminal of 80 characters; a wide table has all.
 CELL_COLUMNS = ("cell", "size MB", "peak MB", "compile s", *ERROR_COLUMNS)

@@ -8,8 +8,8 @@ from ling3export.artifacts.files import replace_file
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Manifest
 from ling3export.cost.estimates import UNKNOWN
-from ling3export.errors import ArtifactError
-from ling3export.operations import KINDS
+from ling3export.foundation.errors import ArtifactError
+from ling3export.foundation.operations import KINDS
 from ling3export.plan.chips import CHIPS
 from ling3export.report.figures import MEMORY, estimated, figures, memory_parts, si, times
 from ling3export.runners.calibrate.pages import template

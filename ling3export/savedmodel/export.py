@@ -17,12 +17,12 @@ from ling3export.artifacts.schema import Weights
 from ling3export.artifacts.staging import staged
 from ling3export.checkpoint.convert import Progress, write_weights
 from ling3export.checkpoint.reader import Checkpoint
-from ling3export.errors import ArtifactError, Ling3Error, PlanError
+from ling3export.foundation.errors import ArtifactError, Ling3Error, PlanError
+from ling3export.foundation.processes import Child
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Cell, make_plan
-from ling3export.processes import Child
 
 RECORD = "ling3.json"  # beside saved_model.pb: what the signatures take and give
 WORKER = "ling3export.savedmodel.worker"

@@ -14,12 +14,12 @@ from jaxlib.mlir.dialects import stablehlo
 
 from ling3export.artifacts.records import from_json
 from ling3export.artifacts.store import Store
+from ling3export.foundation.processes import Parent
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.inputs import Field
 from ling3export.model.parameters import arguments
 from ling3export.model.program import Step, Tree, build_step, put
-from ling3export.processes import Parent
 from ling3export.savedmodel.export import Job
 
 # TensorFlow itself: oneDNN changes what its kernels round, and its notes would hide an error.

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Annotated
 
 from ling3export.artifacts.records import within
-from ling3export.dtypes import BY_NAME
-from ling3export.errors import PlanError
+from ling3export.foundation.dtypes import BY_NAME
+from ling3export.foundation.errors import PlanError
+from ling3export.foundation.tables import aligned
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
 from ling3export.model.state import snapshot_bytes
@@ -25,7 +26,6 @@ from ling3export.plan.plan import make_plan
 from ling3export.pricing.pricing import PricedTarget, priced
 from ling3export.simulation.fleet import Fleet, simulate
 from ling3export.simulation.replica import Ask, Times
-from ling3export.tables import aligned
 
 GROUP = 8  # replicas of a simulation
 WAVES = 4  # requests of a simulation for each slot of its replicas

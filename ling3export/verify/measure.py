@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ling3export.artifacts.records import from_json, to_json
 from ling3export.artifacts.schema import Manifest, PortableReceipts, Receipts
-from ling3export.errors import ArtifactError, Ling3Error, MisfitError
-from ling3export.processes import LOOPBACK, START_TIMEOUT, Child, Parent, free_port
+from ling3export.foundation.errors import ArtifactError, Ling3Error, MisfitError
+from ling3export.foundation.processes import LOOPBACK, START_TIMEOUT, Child, Parent, free_port
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.verify.portable import measure_portable
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ling3export.errors import RequestError, listed
+from ling3export.foundation.errors import RequestError, listed
 from ling3export.verify import formulas
 from ling3export.verify.formulas import NO_MARGINS, Array
 

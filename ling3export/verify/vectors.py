@@ -13,7 +13,7 @@ from safetensors.numpy import save
 from ling3export.artifacts.files import writing
 from ling3export.artifacts.manifest import file_record
 from ling3export.artifacts.schema import Margins, Sequence, Vectors
-from ling3export.errors import CheckpointError
+from ling3export.foundation.errors import CheckpointError
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
 from ling3export.verify.reference import Reference

@@ -13,10 +13,10 @@ from ling3export.artifacts.schema import Manifest, PortableReceipts, Receipts, T
 from ling3export.artifacts.share import check_share
 from ling3export.artifacts.signing import read_trusted
 from ling3export.artifacts.store import Store
-from ling3export.errors import ArtifactError, MisfitError, listed
+from ling3export.foundation.errors import ArtifactError, MisfitError, listed
+from ling3export.foundation.tables import aligned
 from ling3export.runners.calibrate.receipts import ERROR_COLUMNS, NO_WEIGHTS, PORTABLE, error_columns, told
 from ling3export.runners.load.targets import platforms_here
-from ling3export.tables import aligned
 from ling3export.verify.measure import measure_apart
 
 

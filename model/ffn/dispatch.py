@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
-from ling3export.experts import MASK
+from ling3export.foundation.experts import MASK
 
 LAST = jnp.iinfo(jnp.int32).max  # the sorting key of masked pairs
 MOST_EXPERTS = 8192

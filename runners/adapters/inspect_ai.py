@@ -20,7 +20,7 @@ from inspect_ai.model import (
 )
 from inspect_ai.tool import ToolChoice, ToolInfo
 
-from ling3export.errors import RequestError
+from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.engine import Engine, Prompt
 from ling3export.runners.engine.request import Completion, Sampling
 from ling3export.runners.load.references import folder_of

@@ -4,12 +4,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ling3export.foundation.strict_json import parse_json
 from ling3export.runners.engine.request import SEEDS, Completion
 from ling3export.runners.serve import calls
 from ling3export.runners.serve.calls import Call
 from ling3export.runners.serve.items_answer import answer_to
 from ling3export.runners.serve.schema import ApiError, refusal, shown
-from ling3export.strict_json import parse_json
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine

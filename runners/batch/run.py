@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ling3export.artifacts.files import open_lock, replace_file, replacing, writing
 from ling3export.artifacts.records import WrongRecordError, from_json
-from ling3export.errors import Ling3Error, RequestError
-from ling3export.reading import opened
+from ling3export.foundation.errors import Ling3Error, RequestError
+from ling3export.foundation.reading import opened
+from ling3export.foundation.shards import WHOLE, Shard, in_order
+from ling3export.foundation.strict_json import read_json
 from ling3export.runners.batch.lines import LONGEST, Line
 from ling3export.runners.engine.handle import LogitsError
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve.responses import stopped
-from ling3export.shards import WHOLE, Shard, in_order
-from ling3export.strict_json import read_json
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine

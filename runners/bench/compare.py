@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Manifest, Target
-from ling3export.errors import RequestError, listed
+from ling3export.foundation.errors import RequestError, listed
 from ling3export.runners.bench.measure import Measurement, Settings, measure
 from ling3export.runners.bench.run import Told
 from ling3export.runners.bench.started import RUNNER, Started

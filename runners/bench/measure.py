@@ -11,8 +11,8 @@ from typing import Any
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Manifest
-from ling3export.errors import RequestError
-from ling3export.reading import read_bytes
+from ling3export.foundation.errors import RequestError
+from ling3export.foundation.reading import read_bytes
 from ling3export.runners.bench import workloads
 from ling3export.runners.bench.metrics import Figures, Outcome, figures, parse_goals
 from ling3export.runners.bench.record import record

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ling3export.errors import RequestError
+from ling3export.foundation.errors import RequestError
 
 GOALS = ("ttft", "tpot", "e2el")
 # What a server tells of the time up to the first token, and what it is called here.

@@ -8,11 +8,11 @@ from typing import Any
 
 import h11
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.strict_json import parse_json
 from ling3export.runners.bench.metrics import Outcome
 from ling3export.runners.bench.workloads import Ask
 from ling3export.runners.endpoint import LARGEST, Endpoint, told
-from ling3export.strict_json import parse_json
 
 COMPILES = "ling3_compile_events"
 OURS = "ling3export"  # the owner of our server's models

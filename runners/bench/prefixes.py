@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ling3export.errors import RequestError
+from ling3export.foundation.errors import RequestError
 
 Text = str | tuple[int, ...]
 

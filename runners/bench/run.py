@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter as now
 from typing import Any
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.bench.metrics import Outcome
 from ling3export.runners.bench.servers import Measured
 from ling3export.runners.bench.workloads import WARM_UP, Ask

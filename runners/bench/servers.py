@@ -3,7 +3,7 @@
 from time import perf_counter as now
 from typing import Any, Protocol
 
-from ling3export.errors import RequestError
+from ling3export.foundation.errors import RequestError
 from ling3export.runners.bench.metrics import Outcome
 from ling3export.runners.bench.workloads import Ask
 from ling3export.runners.engine.engine import Engine

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from time import monotonic
 from types import MappingProxyType
 
-from ling3export.errors import Ling3Error
-from ling3export.processes import command, ending, environment
+from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.processes import command, ending, environment
 
 WAIT = 600.0  # seconds until a server prints its address: it loads an artifact on a machine that may be busy
 LAST = 60.0  # seconds that it may take to end

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.bench.metrics import Figures, Spread
 
 WIDTH = 50

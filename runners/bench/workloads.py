@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ling3export.errors import RequestError
-from ling3export.reading import opened
+from ling3export.foundation.errors import RequestError
+from ling3export.foundation.reading import opened
+from ling3export.foundation.strict_json import parse_json
 from ling3export.runners.text.tokenizer import Tokenizer
-from ling3export.strict_json import parse_json
 
 WARM_UP = 32  # most tokens of the request that is sent before the clock runs
 LARGEST = 4 << 30  # bytes of a data set

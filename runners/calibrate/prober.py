@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ling3export.artifacts.schema import GIVERS, Manifest, Sequence, Target
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 from ling3export.runners.calibrate.receipts import Logits, Scored, log_softmax
 from ling3export.runners.engine.inputs import Fields, Span, decode_fields, prefill_fields, sample_fields
 from ling3export.runners.ffn import split

@@ -10,7 +10,7 @@ import numpy as np
 
 from ling3export.artifacts import schema
 from ling3export.artifacts.schema import PortableReceipts, Receipt, Receipts, Tolerance
-from ling3export.errors import ArtifactError, listed
+from ling3export.foundation.errors import ArtifactError, listed
 
 Logits = dict[tuple[int, int], np.ndarray]  # (sequence, position) → logits [V]
 

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 from ling3export.artifacts.calibration import Calibration, Times
 from ling3export.artifacts.schema import Target
-from ling3export.operations import COLLECTIVES, KINDS
+from ling3export.foundation.operations import COLLECTIVES, KINDS
+from ling3export.foundation.tables import aligned
 from ling3export.runners.calibrate.pages import SHARED, template
 from ling3export.runners.calibrate.receipts import ERROR_COLUMNS, error_columns, explained
-from ling3export.tables import aligned
 
 COLUMNS = ("measured", "ms", "device ms", "dispatch ms", "estimate ms", "bound ms")
 ORDER = ("prefill", "score", "decode")

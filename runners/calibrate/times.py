@@ -16,7 +16,7 @@ import numpy as np
 
 from ling3export.artifacts.calibration import Times
 from ling3export.artifacts.schema import Cell, Target
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.engine.inputs import Span, decode_fields, prefill_fields
 
 if TYPE_CHECKING:

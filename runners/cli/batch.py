@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from ling3export.foundation.shards import Shard
 from ling3export.runners.cli.cluster import hosts_each, on_cluster
 from ling3export.runners.cli.errors import require
 from ling3export.runners.cli.hosts import host_options, leading
@@ -21,7 +22,6 @@ from ling3export.runners.cli.options import (
 )
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.hosts.rendezvous import announced
-from ling3export.shards import Shard
 
 
 class _Batch(Group):

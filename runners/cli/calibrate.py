@@ -8,7 +8,7 @@ import click
 
 from ling3export.artifacts.calibration import beside, write_calibration
 from ling3export.artifacts.files import replace_file
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.cli.hosts import host_options, keep_stdout
 from ling3export.runners.cli.options import (
     PATH,

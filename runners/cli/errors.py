@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ling3export.errors import Ling3Error, listed, printable
+from ling3export.foundation.errors import Ling3Error, listed, printable
 
 NOT_DETERMINISTIC = 3
 INVALID = 4  # too many infrastructure errors for the score to count

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from ling3export.errors import Ling3Error, listed
+from ling3export.foundation.errors import Ling3Error, listed
+from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.runners.cli.cluster import hosts_each, on_cluster
 from ling3export.runners.cli.errors import INVALID, NOT_DETERMINISTIC, REGRESSION
 from ling3export.runners.cli.hosts import host_options, leading
@@ -34,7 +35,6 @@ from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.evals.trials import RunConfig
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import announced
-from ling3export.shards import WHOLE, Shard
 
 if TYPE_CHECKING:
     from ling3export.runners.evals.backend import Answering, EngineBackend

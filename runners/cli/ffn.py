@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from ling3export.errors import RequestError
+from ling3export.foundation.errors import RequestError
+from ling3export.foundation.shards import Shard
 from ling3export.runners import flight
 from ling3export.runners.cli.options import (
     Command,
@@ -19,7 +20,6 @@ from ling3export.runners.cli.options import (
 )
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.ffn import WAIT
-from ling3export.shards import Shard
 
 SECONDS = click.FloatRange(0, min_open=True)
 ffn_options = section(

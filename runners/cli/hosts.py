@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ling3export.errors import RequestError
+from ling3export.foundation.errors import RequestError
 from ling3export.runners import flight
 from ling3export.runners.cli.options import PATH, section
 from ling3export.runners.ffn import FFN_ALONE

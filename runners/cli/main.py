@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ling3export.errors import RequestError
+from ling3export.foundation.errors import RequestError
 from ling3export.runners import flight
 from ling3export.runners.cli.batch import batch
 from ling3export.runners.cli.bench import bench

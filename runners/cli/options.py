@@ -14,12 +14,12 @@ from typing import Any, Protocol, runtime_checkable
 import click
 
 from ling3export.artifacts.files import TRUST
+from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.runners.cli.errors import guarded, require
 from ling3export.runners.engine.request import BOUNDS, Sampling
 from ling3export.runners.load.references import REFERENCE
 from ling3export.runners.load.verdict import CHECKS, POLICIES
 from ling3export.runners.transfer.options import PrefixFolder
-from ling3export.shards import WHOLE, Shard
 
 INTERRUPTED = 130  # the exit code that shells give after SIGINT
 PATH = click.Path(path_type=Path)
@@ -187,7 +187,7 @@ def sampling_option(name: str, text: str) -> Decorator:
 
 
 class _Share(click.ParamType):
-    """The share of a work, as :meth:`ling3export.shards.Shard.parse` reads it."""
+    """The share of a work, as :meth:`ling3export.foundation.shards.Shard.parse` reads it."""
 
     name = "I/N"
 

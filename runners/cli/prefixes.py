@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ling3export.errors import RequestError
+from ling3export.foundation.errors import RequestError
 
 QUESTIONS = ("prompt", "question", "instruction", "text")  # the fields of plain records, in this order
 TURNS = ("conversations", "conversation", "messages")

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners import flight
 from ling3export.runners.cli.options import PATH, Command, artifact_options
 from ling3export.runners.cli.references import ARTIFACT

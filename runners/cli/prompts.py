@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ling3export.errors import RequestError
+from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.request import token_ids
 from ling3export.runners.text.chat import check_messages
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.cli.options import PATH, section
 from ling3export.runners.hosts.hosts import read_secret
 from ling3export.runners.transfer.options import CARRIERS, LISTENING, ROLES, Prefillers, Transfer, takes_none

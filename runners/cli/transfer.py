@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.cli.options import PATH, Group
 from ling3export.runners.transfer import folder as folders
 from ling3export.runners.transfer import shm

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 from ling3export.runners.engine.request import Limits
 from ling3export.runners.ffn import ATTENTION, WAIT, WHOLE
 from ling3export.runners.hosts.hosts import Hosts

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ling3export.artifacts.schema import Target
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 
 
 @dataclass(eq=False)

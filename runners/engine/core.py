@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ling3export.errors import RankDivergence
+from ling3export.foundation.errors import RankDivergence
 from ling3export.runners.engine.request import Request, request_of
 from ling3export.runners.engine.scheduler import Emitted, Scheduler
 from ling3export.runners.engine.sequence import Sequence

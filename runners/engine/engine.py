@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ling3export.errors import ArtifactError, RequestError
+from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.engine.assembly import load_parts
 from ling3export.runners.engine.handle import EngineStopped, Piece, RequestHandle
 from ling3export.runners.engine.request import (

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ling3export.errors import Ling3Error, RankDivergence
+from ling3export.foundation.errors import Ling3Error, RankDivergence
 from ling3export.runners.engine.assembly import load_parts
 from ling3export.runners.hosts.channel import END, Channel, end_process
 from ling3export.runners.hosts.hosts import Hosts

@@ -5,7 +5,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.engine.request import Completion, Likely, Request
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ling3export.errors import RequestError
+from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.core import Arrival, EngineCore, StepInputs, StepOutputs
 from ling3export.runners.engine.handle import EngineStalled, EngineStopped, HostGone, QueueFull, RequestHandle, wake
 from ling3export.runners.engine.request import Request

@@ -18,7 +18,7 @@ from functools import partial
 from time import perf_counter as now
 from typing import TYPE_CHECKING, Any
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.endpoint import Endpoint, told
 from ling3export.runners.engine.request import Request
 from ling3export.runners.state.prefix_cache import PrefixCache

@@ -12,7 +12,7 @@ from functools import partial
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ling3export.errors import RequestError
+from ling3export.foundation.errors import RequestError
 from ling3export.runners.text.grammar import Grammar, grammar_of
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from ling3export.artifacts.schema import Manifest, Target
-from ling3export.errors import RequestError
+from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.handle import RequestHandle
 from ling3export.runners.engine.loop import Loop
 from ling3export.runners.engine.request import Completion, Request, request_of

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from ling3export.artifacts.schema import Target
-from ling3export.errors import ArtifactError, Ling3Error, RequestError
+from ling3export.foundation.errors import ArtifactError, Ling3Error, RequestError
 from ling3export.runners.engine.request import Completion, Request, token_ids
 
 Text = str | Many[int]

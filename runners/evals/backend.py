@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
-from ling3export.errors import RankDivergence, RequestError
+from ling3export.foundation.errors import RankDivergence, RequestError
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Completion, Request, Sampling
 from ling3export.runners.evals.tasks import Prompt

@@ -19,13 +19,13 @@ from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 
 from ling3export.artifacts.files import refuse_links, replace_file, write_new
 from ling3export.artifacts.records import sha256_of
-from ling3export.errors import listed
-from ling3export.reading import opened
+from ling3export.foundation.errors import listed
+from ling3export.foundation.reading import opened
+from ling3export.foundation.shards import FORM as SHARD
+from ling3export.foundation.shards import WHOLE, Shard
+from ling3export.foundation.strict_json import parse_json, read_json
 from ling3export.runners.evals.tasks import RECORDED, Task, prompt_sha256
 from ling3export.runners.evals.trials import REFUSED, EvalError, RunConfig, Transcript, Trial
-from ling3export.shards import FORM as SHARD
-from ling3export.shards import WHOLE, Shard
-from ling3export.strict_json import parse_json, read_json
 
 PREDICTIONS, RUN, TASKS, REPORT = "predictions.jsonl", "run.json", "tasks.jsonl", "report.md"
 PARTIAL = "predictions.jsonl.partial"

@@ -13,7 +13,7 @@ from decimal import Decimal
 from inspect import signature
 from typing import Any, Protocol
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.evals.trials import GraderError, GraderResult, Outcome, text_of
 
 Verdict = Mapping[str, Any]

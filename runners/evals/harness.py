@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from ling3export.errors import RequestError
+from ling3export.foundation.errors import RequestError
 from ling3export.runners.evals.graders import grade
 from ling3export.runners.evals.statistics import Summary
 from ling3export.runners.evals.tasks import Task

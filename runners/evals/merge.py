@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ling3export.artifacts.records import sha256_of
-from ling3export.errors import listed
-from ling3export.reading import read_bytes
+from ling3export.foundation.errors import listed
+from ling3export.foundation.reading import read_bytes
+from ling3export.foundation.shards import WHOLE, Shard, in_order
 from ling3export.runners.evals.folder import (
     PREDICTIONS,
     TASKS,
@@ -24,7 +25,6 @@ from ling3export.runners.evals.run import concluded
 from ling3export.runners.evals.statistics import Summary
 from ling3export.runners.evals.tasks import RECORDED, prompt_sha256
 from ling3export.runners.evals.trials import EvalError
-from ling3export.shards import WHOLE, Shard, in_order
 
 LARGEST = 1 << 30  # bytes of a transcript
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
-from ling3export.errors import listed
+from ling3export.foundation.errors import listed
 from ling3export.runners.evals.folder import Prediction, RunRecord, TaskRecord
 from ling3export.runners.evals.statistics import Summary, completion_line, wilson
 from ling3export.runners.evals.suites import REFERENCE_SETTINGS

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.records import sha256_of
-from ling3export.errors import Ling3Error, RequestError
+from ling3export.foundation.errors import Ling3Error, RequestError
+from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.runners.engine.follower import check_digests
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Completion
@@ -29,7 +30,6 @@ from ling3export.runners.evals.trials import (
     tokens_digest,
     trial_seed,
 )
-from ling3export.shards import WHOLE, Shard
 
 
 def run_suite(

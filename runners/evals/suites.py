@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ling3export.errors import listed
+from ling3export.foundation.errors import listed
 from ling3export.runners.evals.demo import SEED, demo_records
 from ling3export.runners.evals.folder import PARTIAL
 from ling3export.runners.evals.graders import LETTERS, GraderSpec, Verdict

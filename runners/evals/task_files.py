@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.files import replace_file
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.strict_json import parse_json
 from ling3export.runners.evals.graders import KINDS, grade
 from ling3export.runners.evals.tasks import FieldPath, Place, Predicates, Task, known, task_from
 from ling3export.runners.evals.trials import EvalError, Outcome, Transcript
-from ling3export.strict_json import parse_json
 
 YAML = (".yaml", ".yml")
 MOST_VALUES = 1_000_000  # of a document in YAML, once its aliases are written out

@@ -11,7 +11,7 @@ from types import NoneType, UnionType
 from typing import Any, cast, get_args, get_origin
 
 from ling3export.artifacts.records import canonical
-from ling3export.errors import listed
+from ling3export.foundation.errors import listed
 from ling3export.runners.evals.graders import KINDS, Grader, GraderSpec, Verdict, arguments_of, parse_path
 from ling3export.runners.evals.trials import EvalError
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ling3export.errors import Ling3Error, RankDivergence, RequestError
+from ling3export.foundation.errors import Ling3Error, RankDivergence, RequestError
 from ling3export.runners.engine.request import Sampling
 
 MAX_INFRA = 0.01

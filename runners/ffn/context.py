@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 
 SIZE = 1024
 ALIGNMENT = 512  # bytes: every pair's data begins at a multiple of it

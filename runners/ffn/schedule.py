@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ling3export.errors import Ling3Error
-from ling3export.experts import MASK
+from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.experts import MASK
 from ling3export.runners.ffn.context import HEAD, SIZE, ContextError, ScheduleContext, get, put
 
 FLAG, LAYER = 0, 1  # places in a row of the token info

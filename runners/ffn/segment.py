@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.ffn.context import ALIGNMENT, HEAD, SIZE, ContextError, ScheduleContext, get
 from ling3export.runners.ffn.schedule import TokenBuffers
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ling3export.errors import ArtifactError, Ling3Error
-from ling3export.experts import MASK
+from ling3export.foundation.errors import ArtifactError, Ling3Error
+from ling3export.foundation.experts import MASK
+from ling3export.foundation.shards import Shard
 from ling3export.runners.ffn import FFN, WAIT
 from ling3export.runners.ffn.connector import FfnConnector, owners
 from ling3export.runners.ffn.context import ContextError
 from ling3export.runners.ffn.segment import Segment, Share, layout, path_of
 from ling3export.runners.ffn.split import ExpertPrograms, Sizes
 from ling3export.runners.load.loader import load, say
-from ling3export.shards import Shard
 
 if TYPE_CHECKING:
     from ling3export.runners.ffn.connector import Phases

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, Protocol, Self
 
-from ling3export.errors import Ling3Error, RequestError
+from ling3export.foundation.errors import Ling3Error, RequestError
 from ling3export.runners.hosts.hosts import Hosts
 
 NAMED = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}  # resources that Ray has options for

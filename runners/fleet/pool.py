@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from ling3export.errors import Ling3Error, listed
+from ling3export.foundation.errors import Ling3Error, listed
 from ling3export.runners.fleet.crew import Cluster, ClusterError, Crew, Worker, check_room, free_slice, spread
 
 TRIES = 3  # how often a piece is given out, and a worker started, before a death is taken to be its own fault

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
-from ling3export.errors import Ling3Error, RankDivergence
+from ling3export.foundation.errors import Ling3Error, RankDivergence
 from ling3export.runners import flight
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import FAILED, Identity, free_port, meet, receive, refuse, send, welcome

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.hosts.service import is_loopback, launched
 
 DETECT = "auto"  # as a coordinator: ask the cluster's launcher

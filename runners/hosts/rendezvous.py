@@ -28,10 +28,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.strict_json import parse_json
 from ling3export.runners.hosts.hosts import SHARE, Hosts
 from ling3export.runners.hosts.service import own_address
-from ling3export.strict_json import parse_json
 
 HEAD = struct.Struct("!cI")
 LARGEST = 1 << 30  # bytes of a message

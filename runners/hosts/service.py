@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 
 HEARTBEAT = 120  # seconds of silence after which jax gives a host up; the channel gives it up sooner
 GRACE = 15  # seconds: long enough for every host to see that host 0 is gone

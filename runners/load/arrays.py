@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ling3export.dtypes import BY_NAME
+from ling3export.foundation.dtypes import BY_NAME
 
 
 def packed(said: object, arrays: Iterable[np.ndarray]) -> bytes:

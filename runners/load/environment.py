@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.schema import Requirements
-from ling3export.errors import Ling3Error
-from ling3export.reading import read_bytes
+from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.reading import read_bytes
 
 if TYPE_CHECKING:
     import jax

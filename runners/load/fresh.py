@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ling3export.artifacts.files import REBUILD
 from ling3export.artifacts.schema import Call, Executable, FileRecord, Target
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 from ling3export.runners.load import pjrt, untouched
 from ling3export.runners.load.environment import memory
 from ling3export.runners.load.verdict import executable_fits

@@ -5,7 +5,7 @@ import os
 import threading
 
 from ling3export.artifacts.schema import KERNELS
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 
 # What a library exports, each with ``ling3_`` before it; those of older artifacts have fewer.
 HANDLERS = ("columns", "rows", "experts", "route", "token", "attention", "best", "recurrence")

@@ -22,7 +22,7 @@ from ling3export.artifacts.files import TRUST
 from ling3export.artifacts.schema import Manifest, Target
 from ling3export.artifacts.share import check_share
 from ling3export.artifacts.signing import read_trusted
-from ling3export.errors import ArtifactError, printable
+from ling3export.foundation.errors import ArtifactError, printable
 from ling3export.runners import flight
 from ling3export.runners.hosts.rendezvous import announced
 from ling3export.runners.load.targets import choose_target, platforms_here, prepare

@@ -30,7 +30,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ling3export.artifacts.schema import Array, Call, CallInput, Executable
 from ling3export.artifacts.schema import Mesh as MeshRecord
-from ling3export.errors import ArtifactError, listed
+from ling3export.foundation.errors import ArtifactError, listed
 from ling3export.runners.load.environment import requirements
 from ling3export.runners.load.verdict import executable_fits
 

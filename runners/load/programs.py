@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ling3export.artifacts.manifest import read_checked
 from ling3export.artifacts.schema import MOVING, Call, Cell, Executable, FileRecord, Target
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 from ling3export.runners import flight
 from ling3export.runners.load.kernels import register
 from ling3export.runners.load.verdict import Status, Verdict

@@ -18,11 +18,11 @@ from ling3export.artifacts.files import replace_file, user_cache, writing
 from ling3export.artifacts.manifest import file_record, read_checked
 from ling3export.artifacts.records import canonical, from_json, sha256_of, to_json
 from ling3export.artifacts.schema import Executable, FileRecord, Target
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
+from ling3export.foundation.strict_json import read_json
 from ling3export.runners import flight
 from ling3export.runners.load.environment import toolchain
 from ling3export.runners.load.verdict import Verdict, executable_fits
-from ling3export.strict_json import read_json
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

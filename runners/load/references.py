@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ling3export.artifacts.files import open_lock, writing
-from ling3export.errors import CatalogError, listed, printable
+from ling3export.foundation.errors import CatalogError, listed, printable
 
 if TYPE_CHECKING:
     from ling3export.artifacts.catalog.pull import Found

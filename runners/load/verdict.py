@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from ling3export.artifacts.schema import Mesh, Requirements, Target
-from ling3export.errors import ArtifactError, MisfitError, listed
+from ling3export.foundation.errors import ArtifactError, MisfitError, listed
 from ling3export.runners.load import environment
 from ling3export.runners.load.targets import NAMES, on_all
 

@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.endpoint import Endpoint, Reply
 from ling3export.runners.route.blocks import Tokens
 from ling3export.runners.route.events import Feed

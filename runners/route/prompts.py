@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from time import monotonic as now
 from typing import Any
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.route.blocks import Tokens
 from ling3export.runners.route.workers import Worker
 

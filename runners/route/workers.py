@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.endpoint import Endpoint
 from ling3export.runners.route.blocks import Tokens
 from ling3export.runners.route.events import Feed

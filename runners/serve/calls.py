@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ling3export.errors import ArtifactError, RequestError
+from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.engine.request import SEEDS, Request, Sampling
 from ling3export.runners.serve import structure
 from ling3export.runners.serve.items import ResponsesBody

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.transfer.protocol import Cleared, Event, Removed, Stored
 
 TOPIC = "kv-events"

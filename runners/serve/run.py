@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.ffn import WAIT
 from ling3export.runners.hosts.hosts import Hosts

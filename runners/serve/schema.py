@@ -22,8 +22,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from ling3export.foundation.strict_json import DoubledKeyError, parse_json
 from ling3export.runners.engine.request import BIAS, BIASES, BOUNDS, LIKELY
-from ling3export.strict_json import DoubledKeyError, parse_json
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Prompt

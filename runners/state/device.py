@@ -20,11 +20,11 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from ling3export.foundation.strict_json import parse_json
 from ling3export.runners.hosts.rendezvous import REFUSED, receive, tell
 from ling3export.runners.transfer.backend import TransferError
 from ling3export.runners.transfer.objects import HEADER, Key, Layout
 from ling3export.runners.transfer.tcp import ARRAY, OBJECT, RefusedError, Tcp
-from ling3export.strict_json import parse_json
 
 LARGEST_HEAD = 4096  # bytes of what is said of an array
 SAID = {"number": int, "address": str}

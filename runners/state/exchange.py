@@ -16,7 +16,7 @@ from time import perf_counter as now
 from typing import Any, NamedTuple, Protocol
 
 from ling3export.artifacts.schema import Manifest, Target
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.load.kept import Kept, Whole
 from ling3export.runners.load.segments import Hand, Leaving
 from ling3export.runners.state.device import Device

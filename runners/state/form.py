@@ -7,8 +7,8 @@ import numpy as np
 
 from ling3export.artifacts.records import sha256_of
 from ling3export.artifacts.schema import Manifest, Target
-from ling3export.dtypes import BY_NAME
-from ling3export.errors import ArtifactError
+from ling3export.foundation.dtypes import BY_NAME
+from ling3export.foundation.errors import ArtifactError
 from ling3export.runners.load.kept import PAGED, Whole
 from ling3export.runners.load.segments import groups_of, rows_of
 from ling3export.runners.transfer.objects import Kind, Layout, Piece, state_abi

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.schema import Manifest, Target
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.hosts.channel import Channel
 from ling3export.runners.load.kept import Kept, Whole
 from ling3export.runners.state.form import Carried, canonical, empty, layout_of, root_of, storable

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ling3export.artifacts.files import replacing
-from ling3export.dtypes import BY_NAME
-from ling3export.errors import Ling3Error
-from ling3export.reading import opened
+from ling3export.foundation.dtypes import BY_NAME
+from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.reading import opened
+from ling3export.foundation.strict_json import parse_json
 from ling3export.runners.load.kept import Whole
 from ling3export.runners.state.form import Token, canonical, empty, storable, token_of
 from ling3export.runners.transfer.folder import LENGTH, safetensors_head, safetensors_metadata
 from ling3export.runners.transfer.objects import Kind, Layout, check_same_state
-from ling3export.strict_json import parse_json
 
 VERSION = 1
 RECORD, DIGEST = "ling3.state", "sha256"

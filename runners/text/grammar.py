@@ -9,7 +9,7 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ling3export.errors import ArtifactError, RequestError
+from ling3export.foundation.errors import ArtifactError, RequestError
 
 if TYPE_CHECKING:
     import numpy as np

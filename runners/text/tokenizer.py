@@ -8,11 +8,11 @@ from typing import Any
 
 from ling3export.artifacts.manifest import read_checked
 from ling3export.artifacts.schema import FileRecord
-from ling3export.errors import ArtifactError, RequestError
+from ling3export.foundation.errors import ArtifactError, RequestError
+from ling3export.foundation.strict_json import parse_json
 from ling3export.runners.text import chat
 from ling3export.runners.text.detokenize import TextStream
 from ling3export.runners.text.grammar import Grammars
-from ling3export.strict_json import parse_json
 
 FILE = "tokenizer.json"
 PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))  # bytes that byte-level BPE writes as themselves

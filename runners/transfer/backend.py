@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.transfer.objects import HEADER, Header, Key, Layout, State
 
 DEADLINE = 30.0  # seconds that a reader waits for an object that is being written

@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.transfer.backend import Backend, Presence
 from ling3export.runners.transfer.objects import Key, Kind, Layout, StateMismatch, check_same_state, prefix_hashes
 from ling3export.runners.transfer.plan import Pages, heads_of, port_of

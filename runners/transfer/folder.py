@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from ling3export.artifacts.files import replacing
-from ling3export.dtypes import BY_NAME
-from ling3export.errors import ArtifactError
-from ling3export.reading import opened
+from ling3export.foundation.dtypes import BY_NAME
+from ling3export.foundation.errors import ArtifactError
+from ling3export.foundation.reading import opened
+from ling3export.foundation.strict_json import parse_json
 from ling3export.runners.transfer.backend import Leases, Presence, Source, TransferError, Writer
 from ling3export.runners.transfer.objects import HEADER, PREFIX, Header, Key, Layout, State, start_of
-from ling3export.strict_json import parse_json
 
 LENGTH = struct.Struct("<Q")
 LARGEST_HEAD = 1 << 20  # bytes of a file before its tensors

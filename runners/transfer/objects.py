@@ -25,8 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ling3export.artifacts.records import sha256_of
-from ling3export.dtypes import BY_NAME
-from ling3export.errors import Ling3Error, RequestError, listed
+from ling3export.foundation.dtypes import BY_NAME
+from ling3export.foundation.errors import Ling3Error, RequestError, listed
 from ling3export.runners.transfer.plan import Range
 
 HEADER = struct.Struct("<4sHBBQ16s32sIQQIQ32s")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 
 ROLES = ("both", "prefill", "decode")
 CARRIERS = ("shm", "tcp", "file", "jax")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ling3export.errors import PlanError
+from ling3export.foundation.errors import PlanError
 
 Range = tuple[int, int]  # first and last plus one
 

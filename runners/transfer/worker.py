@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.transfer.backend import Backend, Writer
 from ling3export.runners.transfer.objects import Key, Kind, Layout
 from ling3export.runners.transfer.plan import HeadCopy, Pages, head_plan, heads_of, page_plan

@@ -27,8 +27,8 @@ from ling3export.artifacts.manifest import (
 )
 from ling3export.artifacts.records import canonical, sha256_of
 from ling3export.artifacts.schema import FileRecord, Manifest
-from ling3export.errors import ArtifactError
-from ling3export.strict_json import LARGEST
+from ling3export.foundation.errors import ArtifactError
+from ling3export.foundation.strict_json import LARGEST
 from manifests import sealed
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format-2-targets"
@@ -407,7 +407,7 @@ def test_a_file_size_limit_keeps_the_old_manifest(small: Manifest, tmp_path: Pat
     script = (
         "import resource, sys; from pathlib import Path\n"
         "from ling3export.artifacts.manifest import read_manifest, write_manifest\n"
-        "from ling3export.errors import ArtifactError\n"
+        "from ling3export.foundation.errors import ArtifactError\n"
         "manifest = read_manifest(Path(sys.argv[1]))\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "try: write_manifest(Path(sys.argv[1]), manifest)\n"

@@ -13,10 +13,10 @@ from ling3export.artifacts import files, staging
 from ling3export.artifacts.files import leftovers, refuse_links, try_writing, write_error, write_new
 from ling3export.artifacts.manifest import MANIFEST
 from ling3export.artifacts.staging import staged
-from ling3export.errors import ArtifactError, Ling3Error, printable
-from ling3export.reading import opened, read_bytes
-from ling3export.strict_json import LARGEST, parse_json, read_json
-from ling3export.tables import aligned
+from ling3export.foundation.errors import ArtifactError, Ling3Error, printable
+from ling3export.foundation.reading import opened, read_bytes
+from ling3export.foundation.strict_json import LARGEST, parse_json, read_json
+from ling3export.foundation.tables import aligned
 
 
 def found(folder: Path, name: str, *, links: bool = False) -> str:

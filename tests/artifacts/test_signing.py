@@ -19,7 +19,7 @@ from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manife
 from ling3export.artifacts.schema import Manifest
 from ling3export.artifacts.signing import SIGNATURES, make_key, public_path, read_signatures, sign
 from ling3export.cli import main as cli
-from ling3export.errors import ArtifactError, TrustError
+from ling3export.foundation.errors import ArtifactError, TrustError
 from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.load import loader, programs, weights

@@ -17,7 +17,7 @@ import pytest
 from ling3export.artifacts import staging
 from ling3export.artifacts.manifest import MANIFEST
 from ling3export.artifacts.staging import folder_lock, staged
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 
 
 @contextmanager
@@ -148,7 +148,7 @@ def test_a_file_size_limit_in_the_block_leaves_nothing(tmp_path: Path) -> None:
         import resource, sys
         from pathlib import Path
         from ling3export.artifacts.staging import staged
-        from ling3export.errors import ArtifactError
+        from ling3export.foundation.errors import ArtifactError
         resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
         try:
             with staged(Path(sys.argv[1])) as partial:

@@ -20,7 +20,7 @@ from ling3export.artifacts import store_writer as writer_module
 from ling3export.artifacts.records import WrongRecordError, from_json, to_json
 from ling3export.artifacts.schema import StoredTensor
 from ling3export.artifacts.store import Store, StoreWriter, TensorSpec
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 
 BF16 = ml_dtypes.bfloat16
 FILE = "weights/tiny.safetensors"
@@ -330,7 +330,7 @@ def test_a_file_size_limit_is_named_and_leaves_nothing(tmp_path: Path) -> None:
         import resource, sys
         from pathlib import Path
         from ling3export.artifacts.store import StoreWriter, TensorSpec
-        from ling3export.errors import ArtifactError
+        from ling3export.foundation.errors import ArtifactError
         resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
         try:
             StoreWriter(Path(sys.argv[1]), {"x": [TensorSpec("x", (100000,), "F32", 0)]})

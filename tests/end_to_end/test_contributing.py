@@ -11,7 +11,7 @@ import pytest
 from rooms import below, room
 
 ROOT = Path(__file__).parents[2]
-STEP = re.compile(r"`((?:ling3export|model|artifacts|runners)/[\w/]+\.py):([\w.]+)`")
+STEP = re.compile(r"`((?:ling3export|foundation|model|artifacts|runners)/[\w/]+\.py):([\w.]+)`")
 WALKS = ("A tensor, built", "A tensor, loaded", "A token", "A cell", "A state, given", "A state, taken")
 CHECKING = {"raises", "fail", "refusal"}
 

@@ -209,7 +209,8 @@ def test_links_and_named_files_exist(page: str):
     assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
     if page not in ("docs/log.md", "CHANGELOG.md"):  # which name what was there then
         named = re.findall(
-            r"(?<![\w/])(?:ling3export|model|artifacts|runners|tests|tools|bench|deploy|docs)/[\w/-]+\.\w+", text
+            r"(?<![\w/])(?:ling3export|foundation|model|artifacts|runners|tests|tools|bench|deploy|docs)/[\w/-]+\.\w+",
+            text,
         )
         assert [name for name in named if not (ROOT / name).exists()] == []
 

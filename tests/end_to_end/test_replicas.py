@@ -14,7 +14,7 @@ import httpx2
 import pytest
 
 import toy_artifact
-from ling3export.processes import free_port
+from ling3export.foundation.processes import free_port
 from serving import WAIT, Server, data_lines
 
 CLIENTS, TOKENS, PROMPTS = 6, 12, 10

@@ -20,7 +20,7 @@ from ling3export.artifacts.calibration import SCHEMA, Calibration, Times, beside
 from ling3export.artifacts.manifest import MANIFEST, file_record, read_checked, read_manifest
 from ling3export.artifacts.records import sha256_of, to_json
 from ling3export.artifacts.schema import ON_LOGITS, Executable, Receipt, Receipts, Tolerance
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 from ling3export.report.inspect import describe
 from ling3export.report.page import render
 from ling3export.runners.calibrate.text import executed

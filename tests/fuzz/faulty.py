@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 from harness import MEMORY, Case, Target, WrongResultError
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 
 
 def refuse(rng: Random) -> None:

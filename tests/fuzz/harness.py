@@ -20,8 +20,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ling3export.errors import Ling3Error
-from ling3export.processes import Child, Parent
+from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.processes import Child, Parent
 
 LIMIT = 10.0  # seconds of a case
 MEMORY = 4 << 30  # bytes of address space that cases may add to what the process has when it is ready

@@ -11,8 +11,8 @@ from typing import Any
 
 from artifact_cases import toy_copy
 from harness import MEMORY, Case, WrongResultError
-from ling3export.errors import Ling3Error
-from ling3export.processes import LOOPBACK, free_port
+from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.processes import LOOPBACK, free_port
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import (
     CHALLENGE,

@@ -10,7 +10,7 @@ from random import Random
 from artifact_cases import toy_copy
 from eval_fakes import FakeBackend, half, numbered
 from harness import Case, WrongResultError
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.cli.prompts import line_names, read_prompts
 from ling3export.runners.evals import compare, export, report, task_files
 from ling3export.runners.evals import folder as folders

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ling3export.checkpoint.synth import config_fields
-from ling3export.errors import ConfigError
+from ling3export.foundation.errors import ConfigError
 from ling3export.model.config import FIXED, READ, Config
 
 TINY = config_fields("full", {})

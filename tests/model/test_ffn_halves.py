@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from direct import Direct, pack, relative
-from ling3export.experts import MASK
+from ling3export.foundation.experts import MASK
 from ling3export.model.ffn.halves import combine_rows, dispatch, experts, quantized
 from ling3export.model.geometry import Form
 from ling3export.model.moe import MixtureOfExperts, route

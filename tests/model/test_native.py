@@ -15,7 +15,7 @@ from artifacts_fixture import ROOT
 from direct import relative
 from kda_oracle import close, delta_rule
 from ling3export.compile.kernels import compiled
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.kda.recurrence import Inputs

@@ -25,7 +25,7 @@ from ling3export.artifacts.catalog.layout import Layout
 from ling3export.artifacts.catalog.publish import Words, publish
 from ling3export.artifacts.catalog.pull import resolve, verify
 from ling3export.artifacts.catalog.stores import open_layout
-from ling3export.errors import CatalogError
+from ling3export.foundation.errors import CatalogError
 
 # Small blocks and parts, so that there are many moments.
 SCRIPT = """

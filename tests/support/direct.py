@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from ling3export.checkpoint.convert import pieces
-from ling3export.dtypes import BY_NAME
+from ling3export.foundation.dtypes import BY_NAME
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK, Form, Geometry
 from ling3export.model.inputs import packed_size

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from builds import environment
-from ling3export.processes import free_port
+from ling3export.foundation.processes import free_port
 
 KINDS = ("killed", "stopped", "slowed", "partitioned")
 PHASES = ("starting", "loading", "running")

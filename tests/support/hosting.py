@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from builds import environment
-from ling3export.processes import free_port
+from ling3export.foundation.processes import free_port
 
 FAULTS = {"PYTHONFAULTHANDLER": "1"}  # a crash in C++ says where
 RUNNER = (sys.executable, "-m", "ling3export.runners.cli")

@@ -7,6 +7,7 @@ ROOT = Path(__file__).parents[2]
 PARTS = {
     "ling3export": "ling3export",
     "artifacts": "ling3export/artifacts",
+    "foundation": "ling3export/foundation",
     "model": "ling3export/model",
     "runners": "ling3export/runners",
 }

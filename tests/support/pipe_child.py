@@ -3,7 +3,7 @@
 import os
 import sys
 
-from ling3export.processes import Parent
+from ling3export.foundation.processes import Parent
 
 
 def main() -> None:

@@ -15,19 +15,8 @@ RUNNERS = (
     ("runners.load", "runners.transfer", "runners.fleet"),
     ("runners.hosts", "runners.text"),
     ("artifacts",),
-    (
-        "dtypes",
-        "errors",
-        "experts",
-        "hlo",
-        "operations",
-        "reading",
-        "shards",
-        "strict_json",
-        "tables",
-        "runners.endpoint",
-        "runners.flight",
-    ),
+    ("runners.endpoint", "runners.flight"),
+    ("foundation",),
 )
 BUILD = (
     ("cli",),
@@ -38,10 +27,9 @@ BUILD = (
     ("plan",),
     ("checkpoint",),
     ("model", "artifacts"),
-    ("dtypes", "errors", "experts", "hlo", "operations", "reading", "shards", "strict_json"),
+    ("foundation",),
 )
-# Single modules at the bottom, for the whole build side; and what it may import of the runners.
-BOTTOM = {"processes", "sources", "tables"}
+# What the build side may import of the runners.
 FROM_RUNNERS = {
     "runners.calibrate",
     "runners.engine.inputs",
@@ -51,16 +39,7 @@ FROM_RUNNERS = {
     "runners.load",
     "runners.text",
 }
-BESIDES = {
-    "strict_json": {"reading"},
-    "cli": {"runners.cli"},
-    "operations": {"hlo"},
-    "processes": {"errors"},
-    "runners.bench": {"processes"},
-    "runners.endpoint": {"errors"},
-    "shards": {"errors"},
-    "tables": {"errors"},
-}
+BESIDES = {"cli": {"runners.cli"}}
 
 
 def modules() -> dict[str, Path]:
@@ -79,7 +58,7 @@ def room(module: str) -> str:
 def below(room: str) -> set[str]:
     """Rooms and modules that a room may import."""
     allowed = set(BESIDES.get(room, ()))
-    for tower, more in ((RUNNERS, set()), (BUILD, FROM_RUNNERS | BOTTOM)):
+    for tower, more in ((RUNNERS, set()), (BUILD, FROM_RUNNERS)):
         for line, rooms in enumerate(tower[:-1]):
             if room in rooms:
                 allowed |= {lower for rest in tower[line + 1 :] for lower in rest}

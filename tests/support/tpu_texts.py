@@ -19,9 +19,9 @@ from ling3export.cache.keys import below_model, cell_fields, source_digests, too
 from ling3export.cache.use import CacheUse
 from ling3export.compile.lower import Compiled
 from ling3export.compile.worker import Job, devices_of, prepare
+from ling3export.foundation.processes import Child, Parent
 from ling3export.model.config import Config
 from ling3export.plan.plan import Cell, Plan
-from ling3export.processes import Child, Parent
 from ling3export.runners.load.environment import compiler_flags
 
 # The sources that put libtpu's answer into a record.

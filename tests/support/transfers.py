@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ling3export.dtypes import BY_NAME
+from ling3export.foundation.dtypes import BY_NAME
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Completion, Request
 from ling3export.runners.state.device import Device

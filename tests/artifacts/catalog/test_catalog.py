@@ -28,13 +28,13 @@ from ling3export.artifacts.schema import Weights as Stored
 from ling3export.artifacts.share import check_share
 from ling3export.artifacts.signing import make_key, public_path, sign
 from ling3export.cli import main as cli
-from ling3export.errors import ArtifactError, CatalogError, TrustError, UnsafePath, VersionExists
+from ling3export.foundation.errors import ArtifactError, CatalogError, TrustError, UnsafePath, VersionExists
+from ling3export.foundation.shards import WHOLE
 from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.evals.folder import RunRecord
 from ling3export.runners.evals.trials import RunConfig
 from ling3export.runners.load.weights import Weights
-from ling3export.shards import WHOLE
 from manifests import parted
 from refusals import refusal
 

@@ -8,7 +8,7 @@ import pytest
 from ling3export.artifacts.catalog.record import Record, check_paths, digest_of, read_record, typed
 from ling3export.artifacts.catalog.versions import is_version, latest, order
 from ling3export.artifacts.records import canonical
-from ling3export.errors import CatalogError, UnsafePath
+from ling3export.foundation.errors import CatalogError, UnsafePath
 
 ORDERED = [  # of semver.org, and those of the contract
     "1.0.0-alpha",

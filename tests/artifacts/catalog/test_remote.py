@@ -27,7 +27,7 @@ from ling3export.artifacts.catalog.remote import Remote
 from ling3export.artifacts.catalog.stores import open_store, parse_reference
 from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manifest
 from ling3export.cli import main as cli
-from ling3export.errors import AuthDenied, AuthRequired, CatalogError, VersionExists
+from ling3export.foundation.errors import AuthDenied, AuthRequired, CatalogError, VersionExists
 from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.engine.engine import Engine
 from refusals import refusal

@@ -20,7 +20,7 @@ from ling3export.artifacts.catalog.remote import Remote
 from ling3export.artifacts.manifest import MANIFEST, read_manifest, recorded_files, write_manifest
 from ling3export.artifacts.share import check_share
 from ling3export.cli import main as cli
-from ling3export.errors import CatalogError, VersionExists
+from ling3export.foundation.errors import CatalogError, VersionExists
 from ling3export.runners.cli import main as runner_cli
 from manifests import parted
 from s3_server import s3_bucket

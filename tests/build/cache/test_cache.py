@@ -17,7 +17,7 @@ from ling3export.artifacts.records import sha256_of
 from ling3export.cache.cleanup import clean_up
 from ling3export.cache.store import Cache, entries
 from ling3export.cache.use import CacheUse
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 
 FIELDS = {"cell": {"phase": "decode", "padding": 16}, "toolchain": {"jaxlib": "0.11.2"}}
 KEY = sha256_of(FIELDS)

@@ -26,11 +26,11 @@ from ling3export.compile import build
 from ling3export.compile.lower import Compiled
 from ling3export.compile.pool import Compilers, Outcome
 from ling3export.compile.worker import Job, compiled_program
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
+from ling3export.foundation.processes import Failure
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Cell, Plan, make_plan
-from ling3export.processes import Failure
 from ling3export.runners.load import environment
 from package_copy import copied
 from tiny import tiny_fields
@@ -374,7 +374,7 @@ def test_a_compiling_process_says_what_it_imported(tmp_path):
     code = """
 import importlib, sys
 from pathlib import Path
-from ling3export import sources
+from ling3export.foundation import sources
 sources.record()
 import ling3export.model.config
 path = Path(sys.argv[1])

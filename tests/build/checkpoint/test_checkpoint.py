@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from ling3export.checkpoint.reader import INDEX, Checkpoint, expected_tensors, is_mtp
 from ling3export.checkpoint.synth import config_fields, synthesize
-from ling3export.errors import CheckpointError, ConfigError
+from ling3export.foundation.errors import CheckpointError, ConfigError
 from ling3export.model.config import Config
 
 KDA_V = "model.layers.0.attention.v_proj.weight"

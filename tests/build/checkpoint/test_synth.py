@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from ling3export.checkpoint import synth
 from ling3export.checkpoint.reader import INDEX, Checkpoint
 from ling3export.checkpoint.synth import PRESETS, config_fields, synthesize
-from ling3export.errors import ArtifactError, CheckpointError, ConfigError
+from ling3export.foundation.errors import ArtifactError, CheckpointError, ConfigError
 from ling3export.model.config import Config
 from ling3export.model.parameters import expected_tensors, mtp_tensors
 from ling3export.verify.reference import Reference

@@ -16,7 +16,7 @@ from builds import SMALLEST, UNOPTIMIZED, building, ended, environment, kill_one
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.cli import main as cli
 from ling3export.cli import options
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 from ling3export.runners.cli import main as runner_cli
 from tiny import tiny_fields, tiny_weights, write_tiny
 

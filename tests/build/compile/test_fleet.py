@@ -19,11 +19,11 @@ from ling3export.cli.progress import Console
 from ling3export.compile import fleet
 from ling3export.compile.pool import Compilers, Outcome
 from ling3export.compile.replay import failed_path
-from ling3export.errors import PlanError
+from ling3export.foundation.errors import PlanError
+from ling3export.foundation.processes import Failure
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plans
 from ling3export.pricing.pricing import config_of
-from ling3export.processes import Failure
 from ling3export.runners.fleet.crew import Cluster
 from ling3export.runners.fleet.pool import Pool
 from tiny import tiny_fields, tiny_weights, write_tiny

@@ -20,7 +20,7 @@ from ling3export.artifacts.staging import folder_lock
 from ling3export.cli import main as cli
 from ling3export.compile import build, into
 from ling3export.compile import pool as compiling
-from ling3export.errors import PlanError
+from ling3export.foundation.errors import PlanError
 from ling3export.runners.cli import main as runner_cli
 from ling3export.verify.verify import check_digests
 from refusals import refusal

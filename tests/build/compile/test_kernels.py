@@ -9,7 +9,7 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.checkpoint.synth import config_fields
 from ling3export.cli import main as cli
 from ling3export.compile.kernels import compiled
-from ling3export.errors import PlanError
+from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.native import calls
 from ling3export.plan import kernels

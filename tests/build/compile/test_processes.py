@@ -9,14 +9,14 @@ import time
 import pytest
 
 from builds import environment
-from ling3export.errors import PlanError
-from ling3export.processes import Child, Failure, ending
+from ling3export.foundation.errors import PlanError
+from ling3export.foundation.processes import Child, Failure, ending
 
 LARGE = {"text": "ü" * 10**6, "numbers": list(range(1000))}
 # Starts a child and is killed while it is alive.
 PARENT = """
 import time
-from ling3export.processes import Child
+from ling3export.foundation.processes import Child
 child = Child("pipe_child")
 child.send({})
 print(child.receive()["pid"], flush=True)

@@ -14,7 +14,7 @@ from ling3export.artifacts.records import to_json
 from ling3export.cli import main as cli
 from ling3export.compile import pool as compiling
 from ling3export.compile import replay
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from manifests import changed_targets

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from ling3export.cost.estimates import estimate
-from ling3export.hlo import parse
-from ling3export.operations import KINDS, kind, large_bytes, traffic
+from ling3export.foundation.hlo import parse
+from ling3export.foundation.operations import KINDS, kind, large_bytes, traffic
 from ling3export.plan.chips import CHIPS
 
 CHIP = dataclasses.replace(CHIPS["tpu", "v6e"], clock=1e9, bandwidth=1e9)

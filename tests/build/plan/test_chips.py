@@ -10,7 +10,7 @@ import pytest
 
 from ling3export.checkpoint.synth import config_fields
 from ling3export.compile import accelerators
-from ling3export.errors import PlanError
+from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.plan import chips, toolchain
 from ling3export.plan.chips import CARDS, CHIPS, target_config

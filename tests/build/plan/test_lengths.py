@@ -6,7 +6,7 @@ import random
 import pytest
 
 from fake_backend import VOCAB, FakeBackend
-from ling3export.errors import PlanError
+from ling3export.foundation.errors import PlanError
 from ling3export.plan.paddings import (
     Histogram,
     Length,

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from ling3export.errors import PlanError
+from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.plan.options import Options, check_paddings, parse_bytes, parse_paddings
 from ling3export.plan.plan import Cell, derive_decode_paddings, make_plan

@@ -13,7 +13,7 @@ from ling3export.checkpoint.synth import config_fields
 from ling3export.cli import main as cli
 from ling3export.compile.accelerators import _too_large
 from ling3export.cost.roofline import TOKENS, roofline_bound
-from ling3export.errors import PlanError
+from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.state import state_bytes
 from ling3export.plan.chips import CHIPS

@@ -6,7 +6,7 @@ import pytest
 
 from ling3export.checkpoint.synth import config_fields
 from ling3export.compile.build import state_abi
-from ling3export.errors import PlanError
+from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.state import snapshot_bytes, state_bytes
 from ling3export.plan.options import Options

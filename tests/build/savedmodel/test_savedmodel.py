@@ -14,13 +14,13 @@ from click.testing import CliRunner
 from artifacts_fixture import run, sources_of, versions
 from builds import UNOPTIMIZED
 from direct import Direct, pack, relative
-from ling3export import processes
 from ling3export.artifacts.schema import Weights
 from ling3export.checkpoint.convert import store_bytes
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.cli import main as cli
 from ling3export.compile.lower import collective_counts, device_mesh
-from ling3export.errors import Ling3Error, PlanError
+from ling3export.foundation import processes
+from ling3export.foundation.errors import Ling3Error, PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.parameters import parameters

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from ling3export.checkpoint.synth import config_fields
 from ling3export.cli import main as cli
-from ling3export.errors import PlanError
+from ling3export.foundation.errors import PlanError
 from ling3export.simulation.answer import Kind, asks, read_kinds
 
 SMALL = ("--target", "tpu:v6e:2x2", "--max-running", 4, "--paddings", "16,128", "--decode-paddings", "1,4")

@@ -16,7 +16,7 @@ from ling3export.artifacts.manifest import file_record, read_checked, read_manif
 from ling3export.artifacts.schema import Executable, PortableReceipts, Receipt, State, StateArray, Tolerance, Weights
 from ling3export.cli import main as cli
 from ling3export.compile import build, lower
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 from ling3export.model.config import Config
 from ling3export.runners.calibrate.receipts import told
 from ling3export.runners.load import environment, recompile

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from ling3export.errors import RequestError
+from ling3export.foundation.errors import RequestError
 from ling3export.model.config import Config
 from ling3export.verify import reference as reference_module
 from ling3export.verify.formulas import (

@@ -12,12 +12,12 @@ import pytest
 from click.testing import CliRunner, Result
 from safetensors.numpy import load_file, save_file
 
-from ling3export import processes
 from ling3export.artifacts.manifest import file_record, read_manifest, write_manifest
 from ling3export.artifacts.records import to_json
 from ling3export.artifacts.schema import ON_LOGITS, Receipts, Sequence, Tolerance
 from ling3export.cli import main as cli
-from ling3export.errors import ArtifactError, MisfitError
+from ling3export.foundation import processes
+from ling3export.foundation.errors import ArtifactError, MisfitError
 from ling3export.runners.calibrate.prober import Prober
 from ling3export.runners.calibrate.receipts import logits_receipt, relative_error
 from ling3export.verify import verify

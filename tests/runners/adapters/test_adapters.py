@@ -25,7 +25,7 @@ from eval_fakes import FakeBackend, half, numbered
 from ling3export.artifacts.catalog.layout import Layout
 from ling3export.artifacts.catalog.publish import Words, publish
 from ling3export.artifacts.manifest import MANIFEST
-from ling3export.errors import RequestError
+from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.evals.demo import demo_records
 from ling3export.runners.evals.export import inspect_log

@@ -18,8 +18,8 @@ from click.testing import CliRunner
 import toy_artifact
 from builds import SCRIPT
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.errors import Ling3Error, RequestError
-from ling3export.processes import command, environment
+from ling3export.foundation.errors import Ling3Error, RequestError
+from ling3export.foundation.processes import command, environment
 from ling3export.runners.bench import started
 from ling3export.runners.bench.compare import Config, compared, parse_config, places_of, running
 from ling3export.runners.bench.measure import Settings

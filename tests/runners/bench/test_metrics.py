@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from ling3export.errors import RequestError
+from ling3export.foundation.errors import RequestError
 from ling3export.runners.bench.metrics import PHASES, Outcome, Spread, figures, parse_goals, percentile
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.bench.metrics import Outcome, figures
 from ling3export.runners.bench.table import DURATION, LATENCY, NEEDED, RATES, TOTAL, check, parse, render
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from ling3export.checkpoint.synth_tokenizer import write_tokenizer
-from ling3export.errors import RequestError
+from ling3export.foundation.errors import RequestError
 from ling3export.runners.bench import workloads
 from ling3export.runners.bench.prefixes import repetition
 from ling3export.runners.bench.record import workload_digest

@@ -25,7 +25,7 @@ from ling3export.artifacts.calibration import (
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Collective, Estimate, Receipt
 from ling3export.cli.main import main as build_side
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 from ling3export.pricing.recorded import config_fields
 from ling3export.runners.calibrate.calibrate import finite
 from ling3export.runners.calibrate.text import bars, page, table

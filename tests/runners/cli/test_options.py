@@ -7,7 +7,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.cli.main import main as runner
 from ling3export.runners.cli.options import Group
 

@@ -20,7 +20,16 @@ PROMPT = ["--prompt", "the number of", "--max-tokens", 12, "--json"]
 @pytest.fixture(scope="module")
 def packed(artifact: Artifacts) -> Path:
     """Packed again when a source has changed, or what is installed beside."""
-    names = ("pyproject.toml", "constraints.txt", ".ci/runner", "ling3export", "artifacts", "model", "runners")
+    names = (
+        "pyproject.toml",
+        "constraints.txt",
+        ".ci/runner",
+        "ling3export",
+        "artifacts",
+        "foundation",
+        "model",
+        "runners",
+    )
     files = {
         f"{name}/{file}": path
         for name in names

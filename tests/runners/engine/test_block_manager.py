@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 from ling3export.runners.engine.block_manager import BlockManager, BlockTable
 
 

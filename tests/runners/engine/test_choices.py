@@ -9,7 +9,7 @@ import pytest
 
 import toy_artifact
 from choosing import greedy, log_softmax, most_likely
-from ling3export.errors import ArtifactError, RequestError
+from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ling3export.errors import Ling3Error, RequestError
+from ling3export.foundation.errors import Ling3Error, RequestError
 from ling3export.runners.engine import remote
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.remote import AT_ONCE, RemotePrefills, body_of

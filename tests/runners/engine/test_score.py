@@ -22,7 +22,7 @@ from ling3export.artifacts.schema import Tolerance
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.cli import main as cli
 from ling3export.compile import replay
-from ling3export.errors import ArtifactError, Ling3Error
+from ling3export.foundation.errors import ArtifactError, Ling3Error
 from ling3export.runners.calibrate.receipts import Scored, log_softmax, score_receipt
 from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from ling3export.errors import RankDivergence
+from ling3export.foundation.errors import RankDivergence
 from ling3export.runners.engine.follower import check_digests
 from ling3export.runners.evals.graders import GraderSpec
 from ling3export.runners.evals.harness import MinimalEvalHarness

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 import eval_fakes
 from eval_fakes import FakeBackend, half, numbered
-from ling3export.errors import RequestError
+from ling3export.foundation.errors import RequestError
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.evals import folder

@@ -9,7 +9,8 @@ from click.testing import CliRunner
 
 from eval_fakes import FakeBackend, half, numbered
 from ling3export.artifacts.records import sha256_of
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
+from ling3export.foundation.shards import Shard
 from ling3export.runners.cli.main import main
 from ling3export.runners.evals.compare import diff
 from ling3export.runners.evals.folder import read_predictions, read_run
@@ -17,7 +18,6 @@ from ling3export.runners.evals.merge import merge
 from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.suites import Suite
 from ling3export.runners.evals.trials import EvalError, RunConfig
-from ling3export.shards import Shard
 
 CONFIG = RunConfig(trials=2, batch=3, transcripts=True)
 SUITE = Suite("gsm8k", numbered(8, category="sums"), {"test.jsonl": "c" * 64}, 0.85)  # 16 trials: 6 batches

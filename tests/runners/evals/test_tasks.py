@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.evals.graders import grade, value_at
 from ling3export.runners.evals.task_files import json_lines, load_tasks, read_records
 from ling3export.runners.evals.tasks import Task

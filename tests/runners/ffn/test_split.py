@@ -23,14 +23,14 @@ from ling3export.artifacts.agreement import check_agreement
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.records import WrongRecordError
 from ling3export.artifacts.schema import SPLIT
-from ling3export.errors import ArtifactError, Ling3Error
+from ling3export.foundation.errors import ArtifactError, Ling3Error
+from ling3export.foundation.shards import Shard
 from ling3export.runners.calibrate.receipts import relative_error
 from ling3export.runners.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.ffn.segment import FOLDER, PREFIX, FfnGone
 from ling3export.runners.ffn.worker import FfnWorker
-from ling3export.shards import Shard
 from serving import Server
 from tolerances import BFLOAT16_MEDIAN, SAME
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fake_ray import Dead, FakeRay, RayError
-from ling3export.errors import ArtifactError, Ling3Error
+from ling3export.foundation.errors import ArtifactError, Ling3Error
 from ling3export.runners.cli.cluster import on_cluster
 from ling3export.runners.fleet.crew import PLACE, SLICE, Cluster, ClusterError
 from ling3export.runners.fleet.pool import Gone, Pool

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from ling3export.errors import RequestError
+from ling3export.foundation.errors import RequestError
 from ling3export.runners.cli.main import main
 from ling3export.runners.fleet.crew import PLACE, SLICE, Cluster, ClusterError, check_room, free_slice, spread
 from ling3export.runners.fleet.pool import Pool

@@ -17,7 +17,7 @@ from artifacts_fixture import run
 from builds import environment
 from hosting import hosting, wait_until_following
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.errors import ArtifactError, Ling3Error, PlanError, RequestError
+from ling3export.foundation.errors import ArtifactError, Ling3Error, PlanError, RequestError
 from ling3export.model.config import Config
 from ling3export.plan.targets import Target, parse_target
 from ling3export.runners.engine import assembly

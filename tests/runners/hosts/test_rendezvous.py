@@ -18,8 +18,8 @@ import pytest
 
 from builds import environment
 from fake_backend import VOCAB, FakeBackend
-from ling3export.errors import ArtifactError, Ling3Error, RankDivergence
-from ling3export.processes import free_port
+from ling3export.foundation.errors import ArtifactError, Ling3Error, RankDivergence
+from ling3export.foundation.processes import free_port
 from ling3export.runners.engine import core as cores
 from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.core import Arrival, SharedCore, StepInputs

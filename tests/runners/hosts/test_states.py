@@ -11,7 +11,7 @@ import pytest
 
 from faults import STATED
 from hosting import hosting
-from ling3export.errors import RequestError
+from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling

@@ -16,7 +16,7 @@ import pytest
 from builds import environment
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.cli import main as cli
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.load import pjrt
 from ling3export.runners.load.loader import load
@@ -208,7 +208,7 @@ def test_fewer_devices_than_tp(whole):
     script = (
         "import sys, jax\n"
         "assert len(jax.devices()) == 1\n"
-        "from ling3export.errors import Ling3Error\n"
+        "from ling3export.foundation.errors import Ling3Error\n"
         "from ling3export.runners.engine.engine import Engine\n"
         "try:\n"
         "    Engine(sys.argv[1])\n"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.load import environment
 
 LIMIT = environment.PATIENCE.partition("=")[0]

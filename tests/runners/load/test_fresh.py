@@ -14,7 +14,7 @@ import pytest
 from ling3export.artifacts import schema
 from ling3export.artifacts.manifest import file_record, read_manifest
 from ling3export.compile.lower import compile_state, device_mesh
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 from ling3export.model.state import StateArray
 from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.engine.engine import Engine

@@ -11,7 +11,7 @@ import pytest
 import toy_artifact
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Call, Executable, Mesh, Requirements
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.load import pjrt, recompile
 from ling3export.runners.load.loader import load, unsearched

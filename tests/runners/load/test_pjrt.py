@@ -19,7 +19,7 @@ from jax import sharding
 import toy_program
 from ling3export.artifacts.records import from_json, to_json
 from ling3export.artifacts.schema import CallInput, Executable, Mesh, Requirements
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 from ling3export.runners.load import environment, pjrt, verdict
 
 TOY = Path(toy_program.__file__)

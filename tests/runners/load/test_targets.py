@@ -5,7 +5,7 @@ from importlib import metadata
 import pytest
 
 from ling3export.checkpoint.synth import config_fields
-from ling3export.errors import PlanError
+from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.plan import toolchain
 from ling3export.plan.chips import CHIPS

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from ling3export.artifacts import schema
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 from ling3export.runners.load import targets
 from ling3export.runners.load.targets import choose_target, platforms_here
 from ling3export.runners.load.verdict import Machine, Status, enforce, judge

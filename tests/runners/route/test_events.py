@@ -9,7 +9,7 @@ import httpx2
 import pytest
 import zmq
 
-from ling3export.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.route.app import Choice, Router, workers_of
 from ling3export.runners.route.blocks import Tokens

@@ -16,7 +16,7 @@ import httpx2
 import pytest
 
 import toy_artifact
-from ling3export.errors import RequestError
+from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import RequestHandle
 from ling3export.runners.serve import app as server_app

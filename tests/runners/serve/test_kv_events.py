@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import zmq
 
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.serve.kv_events import END, History, Publisher, encoded, number_of, pieces
 from ling3export.runners.transfer.protocol import Cleared, Removed, Stored
 

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import toy_artifact
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.cli import errors
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.engine import Engine

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import toy_artifact
-from ling3export.errors import ArtifactError, RequestError
+from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request
 from prefix_campaign import campaign

@@ -8,7 +8,7 @@ import httpx2
 import pytest
 
 import transfers
-from ling3export.errors import ArtifactError, Ling3Error, RequestError
+from ling3export.foundation.errors import ArtifactError, Ling3Error, RequestError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.state.form import layout_of

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 import transfers
-from ling3export.errors import ArtifactError, Ling3Error
+from ling3export.foundation.errors import ArtifactError, Ling3Error
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request
 from ling3export.runners.transfer.folder import SUFFIX

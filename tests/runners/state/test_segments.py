@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import transfers
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.load.segments import Leaving, SegmentedRunner

@@ -7,7 +7,7 @@ import pytest
 
 from ling3export.artifacts.manifest import file_record
 from ling3export.checkpoint.synth_tokenizer import write_tokenizer
-from ling3export.errors import ArtifactError, RequestError
+from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.text import chat, sandbox
 from ling3export.runners.text.chat import ChatTemplate
 from ling3export.runners.text.tokenizer import TokenizerFiles

@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 
 from ling3export.artifacts.manifest import file_record
 from ling3export.checkpoint.synth_tokenizer import write_tokenizer
-from ling3export.errors import ArtifactError, RequestError
+from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.text.detokenize import TextStream
 from ling3export.runners.text.tokenizer import Tokenizer, TokenizerFiles
 

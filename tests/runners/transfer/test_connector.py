@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ling3export.dtypes import BY_NAME
-from ling3export.errors import Ling3Error, PlanError
-from ling3export.processes import free_port
+from ling3export.foundation.dtypes import BY_NAME
+from ling3export.foundation.errors import Ling3Error, PlanError
+from ling3export.foundation.processes import free_port
 from ling3export.runners.state.device import Device
 from ling3export.runners.transfer.connector import HostConnector
 from ling3export.runners.transfer.objects import Kind

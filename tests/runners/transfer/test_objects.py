@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ling3export.errors import Ling3Error, RequestError
+from ling3export.foundation.errors import Ling3Error, RequestError
 from ling3export.runners.transfer.objects import (
     HEADER,
     Header,

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from ling3export.errors import PlanError
+from ling3export.foundation.errors import PlanError
 from ling3export.runners.transfer.plan import (
     HeadCopy,
     Pages,

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ling3export.reading import read_bytes
+from ling3export.foundation.reading import read_bytes
 
 LARGEST = 8 << 20  # bytes of a text, unless its reader says otherwise
 DEPTH = 16  # levels of objects and lists

@@ -2,7 +2,7 @@
 
 import re
 
-from ling3export.hlo import Computation, Instruction, Module, shape_bytes
+from ling3export.foundation.hlo import Computation, Instruction, Module, shape_bytes
 
 FAST = "S(1)"  # the memory space of a chip's own fast memory, in a layout
 PRODUCTS, INDEXED, SORTS, REDUCTIONS, LAYOUT, ELEMENTWISE = KINDS = (

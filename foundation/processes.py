@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import IO, Any
 
 import ling3export
-from ling3export.errors import Ling3Error
+from ling3export.foundation.errors import Ling3Error
 
 # Settings of jax that a process of ours may inherit. All others could change what is built without a trace in the
 # fingerprint: JAX_ENABLE_X64, JAX_DEFAULT_MATMUL_PRECISION, JAX_DEBUG_NANS, …

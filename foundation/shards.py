@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from ling3export.errors import Ling3Error, RequestError
+from ling3export.foundation.errors import Ling3Error, RequestError
 
 FORM = re.compile(r"(\d{1,9})/(\d{1,9})")
 HINT = "write I/N with I from 0 to N - 1, or auto in a Slurm array, or auto/N in an indexed job of Kubernetes"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from ling3export.errors import printable
+from ling3export.foundation.errors import printable
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
