@@ -41,7 +41,7 @@ test: setup parity .venv/tests
 
 # Damaged input, more of it than the tests have: ARGS="--times 25 --seed 1", or a case that failed; --help says more.
 fuzz: setup
-	$(BIN)/python tests/fuzz $(ARGS)
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 bench: setup
 	$(BIN)/python -m bench $(ARGS)
@@ -59,7 +59,7 @@ witness: setup parity
 		$(BIN)/python -m bench witness "$$witness" --llama-cpp "$$peers" $(ARGS)
 
 budgets: setup
-	$(BIN)/python tests/support/golden_programs.py
+	$(BIN)/python -m tests.support.golden_programs
 
 demo: setup
 	$(BIN)/ling3export build --paddings 16,128,512 --tp 16 --force
@@ -75,7 +75,7 @@ demo-pd: setup
 
 # Twice: the second run compiles nothing, or fails.
 smoke: setup
-	$(BIN)/python tests/support/smoke.py $(ARGS)
+	$(BIN)/python -m tests.support.smoke $(ARGS)
 
 # One file that needs this machine's version of Python and nothing else.
 runner: setup

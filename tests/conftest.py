@@ -4,6 +4,7 @@ pyproject.toml makes warnings errors.
 """
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from jaxtyping import install_import_hook
 # its annotations say. Only tests pay for it.
 install_import_hook("ling3export.model", "beartype.beartype")
 
-from artifacts_fixture import artifact, kept_folder, kept_programs, remove_old, tpu_artifact  # noqa: E402, F401
 from ling3export.runners.load.environment import prepare_cpu  # noqa: E402
-from seconds import Seconds  # noqa: E402
+from tests.support.artifacts_fixture import artifact, kept_folder, kept_programs, remove_old, tpu_artifact  # noqa: E402, F401
+from tests.support.seconds import Seconds  # noqa: E402
 
 # Never the user's cache. What one test builds serves others, and the next run. A test that counts what is compiled or
 # taken names another. With ``-n`` there is one for all: the processes that run tests inherit it.
@@ -23,7 +24,10 @@ os.environ["LING3_CACHE"] = str(kept_programs(kept_folder()))
 if "PYTEST_XDIST_WORKER" not in os.environ:
     remove_old(kept_folder())
 
-# Before any test module imports jax. StepInputs that tests start inherit both.
+# Before any test module imports jax. Child processes inherit the environment; scripts among them find `tests`, too.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 prepare_cpu(16)
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"  # a bf16 array that meets an fp32 one by accident is an error
 

@@ -6,27 +6,24 @@ in fp32 (as those tests) at TP=1. A line a mistake on stdout.
 """
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-import click  # noqa: E402
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-from tokenizers import Tokenizer  # noqa: E402
+import click
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
 
-from direct import Direct  # noqa: E402
-from ling3export.checkpoint.reader import Checkpoint  # noqa: E402
-from ling3export.compile.build import DEMO  # noqa: E402
-from ling3export.model.geometry import CHUNK  # noqa: E402
-from ling3export.runners.evals.graders import extract_answer, gold_answer, same_number  # noqa: E402
-from ling3export.runners.evals.suites import load_suite  # noqa: E402
-from mistakes import MISTAKES  # noqa: E402
+from ling3export.checkpoint.reader import Checkpoint
+from ling3export.compile.build import DEMO
+from ling3export.model.geometry import CHUNK
+from ling3export.runners.evals.graders import extract_answer, gold_answer, same_number
+from ling3export.runners.evals.suites import load_suite
+from tests.support.direct import Direct
+from tests.support.mistakes import MISTAKES
 
 PREFILL, PAGE = 512, 512  # token slots of a call; a page holds a whole sequence
 STOP = "\n\n"

@@ -29,7 +29,7 @@ from ling3export.artifacts.records import canonical, sha256_of
 from ling3export.artifacts.schema import FileRecord, Manifest
 from ling3export.foundation.errors import ArtifactError
 from ling3export.foundation.strict_json import LARGEST
-from manifests import sealed
+from tests.support.manifests import sealed
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format-2-targets"
 TARGET = "cpu-tp2"

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-import toy_artifact
 from ling3export.artifacts.files import TRUST
 from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manifest
 from ling3export.artifacts.schema import Manifest
@@ -23,7 +22,8 @@ from ling3export.foundation.errors import ArtifactError, TrustError
 from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.load import loader, programs, weights
-from refusals import refusal
+from tests.support import toy_artifact
+from tests.support.refusals import refusal
 
 
 @pytest.fixture

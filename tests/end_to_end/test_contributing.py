@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rooms import below, room
+from tests.support.rooms import below, room
 
 ROOT = Path(__file__).parents[2]
 STEP = re.compile(r"`((?:ling3export|foundation|model|artifacts|runners)/[\w/]+\.py):([\w.]+)`")

@@ -11,9 +11,6 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from tokenizers import Tokenizer
 
-from artifacts_fixture import run
-from demo_steps import pairs
-from direct import assemble, relative
 from ling3export.artifacts.records import canonical
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.compile.build import DEMO
@@ -22,7 +19,10 @@ from ling3export.model.program import bind
 from ling3export.runners.evals.demo import NAMES, Problems, demo_records, is_kept_pair, names, text
 from ling3export.runners.evals.suites import load_suite
 from ling3export.verify.reference import Reference
-from tolerances import FLOAT32, MARGIN
+from tests.support.artifacts_fixture import run
+from tests.support.demo_steps import pairs
+from tests.support.direct import assemble, relative
+from tests.support.tolerances import FLOAT32, MARGIN
 from tools.demo_checkpoint import published
 from tools.demo_data import Rows
 from tools.demo_loss import geometry, logits

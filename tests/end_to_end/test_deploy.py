@@ -13,12 +13,12 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from builds import environment
 from ling3export.checkpoint.synth import config_fields
 from ling3export.model.config import Config
 from ling3export.plan.chips import CHIPS
 from ling3export.plan.targets import parse_target
 from ling3export.runners.cli.main import main
+from tests.support.builds import environment
 
 ROOT = Path(__file__).parents[2]
 FULL = Config.from_dict(config_fields("full", {}))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from artifacts_fixture import ROOT
+from tests.support.artifacts_fixture import ROOT
 
 pytestmark = pytest.mark.install  # in the extra `deploy`
 RELEASE = "1.37"  # of Kubernetes

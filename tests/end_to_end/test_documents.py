@@ -19,11 +19,11 @@ from pathlib import Path
 
 import pytest
 
-from artifacts_fixture import DEMO, ROOT, Artifacts, sources_of
-from documents import Command, commands, is_whole, matches
-from hosting import free_port
 from ling3export.checkpoint.synth import synthesize
-from package_copy import copied
+from tests.support.artifacts_fixture import DEMO, ROOT, Artifacts, sources_of
+from tests.support.documents import Command, commands, is_whole, matches
+from tests.support.hosting import free_port
+from tests.support.package_copy import copied
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 PAGES.remove("docs/log.md")  # what was, not what is

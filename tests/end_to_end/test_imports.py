@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rooms import below, modules, room
+from tests.support.rooms import below, modules, room
 
 # Packages that a room may import beside the standard library.
 PACKAGES = {

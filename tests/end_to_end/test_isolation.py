@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from artifacts_fixture import Artifacts, run
-from direct import agreed, relative
-from kept_reference import KeptReference
 from ling3export.checkpoint.reader import Checkpoint
-from package_copy import copied
-from tolerances import FLOAT32, MARGIN, SAME
-from transformers_peer import parity_python
+from tests.support.artifacts_fixture import Artifacts, run
+from tests.support.direct import agreed, relative
+from tests.support.kept_reference import KeptReference
+from tests.support.package_copy import copied
+from tests.support.tolerances import FLOAT32, MARGIN, SAME
+from tests.support.transformers_peer import parity_python
 
 pytestmark = pytest.mark.install
 

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-import artifacts_fixture
-from artifacts_fixture import KEPT_DAYS, kept_folder, kept_programs, remove_old
 from ling3export.artifacts.files import user_cache
 from ling3export.cache.store import Cache, entries
 from ling3export.cache.use import CacheUse
 from ling3export.runners.load.recompile import RECOMPILED
-from seconds import Seconds
+from tests.support import artifacts_fixture
+from tests.support.artifacts_fixture import KEPT_DAYS, kept_folder, kept_programs, remove_old
+from tests.support.seconds import Seconds
 
 LONG_AGO = time.time() - (KEPT_DAYS + 1) * 24 * 3600
 

@@ -8,8 +8,8 @@ import pytest
 
 from ling3export.model.config import Config
 from ling3export.verify.reference import Reference
-from tiny import tiny_fields, tiny_weights, write_tiny
-from transformers_peer import parity_python, transformers_logits
+from tests.support.tiny import tiny_fields, tiny_weights, write_tiny
+from tests.support.transformers_peer import parity_python, transformers_logits
 
 pytestmark = pytest.mark.install
 

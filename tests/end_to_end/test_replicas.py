@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
-import toy_artifact
 from ling3export.foundation.processes import free_port
-from serving import WAIT, Server, data_lines
+from tests.support import toy_artifact
+from tests.support.serving import WAIT, Server, data_lines
 
 CLIENTS, TOKENS, PROMPTS = 6, 12, 10
 BEFORE, BEHIND = 12, 24  # calls that are answered whole before a replica is killed, and from then on

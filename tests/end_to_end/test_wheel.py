@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from package_copy import PARTS, copied
+from tests.support.package_copy import PARTS, copied
 
 pytestmark = pytest.mark.install
 

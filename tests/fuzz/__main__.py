@@ -1,18 +1,15 @@
-"""``python tests/fuzz``: the same cases as the tests, or more, or others, or one again. ``--help`` says how."""
+"""``python -m tests.fuzz``: the same cases as the tests, or more, or others, or one again. ``--help`` says how."""
 
 import argparse
 import os
 import resource
 import sys
 import time
-from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE.parent / "support"), str(HERE.parents[1])]
 os.environ["LING3_CACHE"] = os.devnull  # never the user's: each worker has its own
 
-from harness import Failure, Found, run  # noqa: E402
-from targets import TARGETS  # noqa: E402
+from tests.fuzz.harness import Failure, Found, run
+from tests.fuzz.targets import TARGETS
 
 
 def cpu_seconds() -> float:

@@ -15,7 +15,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from harness import Case, WrongResultError
 from ling3export.artifacts.calibration import SCHEMA, Calibration, Times, beside, found_beside, programs_digest
 from ling3export.artifacts.manifest import MANIFEST, file_record, read_checked, read_manifest
 from ling3export.artifacts.records import sha256_of, to_json
@@ -32,8 +31,9 @@ from ling3export.runners.text import chat
 from ling3export.runners.text.tokenizer import TokenizerFiles
 from ling3export.verify.measure import measure_target
 from ling3export.verify.verify import check_digests
-from manifests import changed_targets, sealed
-from mutations import json_text, mutated, mutated_bytes, spelled
+from tests.fuzz.harness import Case, WrongResultError
+from tests.fuzz.mutations import json_text, mutated, mutated_bytes, spelled
+from tests.support.manifests import changed_targets, sealed
 
 TEXT = "How many apples has the old man? \x00é😀 <|endoftext|> 12"
 MESSAGES = ({"role": "user", "content": "Hi <role>"}, {"role": "assistant", "content": "12"})
@@ -180,7 +180,7 @@ def recompiled(folder: Path) -> Iterator[Case]:
 def tokenizers(folder: Path) -> Iterator[Case]:
     """Files of a tokenizer, by right digests: ids, text, streams, and conversations."""
     from ling3export.checkpoint.synth_tokenizer import write_tokenizer
-    from toy_artifact import EOS
+    from tests.support.toy_artifact import EOS
 
     chat.SECONDS = 0.3  # templates that never end are many
     write_tokenizer(folder, EOS)
@@ -219,7 +219,7 @@ def tokenizers(folder: Path) -> Iterator[Case]:
 def toy_copy(folder: Path) -> Path:
     """The toy artifact, to be damaged, in a process whose jax has its devices."""
     prepare_cpu(2)
-    from toy_artifact import shared
+    from tests.support.toy_artifact import shared
 
     return Path(shutil.copytree(shared(), folder / "toy.ling3"))
 
@@ -227,7 +227,7 @@ def toy_copy(folder: Path) -> Path:
 def check_answers(toy: Path, programs: str = "prebuilt-only") -> None:
     """Loads the artifact, and compares its answers with numpy's."""
     from ling3export.runners.engine.engine import Engine
-    from toy_artifact import PROMPTS, answer
+    from tests.support.toy_artifact import PROMPTS, answer
 
     with Engine(toy, programs=programs, report=lambda text: None) as engine:
         found = [each.token_ids for each in engine.generate(PROMPTS, max_tokens=2, ignore_eos=True)]

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from harness import Case, WrongResultError
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.records import sha256_of
 from ling3export.artifacts.schema import Origin, Program
@@ -26,8 +25,9 @@ from ling3export.plan.plan import make_plans
 from ling3export.pricing.pricing import config_of, priced
 from ling3export.pricing.text import described
 from ling3export.runners.load.environment import prepare_cpu
-from mutations import json_text, mutated, mutated_bytes
-from tiny import tiny_fields, tiny_weights, write_tiny
+from tests.fuzz.harness import Case, WrongResultError
+from tests.fuzz.mutations import json_text, mutated, mutated_bytes
+from tests.support.tiny import tiny_fields, tiny_weights, write_tiny
 
 SMALL = {"num_hidden_layers": 2, "layer_group_size": 2, "num_experts": 4, "n_group": 2, "topk_group": 2}
 OPTIONS = Options(paddings=(16, 32), decode_paddings=(4,), tp=2, max_running=4, page_size=16, context=128)
@@ -90,7 +90,7 @@ def indexes(folder: Path) -> Iterator[Case]:
 def caches(folder: Path) -> Iterator[Case]:
     """An entry of the build cache, its key and digest right, or any file of the cache; used, counted and cleaned up."""
     prepare_cpu(2)  # where the toy is not there yet
-    from toy_artifact import shared
+    from tests.support.toy_artifact import shared
 
     toy, where, out = shared(), folder / "entries", folder / "out"
     target = next(iter(read_manifest(toy).targets.values()))

@@ -9,8 +9,6 @@ from hashlib import sha256
 from pathlib import Path
 from random import Random
 
-from artifact_cases import toy_copy
-from harness import Case, WrongResultError
 from ling3export.artifacts.catalog.layout import Layout
 from ling3export.artifacts.catalog.publish import Words, publish
 from ling3export.artifacts.catalog.pull import pull, resolve, verify
@@ -18,7 +16,9 @@ from ling3export.artifacts.catalog.record import digest_of
 from ling3export.artifacts.catalog.stores import search
 from ling3export.artifacts.files import TRUST
 from ling3export.artifacts.signing import SIGNATURES, make_key, public_path, read_trusted, sign
-from mutations import json_text, mutated, mutated_bytes
+from tests.fuzz.artifact_cases import toy_copy
+from tests.fuzz.harness import Case, WrongResultError
+from tests.fuzz.mutations import json_text, mutated, mutated_bytes
 
 
 @contextmanager

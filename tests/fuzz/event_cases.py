@@ -9,12 +9,12 @@ from random import Random
 import msgspec
 import zmq
 
-from harness import Case, WrongResultError
 from ling3export.runners.route.blocks import Blocks, MalformedError, Tokens, events_of
 from ling3export.runners.route.events import Feed, place_of
 from ling3export.runners.serve.kv_events import END, Publisher, encoded
 from ling3export.runners.transfer.protocol import Cleared, Removed, Stored
-from mutations import mutated, mutated_bytes
+from tests.fuzz.harness import Case, WrongResultError
+from tests.fuzz.mutations import mutated, mutated_bytes
 
 HOST = "127.0.0.1"
 MOST = 64

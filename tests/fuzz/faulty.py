@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-from harness import MEMORY, Case, Target, WrongResultError
 from ling3export.foundation.errors import ArtifactError
+from tests.fuzz.harness import MEMORY, Case, Target, WrongResultError
 
 
 def refuse(rng: Random) -> None:

@@ -28,7 +28,7 @@ MEMORY = 4 << 30  # bytes of address space that cases may add to what the proces
 Case = Callable[[random.Random], object]
 Target = Callable[[Path], AbstractContextManager[Case]]
 FAULT = "fault"  # the file in a target's folder that holds the stacks of a crash or a hang
-TABLE = "targets"  # the module whose TARGETS names every target
+TABLE = "tests.fuzz.targets"  # the module whose TARGETS names every target
 
 
 class WrongResultError(Exception):
@@ -96,7 +96,7 @@ def run(target: str, cases: Sequence[int], seed: int = 0, table: str = TABLE, li
 
 @contextmanager
 def _worker(target: str, folder: str, table: str, limit: float) -> Iterator[Child]:
-    with Child("harness", {"LING3_CACHE": f"{folder}/cache"}) as child:
+    with Child("tests.fuzz.harness", {"LING3_CACHE": f"{folder}/cache"}) as child:
         child.send({"table": table, "target": target, "folder": folder, "limit": limit})
         if child.receive() is None:
             raise RuntimeError(f"fuzz target `{target}`: expected it to start, found that it {child.ended()[1]}")
@@ -159,4 +159,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    importlib.import_module("harness").main()  # the one that targets import: its classes are theirs
+    importlib.import_module("tests.fuzz.harness").main()  # the one that targets import: its classes are theirs

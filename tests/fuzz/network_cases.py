@@ -9,8 +9,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from artifact_cases import toy_copy
-from harness import MEMORY, Case, WrongResultError
 from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.processes import LOOPBACK, free_port
 from ling3export.runners.hosts.hosts import Hosts
@@ -26,8 +24,10 @@ from ling3export.runners.hosts.rendezvous import (
     welcome,
 )
 from ling3export.runners.hosts.rendezvous import IDENTITY as IDENTITY_OF
-from mutations import json_text, mutated, mutated_bytes
-from serving import RUNNER, Server
+from tests.fuzz.artifact_cases import toy_copy
+from tests.fuzz.harness import MEMORY, Case, WrongResultError
+from tests.fuzz.mutations import json_text, mutated, mutated_bytes
+from tests.support.serving import RUNNER, Server
 
 WAIT = 8.0  # seconds for a response: less than a case may take
 HEARD: dict[Server, int] = {}  # characters of what a server said that a case has looked at
@@ -177,7 +177,7 @@ def _response(data: bytes) -> tuple[int | None, Any]:
 
 def _check_choices(found: Any, prompt: Any) -> None:
     """Compares the tokens of each answer to token ids with numpy's."""
-    from toy_artifact import answer
+    from tests.support.toy_artifact import answer
 
     prompts = [prompt] if isinstance(prompt, list) and all(type(each) is int for each in prompt) else prompt
     if not isinstance(found, dict) or not isinstance(prompts, list) or any(isinstance(each, str) for each in prompts):

@@ -7,9 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
-from artifact_cases import toy_copy
-from eval_fakes import FakeBackend, half, numbered
-from harness import Case, WrongResultError
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.cli.prompts import line_names, read_prompts
 from ling3export.runners.evals import compare, export, report, task_files
@@ -17,7 +14,10 @@ from ling3export.runners.evals import folder as folders
 from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.suites import Suite
 from ling3export.runners.evals.trials import RunConfig
-from mutations import json_text, mutated, mutated_bytes
+from tests.fuzz.artifact_cases import toy_copy
+from tests.fuzz.harness import Case, WrongResultError
+from tests.fuzz.mutations import json_text, mutated, mutated_bytes
+from tests.support.eval_fakes import FakeBackend, half, numbered
 
 LINES = (
     {"prompt_ids": [1, 2, 3]},
@@ -32,7 +32,7 @@ def prompts(folder: Path) -> Iterator[Case]:
     """A prompt file: read, and completed by an engine that has to live on."""
     toy, path = toy_copy(folder), folder / "prompts.jsonl"
     from ling3export.runners.engine.engine import Engine
-    from toy_artifact import answer
+    from tests.support.toy_artifact import answer
 
     with Engine(toy, report=lambda text: None) as engine:
 

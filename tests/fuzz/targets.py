@@ -1,12 +1,14 @@
 """The targets by name, each with its number of cases in `make test`: more where a case is cheap."""
 
-import artifact_cases
-import build_cases
-import catalog_cases
-import event_cases
-import network_cases
-import runner_cases
-import transfer_cases
+from tests.fuzz import (
+    artifact_cases,
+    build_cases,
+    catalog_cases,
+    event_cases,
+    network_cases,
+    runner_cases,
+    transfer_cases,
+)
 
 TARGETS = {
     "manifest": (artifact_cases.manifests, 50),

@@ -5,9 +5,9 @@ from random import Random
 
 import pytest
 
-from harness import Found, run
-from mutations import SPELLINGS, json_text, mutated, mutated_bytes
-from targets import TARGETS
+from tests.fuzz.harness import Found, run
+from tests.fuzz.mutations import SPELLINGS, json_text, mutated, mutated_bytes
+from tests.fuzz.targets import TARGETS
 
 pytestmark = pytest.mark.fuzz
 TREE = {"a": [1, 2.5, None, True, {"b": "text"}], "c": {"d": [], "e": "x"}, "f": -3}

@@ -10,7 +10,6 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from random import Random
 
-from harness import Case, WrongResultError
 from ling3export.runners.engine.request import request_of
 from ling3export.runners.hosts.rendezvous import HEAD, challenge, prove, receive
 from ling3export.runners.state.form import empty, storable
@@ -21,8 +20,9 @@ from ling3export.runners.transfer.backend import Source
 from ling3export.runners.transfer.folder import safetensors_head
 from ling3export.runners.transfer.objects import HEADER
 from ling3export.runners.transfer.tcp import ASK, OBJECT, ROLES, Tcp
-from mutations import json_text, mutated, mutated_bytes
-from transfers import DESCRIPTION, TARGET_LAYOUT, backend, keys, same, segment, write
+from tests.fuzz.harness import Case, WrongResultError
+from tests.fuzz.mutations import json_text, mutated, mutated_bytes
+from tests.support.transfers import DESCRIPTION, TARGET_LAYOUT, backend, keys, same, segment, write
 
 TRANSFER = "0" * 32
 HOST = "127.0.0.1"

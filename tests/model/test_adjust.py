@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from direct import pack
 from ling3export.checkpoint.synth import config_fields
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Form, Geometry
@@ -15,6 +14,7 @@ from ling3export.model.inputs import BIASES
 from ling3export.model.program import build_step
 from ling3export.model.sampling.adjust import TOP
 from ling3export.runners.engine import request
+from tests.support.direct import pack
 
 pytestmark = pytest.mark.jit
 

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from direct import relative
 from ling3export.checkpoint.synth import config_fields
 from ling3export.cost.roofline import expert_times
 from ling3export.model import moe
@@ -16,8 +15,9 @@ from ling3export.model.program import bind
 from ling3export.plan.chips import CHIPS
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
-from numerics import Case, Quick
-from tolerances import FLOAT32
+from tests.support.direct import relative
+from tests.support.numerics import Case, Quick
+from tests.support.tolerances import FLOAT32
 
 pytestmark = pytest.mark.jit
 

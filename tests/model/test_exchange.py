@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from direct import pack
 from ling3export.model.exchange import moved
-from numerics import Case, Quick
+from tests.support.direct import pack
+from tests.support.numerics import Case, Quick
 
 pytestmark = pytest.mark.jit
 

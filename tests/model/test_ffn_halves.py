@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from direct import Direct, pack, relative
 from ling3export.foundation.experts import MASK
 from ling3export.model.ffn.halves import combine_rows, dispatch, experts, quantized
 from ling3export.model.geometry import Form
 from ling3export.model.moe import MixtureOfExperts, route
 from ling3export.model.program import bind
 from ling3export.runners.engine.inputs import decode_fields
-from numerics import Case, Quick
-from tolerances import FLOAT32, SAME
+from tests.support.direct import Direct, pack, relative
+from tests.support.numerics import Case, Quick
+from tests.support.tolerances import FLOAT32, SAME
 
 pytestmark = pytest.mark.jit
 

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-import state_bytes
-from golden_programs import (
+from ling3export.artifacts.schema import Collective, Memory
+from tests.support import state_bytes
+from tests.support.golden_programs import (
     ALLOWED,
     CELLS,
     HEADING,
@@ -26,7 +27,6 @@ from golden_programs import (
     table,
     toolchain,
 )
-from ling3export.artifacts.schema import Collective, Memory
 
 BUDGET = {
     "decode@16": {

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from direct import pack
-from kda_oracle import BOUNDED, GATES, close, delta_rule, random_rows
 from ling3export.checkpoint.synth import config_fields
 from ling3export.model import moe
 from ling3export.model.config import Config
@@ -19,7 +17,9 @@ from ling3export.model.kda import layer as kda
 from ling3export.model.kda import recurrence as delta
 from ling3export.model.layers import rope
 from ling3export.verify import formulas
-from tolerances import KERNEL
+from tests.support.direct import pack
+from tests.support.kda_oracle import BOUNDED, GATES, close, delta_rule, random_rows
+from tests.support.tolerances import KERNEL
 
 HEADS, KEY, VALUE, TOKENS = 2, 24, 20, 5 * CHUNK
 

@@ -8,10 +8,10 @@ from copy import copy
 
 import pytest
 
-from direct import Direct, relative
-from mistakes import MISTAKES, recurrence, right_token
-from numerics import Case, Quick
-from tolerances import FLOAT32, MISTAKE
+from tests.support.direct import Direct, relative
+from tests.support.mistakes import MISTAKES, recurrence, right_token
+from tests.support.numerics import Case, Quick
+from tests.support.tolerances import FLOAT32, MISTAKE
 
 pytestmark = pytest.mark.jit
 

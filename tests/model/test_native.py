@@ -11,9 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from artifacts_fixture import ROOT
-from direct import relative
-from kda_oracle import close, delta_rule
 from ling3export.compile.kernels import compiled
 from ling3export.foundation.errors import ArtifactError
 from ling3export.model.config import Config
@@ -25,7 +22,10 @@ from ling3export.runners.load import kernels
 from ling3export.runners.load.environment import cpu_features
 from ling3export.runners.load.kernels import register
 from ling3export.verify import formulas
-from tiny import tiny_fields
+from tests.support.artifacts_fixture import ROOT
+from tests.support.direct import relative
+from tests.support.kda_oracle import close, delta_rule
+from tests.support.tiny import tiny_fields
 
 HERE = [each for each in LEVELS if platform.machine() in each.machines and {*cpu_features()}.issuperset(each.features)]
 ERROR = 1e-6  # fp32 sums of at most 300 products of normal numbers; bf16 operands are exact in fp32

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from direct import Direct, relative
 from ling3export.model import products
 from ling3export.model.geometry import Form
 from ling3export.model.mla import layer as mla
-from numerics import Case, Quick
-from tolerances import BFLOAT16_MEDIAN, FLOAT32, SAME
+from tests.support.direct import Direct, relative
+from tests.support.numerics import Case, Quick
+from tests.support.tolerances import BFLOAT16_MEDIAN, FLOAT32, SAME
 
 pytestmark = pytest.mark.jit
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from direct import relative
 from ling3export.model import products
 from ling3export.model.geometry import Geometry
+from tests.support.direct import relative
 
 LAYER, DIM, ROWS = 1, 24, (1, 2, 5)
 GEOMETRY = Geometry(tp=1, dtype="float32", slots=1, pages=1, page_size=16, max_pages=1, latent_row=16)

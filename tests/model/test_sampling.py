@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from direct import pack
 from ling3export.checkpoint.synth import config_fields
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.program import build_step
 from ling3export.model.sampling.thresholds import keep_mask, ordered
-from tolerances import CHI_SQUARE_5, KERNEL
+from tests.support.direct import pack
+from tests.support.tolerances import CHI_SQUARE_5, KERNEL
 
 pytestmark = pytest.mark.jit
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from direct import relative
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.checkpoint.synth import synthesize
 from ling3export.model.geometry import CHUNK, Form
@@ -14,8 +13,9 @@ from ling3export.model.sampling.sample import ROWS
 from ling3export.runners.calibrate.receipts import log_softmax
 from ling3export.runners.engine.inputs import Span
 from ling3export.verify.reference import Reference
-from numerics import Case, Quick
-from tolerances import FLOAT32, MARGIN
+from tests.support.direct import relative
+from tests.support.numerics import Case, Quick
+from tests.support.tolerances import FLOAT32, MARGIN
 
 pytestmark = pytest.mark.jit
 

@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from direct import Direct, pack, relative
 from ling3export.model.geometry import CHUNK, Form
 from ling3export.model.program import build_step
 from ling3export.runners.engine.inputs import Span, prefill_fields
-from numerics import Case, Quick
-from tolerances import FLOAT32, SAME
+from tests.support.direct import Direct, pack, relative
+from tests.support.numerics import Case, Quick
+from tests.support.tolerances import FLOAT32, SAME
 
 pytestmark = pytest.mark.jit
 

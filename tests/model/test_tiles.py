@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from jax import lax
 
-from kda_oracle import BOUNDED, close, delta_rule, random_rows
 from ling3export.model.geometry import CHUNK
 from ling3export.model.kda import tiled as tiles
 from ling3export.model.kda.conv import convolve_tiles, picks_of
 from ling3export.model.kda.recurrence import Inputs, recurrent_step
 from ling3export.model.layers import l2_norm, rms_norm, rope
 from ling3export.verify import formulas
-from tolerances import KERNEL, TILES
+from tests.support.kda_oracle import BOUNDED, close, delta_rule, random_rows
+from tests.support.tolerances import KERNEL, TILES
 
 pytestmark = pytest.mark.jit
 

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from direct import relative
 from ling3export.model import moe
 from ling3export.model.mla.paged import TILE, tile_pages
-from numerics import Case, Quick
-from tolerances import FLOAT32
+from tests.support.direct import relative
+from tests.support.numerics import Case, Quick
+from tests.support.tolerances import FLOAT32
 
 pytestmark = pytest.mark.jit
 

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-import toy_artifact
-from builds import environment
 from ling3export.runners import flight
+from tests.support import toy_artifact
+from tests.support.builds import environment
 
 END = "expected it to end by itself, found it crashed or killed"
 # Stands in for the runner: one of its functions dies by a signal when it gets to ``cell``.

@@ -33,7 +33,7 @@ from ling3export.cache.cleanup import clean_up
 from ling3export.checkpoint.synth import synthesize
 from ling3export.runners.load import environment
 from ling3export.runners.load.recompile import RECOMPILED
-from probe import ROOT, Probe
+from tests.support.probe import ROOT, Probe
 
 DEMO = ROOT / "ling3export" / "demo"
 # Where sources are followed from by their imports: what builds an artifact, makes a checkpoint, compiles in a runner.

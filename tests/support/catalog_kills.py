@@ -1,6 +1,6 @@
 """Publications and pulls that are killed at random moments, and two publishers at once: what is left is whole.
 
-``python tests/support/catalog_kills.py ARTIFACT COUNT [SEED] [s3]`` kills COUNT of each, and prints what became of
+``python -m tests.support.catalog_kills ARTIFACT COUNT [SEED] [s3]`` kills COUNT of each, and prints what became of
 them; with ``s3`` in a store of moto's server. SPAN, in the environment, is the seconds within which they are killed: of
 their beginning, or of that of a publication's last step, the change of the index, with AT=index.
 """
@@ -20,12 +20,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from builds import environment
 from ling3export.artifacts.catalog.layout import Layout
 from ling3export.artifacts.catalog.publish import Words, publish
 from ling3export.artifacts.catalog.pull import resolve, verify
 from ling3export.artifacts.catalog.stores import open_layout
 from ling3export.foundation.errors import CatalogError
+from tests.support.builds import environment
 
 # Small blocks and parts, so that there are many moments.
 SCRIPT = """
@@ -167,6 +167,6 @@ def main(artifact: str, count: str, seed: str = "0", kind: str = "oci") -> None:
 
 
 if __name__ == "__main__":
-    from s3_server import s3_bucket
+    from tests.support.s3_server import s3_bucket
 
     main(*sys.argv[1:])

@@ -1,6 +1,6 @@
 """Faults of one of two hosts at random moments: what the hosts say, and how long it takes until all have ended.
 
-``python tests/support/faults.py ARTIFACT COUNT [AT_ONCE [KIND …]]`` injects each kind COUNT times and prints a table.
+``python -m tests.support.faults ARTIFACT COUNT [AT_ONCE [KIND …]]`` injects each kind COUNT times and prints a table.
 """
 
 import os
@@ -19,8 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from builds import environment
 from ling3export.foundation.processes import free_port
+from tests.support.builds import environment
 
 KINDS = ("killed", "stopped", "slowed", "partitioned")
 PHASES = ("starting", "loading", "running")

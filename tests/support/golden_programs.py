@@ -1,6 +1,6 @@
 """The golden programs: three cells of the true Ling3-Tiny for a TPU slice, and what they may cost.
 
-    python tests/support/golden_programs.py     compiles them, records the budget, and adds a line to docs/log.md
+    python -m tests.support.golden_programs     compiles them, records the budget, and adds a line to docs/log.md
 
 `make budgets` does that. The budget of each toolchain stands under its versions in ``tests/budgets/``; the test in
 ``test_golden_programs.py`` compiles the same cells and compares. No checkpoint is needed: programs depend on the
@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from artifacts_fixture import Artifacts
 from ling3export.checkpoint.synth import config_fields
 from ling3export.compile.lower import Compiled
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Cell, make_plan
-from tpu_texts import records
+from tests.support.artifacts_fixture import Artifacts
+from tests.support.tpu_texts import records
 
 ROOT = Path(__file__).parents[2]
 TARGET = "tpu:v6e:4x4"

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from builds import environment
 from ling3export.foundation.processes import free_port
+from tests.support.builds import environment
 
 FAULTS = {"PYTHONFAULTHANDLER": "1"}  # a crash in C++ says where
 RUNNER = (sys.executable, "-m", "ling3export.runners.cli")

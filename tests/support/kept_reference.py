@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from artifacts_fixture import Artifacts, digest_of, files_below, kept_folder, sources_of
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.runners.load.environment import cpu_features
 from ling3export.verify.formulas import Array, Margins
 from ling3export.verify.reference import Reference
+from tests.support.artifacts_fixture import Artifacts, digest_of, files_below, kept_folder, sources_of
 
 REFERENCE = "ling3export.verify.reference"
 

@@ -4,7 +4,6 @@ import threading
 
 import tokenizers
 
-from fake_backend import VOCAB, FakeBackend, answer
 from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.core import EngineCore
 from ling3export.runners.engine.counters import Counters
@@ -15,6 +14,7 @@ from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.load.loader import Timings
 from ling3export.runners.text.detokenize import TextStream
+from tests.support.fake_backend import VOCAB, FakeBackend, answer
 
 SLOTS, PAGES, PAGE, CHUNK, CONTEXT = 4, 24, 4, 4, 64
 LETTERS = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(65 + i): i for i in range(VOCAB)}, "A"))

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from direct import Direct, relative
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.checkpoint.synth import synthesize
 from ling3export.verify.reference import Reference
-from tolerances import MARGIN
+from tests.support.direct import Direct, relative
+from tests.support.tolerances import MARGIN
 
 
 class Case:

@@ -1,6 +1,6 @@
 """Random families of prompts with the prefix cache on and off: tokens must be the same, and everything must come back.
 
-    python tests/support/prefix_campaign.py ARTIFACT [REQUESTS] [SEED]
+    python -m tests.support.prefix_campaign ARTIFACT [REQUESTS] [SEED]
 
 ARTIFACT has snapshots. Some requests are cancelled, some ask for a next turn, some are sampled; families do not fit the
 cache, and answers do not fit the pages, so that there are evictions and pre-emptions.

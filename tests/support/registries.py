@@ -12,7 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from hosting import free_port
+from tests.support.hosting import free_port
 
 # For the one user `me` of a registry that asks; the password is `secret`.
 HTPASSWD = "me:$2y$05$abcdefghijklmnopqrstuuOQiyCxlgf/oeuTqixKmWdcYUh4Hjl0a\n"

@@ -1,12 +1,12 @@
 """The scheduler on the fake model, whose answers an oracle knows."""
 
-from fake_backend import VOCAB, FakeBackend, answer
 from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.inputs import Shapes
 from ling3export.runners.engine.request import Limits, Request, Sampling
 from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.state.prefix_cache import PrefixCache
+from tests.support.fake_backend import VOCAB, FakeBackend, answer
 
 CHUNK = 4
 

@@ -1,9 +1,9 @@
 """The cached-compile smoke test, ``make smoke``: the demo, built through the cache, generates from every program.
 
-    python tests/support/smoke.py            build, load, generate; what an earlier run of the same fingerprint left
+    python -m tests.support.smoke            build, load, generate; what an earlier run of the same fingerprint left
                                              must do
-    python tests/support/smoke.py --warm     the same, and it is an error if there was no such run
-    python tests/support/smoke.py --key      print the fingerprint: all that decides the programs, this processor too
+    python -m tests.support.smoke --warm     the same, and it is an error if there was no such run
+    python -m tests.support.smoke --key      print the fingerprint: all that decides the programs, this processor too
 
 Everything lies in LING3_SMOKE_CACHE (``.smoke-cache``): ``cache/``, which all fingerprints share, and by fingerprint
 the artifact with ``done.json``, what the first run generated. A run that finds ``done.json`` must trace and compile

@@ -1,20 +1,20 @@
 """What the programs that move states move: of the true Ling3-Tiny for a TPU slice, by the compiler's count.
 
-``python tests/support/state_bytes.py [TARGET]`` compiles ``copy``, ``fetch`` and ``store`` and prints a table. No
+``python -m tests.support.state_bytes [TARGET]`` compiles ``copy``, ``fetch`` and ``store`` and prints a table. No
 checkpoint is needed. A sequence's recurrent and conv state of a chip is read and written; of the latents whole pages.
 """
 
 import sys
 
-from artifacts_fixture import Artifacts
-from golden_programs import TARGET
 from ling3export.artifacts.schema import MOVING
 from ling3export.checkpoint.synth import config_fields
 from ling3export.compile.lower import Compiled
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
-from tpu_texts import records
+from tests.support.artifacts_fixture import Artifacts
+from tests.support.golden_programs import TARGET
+from tests.support.tpu_texts import records
 
 BAR = 1.2  # times what must move
 

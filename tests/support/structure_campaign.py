@@ -1,4 +1,4 @@
-"""Random JSON schemas and regexes as grammars of a real model: ``python tests/support/structure_campaign.py ARTIFACT``.
+"""Random JSON schemas and regexes as grammars of a real model: ``python -m tests.support.structure_campaign ARTIFACT``.
 
 Every text that comes to its end has to be what was asked for, as the libraries jsonschema and re see it; one that the
 limit of tokens cuts is counted apart. Case N of a seed is always the same.

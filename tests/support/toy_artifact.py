@@ -15,7 +15,6 @@ import pytest
 from jax.sharding import PartitionSpec
 from safetensors.numpy import save_file
 
-from artifacts_fixture import Artifacts, digest_of, kept_folder, sources_of, versions
 from ling3export.artifacts import schema
 from ling3export.artifacts.manifest import file_record, write_manifest
 from ling3export.artifacts.schema import Manifest
@@ -28,7 +27,8 @@ from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.inputs import batch_fields, packed_size, unpack
 from ling3export.model.state import StateArray
 from ling3export.runners.engine.engine import Engine
-from tiny import tiny_fields
+from tests.support.artifacts_fixture import Artifacts, digest_of, kept_folder, sources_of, versions
+from tests.support.tiny import tiny_fields
 
 VOCAB, EOS, TP = 320, 316, 2
 SLOTS, PAGES, PAGE, CONTEXT = 3, 10, 16, 64

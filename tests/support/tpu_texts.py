@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from artifacts_fixture import Artifacts, digest_of
 from ling3export.artifacts.records import from_json, sha256_of, to_json
 from ling3export.cache.keys import below_model, cell_fields, source_digests, toolchain
 from ling3export.cache.use import CacheUse
@@ -23,6 +22,7 @@ from ling3export.foundation.processes import Child, Parent
 from ling3export.model.config import Config
 from ling3export.plan.plan import Cell, Plan
 from ling3export.runners.load.environment import compiler_flags
+from tests.support.artifacts_fixture import Artifacts, digest_of
 
 # The sources that put libtpu's answer into a record.
 ASKING = ("compile/accelerators.py", "compile/lower.py", "runners/load/pjrt.py")

@@ -1,6 +1,6 @@
 """Faults of one end of a transfer, at random moments: what the other end counts, and how long it takes.
 
-``python tests/support/transfer_faults.py COUNT [SEED]`` injects each COUNT times and prints a table.
+``python -m tests.support.transfer_faults COUNT [SEED]`` injects each COUNT times and prints a table.
 """
 
 import os
@@ -19,11 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import transfers
 from ling3export.runners.transfer.backend import Source
 from ling3export.runners.transfer.objects import HEADER, Key, state_abi
 from ling3export.runners.transfer.options import LISTENING
-from transfers import LAYOUT, backend, keys, same, segment, write
+from tests.support import transfers
+from tests.support.transfers import LAYOUT, backend, keys, same, segment, write
 
 DEADLINE = 2.0  # seconds that a reader has
 GRACE = 5.0  # seconds more that a busy machine may take

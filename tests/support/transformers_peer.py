@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from artifacts_fixture import Artifacts, digest_of, files_below, kept_folder, run
 from ling3export.runners.load.environment import cpu_features
+from tests.support.artifacts_fixture import Artifacts, digest_of, files_below, kept_folder, run
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "tests" / "support" / "parity"

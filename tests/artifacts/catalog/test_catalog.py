@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-import toy_artifact
-from catalog_kills import contents, kill_publishers, kill_pulls, started
 from ling3export.artifacts.catalog import oci
 from ling3export.artifacts.catalog import pull as pulling
 from ling3export.artifacts.catalog.layout import Layout
@@ -35,8 +33,10 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.evals.folder import RunRecord
 from ling3export.runners.evals.trials import RunConfig
 from ling3export.runners.load.weights import Weights
-from manifests import parted
-from refusals import refusal
+from tests.support import toy_artifact
+from tests.support.catalog_kills import contents, kill_publishers, kill_pulls, started
+from tests.support.manifests import parted
+from tests.support.refusals import refusal
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from artifacts_fixture import RECIPES
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.share import check_share
 from ling3export.cli import main as cli
 from ling3export.compile import pool
 from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.load.weights import Weights
-from registries import docker_registry
+from tests.support.artifacts_fixture import RECIPES
+from tests.support.registries import docker_registry
 
 WORKFLOW = Path(__file__).parents[3] / "deploy/ci-catalog.yml"
 COMMANDS = {"ling3export": cli.main, "ling3-runner": runner_cli.main}

@@ -11,8 +11,6 @@ import click
 import pytest
 from click.testing import CliRunner
 
-import toy_artifact
-from catalog_kills import contents
 from ling3export.artifacts.catalog.layout import Layout
 from ling3export.artifacts.catalog.publish import Words, publish
 from ling3export.artifacts.manifest import MANIFEST, read_manifest
@@ -24,8 +22,10 @@ from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.cli.options import FOLDER
 from ling3export.runners.cli.references import Artifact
 from ling3export.runners.load.references import pulled
-from manifests import parted
-from refusals import refusal
+from tests.support import toy_artifact
+from tests.support.catalog_kills import contents
+from tests.support.manifests import parted
+from tests.support.refusals import refusal
 
 
 @pytest.fixture

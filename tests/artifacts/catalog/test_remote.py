@@ -16,7 +16,6 @@ from click.testing import CliRunner
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
-import toy_artifact
 from ling3export.artifacts.catalog import oci, remote
 from ling3export.artifacts.catalog import pull as pulling
 from ling3export.artifacts.catalog.layout import INDEX, Layout
@@ -30,9 +29,10 @@ from ling3export.cli import main as cli
 from ling3export.foundation.errors import AuthDenied, AuthRequired, CatalogError, VersionExists
 from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.engine.engine import Engine
-from refusals import refusal
-from registries import HTPASSWD, docker_registry, web_server
-from token_server import USER, Answer, TokenServer, answering
+from tests.support import toy_artifact
+from tests.support.refusals import refusal
+from tests.support.registries import HTPASSWD, docker_registry, web_server
+from tests.support.token_server import USER, Answer, TokenServer, answering
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-import toy_artifact
-from catalog_kills import contents
 from ling3export.artifacts.catalog import pull as pulling
 from ling3export.artifacts.catalog import remote
 from ling3export.artifacts.catalog.layout import INDEX
@@ -22,8 +20,10 @@ from ling3export.artifacts.share import check_share
 from ling3export.cli import main as cli
 from ling3export.foundation.errors import CatalogError, VersionExists
 from ling3export.runners.cli import main as runner_cli
-from manifests import parted
-from s3_server import s3_bucket
+from tests.support import toy_artifact
+from tests.support.catalog_kills import contents
+from tests.support.manifests import parted
+from tests.support.s3_server import s3_bucket
 
 
 @pytest.fixture(scope="module")

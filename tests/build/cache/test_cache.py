@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from builds import environment
 from ling3export.artifacts.files import user_cache
 from ling3export.artifacts.records import sha256_of
 from ling3export.cache.cleanup import clean_up
 from ling3export.cache.store import Cache, entries
 from ling3export.cache.use import CacheUse
 from ling3export.foundation.errors import ArtifactError
+from tests.support.builds import environment
 
 FIELDS = {"cell": {"phase": "decode", "padding": 16}, "toolchain": {"jaxlib": "0.11.2"}}
 KEY = sha256_of(FIELDS)

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from builds import UNOPTIMIZED, ended
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Manifest
 from ling3export.cache.cells import counts
-from tiny import tiny_fields, tiny_weights, write_tiny
+from tests.support.builds import UNOPTIMIZED, ended
+from tests.support.tiny import tiny_fields, tiny_weights, write_tiny
 
 pytestmark = pytest.mark.build
 

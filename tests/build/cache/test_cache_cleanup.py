@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from builds import environment
 from ling3export.artifacts.records import sha256_of
 from ling3export.cache.cells import Cells
 from ling3export.cache.cleanup import Cleaned, clean_up, status, total_bytes
@@ -24,7 +23,8 @@ from ling3export.cli import main as cli
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
-from tiny import tiny_fields
+from tests.support.builds import environment
+from tests.support.tiny import tiny_fields
 
 TARGET = {"platform": "cpu", "kind": None, "topology": None, "tp": 2, "processes": 1, "machine": "m"}
 HOLDER = """

@@ -32,8 +32,8 @@ from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Cell, Plan, make_plan
 from ling3export.runners.load import environment
-from package_copy import copied
-from tiny import tiny_fields
+from tests.support.package_copy import copied
+from tests.support.tiny import tiny_fields
 
 CELL = Cell("decode", 16)
 MEMORY = Memory(1, 2, 3, 4, 5)

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-import smoke
 from ling3export.cli import main as cli
+from tests.support import smoke
 
 ROOT = Path(__file__).parents[3]
 WORKFLOW = ROOT / "deploy" / "ci-smoke.yml"

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from demo_steps import pairs
 from ling3export.checkpoint.synth import config_fields
 from ling3export.compile.build import DEMO
 from ling3export.model.config import Config
 from ling3export.runners.evals.demo import is_kept_pair
+from tests.support.demo_steps import pairs
 from tools import train_demo
 from tools.demo_checkpoint import SIZES
 from tools.demo_data import Rows

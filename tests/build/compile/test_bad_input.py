@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from builds import SMALLEST
 from ling3export.cli import main as cli
-from refusals import refusal
-from tiny import tiny_fields, tiny_weights, write_tiny
+from tests.support.builds import SMALLEST
+from tests.support.refusals import refusal
+from tests.support.tiny import tiny_fields, tiny_weights, write_tiny
 
 Fields = dict[str, Any]
 Tensors = dict[str, np.ndarray]

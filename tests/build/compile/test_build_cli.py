@@ -12,13 +12,23 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from builds import SMALLEST, UNOPTIMIZED, building, ended, environment, kill_one, marked, wait_for, wait_until_gone
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.cli import main as cli
 from ling3export.cli import options
 from ling3export.foundation.errors import ArtifactError
 from ling3export.runners.cli import main as runner_cli
-from tiny import tiny_fields, tiny_weights, write_tiny
+from tests.support.builds import (
+    SMALLEST,
+    UNOPTIMIZED,
+    building,
+    ended,
+    environment,
+    kill_one,
+    marked,
+    wait_for,
+    wait_until_gone,
+)
+from tests.support.tiny import tiny_fields, tiny_weights, write_tiny
 
 pytestmark = pytest.mark.build
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from fake_ray import FakeRay
 from ling3export.artifacts.schema import Memory, Mesh, Origin, Program, Requirements
 from ling3export.cache.cells import Built, Cells
 from ling3export.cache.use import CacheUse
@@ -26,7 +25,8 @@ from ling3export.plan.plan import make_plans
 from ling3export.pricing.pricing import config_of
 from ling3export.runners.fleet.crew import Cluster
 from ling3export.runners.fleet.pool import Pool
-from tiny import tiny_fields, tiny_weights, write_tiny
+from tests.support.fake_ray import FakeRay
+from tests.support.tiny import tiny_fields, tiny_weights, write_tiny
 
 OPTIONS = Options((16,), (1,), tp=1, max_running=1, page_size=16, context=64)
 CELLS = ["adjust@1", "decode@1", "prefill@16", "sample@1"]

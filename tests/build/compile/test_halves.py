@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-import toy_artifact
-from artifacts_fixture import RECIPES
-from builds import copying
 from ling3export.artifacts.manifest import read_manifest, recorded_files
 from ling3export.artifacts.schema import PortableReceipts, Receipts, Tolerance
 from ling3export.checkpoint.convert import store_files
@@ -29,7 +26,10 @@ from ling3export.model.parameters import expected_tensors, mtp_tensors
 from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.engine.engine import Engine
 from ling3export.verify.verify import check_digests
-from refusals import refusal
+from tests.support import toy_artifact
+from tests.support.artifacts_fixture import RECIPES
+from tests.support.builds import copying
+from tests.support.refusals import refusal
 
 PROMPT = [5, 9, 2]
 

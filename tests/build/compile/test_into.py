@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from builds import copying, environment
 from ling3export.artifacts.manifest import read_manifest, write_manifest
 from ling3export.artifacts.staging import folder_lock
 from ling3export.cli import main as cli
@@ -23,7 +22,8 @@ from ling3export.compile import pool as compiling
 from ling3export.foundation.errors import PlanError
 from ling3export.runners.cli import main as runner_cli
 from ling3export.verify.verify import check_digests
-from refusals import refusal
+from tests.support.builds import copying, environment
+from tests.support.refusals import refusal
 
 CELLS = ("prefill@128", "decode@8", "sample@8", "adjust@8")
 
@@ -136,8 +136,7 @@ def test_a_damaged_artifact_gets_no_target(whole, monkeypatch, pattern):
 KILLED = """
 import os, sys
 from pathlib import Path
-sys.path.insert(0, {support!r})
-from builds import copying
+from tests.support.builds import copying
 from ling3export.cli import main as cli
 from ling3export.compile import pool as compiling
 from ling3export.compile import build, into
@@ -163,7 +162,6 @@ def test_killed_at_any_moment_the_artifact_is_whole_and_the_next_addition_cleans
         add(whole, "--target", "cpu@2")
     before = read_manifest(whole)
     script = KILLED.format(
-        support=str(Path(__file__).parents[2] / "support"),
         programs=str(other / "programs" / "cpu-tp2"),
         other=str(other),
         at=at,

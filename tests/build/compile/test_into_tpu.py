@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from builds import environment
 from ling3export.artifacts.manifest import read_manifest
+from tests.support.builds import environment
 
 pytestmark = pytest.mark.tpu
 

@@ -16,7 +16,7 @@ from ling3export.plan import kernels
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
 from ling3export.runners.cli import main as runner_cli
-from refusals import refusal
+from tests.support.refusals import refusal
 
 FULL = Config.from_dict(config_fields("full", {}))
 RUN = ("--prompt-ids", "1,2,3", "--max-tokens", "2")

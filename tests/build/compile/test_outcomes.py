@@ -17,7 +17,7 @@ from ling3export.plan.chips import CHIPS
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
 from ling3export.plan.targets import Target
-from tiny import tiny_fields
+from tests.support.tiny import tiny_fields
 
 CONFIG = Config.from_dict(tiny_fields())
 OPTIONS = Options((16,), (1,), tp=1, max_running=1, page_size=16, context=64)

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from builds import environment
 from ling3export.foundation.errors import PlanError
 from ling3export.foundation.processes import Child, Failure, ending
+from tests.support.builds import environment
 
 LARGE = {"text": "ü" * 10**6, "numbers": list(range(1000))}
 # Starts a child and is killed while it is alive.

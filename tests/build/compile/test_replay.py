@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from builds import copying
 from ling3export.artifacts.records import to_json
 from ling3export.cli import main as cli
 from ling3export.compile import pool as compiling
@@ -17,9 +16,10 @@ from ling3export.compile import replay
 from ling3export.foundation.errors import ArtifactError
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
-from manifests import changed_targets
-from refusals import refusal
-from tiny import tiny_fields
+from tests.support.builds import copying
+from tests.support.manifests import changed_targets
+from tests.support.refusals import refusal
+from tests.support.tiny import tiny_fields
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from fake_backend import VOCAB, FakeBackend
 from ling3export.foundation.errors import PlanError
 from ling3export.plan.paddings import (
     Histogram,
@@ -25,6 +24,7 @@ from ling3export.runners.engine.inputs import CALL, Shapes
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.sequence import Sequence
+from tests.support.fake_backend import VOCAB, FakeBackend
 
 FIELDS = ("calls", "padded", "wasted")
 PADDINGS, DECODE = (16, 48, 128), (4, 8)

@@ -12,7 +12,7 @@ from ling3export.model.config import Config
 from ling3export.plan.options import Options, check_paddings, parse_bytes, parse_paddings
 from ling3export.plan.plan import Cell, derive_decode_paddings, make_plan
 from ling3export.savedmodel.export import build_savedmodel
-from tiny import tiny_fields
+from tests.support.tiny import tiny_fields
 
 CONFIG = Config.from_dict(tiny_fields())
 # One page of 16 tokens on one device: 3 MLA layers x 16 tokens x (20 + 4) values x 2 bytes.

@@ -24,7 +24,7 @@ from ling3export.pricing.memory import check_memory, held
 from ling3export.pricing.pricing import PricedCell, TokenCosts, priced, token_costs
 from ling3export.pricing.recorded import config_of, layout_difference, options_of, plan_of
 from ling3export.pricing.text import _columns, _tokens
-from refusals import refusal
+from tests.support.refusals import refusal
 
 FULL = Config.from_dict(config_fields("full", {}))
 MEMORY = Memory(arguments=1000, outputs=300, temporaries=70, alias=250, code=5)

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-import browser as browsers
-from browser import Page, browser
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import ON_LOGITS, Collective
 from ling3export.cli import main as cli
 from ling3export.report.figures import MEMORY, Bars, estimated, figures, memory_parts, si, times
 from ling3export.report.inspect import describe
 from ling3export.report.page import render
+from tests.support import browser as browsers
+from tests.support.browser import Page, browser
 
 CHECKS = Path(__file__).with_name("page_checks.js").read_text()
 TARGET = "tpu-v6e-2x2-tp4"

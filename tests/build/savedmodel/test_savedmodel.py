@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from artifacts_fixture import run, sources_of, versions
-from builds import UNOPTIMIZED
-from direct import Direct, pack, relative
 from ling3export.artifacts.schema import Weights
 from ling3export.checkpoint.convert import store_bytes
 from ling3export.checkpoint.reader import Checkpoint
@@ -27,8 +24,11 @@ from ling3export.model.parameters import parameters
 from ling3export.model.program import build_step
 from ling3export.plan.options import Options
 from ling3export.savedmodel import export as savedmodel
-from numerics import Quick
-from tiny import tiny_fields
+from tests.support.artifacts_fixture import run, sources_of, versions
+from tests.support.builds import UNOPTIMIZED
+from tests.support.direct import Direct, pack, relative
+from tests.support.numerics import Quick
+from tests.support.tiny import tiny_fields
 
 pytestmark = pytest.mark.install
 

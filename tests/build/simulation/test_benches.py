@@ -13,12 +13,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-import toy_artifact
 from bench import fleet, fleet_ours, fleet_scale
 from ling3export.runners.engine import scheduler
 from ling3export.runners.engine.engine import Engine
 from ling3export.simulation.fleet import Fleet, simulate
 from ling3export.simulation.replica import Ask, Times
+from tests.support import toy_artifact
 
 
 def test_a_thousand_chips_are_drawn_and_told(monkeypatch, tmp_path, capsys):

@@ -8,7 +8,7 @@ import simpy
 from ling3export.runners.engine.inputs import CALL
 from ling3export.simulation.fleet import Fleet, simulate
 from ling3export.simulation.replica import Ask, Machine, Replica, Times
-from scheduler_rig import Rig, prompt
+from tests.support.scheduler_rig import Rig, prompt
 
 TIMES = Times({16: 2.0, 64: 5.0}, {1: 1.0, 4: 1.5}, 4)
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from artifacts_fixture import RECIPES, Artifacts
-from direct import agreed, relative
-from kept_reference import KeptReference
-from probe import Part, Probe, Rows
-from tolerances import BFLOAT16_MEDIAN, FLOAT32, MARGIN, SAME
-from transformers_peer import transformers_logits
+from tests.support.artifacts_fixture import RECIPES, Artifacts
+from tests.support.direct import agreed, relative
+from tests.support.kept_reference import KeptReference
+from tests.support.probe import Part, Probe, Rows
+from tests.support.tolerances import BFLOAT16_MEDIAN, FLOAT32, MARGIN, SAME
+from tests.support.transformers_peer import transformers_logits
 
 # One TP shard a device, all of 16 on one, and what lies between; the micro model has no more than four heads.
 FLOAT32_ARTIFACTS = ["small-tp16", "small-tp1", "micro-tp4", "micro-tp2", "micro-tp1", "micro-tp4-flat"]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from jax import export
 
-from artifacts_fixture import Artifacts
 from ling3export.artifacts.schema import FileRecord, Manifest
+from tests.support.artifacts_fixture import Artifacts
 
 CONSTANT_BYTES = 4096  # tables of frequencies and masks of a chunk stay far below
 LITERAL = re.compile(r"constant dense(?:_resource)?<.*?> : tensor<(.*?)>")

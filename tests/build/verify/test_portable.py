@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 from jax import export
 
-import toy_artifact
 from ling3export.artifacts.manifest import file_record, read_checked, read_manifest, write_manifest
 from ling3export.artifacts.schema import Executable, PortableReceipts, Receipt, State, StateArray, Tolerance, Weights
 from ling3export.cli import main as cli
@@ -23,7 +22,8 @@ from ling3export.runners.load import environment, recompile
 from ling3export.runners.load.pjrt import lacking, recorded_mesh
 from ling3export.verify import measure
 from ling3export.verify.portable import not_run, too_large
-from tiny import tiny_fields
+from tests.support import toy_artifact
+from tests.support.tiny import tiny_fields
 
 PASSED, FAILED = (Receipt(status, 0.5, 0.5, 1.0, 3) for status in ("passed", "failed"))
 

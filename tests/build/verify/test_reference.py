@@ -22,7 +22,7 @@ from ling3export.verify.formulas import (
     sigmoid,
 )
 from ling3export.verify.reference import Reference
-from tiny import tiny_fields, tiny_weights
+from tests.support.tiny import tiny_fields, tiny_weights
 
 # Two float64 orders of the same sums; a formula mistake is worse by ten orders of magnitude.
 FLOAT64_NOISE = 1e-12

@@ -23,7 +23,7 @@ from ling3export.runners.calibrate.receipts import logits_receipt, relative_erro
 from ling3export.verify import verify
 from ling3export.verify.measure import measure_apart
 from ling3export.verify.verify import check_digests
-from manifests import changed_targets
+from tests.support.manifests import changed_targets
 
 VECTORS = "vectors/expected.safetensors"
 SEQUENCES = tuple(

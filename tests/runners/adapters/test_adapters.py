@@ -19,9 +19,6 @@ from typing import Any
 import pytest
 import yaml
 
-import toy_artifact
-from artifacts_fixture import ROOT
-from eval_fakes import FakeBackend, half, numbered
 from ling3export.artifacts.catalog.layout import Layout
 from ling3export.artifacts.catalog.publish import Words, publish
 from ling3export.artifacts.manifest import MANIFEST
@@ -32,7 +29,10 @@ from ling3export.runners.evals.export import inspect_log
 from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.suites import Suite
 from ling3export.runners.evals.trials import RunConfig
-from serving import RUNNER
+from tests.support import toy_artifact
+from tests.support.artifacts_fixture import ROOT
+from tests.support.eval_fakes import FakeBackend, half, numbered
+from tests.support.serving import RUNNER
 
 pytestmark = pytest.mark.install
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-import toy_artifact
 from ling3export.runners.engine.engine import Engine
-from serving import Server
+from tests.support import toy_artifact
+from tests.support.serving import Server
 
 pytestmark = pytest.mark.install
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-import toy_artifact
 from ling3export.foundation.errors import Ling3Error, RequestError
 from ling3export.foundation.shards import Shard
 from ling3export.runners.batch.run import BatchError, merge, read_record, run_batch
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped
+from tests.support import toy_artifact
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 SETTINGS: dict[str, Any] = {"max_tokens": 4, "temperature": 1.0, "seed": 5}

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-import toy_artifact
-from fake_openai import serving, whole, words
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.runners.bench.measure import Settings, measure
 from ling3export.runners.bench.record import distribution, over_time, side_by_side
@@ -16,6 +14,8 @@ from ling3export.runners.bench.servers import InProcess
 from ling3export.runners.bench.table import check
 from ling3export.runners.cli.main import main
 from ling3export.runners.load.programs import Programs
+from tests.support import toy_artifact
+from tests.support.fake_openai import serving, whole, words
 
 DATA = Path(__file__).parents[2] / "data"
 SMALL = ["--num-prompts", 6, "--input-len", 12, "--output-len", 8]

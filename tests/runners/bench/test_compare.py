@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-import toy_artifact
-from builds import SCRIPT
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.foundation.errors import Ling3Error, RequestError
 from ling3export.foundation.processes import command, environment
@@ -31,6 +29,8 @@ from ling3export.runners.cli.main import main
 from ling3export.runners.endpoint import Endpoint
 from ling3export.runners.state.form import layout_of
 from ling3export.runners.transfer.objects import Key, Kind
+from tests.support import toy_artifact
+from tests.support.builds import SCRIPT
 
 FORM = "expected NxT (N engines of T devices each), nPmD (n devices that prefill, m that decode) or NAME=URL (a server)"
 WAIT = 120.0  # seconds, for what takes a few

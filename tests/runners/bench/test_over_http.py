@@ -6,11 +6,11 @@ import socket
 
 import pytest
 
-from fake_openai import HEAD, chunk, event, serving, whole, words
 from ling3export.foundation.errors import Ling3Error, RequestError
 from ling3export.runners.bench.over_http import OverHttp
 from ling3export.runners.bench.run import run
 from ling3export.runners.bench.workloads import Ask, arrivals
+from tests.support.fake_openai import HEAD, chunk, event, serving, whole, words
 
 
 def client(url, **more):

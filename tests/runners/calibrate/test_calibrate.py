@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-import toy_artifact
-from hosting import hosting
 from ling3export.artifacts.calibration import (
     Calibration,
     Times,
@@ -34,6 +32,8 @@ from ling3export.runners.cli.main import main
 from ling3export.runners.engine.inputs import Shapes, decode_fields, prefill_fields
 from ling3export.runners.load import calibrated
 from ling3export.runners.load.calibrated import calls_measured
+from tests.support import toy_artifact
+from tests.support.hosting import hosting
 
 
 class Run(NamedTuple):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-import toy_artifact
 from ling3export.runners.cli.main import main
 from ling3export.runners.cli.prompts import read_prompts
+from tests.support import toy_artifact
 
 COMMANDS = """\
 Usage: ling3-runner [OPTIONS] COMMAND [ARGS]...

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from artifacts_fixture import ROOT, Artifacts, digest_of, files_below, run, versions
-from serving import RUNNER, Server
+from tests.support.artifacts_fixture import ROOT, Artifacts, digest_of, files_below, run, versions
+from tests.support.serving import RUNNER, Server
 
 pytestmark = pytest.mark.install
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-import toy_artifact
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.runners.cli import doctor as command
 from ling3export.runners.cli.main import main
 from ling3export.runners.doctor import diagnosis, machine
 from ling3export.runners.doctor.diagnosis import Weight, exit_code, of_files, of_machine, of_target
 from ling3export.runners.doctor.machine import Devices, Machine
+from tests.support import toy_artifact
 
 FOLDER = Path("a.ling3")
 GB = 10**9

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import toy_artifact
-from choosing import greedy, log_softmax, most_likely
 from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
+from tests.support import toy_artifact
+from tests.support.choosing import greedy, log_softmax, most_likely
 
 PROMPT = [5, 9, 7]
 TABLE = toy_artifact.table()

@@ -10,12 +10,12 @@ from contextlib import aclosing
 
 import pytest
 
-from fake_backend import VOCAB, answer
 from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.handle import EngineStalled, EngineStopped, LogitsError, QueueFull
 from ling3export.runners.engine.request import Sampling
 from ling3export.runners.evals.run import transcript_of
-from loop_rig import PAGE, PAGES, SLOTS, WAIT, Rig, expected, request
+from tests.support.fake_backend import VOCAB, answer
+from tests.support.loop_rig import PAGE, PAGES, SLOTS, WAIT, Rig, expected, request
 
 
 def test_a_handle_gives_tokens_text_and_times():

@@ -26,7 +26,7 @@ from ling3export.runners.text.grammar import Grammar
 from ling3export.runners.transfer.asking import AWAY
 from ling3export.runners.transfer.options import Prefillers, Transfer
 from ling3export.runners.transfer.renewals import Renewals
-from transfers import moved
+from tests.support.transfers import moved
 
 WAIT = 60  # seconds, for what takes milliseconds
 PARAMS = {"do_remote_prefill": True, "phases_ms": {"queue": 1.0, "prefill": 2.0, "save": 0.5}}

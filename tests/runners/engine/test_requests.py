@@ -10,7 +10,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-import toy_artifact
 from ling3export.artifacts.manifest import read_manifest, write_manifest
 from ling3export.foundation.errors import RequestError
 from ling3export.runners.cli.prompts import read_prompts
@@ -18,7 +17,8 @@ from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped, RequestHandle
 from ling3export.runners.engine.request import Request, Sampling
-from manifests import changed_targets
+from tests.support import toy_artifact
+from tests.support.manifests import changed_targets
 
 
 @pytest.fixture(scope="module")

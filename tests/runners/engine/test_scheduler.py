@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from fake_backend import VOCAB, answer
-from scheduler_rig import Rig, prompt
+from tests.support.fake_backend import VOCAB, answer
+from tests.support.scheduler_rig import Rig, prompt
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])

@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from artifacts_fixture import Artifacts, run
-from fake_backend import VOCAB, FakeBackend, next_token
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Sequence as VectorSequence
 from ling3export.artifacts.schema import Tolerance
@@ -32,9 +30,11 @@ from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.score import pair_ids, scored
 from ling3export.runners.engine.sequence import Sequence
 from ling3export.verify.reference import Reference
-from refusals import refusal
-from scheduler_rig import CHUNK, Rig, prompt
-from tolerances import FLOAT32, MARGIN
+from tests.support.artifacts_fixture import Artifacts, run
+from tests.support.fake_backend import VOCAB, FakeBackend, next_token
+from tests.support.refusals import refusal
+from tests.support.scheduler_rig import CHUNK, Rig, prompt
+from tests.support.tolerances import FLOAT32, MARGIN
 
 
 def likelihood(tokens: list[int], following: int) -> float:

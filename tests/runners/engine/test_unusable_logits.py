@@ -9,10 +9,7 @@ import httpx2
 import pytest
 from click.testing import CliRunner
 
-import toy_artifact
-from artifacts_fixture import Artifacts
 from bench.faults import put_nan
-from eval_fakes import NUMERIC
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import LogitsError
@@ -24,7 +21,10 @@ from ling3export.runners.evals.suites import Suite
 from ling3export.runners.evals.tasks import Task
 from ling3export.runners.evals.trials import RunConfig
 from ling3export.runners.serve.app import Policy, application
-from refusals import refusal
+from tests.support import toy_artifact
+from tests.support.artifacts_fixture import Artifacts
+from tests.support.eval_fakes import NUMERIC
+from tests.support.refusals import refusal
 
 VOCAB = toy_artifact.VOCAB
 

@@ -6,7 +6,6 @@ from dataclasses import asdict
 import pytest
 from click.testing import CliRunner
 
-from eval_fakes import NUMERIC, FakeBackend, half, numbered
 from ling3export.runners.cli.main import main
 from ling3export.runners.evals.backend import Ask
 from ling3export.runners.evals.compare import determinism, diff
@@ -17,6 +16,7 @@ from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.suites import Suite
 from ling3export.runners.evals.tasks import Task
 from ling3export.runners.evals.trials import EvalError, RunConfig
+from tests.support.eval_fakes import NUMERIC, FakeBackend, half, numbered
 
 
 def call(*arguments):

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import diverging
-from hosting import RUNNER, hosting, wait_until_following
 from ling3export.runners.evals.folder import read_predictions
+from tests.support import diverging
+from tests.support.hosting import RUNNER, hosting, wait_until_following
 
 pytestmark = pytest.mark.hosts
 

@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-import eval_fakes
-from eval_fakes import FakeBackend, half, numbered
 from ling3export.foundation.errors import RequestError
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.handle import EngineStopped
@@ -25,6 +23,8 @@ from ling3export.runners.evals.folder import KEYS, read_predictions
 from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.suites import Suite
 from ling3export.runners.evals.trials import EvalError, GraderError, RunConfig, trial_seed
+from tests.support import eval_fakes
+from tests.support.eval_fakes import FakeBackend, half, numbered
 
 LINE = re.compile(r"^正确率: \d+/\d+ = (0\.\d{4}|1\.0000)$")
 REPORT = Path(__file__).parents[2] / "data/eval_report.md"

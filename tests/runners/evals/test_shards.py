@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from eval_fakes import FakeBackend, half, numbered
 from ling3export.artifacts.records import sha256_of
 from ling3export.foundation.errors import ArtifactError
 from ling3export.foundation.shards import Shard
@@ -18,6 +17,7 @@ from ling3export.runners.evals.merge import merge
 from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.suites import Suite
 from ling3export.runners.evals.trials import EvalError, RunConfig
+from tests.support.eval_fakes import FakeBackend, half, numbered
 
 CONFIG = RunConfig(trials=2, batch=3, transcripts=True)
 SUITE = Suite("gsm8k", numbered(8, category="sums"), {"test.jsonl": "c" * 64}, 0.85)  # 16 trials: 6 batches

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from eval_fakes import FakeBackend
 from ling3export.runners.evals.graders import grade
 from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.suites import load_suite
 from ling3export.runners.evals.trials import EvalError, RunConfig
+from tests.support.eval_fakes import FakeBackend
 
 GSM8K = Path(__file__).parents[2] / "data/gsm8k"
 

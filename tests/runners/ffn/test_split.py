@@ -18,7 +18,6 @@ import httpx2
 import numpy as np
 import pytest
 
-from artifacts_fixture import Artifacts
 from ling3export.artifacts.agreement import check_agreement
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.records import WrongRecordError
@@ -31,8 +30,9 @@ from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.ffn.segment import FOLDER, PREFIX, FfnGone
 from ling3export.runners.ffn.worker import FfnWorker
-from serving import Server
-from tolerances import BFLOAT16_MEDIAN, SAME
+from tests.support.artifacts_fixture import Artifacts
+from tests.support.serving import Server
+from tests.support.tolerances import BFLOAT16_MEDIAN, SAME
 
 pytestmark = pytest.mark.build
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from fake_ray import Dead, FakeRay, RayError
 from ling3export.foundation.errors import ArtifactError, Ling3Error
 from ling3export.runners.cli.cluster import on_cluster
 from ling3export.runners.fleet.crew import PLACE, SLICE, Cluster, ClusterError
 from ling3export.runners.fleet.pool import Gone, Pool
 from ling3export.runners.hosts.hosts import Hosts
+from tests.support.fake_ray import Dead, FakeRay, RayError
 
 HOSTS, BOUND = -3, -4
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-import ray_nodes
-import toy_artifact
 from ling3export.runners.batch.run import run_batch
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.engine import Engine
+from tests.support import ray_nodes, toy_artifact
 
 pytestmark = [pytest.mark.ray, pytest.mark.jit]
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import httpx2
 import pytest
 
-import faults
-from faults import Fault
-from hosting import hosting, wait_until_following
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.text.grammar import Grammar
+from tests.support import faults
+from tests.support.faults import Fault
+from tests.support.hosting import hosting, wait_until_following
 
 pytestmark = pytest.mark.hosts
 

@@ -13,9 +13,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from artifacts_fixture import run
-from builds import environment
-from hosting import hosting, wait_until_following
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.foundation.errors import ArtifactError, Ling3Error, PlanError, RequestError
 from ling3export.model.config import Config
@@ -28,7 +25,10 @@ from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.hosts.hosts import Hosts, find_hosts
 from ling3export.runners.load.targets import choose_target
 from ling3export.runners.transfer.options import PrefixFolder
-from tiny import tiny_fields
+from tests.support.artifacts_fixture import run
+from tests.support.builds import environment
+from tests.support.hosting import hosting, wait_until_following
+from tests.support.tiny import tiny_fields
 
 pytestmark = pytest.mark.hosts
 

@@ -16,8 +16,6 @@ from typing import Any
 import click
 import pytest
 
-from builds import environment
-from fake_backend import VOCAB, FakeBackend
 from ling3export.foundation.errors import ArtifactError, Ling3Error, RankDivergence
 from ling3export.foundation.processes import free_port
 from ling3export.runners.engine import core as cores
@@ -38,7 +36,9 @@ from ling3export.runners.hosts.rendezvous import HEAD, HELLO, REFUSED, HostsErro
 from ling3export.runners.hosts.rendezvous import IDENTITY as IDENTIFIES
 from ling3export.runners.load.loader import Timings, load
 from ling3export.runners.state.prefix_store import FollowingStore, PrefixStore
-from scheduler_rig import Rig
+from tests.support.builds import environment
+from tests.support.fake_backend import VOCAB, FakeBackend
+from tests.support.scheduler_rig import Rig
 
 SECRET = "correct horse battery staple".replace(" ", "-")
 IDENTITY = {"artifact": "a1", "target": "cpu-4x4-tp16", "overlap": True}

@@ -4,13 +4,10 @@ import json
 import signal
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from faults import STATED
-from hosting import hosting
 from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
@@ -19,6 +16,8 @@ from ling3export.runners.load.arrays import packed, unpacked
 from ling3export.runners.load.kept import PAGED, Kept, Shards, Whole
 from ling3export.runners.state.form import Carried
 from ling3export.runners.transfer.options import PrefixFolder, Transfer
+from tests.support.faults import STATED
+from tests.support.hosting import hosting
 
 PROMPT, OTHER = tuple(range(20, 90)), tuple(range(120, 190))
 GONE = (
@@ -26,12 +25,11 @@ GONE = (
     "hint: hosts live and die together: start the command on all of them again\n"
 )
 AWAY = {"do_remote_decode": True, "do_remote_prefill": False}
-SUPPORT = Path(__file__).parents[2] / "support"
-HOST = (sys.executable, SUPPORT / "shared_states.py")
+
+HOST = (sys.executable, "-m", "tests.support.shared_states")
 HALF = """
 import sys
-sys.path.insert(0, sys.argv.pop(1))
-import shared_states
+from tests.support import shared_states
 from ling3export.runners.hosts import channel
 from ling3export.runners.hosts.rendezvous import HEAD
 def half(peer, kind, payload):
@@ -175,7 +173,7 @@ def test_two_hosts_save_resume_give_take_and_keep_what_one_does(artifact, tmp_pa
 @pytest.mark.parametrize(("asked", "victim"), [("save", 1), ("give", 0), ("keep", 1)], ids=lambda value: str(value))
 def test_a_host_killed_while_a_state_is_gathered_ends_the_other_and_leaves_no_file(artifact, tmp_path, asked, victim):
     """Host 1 has sent half of its part of a state to host 0, and sends no more before the kill."""
-    command, slow = [artifact("micro-2x1-snapshots"), tmp_path], (sys.executable, "-c", HALF, SUPPORT)
+    command, slow = [artifact("micro-2x1-snapshots"), tmp_path], (sys.executable, "-c", HALF)
     request = Request(PROMPT, 6, Sampling(1.0, seed=3), ignore_eos=True)
     ask = {
         "save": {"save": request, "file": str(tmp_path / "saved")},

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from builds import environment
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.cli import main as cli
 from ling3export.foundation.errors import ArtifactError
@@ -21,8 +20,9 @@ from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.load import pjrt
 from ling3export.runners.load.loader import load
 from ling3export.verify.verify import check_digests
-from manifests import changed_targets
-from refusals import refusal
+from tests.support.builds import environment
+from tests.support.manifests import changed_targets
+from tests.support.refusals import refusal
 
 FLIPS = 200
 USED = ("manifest.json", "*.exec", "weights/*", "tokenizer/*.json")  # files that the runner reads

@@ -5,11 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-import toy_artifact
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.foundation.errors import ArtifactError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.load.programs import Programs, first_needed
+from tests.support import toy_artifact
 
 LATE = 20  # seconds, for what takes fractions of one
 NAMES = ("d", "c", "b", "a")

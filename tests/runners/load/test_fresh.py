@@ -20,9 +20,9 @@ from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.load import fresh, pjrt
 from ling3export.runners.load.loader import load
-from manifests import changed_targets
-from refusals import refusal
-from toy_artifact import PROMPTS, TARGET, answer, check_tokens, shared
+from tests.support.manifests import changed_targets
+from tests.support.refusals import refusal
+from tests.support.toy_artifact import PROMPTS, TARGET, answer, check_tokens, shared
 
 SCRIPT = """
 import ctypes, json

@@ -8,7 +8,6 @@ from importlib import metadata
 
 import pytest
 
-import toy_artifact
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Call, Executable, Mesh, Requirements
 from ling3export.foundation.errors import ArtifactError
@@ -16,7 +15,8 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.load import pjrt, recompile
 from ling3export.runners.load.loader import load, unsearched
 from ling3export.runners.load.recompile import cache_folder
-from manifests import changed_targets, crafted
+from tests.support import toy_artifact
+from tests.support.manifests import changed_targets, crafted
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from jax import sharding
 
-import toy_program
 from ling3export.artifacts.records import from_json, to_json
 from ling3export.artifacts.schema import CallInput, Executable, Mesh, Requirements
 from ling3export.foundation.errors import ArtifactError
 from ling3export.runners.load import environment, pjrt, verdict
+from tests.support import toy_program
 
 TOY = Path(toy_program.__file__)
 # A process of its own: no settings of this one's jax, and the packages of this checkout.
@@ -244,11 +244,10 @@ from pathlib import Path
 from ling3export.runners.load.environment import prepare_cpu
 prepare_cpu(2)
 import jax, numpy as np
-mode, rank, port, tests, folder = sys.argv[1:]
+mode, rank, port, folder = sys.argv[1:]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(rank))
-sys.path.insert(0, tests)
-import toy_program
+from tests.support import toy_program
 from ling3export.artifacts.records import from_json, to_json
 from ling3export.artifacts.schema import Executable, Mesh
 from ling3export.runners.load import pjrt, verdict
@@ -278,9 +277,7 @@ def peers(mode: str, folder: Path) -> list[dict]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    commands = [
-        [sys.executable, "-c", PEER, mode, str(rank), str(port), str(TOY.parent), str(folder)] for rank in (0, 1)
-    ]
+    commands = [[sys.executable, "-c", PEER, mode, str(rank), str(port), str(folder)] for rank in (0, 1)]
     out, err = subprocess.PIPE, subprocess.STDOUT
     started = [subprocess.Popen(command, stdout=out, stderr=err, text=True, env=CLEAN) for command in commands]
     try:

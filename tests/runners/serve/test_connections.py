@@ -15,7 +15,6 @@ from typing import Any
 import httpx2
 import pytest
 
-import toy_artifact
 from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import RequestHandle
@@ -25,7 +24,8 @@ from ling3export.runners.serve.app import Policy, application
 from ling3export.runners.serve.connection import PIECES, READ, Bounds, Connection
 from ling3export.runners.serve.run import affordable, bound, http_server, own_names
 from ling3export.runners.serve.schema import ApiError, parse
-from serving import RUNNER, Server
+from tests.support import toy_artifact
+from tests.support.serving import RUNNER, Server
 
 LATE = 20  # seconds, for what takes fractions of one
 POLICY = Policy("toy", None, max_requests=4, max_body=1 << 20)

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from ling3export.runners.cli.main import main
-from serving import Server, data_lines
+from tests.support.serving import Server, data_lines
 
 NAME = "micro-tp1-snapshots"
 LONG, SHORT = list(range(20, 90)), list(range(30, 45))

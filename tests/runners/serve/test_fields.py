@@ -10,8 +10,6 @@ import httpx2
 import numpy as np
 import pytest
 
-import toy_artifact
-from choosing import greedy, log_softmax, most_likely
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve import structure
@@ -21,6 +19,8 @@ from ling3export.runners.serve.responses import Answer
 from ling3export.runners.serve.schema import ChatBody, CompletionsBody, checked
 from ling3export.runners.serve.structure import Format, Parts, whole_parts
 from ling3export.runners.text.chat import ChatTemplate
+from tests.support import toy_artifact
+from tests.support.choosing import greedy, log_softmax, most_likely
 from tools import api_fields
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -5,9 +5,9 @@ import json
 import openai
 import pytest
 
-import toy_artifact
-from choosing import greedy
-from serving import Server
+from tests.support import toy_artifact
+from tests.support.choosing import greedy
+from tests.support.serving import Server
 
 TABLE = toy_artifact.table()
 

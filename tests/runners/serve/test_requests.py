@@ -12,7 +12,6 @@ import httpx2
 import pytest
 from click.testing import CliRunner
 
-import toy_artifact
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.cli import errors
 from ling3export.runners.cli.main import main
@@ -26,6 +25,7 @@ from ling3export.runners.serve.responses import Answer, events
 from ling3export.runners.serve.run import api_key
 from ling3export.runners.serve.schema import LABELS, NEUTRAL, ApiError, ChatBody, parse
 from ling3export.runners.text.tokenizer import Tokenizer
+from tests.support import toy_artifact
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 POLICY = Policy("toy", None, max_requests=4, max_body=5000)

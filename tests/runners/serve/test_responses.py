@@ -10,7 +10,6 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-import toy_artifact
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import Piece
 from ling3export.runners.engine.request import Completion
@@ -20,6 +19,7 @@ from ling3export.runners.serve.items import ResponsesBody
 from ling3export.runners.serve.items_answer import ItemsAnswer
 from ling3export.runners.serve.schema import ApiError, validated
 from ling3export.runners.serve.structure import Format
+from tests.support import toy_artifact
 
 ASKED: dict[str, Any] = {"model": "toy", "input": "A", "temperature": 0, "max_output_tokens": 8}
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

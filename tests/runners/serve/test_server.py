@@ -7,9 +7,9 @@ import httpx2
 import openai
 import pytest
 
-from artifacts_fixture import Artifacts, run
 from ling3export.runners.engine.engine import Engine
-from serving import RUNNER, Server, data_lines
+from tests.support.artifacts_fixture import Artifacts, run
+from tests.support.serving import RUNNER, Server, data_lines
 
 KEY = "sesame-7f3a"
 MOST = 6

@@ -8,9 +8,9 @@ import openai
 import pytest
 import zmq
 
-from hosting import hosting, wait_until_following
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.route.blocks import Blocks, Tokens, events_of
+from tests.support.hosting import hosting, wait_until_following
 
 pytestmark = pytest.mark.hosts
 

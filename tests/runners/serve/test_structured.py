@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-import toy_artifact
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.text.grammar import Grammar
-from structure_campaign import answers, check
+from tests.support import toy_artifact
+from tests.support.structure_campaign import answers, check
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-import toy_artifact
 from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request
-from prefix_campaign import campaign
-from tolerances import FLOAT32
+from tests.support import toy_artifact
+from tests.support.prefix_campaign import campaign
+from tests.support.tolerances import FLOAT32
 
 
 def test_random_families_give_the_same_tokens_with_the_cache_on_and_off(artifact):

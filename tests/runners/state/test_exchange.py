@@ -7,14 +7,14 @@ from dataclasses import replace
 import httpx2
 import pytest
 
-import transfers
 from ling3export.foundation.errors import ArtifactError, Ling3Error, RequestError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.state.form import layout_of
 from ling3export.runners.transfer.options import Transfer
-from serving import Server
-from transfers import AWAY, moved
+from tests.support import transfers
+from tests.support.serving import Server
+from tests.support.transfers import AWAY, moved
 
 TOLD = {"check": "programs", "report": lambda text: None, "prefix_cache": False}
 PROMPT = tuple(range(20, 90))

@@ -5,13 +5,13 @@ import threading
 
 import pytest
 
-import transfers
 from ling3export.foundation.errors import ArtifactError, Ling3Error
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request
 from ling3export.runners.transfer.folder import SUFFIX
 from ling3export.runners.transfer.objects import Kind
 from ling3export.runners.transfer.options import PrefixFolder
+from tests.support import transfers
 
 TOLD = {"check": "programs", "report": lambda text: None}
 PROMPT = tuple(range(20, 90))

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from ling3export.runners.state.worth import Worth
-from scheduler_rig import Rig, prompt
+from tests.support.scheduler_rig import Rig, prompt
 
 
 def family(rng, heads, most=60):

@@ -14,7 +14,7 @@ from ling3export.runners.load.kept import PAGED
 from ling3export.runners.state.form import canonical, description_of, empty, layout_of, root_of, storable, token_of
 from ling3export.runners.state.saved import Saved, StateFileError, read_saved, write_saved
 from ling3export.runners.transfer.objects import StateMismatch
-from transfers import TARGET_LAYOUT as LAYOUT
+from tests.support.transfers import TARGET_LAYOUT as LAYOUT
 
 TOLD = {"check": "programs", "report": lambda text: None}
 PROMPT = tuple(range(20, 90))

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import transfers
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
@@ -17,8 +16,9 @@ from ling3export.runners.transfer.connector import HostConnector
 from ling3export.runners.transfer.objects import Kind
 from ling3export.runners.transfer.options import Transfer
 from ling3export.runners.transfer.protocol import Checked, Meta, Part, ProtocolError, Slots
-from tolerances import BFLOAT16_MEDIAN, FLOAT32
-from transfers import AWAY, moved
+from tests.support import transfers
+from tests.support.tolerances import BFLOAT16_MEDIAN, FLOAT32
+from tests.support.transfers import AWAY, moved
 
 pytestmark = pytest.mark.build
 

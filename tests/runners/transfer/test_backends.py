@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-import transfers
 from ling3export.runners.state import device
 from ling3export.runners.transfer import shm
 from ling3export.runners.transfer.backend import Leases, Presence, Source, TransferError
 from ling3export.runners.transfer.objects import HEADER
 from ling3export.runners.transfer.shm import Shm
 from ling3export.runners.transfer.tcp import Tcp
-from transfers import BACKENDS, LAYOUT, backend, keys, random_arrays, same, write
+from tests.support import transfers
+from tests.support.transfers import BACKENDS, LAYOUT, backend, keys, random_arrays, same, write
 
 TRANSFER = "0" * 32
 

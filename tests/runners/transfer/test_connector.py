@@ -22,7 +22,7 @@ from ling3export.runners.transfer.protocol import Checked, Meta, ProtocolError, 
 from ling3export.runners.transfer.renewals import Renewals
 from ling3export.runners.transfer.tcp import Tcp
 from ling3export.runners.transfer.worker import THREADS
-from transfers import ABI, BACKENDS, DESCRIPTION, LAYOUT, LIMIT, backend, fresh_salt
+from tests.support.transfers import ABI, BACKENDS, DESCRIPTION, LAYOUT, LIMIT, backend, fresh_salt
 
 SLOTS, PAGES = 3, 9
 GROUPS = ({Kind.BLOCK: range(0, 1), Kind.SNAPSHOT: range(0, 2)}, {Kind.BLOCK: range(1, 2), Kind.SNAPSHOT: range(2, 3)})

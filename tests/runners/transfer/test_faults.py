@@ -1,14 +1,14 @@
 """Faults of one end: every one ends by its deadline, is counted by its reason, and changes nothing that is read later.
 
-``python tests/support/transfer_faults.py COUNT`` injects each fault COUNT times; these are one of each.
+``python -m tests.support.transfer_faults COUNT`` injects each fault COUNT times; these are one of each.
 """
 
 import pytest
 from click.testing import CliRunner
 
-import transfer_faults
 from ling3export.runners.cli.main import main
-from transfers import BACKENDS, backend, keys, segment, write
+from tests.support import transfer_faults
+from tests.support.transfers import BACKENDS, backend, keys, segment, write
 
 
 @pytest.mark.parametrize("name", transfer_faults.FAULTS)

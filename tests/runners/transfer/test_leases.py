@@ -5,13 +5,13 @@ import time
 
 import pytest
 
-import transfers
 from ling3export.runners.transfer.backend import Presence, Source
 from ling3export.runners.transfer.folder import collect as collect_folder
 from ling3export.runners.transfer.renewals import Renewals
 from ling3export.runners.transfer.shm import collect
 from ling3export.runners.transfer.tcp import Tcp
-from transfers import BACKENDS, LIMIT, backend, keys, write
+from tests.support import transfers
+from tests.support.transfers import BACKENDS, LIMIT, backend, keys, write
 
 TRANSFER = "0" * 32
 LEASE = 60.0

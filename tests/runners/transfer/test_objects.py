@@ -21,7 +21,7 @@ from ling3export.runners.transfer.objects import (
     start_of,
     state_abi,
 )
-from transfers import ABI, DESCRIPTION, LAYOUT, backend, keys, random_arrays, write
+from tests.support.transfers import ABI, DESCRIPTION, LAYOUT, backend, keys, random_arrays, write
 
 HEAD = Header(Kind.SNAPSHOT, State.READY, 300, b"k" * 16, b"a" * 32, 0x01020304, 7, 5, 6, 9)
 

@@ -1,6 +1,6 @@
 """Random requests to a server that asks others for the prefill of long prompts: every answer is one server's.
 
-``python tests/support/asking_campaign.py ARTIFACT COUNT [CARRIER]`` starts two servers that prefill, one that decodes
+``python -m tools.campaigns.asking ARTIFACT COUNT [CARRIER]`` starts two servers that prefill, one that decodes
 and asks them, and one alone, in fp32. COUNT requests go to the one that decodes, eight at a time: prompts of families
 with shared beginnings, 1 to 180 tokens, greedy and sampled, lists, choices, streams; one client in eight leaves early.
 It prints how many prompts were prefilled where, and fails for an answer that is another or for anything that is held at
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.pd import WAIT, asked, metric
-from serving import Server
+from tests.support.serving import Server
 
 LIMIT = 32  # tokens that are prefilled here
 WHAT = ("taken", "failed", "refused", "expired", "late", "left", "short", "queue_full", "no_server")

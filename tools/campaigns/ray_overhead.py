@@ -1,6 +1,6 @@
 """What Ray costs: ``batch`` by an engine of its own against ``batch --on ray`` with one replica, both in this machine.
 
-``python tests/support/ray_overhead.py ARTIFACT [LINES] [ROUNDS]``: each way answers LINES and four times as many, in
+``python -m tools.campaigns.ray_overhead ARTIFACT [LINES] [ROUNDS]``: each way answers LINES and four times as many, in
 turn. What the second takes longer than the first is answering alone; the rest is start and end.
 """
 
@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import ray_nodes
+from tests.support import ray_nodes
 
 RUNNER = (sys.executable, "-m", "ling3export.runners.cli")
 TOKENS, MORE = 32, 4  # of an answer; times as many lines

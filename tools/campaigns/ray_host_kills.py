@@ -1,6 +1,6 @@
 """A host of a worker of several hosts, killed with SIGKILL in mid-run, on a real Ray cluster in this machine.
 
-``python tests/support/ray_host_kills.py ONE TWO [LINES] [ROUNDS]``: ONE is an artifact for one process, TWO the same
+``python -m tools.campaigns.ray_host_kills ONE TWO [LINES] [ROUNDS]``: ONE is an artifact for one process, TWO the same
 for two hosts, such as the tests' micro-tp2 and micro-2x1. In each round a batch runs on a worker of two hosts; once a
 third of its answers is there, host 0 or the other one is killed, in turn. The output has to be that of ONE, but for the
 times: greedy tokens of float32.
@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import ray_nodes
+from tests.support import ray_nodes
 
 RUNNER = (sys.executable, "-m", "ling3export.runners.cli")
 TOKENS, GIVE_UP = 6, 900  # tokens of an answer; seconds for a run

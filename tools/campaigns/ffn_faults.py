@@ -1,6 +1,6 @@
 """Faults of an attention process or of an FFN worker, with real processes: how each ends the other, and what is left.
 
-``python tests/support/ffn_faults.py ARTIFACT [COUNT [FAULT…]]`` injects each COUNT times and prints a table. ARTIFACT
+``python -m tools.campaigns.ffn_faults ARTIFACT [COUNT [FAULT…]]`` injects each COUNT times and prints a table. ARTIFACT
 was built with ``--afd``.
 """
 

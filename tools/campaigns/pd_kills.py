@@ -1,7 +1,7 @@
 """Kills of servers that prefill and decode apart, and of their router, at random moments: every answer is right or said
 to be broken off, who was not killed serves on, and who comes back at the same address does, too.
 
-``python tests/support/pd_kills.py ARTIFACT COUNT [CARRIER [FAULT]]`` kills COUNT times for each fault whose name has
+``python -m tools.campaigns.pd_kills ARTIFACT COUNT [CARRIER [FAULT]]`` kills COUNT times for each fault whose name has
 FAULT in it, with states over CARRIER (tcp), and prints a row of a table for each. After each kill whoever was killed is
 started again, and two more prompts are answered: one whose state D takes from P, and one through the router.
 """

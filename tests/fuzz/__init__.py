@@ -1,0 +1,1 @@
+"""Damaged input for everything that reads."""
