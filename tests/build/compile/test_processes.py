@@ -17,7 +17,7 @@ LARGE = {"text": "ü" * 10**6, "numbers": list(range(1000))}
 PARENT = """
 import time
 from ling3export.foundation.processes import Child
-child = Child("pipe_child")
+child = Child("tests.support.pipe_child")
 child.send({})
 print(child.receive()["pid"], flush=True)
 time.sleep(600)
@@ -33,7 +33,7 @@ def runs(pid: int) -> bool:
 
 
 def test_messages_come_back_whole_whatever_else_is_printed():
-    with Child("pipe_child") as child:
+    with Child("tests.support.pipe_child") as child:
         for message in (LARGE, {"noise": "not a reply"}, {"a": None}):
             child.send(message)
             reply = child.receive()
@@ -44,7 +44,7 @@ def test_messages_come_back_whole_whatever_else_is_printed():
 
 @pytest.mark.parametrize(("code", "said"), [(7, "ended with code 7"), (0, "ended with code 0")])
 def test_a_child_that_ends_says_how_and_its_last_words(code, said):
-    with Child("pipe_child") as child:
+    with Child("tests.support.pipe_child") as child:
         child.send({"noise": "first words", "die": code})
         assert child.receive() is None
         child.send({})  # nobody reads it
@@ -53,14 +53,14 @@ def test_a_child_that_ends_says_how_and_its_last_words(code, said):
 
 
 def test_a_killed_child_is_told_by_its_signal():
-    with Child("pipe_child") as child:
+    with Child("tests.support.pipe_child") as child:
         child.kill()
         assert child.receive() is None
         assert child.ended() == (-signal.SIGKILL, "was killed by SIGKILL: nothing was printed")
 
 
 def test_leaving_the_block_ends_the_child_at_once():
-    with Child("pipe_child") as child:
+    with Child("tests.support.pipe_child") as child:
         child.send({})
         reply = child.receive()
     assert reply is not None
