@@ -18,7 +18,6 @@ import numpy as np
 from bench.report import machine, medians, say, show, table
 from ling3export.foundation.dtypes import BY_NAME
 from ling3export.foundation.processes import LOOPBACK, Child, Parent
-from ling3export.runners.state.device import Device
 from ling3export.runners.transfer.backend import DEADLINE, Backend, Source
 from ling3export.runners.transfer.folder import Folder
 from ling3export.runners.transfer.objects import Key, Kind, Layout, Piece, prefix_hashes
@@ -36,7 +35,7 @@ TINY = Layout(
     heads=16,
     block=256,
 )
-BACKENDS = ("shm", "tcp", "file", "jax")
+BACKENDS = ("shm", "tcp", "file")
 LIMIT = 1 << 30
 TRANSFER = "0" * 32
 ABI = "0" * 64
@@ -47,8 +46,7 @@ def backend(name: str, folder: Path) -> Backend:
         return Shm(TINY, LIMIT, DEADLINE)
     if name == "file":
         return Folder(TINY, folder)
-    made = Device if name == "jax" else Tcp
-    return made(TINY, LIMIT, DEADLINE, (LOOPBACK, 0), "", DEADLINE)
+    return Tcp(TINY, LIMIT, DEADLINE, (LOOPBACK, 0), "", DEADLINE)
 
 
 def keys(salt: str, tokens: int, tp: int) -> list[Key]:

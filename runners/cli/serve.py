@@ -10,7 +10,7 @@ from ling3export.runners.cli.ffn import ffn_options
 from ling3export.runners.cli.hosts import host_options, leading
 from ling3export.runners.cli.options import Command, artifact_options, prefix_options, section
 from ling3export.runners.cli.references import ARTIFACT
-from ling3export.runners.cli.roles import exchanging, prefillers, transfer_options
+from ling3export.runners.cli.roles import exchanging, transfer_options
 from ling3export.runners.hosts.rendezvous import announced
 from ling3export.runners.transfer.options import PrefixFolder
 
@@ -94,7 +94,6 @@ def serve(
         from ling3export.runners.serve.run import serve as run
 
         key = api_key(api_key_file)
-        prefill = prefillers(transfer_settings, name, key)
         listener = bound(host, port)
         events = None
         if kv_events is not None:
@@ -116,6 +115,5 @@ def serve(
         ffn_timeout=ffn_timeout,
         transfer=exchanged,
         events=events,
-        prefill=prefill,
         **how,
     )

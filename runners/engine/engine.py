@@ -28,7 +28,7 @@ from ling3export.runners.load.loader import say
 from ling3export.runners.text.chat import Message
 from ling3export.runners.text.grammar import Grammar
 from ling3export.runners.text.tokenizer import TokenizerFiles
-from ling3export.runners.transfer.options import Prefillers, PrefixFolder, Transfer, takes_none
+from ling3export.runners.transfer.options import PrefixFolder, Transfer
 
 if TYPE_CHECKING:
     from ling3export.runners.transfer.protocol import Event
@@ -63,7 +63,6 @@ class Engine:
         ffn: Names of the FFN workers that compute the experts of decode steps; none where this process does.
         ffn_timeout: Seconds to wait for a worker to be there, and for each answer.
         transfer: How states leave for other engines and come from them; None where none does.
-        prefill: Servers that long prompts are prefilled by; None where this engine prefills all that no router brings.
         prefix_store: The folder in which the prefix cache keeps what it knows for later; None where that ends with it.
         tell: Told, in the engine's thread, which blocks prompts can hit from now on and which not any more.
 
@@ -85,11 +84,9 @@ class Engine:
         overlap: bool = True, max_requests: int | None = None, hosts: Hosts | None = None, linger: float = 0.0,
         step_timeout: float | None = None, prefix_cache: bool | None = None, evict: str = "lru",
         report: Callable[[str], None] = say, ffn: Many[str] = (), ffn_timeout: float = WAIT,
-        transfer: Transfer | None = None, prefix_store: PrefixFolder | None = None, prefill: Prefillers | None = None,
+        transfer: Transfer | None = None, prefix_store: PrefixFolder | None = None,
         tell: "Callable[[Event], None] | None" = None,
     ) -> None:  # fmt: skip
-        if prefill is not None and (transfer is None or not transfer.takes):
-            raise RequestError(*takes_none(None if transfer is None else transfer.role))
         for option, given in (("--transfer", transfer), ("--prefix-store", prefix_store)):
             if given is not None and ffn:
                 raise RequestError(f"{option}: expected an engine that computes its own experts, found FFN workers")
@@ -127,18 +124,13 @@ class Engine:
         self._blocks, self._counters, self._cache = parts.blocks, parts.counters, parts.cache
         self._compiles, self._weight_bytes = loaded.compiles, loaded.weight_bytes
         self._several, self._split, self._store = hosts is not None, parts.split, parts.store
-        self._transfer, self._exchange, self._remote = transfer, None, None
+        self._transfer, self._exchange = transfer, None
         if transfer is not None:
             from ling3export.runners.state.exchange import exchange_of  # with all carriers
 
             self._exchange = exchange_of(loaded.manifest, loaded.record, transfer, report)
             if parts.segmented is not None:
                 parts.segmented.begin = self._exchange.begin
-        if prefill is not None:
-            from ling3export.runners.engine.remote import RemotePrefills  # with h11
-
-            assert self._exchange is not None
-            self._remote = RemotePrefills(prefill, self._exchange, parts.cache, loaded.record.state.slots, report)
         self._loop = Loop(
             parts.core,
             self.timings,
@@ -147,7 +139,6 @@ class Engine:
             step_timeout=step_timeout,
             exchange=self._exchange,
             store=self._store,
-            remote=self._remote,
         )
         if loaded.channel is not None and linger:
             loaded.channel.outlive(self._loop.abandon, linger)
@@ -155,7 +146,7 @@ class Engine:
         steps = [
             self._loop.close,
             self._programs.close,
-            *(each.close for each in (self._split, self._remote, self._exchange, self._store) if each is not None),
+            *(each.close for each in (self._split, self._exchange, self._store) if each is not None),
         ]
         self._close = weakref.finalize(self, _closed, *steps)  # also at the end of the process
 
@@ -443,7 +434,6 @@ class Engine:
             "seconds": {name: round(seconds, 4) for name, seconds in self.timings.seconds.copy().items()},
             **({"split": self._split.phases.record()} if self._split else {}),
             **({"transfer": self._exchange.record()} if self._exchange else {}),
-            **({"remote_prefill": self._remote.record()} if self._remote else {}),
             **({"prefix_store": self._store.record()} if self._store else {}),
         }
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ling3export.foundation.errors import RequestError
@@ -16,7 +15,6 @@ from ling3export.runners.engine.sequence import Sequence, now
 from ling3export.runners.load.loader import Timings
 
 if TYPE_CHECKING:
-    from ling3export.runners.engine.remote import RemotePrefills
     from ling3export.runners.state.exchange import Exchange
     from ling3export.runners.state.form import Carried
     from ling3export.runners.state.prefix_store import PrefixStore
@@ -35,7 +33,6 @@ class Loop:
         step_timeout: Seconds after which a call that did not return stops the loop; None for any time.
         exchange: Carries states to other engines and from them; None where none leaves or comes.
         store: Has beginnings of prompts in a folder; None where there is none.
-        remote: Asks other engines for the states of prompts; None where this engine prefills all.
     """
 
     def __init__(
@@ -48,9 +45,8 @@ class Loop:
         step_timeout: float | None = None,
         exchange: "Exchange | None" = None,
         store: "PrefixStore | None" = None,
-        remote: "RemotePrefills | None" = None,
     ) -> None:
-        self._exchange, self._store, self._remote = exchange, store, remote
+        self._exchange, self._store = exchange, store
         self._awaited: dict[int, Arrival] = {}  # whose states are being loaded
         self._saving: dict[int, Future[Sequence]] = {}  # who waits for their states
         self._timings = timings
@@ -148,7 +144,6 @@ class Loop:
         """Has a request arrive with its state, once that is here, or without it."""
         number, request = arrival.number, arrival.request
         fresh = arrival.carried is None and request.score_from is None
-        remote = self._remote if fresh and self._remote is not None and self._remote.wants(request) else None
         stored = self._store if fresh and not request.comes else None
 
         def arrive(carried: "Carried | None") -> None:
@@ -157,28 +152,15 @@ class Loop:
                     self._arrivals.append(arrival._replace(carried=carried))
                     self._changed.notify()
 
-        def asked(carried: "Carried | None") -> None:
-            with self._changed:
-                if carried is None and stored is not None and number in self._awaited:
-                    return stored.load(number, request, arrive)
-            arrive(carried)
-
-        if request.comes or remote is not None or stored is not None:
+        if request.comes or stored is not None:
             self._awaited[number] = arrival
         if request.comes:
             assert self._exchange is not None, "the engine checks requests"
             self._exchange.load(number, request, arrive)
-        elif remote is not None:
-            remote.load(number, request, asked, partial(self._ahead, number))
         elif stored is not None:
             stored.load(number, request, arrive)
         else:
             self._arrivals.append(arrival)
-
-    def _ahead(self, number: int) -> int:
-        """How many requests that have not ended came before one."""
-        with self._changed:
-            return sum(each < number for each in self._handles)
 
     def check_room(self, count: int) -> None:
         """Passes if ``count`` requests could be handed over now; nothing is reserved for them.
@@ -225,8 +207,6 @@ class Loop:
         if (arrival := self._awaited.pop(number, None)) is not None:
             if arrival.request.comes and self._exchange is not None:
                 self._exchange.drop(number)
-            elif self._remote is not None:
-                self._remote.drop(number)
             self._arrivals.append(arrival)
 
     def compare(self) -> tuple[bytes, ...]:
@@ -348,8 +328,6 @@ class Loop:
             if saved is not None:
                 saved.set_result(sequence)
         wake(touched.values())
-        if self._remote is not None and outputs.ended:
-            self._remote.look()
         for asked in self._compared:
             asked.set_result(outputs.digests)
 
@@ -373,17 +351,12 @@ class Loop:
                 params |= {"tail": tail, "phases_ms": phases}
             handle.finish(replace(completion, kv_transfer_params=None if handle.cancelled else params))
             wake([handle])
-            if self._remote is not None:
-                self._remote.look()
             return not handle.cancelled
 
         exchange.save(sequence.number, sequence.request, sequence.taken, done)
 
     def _fail_all(self) -> None:
         with self._changed:
-            if self._remote is not None:
-                for number in self._awaited:
-                    self._remote.drop(number)
             self._awaited.clear()
             handles = list(self._handles.values())
             self._handles.clear()

@@ -251,8 +251,7 @@ class Sequence:
     def _phases(self, carried: "Carried") -> dict[str, Any]:
         """Milliseconds of each phase up to the first token, elsewhere and here, and the bytes that came."""
         phases = carried.phases or {}
-        before = sum(phases.values()) if carried.asked else phases.get("transfer", 0.0)
-        rest = (self._ms(self.times[0]) if self.times else 0.0) - before
+        rest = (self._ms(self.times[0]) if self.times else 0.0) - phases.get("transfer", 0.0)
         return {"phases_ms": {**phases, "decode": rest}, "transfer_bytes": carried.nbytes}
 
     def _ms(self, at: float) -> float:

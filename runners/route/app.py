@@ -29,13 +29,12 @@ from ling3export.runners.endpoint import Endpoint, Reply
 from ling3export.runners.route.blocks import Tokens
 from ling3export.runners.route.events import Feed
 from ling3export.runners.route.prompts import Prompts
-from ling3export.runners.route.workers import Worker, best, blocks_of
+from ling3export.runners.route.workers import BUSY, PrefillRefusedError, Worker, best, blocks_of, prefilled
 from ling3export.runners.serve.app import Front, Policy, received
 from ling3export.runners.serve.connection import Bounds
 from ling3export.runners.serve.responses import event, refused
 from ling3export.runners.serve.run import BACKLOG, address, affordable, http_server
 from ling3export.runners.serve.schema import ApiError, parse
-from ling3export.runners.transfer.asking import BUSY, PrefillRefusedError, prefilled
 
 RESPONSES = "/v1/responses"
 HEARD = ("received", "gaps", "replays", "restarts", "malformed", "failed")

@@ -93,14 +93,7 @@ class _EngineCounters(Collector):
         for reason, count in stats["prefix_cache"]["misses"].items():
             misses.add_metric([reason], count)
         yield misses
-        remote = dict(stats.get("remote_prefill", {}))
-        for name, text in (("queued", "wait for their turn"), ("running", "are asked for or taken")):
-            if name in remote:
-                text = f"Prompts that other servers prefill: those that {text}."
-                yield GaugeMetricFamily(f"ling3_remote_prefills_{name}", text, remote.pop(name))
-        stats["remote_prefill"] = remote
         for name, text in (
-            ("remote_prefill", "How prompts for other servers to prefill ended, and why others were not."),
             ("transfer", "What happened to states on their way."),
             ("prefix_store", "What happened to states in the folder of the prefix cache."),
         ):

@@ -24,7 +24,7 @@ from ling3export.runners.load.loader import say
 from ling3export.runners.serve.app import Policy, application
 from ling3export.runners.serve.connection import Bounds, Connection
 from ling3export.runners.serve.supervisor import supervised
-from ling3export.runners.transfer.options import Prefillers, PrefixFolder, Transfer
+from ling3export.runners.transfer.options import PrefixFolder, Transfer
 
 if TYPE_CHECKING:
     from ling3export.runners.serve.kv_events import Publisher
@@ -40,7 +40,6 @@ def serve(
     programs: str, check: str, hosts: Hosts | None = None, restarts: int = 0, step_timeout: float | None = None,
     ffn: tuple[str, ...] = (), ffn_timeout: float = WAIT, prefix_cache: bool | None = None, evict: str = "lru",
     transfer: Transfer | None = None, prefix_store: PrefixFolder | None = None, events: "Publisher | None" = None,
-    prefill: Prefillers | None = None,
 ) -> None:  # fmt: skip
     """Serves at the address of ``listener`` (``bound``) until SIGTERM or SIGINT; prints it once clients may connect.
 
@@ -49,7 +48,7 @@ def serve(
 
     After a failed step the engine is restarted, up to ``restarts`` times in ten minutes. A call of the devices that
     takes longer than ``step_timeout`` seconds stops the engine. ``ffn``, ``ffn_timeout``, ``transfer``,
-    ``prefix_store`` and ``prefill`` are the engine's, too. ``events`` tells others what prompts can hit here.
+    ``prefix_store`` is the engine's, too. ``events`` tells others what prompts can hit here.
 
     At the signal it takes no new connections; calls that run have ``grace`` seconds to end, then they are cancelled,
     and their clients get an error.
@@ -77,7 +76,6 @@ def serve(
             transfer=transfer,
             prefix_store=prefix_store,
             tell=None if events is None else events.tell,
-            prefill=prefill,
         ) as engine,
         supervised(engine, restarts),
     ):

@@ -19,7 +19,6 @@ from ling3export.artifacts.schema import Manifest, Target
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.load.kept import Kept, Whole
 from ling3export.runners.load.segments import Hand, Leaving
-from ling3export.runners.state.device import Device
 from ling3export.runners.state.form import (
     Carried,
     Token,
@@ -93,7 +92,6 @@ class _Load(NamedTuple):
     ticket: Ticket
     begun: float
     done: Callable[[Carried | None], None]
-    why: Callable[[str], None]
 
 
 class Exchange:
@@ -159,18 +157,9 @@ class Exchange:
         self._jobs.put(_Begun(leaving, groups))
         return groups.put
 
-    def load(
-        self,
-        number: int,
-        request: Asked,
-        done: Callable[[Carried | None], None],
-        why: Callable[[str], None] = lambda reason: None,
-    ) -> None:
-        """Takes the state that a request's ``kv_transfer_params`` name; ``done`` gets None where that fails.
-
-        Before that ``why`` is told: ``refused`` by this end, ``expired`` where the lease was over, else ``failed``.
-        """
-        self._jobs.put(_Load(_ticket(number, request), now(), done, why))
+    def load(self, number: int, request: Asked, done: Callable[[Carried | None], None]) -> None:
+        """Takes the state that a request's ``kv_transfer_params`` name; ``done`` gets None where that fails."""
+        self._jobs.put(_Load(_ticket(number, request), now(), done))
 
     def drop(self, number: int) -> None:
         """Nobody waits for a request's load any more, or will take its state."""
@@ -309,7 +298,6 @@ class Exchange:
             self.counts["bad_params"] += 1
             self._connector.update_state_after_alloc(ticket, Slots(0, ()), 0)  # the giver is told, if it can be
             self._step([])
-            job.why("refused")
             return job.done(None)
         count = -(-len(ticket.prompt_ids) // self._layout.block)
         self._serial += 1
@@ -321,14 +309,12 @@ class Exchange:
         self._step([])
         if not external:
             self.counts["not_loaded"] += 1
-            job.why("refused")
             job.done(None)
 
     def _finish(self, ids: set[str]) -> None:
         """Tells those whose loads have ended; ``ids`` are requests whose states were offered."""
         _, received = self._connector.get_finished(ids)
         errors = self._connector.get_load_errors() if received else set()
-        late = self._connector.get_expired() if errors else set()
         for request_id in received:
             nbytes = self._connector.carried.pop(request_id, 0)
             if request_id not in self._loads:
@@ -336,7 +322,6 @@ class Exchange:
             job, slots, tail = self._loads.pop(request_id)
             if slots.slot in errors:
                 self.counts["load_failed"] += 1
-                job.why("expired" if slots.slot in late else "failed")
                 job.done(None)
                 continue
             self.counts["loaded"] += 1
@@ -375,10 +360,7 @@ def exchange_of(manifest: Manifest, target: Target, transfer: Transfer, report: 
         backend = Folder(layout, transfer.folder, transfer.lease)
     else:
         port = transfer.port + port_of(0) if transfer.port else 0
-        made = Device if transfer.carrier == "jax" else Tcp
-        backend = made(
-            layout, transfer.limit, transfer.deadline, (transfer.host, port), transfer.secret, transfer.lease
-        )
+        backend = Tcp(layout, transfer.limit, transfer.deadline, (transfer.host, port), transfer.secret, transfer.lease)
         address = transfer.host, backend.port - port_of(0)
     groups = layer_groups(manifest, target, layout)
     try:

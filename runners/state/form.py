@@ -28,7 +28,6 @@ class Carried(NamedTuple):
         phases: Milliseconds that it spent elsewhere, by what was done, and since it arrived here; None where nobody
             measured them.
         nbytes: Bytes that were carried.
-        asked: Whether it spent all of them since it arrived here: this engine asked another one for its state.
     """
 
     tokens: tuple[Token, ...]
@@ -36,7 +35,6 @@ class Carried(NamedTuple):
     state: Whole | None
     phases: Mapping[str, float] | None = None
     nbytes: int = 0
-    asked: bool = False
 
 
 def layout_of(target: Target, what: str = "transfer") -> Layout:

@@ -203,9 +203,6 @@ class Connector(Protocol):
     def get_load_errors(self) -> set[int]:
         """Slots whose loads failed since the last call: what they hold counts for nothing."""
 
-    def get_expired(self) -> set[int]:
-        """Of the slots of ``get_load_errors``: those whose leases were over when their loads began."""
-
     def handle_preemptions(self, ids: set[str]) -> None:
         """Loads of these requests write nothing from now on, and what is being saved of them is given up."""
 

@@ -42,7 +42,7 @@ from ling3export.runners.transfer.backend import PAUSE, Presence, Source, Transf
 from ling3export.runners.transfer.objects import HEADER, Header, Key, Layout, State
 
 ROLES = ("puller", "holder")
-ASK, OBJECT, TAKEN, RENEWED, ARRAY = b"A", b"B", b"K", b"N", b"D"
+ASK, OBJECT, TAKEN, RENEWED = b"A", b"B", b"K", b"N"
 MOST_PARTS = 1024
 LARGEST_ASK = 1 << 20  # bytes of what a puller asks, 30,000 names
 TRANSFER = re.compile("[0-9a-f]{32}")

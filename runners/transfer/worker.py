@@ -70,7 +70,6 @@ class Worker:
         self._finished: set[str] = set()  # and not sent yet
         self._gone: set[str] = set()  # transfers that were sent before their requests had finished
         self._errors: set[int] = set()
-        self._late: set[int] = set()  # of these, those whose leases were over
         self._pool = ThreadPoolExecutor(THREADS, "ling3-load")
         self._renewals = Renewals(lambda source: backend.renew(source, time.monotonic() + min(RENEWAL, deadline)))
 
@@ -153,11 +152,6 @@ class Worker:
             found, self._errors = self._errors, set()
         return found
 
-    def get_expired(self) -> set[int]:
-        with self._lock:
-            found, self._late = self._late, set()
-        return found
-
     def handle_preemptions(self, ids: set[str]) -> None:
         with self._lock:
             self._cancelled |= ids & self._running.keys()
@@ -197,7 +191,8 @@ class Worker:
 
     def _load(self, part: Part) -> None:
         """Loads a sequence into its slot and pages, whole or not at all."""
-        late, right = self._renewals.drop(part.request_id), False
+        self._renewals.drop(part.request_id)
+        right = False
         try:
             if part.request_id not in self._cancelled:
                 right = self._carry(part, time.monotonic() + self._deadline)
@@ -207,7 +202,6 @@ class Worker:
             with self._lock:
                 if not right and part.request_id not in self._cancelled:
                     self._errors.add(part.slots.slot)
-                    self._late |= {part.slots.slot} if late else set()
                 self._cancelled.discard(part.request_id)
                 if part.parallel:
                     self._running.pop(part.request_id, None)

@@ -42,7 +42,7 @@ PACKAGES = {
         "uvicorn",
         "zmq",
     },
-    "runners.state": {"jax", "numpy"},
+    "runners.state": {"numpy"},
     "runners.text": {"jinja2", "llguidance", "numpy", "tokenizers"},
     "runners.transfer": {"numpy"},
     "savedmodel": {"jax", "jaxlib", "numpy", "orbax", "tensorflow"},

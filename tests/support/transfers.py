@@ -19,7 +19,6 @@ import numpy as np
 from ling3export.foundation.dtypes import BY_NAME
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Completion, Request
-from ling3export.runners.state.device import Device
 from ling3export.runners.transfer import shm
 from ling3export.runners.transfer.backend import Backend
 from ling3export.runners.transfer.folder import Folder
@@ -50,7 +49,7 @@ TARGET_LAYOUT = replace(
 )
 LIMIT = 1 << 20
 AWAY = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
-BACKENDS = ("shm", "file", "tcp", "jax")
+BACKENDS = ("shm", "file", "tcp")
 _SALTS = itertools.count()
 
 
@@ -67,8 +66,7 @@ def backend(
         return Shm(LAYOUT, limit, deadline, lease, **told)
     if name == "file":
         return Folder(LAYOUT, folder, lease, **told)
-    made = Device if name == "jax" else Tcp
-    return made(LAYOUT, limit, deadline, ("127.0.0.1", 0), "", lease or 60.0, **told)
+    return Tcp(LAYOUT, limit, deadline, ("127.0.0.1", 0), "", lease or 60.0, **told)
 
 
 def fresh_salt() -> str:

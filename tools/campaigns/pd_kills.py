@@ -23,8 +23,8 @@ from typing import Any
 
 from bench.pd import WAIT, asked, metric, options
 from ling3export.runners.cli.main import main as main_of_runner
+from ling3export.runners.route.workers import AWAY
 from ling3export.runners.transfer import shm
-from ling3export.runners.transfer.asking import AWAY
 
 TOKENS = 24
 BROKEN = (OSError, urllib.error.URLError, ValueError, KeyError)  # what a client sees of a process that died
@@ -73,8 +73,7 @@ class Place:
 
 
 class Rig:
-    """Two servers that prefill, two that decode, of each of which the first may be killed, a router, and one more that
-    decodes and asks those that prefill itself."""
+    """Two servers that prefill, two that decode, of each of which the first may be killed, and a router."""
 
     def __init__(self, artifact: Path, carrier: str, folder: str, stack: ExitStack) -> None:
         serve = ["serve", str(artifact), "--check", "programs", "--transfer", carrier, "--transfer-timeout", "5"]
@@ -86,10 +85,6 @@ class Rig:
         urls = [each.ready() for each in self.servers]
         self.router = Place(stack, folder, "route", *options("prefill", urls[:2]), *options("decode", urls[2:]))
         self.router.ready()
-        asks = [*options("prefill", urls[:2]), "--max-local-prefill", "8", "--prefill-timeout", "5"]
-        self.asking = Place(stack, folder, *serve, "--role", "decode", *asks)
-        self.asking.ready()
-        self.servers.append(self.asking)
         self.name = json.loads(asked(self.d.url, "/v1/models"))["data"][0]["id"]
 
     def asked(self, url: str, seed: int, **more: Any) -> Any:
@@ -120,10 +115,8 @@ class Rig:
 
     def taken(self) -> Counter[str]:
         """How many states servers that decode took, and how many they could not."""
-        names, found = ("loaded", "load_failed", "not_loaded"), Counter[str]()
-        for each in (self.d, self.asking):
-            found += {name: int(metric(each.url, f'ling3_transfer_total{{what="{name}"}}')) for name in names}
-        return found
+        names = ("loaded", "load_failed", "not_loaded")
+        return Counter({name: int(metric(self.d.url, f'ling3_transfer_total{{what="{name}"}}')) for name in names})
 
     def idle(self) -> None:
         """Waits until no server has a request or holds a slot."""
@@ -169,14 +162,13 @@ def after(rig: Rig, rng: random.Random, seed: int) -> Found:
     return during(rig, rng, seed, 0)
 
 
-def several(rig: Rig, rng: random.Random, seed: int, victim: Place, through: Place | None = None) -> Found:
-    """Four requests through the router, or ``through`` another server, while a process dies."""
-    url = (through or rig.router).url
+def several(rig: Rig, rng: random.Random, seed: int, victim: Place) -> Found:
+    """Four requests through the router, while a process dies."""
     found: Found = [None] * 4
 
     def ask(at: int) -> None:
         with suppress(*BROKEN):
-            found[at] = rig.tokens(url, seed + at)
+            found[at] = rig.tokens(rig.router.url, seed + at)
 
     threads = [threading.Thread(target=ask, args=(at,)) for at in range(4)]
     for thread in threads:
@@ -192,13 +184,6 @@ def several(rig: Rig, rng: random.Random, seed: int, victim: Place, through: Pla
 def prefiller(rig: Rig, rng: random.Random, seed: int) -> Found:
     """P dies under requests that came through the router: none is lost."""
     found = several(rig, rng, seed, rig.p)
-    assert None not in found, "a request was lost with a server that prefills"
-    return found
-
-
-def asked_for(rig: Rig, rng: random.Random, seed: int) -> Found:
-    """P dies under requests that a server which decodes asks it for: none is lost."""
-    found = several(rig, rng, seed, rig.p, rig.asking)
     assert None not in found, "a request was lost with a server that prefills"
     return found
 
@@ -219,7 +204,6 @@ FAULTS: dict[str, Fault] = {
     "P killed while D takes": (during, lambda rig: rig.p),
     "P killed after its answer": (after, lambda rig: rig.p),
     "P killed behind the router": (prefiller, lambda rig: rig.p),
-    "P killed under a D that asks it": (asked_for, lambda rig: rig.p),
     "D killed behind the router": (decoder, lambda rig: rig.d),
     "router killed": (router, lambda rig: rig.router),
 }

@@ -8,13 +8,11 @@ import sys
 import time
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from ling3export.runners.state import device
 from ling3export.runners.transfer import shm
 from ling3export.runners.transfer.backend import Leases, Presence, Source, TransferError
 from ling3export.runners.transfer.objects import HEADER
@@ -66,11 +64,10 @@ def test_what_is_there_is_not_written_again(both):
     assert same(key, both[1].fetch([key], source(writer), soon())[0], 1)
 
 
-@pytest.mark.parametrize("name", ["tcp", "jax"])
-def test_what_two_transfers_share_stays_for_the_second_when_the_first_was_pulled(name, tmp_path):
+def test_what_two_transfers_share_stays_for_the_second_when_the_first_was_pulled(tmp_path):
     """The second save found the object there; it was pulled and gone before the second transfer was offered, which so
     lacked it: a prefill for nothing."""
-    writer, reader = (backend(name, tmp_path, lease=0.2) for _ in range(2))
+    writer, reader = (backend("tcp", tmp_path, lease=0.2) for _ in range(2))
     key, other = keys()[0], Source("127.0.0.1", writer.port, "1" * 32)
     assert write(writer, key)
     writer.offer(TRANSFER, [key])
@@ -200,7 +197,8 @@ def test_a_file_is_one_that_any_safetensors_reader_opens(tmp_path):
 
 
 WRITING = """
-import sys, time, transfers
+import sys, time
+from tests.support import transfers
 from ling3export.runners.transfer.objects import Key, Kind
 end = transfers.backend("shm", None)
 key = transfers.keys(salt=sys.argv[1])[-1]
@@ -326,35 +324,6 @@ def test_a_puller_with_another_secret_is_a_stranger(tmp_path):
     finally:
         holder.close()
         puller.close()
-
-
-def test_a_pull_by_jax_that_never_returns_is_left_behind_at_the_deadline(tmp_path, monkeypatch):
-    """As one of a number that nobody offers, or from a process that is gone; after some of them none is begun."""
-    monkeypatch.setattr(device, "STUCK", 1)
-    holder, puller = backend("jax", tmp_path), backend("jax", tmp_path)
-    key, real = keys()[0], holder._server
-    holder._server = SimpleNamespace(await_pull=lambda number, arrays: None, address=real.address)
-    try:
-        assert write(holder, key)
-        for stuck in (1, 1):
-            holder.offer(TRANSFER, [key])
-            assert puller.fetch([key], source(holder), soon(0.5)) == [None]
-            assert puller._stuck == stuck
-        assert puller.counts == {"timeout": 2}
-    finally:
-        holder.close()
-        puller.close()
-
-
-def test_where_jax_has_no_transfers_the_carrier_is_refused_by_name(tmp_path, monkeypatch):
-    def start(*_):
-        raise NotImplementedError("not on this platform")
-
-    monkeypatch.setattr("jax.experimental.transfer.start_transfer_server", start)
-    text = r"^jax: expected jax.experimental.transfer on cpu with jax .*NotImplementedError: not on this platform"
-    with pytest.raises(TransferError, match=text) as caught:
-        backend("jax", tmp_path)
-    assert caught.value.hint == "take another carrier: --transfer tcp"
 
 
 @pytest.mark.parametrize("name", ["shm", "file"])

@@ -13,10 +13,8 @@ import pytest
 from ling3export.foundation.dtypes import BY_NAME
 from ling3export.foundation.errors import Ling3Error, PlanError
 from ling3export.foundation.processes import free_port
-from ling3export.runners.state.device import Device
 from ling3export.runners.transfer.connector import HostConnector
 from ling3export.runners.transfer.objects import Kind
-from ling3export.runners.transfer.options import LISTENING
 from ling3export.runners.transfer.plan import Pages, heads_of, port_of
 from ling3export.runners.transfer.protocol import Checked, Meta, ProtocolError, Removed, Scheduled, Slots, Stored
 from ling3export.runners.transfer.renewals import Renewals
@@ -57,13 +55,13 @@ class Instance:
     def __init__(
         self, name, folder, tp, *, every=0, striped=False, groups=WHOLE, listens=True, deadline=5.0, lease=None
     ) -> None:
-        port = base_port(tp) if name in LISTENING and listens else 0
+        port = base_port(tp) if name == "tcp" and listens else 0
         self.tp, self.striped, self.parts, self.said = tp, striped, groups, []
         self.ranks, self.pools = [], []
         for rank in range(tp):
-            if name in LISTENING:
-                made, where = Device if name == "jax" else Tcp, port + port_of(rank) if port else 0
-                end = made(LAYOUT, LIMIT, deadline, ("127.0.0.1", where), "", 60.0)
+            if name == "tcp":
+                where = port + port_of(rank) if port else 0
+                end = Tcp(LAYOUT, LIMIT, deadline, ("127.0.0.1", where), "", 60.0)
             else:
                 end = backend(name, folder, deadline=deadline)
             self.ranks.append(
