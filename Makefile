@@ -1,5 +1,5 @@
 # Each target does its own set-up. A second run finds the stamp of the first and does none again.
-.PHONY: setup parity fmt lint types check test fuzz bench peers witness budgets demo demo-pd smoke runner
+.PHONY: setup parity fmt lint types check test extras fuzz bench peers witness budgets demo demo-pd smoke runner
 .NOTPARALLEL:
 # Tests start a thousand processes: each would compile our sources again if none may keep their bytecode.
 unexport PYTHONDONTWRITEBYTECODE
@@ -15,7 +15,7 @@ parity: .venv-parity/installed
 .venv-parity/installed: pyproject.toml constraints.txt .ci/venv
 	.ci/venv .venv-parity parity,build,serve,test 3.11 3.12 3.13
 
-# What only tests need, 1.3 GB of TensorFlow in it: not part of `setup`. The same environment, so that jax is installed
+# What only `make extras` needs, 1.3 GB of TensorFlow in it: not part of `setup`. The same environment, so that jax is installed
 # once; neither TensorFlow nor the two evaluation libraries that can drive an artifact change jax or numpy.
 .venv/tests: .venv/installed
 	$(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt -e '.[savedmodel,inspect,lm-eval,ray,deploy]'
@@ -32,12 +32,16 @@ types: setup
 
 # What takes minutes or more than `setup` is marked: pyproject.toml says what the markers mean.
 check: lint types
-	$(BIN)/python -m pytest -m "not (build or jit or tpu or hosts or ray or install or browser or fuzz)" -n 3 $(ARGS)
+	$(BIN)/python -m pytest -m "not (build or jit or tpu or hosts or install or extras or browser or fuzz)" -n 3 $(ARGS)
 
 # In processes that take whole files (tests/conftest.py says why): tracing uses one core alone. One more than two cores,
 # for some tests wait without computing.
-test: setup parity .venv/tests
-	$(BIN)/python -m pytest -n 3 $(ARGS)
+test: setup
+	$(BIN)/python -m pytest -m "not extras" -n 3 $(ARGS)
+
+# What needs TensorFlow, Ray, lm-eval, inspect-ai, torch and transformers, routers or schemas of others.
+extras: setup parity .venv/tests
+	$(BIN)/python -m pytest -m extras -n 2 $(ARGS)
 
 # Damaged input, more of it than the tests have: ARGS="--times 25 --seed 1", or a case that failed; --help says more.
 fuzz: setup

@@ -13,7 +13,7 @@ import yaml
 
 from tests.support.artifacts_fixture import ROOT
 
-pytestmark = pytest.mark.install  # in the extra `deploy`
+pytestmark = pytest.mark.extras
 RELEASE = "1.37"  # of Kubernetes
 
 

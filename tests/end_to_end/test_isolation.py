@@ -196,6 +196,7 @@ for module in pkgutil.walk_packages(ling3export.__path__, "ling3export."):
 LACKING = {"inspect_ai", "lm_eval", "ray", "requests", "simpy"}
 
 
+@pytest.mark.extras
 def test_every_module_imports_in_the_oldest_python():
     """In 3.11 and 3.12 `serve` and `batch` ended in a TypeError: these versions hash the parts of a type."""
     python = parity_python()

@@ -17,6 +17,7 @@ TARGETS = [
     "types",
     "check",
     "test",
+    "extras",
     "fuzz",
     "bench",
     "peers",
@@ -50,7 +51,7 @@ def checkout(tmp_path) -> Path:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_target_sets_up_what_it_needs_once(target, checkout):
-    both = target in ("test", "peers", "witness")
+    both = target in ("extras", "peers", "witness")
     needs = ENVIRONMENTS if both else [".venv-parity"] if target == "parity" else [".venv"]
     first = planned(target, checkout)
     assert [name for name in ENVIRONMENTS if f".ci/venv {name} " in first] == needs
@@ -80,8 +81,8 @@ def test_check_leaves_out_what_is_marked(checkout):
 def test_what_tests_alone_need_is_installed_for_them_alone_and_once(checkout):
     extras = "'.[savedmodel,inspect,lm-eval,ray,deploy]'"
     install = f"pip install -qq --no-input --disable-pip-version-check -c constraints.txt -e {extras}"
-    assert [target for target in TARGETS if install in planned(target, checkout)] == ["test"]
+    assert [target for target in TARGETS if install in planned(target, checkout)] == ["extras"]
     for name in ("installed", "tests"):
         (checkout / ".venv").mkdir(exist_ok=True)
         (checkout / ".venv" / name).touch()
-    assert install not in planned("test", checkout)
+    assert install not in planned("extras", checkout)

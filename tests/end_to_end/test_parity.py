@@ -11,7 +11,7 @@ from ling3export.verify.reference import Reference
 from tests.support.tiny import tiny_fields, tiny_weights, write_tiny
 from tests.support.transformers_peer import parity_python, transformers_logits
 
-pytestmark = pytest.mark.install
+pytestmark = pytest.mark.extras
 
 ROOT = Path(__file__).resolve().parents[2]
 # Both compute in float64; what is left is transformers' fp32 cosine and sine of the rotary angles (measured 3e-8).

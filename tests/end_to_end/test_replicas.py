@@ -97,7 +97,7 @@ def until(condition: Callable[[], bool], clients: Clients) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.install
+@pytest.mark.extras
 @pytest.mark.jit
 def test_a_replica_that_is_killed_takes_its_running_streams_along_and_no_other_call():
     """Behind both policies: what the dead one was streaming breaks off; whatever begins later is answered in full."""

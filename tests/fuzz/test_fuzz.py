@@ -23,7 +23,7 @@ def test_damage_is_refused_in_clear_words_or_does_no_harm(name):
 
 
 def faulty(name: str, cases: int = 6, seed: int = 0, limit: float = 1.0) -> Found:
-    return run(name, range(cases), seed, table="faulty", limit=limit)
+    return run(name, range(cases), seed, table="tests.fuzz.faulty", limit=limit)
 
 
 @pytest.mark.parametrize(
@@ -50,12 +50,14 @@ def test_what_is_fine_or_refused_is_no_failure():
 def test_a_case_alone_is_the_case_of_the_run():
     """Also behind a case that ended the process; another seed gives other cases."""
     whole = faulty("reveals").failures
-    (alone,) = run("reveals", [4], 0, table="faulty").failures
+    (alone,) = run("reveals", [4], 0, table="tests.fuzz.faulty").failures
     assert alone == whole[4]
     assert "--target reveals --seed 0 --case 4" in str(alone)
     assert faulty("reveals", seed=1).failures[4].text != alone.text
     aborted = {failure.case for failure in faulty("aborts").failures}
-    assert [case in aborted for case in range(6)] == [bool(run("aborts", [n], 0, "faulty").failures) for n in range(6)]
+    assert [case in aborted for case in range(6)] == [
+        bool(run("aborts", [n], 0, "tests.fuzz.faulty").failures) for n in range(6)
+    ]
 
 
 def test_damage_is_the_same_for_a_seed_and_leaves_the_original_alone():

@@ -32,7 +32,7 @@ from tests.support.tiny import tiny_fields, tiny_weights, write_tiny
 
 pytestmark = pytest.mark.build
 
-GOLDEN = Path(__file__).parents[2] / "golden"
+
 COMPILING = ".x.ling3.partial-*/programs/*/prefill@16.stablehlo"
 
 
@@ -52,42 +52,6 @@ def unoptimized(monkeypatch) -> None:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "",
-        "attach",
-        "build",
-        "cache",
-        "cache status",
-        "cache lookup",
-        "cache cleanup",
-        "catalog",
-        "catalog gc",
-        "catalog info",
-        "catalog publish",
-        "catalog pull",
-        "catalog search",
-        "catalog verify",
-        "catalog yank",
-        "inspect",
-        "keygen",
-        "plan",
-        "report",
-        "sign",
-        "synth",
-        "verify",
-    ],
-)
-def test_help_is_golden(command):
-    words = command.split()
-    for flag in ("--help", "-h"):
-        done = CliRunner().invoke(cli.main, [*words, flag], prog_name="ling3export", terminal_width=80)
-        assert done.exit_code == 0
-        assert done.stderr == ""
-        assert done.stdout == (GOLDEN / f"{'-'.join(['ling3export', *words])}.txt").read_text()
 
 
 def test_the_readers_of_options_are_plain_click_types():

@@ -30,7 +30,7 @@ from tests.support.direct import Direct, pack, relative
 from tests.support.numerics import Quick
 from tests.support.tiny import tiny_fields
 
-pytestmark = pytest.mark.install
+pytestmark = pytest.mark.extras
 
 CALLS = Path(__file__).parents[2] / "support" / "savedmodel_calls.py"
 SIZES = ("--paddings", "32", "--decode-paddings", "2", "--max-running", "2", "--context", "128", "--page-size", "32")

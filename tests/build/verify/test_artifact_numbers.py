@@ -157,6 +157,7 @@ def test_tp16_equals_tp1(open_subject: Callable[[str], Subject]):
     assert relative(*rows) <= SAME
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("name", ["micro-tp4", "micro-tp4-flat"])
 def test_artifact_equals_transformers(name: str, artifact: Artifacts, open_subject: Callable[[str], Subject]):
     """With low-rank queries, for which one projection of theirs is replaced, and with flat ones, as they are."""

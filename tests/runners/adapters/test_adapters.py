@@ -34,7 +34,7 @@ from tests.support.artifacts_fixture import ROOT
 from tests.support.eval_fakes import FakeBackend, half, numbered
 from tests.support.serving import RUNNER
 
-pytestmark = pytest.mark.install
+pytestmark = pytest.mark.extras
 
 COUNT = 6  # problems
 TOKENS = 32

@@ -13,7 +13,7 @@ from ling3export.runners.engine.engine import Engine
 from tests.support import toy_artifact
 from tests.support.serving import Server
 
-pytestmark = pytest.mark.install
+pytestmark = pytest.mark.extras
 
 COUNT, TOKENS = 4, 12
 QUESTIONS = [f"{'the of and to '[: 3 + 3 * number]}?" for number in range(COUNT)]

@@ -14,7 +14,7 @@ from ling3export.runners.cli.main import main
 from ling3export.runners.engine.engine import Engine
 from tests.support import ray_nodes, toy_artifact
 
-pytestmark = [pytest.mark.ray, pytest.mark.jit]
+pytestmark = [pytest.mark.extras, pytest.mark.jit]
 
 SETTINGS = {"max_tokens": 6, "temperature": 1.0, "seed": 5}
 

@@ -118,8 +118,8 @@ def test_a_command_on_a_cluster_is_given_once_and_not_on_each_host(tmp_path, wor
     assert f"--on: expected --num-hosts alone to say what hosts a worker has, found {found}" in done.stderr
 
 
+@pytest.mark.extras
 def test_a_cluster_that_is_not_there_is_said_at_once():
-    pytest.importorskip("ray")
     with pytest.raises(ClusterError, match=r"ray: expected a cluster at 127\.0\.0\.1:9, found .*refused") as caught:
         Pool(Cluster("127.0.0.1:9", 1, {"CPU": 1}), dict, report=print)
     assert "ray start --head" in str(caught.value)

@@ -152,7 +152,7 @@ def test_an_answer_that_breaks_off_ends_with_an_error_and_is_not_begun_again():
 
 @pytest.mark.parametrize(
     ("carrier", "outside", "replicas"),
-    [("file", False, (2, 2)), ("tcp", True, (1, 1))],
+    [("file", False, (2, 2)), pytest.param("tcp", True, (1, 1), marks=pytest.mark.extras)],
     ids=["deployed", "vllm-router"],
 )
 def test_the_demo_gives_the_answers_of_one_server_and_stops_what_it_started(
