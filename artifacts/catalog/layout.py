@@ -6,6 +6,7 @@ Blobs come first, each whole under its digest by a rename; then one rename of ``
 
 import fcntl
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
@@ -17,7 +18,7 @@ from ling3export.artifacts.catalog import oci
 from ling3export.artifacts.catalog.oci import Block, Descriptor, Entry, ImageManifest, Index, Part
 from ling3export.artifacts.catalog.record import LARGEST, parsed
 from ling3export.artifacts.catalog.versions import is_version, latest, order
-from ling3export.artifacts.files import inside, leftovers, open_lock, replacing, writing
+from ling3export.artifacts.files import PARTIAL, inside, leftovers, open_lock, refuse_links, replacing, writing
 from ling3export.artifacts.records import canonical, to_json
 from ling3export.foundation.errors import CatalogError, VersionExists
 from ling3export.foundation.reading import opened, read_bytes
@@ -25,6 +26,8 @@ from ling3export.foundation.reading import opened, read_bytes
 LAYOUT, INDEX = "oci-layout", "index.json"
 LAYOUT_DATA = canonical({"imageLayoutVersion": "1.0.0"})
 BLOCK = 1 << 20
+BLOBS = "blobs/sha256"
+OURS = re.compile(rf"[0-9a-f]{{64}}|\.[0-9a-f]{{64}}\.{PARTIAL}")  # what a publication makes in BLOBS
 WRITERS, TAGS = ".writers.lock", ".index.lock"
 
 
@@ -231,26 +234,32 @@ class Layout:
     def gc(self) -> tuple[int, int]:
         """Removes blobs that no version names, yanked ones included; returns how many, and their bytes.
 
-        Waits until nobody publishes.
+        Waits until nobody publishes. Files with other names than blobs have are left alone.
+
+        Raises:
+            ArtifactError: A link leads out of the layout, to where files could be somebody else's.
         """
         with self._locked(WRITERS), self._locked(TAGS):
+            refuse_links(self.folder, (BLOBS,))
             kept: set[str] = set()
             for each in self._index().manifests:
                 kept.add(each.digest)
                 manifest = oci.image_of(self.read(each), str(self))
                 kept |= {manifest.config.digest, *(layer.digest for layer in manifest.layers)}
             removed = freed = 0
-            for path in (self.folder / "blobs/sha256").iterdir():
-                if f"sha256:{path.name}" not in kept and path.is_file() and not path.is_symlink():
-                    removed, freed = removed + 1, freed + path.stat().st_size
-                    with suppress(FileNotFoundError):
+            for path in (self.folder / BLOBS).iterdir():
+                if OURS.fullmatch(path.name) and f"sha256:{path.name}" not in kept:
+                    size = path.lstat().st_size
+                    with suppress(FileNotFoundError, IsADirectoryError):
                         path.unlink()
+                        removed, freed = removed + 1, freed + size
             return removed, freed
 
     def _begin(self) -> None:
         """Makes the folders, and removes what a killed writer has left of the index."""
         with writing(self.folder / LAYOUT):
-            (self.folder / "blobs/sha256").mkdir(parents=True, exist_ok=True)
+            refuse_links(self.folder, (BLOBS,))
+            (self.folder / BLOBS).mkdir(parents=True, exist_ok=True)
         with self._locked(TAGS):
             for left in leftovers(self.folder / INDEX):
                 left.unlink(missing_ok=True)
@@ -260,6 +269,7 @@ class Layout:
 
     def _written(self, path: str, size: int) -> AbstractContextManager[Any]:
         """A file to write, which is there whole once the block ends well."""
+        refuse_links(self.folder, (path,))
         return replacing(inside(self.folder, path), size)
 
     def _put(self, path: str, data: bytes) -> None:

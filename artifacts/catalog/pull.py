@@ -16,7 +16,7 @@ from ling3export.artifacts.catalog.oci import Block, Descriptor, Entry
 from ling3export.artifacts.catalog.record import File, Record
 from ling3export.artifacts.catalog.slabs import Slab, begin, copied, holds, ranged, runs, slabs_of, tensors_of
 from ling3export.artifacts.catalog.stores import Store, choose, find
-from ling3export.artifacts.files import open_lock, writing
+from ling3export.artifacts.files import open_lock, refuse_links, writing
 from ling3export.artifacts.manifest import MANIFEST, file_records, named_target
 from ling3export.artifacts.schema import Manifest, StoredTensor
 from ling3export.artifacts.share import write_share
@@ -126,6 +126,7 @@ def pull(
         TrustError: It is not signed by a trusted key.
     """
     moved = Moved()
+    refuse_links(blobs.parent, (blobs.name,))
     with writing(blobs):
         blobs.mkdir(parents=True, exist_ok=True)
     files = {file.path: file for file in found.record.files}
@@ -264,7 +265,7 @@ def _place(blob: Path, path: Path) -> None:
 def _fetch(store: Store, file: File, layers: list[Descriptor], blobs: Path, moved: Moved) -> None:
     """Brings a file's bytes to ``blobs``, under their digest."""
     blob = blobs / file.sha256
-    if blob.is_file() and blob.stat().st_size == file.size and _digest(blob) == file.sha256:
+    if blob.is_file() and not blob.is_symlink() and blob.stat().st_size == file.size and _digest(blob) == file.sha256:
         moved.add(here=file.size)
         return
     with _partial(blob) as descriptor:
@@ -304,12 +305,12 @@ def _fetch_share(
     slabs: list[Slab],
 ) -> None:
     """Brings a host's slabs of a weight file to ``blob``, each checked by its digest."""
-    if blob.is_file():
+    if blob.is_file() and not blob.is_symlink():
         with open(blob, "rb") as there:
             if all(holds(there.fileno(), slab) for slab in slabs):
                 moved.add(here=sum(slab.stop - slab.start for slab in slabs))
                 return
-        blob.unlink()
+        blob.unlink()  # of what it holds only a part is taken again
     with _partial(blob) as descriptor:
         if descriptor is None:
             return

@@ -372,10 +372,42 @@ def test_gc_removes_what_no_version_names_and_waits_for_publishers(toy, store):
     assert store.gc() == (0, 0)
     (store.folder / "blobs/sha256" / ("0" * 64)).write_bytes(b"left")
     store.yank("toy", "1.0.0")
-    assert store.gc() == (1, 4)
+    (store.folder / "blobs/sha256" / f".{'0' * 64}.partial-123-0123abcd").write_bytes(b"killed")
+    for other in ("notes.txt", f"{'0' * 64}.bak", "0" * 63):
+        (store.folder / "blobs/sha256" / other).write_bytes(b"somebody's")
+    (store.folder / "blobs/sha256" / ("1" * 64)).mkdir()
+    assert store.gc() == (2, 10)
+    assert {"notes.txt", f"{'0' * 64}.bak", "0" * 63, "1" * 64} <= {*os.listdir(store.folder / "blobs/sha256")}
     assert pulling.verify(store, pulling.resolve(store, "toy", "1.0.0")[0]) > 0
     with pytest.raises(CatalogError, match="toy@latest"):
         pulling.resolve(store, "toy", None)
+
+
+@pytest.mark.parametrize("link", ["blobs", "blobs/sha256"])
+def test_neither_gc_nor_publish_goes_through_a_link_into_another_folder(link, toy, store, tmp_path):
+    """Both once did: ``gc`` of a store without versions removed all that the other folder held."""
+    publish(toy, store, "toy", "1.0.0", Words())
+    (store.folder / "index.json").write_text('{"schemaVersion": 2, "manifests": []}')
+    others = Path(shutil.move(store.folder / link, tmp_path / "others"))
+    (store.folder / link).symlink_to(others)
+    deep = others if link == "blobs/sha256" else others / "sha256"
+    for name in ("thesis.txt", "0" * 64):
+        (deep / name).write_bytes(b"somebody's")
+    before = contents(others)
+    noted(toy, "changed")
+    for act in (store.gc, lambda: publish(toy, store, "toy", "1.1.0", Words())):
+        with pytest.raises(ArtifactError, match=f"expected no symbolic link on the way to it, found one at `{link}`"):
+            act()
+        assert contents(others) == before
+    assert versions(store) == []
+
+
+def test_a_pull_puts_nothing_into_a_folder_that_a_link_of_its_own_name_leads_to(toy, store, tmp_path):
+    publish(toy, store, "toy", "1.0.0", Words())
+    (others := tmp_path / "others").mkdir()
+    (tmp_path / ".out.pull").symlink_to(others)
+    assert "found one at `.out.pull`" in refusal(runner_cli.main, "pull", f"{store}/toy", "--to", tmp_path / "out")
+    assert not [*others.iterdir()] and not (tmp_path / "out").exists()
 
 
 def test_what_a_version_depends_on_comes_with_it_and_a_circle_is_refused(toy, store, tmp_path):
