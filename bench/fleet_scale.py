@@ -1,8 +1,8 @@
 """A thousand chips and a million requests, simulated: ratio of prefill to decode, paddings, router; draws the plots.
 
 Times of calls on a v6e slice of 16 chips, in seconds: the compiler's estimates of the true configuration until
-2026-11-22 (docs/log.md), with 10 µs for each collective. What paddings change is priced by roofline bounds, or by the
-estimates of an artifact that has them all.
+2026-11-22 (docs/log/fleet.md), with 10 µs for each collective. What paddings change is priced by roofline bounds, or
+by the estimates of an artifact that has them all.
 """
 
 import time

@@ -120,7 +120,7 @@ def _page(pool: jax.Array, number: jax.Array, width: int, part: Part) -> jax.Arr
 
 
 def _pages_at_once(pool: jax.Array, page: jax.Array, width: int, part: Part) -> jax.Array:
-    """For XLA:TPU, which moves twice the bytes where a loop writes the pages (docs/log.md)."""
+    """For XLA:TPU, which moves twice the bytes where a loop writes the pages (docs/log/programs-tpu.md)."""
     return jnp.concatenate([_page(pool, page[n], width, part) for n in range(page.shape[0])], axis=1)
 
 

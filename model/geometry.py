@@ -13,7 +13,7 @@ Form = Literal["loops", "tiles", "card"]
 @dataclass(frozen=True)
 class Geometry:
     """Sizes of one target's pools, and the form of its programs. The numbers that a step computes are the same in all
-    forms; docs/log.md has the measurements that chose one for each platform.
+    forms; docs/log/ has the measurements that chose one for each platform.
 
     ``loops`` is the form for cpu. One loop runs over groups of layers, and inside it one sequence, chunk or expert is
     worked on after the other. Every device holds the whole latent pool.

@@ -47,8 +47,8 @@ def sum_of_squares(x: Float32[Array, "*rows X"], by_product: bool, parts: int = 
 
     ``by_product`` multiplies the squares by a matrix of ones, which has one column for what is wider than a latent;
     with ``parts``, by one in which each of so many parts of the axis meets itself alone, so that each has a sum of its
-    own. XLA:TPU fuses the root and the scaling that follow into a product, but neither into a sum (docs/log.md): one
-    operation instead of three.
+    own. XLA:TPU fuses the root and the scaling that follow into a product, but neither into a sum
+    (docs/log/programs-tpu.md): one operation instead of three.
     """
     if not by_product:
         assert parts == 1

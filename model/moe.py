@@ -2,8 +2,8 @@
 
 Rows (a token and one of its experts) are sorted by expert into tiles of R rows; a loop runs over the tiles that hold
 rows, and slices the weights of that tile's expert. So the time follows the experts that were chosen, and an expert that
-was not chosen is not read. ``lax.ragged_dot`` would be shorter but is dense over all experts on CPU (docs/log.md). In
-executables for cpu one native kernel does all of it (``native/``).
+was not chosen is not read. ``lax.ragged_dot`` would be shorter but is dense over all experts on CPU
+(docs/log/kernels-cpu.md). In executables for cpu one native kernel does all of it (``native/``).
 """
 
 import functools
@@ -177,11 +177,12 @@ def form_of(rows: int, config: Config, geometry: Geometry) -> Literal["chosen", 
     """How so many rows are multiplied: by the matrices that each chooses, by all of the device, or tile after tile.
 
     A card reads a matrix for each choice as fast as it computes, so it takes the chosen ones up to as many choices as
-    there are experts (docs/log.md).
+    there are experts (docs/log/programs-cuda.md).
     """
     if geometry.form == "card" and rows * config.num_experts_per_tok <= config.num_experts:
         return "chosen"
-    # A chip of a slice has few experts, for which loops take longer than all of them, however many rows (docs/log.md).
+    # A chip of a slice has few experts: computing all of them is faster than a loop, however many rows there are
+    # (docs/log/programs-tpu.md).
     return "all" if geometry.tiled and (geometry.tp > 1 or rows <= LOCAL_ROWS) else "tiles"
 
 
@@ -305,7 +306,7 @@ class MixtureOfExperts(nnx.Module):
         def tile(i: jax.Array, out: jax.Array) -> jax.Array:
             if rows != SMALLEST_TILE:
                 return multiply(i, out, rows)
-            # Here most tiles hold one row, and one row is read a quarter faster than several (docs/log.md).
+            # Here most tiles hold one row, and one row is read a quarter faster than several (docs/log/kernels-cpu.md).
             return lax.cond(tile_used[i] == 1, lambda y: multiply(i, y, 1), lambda y: multiply(i, y, rows), out)
 
         with jax.named_scope("tiles"):

@@ -9,7 +9,7 @@ slices what it needs. A split parameter has a leading axis of TP shards (``Confi
 parallelism TP owns ``tp_shards / TP`` neighbouring ones, one contiguous range of the store.
 
 Matrices are kept ``[..., out, in]`` where the output is split and ``[..., in, out]`` where the input is split, so that
-merging TP shards is a reshape at every TP. On CPU the first form is also the faster one (docs/log.md, 2026-11-21).
+merging TP shards is a reshape at every TP. On CPU the first form is also the faster one (docs/log/kernels-cpu.md).
 
 Axis letters: s TP shards, n stacked layers, h heads of one TP shard.
 """
@@ -278,7 +278,7 @@ def _tensors(rows: list[Parameter], at: str) -> dict[str, TensorInfo]:
     return found
 
 
-# What XLA:TPU would copy out of its stack in each step where layers are unrolled (docs/log.md).
+# What XLA:TPU would copy out of its stack in each step where layers are unrolled (docs/log/programs-tpu.md).
 LAYERED = ("moe.experts_gate_up_proj", "moe.experts_down_proj", "kda.qkvfg_proj")
 
 

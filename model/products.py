@@ -3,7 +3,7 @@
 A split weight is stacked ``[s, n, ...]``, TP shards before layers. Where a device owns several TP shards, one layer of
 the stack is several ranges of memory, which XLA:CPU copies into one matrix before a product. In the form ``loops``,
 large layers are therefore multiplied one TP shard after the other, so that each range goes through the caches once:
-24 against 12 GB/s of weights for one row, 11.5 against 8.3 for 16 rows, equal for 512 (docs/log.md, 2026-11-21). On
+24 against 12 GB/s of weights for one row, 11.5 against 8.3 for 16 rows, equal for 512 (docs/log/kernels-cpu.md). On
 accelerators one large product is the better form.
 
 Executables for cpu may call native kernels instead (``native/``), which read a layer where it lies.
@@ -70,7 +70,7 @@ def dot_merged(x: Float[Array, "T F"], weight: Float[Array, "s each D"], geometr
 def _more_than_one_row(x: Float[Array, "T D"], geometry: Geometry) -> Float[Array, "rows D"]:
     """One bf16 row becomes two: XLA:CPU upcasts the whole weight to fp32 for a matrix-vector product.
 
-    docs/log.md, 2026-11-21: 1.8 against 16 GB/s of weights.
+    docs/log/kernels-cpu.md, 2026-11-21: 1.8 against 16 GB/s of weights.
     """
     return jnp.concatenate([x, x]) if x.shape[0] == 1 and x.dtype == jnp.bfloat16 and not geometry.tiled else x
 

@@ -137,7 +137,7 @@ def derive_ffn_paddings(config: Config, decode: Sequence[int], sessions: int) ->
 
 
 def forms(config: Config, target: Target) -> dict[str, Any]:
-    """The form of programs that is best on a target, and its latent rows (docs/log.md has the measurements)."""
+    """The form of programs that is best on a target, and its latent rows (docs/log/ has the measurements)."""
     if target.chip is None:
         return {"latent_row": config.latent_dim}
     # A latent row of whole lanes: else the compiler copies the donated pool every step.

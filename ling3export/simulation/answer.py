@@ -33,7 +33,7 @@ SHARE = 0.8  # of what a fleet passes at most, where times are looked at
 NEAR = 0.98  # of the best is as good as the best
 HANDOVER = 1e-3  # seconds until the first byte of a state is on its way; assumed
 LINK = 25e9  # bytes a second from one replica to another; assumed
-# Processor seconds of vllm-router 0.1.17, cache_aware, for a request and a streamed token: docs/log.md, 2026-11-22.
+# Processor seconds of vllm-router 0.1.17, cache_aware, for a request and a streamed token: docs/log/fleet.md.
 ROUTER_CALL, ROUTER_TOKEN = 8e-4, 6.5e-5
 ROUTER_CORES = 16  # processors of a router's machine
 PHASES = ("prefill", "decode", "sample")  # whose calls are simulated

@@ -23,7 +23,8 @@ from ling3export.model.layers import IN_BOUNDS, Index, State, l2_norm, of_heads,
 from ling3export.model.native import calls
 from ling3export.model.products import column_parallel, row_parallel
 
-SUMMED_ROWS = 16  # rows of a decode step whose states XLA:TPU reads faster by sums than by products (docs/log.md)
+# Rows of a decode step whose states XLA:TPU reads faster by sums than by products (docs/log/programs-tpu.md).
+SUMMED_ROWS = 16
 
 
 def log_decay(
@@ -122,7 +123,8 @@ class KimiDeltaAttention(nnx.Module):
             new, o = recurrent_step(pool[layer, slot[b]][None], row)
             return pool.at[layer, slot[b]].set(new[0]), lax.dynamic_update_slice_in_dim(out, o, b, axis=0)
 
-        # A row at a time: gathering and scattering whole states takes XLA:CPU ten times longer (docs/log.md).
+        # A row at a time: gathering and scattering whole states takes XLA:CPU ten times as long
+        # (docs/log/kernels-cpu.md).
         with jax.named_scope("sequences"):
             pool, out = lax.fori_loop(0, rows.used, step, (state["kda_recurrent"], jnp.zeros_like(inputs.v)))
         return self._output(out, gate, layer, x.dtype), state | {"kda_recurrent": pool}

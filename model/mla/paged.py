@@ -25,7 +25,7 @@ from ling3export.model.layers import IN_BOUNDS, Index
 from ling3export.model.products import einsum, product
 
 MASKED = -1e30  # finite, so that a row which sees nothing yet gives weights of zero and not NaN
-TILE = 16  # pages attended at once: 8 cost 12 small operations as often again (docs/log.md)
+TILE = 16  # pages attended at once: 8 cost 12 small operations as often again (docs/log/programs-tpu.md)
 TILE_EACH = 4  # and as many at most for each sequence: tiles are read whole
 AT_ONCE = 512  # pages of all page tables of a step for a card that are attended without a loop: 150 MB copied a layer
 

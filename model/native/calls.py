@@ -20,11 +20,11 @@ from ling3export.model.geometry import Geometry
 from ling3export.model.layers import NORM_L2_EPS, Index
 
 # Rows up to which a kernel is called: reading the weights takes longer than multiplying. Beyond, XLA's own products are
-# faster, which use a processor's matrix unit (docs/log.md, 2026-11-22).
+# faster, which use a processor's matrix unit (docs/log/kernels-cpu.md, 2026-11-22).
 FEW = 16
-FEW_EACH = 2  # the same of one expert's rows, where all experts are chosen alike (docs/log.md)
+FEW_EACH = 2  # the same of one expert's rows, where all experts are chosen alike (docs/log/kernels-cpu.md)
 # Processors without dot products of bf16: XLA widens what it multiplies again and again. Kernels are faster up to more
-# rows, and over columns of a weight for any number (docs/log.md, 2026-11-24).
+# rows, and over columns of a weight for any number (docs/log/kernels-cpu.md, 2026-11-24).
 WIDENED = ("avx2",)
 FEW_WIDENED = 64
 # Forms whose kernel for experts beats XLA's products at any number of rows: processors without a matrix unit.

@@ -12,7 +12,7 @@ from ling3export.artifacts.schema import Target
 
 Fields = dict[str, np.ndarray]
 # What a prefill call costs beside its padded tokens, counted in them, where the compiler gives no estimate of its time.
-# Measured on cpu: docs/log.md, 2026-11-21, "what a prefill call costs".
+# Measured on cpu: docs/log/engine.md, 2026-11-21, "what a prefill call costs".
 CALL = 32
 # How much more a token may cost in a call that sequences wait for, so that they wait for a shorter one.
 PATIENCE = 1.25

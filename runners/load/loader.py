@@ -270,7 +270,7 @@ def uncollected() -> Iterator[None]:
     """Without the garbage collector: a precaution, while jax is imported beside threads that digest files.
 
     One start of many ended in a segmentation fault, where jaxlib 0.11.2 looked up a type that was being registered, in
-    another thread than the main one (docs/log.md). Collections alone lead from those threads into jaxlib.
+    another thread than the main one (docs/log/hosts.md). Collections alone lead from those threads into jaxlib.
     """
     was = gc.isenabled()
     gc.disable()
@@ -286,7 +286,7 @@ def unsearched() -> Iterator[None]:
     """Without a search of all installed distributions in this thread: jax makes one while it is imported.
 
     It looks for a plugin for ROCm in the metadata of every one, of which an environment to build and test in has
-    hundreds: docs/log.md, 2026-11-23. Programs for the processor need none.
+    hundreds: docs/log/start.md, 2026-11-23. Programs for the processor need none.
     """
     found, mine = metadata.distributions, threading.get_ident()
 

@@ -1,7 +1,7 @@
 """The manifests of deploy/ against published schemas: kubernetes-validate's, and kubeflow-trainer-api's of JobSet.
 
 No package has the schema of LeaderWorkerSet. LWS says its fields, written down from the reference of its API and
-compared with the published definition of v0.9.0 (docs/log.md, 2026-11-23); its pods are checked as Kubernetes' own.
+compared with the published definition of v0.9.0 (docs/log/fleet.md); its pods are checked as Kubernetes' own.
 """
 
 import copy

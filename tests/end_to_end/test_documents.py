@@ -26,8 +26,8 @@ from tests.support.hosting import free_port
 from tests.support.package_copy import copied
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
-PAGES.remove("docs/log.md")  # what was, not what is
-LINKING = [*PAGES, "CHANGELOG.md", "docs/log.md", "artifacts/FORMAT.md"]
+LOG = sorted(f"docs/log/{page.name}" for page in (ROOT / "docs/log").glob("*.md"))  # what was, not what is
+LINKING = [*PAGES, "CHANGELOG.md", *LOG, "artifacts/FORMAT.md"]
 WITH_COMMANDS = [page for page in PAGES if (ROOT / page).is_file() and commands((ROOT / page).read_text())]
 
 MICRO = ("--paddings", "16", "--tp", "2", "--max-running", "2", "--context", "512", "--score-paddings", "16")
@@ -207,7 +207,7 @@ def test_links_and_named_files_exist(page: str):
     text = (ROOT / page).read_text()
     links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
     assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
-    if page not in ("docs/log.md", "CHANGELOG.md"):  # which name what was there then
+    if page not in (*LOG, "CHANGELOG.md"):  # which name what was there then
         named = re.findall(
             r"(?<![\w/])(?:ling3export|foundation|model|artifacts|runners|tests|tools|bench|deploy|docs)/[\w/-]+\.\w+",
             text,

@@ -1,6 +1,6 @@
 """The golden programs: three cells of the true Ling3-Tiny for a TPU slice, and what they may cost.
 
-    python -m tests.support.golden_programs     compiles them, records the budget, and adds a line to docs/log.md
+    python -m tests.support.golden_programs   compiles them, records the budget, adds a line to docs/log/programs-tpu.md
 
 `make budgets` does that. The budget of each toolchain stands under its versions in ``tests/budgets/``; the test in
 ``test_golden_programs.py`` compiles the same cells and compares. No checkpoint is needed: programs depend on the
@@ -25,7 +25,7 @@ from tests.support.tpu_texts import records
 ROOT = Path(__file__).parents[2]
 TARGET = "tpu:v6e:4x4"
 BUDGETS = ROOT / "tests" / "budgets" / "tpu-v6e-4x4.json"
-LOG = ROOT / "docs" / "log.md"
+LOG = ROOT / "docs" / "log" / "programs-tpu.md"
 HEADING = "## Golden programs: what `make budgets` recorded"
 CELLS = (Cell("prefill", 512), Cell("decode", 64), Cell("decode", 16))
 ALLOWED = 0.05  # of the budget, up or down

@@ -362,7 +362,7 @@ def test_of_two_publishers_one_wins_and_nothing_is_torn(toy, store, tmp_path):
 
 @pytest.mark.parametrize("kill", [kill_publishers, kill_pulls])
 def test_a_kill_leaves_a_whole_version_or_none(kill, toy, tmp_path):
-    """Three kills here; thirty of each are in docs/log.md."""
+    """Three kills here; thirty of each are in docs/log/catalog.md."""
     found = kill(toy, f"oci:{tmp_path}", 3, random.Random(1), 0.2)
     assert sum(count for what, count in found.items() if not what.startswith("a reader")) == 3
 

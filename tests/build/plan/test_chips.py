@@ -1,6 +1,6 @@
 """cuda targets: what the compiler is told of a card, and refusals where jax's plugin is missing.
 
-CI does not install the plugin (413 MB): docs/log.md says what compiling with it gave.
+CI does not install the plugin (413 MB): docs/log/programs-cuda.md says what compiling with it gave.
 """
 
 from importlib import metadata
