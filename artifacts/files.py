@@ -9,14 +9,14 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from io import BufferedReader, BufferedWriter
+from io import BufferedRandom, BufferedReader
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 from ling3export.foundation.errors import ArtifactError
 from ling3export.foundation.reading import opened
 
 REBUILD = "copy the artifact again, or build it again"
-NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 PARTIAL = r"partial-\d+-[0-9a-f]{8}"
 TRUST = "LING3_TRUST"  # names the folder of the keys that are trusted
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -142,12 +142,49 @@ def try_writing(folder: Path) -> None:
         os.close(os.open(folder, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600))
         return
     path = partial_path(folder / "trial")
-    os.close(os.open(path, NEW, 0o600))
+    os.close(create(path, 0o600))
     path.unlink()
 
 
+def create(path: Path, mode: int = 0o666) -> int:
+    """A descriptor of a new file, to read and to write. Nothing that has the name, a link least of all, is opened.
+
+    Args:
+        path: The file.
+        mode: Its permissions, less those of the umask: 0o600 where it holds keys or states.
+
+    Raises:
+        OSError: It cannot be made, or something has the name.
+    """
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
+def open_own(path: Path, *, append: bool = False) -> BufferedRandom:
+    """A file of this user's that grows over several runs, open to read and to write; a missing one is made.
+
+    Whoever owns the folder may own the file as well: he could put another one in its place, and on some shared file
+    systems all files have one owner.
+
+    Args:
+        path: The file. It is not truncated.
+        append: Whether every write goes to the end.
+
+    Raises:
+        ArtifactError: It cannot be opened or made; or it is a link, no regular file, one with several names, or another
+            user's. It is not written.
+    """
+    descriptor = open_lock(path, os.O_RDWR | os.O_CREAT | os.O_APPEND * append)
+    owner, owners = os.fstat(descriptor).st_uid, {os.geteuid(), path.parent.stat().st_uid}
+    if owner in owners:
+        return os.fdopen(descriptor, "r+b")
+    os.close(descriptor)
+    raise ArtifactError(
+        f"write `{path.name}`: expected a file of this user's, found one of user {owner}, in {path.parent}"
+    )
+
+
 def open_lock(path: Path, flags: int) -> int:
-    """A descriptor of a lock file, which nobody but a build made: a regular file with one name, and no link to one.
+    """A descriptor of a lock file, which may be another user's: a regular file with one name, and no link to one.
 
     Args:
         path: The file. A missing one is made if ``flags`` has O_CREAT.
@@ -166,7 +203,7 @@ def open_lock(path: Path, flags: int) -> int:
     found = f"one with {status.st_nlink} names" if stat.S_ISREG(status.st_mode) else "something else"
     raise ArtifactError(
         f"write `{path.name}`: expected a regular file with one name, found {found}, in {path.parent}",
-        "no build makes such a lock: look at who did, and remove it",
+        "this program makes no such file: look at who did, and remove it",
     )
 
 
@@ -191,7 +228,7 @@ def write_new(path: Path, data: bytes) -> None:
     """
     with writing(path, len(data)):
         path.unlink(missing_ok=True)
-        with open(os.open(path, NEW, 0o666), "wb") as file:
+        with open(create(path), "wb") as file:
             file.write(data)
 
 
@@ -202,7 +239,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def replacing(path: Path, needed: int | None = None) -> Iterator[BufferedWriter]:
+def replacing(path: Path, needed: int | None = None) -> Iterator[BinaryIO]:
     """A file to write that is there whole and durable when the block ends well: until then under a new name beside it.
 
     A symbolic link under either name is not followed: one at ``path`` is replaced.
@@ -217,7 +254,7 @@ def replacing(path: Path, needed: int | None = None) -> Iterator[BufferedWriter]
     partial = partial_path(path)
     try:
         with writing(path, needed):
-            with open(os.open(partial, NEW, 0o666), "wb") as file:
+            with open(create(partial), "wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ling3export.artifacts.files import NEW, TRUST, open_regular, replace_file, writing
+from ling3export.artifacts.files import TRUST, create, open_regular, replace_file, writing
 from ling3export.artifacts.manifest import MANIFEST, read_manifest
 from ling3export.artifacts.records import Rule, WrongRecordError, at_most, from_json, laid_out, one_of, to_json
 from ling3export.artifacts.schema import Manifest
@@ -95,7 +95,7 @@ def make_key(path: Path) -> str:
     secret = private.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
     known = public.public_bytes(form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo)
     for name, data, mode in ((path, secret, 0o600), (public_path(path), known, 0o644)):
-        with writing(name), open(os.open(name, NEW, mode), "wb") as file:
+        with writing(name), open(create(name, mode), "wb") as file:
             file.write(data)
     return key_id(public)
 

@@ -10,7 +10,7 @@ from types import TracebackType
 
 import numpy as np
 
-from ling3export.artifacts.files import inside, sync_folder, write_error, writing
+from ling3export.artifacts.files import create, inside, sync_folder, write_error, writing
 from ling3export.artifacts.schema import StoredTensor
 from ling3export.artifacts.store_layout import TensorSpec, arranged, header
 from ling3export.foundation.dtypes import BY_CODE
@@ -43,7 +43,7 @@ class _File:
         for spec in specs:
             self.offsets[spec.name] = offset
             offset += spec.nbytes
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self.descriptor = create(path)
 
     def allocate(self) -> None:
         """Reserves the whole size, so that a full disk shows before the first byte and not after the last."""

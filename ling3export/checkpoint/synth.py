@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ling3export.artifacts.files import write_error
+from ling3export.artifacts.files import create, write_error
 from ling3export.artifacts.staging import staged
 from ling3export.checkpoint.synth_tokenizer import SPECIALS, write_json, write_tokenizer
 from ling3export.checkpoint.synth_weights import blocks
@@ -218,7 +218,7 @@ def _write_shard(path: Path, tensors: list[_Stored], config: Config, seed: int, 
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     try:
-        with open(path, "wb", buffering=0) as file:
+        with open(create(path), "wb", buffering=0) as file:
             file.write(len(raw).to_bytes(8, "little") + raw)
             for tensor in tensors:
                 for block in blocks(tensor.name, tensor.info, config, seed, tensor.dtype):

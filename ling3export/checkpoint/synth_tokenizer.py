@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ling3export.artifacts.files import write_new
+
 WORDS = (
     "the of and to in is that it for was on with as be at by this have from or had not but what all were when we "
     "there can an your which their said if do will each about how up out them then she many some so these would "
@@ -67,7 +69,7 @@ def write_tokenizer(folder: Path, eos_token_id: int) -> None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_new(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def _vocabulary(limit: int) -> tuple[dict[str, int], list[tuple[str, str]]]:

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ling3export.artifacts.files import write_new
 from ling3export.artifacts.records import to_json
 from ling3export.artifacts.schema import Weights
 from ling3export.artifacts.staging import staged
@@ -125,7 +126,7 @@ def build_savedmodel(
             "plan": plan.record(),
             **described,
         }
-        (folder / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+        write_new(folder / RECORD, (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode())
     return record
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
-from ling3export.artifacts.files import writing
+from ling3export.artifacts.files import write_new
 from ling3export.artifacts.manifest import file_record
 from ling3export.artifacts.schema import Margins, Sequence, Vectors
 from ling3export.foundation.errors import CheckpointError
@@ -72,8 +72,7 @@ def write_vectors(config: Config, read: Callable[[str], np.ndarray], folder: Pat
     path = folder / PATH
     path.parent.mkdir(exist_ok=True)
     data = save({s.logits: np.ascontiguousarray(v, np.float32) for s, v in zip(chosen, logits, strict=True)})
-    with writing(path, len(data)):
-        path.write_bytes(data)
+    write_new(path, data)
     return Vectors(
         source=f"plain numpy model, {reference.dtype.name}, token by token, unpaged, one device",
         seed=seed,

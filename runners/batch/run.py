@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ling3export.artifacts.files import open_lock, replace_file, replacing, writing
+from ling3export.artifacts.files import open_own, replace_file, replacing, writing
 from ling3export.artifacts.records import WrongRecordError, from_json
 from ling3export.foundation.errors import Ling3Error, RequestError
 from ling3export.foundation.reading import opened
@@ -272,7 +272,7 @@ def _readable(path: Path) -> Iterator[BinaryIO]:
 @contextmanager
 def _opened(partial: Path) -> Iterator[BinaryIO]:
     """The growing output, which one process at a time may write."""
-    with open(open_lock(partial, os.O_RDWR | os.O_CREAT), "r+b") as file:
+    with open_own(partial) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ling3export.artifacts.files import open_own
 from ling3export.artifacts.schema import Manifest
 from ling3export.runners.bench.metrics import PHASES, Figures, Outcome
 from ling3export.runners.bench.run import Run
@@ -98,7 +99,7 @@ def record(
 def append(path: Path, line: Mapping[str, Any]) -> None:
     """Adds a line to a file, which is made if it is missing."""
     data = (json.dumps(line, ensure_ascii=False) + "\n").encode()
-    with path.open("ab") as file:
+    with open_own(path, append=True) as file:
         file.write(data)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 
-from ling3export.artifacts.files import refuse_links, replace_file, write_new
+from ling3export.artifacts.files import open_own, refuse_links, replace_file, write_new
 from ling3export.artifacts.records import sha256_of
 from ling3export.foundation.errors import listed
 from ling3export.foundation.reading import opened
@@ -204,7 +204,7 @@ def open_folder(path: Path, run: RunRecord, tasks: Sequence[TaskRecord], *, forc
         for name, data in ((RUN, json_line(vars(run), indent=1)), (TASKS, listed_tasks)):  # RUN says whose the rest is
             if not (path / name).exists():
                 replace_file(path / name, data)
-        with open(path / PARTIAL, "a+b") as file:
+        with open_own(path / PARTIAL, append=True) as file:
             prompts = {task["id"]: prompt_sha256(task["input"]) for task in tasks}
             yield RunFolder(path, file, _whole_lines(file, path, prompts))
     finally:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from ling3export.artifacts import files, staging
-from ling3export.artifacts.files import leftovers, refuse_links, try_writing, write_error, write_new
+from ling3export.artifacts.files import leftovers, open_own, refuse_links, try_writing, write_error, write_new
 from ling3export.artifacts.manifest import MANIFEST
 from ling3export.artifacts.staging import staged
 from ling3export.foundation.errors import ArtifactError, Ling3Error, printable
@@ -140,6 +140,26 @@ def test_a_writer_follows_no_link_and_waits_for_no_pipe(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(ArtifactError, match="write `folder`: expected a writable file, found Is a directory"):
         write_new(tmp_path / "folder", b"x")
+
+
+def test_a_file_that_grows_is_a_regular_one_of_this_user(tmp_path, monkeypatch):
+    """What others' names lead to, and what others can read, is not written."""
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    with open_own(outside, append=True) as file:
+        assert (file.read(), file.write(b" too")) == (b"mine", 4)
+    (tmp_path / "link").symlink_to(outside)
+    os.mkfifo(tmp_path / "pipe")
+    os.link(outside, tmp_path / "second")
+    for name, found in (("link", "a symbolic link"), ("pipe", "something else"), ("second", "one with 2 names")):
+        with pytest.raises(ArtifactError, match=f"write `{name}`: expected .*, found {found}, in "):
+            open_own(tmp_path / name)
+    (tmp_path / "second").unlink()
+    status = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda of: os.stat_result([*status(of)[:4], os.geteuid() + 1, *status(of)[5:]]))
+    with pytest.raises(ArtifactError, match="expected a file of this user's, found one of user "):
+        open_own(outside)
+    assert outside.read_text() == "mine too"
 
 
 def test_trying_to_write_leaves_nothing_even_when_it_is_killed(tmp_path, monkeypatch):

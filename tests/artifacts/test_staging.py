@@ -259,7 +259,7 @@ def test_a_lock_is_not_taken_through_a_link(tmp_path: Path) -> None:
     expected = {
         Path.symlink_to: f"{start}writable file, found a symbolic link, in {tmp_path}",
         Path.hardlink_to: f"{start}regular file with one name, found one with 2 names, in {tmp_path}\n"
-        "hint: no build makes such a lock: look at who did, and remove it",
+        "hint: this program makes no such file: look at who did, and remove it",
     }
     for link, message in expected.items():
         link(tmp_path / ".a.lock", outside)

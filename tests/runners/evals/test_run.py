@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ling3export.foundation.errors import RequestError
+from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.evals import folder
@@ -358,6 +358,19 @@ def test_a_run_killed_at_any_file_of_its_begin_can_be_gone_on_with(evaluate, tmp
         assert done.exit_code == 0 or "found a finished one" in done.stderr, (count, done.stderr)
         assert len(read_predictions(tmp_path / name)) == 10
         assert len((tmp_path / name / "tasks.jsonl").read_text().splitlines()) == 10
+
+
+def test_a_run_is_not_written_through_a_link(tmp_path):
+    """Whoever could write the folder once had a file elsewhere appended to, and cut at its last line break."""
+    outside, partial_file = tmp_path / "outside", tmp_path / "run/predictions.jsonl.partial"
+    outside.write_text("mine\nhalf a line")
+    with pytest.raises(KeyboardInterrupt):
+        run_suite(Suite("s", numbered(2)), FailsOn("1", KeyboardInterrupt()), tmp_path / "run", RunConfig())
+    partial_file.unlink()
+    partial_file.symlink_to(outside)
+    with pytest.raises(ArtifactError, match="expected a writable file, found a symbolic link, in "):
+        run_suite(Suite("s", numbered(2)), FakeBackend(half), tmp_path / "run", RunConfig())
+    assert outside.read_text() == "mine\nhalf a line"
 
 
 def test_two_processes_cannot_write_one_run(tmp_path):
