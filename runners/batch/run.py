@@ -24,7 +24,7 @@ from ling3export.foundation.reading import opened
 from ling3export.foundation.shards import WHOLE, Shard, in_order
 from ling3export.foundation.strict_json import read_json
 from ling3export.runners.batch.lines import LONGEST, Line
-from ling3export.runners.engine.handle import LogitsError
+from ling3export.runners.engine.handle import EngineStopped, RequestFailed
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve.responses import stopped
 
@@ -157,7 +157,9 @@ def answers(engine: "Engine", most: int, asked: Record, lines: Iterable[Numbered
         completions: list[Completion] = []
         try:
             completions = [handle.result() for handle in handles]
-        except LogitsError as error:  # of this line alone: the others go on
+        except EngineStopped:
+            raise
+        except RequestFailed as error:  # of this line alone: the others go on
             line.refused = stopped(error, log=False)
             for handle in handles:
                 handle.cancel()

@@ -1,12 +1,16 @@
 """What a sequence asks of its rows beyond a token: other logits, and fewer tokens that may be taken."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
+from typing import NamedTuple
 
 import numpy as np
 
 from ling3export.runners.engine.inputs import Fields
 from ling3export.runners.engine.request import Request
 from ling3export.runners.text.grammar import Matcher
+
+ROOM = 64  # edits that there is room for at first; doubled as often as it is needed
 
 
 class Choice:
@@ -30,13 +34,16 @@ class Choice:
         self._how = how
         self._places: dict[int, int] = {}  # of the edit of each token
         self._counted: set[int] = set()  # tokens that were generated
-        self._tokens = np.zeros(64, np.int32)
-        self._changes = np.tile(np.array([[1], [0]], np.float32), 64)  # scale and addend
+        self._tokens = np.zeros(ROOM, np.int32)
+        self._scales = np.ones(ROOM, np.float32)
+        self._addends = np.zeros(ROOM, np.float32)
         for token, bias in how.logit_bias:
-            self._changes[1, self._place(token)] = bias
+            place = self._place(token)
+            self._addends[place] = bias
         if how.repetition_penalty != 1:
             for token in sorted(set(request.prompt_ids)):
-                self._changes[0, self._place(token)] = how.repetition_penalty
+                place = self._place(token)
+                self._scales[place] = how.repetition_penalty
 
     @property
     def over(self) -> bool:
@@ -52,7 +59,17 @@ class Choice:
     def edits(self) -> np.ndarray:
         """int32 ``[3, n]``: tokens, and the bits of scales and addends."""
         count = len(self._places)
-        return np.stack([self._tokens[:count], *self._changes[:, :count].view(np.int32)])
+        return np.stack(
+            [self._tokens[:count], self._scales[:count].view(np.int32), self._addends[:count].view(np.int32)]
+        )
+
+    def mask(self, vocab_size: int) -> np.ndarray | None:
+        """int32 ``[W]``, the bits of the tokens that may follow; None where any may."""
+        if self.matcher is None:
+            return None
+        words = np.zeros(-(-vocab_size // 32), np.int32)
+        self.matcher.fill(words)
+        return words
 
     def accept(self, token: int) -> None:
         """Takes a token that was read."""
@@ -60,41 +77,46 @@ class Choice:
         if how.penalises:
             place, new = self._place(token), token not in self._counted
             self._counted.add(token)
-            self._changes[0, place] = how.repetition_penalty
-            self._changes[1, place] -= how.frequency_penalty + new * how.presence_penalty
+            self._scales[place] = how.repetition_penalty
+            self._addends[place] -= how.frequency_penalty + new * how.presence_penalty
         if self.matcher is not None:
             self.matcher.accept(token)
 
     def _place(self, token: int) -> int:
+        """Where the edit of a token stands. The arrays may be other ones afterwards: ask first, then write."""
         place = self._places.setdefault(token, len(self._places))
         if place == len(self._tokens):
-            more = np.tile(np.array([[1], [0]], np.float32), place)
-            self._tokens, self._changes = np.tile(self._tokens, 2), np.concatenate([self._changes, more], axis=1)
+            self._tokens = np.concatenate([self._tokens, np.zeros(place, np.int32)])
+            self._scales = np.concatenate([self._scales, np.ones(place, np.float32)])
+            self._addends = np.concatenate([self._addends, np.zeros(place, np.float32)])
         self._tokens[place] = token
         return place
 
 
-def adjust_inputs(
-    count: int, vocab_size: int, rows: Many[int], choices: Many[Choice]
-) -> tuple[Fields, np.ndarray, np.ndarray]:
+class Asked(NamedTuple):
+    """What a row of a call asks for: edits int32 ``[3, n]``, and a mask int32 ``[W]`` or None."""
+
+    edits: np.ndarray
+    mask: np.ndarray | None
+
+
+def adjust_inputs(count: int, vocab_size: int, asking: Mapping[int, Asked]) -> tuple[Fields, np.ndarray, np.ndarray]:
     """Fields, edits ``[3, count, n]`` and mask ``[count, W]`` of an ``adjust`` call before ``sample``.
 
     Args:
         count: Rows of the call.
         vocab_size: Token ids are below it.
-        rows: Which of them ask for something.
-        choices: What each of these does.
+        asking: The rows that ask for something, and what.
     """
     fields = {name: np.zeros(count, np.int32) for name in ("edited", "masked", "top")}
-    each = [choice.edits for choice in choices]
-    edits = np.zeros((3, count, max(edit.shape[1] for edit in each)), np.int32)
+    edits = np.zeros((3, count, max(each.edits.shape[1] for each in asking.values())), np.int32)
     mask = np.zeros((count, -(-vocab_size // 32)), np.int32)
-    for row, choice, edit in zip(rows, choices, each, strict=True):
+    for row, (edit, allowed) in asking.items():
         fields["edited"][row] = edit.shape[1]
         edits[:, row, : edit.shape[1]] = edit
-        if choice.matcher is not None:
+        if allowed is not None:
             fields["masked"][row] = 1
-            choice.matcher.fill(mask[row])
+            mask[row] = allowed
     return fields, edits, mask
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ling3export.foundation.errors import RankDivergence
+from ling3export.runners.engine.handle import broken
 from ling3export.runners.engine.request import Request, request_of
 from ling3export.runners.engine.scheduler import Emitted, Scheduler
 from ling3export.runners.engine.sequence import Sequence
@@ -94,8 +95,16 @@ class EngineCore:
     def step(self, inputs: StepInputs) -> StepOutputs:
         """Takes the inputs, then has the scheduler dispatch a call and read what is due."""
         for arrival in inputs.arrivals:
-            sequence = self._live[arrival.number] = self._sequence(arrival)
-            self.scheduler.submit(sequence)
+            try:
+                sequence = self._sequence(arrival)
+            except BaseException as error:
+                request = arrival.request
+                sequence = Sequence(request, arrival.number, request.max_tokens, frozenset(), arrived=arrival.at)
+                self._live[arrival.number] = sequence
+                self.scheduler.fail(sequence, broken(request, "it to be taken in", error))
+            else:
+                self._live[arrival.number] = sequence
+                self.scheduler.submit(sequence)
         ended = []
         for number in inputs.cancelled:
             found = self._live.pop(number, None)
@@ -125,8 +134,10 @@ class EngineCore:
 class SharedCore(EngineCore):
     """Steps that all hosts take alike: host 0 sends the inputs of each to the others.
 
-    Every host hashes the tokens that it reads, in the order of reading, as little-endian int32. All compare these
-    digests where the inputs ask for it, and the others with host 0's before each step.
+    Every host hashes the tokens that it reads, in the order of reading, as little-endian int32, and which requests
+    failed. All compare these digests where the inputs ask for it, and the others with host 0's before each step. So a
+    request that fails by itself has to fail on all hosts: what it meets follows from its inputs and its tokens, unless
+    it is an error of this machine, which ends all hosts.
 
     Args:
         scheduler: Runs the sequences.
@@ -164,6 +175,10 @@ class SharedCore(EngineCore):
                 digests = self._channel.gather(mine)
             outputs = super().step(inputs)
             self._read.update(b"".join(each.token.to_bytes(4, "little", signed=True) for each in outputs.emitted))
+            for sequence in outputs.ended:
+                if sequence.error is not None:
+                    check_alike(sequence.error)
+                    self._read.update(f"failed {sequence.number}".encode())
         return outputs._replace(digests=digests)
 
     def cancel_all(self) -> None:
@@ -176,6 +191,16 @@ class SharedCore(EngineCore):
     def fail(self, error: BaseException) -> None:
         """Ends all hosts, if what failed has not done so."""
         self._channel.fail(f"the engine failed: {error}")
+
+
+def check_alike(error: Exception) -> None:
+    """Passes an error of a request that every host meets.
+
+    Raises:
+        MemoryError, OSError: It is this machine's, and its cause.
+    """
+    if isinstance(error.__cause__, (MemoryError, OSError)):
+        raise error.__cause__
 
 
 def encode(inputs: StepInputs) -> bytes:

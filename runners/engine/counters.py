@@ -22,7 +22,7 @@ class Counters:
         tokens_in: Tokens of prompts whose prefill was dispatched, each counted once.
         tokens_out: Generated tokens that were read.
         preempted: How often a sequence gave its pages back to start again.
-        failed: Requests that ended because their logits are not finite.
+        failed: Requests that ended by an error of their own.
         started: Requests whose first call was dispatched.
         queue_seconds: How long they waited for that call, all together.
         queue_longest: How many seconds one of them waited at most.

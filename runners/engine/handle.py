@@ -21,6 +21,10 @@ class GrammarFailed(RequestFailed):
     """A request's grammar turned out too complex to be followed. Other requests go on."""
 
 
+class RequestBroken(RequestFailed):
+    """What is done for one request alone raised an error, which is its cause. Other requests go on."""
+
+
 class EngineStopped(RequestFailed):
     """The engine was closed, or failed: what it had not finished will not be."""
 
@@ -214,3 +218,21 @@ def wake(handles: Iterable[RequestHandle]) -> None:
 def _set_all(events: list[asyncio.Event]) -> None:
     for event in events:
         event.set()
+
+
+def broken(request: Request, doing: str, error: BaseException) -> RequestBroken:
+    """The error of a request for which something could not be done.
+
+    Libraries in Rust panic with a BaseException of their own; what ends a process is not taken for one.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: The process is to end.
+    """
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        raise error
+    found = RequestBroken(
+        f"{request.name}: expected {doing}, found {type(error).__name__}: {error}",
+        "this is a fault of the runner or of a library that it uses, not of the request; other requests go on",
+    )
+    found.__cause__ = error
+    return found

@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.core import Arrival, EngineCore, StepInputs, StepOutputs
-from ling3export.runners.engine.handle import EngineStalled, EngineStopped, HostGone, QueueFull, RequestHandle, wake
-from ling3export.runners.engine.request import Request
+from ling3export.runners.engine.handle import (
+    EngineStalled,
+    EngineStopped,
+    HostGone,
+    QueueFull,
+    RequestHandle,
+    broken,
+    wake,
+)
+from ling3export.runners.engine.request import Completion, Request
 from ling3export.runners.engine.sequence import Sequence, now
 from ling3export.runners.load.loader import Timings
 
@@ -323,7 +331,7 @@ class Loop:
                 handle = self._handles.pop(sequence.number, None)
                 saved = self._saving.pop(sequence.number, None)
             if handle is not None:  # else the loop was abandoned meanwhile
-                handle.finish(sequence.error or sequence.completion())
+                handle.finish(outcome(sequence))
                 touched[handle.number] = handle
             if saved is not None:
                 saved.set_result(sequence)
@@ -333,12 +341,16 @@ class Loop:
 
     def _hand_over(self, sequence: Sequence, exchange: "Exchange") -> None:
         """Ends a request once its state is where another engine can take it."""
-        completion, begun = sequence.completion(), now()
+        completion, begun = outcome(sequence), now()
 
         def done(params: dict[str, Any] | None) -> bool:
             with self._changed:
                 handle = self._handles.pop(sequence.number, None)
             if handle is None:  # the loop ended
+                return False
+            if isinstance(completion, Exception):
+                handle.finish(completion)
+                wake([handle])
                 return False
             phases = {
                 "queue": completion.queue_ms,
@@ -390,3 +402,11 @@ class Loop:
         )
         stopped.__cause__ = error
         return stopped
+
+
+def outcome(sequence: Sequence) -> Completion | Exception:
+    """What a sequence that ended came to."""
+    try:
+        return sequence.error or sequence.completion()
+    except BaseException as error:
+        return broken(sequence.request, "its answer to be put together", error)

@@ -17,22 +17,26 @@ are never decoded, and end when their last call is read.
 The next call is dispatched before the last one's tokens are read: decode takes its token from the devices. What was
 dispatched for a sequence that turns out to have ended is dropped unread.
 
+What is done for one sequence alone (its mask and edits, what a token does to its text and its grammar, its scores)
+may raise whatever it likes: that sequence ends with RequestBroken, and the others go on. An error of the backend, or of
+what sequences share, ends the step.
+
 Every decision follows from what was submitted, cancelled and sampled, in which order: hosts that are given the same
 make the same calls. Times are noted, never asked for.
 """
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ling3export.runners.engine.block_manager import BlockManager
-from ling3export.runners.engine.choice import adjust_inputs, rank_fields
+from ling3export.runners.engine.choice import Asked, adjust_inputs, rank_fields
 from ling3export.runners.engine.counters import Counters
-from ling3export.runners.engine.handle import GrammarFailed, LogitsError
+from ling3export.runners.engine.handle import GrammarFailed, LogitsError, RequestFailed, broken
 from ling3export.runners.engine.inputs import (
     GREEDY,
     Shapes,
@@ -192,8 +196,12 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         """Queues a new sequence behind those that arrived before it; tokens that it comes with count as read now."""
         for token, said in () if sequence.carried is None else sequence.carried.tokens:
-            likely = None if said is None or sequence.request.logprobs is None else Likely(*said)
-            self._emitted.append(Emitted(sequence, token, sequence.accept(token, now(), None, likely), likely))
+            try:
+                likely = None if said is None or sequence.request.logprobs is None else Likely(*said)
+                text = sequence.accept(token, now(), None, likely)
+            except BaseException as error:
+                return self.fail(sequence, broken(sequence.request, "its token to be taken", error))
+            self._emitted.append(Emitted(sequence, token, text, likely))
             sequence.sampled += 1
             if sequence.over:
                 return self._end(sequence)
@@ -374,11 +382,12 @@ class Scheduler:
             # What may follow depends on tokens that were not read: they are, and masks are filled, while the call runs.
             while self._flight:
                 self._collect()
-            rows = [row for row in rows if not row.sequence.over]
             self.doing = cell, now()
-            if not rows:
-                self._flight.append(Sampled(cell, [], None, logits))
-                return
+        asking = self._asking(row for row in rows if not row.sequence.over)
+        rows = [row for row in rows if not row.sequence.over]
+        if not rows:
+            self._flight.append(Sampled(cell, [], None, logits))
+            return
         sequences = [row.sequence for row in rows]
         slots, positions = [s.slot for s in sequences], [s.stored for s in sequences]
         # Rows ascend: these are the first ones, or some of many. numpy takes a slice in a third of a list's time.
@@ -387,20 +396,28 @@ class Scheduler:
         for sequence in sequences:
             sequence.sampled += 1
         self.counters.count(f"sample@{count}", count, len(rows))
-        tokens = self._backend.sample(self._adjusted(logits, count, rows), count, fields)
+        if asking:
+            self.counters.count(f"adjust@{count}", count, len(asking))
+            fitted, edits, mask = adjust_inputs(count, self._vocab_size, asking)
+            changed = self._backend.adjust(logits, count, fitted, edits, mask)["logits"]
+        else:
+            changed = logits
+        tokens = self._backend.sample(changed, count, fields)
         kept = any(s.request.logits for s in sequences)
         self._flight.append(
             Sampled(cell, rows, tokens, logits if kept else None, self._ranked(logits, count, rows, tokens))
         )
 
-    def _adjusted(self, logits: Pending, count: int, rows: list[Row]) -> Pending:
-        """The logits that are sampled from: others where a sequence has edits or a mask."""
-        asking = {row.row: row.sequence.choice for row in rows if row.sequence.choice is not None}
-        if not asking:
-            return logits
-        self.counters.count(f"adjust@{count}", count, len(asking))
-        fields, edits, mask = adjust_inputs(count, self._vocab_size, list(asking), list(asking.values()))
-        return self._backend.adjust(logits, count, fields, edits, mask)["logits"]
+    def _asking(self, rows: Iterable[Row]) -> dict[int, Asked]:
+        """What rows ask for beyond a token; a sequence for which that cannot be said ends."""
+        asking = {}
+        for row, sequence, _ in rows:
+            if (choice := sequence.choice) is not None:
+                try:
+                    asking[row] = Asked(choice.edits, choice.mask(self._vocab_size))
+                except BaseException as error:
+                    self.fail(sequence, broken(sequence.request, "its next token to be restricted", error))
+        return asking
 
     def _ranked(self, logits: Pending, count: int, rows: list[Row], tokens: Pending) -> Mapping[str, Pending] | None:
         """How likely the tokens are, and the most likely ones, where a sequence asks for it."""
@@ -433,15 +450,20 @@ class Scheduler:
             first = max((sequence.request.score_from or 0) - 1, span.start)  # behind it is the first token to score
             finite = np.isfinite(logprob[taken][first - span.start :])
             if not finite.all():
-                self._fail(sequence, "NaN or infinity", first + int(finite.argmin()) + 1)
+                self.fail(sequence, unusable(sequence, "NaN or infinity", first + int(finite.argmin()) + 1))
                 continue
             those = None if best_logprob is None else best_logprob[taken].tolist()
-            if sequence.accept_scores(span.start, logprob[taken].tolist(), best[taken].tolist(), those):
+            try:
+                over = sequence.accept_scores(span.start, logprob[taken].tolist(), best[taken].tolist(), those)
+            except BaseException as error:
+                self.fail(sequence, broken(sequence.request, "its scores to be taken", error))
+                continue
+            if over:
                 self._end(sequence)
 
     def _take_tokens(self, call: Sampled) -> None:
         tokens, at = self._backend.read(call.tokens).tolist(), now()
-        logits = None
+        logits = None if call.logits is None else self._backend.read(call.logits)
         names = ("logprob", "top_token", "top_logprob") if call.likely is not None else ()
         said = {name: self._backend.read(call.likely[name]).tolist() for name in names if call.likely is not None}
         for row, sequence, made in call.rows:
@@ -451,38 +473,33 @@ class Scheduler:
             if not 0 <= token < self._vocab_size:
                 # Sample programs give -1; those of artifacts that were built before give another that is none.
                 found = "NaN or infinity" if token == -1 else f"token {token} of {self._vocab_size}"
-                self._fail(sequence, found, sequence.known)
+                self.fail(sequence, unusable(sequence, found, sequence.known))
                 continue
-            taken_from = None
-            if sequence.request.logits:
-                logits = self._backend.read(call.logits) if logits is None else logits
-                taken_from = logits[row].copy()
             sequence.calls.append(made)
-            likely = None
-            if sequence.request.logprobs is not None:
-                top = zip(said["top_token"][row], said["top_logprob"][row], strict=True)
-                likely = Likely(said["logprob"][row], tuple(top)[: sequence.request.logprobs])
-            text = sequence.accept(token, at, taken_from, likely)
+            try:
+                likely = None
+                if sequence.request.logprobs is not None:
+                    top = zip(said["top_token"][row], said["top_logprob"][row], strict=True)
+                    likely = Likely(said["logprob"][row], tuple(top)[: sequence.request.logprobs])
+                taken_from = logits[row].copy() if logits is not None and sequence.request.logits else None
+                text = sequence.accept(token, at, taken_from, likely)
+                why = "" if sequence.choice is None else sequence.choice.error
+            except BaseException as error:
+                self.fail(sequence, broken(sequence.request, "its token to be taken", error))
+                continue
             self.counters.tokens_out += 1
             self._reuse.read(sequence)
             self._emitted.append(Emitted(sequence, token, text, likely))
-            if sequence.choice is not None and (why := sequence.choice.error):
-                sequence.stop_reason = "failed"
-                sequence.error = GrammarFailed(
-                    f"{sequence.request.name}: expected a grammar that can be followed, found: {why}",
-                    "it is too complex; ask for less at once",
-                )
-                self.counters.failed += 1
-            if sequence.stop_reason is not None:
+            if why:
+                found = f"{sequence.request.name}: expected a grammar that can be followed, found: {why}"
+                self.fail(sequence, GrammarFailed(found, "it is too complex; ask for less at once"))
+            elif sequence.stop_reason is not None:
                 self._end(sequence)
 
-    def _fail(self, sequence: Sequence, found: str, position: int) -> None:
-        """Ends a sequence from whose logits no token can be taken."""
+    def fail(self, sequence: Sequence, error: RequestFailed) -> None:
+        """Ends a sequence by itself, with an error that is its own."""
         sequence.stop_reason = "failed"
-        sequence.error = LogitsError(
-            f"logits of {sequence.request.name}: expected finite numbers, found {found}, at position {position}",
-            "some weight is not finite, or a number left its range: `ling3export verify` compares the programs",
-        )
+        sequence.error = error
         self.counters.failed += 1
         self._end(sequence)
 
@@ -503,3 +520,11 @@ class Scheduler:
         for queue in (self._waiting, self._prefilling, self._running):
             if sequence in queue:
                 queue.remove(sequence)
+
+
+def unusable(sequence: Sequence, found: str, position: int) -> LogitsError:
+    """The error of a sequence from whose logits no token can be taken."""
+    return LogitsError(
+        f"logits of {sequence.request.name}: expected finite numbers, found {found}, at position {position}",
+        "some weight is not finite, or a number left its range: `ling3export verify` compares the programs",
+    )

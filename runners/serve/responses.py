@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from ling3export.runners.engine.handle import (
     EngineStalled,
+    EngineStopped,
     GrammarFailed,
     HostGone,
     LogitsError,
@@ -41,6 +42,8 @@ def stopped(error: RequestFailed, *, log: bool = True) -> ApiError:
         return ApiError(500, error.message, code="logits_not_finite")
     if isinstance(error, GrammarFailed):
         return ApiError(500, error.message, code="grammar_failed")
+    if not isinstance(error, EngineStopped):
+        return ApiError(500, error.message, code="request_failed")
     if isinstance(error, EngineStalled):
         return ApiError(503, error.message, code="engine_stalled")
     if isinstance(error, HostGone):

@@ -9,6 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -97,6 +98,19 @@ class ScoreRig(Rig):
             assert score.context_ids + score.token_ids == ids
             assert score.logprobs == [likelihood(ids[:at], ids[at]) for at in range(first, len(ids))]
             assert score.best_ids == [next_token(ids[:at]) for at in range(first, len(ids))]
+
+
+def test_scores_that_cannot_be_taken_end_their_request_alone(monkeypatch):
+    rig = ScoreRig()
+    mine, other, plain = rig.ask(range(20), 3), rig.ask(range(5, 30), 4), rig.submit([1, 2, 3], 9)
+    monkeypatch.setattr(mine, "accept_scores", Mock(side_effect=IndexError("mine")))
+    while rig.scheduler.busy:
+        rig.step()
+    assert (mine.stop_reason, other.stop_reason, plain.stop_reason) == ("failed", "scored", "length")
+    assert mine.error.message == "pair: expected its scores to be taken, found IndexError: mine"
+    rig.sequences.remove(mine)
+    rig.done.remove(mine)
+    rig.check()
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])

@@ -1,0 +1,241 @@
+"""Whatever fails for one request ends that request by name: the others that run go on with the same tokens."""
+
+import asyncio
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from ling3export.foundation.errors import RankDivergence
+from ling3export.runners.engine.choice import Choice
+from ling3export.runners.engine.core import Arrival, SharedCore, StepInputs
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.handle import RequestBroken, RequestHandle
+from ling3export.runners.engine.request import Limits, Request, Sampling
+from ling3export.runners.engine.sequence import Sequence
+from ling3export.runners.state.form import Carried
+from ling3export.runners.text.detokenize import TextStream
+from ling3export.runners.text.grammar import Grammars, Matcher
+from tests.support import toy_artifact
+from tests.support.choosing import changed, greedy
+from tests.support.fake_backend import answer
+from tests.support.scheduler_rig import Rig
+
+PROMPT = [5, 9, 7]
+TABLE = toy_artifact.table()
+SIZES = [63, 64, 65, 127, 128, 129, 300]
+
+
+def logits(tokens: list[int]) -> np.ndarray:
+    return TABLE[sum(tokens) % toy_artifact.VOCAB]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine(toy_artifact.shared(), report=lambda text: None) as engine:
+        yield engine
+
+
+def applied(choice: Choice, row: np.ndarray) -> np.ndarray:
+    """What ``adjust`` makes of a row of logits (FORMAT.md)."""
+    tokens, scales, addends = choice.edits
+    assert len(set(tokens.tolist())) == len(tokens)
+    out = row.astype(np.float64)
+    for token, scale, addend in zip(tokens, scales.view(np.float32), addends.view(np.float32), strict=True):
+        out[token] = (out[token] / scale if out[token] > 0 else out[token] * scale) + addend
+    return out
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("of", ["logit_bias", "prompt", "both", "answer"])
+def test_edits_of_any_number_of_tokens_are_what_numpy_says(of, size):
+    """65 biases, or a repetition_penalty with a prompt of 65 tokens, once ended the whole engine."""
+    rng = np.random.default_rng(size)
+    row, names = rng.standard_normal(1000).astype(np.float32), rng.permutation(1000).tolist()
+    bias = {token: float(at % 7 - 3.5) for at, token in enumerate(names[:size])} if of in ("logit_bias", "both") else {}
+    prompt = names[size // 2 : size // 2 + size] if of in ("prompt", "both") else [names[0]]
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5}
+    how = {} if of == "logit_bias" else penalties
+    choice = Choice(Request(tuple(prompt), 2000, Sampling(logit_bias=bias, **how)), None)
+    generated = names[-size:] + names[-size // 3 :] if of == "answer" else []
+    for token in generated:
+        choice.accept(token)
+    asked = {"presence": 0.5, "frequency": 0.25, "repetition": 1.5} if how else {}
+    expected = changed(row, prompt, generated, bias=bias, **asked)
+    np.testing.assert_allclose(applied(choice, row), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_engine_takes_any_number_of_biases(engine, size):
+    bias = {token: float(token % 5) for token in range(size)}
+    (found,) = engine.complete([Request(tuple(PROMPT), 12, Sampling(logit_bias=bias), ignore_eos=True)])
+    assert found.token_ids == greedy(logits, PROMPT, 12, bias=bias)
+
+
+class Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+GRAMMAR: dict[str, Any] = {"grammar": ("regex", "[a-z]{20}")}
+PENALTY: dict[str, Any] = {"sampling": Sampling(frequency_penalty=1.0)}
+TAKEN_IN, RESTRICTED = "expected it to be taken in", "expected its next token to be restricted"
+READ, TOGETHER = "expected its token to be taken", "expected its answer to be put together"
+# The function of the engine's thread that raises, after how many calls, what is said, and what comes there.
+PLACES: list[tuple[type, str, int, str, dict[str, Any]]] = [
+    (Limits, "answer", 0, TAKEN_IN, {}),
+    (Choice, "__init__", 0, TAKEN_IN, {"sampling": Sampling(logit_bias={3: 1.0})}),
+    (Grammars, "matcher", 0, TAKEN_IN, GRAMMAR),
+    (TextStream, "__init__", 0, TAKEN_IN, {"stop": ("mine",)}),
+    (Choice, "edits", 0, RESTRICTED, PENALTY),
+    (Choice, "edits", 4, RESTRICTED, {"sampling": Sampling(logit_bias={3: 1.0})}),
+    (Matcher, "fill", 0, RESTRICTED, GRAMMAR),
+    (Matcher, "fill", 3, RESTRICTED, GRAMMAR),
+    (Choice, "accept", 2, READ, PENALTY),
+    (Matcher, "accept", 3, READ, GRAMMAR),
+    (Matcher, "over", 3, READ, GRAMMAR),
+    (Matcher, "error", 0, READ, GRAMMAR),
+    (TextStream, "push", 2, READ, {"stop": ("mine",)}),
+    (TextStream, "finish", 0, READ, {"stop": ("mine",)}),
+    (Sequence, "accept", 0, READ, {"logprobs": 3}),
+    (Sequence, "accept", 5, READ, {"logits": True}),
+    (Sequence, "completion", 0, TOGETHER, {}),
+]
+
+
+def break_for_mine(patch: pytest.MonkeyPatch, owner: type, name: str, after: int, error: BaseException) -> None:
+    """Has a function raise in the engine's thread, where the request `mine` comes there: no other one has a choice."""
+    before, calls = vars(owner)[name], iter(range(after))
+
+    def is_mine(self: Any, args: tuple[Any, ...]) -> bool:
+        if isinstance(self, (Sequence, Limits)):
+            request = args[0] if isinstance(self, Limits) else self.request
+            return bool(request.name == "mine")
+        return not isinstance(self, TextStream) or "mine" in (args[1] if name == "__init__" else self._stop)
+
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        if threading.current_thread().name == "ling3-engine" and is_mine(self, args) and next(calls, None) is None:
+            raise error
+        return before.fget(self) if isinstance(before, property) else before(self, *args, **options)
+
+    patch.setattr(owner, name, property(call) if isinstance(before, property) else call)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("error", [IndexError("out of bounds"), Panic("unwrap")], ids=["exception", "panic"])
+@pytest.mark.parametrize(("owner", "name", "after", "said", "asked"), PLACES)
+def test_an_error_in_one_request_ends_that_one(engine, monkeypatch, owner, name, after, said, asked, error, stream):
+    """Any of these once ended the engine, and with it every request of every client."""
+    others = [Request((n, 2), 20, ignore_eos=True, logprobs=n % 2 or None, name=f"other {n}") for n in range(5)]
+    mine = Request(tuple(PROMPT), 20, name="mine", ignore_eos=True, **asked)
+    before = engine.stats()["failed"]
+    break_for_mine(monkeypatch, owner, name, after, error)
+    first, handle, *rest = engine.submit(others[0], mine, *others[1:])
+    with pytest.raises(RequestBroken) as raised:
+        asyncio.run(read(handle)) if stream else handle.result(60)
+    assert raised.value.message == f"mine: {said}, found {type(error).__name__}: {error}"
+    assert raised.value.__cause__ is error
+    for request, done in zip(others, [each.result(60) for each in (first, *rest)], strict=True):
+        assert done.token_ids == greedy(logits, list(request.prompt_ids), 20)
+    stats = engine.stats()
+    assert (engine.stopped, stats["live"], stats["free"]) == (None, 0, stats["pools"])
+    assert stats["failed"] == before + (name != "completion")
+
+
+async def read(handle: RequestHandle) -> None:
+    async for _ in handle.pieces():
+        pass
+
+
+def test_tokens_that_a_request_comes_with_may_fail_it_alone(monkeypatch):
+    rig = Rig()
+    carried = Carried(((3, None), (4, None)), 0, None)
+    mine = Sequence(Request((1, 2), 9, name="mine"), 0, 9, frozenset(), carried=carried)
+    monkeypatch.setattr(mine, "accept", Mock(side_effect=IndexError("mine")))
+    rig.scheduler.submit(mine)
+    rig.sequences.append(Sequence(Request((5,), 7), 1, 7, frozenset()))
+    rig.scheduler.submit(rig.sequences[0])
+    rig.run()
+    rig.check()
+    assert isinstance(mine.error, RequestBroken) and mine.error.message.startswith("mine: expected its token")
+
+
+class Wire:
+    """A channel whose other end is the test."""
+
+    def __init__(self, number: int) -> None:
+        self.hosts, self.leads = SimpleNamespace(number=number), number == 0
+        self.sent: list[bytes] = []
+        self.failed: list[str] = []
+
+    def together(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def send(self, kind: bytes, payload: bytes = b"") -> None:
+        self.sent.append(payload)
+
+    def fail(self, text: str, kind: bytes = b"") -> None:
+        self.failed.append(text)
+
+
+class Host:
+    """A host of several on the fake model; making a sequence raises what it is told to."""
+
+    def __init__(self, number: int) -> None:
+        self.rig, self.wire, self.error = Rig(), Wire(number), None
+        self.core = SharedCore(self.rig.scheduler, self.made, self.wire)
+
+    def made(self, arrival: Arrival) -> Sequence:
+        if arrival.request.name == "mine" and self.error is not None:
+            raise self.error
+        return Sequence(arrival.request, arrival.number, self.rig.limits.answer(arrival.request), frozenset())
+
+
+def hosts(*errors: Exception | None) -> list[Host]:
+    found = [Host(number) for number in range(len(errors))]
+    for host, error in zip(found, errors, strict=True):
+        host.error = error
+    return found
+
+
+ARRIVALS = (Arrival(0, Request((1, 2), 5, name="mine")), Arrival(1, Request((3, 4), 5, name="other")))
+
+
+def test_hosts_that_fail_a_request_alike_go_on_together():
+    lead, follower = hosts(ValueError("both"), ValueError("both"))
+    inputs, ended = StepInputs(ARRIVALS), []
+    while lead.core.busy or inputs.arrivals:
+        ended += lead.core.step(inputs).ended
+        ended += follower.core.received(lead.wire.sent[-1]).ended
+        inputs = StepInputs()
+    assert not follower.core.busy
+    assert [(each.number, each.stop_reason) for each in ended] == [
+        (0, "failed"),
+        (0, "failed"),
+        (1, "length"),
+        (1, "length"),
+    ]
+    assert ended[2].generated == ended[3].generated == answer([3, 4], 5)
+
+
+@pytest.mark.parametrize("errors", [(ValueError("one"), None), (None, ValueError("one"))])
+def test_a_host_that_fails_a_request_alone_ends_all_before_its_next_call(errors):
+    lead, follower = hosts(*errors)
+    lead.core.step(StepInputs(ARRIVALS))
+    follower.core.received(lead.wire.sent[-1])
+    lead.core.step(StepInputs())
+    before = list(follower.rig.backend.calls)
+    with pytest.raises(RankDivergence, match="expected those of host 0, found others on host 1"):
+        follower.core.received(lead.wire.sent[-1])
+    assert follower.wire.failed and follower.rig.backend.calls == before
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), OSError("no file")])
+def test_an_error_of_a_machine_ends_all_hosts(error):
+    """The others do not meet it: what one of them does next is not what they do."""
+    (lead,) = hosts(error)
+    with pytest.raises(type(error)):
+        lead.core.step(StepInputs(ARRIVALS))
