@@ -18,6 +18,7 @@ from ling3export.foundation.reading import opened
 
 REBUILD = "copy the artifact again, or build it again"
 PARTIAL = r"partial-\d+-[0-9a-f]{8}"
+RECOMPILED = "recompiled"  # in the user's cache, what runners compiled
 TRUST = "LING3_TRUST"  # names the folder of the keys that are trusted
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ling3export.artifacts.paddings import Shapes
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.engine.inputs import Shapes
 from ling3export.runners.engine.request import Completion, Request
 from ling3export.runners.engine.scheduler import Scheduler
 
@@ -73,8 +73,8 @@ def longest_calls(scheduler: Scheduler) -> None:
 class Patientless(Shapes):
     """Chooses as if nobody waited."""
 
-    def paying(self, work: int, *, beside_decode: bool = False) -> int:
-        return super().paying(work)
+    def cheapest_padding(self, work: int, *, beside_decode: bool = False) -> int:
+        return super().cheapest_padding(work)
 
 
 def main() -> None:

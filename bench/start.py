@@ -56,14 +56,14 @@ def aot(artifact: Path) -> dict[str, Any]:
 def programs(artifact: Path) -> dict[str, Any]:
     """Manifest, digests, verdicts and loading of every program; nothing runs beside it."""
     from ling3export.artifacts.manifest import read_manifest
-    from ling3export.runners.load.targets import prepare
+    from ling3export.machine.targets import prepare
 
     prepare(next(iter(read_manifest(artifact).targets.values())))
     import jax
 
-    from ling3export.runners.load import pjrt
+    from ling3export.machine import pjrt
+    from ling3export.machine.verdict import enforce, executable_fits, judge, machine_here
     from ling3export.runners.load import programs as work
-    from ling3export.runners.load.verdict import enforce, executable_fits, judge, machine_here
 
     jax.devices()
     clock, before = Clock(), processor()
@@ -88,7 +88,7 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
     """The same steps from the model's sources."""
     clock = Clock()
     from ling3export.artifacts.manifest import read_checked, read_manifest
-    from ling3export.runners.load.targets import prepare
+    from ling3export.machine.targets import prepare
 
     manifest = read_manifest(artifact)
     record = next(iter(manifest.targets.values()))
@@ -97,12 +97,12 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
     import jax
 
     from ling3export.compile.lower import with_shardings
+    from ling3export.machine.pjrt import CompileCounter, recorded_mesh
     from ling3export.model.config import Config
     from ling3export.model.geometry import Geometry
     from ling3export.model.program import build_step
     from ling3export.runners.load.fresh import state_source
     from ling3export.runners.load.model_runner import ModelRunner
-    from ling3export.runners.load.pjrt import CompileCounter, recorded_mesh
     from ling3export.runners.load.weights import Weights
 
     clock.lap("imports")

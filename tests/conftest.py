@@ -14,7 +14,7 @@ from jaxtyping import install_import_hook
 # its annotations say. Only tests pay for it.
 install_import_hook("ling3export.model", "beartype.beartype")
 
-from ling3export.runners.load.environment import prepare_cpu  # noqa: E402
+from ling3export.machine.environment import prepare_cpu  # noqa: E402
 from tests.support.artifacts_fixture import artifact, kept_folder, kept_programs, remove_old, tpu_artifact  # noqa: E402, F401
 from tests.support.seconds import Seconds  # noqa: E402
 

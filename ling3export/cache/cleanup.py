@@ -8,10 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ling3export.artifacts.files import PARTIAL, writing
+from ling3export.artifacts.files import PARTIAL, RECOMPILED, writing
 from ling3export.cache.store import DIGEST, KINDS, Entry, read_entry
 from ling3export.cache.use import EXCLUSIVE, LOCK, locked, oldest_build
-from ling3export.runners.load.recompile import RECOMPILED
 
 LEFT = re.compile(rf"\.(.+\.)?{PARTIAL}")  # what was being written
 WRITING = 3600  # seconds after which no runner still writes one file

@@ -21,14 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ling3export.artifacts.files import refuse_links, replace_file, writing
+from ling3export.artifacts.files import RECOMPILED, refuse_links, replace_file, writing
 from ling3export.artifacts.records import WrongRecordError, from_json, sha256_of
 from ling3export.cache.use import LEASES, LOCK, SHARED, CacheUse, locked
 from ling3export.foundation.errors import ArtifactError, listed
 from ling3export.foundation.reading import read_bytes
 from ling3export.foundation.strict_json import LARGEST, parse_json
 from ling3export.plan.targets import Target
-from ling3export.runners.load.recompile import RECOMPILED
 
 VERSION = 2  # the form of entries; those of another version are not read
 KINDS = ("cells", "programs")

@@ -10,12 +10,12 @@ from types import TracebackType
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from ling3export.artifacts.receipts import ERROR_COLUMNS, NO_WEIGHTS, error_columns, told
 from ling3export.artifacts.schema import Manifest, Program
 from ling3export.cache.cells import CELL, PROGRAM
 from ling3export.compile.pool import Outcome
 from ling3export.foundation.errors import listed, printable
 from ling3export.foundation.tables import aligned
-from ling3export.runners.calibrate.receipts import ERROR_COLUMNS, NO_WEIGHTS, error_columns, told
 
 COLUMNS = ("cell", "status", "seconds", "peak MB")
 LABELS = {

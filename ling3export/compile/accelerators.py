@@ -20,11 +20,11 @@ from ling3export.cost.estimates import estimate
 from ling3export.cost.roofline import TOKENS, expert_times, loop_trips, roofline_bound
 from ling3export.foundation.errors import PlanError
 from ling3export.foundation.tables import readable
+from ling3export.machine import pjrt
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.plan.chips import CARDS, target_config
 from ling3export.plan.targets import Target
-from ling3export.runners.load import pjrt
 
 
 def topology_mesh(target: Target) -> Mesh:

@@ -21,6 +21,7 @@ import ling3export
 from ling3export.artifacts import schema
 from ling3export.artifacts.files import write_new
 from ling3export.artifacts.manifest import file_record, write_manifest
+from ling3export.artifacts.receipts import PORTABLE
 from ling3export.artifacts.records import sha256_of, to_json
 from ling3export.artifacts.schema import Cell, FileRecord, Manifest, Mesh, PortableReceipts, Receipts, Requirements
 from ling3export.artifacts.staging import staged
@@ -44,10 +45,7 @@ from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, make_plans
 from ling3export.plan.toolchain import check_toolchain
 from ling3export.pricing.recorded import config_of
-from ling3export.runners.calibrate.receipts import PORTABLE
-from ling3export.runners.text.tokenizer import TokenizerFiles
-from ling3export.verify.measure import measure_apart
-from ling3export.verify.portable import too_large
+from ling3export.verify.measure import check_tokenizer, measure_apart, too_large
 from ling3export.verify.vectors import write_vectors
 
 DEMO = Path(ling3export.__file__).parent / "demo"
@@ -374,11 +372,8 @@ def copy_tokenizer(folder: Path, source: Checkpoint) -> tuple[FileRecord, ...]:
     for name, data in copied.items():
         write_new(folder / "tokenizer" / name, data)
     records = tuple(file_record(folder, f"tokenizer/{name}") for name in copied)
-    files = TokenizerFiles(folder, records)
     try:
-        files.eos_token_ids()
-        if files.there:
-            files.tokenizer("text")
+        check_tokenizer(folder, records)
     except ArtifactError as error:
         raise CheckpointError(error.message, "repair the file, or remove it: token ids work without") from error
     return records

@@ -18,11 +18,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from ling3export.artifacts import schema
 from ling3export.artifacts.schema import Collective, Field, Leaf, Program
 from ling3export.foundation.errors import PlanError
+from ling3export.machine import pjrt, untouched
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.program import Step, build_step
 from ling3export.model.state import StateArray
-from ling3export.runners.load import pjrt, untouched
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "collective_permute", "reduce_scatter")
 # Source locations would put this checkout's path into every program and every key.

@@ -23,6 +23,7 @@ from ling3export.artifacts.manifest import (
     read_manifest,
     recorded_files,
 )
+from ling3export.artifacts.receipts import NO_WEIGHTS
 from ling3export.artifacts.records import from_json, to_json
 from ling3export.artifacts.schema import GIVERS, MOVING, SEGMENTS, SPLIT, Cell, FileRecord, Manifest, Program, Receipt
 from ling3export.cache.cells import SUFFIXES, Cells, opened
@@ -37,7 +38,6 @@ from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, make_plans
 from ling3export.plan.toolchain import check_toolchain
 from ling3export.pricing.recorded import config_of, plan_of
-from ling3export.runners.calibrate.receipts import NO_WEIGHTS
 from ling3export.verify.measure import measure_apart
 
 

@@ -25,15 +25,15 @@ from ling3export.cache.store import Cache, record_of
 from ling3export.cache.use import CacheUse
 from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.processes import LOOPBACK, START_TIMEOUT, Child, Failure, Parent, free_port
+from ling3export.machine.environment import prepare_cpu
+from ling3export.machine.kernels import register
+from ling3export.machine.service import Service, join
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.state import state_arrays
 from ling3export.plan.plan import Cell
 from ling3export.plan.targets import Target
 from ling3export.plan.toolchain import compiler_environment
-from ling3export.runners.hosts.service import Service, join
-from ling3export.runners.load.environment import prepare_cpu
-from ling3export.runners.load.kernels import register
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -131,7 +131,7 @@ def run_cell(job: Job, cell: Cell) -> dict[str, Any]:
         and compiled. ``messages`` for the user. ``sources``: the digests of the sources that did it.
     """
     from ling3export.compile.lower import lower_cell
-    from ling3export.runners.load.pjrt import CompileCounter
+    from ling3export.machine.pjrt import CompileCounter
 
     events, messages = CompileCounter(), list[str]()
     lowered = lower_cell(job.config, job.geometry, cell.phase, cell.padding, job.target.platform)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import ling3export
 from ling3export.foundation.errors import PlanError
+from ling3export.machine.environment import compiler_flags, cpu_features
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.targets import Target
-from ling3export.runners.load.environment import compiler_flags, cpu_features
 
 SOURCE = Path(ling3export.__file__).parent / "model" / "native" / "kernels.cc"
 COMPILERS = ("c++", "g++", "clang++")

@@ -3,9 +3,9 @@
 A file of JSON lines: ``{"prompt_tokens": 317, "output_tokens": 50, "count": 3}``, ``count`` 1 if it is left out.
 
 The runner fills prefill calls with chunks of 16 padded tokens, a sequence's chunks one after the other, and takes for
-each call the padding at which a token of the waiting work costs least (``Shapes.paying``: a call counts as its padded
-tokens and CALL more). So the waste has two ends: every request *alone* (an idle server: each pays for its own padding),
-and all of them *packed* (all waiting at once: calls are full, only last chunks are not).
+each call the padding at which a token of the waiting work costs least (``Shapes.cheapest_padding``: a call counts as
+its padded tokens and CALL more). So the waste has two ends: every request *alone* (an idle server: each pays for its
+own padding), and all of them *packed* (all waiting at once: calls are full, only last chunks are not).
 
 The search for better paddings counts alike: a prompt of w chunks costs cost[w] = (p + CALL) + cost[w - p] with the p
 that the runner takes for w: a table over w, for each set of paddings. All sets of a grid are tried; if the grid had to
@@ -22,11 +22,11 @@ from typing import Annotated, TypeVar
 
 import numpy as np
 
+from ling3export.artifacts.paddings import CALL, Shapes
 from ling3export.artifacts.records import WrongRecordError, from_json, within
 from ling3export.foundation.errors import PlanError
 from ling3export.foundation.strict_json import parse_json
 from ling3export.model.geometry import CHUNK
-from ling3export.runners.engine.inputs import CALL, Shapes
 
 Record = TypeVar("Record")
 Count = Annotated[int, within(1, 2**40)]  # sums stay far inside exact integers
@@ -97,7 +97,7 @@ def calls(work: int, paddings: Sequence[int]) -> list[tuple[int, int]]:
     shapes = Shapes(tuple(paddings), (), CHUNK)
     found = []
     while work > 0:
-        padding = shapes.paying(work)
+        padding = shapes.cheapest_padding(work)
         # The choice is the same for all work that no padding holds.
         count = max(1, (work - paddings[-1]) // padding)
         found.append((padding, count))

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from ling3export.artifacts.paddings import CALL
 from ling3export.foundation.tables import aligned, readable, selected
 from ling3export.plan.paddings import Padded
 from ling3export.pricing.pricing import Priced, PricedCell, PricedTarget, TokenCosts, Traffic
-from ling3export.runners.engine.inputs import CALL
 
 COST = f"a call counted as its padded tokens and {CALL} more"
 BOUND_COLUMNS = ("bound ms", "bound by", "by memory", "by compute", "MB moved", "Gflop")

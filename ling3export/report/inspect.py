@@ -1,11 +1,11 @@
 """``ling3export inspect``: an artifact's manifest as a page of text."""
 
 from ling3export.artifacts.calibration import Calibration
+from ling3export.artifacts.receipts import ERROR_COLUMNS, error_columns, told
+from ling3export.artifacts.receipts import table as measured_table
 from ling3export.artifacts.schema import Experts, Manifest, Receipts, State, Target
 from ling3export.foundation.tables import aligned, selected
 from ling3export.report.figures import estimated
-from ling3export.runners.calibrate.receipts import ERROR_COLUMNS, error_columns, told
-from ling3export.runners.calibrate.text import table as measured_table
 
 # The columns for a terminal of 80 characters; a wide table has all.
 CELL_COLUMNS = ("cell", "size MB", "peak MB", "compile s", *ERROR_COLUMNS)

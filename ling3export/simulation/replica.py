@@ -15,7 +15,7 @@ from typing import Any
 
 import simpy
 
-from ling3export.runners.engine.inputs import Shapes
+from ling3export.artifacts.paddings import Shapes
 
 
 @dataclass(eq=False, slots=True)
@@ -344,7 +344,7 @@ class Replica:
         chunk = self._shapes.chunk
         key = min(self._work, self._shapes.prefill[-1]), bool(self._ends)
         if (padding := self._padding.get(key, 0)) == 0:
-            padding = self._padding[key] = self._shapes.paying(key[0], beside_decode=key[1])
+            padding = self._padding[key] = self._shapes.cheapest_padding(key[0], beside_decode=key[1])
         call, room = Call(("prefill", padding), 0.0), padding
         self._decoded_last = False
         while self._prefilling and room >= chunk:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ling3export.artifacts.files import refuse_links
 from ling3export.artifacts.manifest import file_records, read_checked, recorded_files
+from ling3export.artifacts.receipts import ERROR_COLUMNS, NO_WEIGHTS, PORTABLE, error_columns, told
 from ling3export.artifacts.records import to_json
 from ling3export.artifacts.schema import Manifest, PortableReceipts, Receipts, Target
 from ling3export.artifacts.share import check_share
@@ -15,8 +16,7 @@ from ling3export.artifacts.signing import read_trusted
 from ling3export.artifacts.store import Store
 from ling3export.foundation.errors import ArtifactError, MisfitError, listed
 from ling3export.foundation.tables import aligned
-from ling3export.runners.calibrate.receipts import ERROR_COLUMNS, NO_WEIGHTS, PORTABLE, error_columns, told
-from ling3export.runners.load.targets import platforms_here
+from ling3export.machine.targets import platforms_here
 from ling3export.verify.measure import measure_apart
 
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Manifest, Target
 from ling3export.foundation.errors import RequestError, listed
+from ling3export.machine.targets import platforms_here
 from ling3export.runners.bench.measure import Measurement, Settings, measure
 from ling3export.runners.bench.run import Told
 from ling3export.runners.bench.started import RUNNER, Started
-from ling3export.runners.load.targets import platforms_here
 from ling3export.runners.state.form import description_of
 
 FORMS = re.compile(r"(?P<count>\d{1,3})x(?P<tp>\d{1,4})|(?P<prefill>\d{1,4})P(?P<decode>\d{1,4})D", re.ASCII)

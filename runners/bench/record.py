@@ -14,10 +14,10 @@ from typing import Any
 
 from ling3export.artifacts.files import open_own
 from ling3export.artifacts.schema import Manifest
+from ling3export.foundation.pages import template
 from ling3export.runners.bench.metrics import PHASES, Figures, Outcome
 from ling3export.runners.bench.run import Run
 from ling3export.runners.bench.workloads import Ask
-from ling3export.runners.calibrate.pages import template
 
 TEMPLATES = Path(__file__).parent / "templates"
 BINS, SLICES = 24, 40  # bars of a distribution, and of throughput over time

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ling3export.artifacts import schema
-from ling3export.artifacts.schema import PortableReceipts, Receipt, Receipts, Tolerance
-from ling3export.foundation.errors import ArtifactError, listed
+from ling3export.artifacts.schema import Receipt, Tolerance
+from ling3export.foundation.errors import ArtifactError
 
 Logits = dict[tuple[int, int], np.ndarray]  # (sequence, position) → logits [V]
 
@@ -146,53 +146,3 @@ def agreement(
         if errors:
             distances[name] = max(errors)
     return distances
-
-
-EXACT = tuple(f"{phase}@" for phase in (*schema.ON_LOGITS, *schema.MOVING))
-ERROR_COLUMNS = ("median error", "worst error")
-PORTABLE = "stablehlo, on cpu"
-NO_WEIGHTS = "no weights"  # why the cells of programs alone are not run
-
-
-def error_columns(cell: str, receipts: Receipts | None) -> tuple[str, str]:
-    """A cell's receipt for the ERROR_COLUMNS of a table; the error that is judged stands beside its tolerance.
-
-    Args:
-        cell: The cell's name, ``decode@16``.
-        receipts: Those of its target; None where no cell was run.
-    """
-    if receipts is None or cell not in receipts.cells:
-        return "not run", "-"
-    receipt, tolerance = receipts.cells[cell], receipts.tolerance
-    if cell.startswith(EXACT):
-        wrong = f"{receipt.absolute:.0f} of {receipt.positions} wrong"
-        return ("exact" if receipt.status == "passed" else wrong), "-"
-    median, worst = f"{receipt.median:.1e}", f"{receipt.relative:.1e}"
-    if tolerance.measure == "median":
-        return _beside(median, receipt.median, tolerance.bound), worst
-    return median, _beside(worst, receipt.relative, tolerance.bound)
-
-
-def _beside(text: str, error: float, bound: float) -> str:
-    return f"{text} {'≤' if error <= bound else '>'} {bound:.1e}"
-
-
-def told(receipts: Receipts) -> list[str]:
-    """What stands below a table of receipts: what the errors are, and what ran of portable programs."""
-    lines = [explained(receipts.tolerance)]
-    if isinstance(receipts, PortableReceipts):
-        lines.append(f"{PORTABLE} ({receipts.compiler}), virtual devices: no executable of the target ran")
-        lacking = receipts.lacking.items()
-        lines += [f"{cell}: not run: only an accelerator has {listed(list(calls))}" for cell, calls in lacking]
-    return lines
-
-
-def explained(tolerance: Tolerance) -> str:
-    """A line that says what the errors of receipts are, and which of them is judged."""
-    errors = "errors are relative L2 distances of a position's logits from the plain model's"
-    if tolerance.measure == "median":
-        return (
-            f"{errors}; the median of all positions may be up to {tolerance.bound:.1e} (bfloat16). The worst is not "
-            "judged: rounding that sends one token to another expert alone makes it up to 0.3"
-        )
-    return f"{errors}; the worst may be up to {tolerance.bound:.1e} (float32)"

@@ -48,8 +48,9 @@ def calibrate(artifact: Path, place: dict[str, Any], calls: int, path: Path | No
             _check(artifact, [path, html], force)
     if hosts is not None:
         keep_stdout()
+    from ling3export.artifacts.receipts import executed, table
     from ling3export.runners.calibrate.calibrate import calibrated
-    from ling3export.runners.calibrate.text import executed, page, table
+    from ling3export.runners.calibrate.text import page
     from ling3export.runners.load.loader import load
 
     loaded = load(artifact, hosts=hosts, agreed={"calls": calls}, **how)

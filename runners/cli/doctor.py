@@ -12,9 +12,9 @@ from ling3export.artifacts.files import REBUILD
 from ling3export.artifacts.manifest import named_target, read_manifest
 from ling3export.artifacts.schema import Manifest
 from ling3export.foundation.errors import ArtifactError
+from ling3export.machine.targets import choose_target, platforms_here
 from ling3export.runners.cli.options import Command, target_option
 from ling3export.runners.cli.references import ARTIFACT
-from ling3export.runners.load.targets import choose_target, platforms_here
 
 if TYPE_CHECKING:
     from ling3export.runners.doctor.diagnosis import Fault

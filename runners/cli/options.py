@@ -15,10 +15,10 @@ import click
 
 from ling3export.artifacts.files import TRUST
 from ling3export.foundation.shards import WHOLE, Shard
+from ling3export.machine.verdict import CHECKS, POLICIES
 from ling3export.runners.cli.errors import guarded, require
 from ling3export.runners.engine.request import BOUNDS, Sampling
 from ling3export.runners.load.references import REFERENCE
-from ling3export.runners.load.verdict import CHECKS, POLICIES
 from ling3export.runners.transfer.options import PrefixFolder
 
 INTERRUPTED = 130  # the exit code that shells give after SIGINT

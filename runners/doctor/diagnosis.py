@@ -8,10 +8,10 @@ from pathlib import Path
 
 from ling3export.artifacts.files import REBUILD
 from ling3export.artifacts.schema import Manifest, Target
+from ling3export.machine import verdict
+from ling3export.machine.environment import PLUGINS
+from ling3export.machine.targets import NAMES, SIGNS, on_all
 from ling3export.runners.doctor.machine import Devices, Machine
-from ling3export.runners.load import verdict
-from ling3export.runners.load.environment import PLUGINS
-from ling3export.runners.load.targets import NAMES, SIGNS, on_all
 
 FILES = 1024  # files that a server wants to open
 OLDEST = (3, 11)

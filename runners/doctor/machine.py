@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ling3export.artifacts.files import try_writing, user_cache
-from ling3export.runners.load import environment
-from ling3export.runners.load.targets import SIGNS, platforms_here
+from ling3export.machine import environment
+from ling3export.machine.targets import SIGNS, platforms_here
 
 PACKAGES = ("jax", "jaxlib", "numpy", "ml_dtypes", "safetensors", "tokenizers", "jinja2", "flatbuffers")
 EXTRA = ("libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt", "uvicorn", "h11")

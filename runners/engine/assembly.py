@@ -117,11 +117,11 @@ def _assembled(
     tell: "Callable[[Event], None] | None",
 ) -> Parts:
     # numpy comes with these.
+    from ling3export.artifacts.paddings import Shapes
     from ling3export.runners.engine.block_manager import BlockManager
     from ling3export.runners.engine.choice import Choice
     from ling3export.runners.engine.core import EngineCore, SharedCore
     from ling3export.runners.engine.counters import Counters
-    from ling3export.runners.engine.inputs import Shapes
     from ling3export.runners.engine.scheduler import Scheduler
     from ling3export.runners.engine.sequence import Sequence
     from ling3export.runners.load.calibrated import calls_measured

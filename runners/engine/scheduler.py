@@ -4,11 +4,12 @@ Policy. Requests are admitted in order of arrival, once a slot and the pages of 
 both prefill and decode work the two take turns, call by call: a running sequence never waits for more than one prefill
 call between two decode calls, and the oldest prompt never for more than one decode call between two of its own. A
 prefill call takes chunks of as many sequences as fit, oldest first, at the padding at which a token costs least; while
-sequences decode, none that is longer than pays (``Shapes.paying``), so that they wait less. A decode call takes all
-running sequences at the smallest padding that holds them; more than the largest holds take turns. Pages are taken as
-sequences grow. When none is left, the prefix cache gives up its own, then the youngest of those who hold what is wanted
-gives its pages back. It goes on later from its state, which is kept in host memory, or starts again from its prompt and
-the tokens it has, where the artifact has no programs that move states. The oldest always goes on: nothing deadlocks.
+sequences decode, none that is longer than pays (``Shapes.cheapest_padding``), so that they wait less. A decode call
+takes all running sequences at the smallest padding that holds them; more than the largest holds take turns. Pages are
+taken as sequences grow. When none is left, the prefix cache gives up its own, then the youngest of those who hold what
+is wanted gives its pages back. It goes on later from its state, which is kept in host memory, or starts again from its
+prompt and the tokens it has, where the artifact has no programs that move states. The oldest always goes on: nothing
+deadlocks.
 
 Sequences that score are admitted among the others, take their turn with prefill, and are packed into calls of score
 programs: whether the next such call prefills or scores is decided by the oldest sequence that waits for either. They
@@ -33,19 +34,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from ling3export.artifacts.paddings import Shapes
 from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.choice import Asked, adjust_inputs, rank_fields
 from ling3export.runners.engine.counters import Counters
 from ling3export.runners.engine.handle import GrammarFailed, LogitsError, RequestFailed, broken
-from ling3export.runners.engine.inputs import (
-    GREEDY,
-    Shapes,
-    Span,
-    decode_fields,
-    fitting,
-    prefill_fields,
-    sample_fields,
-)
+from ling3export.runners.engine.inputs import GREEDY, Span, decode_fields, fitting, prefill_fields, sample_fields
 from ling3export.runners.engine.request import Likely
 from ling3export.runners.engine.reuse import Mover, Reuse
 from ling3export.runners.engine.sequence import Call, Sequence, now
@@ -267,7 +261,7 @@ class Scheduler:
             phase, padding = "score", self._shapes.scoring(work)
         else:
             beside_decode = any(s.sampled < s.limit for s in self._running)
-            phase, padding = "prefill", self._shapes.paying(work, beside_decode=beside_decode)
+            phase, padding = "prefill", self._shapes.cheapest_padding(work, beside_decode=beside_decode)
         cell, parts = f"{phase}@{padding}", self._pack(phase, padding, waiting)
         self._prefilling = [s for s in self._prefilling if s.unstored]
         self._decoded_last = False

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ling3export.foundation.errors import RankDivergence, RequestError
+from ling3export.machine.environment import compiler_flags
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Completion, Request, Sampling
 from ling3export.runners.evals.tasks import Prompt
 from ling3export.runners.evals.trials import EvalError, InfraError
 from ling3export.runners.hosts.hosts import Hosts
-from ling3export.runners.load.environment import compiler_flags
 
 OVERLAP, PREFIX_CACHE = False, False  # the settings of the reference evaluation
 

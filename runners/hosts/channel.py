@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
 from ling3export.foundation.errors import Ling3Error, RankDivergence
+from ling3export.machine.service import Service, join, leave
 from ling3export.runners import flight
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import FAILED, Identity, free_port, meet, receive, refuse, send, welcome
-from ling3export.runners.hosts.service import Service, join, leave
 
 BEATS = 6  # signs of life in the seconds without one that end everything
 SETTLE = 5.0  # seconds that a failed step waits for the watch to find its cause on another host

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ling3export.foundation.errors import Ling3Error
-from ling3export.runners.hosts.service import is_loopback, launched
+from ling3export.machine.service import is_loopback, launched
 
 DETECT = "auto"  # as a coordinator: ask the cluster's launcher
 FIXES = "give --coordinator HOST:PORT --num-hosts N --host-id I, or set DIST_INIT_ADDR, NNODES and NODE_RANK"

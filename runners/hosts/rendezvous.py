@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.strict_json import parse_json
+from ling3export.machine.service import own_address
 from ling3export.runners.hosts.hosts import SHARE, Hosts
-from ling3export.runners.hosts.service import own_address
 
 HEAD = struct.Struct("!cI")
 LARGEST = 1 << 30  # bytes of a message

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ling3export.artifacts.calibration import Measuring, found_beside
 from ling3export.artifacts.records import canonical, to_json
 from ling3export.artifacts.schema import Manifest
-from ling3export.runners.load.verdict import seen_here
+from ling3export.machine.verdict import seen_here
 
 if TYPE_CHECKING:
     from ling3export.runners.hosts.channel import Channel

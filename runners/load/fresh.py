@@ -15,9 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from ling3export.artifacts.files import REBUILD
 from ling3export.artifacts.schema import Call, Executable, FileRecord, Target
 from ling3export.foundation.errors import ArtifactError
-from ling3export.runners.load import pjrt, untouched
-from ling3export.runners.load.environment import memory
-from ling3export.runners.load.verdict import executable_fits
+from ling3export.machine import pjrt, untouched
+from ling3export.machine.environment import memory
+from ling3export.machine.verdict import executable_fits
 
 # XLA:CPU uses host memory in place if it is aligned to 64 bytes. 8 is aligned for every dtype and never for XLA.
 MISALIGNED = 8

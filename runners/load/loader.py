@@ -23,19 +23,19 @@ from ling3export.artifacts.schema import Manifest, Target
 from ling3export.artifacts.share import check_share
 from ling3export.artifacts.signing import read_trusted
 from ling3export.foundation.errors import ArtifactError, printable
+from ling3export.machine.targets import choose_target, platforms_here, prepare
+from ling3export.machine.verdict import CHECKS, enforce, executable_fits, judge, machine_here
 from ling3export.runners import flight
 from ling3export.runners.hosts.rendezvous import announced
-from ling3export.runners.load.targets import choose_target, platforms_here, prepare
-from ling3export.runners.load.verdict import CHECKS, enforce, executable_fits, judge, machine_here
 
 if TYPE_CHECKING:
+    from ling3export.machine.pjrt import CompileCounter
+    from ling3export.machine.verdict import Verdict
     from ling3export.runners.hosts.channel import Channel
     from ling3export.runners.hosts.hosts import Hosts
     from ling3export.runners.load.model_runner import ModelRunner
-    from ling3export.runners.load.pjrt import CompileCounter
     from ling3export.runners.load.programs import Programs
     from ling3export.runners.load.recompile import Compiled
-    from ling3export.runners.load.verdict import Verdict
 
 
 def say(text: str) -> None:
@@ -218,7 +218,8 @@ def _load(
         with unsearched() if record.platform == "cpu" and "jax" not in sys.modules else nullcontext():
             import jax
 
-        from ling3export.runners.load import fresh, model_runner, pjrt
+        from ling3export.machine import pjrt
+        from ling3export.runners.load import fresh, model_runner
     with timings.stage("backend"):
         if channel is not None:
             channel.join()

@@ -9,10 +9,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ling3export.artifacts.schema import Cell, Target
+from ling3export.machine.pjrt import Program
 from ling3export.runners import flight
 from ling3export.runners.load.fresh import Fresh, fresh_zeros
 from ling3export.runners.load.kept import Kept, Shards, Whole
-from ling3export.runners.load.pjrt import Program
 
 NONE: Mapping[str, np.ndarray] = {}
 State = TypeVar("State", Kept, Whole)

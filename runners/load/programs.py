@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from ling3export.artifacts.manifest import read_checked
 from ling3export.artifacts.schema import MOVING, Call, Cell, Executable, FileRecord, Target
 from ling3export.foundation.errors import ArtifactError
+from ling3export.machine.kernels import register
+from ling3export.machine.verdict import Status, Verdict
 from ling3export.runners import flight
-from ling3export.runners.load.kernels import register
-from ling3export.runners.load.verdict import Status, Verdict
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from ling3export.runners.load.pjrt import Program
+    from ling3export.machine.pjrt import Program
     from ling3export.runners.load.recompile import Compiled
 
 
@@ -143,7 +143,7 @@ def load_programs(
     Raises:
         ArtifactError: A call contradicts its cell; nothing was deserialized.
     """
-    from ling3export.runners.load.pjrt import load_executable
+    from ling3export.machine.pjrt import load_executable
 
     parts = dict(compiled)
     for name, (_, executable) in compiled.items():

@@ -14,20 +14,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ling3export.artifacts.files import replace_file, user_cache, writing
+from ling3export.artifacts.files import RECOMPILED, replace_file, user_cache, writing
 from ling3export.artifacts.manifest import file_record, read_checked
 from ling3export.artifacts.records import canonical, from_json, sha256_of, to_json
 from ling3export.artifacts.schema import Executable, FileRecord, Target
 from ling3export.foundation.errors import ArtifactError
 from ling3export.foundation.strict_json import read_json
+from ling3export.machine.environment import toolchain
+from ling3export.machine.verdict import Verdict, executable_fits
 from ling3export.runners import flight
-from ling3export.runners.load.environment import toolchain
-from ling3export.runners.load.verdict import Verdict, executable_fits
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-RECOMPILED = "recompiled"
 Compiled = tuple[bytes, Executable]  # the bytes of an executable, and how it is called
 
 
@@ -51,7 +50,7 @@ def compile_here(
     Raises:
         ArtifactError: A portable program is damaged, or this jax cannot read or compile it.
     """
-    from ling3export.runners.load.pjrt import no_compilation_cache
+    from ling3export.machine.pjrt import no_compilation_cache
 
     folder = cache_folder()
     portable = {verdict.cell: target.cells[verdict.cell].stablehlo for verdict in cells}
@@ -83,7 +82,7 @@ def compile_here(
 def _compile(cell: str, blob: bytes, mesh: "Mesh") -> Compiled:
     import jax
 
-    from ling3export.runners.load.pjrt import compile_portable, serialized
+    from ling3export.machine.pjrt import compile_portable, serialized
 
     try:
         compiled = compile_portable(blob, mesh)

@@ -152,7 +152,7 @@ def _check_machine(found: "Found", target: str | None, elsewhere: bool) -> None:
     Raises:
         CatalogError: It has not the devices.
     """
-    from ling3export.runners.load.targets import platforms_here
+    from ling3export.machine.targets import platforms_here
 
     needs, here = found.record.requirements, platforms_here()
     wanted = target and re.split("[-:@]", target)[0]

@@ -16,10 +16,10 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ling3export.foundation.errors import Ling3Error
+from ling3export.machine.service import is_loopback
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.ffn import WAIT
 from ling3export.runners.hosts.hosts import Hosts
-from ling3export.runners.hosts.service import is_loopback
 from ling3export.runners.load.loader import say
 from ling3export.runners.serve.app import Policy, application
 from ling3export.runners.serve.connection import Bounds, Connection

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ling3export.machine.service import is_loopback
 from ling3export.runners.hosts.hosts import SHARE
 from ling3export.runners.hosts.rendezvous import (
     CALLERS,
@@ -37,7 +38,6 @@ from ling3export.runners.hosts.rendezvous import (
     tell,
 )
 from ling3export.runners.hosts.rendezvous import HostsError as SecretError
-from ling3export.runners.hosts.service import is_loopback
 from ling3export.runners.transfer.backend import PAUSE, Presence, Source, TransferError, Writer
 from ling3export.runners.transfer.objects import HEADER, Header, Key, Layout, State
 

@@ -7,10 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ling3export.artifacts.files import user_cache
+from ling3export.artifacts.files import RECOMPILED, user_cache
 from ling3export.cache.store import Cache, entries
 from ling3export.cache.use import CacheUse
-from ling3export.runners.load.recompile import RECOMPILED
 from tests.support import artifacts_fixture
 from tests.support.artifacts_fixture import KEPT_DAYS, kept_folder, kept_programs, remove_old
 from tests.support.seconds import Seconds

@@ -17,16 +17,16 @@ from typing import Any
 
 from ling3export.artifacts.calibration import SCHEMA, Calibration, Times, beside, found_beside, programs_digest
 from ling3export.artifacts.manifest import MANIFEST, file_record, read_checked, read_manifest
+from ling3export.artifacts.receipts import executed
 from ling3export.artifacts.records import sha256_of, to_json
 from ling3export.artifacts.schema import ON_LOGITS, Executable, Receipt, Receipts, Tolerance
 from ling3export.foundation.errors import ArtifactError
+from ling3export.machine.environment import prepare_cpu
 from ling3export.report.inspect import describe
 from ling3export.report.page import render
-from ling3export.runners.calibrate.text import executed
 from ling3export.runners.calibrate.text import page as calibration_page
 from ling3export.runners.load import recompile
 from ling3export.runners.load.calibrated import calls_measured, measuring
-from ling3export.runners.load.environment import prepare_cpu
 from ling3export.runners.text import chat
 from ling3export.runners.text.tokenizer import TokenizerFiles
 from ling3export.verify.measure import measure_target
@@ -143,7 +143,7 @@ def recompiled(folder: Path) -> Iterator[Case]:
     """Programs that were compiled on this machine: their records with right digests, their bytes without."""
     toy = toy_copy(folder)
     os.environ["LING3_CACHE"] = str(folder / "cache")  # of this process alone
-    from ling3export.runners.load.pjrt import recorded_mesh
+    from ling3export.machine.pjrt import recorded_mesh
 
     (target,) = read_manifest(toy).targets.values()
     mesh, files, small = recorded_mesh(target.mesh), {}, []

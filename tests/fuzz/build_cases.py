@@ -18,13 +18,13 @@ from ling3export.cache.explain import lookup
 from ling3export.cache.store import known_folder
 from ling3export.cache.use import CacheUse
 from ling3export.checkpoint.reader import INDEX, Checkpoint
+from ling3export.machine.environment import prepare_cpu
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.paddings import read_lengths
 from ling3export.plan.plan import make_plans
 from ling3export.pricing.pricing import config_of, priced
 from ling3export.pricing.text import described
-from ling3export.runners.load.environment import prepare_cpu
 from tests.fuzz.harness import Case, WrongResultError
 from tests.fuzz.mutations import json_text, mutated, mutated_bytes
 from tests.support.tiny import tiny_fields, tiny_weights, write_tiny

@@ -13,14 +13,14 @@ import pytest
 
 from ling3export.compile.kernels import compiled
 from ling3export.foundation.errors import ArtifactError
+from ling3export.machine import kernels
+from ling3export.machine.environment import cpu_features
+from ling3export.machine.kernels import register
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.kda.recurrence import Inputs
 from ling3export.model.native import calls
 from ling3export.plan.kernels import LEVELS, compiler, ending
-from ling3export.runners.load import kernels
-from ling3export.runners.load.environment import cpu_features
-from ling3export.runners.load.kernels import register
 from ling3export.verify import formulas
 from tests.support.artifacts_fixture import ROOT
 from tests.support.direct import relative

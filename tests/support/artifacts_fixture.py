@@ -27,12 +27,12 @@ from typing import Any
 
 import pytest
 
+from ling3export.artifacts.files import RECOMPILED
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Manifest
 from ling3export.cache.cleanup import clean_up
 from ling3export.checkpoint.synth import synthesize
-from ling3export.runners.load import environment
-from ling3export.runners.load.recompile import RECOMPILED
+from ling3export.machine import environment
 from tests.support.probe import ROOT, Probe
 
 DEMO = ROOT / "ling3export" / "demo"

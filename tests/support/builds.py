@@ -15,7 +15,7 @@ from typing import Any
 from ling3export.artifacts.schema import Target
 from ling3export.cache.cells import Built
 from ling3export.compile.pool import Outcome
-from ling3export.runners.load.environment import PATIENCE
+from ling3export.machine.environment import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 MARK = "LING3_TEST_MARK"

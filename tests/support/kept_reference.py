@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from ling3export.checkpoint.reader import Checkpoint
-from ling3export.runners.load.environment import cpu_features
+from ling3export.machine.environment import cpu_features
 from ling3export.verify.formulas import Array, Margins
 from ling3export.verify.reference import Reference
 from tests.support.artifacts_fixture import Artifacts, digest_of, files_below, kept_folder, sources_of

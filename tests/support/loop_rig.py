@@ -4,10 +4,10 @@ import threading
 
 import tokenizers
 
+from ling3export.artifacts.paddings import Shapes
 from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.core import EngineCore
 from ling3export.runners.engine.counters import Counters
-from ling3export.runners.engine.inputs import Shapes
 from ling3export.runners.engine.loop import Loop
 from ling3export.runners.engine.request import Limits, Request
 from ling3export.runners.engine.scheduler import Scheduler

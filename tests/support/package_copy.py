@@ -8,6 +8,7 @@ PARTS = {
     "ling3export": "ling3export",
     "artifacts": "ling3export/artifacts",
     "foundation": "ling3export/foundation",
+    "machine": "ling3export/machine",
     "model": "ling3export/model",
     "runners": "ling3export/runners",
 }

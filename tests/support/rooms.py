@@ -4,7 +4,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "ling3export"
 
-# From the top down. A room may import what stands in a later line of its tower, nothing beside it in its own line.
+# From the top down. A room may import what stands in a later line of its tower, nothing beside it in its own line, and
+# the rooms below both towers.
 RUNNERS = (
     ("runners.cli",),
     ("runners.batch", "runners.route"),
@@ -14,9 +15,7 @@ RUNNERS = (
     ("runners.ffn", "runners.state"),
     ("runners.load", "runners.transfer", "runners.fleet"),
     ("runners.hosts", "runners.text"),
-    ("artifacts",),
     ("runners.endpoint", "runners.flight"),
-    ("foundation",),
 )
 BUILD = (
     ("cli",),
@@ -26,20 +25,18 @@ BUILD = (
     ("cost",),
     ("plan",),
     ("checkpoint",),
-    ("model", "artifacts"),
-    ("foundation",),
+    ("model",),
 )
-# What the build side may import of the runners.
+BELOW = (("machine",), ("artifacts",), ("foundation",))
+# The model knows nothing of artifacts and machines.
+APART = {"model": {"machine", "artifacts"}}
+# What a room or module of the build side may import of the runners: both command lines share their options, and
+# `verify` is the one door through which a build runs what it built.
 FROM_RUNNERS = {
-    "runners.calibrate",
-    "runners.engine.inputs",
-    "runners.ffn",
-    "runners.fleet",
-    "runners.hosts",
-    "runners.load",
-    "runners.text",
+    "cli": {"runners.cli"},
+    "verify.measure": {"runners.calibrate", "runners.hosts", "runners.load", "runners.text"},
+    "compile.fleet": {"runners.fleet", "runners.hosts"},
 }
-BESIDES = {"cli": {"runners.cli"}}
 
 
 def modules() -> dict[str, Path]:
@@ -55,12 +52,11 @@ def room(module: str) -> str:
     return ".".join(parts[: 2 if parts[0] == "runners" else 1])
 
 
-def below(room: str) -> set[str]:
-    """Rooms and modules that a room may import."""
-    allowed = set(BESIDES.get(room, ()))
-    for tower, more in ((RUNNERS, set()), (BUILD, FROM_RUNNERS)):
-        for line, rooms in enumerate(tower[:-1]):
+def below(room: str, module: str = "") -> set[str]:
+    """Rooms that a room may import; with what ``module``, one of its modules, may import besides."""
+    allowed = FROM_RUNNERS.get(room, set()) | FROM_RUNNERS.get(module, set())
+    for tower in ((*RUNNERS, *BELOW), (*BUILD, *BELOW)):
+        for line, rooms in enumerate(tower):
             if room in rooms:
                 allowed |= {lower for rest in tower[line + 1 :] for lower in rest}
-                allowed |= more if room not in ("model", "artifacts") else set()
-    return allowed
+    return allowed - APART.get(room, set())

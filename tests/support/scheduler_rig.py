@@ -1,7 +1,7 @@
 """The scheduler on the fake model, whose answers an oracle knows."""
 
+from ling3export.artifacts.paddings import Shapes
 from ling3export.runners.engine.block_manager import BlockManager
-from ling3export.runners.engine.inputs import Shapes
 from ling3export.runners.engine.request import Limits, Request, Sampling
 from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.sequence import Sequence

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ling3export.runners.load.environment import prepare_cpu
+from ling3export.machine.environment import prepare_cpu
 
 DEVICES = int(sys.argv[3]) if __name__ == "__main__" else 1
 if __name__ == "__main__":
@@ -24,7 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E
 
 from ling3export.artifacts.records import from_json, to_json  # noqa: E402
 from ling3export.artifacts.schema import Executable  # noqa: E402
-from ling3export.runners.load import pjrt  # noqa: E402
+from ling3export.machine import pjrt  # noqa: E402
 from ling3export.runners.load.fresh import fresh_zeros  # noqa: E402
 from ling3export.runners.load.model_runner import device_array  # noqa: E402
 

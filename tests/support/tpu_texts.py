@@ -19,13 +19,13 @@ from ling3export.cache.use import CacheUse
 from ling3export.compile.lower import Compiled
 from ling3export.compile.worker import Job, devices_of, prepare
 from ling3export.foundation.processes import Child, Parent
+from ling3export.machine.environment import compiler_flags
 from ling3export.model.config import Config
 from ling3export.plan.plan import Cell, Plan
-from ling3export.runners.load.environment import compiler_flags
 from tests.support.artifacts_fixture import Artifacts, digest_of
 
 # The sources that put libtpu's answer into a record.
-ASKING = ("compile/accelerators.py", "compile/lower.py", "runners/load/pjrt.py")
+ASKING = ("compile/accelerators.py", "compile/lower.py", "machine/pjrt.py")
 
 
 def records(config: Config, plan: Plan, cells: Sequence[Cell], kept: Artifacts | None) -> dict[str, Compiled]:

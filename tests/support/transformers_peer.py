@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ling3export.runners.load.environment import cpu_features
+from ling3export.machine.environment import cpu_features
 from tests.support.artifacts_fixture import Artifacts, digest_of, files_below, kept_folder, run
 
 ROOT = Path(__file__).resolve().parents[2]

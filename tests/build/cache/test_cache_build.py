@@ -57,7 +57,7 @@ class Tree:
     def __init__(self, folder: Path, user: str) -> None:
         self.folder, self.home = folder, folder.parent / f"home-{user}"
         self.home.mkdir(parents=True)
-        for part in ("ling3export", "foundation", "model", "artifacts", "runners"):
+        for part in ("ling3export", "foundation", "machine", "model", "artifacts", "runners"):
             ignore = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / part, folder / part, symlinks=True, ignore=ignore)
         self.variables = {name: value for name, value in os.environ.items() if name != "LING3_CACHE"}

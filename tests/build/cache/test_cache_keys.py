@@ -28,10 +28,10 @@ from ling3export.compile.pool import Compilers, Outcome
 from ling3export.compile.worker import Job, compiled_program
 from ling3export.foundation.errors import ArtifactError
 from ling3export.foundation.processes import Failure
+from ling3export.machine import environment
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Cell, Plan, make_plan
-from ling3export.runners.load import environment
 from tests.support.package_copy import copied
 from tests.support.tiny import tiny_fields
 
@@ -60,7 +60,7 @@ def test_every_module_that_a_compiling_process_loads_is_in_the_sources():
     assert loaded - packages <= {name for group in digests.values() for name in group}
     assert sum(map(len, digests.values())) == len({name for group in digests.values() for name in group})
     assert {"model/kda/layer.py", "model/program.py"} <= digests["model"].keys()
-    assert {"compile/lower.py", "runners/load/pjrt.py"} <= digests["lowering"].keys()
+    assert {"compile/lower.py", "machine/pjrt.py"} <= digests["lowering"].keys()
     assert {"compile/accelerators.py", "cost/estimates.py", "plan/targets.py"} <= digests["accelerators"].keys()
     others = {"compile/build.py", "cli.py", "plan/plan.py", "cache/store.py"}
     assert not others & {name for group in digests.values() for name in group}
@@ -100,7 +100,7 @@ def test_a_changed_file_of_a_sub_package_changes_the_key(tmp_path, monkeypatch):
     first, seen = key_of(), set()
     names = [name for group in keys.deciding(plan().target).values() for name in group]
     nested = {str(Path(name).parent): name for name in names if name.count("/") > 1}  # one file of each
-    assert {"model/kda", "model/mla", "model/sampling", "runners/load"} <= nested.keys()
+    assert {"model/kda", "model/mla", "model/sampling", "model/ffn"} <= nested.keys()
     for name in nested.values():
         file, before = tree / name, (tree / name).read_bytes()
         file.write_bytes(before + b"# A comment.\n")

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from ling3export.artifacts.paddings import CALL, Shapes
 from ling3export.foundation.errors import PlanError
 from ling3export.plan.paddings import (
     Histogram,
@@ -20,7 +21,6 @@ from ling3export.plan.paddings import (
     split_by_context,
 )
 from ling3export.runners.engine.block_manager import BlockManager
-from ling3export.runners.engine.inputs import CALL, Shapes
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.sequence import Sequence
@@ -103,7 +103,7 @@ def cost(lengths, paddings):
     for length in lengths:
         left = chunked(length.prompt_tokens)
         while left > 0:
-            padding = shapes.paying(left)
+            padding = shapes.cheapest_padding(left)
             total += length.count * (padding + CALL)
             left -= padding
     return total

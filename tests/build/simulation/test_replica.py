@@ -5,7 +5,7 @@ import random
 import pytest
 import simpy
 
-from ling3export.runners.engine.inputs import CALL
+from ling3export.artifacts.paddings import CALL
 from ling3export.simulation.fleet import Fleet, simulate
 from ling3export.simulation.replica import Ask, Machine, Replica, Times
 from tests.support.scheduler_rig import Rig, prompt

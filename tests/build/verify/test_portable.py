@@ -12,16 +12,17 @@ from click.testing import CliRunner
 from jax import export
 
 from ling3export.artifacts.manifest import file_record, read_checked, read_manifest, write_manifest
+from ling3export.artifacts.receipts import told
 from ling3export.artifacts.schema import Executable, PortableReceipts, Receipt, State, StateArray, Tolerance, Weights
 from ling3export.cli import main as cli
 from ling3export.compile import build, lower
 from ling3export.foundation.errors import ArtifactError
+from ling3export.machine import environment
+from ling3export.machine.pjrt import lacking, recorded_mesh
 from ling3export.model.config import Config
-from ling3export.runners.calibrate.receipts import told
-from ling3export.runners.load import environment, recompile
-from ling3export.runners.load.pjrt import lacking, recorded_mesh
+from ling3export.runners.load import recompile
 from ling3export.verify import measure
-from ling3export.verify.portable import not_run, too_large
+from ling3export.verify.measure import not_run, too_large
 from tests.support import toy_artifact
 from tests.support.tiny import tiny_fields
 

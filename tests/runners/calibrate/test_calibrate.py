@@ -21,15 +21,17 @@ from ling3export.artifacts.calibration import (
     write_calibration,
 )
 from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.paddings import Shapes
+from ling3export.artifacts.receipts import table
 from ling3export.artifacts.schema import Collective, Estimate, Receipt
 from ling3export.cli.main import main as build_side
 from ling3export.foundation.errors import ArtifactError
 from ling3export.pricing.recorded import config_fields
 from ling3export.runners.calibrate.calibrate import finite
-from ling3export.runners.calibrate.text import bars, page, table
+from ling3export.runners.calibrate.text import bars, page
 from ling3export.runners.calibrate.times import full
 from ling3export.runners.cli.main import main
-from ling3export.runners.engine.inputs import Shapes, decode_fields, prefill_fields
+from ling3export.runners.engine.inputs import decode_fields, prefill_fields
 from ling3export.runners.load import calibrated
 from ling3export.runners.load.calibrated import calls_measured
 from tests.support import toy_artifact
@@ -192,7 +194,7 @@ def test_the_engine_chooses_prefill_paddings_by_measured_times():
     cells = {name: replace(some, phase="prefill", padding=int(name[8:]), estimate=None) for name in names}
     shapes = Shapes.of(replace(target, cells=cells), dict(zip(names, (1.0, 1.1, 9.0), strict=True)))
     assert shapes.costs == (1.0, 1.1, 9.0)
-    assert [shapes.paying(work) for work in (16, 32, 512)] == [16, 128, 128]
+    assert [shapes.cheapest_padding(work) for work in (16, 32, 512)] == [16, 128, 128]
     assert Shapes.of(replace(target, cells=cells), {names[0]: 1.0}).costs == ()  # some were not measured
 
 

@@ -27,6 +27,7 @@ def packed(artifact: Artifacts) -> Path:
         "ling3export",
         "artifacts",
         "foundation",
+        "machine",
         "model",
         "runners",
     )

@@ -8,15 +8,8 @@ import numpy as np
 import pytest
 
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.runners.engine.inputs import (
-    GREEDY,
-    Shapes,
-    Span,
-    decode_fields,
-    fitting,
-    prefill_fields,
-    sample_fields,
-)
+from ling3export.artifacts.paddings import Shapes
+from ling3export.runners.engine.inputs import GREEDY, Span, decode_fields, fitting, prefill_fields, sample_fields
 
 
 @pytest.mark.parametrize(
@@ -24,14 +17,14 @@ from ling3export.runners.engine.inputs import (
     [(1, 16), (17, 16), (48, 16), (64, 128), (128, 128), (130, 128), (432, 128), (448, 512), (512, 512), (4000, 512)],
 )
 def test_the_padding_that_pays(work, padding):
-    assert Shapes((16, 128, 512), (16,), 16).paying(work) == padding
+    assert Shapes((16, 128, 512), (16,), 16).cheapest_padding(work) == padding
 
 
 @pytest.mark.parametrize(("work", "padding"), [(17, 16), (64, 128), (130, 128), (4000, 128)])
 def test_no_longer_call_than_pays_beside_running_sequences(work, padding):
     """A slot costs 3, 1.25 and 1.0625: 128 loses less than a quarter."""
-    assert Shapes((16, 128, 512), (16,), 16).paying(work, beside_decode=True) == padding
-    assert Shapes((16, 512), (16,), 16).paying(4000, beside_decode=True) == 512
+    assert Shapes((16, 128, 512), (16,), 16).cheapest_padding(work, beside_decode=True) == padding
+    assert Shapes((16, 512), (16,), 16).cheapest_padding(4000, beside_decode=True) == 512
 
 
 def test_the_padding_that_pays_by_the_compilers_estimates():
@@ -43,7 +36,7 @@ def test_the_padding_that_pays_by_the_compilers_estimates():
         for phase, padding, cost in (("prefill", 16, 2e-3), ("prefill", 512, 2e-3), ("decode", 8, 1e-3))
     }
     shapes = Shapes.of(replace(target, cells=cells))
-    assert [shapes.paying(work) for work in (16, 17, 600)] == [512, 512, 512]
+    assert [shapes.cheapest_padding(work) for work in (16, 17, 600)] == [512, 512, 512]
 
 
 def test_fitting():

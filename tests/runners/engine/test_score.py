@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.paddings import Shapes
 from ling3export.artifacts.schema import Sequence as VectorSequence
 from ling3export.artifacts.schema import Tolerance
 from ling3export.checkpoint.reader import Checkpoint
@@ -25,7 +26,6 @@ from ling3export.foundation.errors import ArtifactError, Ling3Error
 from ling3export.runners.calibrate.receipts import Scored, log_softmax, score_receipt
 from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.engine.inputs import Shapes
 from ling3export.runners.engine.request import Completion, Request
 from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.score import pair_ids, scored

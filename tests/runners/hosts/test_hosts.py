@@ -15,6 +15,7 @@ import pytest
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.foundation.errors import ArtifactError, Ling3Error, PlanError, RequestError
+from ling3export.machine.targets import choose_target
 from ling3export.model.config import Config
 from ling3export.plan.targets import Target, parse_target
 from ling3export.runners.engine import assembly
@@ -23,7 +24,6 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.follower import follow
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.hosts.hosts import Hosts, find_hosts
-from ling3export.runners.load.targets import choose_target
 from ling3export.runners.transfer.options import PrefixFolder
 from tests.support.artifacts_fixture import run
 from tests.support.builds import environment

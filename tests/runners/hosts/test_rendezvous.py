@@ -16,13 +16,13 @@ from typing import Any
 import click
 import pytest
 
+from ling3export.artifacts.paddings import Shapes
 from ling3export.foundation.errors import ArtifactError, Ling3Error, RankDivergence
 from ling3export.foundation.processes import free_port
 from ling3export.runners.engine import core as cores
 from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.core import Arrival, SharedCore, StepInputs
 from ling3export.runners.engine.handle import EngineStopped
-from ling3export.runners.engine.inputs import Shapes
 from ling3export.runners.engine.loop import Loop
 from ling3export.runners.engine.request import Request
 from ling3export.runners.engine.scheduler import Scheduler

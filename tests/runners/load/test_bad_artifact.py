@@ -16,8 +16,8 @@ import pytest
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.cli import main as cli
 from ling3export.foundation.errors import ArtifactError
+from ling3export.machine import pjrt
 from ling3export.runners.cli import main as runner_cli
-from ling3export.runners.load import pjrt
 from ling3export.runners.load.loader import load
 from ling3export.verify.verify import check_digests
 from tests.support.builds import environment

@@ -104,7 +104,7 @@ def test_an_engine_serves_before_all_programs_have_loaded(monkeypatch):
     needed, gate = first_needed(record), threading.Event()
     assert 0 < len(needed) < len(record.cells)
     state = int(record.state_program is not None)
-    from ling3export.runners.load import pjrt
+    from ling3export.machine import pjrt
 
     load, begun = pjrt.load_executable, []
 

@@ -15,10 +15,11 @@ from ling3export.artifacts import schema
 from ling3export.artifacts.manifest import file_record, read_manifest
 from ling3export.compile.lower import compile_state, device_mesh
 from ling3export.foundation.errors import ArtifactError
+from ling3export.machine import pjrt
 from ling3export.model.state import StateArray
 from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.load import fresh, pjrt
+from ling3export.runners.load import fresh
 from ling3export.runners.load.loader import load
 from tests.support.manifests import changed_targets
 from tests.support.refusals import refusal
@@ -27,7 +28,7 @@ from tests.support.toy_artifact import PROMPTS, TARGET, answer, check_tokens, sh
 SCRIPT = """
 import ctypes, json
 from dataclasses import replace
-from ling3export.runners.load.environment import prepare_cpu, requirements
+from ling3export.machine.environment import prepare_cpu, requirements
 prepare_cpu(16)
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
@@ -35,7 +36,7 @@ from ling3export.artifacts import schema
 from ling3export.compile.lower import compile_state, device_mesh
 from ling3export.model.state import StateArray
 from ling3export.runners.load import fresh
-from ling3export.runners.load.pjrt import CompileCounter
+from ling3export.machine.pjrt import CompileCounter
 
 def anonymous():
     with open("/proc/self/status") as status:

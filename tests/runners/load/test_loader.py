@@ -11,8 +11,9 @@ import pytest
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Call, Executable, Mesh, Requirements
 from ling3export.foundation.errors import ArtifactError
+from ling3export.machine import pjrt
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.load import pjrt, recompile
+from ling3export.runners.load import recompile
 from ling3export.runners.load.loader import load, unsearched
 from ling3export.runners.load.recompile import cache_folder
 from tests.support import toy_artifact

@@ -8,13 +8,13 @@ from pathlib import Path
 
 SCRIPT = """
 import gc, json, sys
-from ling3export.runners.load.environment import prepare_cpu
+from ling3export.machine.environment import prepare_cpu
 prepare_cpu(4)
 import jax, ml_dtypes, numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from ling3export.runners.load.fresh import fresh_zeros
 from ling3export.runners.load.model_runner import device_array
-from ling3export.runners.load.pjrt import CompileCounter
+from ling3export.machine.pjrt import CompileCounter
 
 def anonymous():
     with open("/proc/self/status") as status:

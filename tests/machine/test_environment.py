@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from ling3export.foundation.errors import Ling3Error
-from ling3export.runners.load import environment
+from ling3export.machine import environment
 
 LIMIT = environment.PATIENCE.partition("=")[0]
 SHOW = """
@@ -21,7 +21,7 @@ print(json.dumps([os.environ[name] for name in names] + ["jax" in sys.modules]))
 
 def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "NPROC", "OPENBLAS_"))}
-    code = "from ling3export.runners.load.environment import prepare_cpu\n" + code
+    code = "from ling3export.machine.environment import prepare_cpu\n" + code
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=kept | variables)
 
 

@@ -38,7 +38,7 @@ class Service:
     def __init__(self, host: str, port: int, count: int, grace: int = GRACE) -> None:
         bind = _joined(own_address(host) or "::", port)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ling3export.runners.hosts.service", bind, str(count), str(grace)],
+            [sys.executable, "-P", "-m", "ling3export.machine.service", bind, str(count), str(grace)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -7,9 +7,9 @@ import pytest
 
 from ling3export.artifacts import schema
 from ling3export.foundation.errors import ArtifactError
-from ling3export.runners.load import targets
-from ling3export.runners.load.targets import choose_target, platforms_here
-from ling3export.runners.load.verdict import Machine, Status, enforce, judge
+from ling3export.machine import targets
+from ling3export.machine.targets import choose_target, platforms_here
+from ling3export.machine.verdict import Machine, Status, enforce, judge
 
 
 def target(platform="cpu", devices=2, processes=1, tiers=("stablehlo", "exec")):

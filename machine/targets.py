@@ -8,7 +8,7 @@ from pathlib import Path
 from ling3export.artifacts.manifest import named_target
 from ling3export.artifacts.schema import Target
 from ling3export.foundation.errors import ArtifactError, listed
-from ling3export.runners.load.environment import prepare_cpu
+from ling3export.machine.environment import prepare_cpu
 
 # What shows that a platform is there: a device file, and a package that drives it.
 SIGNS = {

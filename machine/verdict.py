@@ -11,8 +11,8 @@ from typing import Any
 
 from ling3export.artifacts.schema import Mesh, Requirements, Target
 from ling3export.foundation.errors import ArtifactError, MisfitError, listed
-from ling3export.runners.load import environment
-from ling3export.runners.load.targets import NAMES, on_all
+from ling3export.machine import environment
+from ling3export.machine.targets import NAMES, on_all
 
 POLICIES = ("prebuilt-only", "allow-compile")
 # Whose digests a loader checks: programs leaves out the weights, copy checks and uses a copy of them in memory.

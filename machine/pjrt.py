@@ -1,6 +1,6 @@
 """Compiled programs as files: PJRT's own bytes, and a record of how to call them. Never pickle.
 
-Beside ``hosts/service.py`` this is the only file that uses jax's internals (tried with jax 0.10.2, 0.11.2 and 0.12.0).
+Beside ``service.py`` this is the only file that uses jax's internals (tried with jax 0.10.2, 0.11.2 and 0.12.0).
 Beside an executable jax keeps the shapes, dtypes and shardings of its inputs and outputs, and which inputs the program
 dropped. ``serialized`` writes those down, and ``load_executable`` gives them back to the classes that
 ``jit(f).lower(…).compile()`` ends in. So jax calls a loaded program as it calls a compiled one, with the same checks,
@@ -31,8 +31,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from ling3export.artifacts.schema import Array, Call, CallInput, Executable
 from ling3export.artifacts.schema import Mesh as MeshRecord
 from ling3export.foundation.errors import ArtifactError, listed
-from ling3export.runners.load.environment import requirements
-from ling3export.runners.load.verdict import executable_fits
+from ling3export.machine.environment import requirements
+from ling3export.machine.verdict import executable_fits
 
 Program = Callable[..., list[jax.Array]]  # flat inputs → flat outputs
 

@@ -19,7 +19,7 @@ from jax import sharding
 from ling3export.artifacts.records import from_json, to_json
 from ling3export.artifacts.schema import CallInput, Executable, Mesh, Requirements
 from ling3export.foundation.errors import ArtifactError
-from ling3export.runners.load import environment, pjrt, verdict
+from ling3export.machine import environment, pjrt, verdict
 from tests.support import toy_program
 
 TOY = Path(toy_program.__file__)
@@ -212,12 +212,12 @@ def test_a_program_that_needs_this_process_is_refused():
 
 SOLVE = """
 import json, sys
-from ling3export.runners.load.environment import prepare_cpu
+from ling3export.machine.environment import prepare_cpu
 prepare_cpu(1)
 import numpy as np
 from ling3export.artifacts.records import from_json
 from ling3export.artifacts.schema import Executable
-from ling3export.runners.load import pjrt
+from ling3export.machine import pjrt
 with open(sys.argv[1] + "/solve.exec", "rb") as raw, open(sys.argv[1] + "/solve.json") as text:
     raw, record = raw.read(), from_json(Executable, json.load(text))
 matrix = np.tril(np.ones((9, 9), np.float32))
@@ -241,7 +241,7 @@ def test_lapack_works_in_a_process_that_traced_nothing(tmp_path):
 PEER = """
 import json, sys
 from pathlib import Path
-from ling3export.runners.load.environment import prepare_cpu
+from ling3export.machine.environment import prepare_cpu
 prepare_cpu(2)
 import jax, numpy as np
 mode, rank, port, folder = sys.argv[1:]
@@ -250,7 +250,7 @@ jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(rank))
 from tests.support import toy_program
 from ling3export.artifacts.records import from_json, to_json
 from ling3export.artifacts.schema import Executable, Mesh
-from ling3export.runners.load import pjrt, verdict
+from ling3export.machine import pjrt, verdict
 mesh, folder, shown = toy_program.mesh_of(4), Path(folder), {}
 if mode == "save":
     with pjrt.no_compilation_cache():

@@ -1,0 +1,1 @@
+"""This machine: its devices, what jax needs there, which programs fit it, and compiled programs as files."""
