@@ -19,7 +19,7 @@ from typing import Any
 
 from bench.report import table
 from ling3export.foundation.processes import LOOPBACK, free_port
-from ling3export.runners.bench.started import RUNNER, Started
+from ling3export.runners.bench_serving.server_process import RUNNER, ServerProcess
 
 SCRIPT = Path(__file__).parents[1] / "deploy" / "prefill-decode.sh"
 WAIT = 120.0  # seconds for a server to be there, and for an answer
@@ -96,14 +96,14 @@ def main(
         if outside:
             serve = [*RUNNER, "serve", artifact, "--port", "0", *settings]
             roles = ["prefill"] * replicas[0] + ["decode"] * replicas[1]
-            servers = [stack.enter_context(Started(role, [*serve, "--role", role], shown=True)) for role in roles]
+            servers = [stack.enter_context(ServerProcess(role, [*serve, "--role", role], shown=True)) for role in roles]
             urls = [server.address() for server in servers]
             command, url = vllm_router(urls[: replicas[0]], urls[replicas[0] :])
-            stack.enter_context(Started("vllm-router", command, shown=True))
+            stack.enter_context(ServerProcess("vllm-router", command, shown=True))
         else:
             here = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PORT": "0"}
             here |= {"PREFILL": str(replicas[0]), "DECODE": str(replicas[1])}
-            script = stack.enter_context(Started(SCRIPT.name, [SCRIPT, artifact, *settings], here, shown=True))
+            script = stack.enter_context(ServerProcess(SCRIPT.name, [SCRIPT, artifact, *settings], here, shown=True))
             *urls, url = (script.address() for _ in range(sum(replicas) + 1))
         prefill, decode = urls[: replicas[0]], urls[replicas[0] :]
         until_well(url)

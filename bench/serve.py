@@ -21,7 +21,7 @@ from bench.engine import DEMO
 from bench.inputs import artifact
 from bench.report import machine, say, show, table
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.runners.bench.metrics import Spread
+from ling3export.runners.bench_serving.metrics import Spread
 
 LEAVES = 0.05  # of the clients' calls are left before their end
 STREAMS = 0.5  # are streams

@@ -27,9 +27,9 @@ from bench.serve import beside, served
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.checkpoint.synth import INDEX, synthesize
 from ling3export.foundation.processes import LOOPBACK, free_port
-from ling3export.runners.bench.measure import open_tokenizer
-from ling3export.runners.bench.metrics import Outcome, figures
-from ling3export.runners.bench.workloads import Ask, Source, shared_prefix
+from ling3export.runners.bench_serving.measure import open_tokenizer
+from ling3export.runners.bench_serving.metrics import RequestResult, figures
+from ling3export.runners.bench_serving.workloads import SampleRequest, WorkloadSpec, shared_prefix
 
 LAYERS, AT_ONCE, COUNT = 24, 4, 40
 PROMPT, ANSWER = 48, 64  # tokens
@@ -96,10 +96,10 @@ def renamed(source: Path, folder: Path) -> Path:
     return folder
 
 
-def requests(folder: Path, tokens: Path, context: int, count: int) -> tuple[Path, list[Ask]]:
+def requests(folder: Path, tokens: Path, context: int, count: int) -> tuple[Path, list[SampleRequest]]:
     """The workload as a file for ``bench serve``, and itself."""
     tokenizer = open_tokenizer(tokens)
-    source = Source(count, context, tokenizer.size, 0, tokenizer)
+    source = WorkloadSpec(count, context, tokenizer.size, 0, tokenizer)
     asks = shared_prefix(source, count, PROMPT // 2, PROMPT // 2, ANSWER, readable=True)
     file = folder / "requests.jsonl"
     lines = (json.dumps({"prompt": ask.prompt, "output_len": ask.output}) + "\n" for ask in asks)
@@ -116,14 +116,14 @@ def ours(url: str, data: Path, tokens: Path, count: int, *more: str) -> tuple[Fl
         run(["ling3export.runners.cli", "bench", "serve", *what, *where])
         found = last_line(line.read_text())
     assert found["figures"]["completed"] == count, found["figures"]
-    heard = [Outcome(**each | {"times": each["pieces"]}) for each in found["requests"]]
+    heard = [RequestResult(**each | {"times": each["pieces"]}) for each in found["requests"]]
     by_text = asdict(figures(heard, found["figures"]["duration"]))
     counts = {"tokens": float(by_text["output_tokens"]), "pieces": float(sum(len(each.pieces) for each in heard))}
     flat = [{row: at(values, place) for row, place, _ in ROWS} | counts for values in (found["figures"], by_text)]
     return flat[0], flat[1]
 
 
-def aiperf(program: Path, url: str, asks: Sequence[Ask], tokens: Path) -> Flat:
+def aiperf(program: Path, url: str, asks: Sequence[SampleRequest], tokens: Path) -> Flat:
     """What aiperf says of the model ``m`` of a server, with the bodies that our client sends."""
     fixed = {
         "model": "m",

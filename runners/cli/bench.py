@@ -29,7 +29,7 @@ from ling3export.runners.cli.references import ARTIFACT, Artifact
 from ling3export.runners.transfer.options import CARRIERS
 
 if TYPE_CHECKING:
-    from ling3export.runners.bench.measure import Measurement, Settings
+    from ling3export.runners.bench_serving.measure import Measurement, Settings
 
 WORKLOADS = ("random", "sharegpt", "generated-shared-prefix", "prefix-repetition", "jsonl", "suite")
 POSITIVE = click.IntRange(1)
@@ -126,7 +126,7 @@ def serve(
     """
     _check_page(html, force)
     how = _settings(artifact, suite, settings | {"url": url, "key": None if url is None else _key(api_key_file)})
-    from ling3export.runners.bench.measure import measure
+    from ling3export.runners.bench_serving.measure import measure
 
     with flight.watched(), progress("bench serve") as told:
         found = measure(how, told)
@@ -155,8 +155,8 @@ def throughput(
     """
     _check_page(html, force)
     how = _settings(artifact, suite, settings)
-    from ling3export.runners.bench.measure import throughput as run
-    from ling3export.runners.bench.table import offline
+    from ling3export.runners.bench_serving.measure import throughput as run
+    from ling3export.runners.bench_serving.table import offline
 
     with flight.watched():
         found = run(how)
@@ -200,8 +200,8 @@ def compare(
     key = _key(api_key_file)
     names = configs.split(",")
     how = _settings(artifacts[0], suite, settings | {"key": key})
-    from ling3export.runners.bench.compare import compared
-    from ling3export.runners.bench.record import side_by_side
+    from ling3export.runners.bench_serving.compare import compared
+    from ling3export.runners.bench_serving.record import side_by_side
 
     found: list[Measurement] = []
     stopped: BaseException | None = None
@@ -236,7 +236,7 @@ def check(file: Any) -> None:
 
     Takes tables of SGLang, vLLM and this program; - reads stdin. Exits with 1 if figures contradict each other.
     """
-    from ling3export.runners.bench.table import check as checked
+    from ling3export.runners.bench_serving.table import check as checked
 
     wrong = checked(file.read())
     for text in wrong:
@@ -277,8 +277,8 @@ def _settings(artifact: Path | None, suite: str | None, given: dict[str, Any]) -
         raise click.UsageError("expected --suite with --workload suite, and with it alone.")
     if given.get("url") is None and artifact is None:
         raise click.UsageError("expected ARTIFACT or --url, found neither.")
-    from ling3export.runners.bench.measure import DEFAULT_OUTPUT, Settings
-    from ling3export.runners.bench.workloads import Ask
+    from ling3export.runners.bench_serving.measure import DEFAULT_OUTPUT, Settings
+    from ling3export.runners.bench_serving.workloads import SampleRequest
 
     how = Settings(artifact=artifact, **given)
     if suite is None:
@@ -290,7 +290,7 @@ def _settings(artifact: Path | None, suite: str | None, given: dict[str, Any]) -
     texts = [task.prompt for task in loaded.tasks if isinstance(task.prompt, (str, tuple))]
     if not texts or len(texts) != len(loaded.tasks):
         raise Ling3Error(f"suite `{suite}`: expected prompts of text, found {'messages' if loaded.tasks else 'none'}")
-    return replace(how, workload=loaded.name, asks=tuple(Ask(text, output) for text in texts))
+    return replace(how, workload=loaded.name, asks=tuple(SampleRequest(text, output) for text in texts))
 
 
 def _key(path: Path | None) -> str | None:
@@ -309,13 +309,13 @@ def _check_page(html: Path | None, force: bool) -> None:
 
 def _write(found: "list[Measurement]", names: list[str], output: Path | None, html: Path | None, *, raw: bool) -> None:
     from ling3export.artifacts.files import replace_file
-    from ling3export.runners.bench.record import append, page
+    from ling3export.runners.bench_serving.record import append, page
 
     records = [each.record(name, raw=raw) for each, name in zip(found, names, strict=True)]
     for line in records if output is not None else ():
         append(output, line)  # type: ignore[arg-type]
     if html is not None:
-        replace_file(html, page(records, [each.done.outcomes for each in found]).encode())
+        replace_file(html, page(records, [each.done.results for each in found]).encode())
 
 
 def _end(found: "Measurement") -> None:
@@ -326,7 +326,7 @@ def _end(found: "Measurement") -> None:
             f"interrupted: {done.unfinished} of {len(found.asks)} requests had not ended and do not count", err=True
         )
     if figures.failed:
-        first = next(outcome.error for outcome in done.outcomes if outcome.error is not None)
+        first = next(result.error for result in done.results if result.error is not None)
         click.echo(f"warning: {figures.failed} requests failed and do not count; the first: {first}", err=True)
     if done.compiles:
         raise Ling3Error(

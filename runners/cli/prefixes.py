@@ -27,9 +27,9 @@ def show(
     as_json: bool,
 ) -> None:
     """Prints the prefixes that repeat, and what a prefix cache could win."""
-    from ling3export.runners.bench.measure import open_tokenizer
-    from ling3export.runners.bench.prefixes import cached_blocks, repetition
-    from ling3export.runners.bench.workloads import read_records
+    from ling3export.runners.bench_serving.measure import open_tokenizer
+    from ling3export.runners.bench_serving.prefixes import cached_blocks, repetition
+    from ling3export.runners.bench_serving.workloads import read_records
 
     if unit == "token" and tokenizer is None:
         raise click.UsageError("expected --tokenizer with --unit token, found none.")

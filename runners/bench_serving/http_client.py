@@ -10,22 +10,22 @@ import h11
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.strict_json import parse_json
-from ling3export.runners.bench.metrics import Outcome
-from ling3export.runners.bench.workloads import Ask
+from ling3export.runners.bench_serving.metrics import RequestResult
+from ling3export.runners.bench_serving.workloads import SampleRequest
 from ling3export.runners.endpoint import LARGEST, Endpoint, told
 
 COMPILES = "ling3_compile_events"
 OURS = "ling3export"  # the owner of our server's models
 
 
-class OverHttp:
+class HttpClient:
     """A server of OpenAI's API: ``/v1/completions`` as a stream, greedy, a connection for each request.
 
     Args:
         url: Its address, with or without ``/v1``.
         model: The model's name; None takes the first that it lists.
         key: Sent as bearer token; None for none.
-        ignore_eos: Ask it to go on behind an end-of-text token.
+        ignore_eos: SampleRequest it to go on behind an end-of-text token.
         timeout: Seconds without a byte after which a request counts as failed.
         behind: Addresses of the servers behind a router; none where it answers itself.
 
@@ -71,7 +71,7 @@ class OverHttp:
         self._model = self._model or str(first)
         self._ours = models.get(self._model) == OURS
 
-    def prepare(self, ask: Ask) -> Any:
+    def prepare(self, ask: SampleRequest) -> Any:
         """The body of the request."""
         body = {
             "model": self._model,
@@ -87,23 +87,23 @@ class OverHttp:
             body["return_token_ids"] = True
         return json.dumps(body).encode()
 
-    async def send(self, prepared: Any) -> Outcome:
+    async def send(self, prepared: Any) -> RequestResult:
         """Streams the answer to a request."""
-        outcome, over, last = Outcome(now()), False, 0.0
+        result, over, last = RequestResult(now()), False, 0.0
         try:
             async for data, last in self._events(prepared):
                 if data == b"[DONE]":
                     over = True
                     break
-                over |= _take(outcome, parse_json(data, LARGEST), last)
-            if not over and outcome.error is None:
-                outcome.error = "stream: expected [DONE] or a finish_reason at its end, found it cut short"
+                over |= _take(result, parse_json(data, LARGEST), last)
+            if not over and result.error is None:
+                result.error = "stream: expected [DONE] or a finish_reason at its end, found it cut short"
         except (Ling3Error, OSError, TimeoutError, TypeError, ValueError, h11.ProtocolError) as error:
-            outcome.error = f"{type(error).__name__}: {error}"[:500]
-        if outcome.tokens and not outcome.times:  # an answer without text
-            outcome.times = [last]
-        outcome.tokens = outcome.tokens or len(outcome.times)
-        return outcome
+            result.error = f"{type(error).__name__}: {error}"[:500]
+        if result.tokens and not result.times:  # an answer without text
+            result.times = [last]
+        result.tokens = result.tokens or len(result.times)
+        return result
 
     async def compiles(self) -> int | None:
         """What our own servers say of it at ``/metrics``, together."""
@@ -142,7 +142,7 @@ async def _whole(server: Endpoint, path: str) -> bytes:
     return data
 
 
-def _take(outcome: Outcome, chunk: Any, at: float) -> bool:
+def _take(result: RequestResult, chunk: Any, at: float) -> bool:
     """Adds an event of a stream to what is known of its request; whether it says that the answer is whole.
 
     Some servers, such as that of transformers, send no [DONE] behind it.
@@ -151,18 +151,18 @@ def _take(outcome: Outcome, chunk: Any, at: float) -> bool:
     if not isinstance(chunk, dict):
         raise ValueError("an event that is no object")
     if chunk.get("error"):
-        outcome.error = told(json.dumps(chunk).encode())
+        result.error = told(json.dumps(chunk).encode())
     for choice in chunk.get("choices") or ():
         ids, text = choice.get("token_ids"), choice.get("text") or ""
-        outcome.times += [at] * (len(ids) if ids is not None else bool(text))
-        outcome.pieces += [at] * bool(text)
-        outcome.text += text
+        result.times += [at] * (len(ids) if ids is not None else bool(text))
+        result.pieces += [at] * bool(text)
+        result.text += text
         whole |= bool(choice.get("finish_reason"))
-    outcome.take(chunk)
+    result.take(chunk)
     usage = chunk.get("usage")
     if isinstance(usage, dict):
-        outcome.prompt_tokens = int(usage.get("prompt_tokens") or 0)
-        outcome.tokens = int(usage.get("completion_tokens") or 0)
+        result.prompt_tokens = int(usage.get("prompt_tokens") or 0)
+        result.tokens = int(usage.get("completion_tokens") or 0)
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        outcome.cached = cached if cached is None else int(cached)
+        result.cached = cached if cached is None else int(cached)
     return whole

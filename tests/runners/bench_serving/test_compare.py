@@ -18,13 +18,13 @@ from click.testing import CliRunner
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.foundation.errors import Ling3Error, RequestError
 from ling3export.foundation.processes import command, environment
-from ling3export.runners.bench import started
-from ling3export.runners.bench.compare import Config, compared, parse_config, places_of, running
-from ling3export.runners.bench.measure import Settings
-from ling3export.runners.bench.over_http import OverHttp
-from ling3export.runners.bench.record import side_by_side
-from ling3export.runners.bench.started import RUNNER, Started
-from ling3export.runners.bench.workloads import Ask
+from ling3export.runners.bench_serving import server_process
+from ling3export.runners.bench_serving.compare import ServingConfig, compared, parse_config, placements_of, running
+from ling3export.runners.bench_serving.http_client import HttpClient
+from ling3export.runners.bench_serving.measure import Settings
+from ling3export.runners.bench_serving.record import side_by_side
+from ling3export.runners.bench_serving.server_process import RUNNER, ServerProcess
+from ling3export.runners.bench_serving.workloads import SampleRequest
 from ling3export.runners.cli.main import main
 from ling3export.runners.endpoint import Endpoint
 from ling3export.runners.state.form import layout_of
@@ -39,13 +39,13 @@ WAIT = 120.0  # seconds, for what takes a few
 @pytest.fixture
 def pids(monkeypatch):
     """Of every process that was started."""
-    found, before = [], Started.__init__
+    found, before = [], ServerProcess.__init__
 
     def noted(self, *given, **named):
         before(self, *given, **named)
         found.append(self.process.pid)
 
-    monkeypatch.setattr(Started, "__init__", noted)
+    monkeypatch.setattr(ServerProcess, "__init__", noted)
     return found
 
 
@@ -54,10 +54,10 @@ def running_among(pids):
 
 
 def test_configurations_have_three_forms():
-    assert parse_config("1x16") == Config("1x16", decode=16)
-    assert parse_config("3x2") == Config("3x2", decode=2, count=3)
-    assert parse_config("4P8D") == Config("4P8D", prefill=4, decode=8)
-    assert parse_config("a=http://h:1/v1?x=y") == Config("a", "http://h:1/v1?x=y")
+    assert parse_config("1x16") == ServingConfig("1x16", decode=16)
+    assert parse_config("3x2") == ServingConfig("3x2", decode=2, count=3)
+    assert parse_config("4P8D") == ServingConfig("4P8D", prefill=4, decode=8)
+    assert parse_config("a=http://h:1/v1?x=y") == ServingConfig("a", "http://h:1/v1?x=y")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_artifacts_that_do_not_fit_are_refused_by_name(artifact):
     def refused(config, *names):
         paths = [each if isinstance(each, Path) else artifact(each) for each in names]
         with pytest.raises(RequestError) as error:
-            places_of(parse_config(config), {path: read_manifest(path) for path in paths})
+            placements_of(parse_config(config), {path: read_manifest(path) for path in paths})
         return error.value
 
     one, two = "micro-tp1-snapshots", "micro-tp2-snapshots"
@@ -96,7 +96,7 @@ def test_artifacts_that_do_not_fit_are_refused_by_name(artifact):
     assert error.hint.startswith("build it again with snapshots: ling3export build")
     error = refused("1x2", two, "micro-tp2")
     assert error.message.endswith("found cpu-tp2 of micro-tp2-snapshots.ling3, cpu-tp2 of micro-tp2.ling3")
-    (place,) = places_of(parse_config("1x2"), {artifact(two): read_manifest(artifact(two))})
+    (place,) = placements_of(parse_config("1x2"), {artifact(two): read_manifest(artifact(two))})
     assert (place.role, place.target) == ("both", "cpu-tp2")
 
 
@@ -184,30 +184,30 @@ def test_phases_of_every_request_add_up_to_what_both_servers_measured(artifact, 
     """What P and D count in /metrics are the phases within a millisecond; bytes are those
     that D's connector counted, and what the layout says."""
     one, two = artifact("micro-tp1-snapshots"), artifact("micro-tp2-snapshots")
-    places = places_of(parse_config("2P1D"), {path: read_manifest(path) for path in (one, two)})
+    places = placements_of(parse_config("2P1D"), {path: read_manifest(path) for path in (one, two)})
     assert [(place.role, place.artifact) for place in places] == [("prefill", two), ("decode", one)]
     how, moved = Settings(num_prompts=4), 0
     with running("2P1D", places, how, carrier) as (url, (p, d)):
-        client = OverHttp(url, model=None, key=None, ignore_eos=True)
+        client = HttpClient(url, model=None, key=None, ignore_eos=True)
         asyncio.run(client.open())
         for number, length in enumerate((1, 16, 50, 100)):
             before = [metrics(each)["ling3_first_token_seconds_sum"] for each in (p, d)]
-            asked = client.prepare(Ask(tuple(range(20 + number, 20 + number + length)), 3))
-            outcome = asyncio.run(client.send(asked))
+            asked = client.prepare(SampleRequest(tuple(range(20 + number, 20 + number + length)), 3))
+            result = asyncio.run(client.send(asked))
             after = [metrics(each)["ling3_first_token_seconds_sum"] for each in (p, d)]
-            assert (outcome.error, outcome.tokens) == (None, 3)
-            told = outcome.told
+            assert (result.error, result.tokens) == (None, 3)
+            told = result.told
             there, here = (last - first for first, last in zip(before, after, strict=True))
             assert told["queue"] + told["prefill"] == pytest.approx(there, abs=1e-3)
             assert told["transfer"] + told["first"] == pytest.approx(here, abs=1e-3)
-            assert 0 < told["save"] < outcome.ttft - there - here
-            phases = outcome.phases
+            assert 0 < told["save"] < result.ttft - there - here
+            phases = result.phases
             assert phases["http"] > 0 and min(phases.values()) >= 0
             first = sum(value for name, value in phases.items() if name != "decode")
-            assert first == pytest.approx(outcome.ttft, abs=1e-3)
-            assert phases["decode"] == pytest.approx(outcome.e2e - outcome.ttft)
-            assert outcome.transfer_bytes == state_bytes(one, length)
-            moved += outcome.transfer_bytes
+            assert first == pytest.approx(result.ttft, abs=1e-3)
+            assert phases["decode"] == pytest.approx(result.e2e - result.ttft)
+            assert result.transfer_bytes == state_bytes(one, length)
+            moved += result.transfer_bytes
         counted = metrics(d)
     assert counted['ling3_transfer_total{what="loaded_bytes"}'] == moved
     assert counted['ling3_transfer_total{what="loaded"}'] == 4
@@ -217,7 +217,7 @@ def test_phases_of_every_request_add_up_to_what_both_servers_measured(artifact, 
 def test_configurations_of_every_kind_stand_side_by_side(artifact, tmp_path, pids):
     one, two = artifact("micro-tp1-snapshots"), artifact("micro-tp2-snapshots")
     line, page = tmp_path / "runs.jsonl", tmp_path / "page.html"
-    with Started("here", [*RUNNER, "serve", one, "--port", 0]) as server:
+    with ServerProcess("here", [*RUNNER, "serve", one, "--port", 0]) as server:
         arguments = [
             "compare", one, two, "--configs", f"1x2,1P2D,2x1,there={server.address()}", "--num-prompts", 4,
             "--input-len", 40, "--output-len", 4, "--output", line, "--save-raw", "--html", page,
@@ -325,11 +325,11 @@ def test_a_run_that_is_ended_ends_what_it_started(artifact, tmp_path, number, co
 
 
 def test_one_that_prints_nothing_is_given_up(monkeypatch, pids):
-    monkeypatch.setattr(started, "WAIT", 0.2)
+    monkeypatch.setattr(server_process, "WAIT", 0.2)
     silent = [*command("asyncio")[:1], "-c", "import time; time.sleep(100)"]
     with (
         pytest.raises(Ling3Error, match=r"silent one: expected the address .*, found none within 0.2 s: silent"),
-        Started("silent one", silent) as process,
+        ServerProcess("silent one", silent) as process,
     ):
         process.address()
     assert not running_among(pids)
@@ -340,6 +340,6 @@ def test_the_toy_of_two_devices_is_compared_with_itself(pids):
     how = Settings(num_prompts=3, input_len=12, output_len=4)
     found = list(compared(how, ["1x2", "1x2"], [toy_artifact.shared()], "shm", lambda name: nullcontext()))
     assert [each.found.completed for each in found] == [3, 3]
-    texts = [sorted(outcome.text for outcome in each.done.outcomes) for each in found]
+    texts = [sorted(result.text for result in each.done.results) for each in found]
     assert texts[0] == texts[1]
     assert not running_among(pids)

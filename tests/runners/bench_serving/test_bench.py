@@ -8,10 +8,10 @@ import pytest
 from click.testing import CliRunner
 
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.runners.bench.measure import Settings, measure
-from ling3export.runners.bench.record import distribution, over_time, side_by_side
-from ling3export.runners.bench.servers import InProcess
-from ling3export.runners.bench.table import check
+from ling3export.runners.bench_serving.measure import Settings, measure
+from ling3export.runners.bench_serving.record import distribution, over_time, side_by_side
+from ling3export.runners.bench_serving.servers import EngineClient
+from ling3export.runners.bench_serving.table import check
 from ling3export.runners.cli.main import main
 from ling3export.runners.load.programs import Programs
 from tests.support import toy_artifact
@@ -64,7 +64,7 @@ def test_programs_are_loaded_before_requests_are_sent(artifact, monkeypatch):
         monkeypatch.setattr(owner, name, lambda *given, **named: (order.append(name), before(*given, **named))[1])
 
     noted(Programs, "settle")
-    noted(InProcess, "prepare")
+    noted(EngineClient, "prepare")
     measure(Settings(artifact=artifact, num_prompts=2, input_len=4, output_len=2))
     assert order[0] == "settle" and order.count("prepare") >= 2
 
@@ -73,7 +73,7 @@ def test_the_same_seed_measures_the_same_requests(artifact):
     runs = [
         measure(Settings(artifact=artifact, num_prompts=3, input_len=9, output_len=4, seed=seed)) for seed in (1, 1, 2)
     ]
-    texts = [sorted(outcome.text for outcome in run.done.outcomes) for run in runs]
+    texts = [sorted(result.text for result in run.done.results) for run in runs]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -118,7 +118,7 @@ def test_compiling_during_a_run_is_an_error(artifact, monkeypatch):
     async def compiles(self):
         return next(counts)
 
-    monkeypatch.setattr(InProcess, "compiles", compiles)
+    monkeypatch.setattr(EngineClient, "compiles", compiles)
     done = bench("serve", artifact, *SMALL)
     assert done.exit_code == 1
     assert "expected no program to be compiled during the run, found 2" in done.stderr
@@ -209,9 +209,7 @@ def test_distributions_count_every_value():
     assert distribution([]) == distribution([0.0]) == []
     assert sum(count for _, count in distribution([1, 2, 3, 1000])) == 4
     assert distribution([5.0, 5.0])[0] == ("5", 2.0)
-    outcomes = measure_words().done.outcomes
-    bars = over_time(outcomes)
+    results = measure_words().done.results
+    bars = over_time(results)
     length = float(bars[1][0])
-    assert sum(rate for _, rate in bars) * length == pytest.approx(
-        sum(outcome.tokens for outcome in outcomes), rel=0.02
-    )
+    assert sum(rate for _, rate in bars) * length == pytest.approx(sum(result.tokens for result in results), rel=0.02)

@@ -18,7 +18,7 @@ LINES = 5  # of what it said last go into a message
 RUNNER = tuple(command("ling3export.runners.cli"))
 
 
-class Started:
+class ServerProcess:
     """A process that prints a line for each address that clients may call, for a ``with``; leaving it ends the process.
 
     The process has a session of its own: a terminal's Ctrl-C reaches whoever started it alone.
@@ -66,7 +66,7 @@ class Started:
         line, _, self._held = self._held.partition(b"\n")
         return line.decode().split()[-1]
 
-    def __enter__(self) -> "Started":
+    def __enter__(self) -> "ServerProcess":
         return self
 
     def __exit__(self, *exception: object) -> None:

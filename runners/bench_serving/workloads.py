@@ -30,7 +30,7 @@ WORDS = (
 
 
 @dataclass(frozen=True)
-class Ask:
+class SampleRequest:
     """A request of a workload.
 
     Attributes:
@@ -45,7 +45,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Source:
+class WorkloadSpec:
     """What workloads are made with.
 
     Attributes:
@@ -90,7 +90,7 @@ class Source:
         return prompt + output <= self.context
 
 
-def sharegpt(source: Source, path: Path) -> list[Ask]:
+def sharegpt(spec: WorkloadSpec, path: Path) -> list[SampleRequest]:
     """Conversations of a data set in ShareGPT's form: the first turn asks, and the second's length is the answer's.
 
     Conversations of one turn, those with fewer than two tokens in either, and those beyond the context are left out.
@@ -98,33 +98,33 @@ def sharegpt(source: Source, path: Path) -> list[Ask]:
     Raises:
         RequestError: The file is no such data set, or nothing of it is left.
     """
-    tokenizer = source.need("sharegpt")
-    if source.output is not None and source.output < LEAST_FIXED:
+    tokenizer = spec.need("sharegpt")
+    if spec.output is not None and spec.output < LEAST_FIXED:
         raise RequestError(
-            f"workload `sharegpt`: expected answers of {LEAST_FIXED} tokens or more, found {source.output}"
+            f"workload `sharegpt`: expected answers of {LEAST_FIXED} tokens or more, found {spec.output}"
         )
     dialogs = [turns for turns in map(_turns, read_records(path)) if len(turns) >= 2]
-    random.Random(source.seed).shuffle(dialogs)
-    asks: list[Ask] = []
+    random.Random(spec.seed).shuffle(dialogs)
+    asks: list[SampleRequest] = []
     for first, second, *_ in dialogs:
-        if len(asks) == source.count:
+        if len(asks) == spec.count:
             break
         prompt, answer = len(tokenizer.encode(first)), len(tokenizer.encode(second, special=False))
-        output = answer if source.output is None else source.output
-        if min(prompt, answer) >= SHORTEST and source.fits(prompt, output):
-            asks.append(Ask(first, output))
+        output = answer if spec.output is None else spec.output
+        if min(prompt, answer) >= SHORTEST and spec.fits(prompt, output):
+            asks.append(SampleRequest(first, output))
     if not asks:
         raise RequestError(
-            f"workload `{path}`: expected conversations of two turns that fit into {source.context} tokens, found none"
+            f"workload `{path}`: expected conversations of two turns that fit into {spec.context} tokens, found none"
         )
     return asks
 
 
-def random_ids(source: Source, length: int, output: int, ratio: float) -> list[Ask]:
+def random_ids(spec: WorkloadSpec, length: int, output: int, ratio: float) -> list[SampleRequest]:
     """Prompts of token ids that are neighbours: id (offset + request + place), special ones left out.
 
     Args:
-        source: What it is made with.
+        spec: What it is made with.
         length: Most tokens of a prompt.
         output: Most tokens of an answer.
         ratio: The least of either is this share of the most, and at least 1; lengths are uniform between.
@@ -132,24 +132,24 @@ def random_ids(source: Source, length: int, output: int, ratio: float) -> list[A
     Raises:
         RequestError: The longest prompt and answer are beyond the context.
     """
-    _check_room(source, "random", length, output)
-    rng, ids = random.Random(source.seed), source.ids()
+    _check_room(spec, "random", length, output)
+    rng, ids = random.Random(spec.seed), spec.ids()
     asks = []
-    for number in range(source.count):
+    for number in range(spec.count):
         tokens, answer = (rng.randint(max(1, math.floor(most * ratio)), most) for most in (length, output))
         offset = rng.randrange(len(ids))
         prompt = tuple(ids[(offset + number + place) % len(ids)] for place in range(tokens))
-        asks.append(Ask(prompt, answer))
+        asks.append(SampleRequest(prompt, answer))
     return asks
 
 
 def shared_prefix(
-    source: Source, groups: int, system: int, question: int, output: int, *, readable: bool = False
-) -> list[Ask]:
+    spec: WorkloadSpec, groups: int, system: int, question: int, output: int, *, readable: bool = False
+) -> list[SampleRequest]:
     """Groups of prompts that begin alike: a system text of the group, an empty line, and a question of its own.
 
     Args:
-        source: What it is made with; its ``count`` is spread over the groups evenly.
+        spec: What it is made with; its ``count`` is spread over the groups evenly.
         groups: How many.
         system: Tokens of a system text.
         question: Tokens of a question.
@@ -159,11 +159,11 @@ def shared_prefix(
     Raises:
         RequestError: There are fewer requests than groups, or they are beyond the context.
     """
-    tokenizer = source.need("generated-shared-prefix")
-    each = _evenly(source, "generated-shared-prefix", groups)
-    _check_room(source, "generated-shared-prefix", system + question, output)
-    rng, seen = random.Random(source.seed), set[str]()
-    text = _words(rng, tokenizer) if readable else _spelled(rng, tokenizer, source.ids())
+    tokenizer = spec.need("generated-shared-prefix")
+    each = _evenly(spec, "generated-shared-prefix", groups)
+    _check_room(spec, "generated-shared-prefix", system + question, output)
+    rng, seen = random.Random(spec.seed), set[str]()
+    text = _words(rng, tokenizer) if readable else _spelled(rng, tokenizer, spec.ids())
 
     def another(tokens: int) -> str:
         for _ in range(100):
@@ -177,29 +177,29 @@ def shared_prefix(
     asks = []
     for _ in range(groups):
         start = another(system) + "\n\n"
-        asks += [Ask(start + another(question), output) for _ in range(each)]
+        asks += [SampleRequest(start + another(question), output) for _ in range(each)]
     rng.shuffle(asks)
     return asks
 
 
-def prefix_repetition(source: Source, prefixes: int, prefix: int, suffix: int, output: int) -> list[Ask]:
+def prefix_repetition(spec: WorkloadSpec, prefixes: int, prefix: int, suffix: int, output: int) -> list[SampleRequest]:
     """Token ids: a few prefixes, each with many suffixes, shuffled, as vLLM's data set of this name.
 
     Raises:
         RequestError: There are fewer requests than prefixes, or they are beyond the context.
     """
-    each = _evenly(source, "prefix-repetition", prefixes)
-    _check_room(source, "prefix-repetition", prefix + suffix, output)
-    rng, ids = random.Random(source.seed), source.ids()
+    each = _evenly(spec, "prefix-repetition", prefixes)
+    _check_room(spec, "prefix-repetition", prefix + suffix, output)
+    rng, ids = random.Random(spec.seed), spec.ids()
     asks = []
     for _ in range(prefixes):
         start = rng.choices(ids, k=prefix)
-        asks += [Ask((*start, *rng.choices(ids, k=suffix)), output) for _ in range(each)]
+        asks += [SampleRequest((*start, *rng.choices(ids, k=suffix)), output) for _ in range(each)]
     rng.shuffle(asks)
     return asks
 
 
-def jsonl(source: Source, path: Path) -> list[Ask]:
+def jsonl(spec: WorkloadSpec, path: Path) -> list[SampleRequest]:
     """The lines of a file, ``{"prompt": TEXT or [ID, …], "output_len": N, "timestamp": SECONDS}``, in their order.
 
     With timestamps on all lines the run sends each line so long after the first as they say.
@@ -208,12 +208,12 @@ def jsonl(source: Source, path: Path) -> list[Ask]:
         RequestError: A line is something else.
     """
     asks = []
-    for number, record in enumerate(itertools.islice(read_records(path), source.count), 1):
+    for number, record in enumerate(itertools.islice(read_records(path), spec.count), 1):
         where = f"workload `{path}` record {number}"
         prompt = record.get("prompt", record.get("prompt_ids"))
         if isinstance(prompt, list) and prompt and all(type(each) is int for each in prompt):
             prompt = tuple(prompt)
-        output = source.output or record.get("output_len")
+        output = spec.output or record.get("output_len")
         at = record.get("timestamp")
         if not prompt or not isinstance(prompt, (str, tuple)):
             raise RequestError(f"{where}: expected `prompt`, a text or token ids, found {str(prompt)[:60]}")
@@ -222,16 +222,16 @@ def jsonl(source: Source, path: Path) -> list[Ask]:
             raise RequestError(f"{where}: expected `output_len`, a whole number above 0, found {output}", hint)
         if at is not None and (isinstance(at, bool) or not isinstance(at, (int, float))):
             raise RequestError(f"{where}: expected `timestamp`, a number of seconds, found {str(at)[:60]}")
-        asks.append(Ask(prompt, output, at))
+        asks.append(SampleRequest(prompt, output, at))
     timed = [ask.at for ask in asks if ask.at is not None]
     if timed and len(timed) != len(asks):
         raise RequestError(f"workload `{path}`: expected a timestamp in all lines or in none, found {len(timed)}")
     if timed != sorted(timed):
         raise RequestError(f"workload `{path}`: expected timestamps that ascend, found others")
-    return [Ask(ask.prompt, ask.output, None if ask.at is None else ask.at - timed[0]) for ask in asks]
+    return [SampleRequest(ask.prompt, ask.output, None if ask.at is None else ask.at - timed[0]) for ask in asks]
 
 
-def arrivals(asks: Sequence[Ask], rate: float, burstiness: float, seed: int) -> list[float]:
+def arrivals(asks: Sequence[SampleRequest], rate: float, burstiness: float, seed: int) -> list[float]:
     """When each request is sent, in seconds after the run's start.
 
     A workload that says it itself is followed. An infinite rate sends all at once. Otherwise the gaps are drawn from a
@@ -291,16 +291,16 @@ def _turns(record: dict[str, Any]) -> list[str]:
     return [text for text in texts if isinstance(text, str)]
 
 
-def _evenly(source: Source, workload: str, groups: int) -> int:
-    if source.count < groups:
-        raise RequestError(f"workload `{workload}`: expected at least {groups} requests, found {source.count}")
-    return source.count // groups
+def _evenly(spec: WorkloadSpec, workload: str, groups: int) -> int:
+    if spec.count < groups:
+        raise RequestError(f"workload `{workload}`: expected at least {groups} requests, found {spec.count}")
+    return spec.count // groups
 
 
-def _check_room(source: Source, workload: str, prompt: int, output: int) -> None:
-    if not source.fits(prompt, output):
+def _check_room(spec: WorkloadSpec, workload: str, prompt: int, output: int) -> None:
+    if not spec.fits(prompt, output):
         raise RequestError(
-            f"workload `{workload}`: expected prompt and answer within the context of {source.context} tokens, found "
+            f"workload `{workload}`: expected prompt and answer within the context of {spec.context} tokens, found "
             f"{prompt} + {output} = {prompt + output}"
         )
 

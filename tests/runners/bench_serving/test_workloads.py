@@ -8,10 +8,10 @@ import pytest
 
 from ling3export.checkpoint.synth_tokenizer import write_tokenizer
 from ling3export.foundation.errors import RequestError
-from ling3export.runners.bench import workloads
-from ling3export.runners.bench.prefixes import repetition
-from ling3export.runners.bench.record import workload_digest
-from ling3export.runners.bench.workloads import Ask, Source
+from ling3export.runners.bench_serving import workloads
+from ling3export.runners.bench_serving.prefixes import repetition
+from ling3export.runners.bench_serving.record import workload_digest
+from ling3export.runners.bench_serving.workloads import SampleRequest, WorkloadSpec
 from ling3export.runners.text.tokenizer import Tokenizer
 
 
@@ -23,7 +23,7 @@ def tokenizer(tmp_path_factory):
 
 
 def source(tokenizer, count=40, seed=0, **more):
-    return Source(count, **({"context": 4096, "vocab_size": 320, "seed": seed, "tokenizer": tokenizer} | more))
+    return WorkloadSpec(count, **({"context": 4096, "vocab_size": 320, "seed": seed, "tokenizer": tokenizer} | more))
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_lines_say_when_they_are_sent(tmp_path, tokenizer):
     lines = [{"prompt": "a", "output_len": 3, "timestamp": 10}, {"prompt": [1, 2], "output_len": 4, "timestamp": 10.5}]
     file.write_text("\n".join(map(json.dumps, lines)))
     asks = workloads.jsonl(source(tokenizer), file)
-    assert asks == [Ask("a", 3, 0), Ask((1, 2), 4, 0.5)]
+    assert asks == [SampleRequest("a", 3, 0), SampleRequest((1, 2), 4, 0.5)]
     assert workloads.arrivals(asks, math.inf, 1.0, 0) == [0, 0.5]
     with pytest.raises(RequestError, match="request rate: expected none beside the workload's timestamps, found 3"):
         workloads.arrivals(asks, 3.0, 1.0, 0)
@@ -148,7 +148,7 @@ def test_what_has_no_room_is_refused(tokenizer):
 
 
 def test_arrivals_have_the_rate_that_was_asked_for():
-    asks = [Ask("a", 1)] * 200
+    asks = [SampleRequest("a", 1)] * 200
     assert workloads.arrivals(asks, math.inf, 1.0, 0) == [0] * 200
     for burstiness in (0.3, 1.0, 5.0):
         times = workloads.arrivals(asks, 10.0, burstiness, 0)

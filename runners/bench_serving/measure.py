@@ -13,13 +13,13 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Manifest
 from ling3export.foundation.errors import RequestError
 from ling3export.foundation.reading import read_bytes
-from ling3export.runners.bench import workloads
-from ling3export.runners.bench.metrics import Figures, Outcome, figures, parse_goals
-from ling3export.runners.bench.record import record
-from ling3export.runners.bench.run import Run, Told, run
-from ling3export.runners.bench.servers import InProcess
-from ling3export.runners.bench.table import render
-from ling3export.runners.bench.workloads import Ask, Source, arrivals
+from ling3export.runners.bench_serving import workloads
+from ling3export.runners.bench_serving.metrics import Figures, RequestResult, figures, parse_goals
+from ling3export.runners.bench_serving.record import record
+from ling3export.runners.bench_serving.run import Run, Told, run
+from ling3export.runners.bench_serving.servers import EngineClient
+from ling3export.runners.bench_serving.table import render
+from ling3export.runners.bench_serving.workloads import SampleRequest, WorkloadSpec, arrivals
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.load.loader import say
 from ling3export.runners.text.tokenizer import Tokenizer, TokenizerFiles
@@ -71,7 +71,7 @@ class Settings:
     stop_at_eos: bool = False
     workload: str = "random"
     data: Path | None = None
-    asks: tuple[Ask, ...] | None = None
+    asks: tuple[SampleRequest, ...] | None = None
     num_prompts: int = 100
     input_len: int = 128
     output_len: int | None = None
@@ -117,7 +117,7 @@ class Measurement:
     backend: str
     found: Figures
     done: Run
-    asks: list[Ask]
+    asks: list[SampleRequest]
     manifest: Manifest | None
     servers: tuple[Mapping[str, Any], ...] = ()
 
@@ -159,9 +159,9 @@ def measure(
         raise RequestError("steady: expected a bound of requests at once, found none", "add --max-concurrency")
     manifest, tokenizer, asks, times = _workload(how)
     if how.url is not None:
-        from ling3export.runners.bench.over_http import OverHttp  # with h11, of the extra `serve`
+        from ling3export.runners.bench_serving.http_client import HttpClient  # with h11, of the extra `serve`
 
-        server = OverHttp(how.url, model=how.model, key=how.key, ignore_eos=not how.stop_at_eos, behind=behind)
+        server = HttpClient(how.url, model=how.model, key=how.key, ignore_eos=not how.stop_at_eos, behind=behind)
         backend = server.backend
 
         async def opened() -> Run:
@@ -171,10 +171,10 @@ def measure(
         done = asyncio.run(opened())
     else:
         with _engine(how, report) as engine:
-            inside = InProcess(engine, ignore_eos=not how.stop_at_eos)
+            inside = EngineClient(engine, ignore_eos=not how.stop_at_eos)
             backend = inside.backend
             done = asyncio.run(run(inside, asks, times, limit=how.max_concurrency, tokenizer=tokenizer, told=told))
-    found = figures(done.outcomes, done.duration, goals=goals, limit=how.max_concurrency if how.steady else None)
+    found = figures(done.results, done.duration, goals=goals, limit=how.max_concurrency if how.steady else None)
     return Measurement(how, backend, found, done, asks, manifest)
 
 
@@ -191,8 +191,8 @@ def throughput(how: Settings, report: Callable[[str], None] = say) -> Measuremen
         before, started = engine.stats()["compile_events"], now()
         answers = engine.complete(requests)
         duration, compiled = now() - started, engine.stats()["compile_events"] - before
-    outcomes = [
-        Outcome(
+    results = [
+        RequestResult(
             started,
             [started + at / 1e3 for at in each.token_ms],
             len(each.prompt_ids),
@@ -203,10 +203,10 @@ def throughput(how: Settings, report: Callable[[str], None] = say) -> Measuremen
         )
         for each in answers
     ]
-    for outcome, each in zip(outcomes, answers, strict=True):
-        outcome.take(each.times)
-    done = Run(outcomes, duration, 0, compiled)
-    return Measurement(how, InProcess.backend, figures(outcomes, duration), done, asks, manifest)
+    for result, each in zip(results, answers, strict=True):
+        result.take(each.times)
+    done = Run(results, duration, 0, compiled)
+    return Measurement(how, EngineClient.backend, figures(results, duration), done, asks, manifest)
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
@@ -249,7 +249,7 @@ def _engine(how: Settings, report: Callable[[str], None]) -> Iterator[Engine]:
         yield engine
 
 
-def _workload(how: Settings) -> tuple[Manifest | None, Tokenizer | None, list[Ask], list[float]]:
+def _workload(how: Settings) -> tuple[Manifest | None, Tokenizer | None, list[SampleRequest], list[float]]:
     """The artifact's manifest, the tokenizer, the requests, and when each is due."""
     manifest, tokenizer, context, vocabulary = None, None, UNBOUNDED, 0
     if how.artifact is not None:
@@ -259,7 +259,7 @@ def _workload(how: Settings) -> tuple[Manifest | None, Tokenizer | None, list[As
     elif how.tokenizer is not None:
         tokenizer = open_tokenizer(how.tokenizer)
         vocabulary = tokenizer.size
-    source = Source(how.num_prompts, context, vocabulary, how.seed, tokenizer, how.output_len)
+    source = WorkloadSpec(how.num_prompts, context, vocabulary, how.seed, tokenizer, how.output_len)
     asks = _asks(how, source)
     if how.text:
         spell = source.need(how.workload).decode
@@ -267,7 +267,7 @@ def _workload(how: Settings) -> tuple[Manifest | None, Tokenizer | None, list[As
     return manifest, tokenizer, asks, arrivals(asks, how.request_rate, how.burstiness, how.seed)
 
 
-def _asks(how: Settings, source: Source) -> list[Ask]:
+def _asks(how: Settings, source: WorkloadSpec) -> list[SampleRequest]:
     output = how.output_len or DEFAULT_OUTPUT
     if how.asks is not None:
         return list(how.asks[: how.num_prompts])

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from ling3export.foundation.errors import Ling3Error
-from ling3export.runners.bench.metrics import Figures, Spread
+from ling3export.runners.bench_serving.metrics import Figures, Spread
 
 WIDTH = 50
 TITLE = " Serving Benchmark Result "

@@ -21,7 +21,7 @@ PHASES = (*TOLD.values(), "http", "decode")
 
 
 @dataclass
-class Outcome:
+class RequestResult:
     """A request that was sent.
 
     Attributes:
@@ -192,17 +192,21 @@ def percentile(ascending: Sequence[float], percent: float) -> float:
 
 
 def figures(
-    outcomes: Sequence[Outcome], duration: float, *, goals: dict[str, float] | None = None, limit: int | None = None
+    results: Sequence[RequestResult],
+    duration: float,
+    *,
+    goals: dict[str, float] | None = None,
+    limit: int | None = None,
 ) -> Figures:
     """The figures of a run.
 
     Args:
-        outcomes: Of all requests that ended.
+        results: Of all requests that ended.
         duration: Seconds from the first submission to the last completion.
         goals: Most milliseconds of ``ttft``, ``tpot`` and ``e2el``, for the goodput.
         limit: How many requests may run at once, for the figures of the steady time.
     """
-    done = [each for each in outcomes if each.error is None]
+    done = [each for each in results if each.error is None]
     inputs, outputs = sum(each.prompt_tokens for each in done), sum(each.tokens for each in done)
     known = [each.cached for each in done if each.cached is not None]
 
@@ -214,7 +218,7 @@ def figures(
     taking = sum((each.told or {}).get("transfer", 0.0) for each in moved)
     return Figures(
         len(done),
-        len(outcomes) - len(done),
+        len(results) - len(done),
         duration,
         inputs,
         outputs,
@@ -264,17 +268,17 @@ def _phases(found: Sequence[dict[str, float]]) -> dict[str, Spread]:
     return {name: Spread.of(each.get(name, 0.0) for each in found) for name in names}
 
 
-def _moving(moved: Sequence[Outcome]) -> float:
+def _moving(moved: Sequence[RequestResult]) -> float:
     away = sum((each.told or {}).get(name, 0.0) for each in moved for name in ("save", "transfer"))
     return away / (sum(each.ttft for each in moved) or 1.0)
 
 
-def _keeps(outcome: Outcome, goals: dict[str, float]) -> bool:
-    values = {"ttft": outcome.ttft, "tpot": outcome.tpot, "e2el": outcome.e2e}
+def _keeps(result: RequestResult, goals: dict[str, float]) -> bool:
+    values = {"ttft": result.ttft, "tpot": result.tpot, "e2el": result.e2e}
     return all(1e3 * values[name] <= most for name, most in goals.items())
 
 
-def _steady(done: Sequence[Outcome], limit: int) -> Steady | None:
+def _steady(done: Sequence[RequestResult], limit: int) -> Steady | None:
     """The figures of the steady time; None where fewer than ``limit`` requests ever ran at once."""
     changes = sorted([(each.start, 1) for each in done] + [(each.start + each.e2e, -1) for each in done])
     running, first, last = 0, None, None

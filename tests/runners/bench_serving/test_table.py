@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ling3export.foundation.errors import Ling3Error
-from ling3export.runners.bench.metrics import Outcome, figures
-from ling3export.runners.bench.table import DURATION, LATENCY, NEEDED, RATES, TOTAL, check, parse, render
+from ling3export.runners.bench_serving.metrics import RequestResult, figures
+from ling3export.runners.bench_serving.table import DURATION, LATENCY, NEEDED, RATES, TOTAL, check, parse, render
 
 TABLES = sorted((Path(__file__).parents[2] / "data" / "serving_tables").glob("*.txt"))
 GOLDEN = """
@@ -47,7 +47,7 @@ P99 ITL (ms):                            49.60
 
 def worked():
     rows = [([0.10, 0.12, 0.15], 3), ([0.20], 1), ([0.05, 0.10, 0.11, 0.15], 3)]
-    return [Outcome(0.0, times, 4, len(times), retokenized=again) for times, again in rows]
+    return [RequestResult(0.0, times, 4, len(times), retokenized=again) for times, again in rows]
 
 
 def shown(found, **more):

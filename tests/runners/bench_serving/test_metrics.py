@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from ling3export.foundation.errors import RequestError
-from ling3export.runners.bench.metrics import PHASES, Outcome, Spread, figures, parse_goals, percentile
+from ling3export.runners.bench_serving.metrics import PHASES, RequestResult, Spread, figures, parse_goals, percentile
 
 
-def outcome(ttft, *gaps, start=0.0, **fields):
+def result(ttft, *gaps, start=0.0, **fields):
     times = np.cumsum([start + ttft, *gaps]).tolist()
-    return Outcome(start, times, tokens=len(times), **fields)
+    return RequestResult(start, times, tokens=len(times), **fields)
 
 
-WORKED = [outcome(0.10, 0.02, 0.03), outcome(0.20), outcome(0.05, 0.05, 0.01, 0.04)]
+WORKED = [result(0.10, 0.02, 0.03), result(0.20), result(0.05, 0.05, 0.01, 0.04)]
 
 
 def test_the_worked_example():
@@ -38,14 +38,14 @@ def test_percentiles_and_deviation_are_numpys():
 
 
 def test_without_an_answer_every_figure_is_zero_and_none_is_nan():
-    found = figures([Outcome(0.0, error="refused")], 0.0)
+    found = figures([RequestResult(0.0, error="refused")], 0.0)
     assert (found.completed, found.failed) == (0, 1)
     assert {found.e2e, found.ttft, found.tpot, found.itl} == {Spread()}
     assert found.request_throughput == found.concurrency == 0
 
 
 def test_a_failed_request_counts_as_failed_alone():
-    failed = outcome(9.0, 9.0, prompt_tokens=100, error="cut short")
+    failed = result(9.0, 9.0, prompt_tokens=100, error="cut short")
     assert figures([*WORKED, failed], 0.5).failed == 1
     assert figures([*WORKED, failed], 0.5).e2e == figures(WORKED, 0.5).e2e
     assert figures([*WORKED, failed], 0.5).input_tokens == 0
@@ -64,9 +64,9 @@ def test_a_bound_that_is_none_is_refused(text):
 
 
 def test_steady_figures_are_those_between_the_first_and_the_last_moment_at_the_limit():
-    one = outcome(1.0, 3.0, start=0.0)  # 0 … 4
-    two = outcome(1.0, 1.0, start=1.0)  # 1 … 3: alone in the steady time with all of it
-    three = outcome(1.0, 2.0, start=3.0)  # 3 … 6
+    one = result(1.0, 3.0, start=0.0)  # 0 … 4
+    two = result(1.0, 1.0, start=1.0)  # 1 … 3: alone in the steady time with all of it
+    three = result(1.0, 2.0, start=3.0)  # 3 … 6
     found = figures([one, two, three], 6.0, limit=2).steady
     assert (found.duration, found.requests) == (3.0, 1)
     assert found.output_throughput == pytest.approx(5 / 3)  # at 1, 2, 3, 4 and 4
@@ -75,14 +75,14 @@ def test_steady_figures_are_those_between_the_first_and_the_last_moment_at_the_l
 
 
 def test_what_servers_tell_and_the_way_to_them_make_up_the_time_to_the_first_token():
-    one, two = outcome(0.5, 0.1), outcome(0.4, 0.3)
+    one, two = result(0.5, 0.1), result(0.4, 0.3)
     one.take({"phases_ms": {"queue": 200, "prefill": 250.0}})
     phases = {"queue": 200, "prefill": 50, "save": 10, "transfer": 20, "decode": 5, "another": 7}
     two.take({"phases_ms": phases, "transfer_bytes": 3_000_000})
     assert one.phases == pytest.approx({"queue": 0.2, "prefill": 0.25, "http": 0.05, "decode": 0.1})
     parts = {"queue": 0.2, "prefill": 0.05, "save": 0.01, "transfer": 0.02, "first": 0.005, "http": 0.115}
     assert two.phases == pytest.approx(parts | {"decode": 0.3})
-    found = figures([one, two, outcome(0.1)], 1.0)
+    found = figures([one, two, result(0.1)], 1.0)
     assert found.phases is not None and [*found.phases] == [*PHASES]
     assert found.phases["save"].mean == pytest.approx(5) and found.phases["queue"].median == pytest.approx(200)
     assert (found.remote_prefill_share, found.transfer_bytes) == (pytest.approx(1 / 3), 3_000_000)
@@ -97,4 +97,4 @@ def test_what_servers_tell_and_the_way_to_them_make_up_the_time_to_the_first_tok
 )
 def test_times_of_another_form_are_refused(said):
     with pytest.raises((TypeError, ValueError)):
-        outcome(0.5).take(said)
+        result(0.5).take(said)

@@ -15,9 +15,9 @@ from typing import Any
 from ling3export.artifacts.files import open_own
 from ling3export.artifacts.schema import Manifest
 from ling3export.foundation.pages import template
-from ling3export.runners.bench.metrics import PHASES, Figures, Outcome
-from ling3export.runners.bench.run import Run
-from ling3export.runners.bench.workloads import Ask
+from ling3export.runners.bench_serving.metrics import PHASES, Figures, RequestResult
+from ling3export.runners.bench_serving.run import Run
+from ling3export.runners.bench_serving.workloads import SampleRequest
 
 TEMPLATES = Path(__file__).parent / "templates"
 BINS, SLICES = 24, 40  # bars of a distribution, and of throughput over time
@@ -52,7 +52,7 @@ PHASE_ROWS: tuple[tuple[str, tuple[str, ...], float], ...] = (
 )
 
 
-def workload_digest(asks: Sequence[Ask]) -> str:
+def workload_digest(asks: Sequence[SampleRequest]) -> str:
     """sha256 of a workload: the same for the same requests."""
     return hashlib.sha256(json.dumps([asdict(ask) for ask in asks]).encode()).hexdigest()
 
@@ -62,7 +62,7 @@ def record(
     arguments: Mapping[str, Any],
     found: Figures,
     done: Run,
-    asks: Sequence[Ask],
+    asks: Sequence[SampleRequest],
     manifest: Manifest | None,
     *,
     raw: bool,
@@ -92,7 +92,7 @@ def record(
         "figures": asdict(found),
     }
     if raw:
-        line["requests"] = [asdict(outcome) | {"phases": outcome.phases} for outcome in done.outcomes]
+        line["requests"] = [asdict(result) | {"phases": result.phases} for result in done.results]
     return line
 
 
@@ -119,19 +119,19 @@ def side_by_side(records: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([*lines[0], *rule, *lines[1]])
 
 
-def page(records: Sequence[Mapping[str, Any]], outcomes: Sequence[Sequence[Outcome]]) -> str:
+def page(records: Sequence[Mapping[str, Any]], results: Sequence[Sequence[RequestResult]]) -> str:
     """A page that refers to nothing outside itself: figures, distributions, throughput over time, runs side by side.
 
     Args:
         records: Of the runs.
-        outcomes: Of each run, what became of its requests.
+        results: Of each run, what became of its requests.
     """
     runs = []
-    for each, found in zip(records, outcomes, strict=True):
-        done = [outcome for outcome in found if outcome.error is None]
+    for each, found in zip(records, results, strict=True):
+        done = [result for result in found if result.error is None]
         figures = [
-            ("Time to first token, ms", distribution([1e3 * outcome.ttft for outcome in done if outcome.times])),
-            ("Gap between tokens, ms", distribution([1e3 * gap for outcome in done for gap in outcome.itl])),
+            ("Time to first token, ms", distribution([1e3 * result.ttft for result in done if result.times])),
+            ("Gap between tokens, ms", distribution([1e3 * gap for result in done for gap in result.itl])),
             ("Tokens per second, by seconds after the first submission", over_time(done)),
         ]
         runs.append({"record": each, "figures": [(title, bars) for title, bars in figures if bars]})
@@ -166,12 +166,12 @@ def distribution(values: Sequence[float]) -> list[tuple[str, float]]:
     return [(f"{low * math.exp(step * at):.3g}", float(count)) for at, count in enumerate(counts)]
 
 
-def over_time(outcomes: Sequence[Outcome]) -> list[tuple[str, float]]:
+def over_time(results: Sequence[RequestResult]) -> list[tuple[str, float]]:
     """(seconds after the first submission, tokens per second from then on), in slices of equal length."""
-    times = [at for outcome in outcomes for at in outcome.times]
+    times = [at for result in results for at in result.times]
     if not times:
         return []
-    start = min(outcome.start for outcome in outcomes)
+    start = min(result.start for result in results)
     length = max(max(times) - start, 1e-6) / SLICES
     counts = [0] * SLICES
     for at in times:

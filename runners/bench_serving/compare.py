@@ -14,9 +14,9 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Manifest, Target
 from ling3export.foundation.errors import RequestError, listed
 from ling3export.machine.targets import platforms_here
-from ling3export.runners.bench.measure import Measurement, Settings, measure
-from ling3export.runners.bench.run import Told
-from ling3export.runners.bench.started import RUNNER, Started
+from ling3export.runners.bench_serving.measure import Measurement, Settings, measure
+from ling3export.runners.bench_serving.run import Told
+from ling3export.runners.bench_serving.server_process import RUNNER, ServerProcess
 from ling3export.runners.state.form import description_of
 
 FORMS = re.compile(r"(?P<count>\d{1,3})x(?P<tp>\d{1,4})|(?P<prefill>\d{1,4})P(?P<decode>\d{1,4})D", re.ASCII)
@@ -28,7 +28,7 @@ Progress = Callable[[str], AbstractContextManager[Told | None]]  # of the config
 
 
 @dataclass(frozen=True)
-class Config:
+class ServingConfig:
     """What ``--configs`` names once.
 
     Attributes:
@@ -46,7 +46,7 @@ class Config:
     count: int = 1
 
 
-class Place(NamedTuple):
+class Placement(NamedTuple):
     """What a server runs."""
 
     role: str
@@ -60,7 +60,7 @@ class Place(NamedTuple):
         return self.manifest.targets[self.target]
 
 
-def parse_config(text: str) -> Config:
+def parse_config(text: str) -> ServingConfig:
     """``NxT``, N engines of T devices each; ``nPmD``, n devices that prefill and m that decode; or ``NAME=URL``.
 
     Raises:
@@ -68,7 +68,7 @@ def parse_config(text: str) -> Config:
     """
     name, equal, url = text.partition("=")
     if equal and name and url:
-        return Config(name, url)
+        return ServingConfig(name, url)
     found = FORMS.fullmatch(text)
     if found is None:
         raise RequestError(
@@ -80,8 +80,8 @@ def parse_config(text: str) -> Config:
     if 0 in numbers.values():
         raise RequestError(f"config `{text}`: expected 1 or more of each, found 0", "write 1x16, 2x8 or 4P4D")
     if "tp" in numbers:
-        return Config(text, decode=numbers["tp"], count=numbers["count"])
-    return Config(text, prefill=numbers["prefill"], decode=numbers["decode"])
+        return ServingConfig(text, decode=numbers["tp"], count=numbers["count"])
+    return ServingConfig(text, prefill=numbers["prefill"], decode=numbers["decode"])
 
 
 def compared(
@@ -104,7 +104,7 @@ def compared(
     if len(parsed) < 2:
         raise RequestError(f"compare: expected two configurations or more, found {len(parsed)}", "--configs 1x2,1P1D")
     manifests = {path: read_manifest(path) for path in dict.fromkeys(artifacts)}
-    places = [places_of(config, manifests) for config in parsed]
+    places = [placements_of(config, manifests) for config in parsed]
     how = replace(how, artifact=min(manifests, key=lambda path: manifests[path].plan.context), target=None)
     for config, those in zip(parsed, places, strict=True):
         with ExitStack() as stack:
@@ -119,7 +119,7 @@ def compared(
         yield replace(done, servers=tuple(_record(place) for place in those))
 
 
-def places_of(config: Config, manifests: Mapping[Path, Manifest]) -> list[Place]:
+def placements_of(config: ServingConfig, manifests: Mapping[Path, Manifest]) -> list[Placement]:
     """What each server of a configuration runs: the one that prefills first; none of a server that is there.
 
     Raises:
@@ -140,9 +140,9 @@ def places_of(config: Config, manifests: Mapping[Path, Manifest]) -> list[Place]
     return [p, d]
 
 
-def _place(config: Config, role: str, tp: int, manifests: Mapping[Path, Manifest]) -> Place:
+def _place(config: ServingConfig, role: str, tp: int, manifests: Mapping[Path, Manifest]) -> Placement:
     here, apart = platforms_here(), role != "both"
-    there = [Place(role, path, name, each) for path, each in manifests.items() for name in sorted(each.targets)]
+    there = [Placement(role, path, name, each) for path, each in manifests.items() for name in sorted(each.targets)]
     fits = [
         place
         for place in there
@@ -166,11 +166,11 @@ def _place(config: Config, role: str, tp: int, manifests: Mapping[Path, Manifest
     )
 
 
-def _named(places: Sequence[Place]) -> str:
+def _named(places: Sequence[Placement]) -> str:
     return listed([f"{place.target} of {place.artifact.name}" for place in places])
 
 
-def _record(place: Place) -> dict[str, Any]:
+def _record(place: Placement) -> dict[str, Any]:
     return {
         "role": place.role,
         "tp": place.described.tp,
@@ -181,7 +181,7 @@ def _record(place: Place) -> dict[str, Any]:
 
 
 @contextmanager
-def running(name: str, places: Sequence[Place], how: Settings, carrier: str) -> Iterator[tuple[str, list[str]]]:
+def running(name: str, places: Sequence[Placement], how: Settings, carrier: str) -> Iterator[tuple[str, list[str]]]:
     """Servers, and a router before them where there are several: what clients call, and where the servers are.
 
     Raises:
@@ -211,7 +211,7 @@ def running(name: str, places: Sequence[Place], how: Settings, carrier: str) -> 
             words = [*RUNNER, "serve", place.artifact, "--target", place.target, *served]
             words += [] if place.role == "both" else ["--role", place.role, *moving]
             called = place.role if place.role != "both" else "server" if len(places) == 1 else f"server {number}"
-            start = partial(Started, f"config `{name}`, {called} (TP={place.described.tp})", words, key)
+            start = partial(ServerProcess, f"config `{name}`, {called} (TP={place.described.tp})", words, key)
             servers.append(stack.enter_context(start()))
         urls = [server.address() for server in servers]
         if len(urls) == 1:
@@ -219,5 +219,5 @@ def running(name: str, places: Sequence[Place], how: Settings, carrier: str) -> 
             return
         roles = ["--prefill" if place.role == "prefill" else "--decode" for place in places]
         pairs = [word for pair in zip(roles, urls, strict=True) for word in pair]
-        router = Started(f"config `{name}`, router", [*RUNNER, "route", *pairs, *options], key)
+        router = ServerProcess(f"config `{name}`, router", [*RUNNER, "route", *pairs, *options], key)
         yield stack.enter_context(router).address(), urls

@@ -7,9 +7,9 @@ from time import perf_counter as now
 from typing import Any
 
 from ling3export.foundation.errors import Ling3Error
-from ling3export.runners.bench.metrics import Outcome
-from ling3export.runners.bench.servers import Measured
-from ling3export.runners.bench.workloads import WARM_UP, Ask
+from ling3export.runners.bench_serving.metrics import RequestResult
+from ling3export.runners.bench_serving.servers import Client
+from ling3export.runners.bench_serving.workloads import WARM_UP, SampleRequest
 from ling3export.runners.text.tokenizer import Tokenizer
 
 Told = Callable[[int, int], None]
@@ -20,21 +20,21 @@ class Run:
     """What a run gave.
 
     Attributes:
-        outcomes: Of the requests that ended, in the order of their end.
+        results: Of the requests that ended, in the order of their end.
         duration: Seconds from the first submission to the last completion, or to the interruption.
         unfinished: Requests that had not ended when the run was interrupted; 0 where it was not.
         compiles: Programs that were compiled meanwhile; None where nobody says it.
     """
 
-    outcomes: list[Outcome]
+    results: list[RequestResult]
     duration: float
     unfinished: int
     compiles: int | None
 
 
 async def run(
-    measured: Measured,
-    asks: Sequence[Ask],
+    measured: Client,
+    asks: Sequence[SampleRequest],
     times: Sequence[float],
     *,
     limit: int | None = None,
@@ -59,14 +59,14 @@ async def run(
     first = await measured.send(measured.prepare(replace(asks[0], output=min(asks[0].output, WARM_UP))))
     if first.error is not None:
         raise Ling3Error(f"warm-up: expected an answer to the first request, found {first.error}")
-    before, outcomes = await measured.compiles(), list[Outcome]()
+    before, results = await measured.compiles(), list[RequestResult]()
     gate = asyncio.Semaphore(limit or len(asks))
 
     async def one(request: Any) -> None:
         async with gate:
-            outcomes.append(await measured.send(request))
+            results.append(await measured.send(request))
         if told is not None:
-            told(len(outcomes), len(asks))
+            told(len(results), len(asks))
 
     sending: list[asyncio.Task[None]] = []
     started = now()
@@ -82,9 +82,9 @@ async def run(
         await asyncio.gather(*sending, return_exceptions=True)
     duration = now() - started
     after = await measured.compiles()
-    for outcome in outcomes:
-        outcome.retokenized = outcome.tokens
+    for result in results:
+        result.retokenized = result.tokens
         if tokenizer is not None:
-            outcome.retokenized = len(tokenizer.encode(outcome.text, special=False))
+            result.retokenized = len(tokenizer.encode(result.text, special=False))
     compiled = None if before is None or after is None else after - before
-    return Run(outcomes, duration, len(asks) - len(outcomes), compiled)
+    return Run(results, duration, len(asks) - len(results), compiled)

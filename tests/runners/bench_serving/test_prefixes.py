@@ -5,7 +5,7 @@ import random
 import pytest
 
 from ling3export.foundation.errors import RequestError
-from ling3export.runners.bench.prefixes import cached_blocks, repetition, shared
+from ling3export.runners.bench_serving.prefixes import cached_blocks, repetition, shared
 
 D = ["What is A?", "What is B?", "What are you", "Who am I", "Who am U", "Why", "你好吗", "你好呀"]
 
