@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bench.inputs import last_line, run
 from bench.report import table
-from bench.startup import PREPARATION
+from bench.start import PREPARATION
 from ling3export.compile.build import DEMO
 
 RUNNER = "ling3export.runners.cli"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -73,13 +72,6 @@ def spawn(command: Sequence[Any], environment: dict[str, str]) -> str:
 def last_line(output: str) -> dict[str, Any]:
     """The JSON object on the last line."""
     return dict(json.loads(output.splitlines()[-1]))
-
-
-def fresh(folder: Path) -> Path:
-    """An empty folder."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
 
 
 def numbers(text: str) -> list[int]:

@@ -6,23 +6,19 @@ ours (``pip install vllm-router``). Everything that was started is stopped.
 
 import json
 import os
-import re
 import statistics
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from bench.report import table
+from bench.servers import asked, foreign, metric
 from ling3export.foundation.processes import LOOPBACK, free_port
 from ling3export.runners.bench_serving.server_process import RUNNER, ServerProcess
 
 SCRIPT = Path(__file__).parents[1] / "deploy" / "prefill-decode.sh"
-WAIT = 120.0  # seconds for a server to be there, and for an answer
 PHASES = ("queue", "prefill", "save", "transfer", "decode")
 HEAD = "".join(
     f"Question: {name} has {n} apples, buys {n + 3} and drops 2. How many now?\nAnswer: {n}+{n + 3}={2 * n + 3}\n"
@@ -30,31 +26,6 @@ HEAD = "".join(
     for n, name in enumerate(("Omar",), 7)
 )
 QUESTIONS = [f"Question: Hana has {n} apples, buys 8 and drops 6. How many now?\nAnswer:" for n in range(11, 19)]
-
-
-def asked(url: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"} if body is not None else {}
-    with urllib.request.urlopen(urllib.request.Request(url + path, data, headers), timeout=WAIT) as answer:
-        read: bytes = answer.read()
-    return read
-
-
-def metric(url: str, name: str) -> float:
-    found = re.search(rf"^{re.escape(name)} (\S+)$", asked(url, "/metrics").decode(), re.MULTILINE)
-    return float(found[1]) if found else 0.0
-
-
-def until_well(url: str) -> None:
-    """Waits for a router that prints no address."""
-    end = time.monotonic() + WAIT
-    while True:
-        try:
-            asked(url, "/health")
-            return
-        except (OSError, urllib.error.URLError):
-            assert time.monotonic() < end, f"{url}: nobody answers"
-            time.sleep(0.1)
 
 
 def vllm_router(prefill: list[str], decode: list[str]) -> tuple[list[str], str]:
@@ -98,15 +69,13 @@ def main(
             roles = ["prefill"] * replicas[0] + ["decode"] * replicas[1]
             servers = [stack.enter_context(ServerProcess(role, [*serve, "--role", role], shown=True)) for role in roles]
             urls = [server.address() for server in servers]
-            command, url = vllm_router(urls[: replicas[0]], urls[replicas[0] :])
-            stack.enter_context(ServerProcess("vllm-router", command, shown=True))
+            url = stack.enter_context(foreign(*vllm_router(urls[: replicas[0]], urls[replicas[0] :]), shown=True))
         else:
             here = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PORT": "0"}
             here |= {"PREFILL": str(replicas[0]), "DECODE": str(replicas[1])}
             script = stack.enter_context(ServerProcess(SCRIPT.name, [SCRIPT, artifact, *settings], here, shown=True))
             *urls, url = (script.address() for _ in range(sum(replicas) + 1))
         prefill, decode = urls[: replicas[0]], urls[replicas[0] :]
-        until_well(url)
         name = json.loads(asked(decode[0], "/v1/models"))["data"][0]["id"]
         phases: list[dict[str, float]] = []
         same = 0
@@ -125,7 +94,7 @@ def main(
         cached, computed = (
             sum(metric(each, f"ling3_{what}_tokens_total") for each in prefill) for what in ("cached", "prompt")
         )
-        loaded = sum(metric(each, 'ling3_transfer_total{what="loaded"}') for each in decode)
+        loaded = sum(metric(each, "ling3_transfer_total", what="loaded") for each in decode)
     last = phases[-1]
     middle = {each: statistics.median(one[each] for one in phases) for each in PHASES}
     print(f"{prompts} prompts through {'vllm-router' if outside else 'ling3-runner route'}, states over {carrier}\n")

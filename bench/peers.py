@@ -123,16 +123,11 @@ def main(
     """Measures and prints."""
     result = measure(given, layers, rounds, sources, kernels, hf)
     speeds: dict[str, Flat] = result["tokens_per_second"]
-    first = next(iter(speeds))
     peers = [arm for arm in speeds if not arm.startswith("ling3export")]
     mine = [arm for arm in speeds if arm.startswith("ling3export")]
 
     def ratio(arm: str, peer: str, step: str) -> float | None:
         return speeds[arm][step] / speeds[peer][step] if step in speeds[peer] else None
-
-    def rate(flat: Flat, step: str) -> float | None:
-        """Every arm reads the same weights in bf16."""
-        return flat[step] * speeds[first][f"{step} GB/s"] / speeds[first][step] if step in flat else None
 
     show(
         f"{result['checkpoint']}, bf16, {result['threads']} threads, through each product, medians of "
@@ -142,14 +137,6 @@ def main(
             table(
                 ["ratio", *(f"{arm} / {peer}" for arm in mine for peer in peers)],
                 [[step, *(ratio(arm, peer, step) for arm in mine for peer in peers)] for step in STEPS],
-            ),
-            table(
-                ["GB/s of weights", *speeds, "a plain read"],
-                [
-                    [step, *(rate(flat, step) for flat in speeds.values()), speeds[first]["read GB/s"]]
-                    for step in STEPS
-                    if f"{step} GB/s" in speeds[first]
-                ],
             ),
         ],
         result,

@@ -28,7 +28,6 @@ def step_ms(engine: "Engine", prompts: list[list[int]], answer: int) -> float:
 
 
 def main() -> None:
-    from bench.roof import bytes_touched, read_bandwidth
     from ling3export.runners.engine.engine import Engine
 
     folder, lengths, counts = Path(sys.argv[1]), numbers(sys.argv[2]), numbers(sys.argv[3])
@@ -48,10 +47,7 @@ def main() -> None:
             for _ in range(REPEATS + 1):
                 speeds.append(1e3 * count / step_ms(engine, prompts(count, PROMPT), ANSWER))
             found[f"decode {count}"] = statistics.median(speeds[1:])
-            touched = bytes_touched(engine.manifest, engine.manifest.targets[engine.target], count)
-            found[f"decode {count} GB/s"] = touched * found[f"decode {count}"] / count / 1e9
         assert engine.stats()["compile_events"] == 0
-        found["read GB/s"] = read_bandwidth() / 1e9
     print(json.dumps(found))
 
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from datetime import date
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 
@@ -24,15 +23,6 @@ def machine() -> dict[str, Any]:
         "load_average": [round(value, 1) for value in os.getloadavg()],
         "jax": metadata.version("jax"),
     }
-
-
-def anonymous(process: int | str = "self") -> int:
-    """Bytes of a process's resident anonymous memory; 0 where it has ended."""
-    try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon")), 0)
 
 
 def medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from bench.engine import DEMO
 from bench.inputs import artifact
 from bench.report import machine, say, show, table
-from bench.serve import OVERSIZE, beside, served
+from bench.servers import served
+from ling3export.compile.build import DEMO
+
+OVERSIZE = 4_000_000  # bytes of a body that cannot fit
 
 PHASES = ("before", "flood of texts", "between", "flood of lists", "after")
 HEADERS = {"Content-Type": "application/json"}
@@ -111,13 +113,13 @@ def main(given: Path | None, clients: int, seconds: float, apart: bool) -> dict[
         given: Checkpoint; None for the demo.
         clients: Of the flood.
         seconds: Of each phase.
-        apart: As `beside` has it: what the server takes from the others is then told apart from what the flood's
+        apart: As `served` has it: what the server takes from the others is then told apart from what the flood's
             clients take of their processors.
     """
     source = (given or DEMO).resolve()
     folder = artifact(source, "serve-tp1", ["--paddings", "16,128,512", "--decode-paddings", "1,16,64", "--tp", 1])
     load, answers = machine(), {}
-    with beside(served(folder), apart=apart) as (url, _):
+    with served(folder, apart=apart) as url:
         watch = Watch(url)
         time.sleep(2)
         for phase in PHASES:

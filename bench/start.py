@@ -1,8 +1,7 @@
-"""One start in a process of its own: ``python -m bench.start ARM ARTIFACT CHECKPOINT``; seconds as JSON.
+"""One start in a process of its own: ``python -m bench.start aot|jit ARTIFACT CHECKPOINT``; seconds as JSON.
 
-``aot`` loads the artifact as the runner does. ``programs`` only makes the artifact's programs ready, nothing beside it,
-one stage after the other. ``jit`` traces and compiles the same steps from the model's sources, with the same weights;
-it is the cold arm, or the warm one where JAX_COMPILATION_CACHE_DIR names a filled cache.
+``aot`` loads the artifact as the runner does. ``jit`` traces and compiles the same steps from the model's sources, with
+the same weights.
 """
 
 import time
@@ -25,23 +24,25 @@ PREPARATION = "program preparation"
 THREADS = os.cpu_count() or 1  # for the loader and for jit alike
 
 
-def processor() -> float:
-    """Processor seconds of this process so far, all threads: what other users of the machine disturb less."""
-    return time.process_time()
+def finish(seconds: dict[str, float], runner: Any, target: "Target") -> dict[str, Any]:
+    """The first token of PROMPT, and the report."""
+    import numpy as np
 
-
-def finish(seconds: dict[str, float], device: Any, record: "Target") -> dict[str, Any]:
-    """The first token, and the report."""
-    from bench.drive import Driver
+    from ling3export.runners.engine.inputs import Span, prefill_fields, sample_fields
 
     started = time.perf_counter()
-    handle = Driver(device, record).prefill(1, PROMPT)
-    row = -(-len(PROMPT) // record.state.chunk) - 1
-    token = int(device.read(handle)[row])
+    state, spawned = target.state, float(os.environ["BENCH_SPAWNED"])
+    pages = np.zeros((state.slots + 1, state.max_pages), np.int32)
+    held = -(-len(PROMPT) // state.page_size)
+    pages[1, :held] = 1 + np.arange(held)
+    padding = next(each for each in target.paddings("prefill") if each >= len(PROMPT))
+    logits = runner.step("prefill", padding, prefill_fields(padding, [Span(1, 0, PROMPT)], state.chunk, pages))
+    rows, row = padding // state.chunk, (len(PROMPT) - 1) // state.chunk
+    token = int(runner.read(runner.sample(logits, rows, sample_fields(rows, [row], [1], [len(PROMPT)])))[row])
     seconds["first step"] = time.perf_counter() - started
-    seconds["whole"] = time.monotonic() - float(os.environ["BENCH_SPAWNED"])
-    seconds["interpreter"] = STARTED - float(os.environ["BENCH_SPAWNED"])
-    return {"seconds": seconds, "cpu": {"whole": processor()}, "token": token}
+    seconds["whole"] = time.monotonic() - spawned
+    seconds["interpreter"] = STARTED - spawned
+    return {"seconds": seconds, "token": token}
 
 
 def aot(artifact: Path) -> dict[str, Any]:
@@ -50,38 +51,7 @@ def aot(artifact: Path) -> dict[str, Any]:
 
     loaded = load(artifact, report=lambda text: None, early=True)  # as an engine does
     result = finish(dict(loaded.timings.seconds), loaded.runner, loaded.record)
-    return result | {"compiles": loaded.compiles.count, "traces": loaded.compiles.traces}
-
-
-def programs(artifact: Path) -> dict[str, Any]:
-    """Manifest, digests, verdicts and loading of every program; nothing runs beside it."""
-    from ling3export.artifacts.manifest import read_manifest
-    from ling3export.machine.targets import prepare
-
-    prepare(next(iter(read_manifest(artifact).targets.values())))
-    import jax
-
-    from ling3export.machine import pjrt
-    from ling3export.machine.verdict import enforce, executable_fits, judge, machine_here
-    from ling3export.runners.load import programs as work
-
-    jax.devices()
-    clock, before = Clock(), processor()
-    manifest = read_manifest(artifact)
-    name, record = next(iter(manifest.targets.items()))
-    clock.lap("manifest")
-    with ThreadPoolExecutor(THREADS) as pool:
-        files = work.read_executables(artifact, record, pool)
-        read = {file: found.result() for file, found in files.items()}
-        clock.lap("read and digest")
-        verdicts = judge(record, machine_here(), executable_fits)
-        enforce(verdicts, "prebuilt-only", name, str(artifact))
-        clock.lap("verdicts")
-        mesh = pjrt.recorded_mesh(record.mesh)
-        work.load_programs(read, record, mesh, verdicts, {}, pool).settle()
-        clock.lap("load")
-    total = sum(clock.seconds.values())
-    return {"seconds": clock.seconds | {PREPARATION: total}, "cpu": {PREPARATION: processor() - before}}
+    return result | {"compiles": loaded.compiles.count}
 
 
 def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
@@ -93,21 +63,19 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
     manifest = read_manifest(artifact)
     record = next(iter(manifest.targets.values()))
     prepare(record)
-    clock.lap("manifest")
     import jax
 
     from ling3export.compile.lower import with_shardings
-    from ling3export.machine.pjrt import CompileCounter, recorded_mesh
     from ling3export.model.config import Config
     from ling3export.model.geometry import Geometry
     from ling3export.model.program import build_step
     from ling3export.runners.load.fresh import state_source
     from ling3export.runners.load.model_runner import ModelRunner
+    from ling3export.runners.load.pjrt import CompileCounter, recorded_mesh
     from ling3export.runners.load.weights import Weights
 
-    clock.lap("imports")
     jax.devices()
-    clock.lap("backend")
+    clock.lap("imports")
     mesh = recorded_mesh(record.mesh)
     params = Weights(artifact, manifest, record).arrays(mesh)
     clock.lap("weights")
@@ -117,7 +85,7 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
     clock.lap("state")
     config = Config.from_file(checkpoint / "config.json")
     geometry = Geometry(**cast(dict[str, Any], record.geometry))
-    events, before = CompileCounter(), processor()
+    events = CompileCounter()
 
     def prepared(cell: "Cell") -> Callable[..., list[jax.Array]]:
         step = build_step(config, geometry, cell.phase, cell.padding, mesh)
@@ -129,10 +97,8 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
     with ThreadPoolExecutor(THREADS) as pool:
         found = dict(zip(record.cells, pool.map(prepared, record.cells.values()), strict=True))
     clock.lap(PREPARATION)
-    spent = {PREPARATION: processor() - before}
     result = finish(clock.seconds, ModelRunner(record, found, params, state, source, mesh), record)
-    result["cpu"] |= spent
-    return result | {"compiles": events.count, "cache_hits": events.cache_hits}
+    return result | {"compiles": events.count}
 
 
 class Clock:
@@ -151,8 +117,7 @@ class Clock:
 
 def main() -> None:
     name, artifact, checkpoint = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    result = jit(artifact, checkpoint) if name == "jit" else {"aot": aot, "programs": programs}[name](artifact)
-    print(json.dumps(result))
+    print(json.dumps(jit(artifact, checkpoint) if name == "jit" else aot(artifact)))
 
 
 if __name__ == "__main__":

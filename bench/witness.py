@@ -6,24 +6,19 @@ low rank, which it does not know. And all that it writes has text: other clients
 they do not know when a special token came, or a part of a character, or an id that no token has.
 """
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.inputs import CACHE, artifact, last_line, run
 from bench.peers import gguf, read_once
 from bench.report import machine, medians, say, show, table
-from bench.serve import beside, served
+from bench.servers import foreign, served
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.checkpoint.synth import INDEX, synthesize
 from ling3export.foundation.processes import LOOPBACK, free_port
@@ -33,7 +28,6 @@ from ling3export.runners.bench_serving.workloads import SampleRequest, WorkloadS
 
 LAYERS, AT_ONCE, COUNT = 24, 4, 40
 PROMPT, ANSWER = 48, 64  # tokens
-WAIT = 180.0  # seconds for a server to be there
 HEAD = "lm_head.weight"
 # What says so of our server: our client of its tokens by their ids, and of its pieces with text, as others see them.
 BY_ID, BY_TEXT, AIPERF = CLIENTS = ("bench serve", "bench serve, text", "aiperf")
@@ -156,109 +150,62 @@ def aiperf(program: Path, url: str, asks: Sequence[SampleRequest], tokens: Path)
     return {row: at(found, place) for row, _, place in ROWS}
 
 
-@contextlib.contextmanager
-def started(command: Sequence[object], health: str, environment: Mapping[str, str]) -> Iterator[str]:
-    """The address of a server of somebody else's, once it is well; it ends with the block."""
-    port = free_port()
-    say(f"$ {' '.join(map(str, command))} --port {port}")
-    log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed below)
-    process = subprocess.Popen(
-        [*map(str, command), "--port", str(port)],
-        stdout=log,
-        stderr=log,
-        env=os.environ | environment,
-        start_new_session=True,
-    )
-    url, end = f"http://{LOOPBACK}:{port}", time.monotonic() + WAIT
-    try:
-        while True:
-            try:
-                urllib.request.urlopen(url + health, timeout=5).close()
-                break
-            except OSError as error:
-                if process.poll() is not None or time.monotonic() > end:
-                    log.seek(0)
-                    raise SystemExit(f"{command[0]}: no server: {error}\n{log.read()[-4000:]}") from error
-                time.sleep(0.2)
-        yield url
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        log.close()
+def llama_server(source: Path, sources: Path, threads: int, url: str) -> list[object]:
+    """The command of llama.cpp's server; without its cache, for all prompts come twice and ours has none here."""
+    command = [sources / "build" / "bin" / "llama-server", "-m", gguf(source, sources, "--vocab"), "-t", threads]
+    command += ["-c", AT_ONCE * 1024, "--parallel", AT_ONCE, "--no-ui", "--offline", "--no-cache-prompt"]
+    return [*command, "--cache-ram", 0, *_at(url)]
+
+
+def transformers_server(checkpoint: Path, python: Path, url: str) -> list[object]:
+    """The command of transformers' server."""
+    command = [python.with_name("transformers"), "serve", checkpoint, "--device", "cpu", "--dtype", "bfloat16"]
+    return [*command, *_at(url)]
+
+
+def _at(url: str) -> list[object]:
+    host, _, port = url.rpartition("/")[2].partition(":")
+    return ["--host", host, "--port", port]
 
 
 def measure(
     given: Path | None, rounds: int, count: int, program: Path | None, sources: Path | None, python: Path | None
 ) -> dict[str, Any]:
-    """Every figure of every round, by arm."""
+    """Every figure of every round, by arm; the first run of a server counts nowhere."""
     source, threads = given or plain_checkpoint(), len(os.sched_getaffinity(0))
     folder = artifact(source, "witness", ["--tp", 1, "--paddings", "16,128", "--max-running", 16])
     tokens = folder / "tokenizer"
     runs: dict[str, list[Flat]] = {}
+
+    def keep(arm: str, found: Flat) -> None:
+        runs.setdefault(arm, []).append(found)
+        say(f"{arm}: {json.dumps(found)}")
+
     with tempfile.TemporaryDirectory(prefix="ling3-witness-") as scratch:
         data, asks = requests(Path(scratch), tokens, read_manifest(folder).plan.context, count)
-        for _ in range(rounds):
+        for number in range(rounds):
             read_once(*(file for file in folder.rglob("*") if file.is_file()))
             if program is not None:
-                with beside(served(folder), apart=True) as (url, _):
-                    ours(url, data, tokens, count)  # the first run of a server counts nowhere
+                with served(folder, apart=True) as url:
+                    ours(url, data, tokens, count)
                     for arm, found in zip((BY_ID, BY_TEXT), ours(url, data, tokens, count), strict=True):
-                        _keep(runs, arm, found)
-                    _keep(runs, AIPERF, aiperf(program, url, asks, tokens))
-            with served(folder) as (url, _):
+                        keep(arm, found)
+                    keep(AIPERF, aiperf(program, url, asks, tokens))
+            with served(folder) as url:
                 ours(url, data, tokens, count)
-                _keep(runs, OURS, ours(url, data, tokens, count)[1])
+                keep(OURS, ours(url, data, tokens, count)[1])
+            url = f"http://{LOOPBACK}:{free_port()}"
             if sources is not None:
-                command = [
-                    sources / "build" / "bin" / "llama-server",
-                    "-m",
-                    gguf(source, sources, "--vocab"),
-                    "-t",
-                    threads,
-                    "-c",
-                    AT_ONCE * 1024,
-                    "--parallel",
-                    AT_ONCE,
-                    "--host",
-                    LOOPBACK,
-                    "--no-ui",
-                    "--offline",
-                    "--no-cache-prompt",
-                    "--cache-ram",
-                    0,  # ours has no cache here, and all prompts come twice
-                ]
-                with started(command, "/health", {}) as url:
+                with foreign(llama_server(source, sources, threads, url), url):
                     ours(url, data, tokens, count, "--model", "m")
-                    _keep(runs, LLAMA, ours(url, data, tokens, count, "--model", "m")[1])
+                    keep(LLAMA, ours(url, data, tokens, count, "--model", "m")[1])
             if python is not None:
-                named = renamed(source, Path(scratch) / f"round-{len(runs.get(TRANSFORMERS, ()))}")
-                command = [
-                    python.with_name("transformers"),
-                    "serve",
-                    named,
-                    "--device",
-                    "cpu",
-                    "--dtype",
-                    "bfloat16",
-                    "--host",
-                    LOOPBACK,
-                ]
+                named = renamed(source, Path(scratch) / f"round-{number}")
                 alone = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-                with started(command, "/health", alone) as url:
+                with foreign(transformers_server(named, python, url), url, alone):
                     few = max(AT_ONCE, count // 5)  # it answers one request after the other
-                    asked = partial(ours, url, data, tokens, few, "--model", str(named), "--stop-at-eos")
-                    _keep(runs, TRANSFORMERS, asked()[1])
+                    keep(TRANSFORMERS, ours(url, data, tokens, few, "--model", str(named), "--stop-at-eos")[1])
     return {"benchmark": "witness", "machine": machine(), "checkpoint": source.name, "rounds": rounds, "runs": runs}
-
-
-def _keep(runs: dict[str, list[Flat]], arm: str, found: Flat) -> None:
-    runs.setdefault(arm, []).append(found)
-    say(f"{arm}: {json.dumps(found)}")
 
 
 def main(

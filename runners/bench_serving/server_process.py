@@ -28,6 +28,7 @@ class ServerProcess:
         words: Its command.
         variables: Environment variables beside ours.
         shown: Its stderr is ours; otherwise the end of it is kept for messages.
+        tells: It prints its addresses on stdout; otherwise stdout is treated as stderr.
     """
 
     def __init__(
@@ -37,15 +38,17 @@ class ServerProcess:
         variables: Mapping[str, str] = MappingProxyType({}),
         *,
         shown: bool = False,
+        tells: bool = True,
     ) -> None:
         self._name, self._held = name, b""
         self._errors = tempfile.TemporaryFile("ab+")  # noqa: SIM115  (closed on leaving)
+        stderr = 2 if shown else self._errors.fileno()
         self.process = subprocess.Popen(
             [str(word) for word in words],
             env=environment() | dict(variables),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=None if shown else self._errors,
+            stdout=subprocess.PIPE if tells else stderr,
+            stderr=stderr,
             start_new_session=True,
         )
 
@@ -61,7 +64,7 @@ class ServerProcess:
             ready, _, _ = select.select([pipe], [], [], max(0.0, until - monotonic()))
             data = os.read(pipe, 1 << 12) if ready else b""
             if not data:
-                raise self._missing(ended=bool(ready))
+                raise self.missing(ended=bool(ready))
             self._held += data
         line, _, self._held = self._held.partition(b"\n")
         return line.decode().split()[-1]
@@ -80,15 +83,16 @@ class ServerProcess:
             self._kill()
             raise
         finally:
-            assert self.process.stdout is not None
-            self.process.stdout.close()
+            if self.process.stdout is not None:
+                self.process.stdout.close()
             self._errors.close()
 
     def _kill(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)  # its session, and nothing else
         self.process.wait()
 
-    def _missing(self, *, ended: bool) -> Ling3Error:
+    def missing(self, *, ended: bool = True) -> Ling3Error:
+        """What to raise where nobody listens, with the last lines of its stderr."""
         found = f"none within {WAIT:g} s"
         if ended:
             try:

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.drive import Driver
 from ling3export.compile.build import build
 from ling3export.plan import plan
 from ling3export.plan.options import Options
@@ -18,6 +17,7 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.load.loader import load
 from tests.support.artifacts_fixture import RECIPES, Artifacts
+from tests.support.driver import Driver
 
 NAME = "micro-tp4"
 VOCAB = 320

@@ -6,10 +6,12 @@ import shutil
 from pathlib import Path
 
 import httpx2
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from bench.faults import put_nan
+from ling3export.artifacts.manifest import read_manifest
+from ling3export.foundation.dtypes import BY_CODE
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import LogitsError
@@ -39,6 +41,15 @@ USED = {row for prompt in toy_artifact.PROMPTS for row in sums(prompt, 12)}
 # A row that no answer to PROMPTS reads, and a prompt that begins with it.
 ROW = next(row for row in range(1, VOCAB) if row not in USED)
 SAID = "expected finite numbers, found NaN or infinity, at position 1"
+
+
+def put_nan(artifact: Path, tensor: str, *place: int) -> None:
+    """Sets an element of a weight, or a range of it, to NaN; ``--check programs`` does not see it."""
+    stored = read_manifest(artifact).weights.index[tensor]
+    kind = BY_CODE[stored.dtype].numpy
+    weights = np.memmap(artifact / stored.file, kind, "r+", stored.offset, stored.shape)
+    weights[place] = np.nan
+    weights.flush()
 
 
 @pytest.fixture(scope="module")
