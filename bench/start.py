@@ -66,12 +66,12 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
     import jax
 
     from ling3export.compile.lower import with_shardings
+    from ling3export.machine.pjrt import CompileCounter, recorded_mesh
     from ling3export.model.config import Config
     from ling3export.model.geometry import Geometry
     from ling3export.model.program import build_step
     from ling3export.runners.load.fresh import state_source
     from ling3export.runners.load.model_runner import ModelRunner
-    from ling3export.runners.load.pjrt import CompileCounter, recorded_mesh
     from ling3export.runners.load.weights import Weights
 
     jax.devices()
