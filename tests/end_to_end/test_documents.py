@@ -45,6 +45,7 @@ GIVEN = {
 }
 SWAPS = {
     "README.md": [
+        ("--tp 1 --max-running 8", "--tp 1 --paddings 16 --max-running 2 --context 512"),
         ("--paddings 16,128,512", "--paddings 16 --decode-paddings 16 --max-running 4 --context 512"),
         ("--target tpu:v6e:4x4", "--target tpu:v6e:4x4 --no-prove-portable"),
     ],
