@@ -11,6 +11,8 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Collective
 from ling3export.runners.engine.engine import Engine
 
+pytestmark = pytest.mark.jit
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 VERSIONS = ("format-1", "format-2")  # format 1: commit a8e8325
 

@@ -22,6 +22,8 @@ from ling3export.foundation.errors import ArtifactError
 from ling3export.machine import environment, pjrt, verdict
 from tests.support import toy_program
 
+pytestmark = pytest.mark.jit
+
 TOY = Path(toy_program.__file__)
 # A process of its own: no settings of this one's jax, and the packages of this checkout.
 CLEAN = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))} | {

@@ -15,6 +15,8 @@ from ling3export.model.ffn import FfnBatch, combine, ffn_worker_batching, group_
 from ling3export.runners.ffn.context import SIZE, ContextError, ScheduleContext
 from ling3export.runners.ffn.schedule import TokenBuffers, receive
 
+pytestmark = pytest.mark.jit
+
 MASK = 1_000_000
 ITEM = (2, 2, 1)  # bytes of a number, by token_dtype
 IDS = np.array([[[3, 0, 4], [0, MASK, 4]], [[3, 1, 4], [MASK, MASK, MASK]]], np.int32)

@@ -27,6 +27,8 @@ from tests.support.direct import relative
 from tests.support.kda_oracle import close, delta_rule
 from tests.support.tiny import tiny_fields
 
+pytestmark = pytest.mark.jit
+
 HERE = [each for each in LEVELS if platform.machine() in each.machines and {*cpu_features()}.issuperset(each.features)]
 ERROR = 1e-6  # fp32 sums of at most 300 products of normal numbers; bf16 operands are exact in fp32
 HIDDEN = 4e-3  # between the two products of an expert stands a rounding to bf16: half an ulp is 2e-3

@@ -102,9 +102,9 @@ def test_the_commands_of_the_workflow_exist(tmp_path, monkeypatch):
         done = subprocess.run(["make", "-n", command[1]], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     (key,) = (command[1] for command in commands if command[0] == "echo")
-    found = re.fullmatch(r"key=\$\(\.venv/bin/python (\S+) (--key)\)", key)
+    found = re.fullmatch(r"key=\$\(\.venv/bin/python -m (\S+) (--key)\)", key)
     assert found is not None
-    done = subprocess.run([sys.executable, ROOT / found[1], found[2]], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", found[1], found[2]], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"{smoke.fingerprint()}\n"), done.stderr
     (cleanup,) = (command for command in commands if command[0].endswith("ling3export"))
     (tmp_path / cleanup[-1]).mkdir(parents=True)

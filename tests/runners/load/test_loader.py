@@ -208,6 +208,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
     assert said == [f"not cached: write `recompiled`: expected a writable file, found File exists, in {tmp_path}"]
 
 
+@pytest.mark.jit
 def test_a_recompiled_program_runs_only_from_a_folder_of_this_user_alone(foreign):
     """A cache beside an artifact once came with it: native code that no digest of the artifact covers."""
     shutil.copytree(cache_folder(), foreign.with_name("moved.ling3.cache"))
