@@ -23,6 +23,31 @@ MOST_PROMPTS = 256  # of one line
 WANTED = "a request with custom_id, method, url and body, or one of prompt, prompt_ids and messages"
 
 
+def answer_id(run: str, number: int) -> str:
+    """The id of the answer to the line with this number, of the run that begins so."""
+    return f"batch_req_{run}_{number}"
+
+
+def custom_id(value: object, number: int) -> str:
+    """The name that a line of the input gives itself; ``line-7`` where it gives none."""
+    name = value.get("custom_id") if isinstance(value, dict) else None
+    return name if isinstance(name, str) else f"line-{number}"
+
+
+def is_answer(text: bytes, number: int, line: bytes, run: str) -> bool:
+    """Whether a line of the output is the answer to a line of the input, by both names of it."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    try:
+        asked = parse_json(line, LONGEST)
+    except (ValueError, RecursionError):
+        asked = None
+    wanted = {"id": answer_id(run, number), "custom_id": custom_id(asked, number)}
+    return isinstance(found, dict) and all(found.get(name) == value for name, value in wanted.items())
+
+
 class Line:
     """A line that was read, and what the engine is asked for it.
 
@@ -64,8 +89,7 @@ class Line:
             raise ApiError(400, f"line: expected JSON, found {error}", code="invalid_json") from None
         if not isinstance(value, dict):
             raise ApiError(400, f"line: expected {WANTED}, found {shown(value)}", code="invalid_line")
-        if isinstance(name := value.get("custom_id"), str):
-            self.custom_id = name
+        self.custom_id = custom_id(value, self.number)
         plain = [field for field in PLAIN if field in value]
         if len(plain) == 1 and value.keys() <= {plain[0], "custom_id"}:
             asked = value[plain[0]]
@@ -92,7 +116,7 @@ class Line:
             completions: One for each request of ``call``.
             run: Names the run; with the line's number it is the answer's id.
         """
-        name = f"batch_req_{run}_{self.number}"
+        name = answer_id(run, self.number)
         if self.refused is not None:
             status, body = self.refused.status, self.refused.body()
         else:

@@ -23,7 +23,7 @@ from ling3export.foundation.errors import Ling3Error, RequestError
 from ling3export.foundation.reading import opened
 from ling3export.foundation.shards import WHOLE, Shard, in_order
 from ling3export.foundation.strict_json import read_json
-from ling3export.runners.batch.lines import LONGEST, Line
+from ling3export.runners.batch.lines import LONGEST, Line, is_answer
 from ling3export.runners.engine.handle import EngineStopped, RequestFailed
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve.responses import stopped
@@ -132,18 +132,16 @@ def answer_file(
         else:
             file.truncate(0)
         replace_file(record, json.dumps(asdict(asked), indent=1).encode() + b"\n")
-        earlier = _whole_lines(file)
+        earlier = _earlier(file, source, asked, mine, partial)
         todo = mine[earlier:]
         refused = 0
         for number, (answer, wrong) in enumerate(answered(asked, _lines(source, todo)), earlier + 1):
             refused += wrong
-            with writing(partial):
-                file.write(answer)
-                file.flush()
+            file.write(answer)
+            file.flush()
             progress(number)
-        with writing(partial):
-            os.fsync(file.fileno())
-            os.replace(partial, output)
+        os.fsync(file.fileno())
+        os.replace(partial, output)
     return Summary(len(mine), refused, earlier)
 
 
@@ -274,7 +272,7 @@ def _readable(path: Path) -> Iterator[BinaryIO]:
 @contextmanager
 def _opened(partial: Path) -> Iterator[BinaryIO]:
     """The growing output, which one process at a time may write."""
-    with open_own(partial) as file:
+    with writing(partial), open_own(partial) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -282,13 +280,23 @@ def _opened(partial: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def _whole_lines(file: BinaryIO) -> int:
-    """How many answers there are; a line that was broken off is cut away."""
+def _earlier(file: BinaryIO, source: Path, asked: Record, mine: Sequence[int], partial: Path) -> int:
+    """How many answers an earlier run has left in ``partial``; a line that was broken off is cut away.
+
+    Raises:
+        BatchError: They are not the answers to the first of the lines ``mine``, in their order.
+    """
     file.seek(0)
     count = end = 0
-    for line in file:
-        if line.endswith(b"\n"):
-            count, end = count + 1, end + len(line)
+    lines = _lines(source, mine)
+    for text in file:
+        if not text.endswith(b"\n"):
+            break
+        number, line = next(lines, (-1, b""))
+        if number < 0 or not is_answer(text, number, line, asked.input_sha256[:12]):
+            found = f"found another one as line {count + 1}, in {partial}"
+            raise BatchError(f"batch output: expected the answers to the first of {len(mine)} lines, {found}", ANEW)
+        count, end = count + 1, end + len(text)
     file.truncate(end)
     file.seek(end)
     return count

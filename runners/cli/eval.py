@@ -92,7 +92,7 @@ batch_option = click.option(
     cls=Group,
     sections={
         "Run": ("run", "merge", "determinism"),
-        "Look at runs": ("diagnose", "diff", "export"),
+        "Look at runs": ("diagnose", "diff"),
         "Write tasks": ("new", "check"),
     },
 )
@@ -176,6 +176,8 @@ def run(
     )
     with opened as backend, progress(f"eval {loaded.name}") as told:
         summary = run_suite(loaded, backend, run_folder, config, shard=shard, force=force, progress=told)
+    for note in loaded.notes:
+        click.echo(f"note: {note}", err=True)
     if shard == WHOLE:
         _end(run_folder, summary, config.max_infra)
     click.echo(f"{run_folder}: shard {shard}: {summary.passed} of {summary.total} trials passed", err=True)
@@ -285,22 +287,6 @@ def diff(a: Path, b: Path) -> None:
         f"neither; McNemar's exact p = {found.p:.4f}"
     )
     sys.exit(REGRESSION if found.broken else 0)
-
-
-@evaluate.command()
-@click.argument("run_folder", metavar="RUN", type=PATH)
-@click.argument("file", type=PATH)
-@click.option("--format", "kind", type=click.Choice(["inspect"]), default="inspect", help="FILE's format.")
-@click.option("--force", is_flag=True, help="Replace FILE if it is there.")
-def export(run_folder: Path, file: Path, kind: str, force: bool) -> None:
-    """Write a finished RUN as a log that other tools read."""
-    from ling3export.artifacts.files import replace_file
-    from ling3export.runners.evals.export import inspect_log
-    from ling3export.runners.evals.folder import json_line
-
-    if file.exists() and not force:
-        raise Ling3Error(f"file `{file}`: expected no such file, found one", "replace it with --force")
-    replace_file(file, json_line(inspect_log(run_folder)))
 
 
 @evaluate.command()

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
 
-from ling3export.artifacts.files import open_own, refuse_links, replace_file, write_new
+from ling3export.artifacts.files import open_own, refuse_links, replace_file, write_new, writing
 from ling3export.artifacts.records import sha256_of
 from ling3export.foundation.errors import listed
 from ling3export.foundation.reading import opened
@@ -129,17 +129,19 @@ class RunRecord:
             if before.get(name) != now.get(name)
         ]
 
-    def pairs(self, tasks: Sequence[str]) -> list[Pair]:
-        """The trials of this shard in the order in which they run: every N-th batch of the whole run's.
+    def trials(self, tasks: Sequence[TaskRecord]) -> dict[Pair, tuple[int, str]]:
+        """The trials of this shard in the order in which they run, each with its task's place and its prompt's digest.
 
-        Batches stay whole because a trial's company can decide the last bits of its logits.
+        A shard is every N-th batch of the whole run's. Batches stay whole because a trial's company can decide the
+        last bits of its logits.
 
         Args:
-            tasks: The ids of the suite's tasks.
+            tasks: The suite's tasks.
         """
         shard, batch = Shard.parse(self.shard), self.config["batch"]
-        pairs = [(task, trial) for task in tasks for trial in range(self.config["trials"])]
-        return [pair for number, pair in enumerate(pairs) if shard.has(number // batch)]
+        places = [(task["id"], (place, prompt_sha256(task["input"]))) for place, task in enumerate(tasks)]
+        pairs = [((task, trial), place) for task, place in places for trial in range(self.config["trials"])]
+        return {pair: place for number, (pair, place) in enumerate(pairs) if shard.has(number // batch)}
 
 
 class RunFolder:
@@ -204,9 +206,8 @@ def open_folder(path: Path, run: RunRecord, tasks: Sequence[TaskRecord], *, forc
         for name, data in ((RUN, json_line(vars(run), indent=1)), (TASKS, listed_tasks)):  # RUN says whose the rest is
             if not (path / name).exists():
                 replace_file(path / name, data)
-        with open_own(path / PARTIAL, append=True) as file:
-            prompts = {task["id"]: prompt_sha256(task["input"]) for task in tasks}
-            yield RunFolder(path, file, _whole_lines(file, path, prompts))
+        with writing(path / PARTIAL), open_own(path / PARTIAL, append=True) as file:
+            yield RunFolder(path, file, _whole_lines(file, path, run.trials(tasks)))
     finally:
         os.close(descriptor)
 
@@ -243,15 +244,14 @@ def read_run(path: Path) -> RunRecord:
 
 
 def read_tasks(path: Path) -> dict[str, dict[str, Any]]:
-    """The tasks of a run by id, as far as others look at them: ``input`` is an object and ``threshold`` a number.
+    """The tasks of a run by id, as far as others look at them: ``threshold`` is a number.
 
     Raises:
         EvalError: There is no such file, or a line is something else.
     """
     tasks = {}
     for number, task in enumerate(read_lines(path / TASKS), 1):
-        types = {"id": str, "input": dict, "threshold": float}
-        wrong = [name for name, kind in types.items() if not _is(task.get(name), kind)]
+        wrong = [name for name, kind in (("id", str), ("threshold", float)) if not _is(task.get(name), kind)]
         if wrong:
             raise EvalError(f"line {number}: expected a task, found another `{wrong[0]}`, in {path / TASKS}")
         tasks[task["id"]] = task
@@ -344,7 +344,7 @@ def _of_a_run(path: Path) -> bool:
         return False
 
 
-def _whole_lines(file: BinaryIO, path: Path, prompts: dict[str, str]) -> dict[Pair, Prediction]:
+def _whole_lines(file: BinaryIO, path: Path, trials: Mapping[Pair, tuple[int, str]]) -> dict[Pair, Prediction]:
     """The records of the finished trials. A line that a kill cut short is removed."""
     file.seek(0)
     data = file.read()
@@ -352,7 +352,7 @@ def _whole_lines(file: BinaryIO, path: Path, prompts: dict[str, str]) -> dict[Pa
     partial = path / PARTIAL
     done: dict[Pair, Prediction] = {}
     for number, record in enumerate(_predictions(_objects(data[:whole], partial), partial), 1):
-        if record.pair in done or prompts.get(record.task_id) != record.prompt_sha256:
+        if record.pair in done or trials.get(record.pair) != (record.idx, record.prompt_sha256):
             found = "it again" if record.pair in done else "a record of another run"
             raise EvalError(
                 f"line {number}: expected each trial of this run once, found {found}, in {partial}", UNCHANGED

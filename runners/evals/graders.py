@@ -29,11 +29,18 @@ LETTERS = "ABCDEFGHIJ"
 
 _PATH = re.compile(r"\.([A-Za-z_]\w*)|\['([^']*)'\]|\[(\d+)\]")
 _DASHES = str.maketrans("\u2212\u2013", "--")
-# `1{,}234` in LaTeX. And a power, which is not computed: `10²`, `10^2`, `10^{2}`.
-_LATEX_GROUPING = re.compile(r"(?<=\d)\{,\}(?=\d)")
+# Marks between groups of three digits other than a comma: `1{,}234` and `1\,234` in LaTeX, `1'234`, narrow spaces.
+_OTHER_GROUPING = re.compile(r"(?<=\d)(?:\{,\}|\\[,;: ]|['’\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+_EMPHASIS = re.compile(r"(?<![A-Za-z0-9_])_+(?=[^\s_])")  # `_18_`, but not the 1 of `x_1`
+# `3½` is 3.5. What has no decimals is not computed, as little as a power is: `3⅓`, `10²`, `10^2`, `10^{2}`.
+_FRACTION = re.compile(r"(?:(\d+) ?)?([¼½¾⅒⅕⅖⅗⅘⅛⅜⅝⅞])")
+_THIRD = re.compile("[⅐⅑⅓⅔⅙⅚]")
 _POWER = re.compile(r"[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+|\^\{?[-−]?\d+\}?")
 _GROUPING = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-_NUMBER = re.compile(r"(?<![A-Za-z0-9_)\].])-?[$¥€£]?(?:\d+(?:\.\d+)?|\.\d+)(\^?)")
+# A minus with a blank behind it is a sign after a mark, or at the begin of a text of one line. After a word it is a
+# dash, and at the begin of one of several lines the mark of an item.
+_SPACED_MINUS = re.compile(r"([=:≈(<>|][ \t]*|\A\s*(?=[^\n]*\s*\Z))-[ \t]+(?=[$¥€£]?\.?\d)")
+_NUMBER = re.compile(r"(?<![A-Za-z0-9_)\].])-?[$¥€£]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}(?![A-Za-z0-9]))?(\^?)")
 _CURRENCY = re.compile(r"[$¥€£]")
 # `\boxed{C}` and `\boxed{\text{C}}` are `(C)`. An I that thinks is nobody's choice.
 _BOXED = re.compile(r"\\boxed\{\s*(?:\\\w+\{\s*)?\(?([A-J])\)?\s*\}+")
@@ -89,14 +96,16 @@ class Gradable(Protocol):
 
 
 def extract_answer(text: str) -> str | None:
-    """The last number in a text, without currency sign and grouping commas; None if there is none.
+    """The last number in a text, without currency sign and grouping marks; None if there is none.
 
     A minus behind a digit, a letter or a closing bracket is no sign. Nothing is computed: the last number of ``3/4`` is
     4, by definition, and where the last number has an exponent (``10²``), none is found.
     """
-    plain = unicodedata.normalize("NFKC", _POWER.sub("^", _LATEX_GROUPING.sub(",", text)))
+    text = _EMPHASIS.sub("", _POWER.sub("^", _OTHER_GROUPING.sub(",", text)))
+    text = _FRACTION.sub(lambda mixed: (mixed[1] or "0") + f"{unicodedata.numeric(mixed[2]):g}"[1:], text)
+    plain = unicodedata.normalize("NFKC", _THIRD.sub("0^", text)).translate(_DASHES)
     found, power = None, ""
-    for match in _NUMBER.finditer(_GROUPING.sub("", plain.translate(_DASHES))):
+    for match in _NUMBER.finditer(_GROUPING.sub("", _SPACED_MINUS.sub(r"\1-", plain))):
         found, power = match.group(), match.group(1)
     return None if found is None or power else _CURRENCY.sub("", found)
 

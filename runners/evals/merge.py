@@ -23,7 +23,7 @@ from ling3export.runners.evals.folder import (
 )
 from ling3export.runners.evals.run import concluded
 from ling3export.runners.evals.statistics import Summary
-from ling3export.runners.evals.tasks import RECORDED, prompt_sha256
+from ling3export.runners.evals.tasks import RECORDED
 from ling3export.runners.evals.trials import EvalError
 
 LARGEST = 1 << 30  # bytes of a transcript
@@ -61,7 +61,7 @@ def merge(folders: Sequence[Path], to: Path, *, force: bool = False) -> tuple[Su
         run = replace(whole, shard=str(Shard(number, len(parts))))
         found |= {record.pair: (record, folder) for record in _records(folder, run, tasks)}
     with open_folder(to, whole, tasks, force=force) as merged:
-        for pair in whole.pairs([task["id"] for task in tasks]):
+        for pair in whole.trials(tasks):
             record, folder = found[pair]
             if pair not in merged.done:
                 if whole.config["transcripts"]:
@@ -81,14 +81,12 @@ def _tasks(folder: Path, run: RunRecord) -> list[TaskRecord]:
 
 def _records(folder: Path, run: RunRecord, tasks: Sequence[TaskRecord]) -> list[Prediction]:
     """The records of a shard, which are those of its trials."""
-    prompts = {task["id"]: (place, prompt_sha256(task["input"])) for place, task in enumerate(tasks)}
-    records = read_predictions(folder, run.shard)
-    wanted = set(run.pairs([task["id"] for task in tasks]))
-    if len(records) != len(wanted) or {record.pair for record in records} != wanted:
+    records, wanted = read_predictions(folder, run.shard), run.trials(tasks)
+    if len(records) != len(wanted) or {record.pair for record in records} != wanted.keys():
         what = f"the {len(wanted)} trials of shard {run.shard}, each once"
         raise EvalError(f"eval merge: expected {what}, found {len(records)} records, in {folder / PREDICTIONS}")
     for record in records:
-        if prompts[record.task_id] != (record.idx, record.prompt_sha256):
+        if wanted[record.pair] != (record.idx, record.prompt_sha256):
             found = f"found another one of `{record.label}`, in {folder / PREDICTIONS}"
             raise EvalError(f"eval merge: expected records of this run, {found}")
     return records

@@ -67,8 +67,8 @@ def run_suite(
         raise EvalError(f"suite `{suite.name}`: expected at least one task, found none")
     config = replace(config, **suite.settings)
     run = RunRecord.of(_suite_record(suite), config, backend.environment(), shard)
-    trials = [Trial(*pair, trial_seed(config.seed, *pair)) for pair in run.pairs([task.id for task in suite.tasks])]
     tasks = [task.record() for task in suite.tasks]
+    trials = [Trial(*pair, trial_seed(config.seed, *pair)) for pair in run.trials(tasks)]
     with open_folder(folder, run, tasks, force=force) as opened:
         runner = _Runner(suite, backend, config, opened)
         try:
@@ -85,7 +85,7 @@ def run_suite(
 
 def concluded(folder: RunFolder, run: RunRecord, tasks: Sequence[TaskRecord]) -> Summary:
     """Ends a run all of whose trials have a record; returns their totals. Those of a shard are written nowhere."""
-    records = [folder.done[pair] for pair in run.pairs([task["id"] for task in tasks])]
+    records = [folder.done[pair] for pair in run.trials(tasks)]
     everywhere = run.config["threshold"]
     thresholds = {task["id"]: task["threshold"] if everywhere is None else everywhere for task in tasks}
     summary = Summary([(record.task_id, record.passed) for record in records], thresholds)

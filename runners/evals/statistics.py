@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import comb, sqrt
+from math import comb
 from typing import Any, NamedTuple
 
 from ling3export.runners.evals.trials import MAX_INFRA, Trial
 
 KS = (1, 3, 5, 10)
-Z95 = 1.959963984540054  # two-sided 95 % point of the normal distribution
 
 
 def pass_at_k(n: int, c: int, k: int) -> float | None:
@@ -38,21 +37,21 @@ def macro_mean(values: Iterable[float | None]) -> float | None:
     return sum(defined) / len(defined) if defined else None
 
 
-def wilson(passed: int, total: int, z: float = Z95) -> tuple[float, float] | None:
-    """Wilson's score interval of the rate ``passed / total``, 95 % by default; None without trials."""
+def wilson(passed: int, total: int) -> tuple[float, float] | None:
+    """Wilson's 95 % score interval of the rate ``passed / total``; None without trials."""
+    from scipy.stats import binomtest  # comes with jax; on demand, since it takes a second to load
+
     if total == 0:
         return None
-    rate, spread = passed / total, z * z / total
-    middle = rate + spread / 2
-    half = z * sqrt(rate * (1 - rate) / total + spread / (4 * total))
-    return max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread))
+    interval = binomtest(passed, total).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def mcnemar(broken: int, fixed: int) -> float:
     """Exact two-sided p of McNemar's test, from the numbers of pairs that flipped one way and the other."""
-    flips = broken + fixed
-    tail = sum(comb(flips, i) for i in range(min(broken, fixed) + 1))
-    return min(1.0, 2 * tail / 2**flips)
+    from scipy.stats import binomtest
+
+    return float(binomtest(broken, broken + fixed).pvalue) if broken + fixed else 1.0
 
 
 class Rate(NamedTuple):

@@ -25,6 +25,7 @@ SMOKE: dict[str, tuple[int, list[str]]] = {
     "cells-again": (5, ["tokens_in", "nothing_compiles", "one_prefill"]),
     "records-on-disk": (5, ["tokens_in", "records"]),
 }
+PLUMBING = "this suite tests the plumbing (counters and files): its rate says nothing about the model's answers"
 MMLU_SHOTS = 5
 STEP_BY_STEP = "Let's think step by step."
 # Scores of the reference evaluation, with the published weights and the settings in REFERENCE_SETTINGS.
@@ -146,7 +147,8 @@ def product_smoke(data: Path | None) -> Suite:
         Task(f"product-smoke-{name}", {"prompt_ids": [*range(1, length + 1)]}, graders=[_look(each) for each in looks])
         for name, (length, looks) in SMOKE.items()
     ]
-    return _suite("product-smoke", tasks, settings={"batch": 1, "max_tokens": 8, "transcripts": True}, product=True)
+    settings = {"batch": 1, "max_tokens": 8, "transcripts": True}
+    return _suite("product-smoke", tasks, settings=settings, product=True, notes=(PLUMBING,))
 
 
 def demo(data: Path | None) -> Suite:

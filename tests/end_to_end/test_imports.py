@@ -27,7 +27,7 @@ PACKAGES = {
     "runners.cli": {"click", "numpy"},
     "runners.endpoint": {"h11"},
     "runners.engine": {"numpy"},
-    "runners.evals": {"numpy", "yaml"},
+    "runners.evals": {"numpy", "scipy", "yaml"},
     "runners.ffn": {"numpy"},
     "runners.fleet": {"ray"},
     "runners.hosts": {"jax"},

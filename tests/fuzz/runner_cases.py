@@ -9,7 +9,7 @@ from random import Random
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.cli.prompts import line_names, read_prompts
-from ling3export.runners.evals import compare, export, report, task_files
+from ling3export.runners.evals import compare, report, task_files
 from ling3export.runners.evals import folder as folders
 from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.suites import Suite
@@ -78,7 +78,7 @@ def evaluations(folder: Path) -> Iterator[Case]:
         path = rng.choice(sorted(path for path in copy.iterdir() if path.name != folders.REPORT))
         path.write_bytes(_damaged(rng, path.read_bytes(), in_lines=path.name != folders.RUN))
         refusals = []
-        for look in (read, compared, exported, resumed):
+        for look in (read, compared, resumed):
             try:
                 look()
             except Ling3Error as error:
@@ -93,9 +93,6 @@ def evaluations(folder: Path) -> Iterator[Case]:
     def compared() -> None:
         compare.diff(whole, copy)
         compare.diff(copy, whole)
-
-    def exported() -> None:
-        folders.json_line(export.inspect_log(copy))
 
     def resumed() -> None:
         if not (copy / folders.PREDICTIONS).exists():

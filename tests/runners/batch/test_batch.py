@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from ling3export.foundation.errors import Ling3Error, RequestError
+from ling3export.foundation.errors import ArtifactError, Ling3Error, RequestError
 from ling3export.foundation.shards import Shard
 from ling3export.runners.batch.run import BatchError, merge, read_record, run_batch
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped
 from tests.support import toy_artifact
+from tests.support.limits import file_size_limit
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 SETTINGS: dict[str, Any] = {"max_tokens": 4, "temperature": 1.0, "seed": 5}
@@ -172,6 +173,42 @@ def test_a_run_that_was_broken_off_goes_on(engine, tmp_path):
     assert (summary.answered, summary.earlier) == (9, 3)
     assert timeless(output) == timeless(tmp_path / "whole")
     assert run(engine, source, output).earlier == 9  # nothing is left to do
+
+
+@pytest.mark.parametrize(
+    ("lines", "place"),
+    [
+        (["junk"] * 5, 1),
+        ([{"id": "ID_0", "custom_id": "n0"}, {"id": "ID_1", "custom_id": "n7"}], 2),
+        ([{"id": "ID_1", "custom_id": "n1"}], 1),
+        ([{"id": f"ID_{number}", "custom_id": f"n{number}"} for number in range(4)], 4),
+    ],
+)
+def test_lines_that_answer_others_are_not_gone_on_with(engine, tmp_path, lines, place):
+    """Finding 19: five lines of junk were taken for the answers to an input of three."""
+    source, output = numbered(tmp_path / "in.jsonl", 3), tmp_path / "out"
+    run(engine, source, output)
+    name = answers(output)[0]["id"].removesuffix("_0")
+    output.unlink()
+    partial = Path(f"{output}.partial")
+    partial.write_text("".join(json.dumps(line).replace("ID", name) + "\n" for line in lines))
+    before = partial.read_bytes()
+    with pytest.raises(BatchError, match=rf"to the first of 3 lines, found another one as line {place}, in ") as caught:
+        run(engine, source, output)
+    assert "--force" in str(caught.value)
+    assert partial.read_bytes() == before
+    assert run(engine, source, output, force=True).answered == 3
+
+
+def test_a_full_disk_is_named_with_the_file(engine, tmp_path):
+    """Finding 19: it was "output: expected to be readable or writable"."""
+    source = numbered(tmp_path / "in.jsonl", 9)
+    with (
+        file_size_limit(1500),
+        pytest.raises(ArtifactError, match=r"write `out\.partial`: expected room, found a file-size"),
+    ):
+        run(engine, source, tmp_path / "out")
+    assert run(engine, source, tmp_path / "out").earlier > 0
 
 
 def test_an_engine_that_ends_leaves_what_was_answered(tmp_path):

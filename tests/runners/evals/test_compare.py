@@ -1,4 +1,4 @@
-"""What looks at runs and tasks: diagnose, diff, determinism, new and check, export."""
+"""What looks at runs and tasks: diagnose, diff, determinism, new and check."""
 
 import json
 from dataclasses import asdict
@@ -9,7 +9,6 @@ from click.testing import CliRunner
 from ling3export.runners.cli.main import main
 from ling3export.runners.evals.backend import Ask
 from ling3export.runners.evals.compare import determinism, diff
-from ling3export.runners.evals.export import inspect_log
 from ling3export.runners.evals.folder import read_predictions
 from ling3export.runners.evals.report import diagnose, goes_on, loops
 from ling3export.runners.evals.run import run_suite
@@ -206,26 +205,3 @@ def test_check_finds_what_is_not_sound(tmp_path, fields, message):
     assert done.exit_code == 1
     assert f"task `a`: {message}\n" in done.stderr
     assert "error: check `t.json`: expected 1 sound tasks, found 1 mistakes" in done.stderr
-
-
-def test_export_to_inspect(tmp_path):
-    def answer(prompt):
-        if prompt == "3":
-            raise RuntimeError("UNAVAILABLE: gone")
-        return half(prompt)
-
-    run = finished(tmp_path / "r", answer, trials=2)
-    done = call("export", run, tmp_path / "log.json")
-    assert (done.exit_code, done.stdout) == (0, "")
-    log = json.loads((tmp_path / "log.json").read_text())
-    assert log == inspect_log(run)
-    assert (log["version"], log["status"], len(log["samples"])) == (2, "success", 20)
-    assert log["results"]["scores"][0]["metrics"]["accuracy"]["value"] == 10 / 18
-    sample = log["samples"][1]
-    assert (sample["id"], sample["epoch"], sample["input"], sample["target"]) == ("t0", 2, "0", "42")
-    assert sample["scores"] == {"ling3": {"value": "C", "answer": "42"}}
-    assert sample["output"]["choices"][0]["message"]["content"] == "The answer is 42."
-    failed = log["samples"][6]
-    assert failed["error"]["message"] == "device_lost: RuntimeError: UNAVAILABLE: gone"
-    assert len(failed["error_retries"]) == 1
-    assert call("export", run, tmp_path / "log.json").exit_code == 1

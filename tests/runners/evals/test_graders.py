@@ -34,6 +34,27 @@ NUMBERS = [
     ("10² = 100", "100"),
     ("12 m²", "12"),
     ("x² + 7", "7"),
+    (r"so $1\,234$", "1234"),  # was 234, as the next ones
+    ("1'000 or 1’234’567", "1234567"),
+    ("18\u00a0000", "18000"),
+    ("18\u202f000\u202f000 €", "18000000"),
+    ("in 2024\u00a012 of them", "12"),
+    ("_18_", "18"),  # was none
+    ("x_1", None),
+    ("- 5", "-5"),  # was 5
+    ("x = - 5", "-5"),
+    ("x = − $5", "-5"),
+    ("7 - 5", "5"),
+    ("The answer is - 5 of them", "5"),  # a dash
+    ("they are\n- 4\n- 5", "5"),  # items
+    ("1.5e-3", "1.5e-3"),  # was 3
+    ("2E5", "2E5"),
+    ("3e", "3"),
+    ("3½", "3.5"),  # was 2
+    ("3 ¾ cups", "3.75"),
+    ("½", "0.5"),
+    ("2 and ⅓", None),  # was 3
+    ("they are:\n- 5\n", "5"),
 ]
 LETTERS = [
     ("The answer is (C).", "C"),
@@ -78,6 +99,7 @@ def test_letters_beyond_the_choices_are_skipped():
 def test_numbers_compare_as_decimals():
     assert same_number("18", "18.00")
     assert same_number("0.1", ".10")
+    assert same_number("1.5e-3", "0.0015")
     assert not same_number("0.30000000000000004", "0.3")
     assert not same_number(None, "1")
     assert not same_number(None, None)

@@ -18,13 +18,14 @@ from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.evals import folder
-from ling3export.runners.evals.export import inspect_log
+from ling3export.runners.evals.compare import diff
 from ling3export.runners.evals.folder import KEYS, read_predictions
 from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.suites import Suite
 from ling3export.runners.evals.trials import EvalError, GraderError, RunConfig, trial_seed
 from tests.support import eval_fakes
 from tests.support.eval_fakes import FakeBackend, half, numbered
+from tests.support.limits import file_size_limit
 
 LINE = re.compile(r"^正确率: \d+/\d+ = (0\.\d{4}|1\.0000)$")
 REPORT = Path(__file__).parents[2] / "data/eval_report.md"
@@ -268,6 +269,8 @@ def test_a_run_of_another_record_is_refused_and_kept(evaluate, tmp_path):
     [
         (b'"task_id": "ten-4"', b'"task_id": "ten-3"', "line 5: expected each trial of this run once, found it again"),
         (b'"prompt_sha256": "4', b'"prompt_sha256": "5', "found a record of another run"),
+        (b'{"idx": 3', b'{"idx": 13', "line 4: expected each trial of this run once, found a record of another run"),
+        (b'"trial": 0', b'"trial": 1', "line 1: expected each trial of this run once, found a record of another run"),
         (b'{"idx": 0', b'[]\n{"idx": 0', "line 1: expected an object, found b'[]'"),
         (b'"n_prompt"', b'"n"', "line 1: expected the record of a trial, found idx"),
         (b"\n", b"\n{\n", "line 2: expected JSON"),
@@ -373,6 +376,17 @@ def test_a_run_is_not_written_through_a_link(tmp_path):
     assert outside.read_text() == "mine\nhalf a line"
 
 
+def test_a_full_disk_is_named_with_the_file(tmp_path):
+    """Finding 19: it was "output: expected to be readable or writable"."""
+    run_suite(Suite("s", numbered(1)), FakeBackend(half), tmp_path / "small", RunConfig())
+    largest = max(path.stat().st_size for path in (tmp_path / "small").iterdir()) + 1000
+    with (
+        file_size_limit(largest),
+        pytest.raises(ArtifactError, match=r"write `predictions\.jsonl\.partial`: expected room"),
+    ):
+        run_suite(Suite("s", numbered(1)), FakeBackend(lambda prompt: "42" * largest), tmp_path / "r", RunConfig())
+
+
 def test_two_processes_cannot_write_one_run(tmp_path):
     suite = Suite("s", numbered(2))
 
@@ -446,7 +460,6 @@ Run:
 Look at runs:
   diagnose  Group the failures of RUN by cause.
   diff      Compare runs A and B; exit with 6 if B breaks a task.
-  export    Write a finished RUN as a log that other tools read.
 
 Write tasks:
   new    Write a task to fill in: TASK.yaml or TASK.json.
@@ -470,23 +483,20 @@ def test_golden_help():
         (folder.PREDICTIONS, "n_output", True, "line 1: expected the record of a trial, found another `n_output`"),
         (folder.PREDICTIONS, "infra", {"ended": True}, "line 1: expected the record of a trial, found another `infra`"),
         (folder.PREDICTIONS, "passed", None, "line 1: expected the record of a trial, found another `passed`"),
-        (folder.PREDICTIONS, "task_id", "other", "expected the task `other`, found none, in"),
         (folder.TASKS, "id", 3, "line 1: expected a task, found another `id`"),
-        (folder.TASKS, "input", "text", "line 1: expected a task, found another `input`"),
-        (folder.TASKS, "input", {"context": {}}, "task: expected a text, token ids or messages under one of prompt"),
         (folder.RUN, "environment", [], "expected suite, config and environment, found others"),
         (folder.RUN, "environment", {}, "expected settings of sha256"),
     ],
 )
 def test_values_of_other_types_in_the_folder_of_a_run_are_refused_by_name(tmp_path, name, field, value, message):
-    """Each once ended `eval export` with a traceback, or went unseen."""
+    """Each once ended a command with a traceback, or went unseen."""
     run = tmp_path / "r"
     run_suite(Suite("s", numbered(2)), FakeBackend(half), run, RunConfig())
     path = run / name
     first, *rest = path.read_text().splitlines() if name != folder.RUN else [path.read_text()]
     path.write_text("\n".join([json.dumps(json.loads(first) | {field: value}), *rest]) + "\n")
     with pytest.raises(EvalError, match=re.escape(message)):
-        inspect_log(run)
+        diff(run, run)
 
 
 def test_a_pipe_in_the_folder_of_a_run_is_not_waited_for(tmp_path):
@@ -494,4 +504,4 @@ def test_a_pipe_in_the_folder_of_a_run_is_not_waited_for(tmp_path):
     (tmp_path / "r" / folder.TASKS).unlink()
     os.mkfifo(tmp_path / "r" / folder.TASKS)
     with pytest.raises(EvalError, match=r"file `tasks.jsonl`: expected a readable file, found a pipe"):
-        inspect_log(tmp_path / "r")
+        diff(tmp_path / "r", tmp_path / "r")
