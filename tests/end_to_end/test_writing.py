@@ -17,7 +17,7 @@ EXCEPTIONS = {
     "runners.ffn.segment": "shared memory: a file without a name, or one without links whose owner is checked",
     "runners.hosts.channel": "/dev/null",
     "runners.hosts.hosts": "opens to read",
-    "runners.load.kernels": "memory without a name",
+    "machine.kernels": "memory without a name",
     "artifacts.catalog.pull": "room of the catalogue: copies into a new folder",
     "artifacts.catalog.remote": "room of the catalogue: a remote store has no links",
     "runners.transfer.backend": "room of states: follows no link",
