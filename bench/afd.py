@@ -6,9 +6,9 @@ from typing import Any
 
 from bench.report import show, table
 from ling3export.checkpoint.synth import config_fields
+from ling3export.cost.chips import CHIPS
 from ling3export.cost.roofline import TOKENS, roofline_bound
 from ling3export.model.config import Config
-from ling3export.plan.chips import CHIPS
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
 

@@ -15,7 +15,7 @@ from bench.report import machine, say, show, table
 from ling3export.checkpoint.synth import config_fields
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
-from ling3export.pricing.pricing import priced
+from ling3export.plan.pricing import priced
 from ling3export.simulation.answer import (
     HANDOVER,
     LINK,

@@ -19,8 +19,7 @@ from ling3export.foundation.sources import IMPORTED
 from ling3export.machine import environment
 from ling3export.model.config import Config
 from ling3export.plan.plan import Cell, Plan
-from ling3export.plan.targets import Target
-from ling3export.plan.toolchain import CUDA_PACKAGES
+from ling3export.plan.targets import CUDA_PACKAGES, Target
 
 # Packages that take part in tracing, besides jax and jaxlib, which stand in every key.
 TRACING = ("flax", "ml_dtypes", "numpy")

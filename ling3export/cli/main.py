@@ -250,8 +250,7 @@ def plan(
     from ling3export.artifacts.records import to_json
     from ling3export.compile.build import DEMO
     from ling3export.plan.paddings import read_lengths
-    from ling3export.pricing.pricing import config_of, priced
-    from ling3export.pricing.text import described
+    from ling3export.plan.pricing import config_of, described, priced
 
     config = config_of(checkpoint or DEMO, ignore)
     if fleet is not None and chips is not None:
@@ -329,7 +328,7 @@ def inspect(artifact: Path, wide: bool, as_json: bool, load_plan: bool) -> None:
     manifest = read_manifest(artifact)
     if load_plan:
         from ling3export.checkpoint.load_plan import load_plan as planned
-        from ling3export.pricing.recorded import config_of
+        from ling3export.plan.recorded import config_of
 
         click.echo(json.dumps(planned(config_of(manifest), manifest.plan.dtype), indent=2))
         return

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from ling3export.artifacts.schema import GIVERS, Lowering
 from ling3export.compile.lower import Compiled, described, mesh_of, prepared
+from ling3export.cost.chips import CARDS, target_config
 from ling3export.cost.estimates import estimate
 from ling3export.cost.roofline import TOKENS, expert_times, loop_trips, roofline_bound
 from ling3export.foundation.errors import PlanError
@@ -23,7 +24,6 @@ from ling3export.foundation.tables import readable
 from ling3export.machine import pjrt
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
-from ling3export.plan.chips import CARDS, target_config
 from ling3export.plan.targets import Target
 
 

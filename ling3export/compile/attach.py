@@ -16,7 +16,7 @@ from ling3export.checkpoint.reader import Checkpoint
 from ling3export.compile.build import Reporter, copy_tokenizer, named, receipts, weight_half
 from ling3export.foundation.errors import ArtifactError, CheckpointError, listed
 from ling3export.model.config import shown
-from ling3export.pricing.recorded import config_of, plan_of
+from ling3export.plan.recorded import config_of, plan_of
 
 
 def attach(

@@ -43,8 +43,8 @@ from ling3export.model.state import state_arrays
 from ling3export.plan.kernels import level_of
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, make_plans
-from ling3export.plan.toolchain import check_toolchain
-from ling3export.pricing.recorded import config_of
+from ling3export.plan.recorded import config_of
+from ling3export.plan.targets import check_toolchain
 from ling3export.verify.measure import check_tokenizer, measure_apart, too_large
 from ling3export.verify.vectors import write_vectors
 

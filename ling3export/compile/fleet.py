@@ -25,7 +25,7 @@ from ling3export.foundation.reading import read_bytes
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Cell, Plan, make_plans
-from ling3export.pricing.pricing import config_of
+from ling3export.plan.pricing import config_of
 from ling3export.runners.fleet.crew import Worker, versions
 from ling3export.runners.fleet.pool import Pool
 from ling3export.runners.hosts.hosts import Hosts

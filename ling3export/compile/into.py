@@ -34,7 +34,7 @@ from ling3export.foundation.errors import CheckpointError, PlanError, listed
 from ling3export.model.geometry import CHUNK
 from ling3export.plan.options import SHARED, Options, check_paddings
 from ling3export.plan.plan import Plan, make_plans
-from ling3export.pricing.recorded import config_of, options_of, plan_of
+from ling3export.plan.recorded import config_of, options_of, plan_of
 from ling3export.verify.verify import check_digests
 
 SIZING = ("memory_fraction", "state_memory")  # what sized the pools, so that a target that is added is sized alike

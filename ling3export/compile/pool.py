@@ -18,8 +18,8 @@ from ling3export.compile.worker import MODULE, Job
 from ling3export.foundation.errors import ArtifactError, Ling3Error, PlanError, listed
 from ling3export.foundation.processes import Child, Failure
 from ling3export.model.config import Config
+from ling3export.plan.memory import check_memory
 from ling3export.plan.plan import Cell, Plan
-from ling3export.pricing.memory import check_memory
 
 Done = Callable[[Cell, Built], None]
 
@@ -171,7 +171,8 @@ def check(config: Config, outcomes: Sequence[Outcome], kept: bool, failed: Calla
     failures = [(each.plan.target.name, *item) for each in outcomes for item in each.failures.items()]
     if not failures:
         for outcome in outcomes:
-            check_memory(config, outcome.plan, {name: built.program for name, built in outcome.built.items()})
+            programs = {name: built.program for name, built in outcome.built.items()}
+            check_memory(config, outcome.plan.target, outcome.plan.geometry, programs)
         return
     several = len(outcomes) > 1
     text = "; ".join(f"{f'{target} ' * several}{cell}: {failure.error}" for target, cell, failure in failures[:3])

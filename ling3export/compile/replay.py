@@ -36,8 +36,8 @@ from ling3export.foundation.tables import readable
 from ling3export.model.config import FIXED, Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, make_plans
-from ling3export.plan.toolchain import check_toolchain
-from ling3export.pricing.recorded import config_of, plan_of
+from ling3export.plan.recorded import config_of, plan_of
+from ling3export.plan.targets import check_toolchain
 from ling3export.verify.measure import measure_apart
 
 

@@ -11,7 +11,7 @@ from ling3export.foundation.errors import PlanError
 from ling3export.foundation.shards import Shard
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plans
-from ling3export.pricing.pricing import config_of
+from ling3export.plan.pricing import config_of
 
 
 def build_share(

@@ -32,8 +32,7 @@ from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.state import state_arrays
 from ling3export.plan.plan import Cell
-from ling3export.plan.targets import Target
-from ling3export.plan.toolchain import compiler_environment
+from ling3export.plan.targets import Target, compiler_environment
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

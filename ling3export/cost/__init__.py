@@ -1,1 +1,1 @@
-"""Costs of compiled programs, counted from their optimized HLO."""
+"""What accelerators offer, and what a program costs on them: bounds, and estimates from its optimized HLO."""

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ling3export.artifacts.schema import Collective, Estimate, Loop
-from ling3export.foundation.hlo import Frame, Instruction, Module, parse, trip_count
-from ling3export.foundation.operations import FAST, kind, traffic
-from ling3export.plan.chips import Chip
+from ling3export.cost.chips import Chip
+from ling3export.foundation.hlo import FAST, Frame, Instruction, Module, kind, parse, traffic, trip_count
 
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 # These instructions do no work of their own; the instructions that make or use their values do it.

@@ -3,6 +3,7 @@
 import math
 
 from ling3export.artifacts.schema import MOVING, ON_LOGITS, SEGMENTS, SPLIT, Experts, RooflineBound
+from ling3export.cost.chips import Chip
 from ling3export.foundation.dtypes import BY_NAME
 from ling3export.model.config import Config
 from ling3export.model.ffn.dispatch import SCALE_BYTES
@@ -13,7 +14,6 @@ from ling3export.model.moe import form_of, tile_rows
 from ling3export.model.parameters import parameters
 from ling3export.model.sampling.adjust import TOP
 from ling3export.model.segments import TABLE
-from ling3export.plan.chips import Chip
 
 # Seconds of one small collective over 16 chips: assumed, not published. 51 of them were put at about 0.5 ms.
 COLLECTIVE_SECONDS = 1e-5

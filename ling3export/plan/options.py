@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from ling3export.cost.chips import GIB
 from ling3export.foundation.errors import PlanError
-from ling3export.plan.chips import GIB
 
 LARGEST_PADDING = 2**20  # int32 offsets hold every field of a step up to here
 

@@ -9,8 +9,8 @@ from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.plan.kernels import choose
+from ling3export.plan.memory import size_pages
 from ling3export.plan.options import Options, check_paddings
-from ling3export.plan.pools import size_pages
 from ling3export.plan.targets import DEFAULT_CPU_TP, Target, parse_target
 
 DEFAULT_CONTEXT = 8192

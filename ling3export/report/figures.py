@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ling3export.artifacts.schema import Cell, Estimate, RooflineBound
-from ling3export.foundation.operations import KINDS
-from ling3export.plan.chips import Chip
+from ling3export.cost.chips import Chip
+from ling3export.foundation.hlo import KINDS
 
 MEMORY = ("weights", "state", "temporaries", "outputs", "other arguments", "code")
 PREFIXES = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "µ": 1e-6, "n": 1e-9}

@@ -8,11 +8,11 @@ from ling3export.artifacts.files import replace_file
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.receipts import ERROR_COLUMNS, error_columns, ordered, told
 from ling3export.artifacts.schema import Manifest
+from ling3export.cost.chips import CHIPS
 from ling3export.cost.estimates import UNKNOWN
 from ling3export.foundation.errors import ArtifactError
-from ling3export.foundation.operations import KINDS
+from ling3export.foundation.hlo import KINDS
 from ling3export.foundation.pages import template
-from ling3export.plan.chips import CHIPS
 from ling3export.report.figures import MEMORY, estimated, figures, memory_parts, si, times
 
 TEMPLATES = Path(__file__).parent / "templates"

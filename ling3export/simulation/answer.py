@@ -23,7 +23,7 @@ from ling3export.model.state import snapshot_bytes
 from ling3export.plan.options import Options
 from ling3export.plan.paddings import Count, read_records
 from ling3export.plan.plan import make_plan
-from ling3export.pricing.pricing import PricedTarget, priced
+from ling3export.plan.pricing import PricedTarget, priced
 from ling3export.simulation.fleet import Fleet, simulate
 from ling3export.simulation.replica import Ask, Times
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from ling3export.artifacts.calibration import Calibration, Times
 from ling3export.artifacts.receipts import ERROR_COLUMNS, error_columns, explained, milliseconds, ordered
 from ling3export.artifacts.schema import Target
-from ling3export.foundation.operations import COLLECTIVES, KINDS
+from ling3export.foundation.hlo import COLLECTIVES, KINDS
 from ling3export.foundation.pages import template
 
 TEMPLATES = Path(__file__).parent / "templates"

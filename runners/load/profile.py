@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ling3export.foundation.errors import Ling3Error
-from ling3export.foundation.hlo import parse
-from ling3export.foundation.operations import kinds_of
+from ling3export.foundation.hlo import kinds_of, parse
 from ling3export.runners import flight
 
 UNKNOWN = "?"  # the program of a run that the engine did not start

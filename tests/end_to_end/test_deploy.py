@@ -14,8 +14,8 @@ import yaml
 from click.testing import CliRunner
 
 from ling3export.checkpoint.synth import config_fields
+from ling3export.cost.chips import CHIPS
 from ling3export.model.config import Config
-from ling3export.plan.chips import CHIPS
 from ling3export.plan.targets import parse_target
 from ling3export.runners.cli.main import main
 from tests.support.builds import environment

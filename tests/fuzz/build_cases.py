@@ -23,8 +23,7 @@ from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.paddings import read_lengths
 from ling3export.plan.plan import make_plans
-from ling3export.pricing.pricing import config_of, priced
-from ling3export.pricing.text import described
+from ling3export.plan.pricing import config_of, described, priced
 from tests.fuzz.harness import Case, WrongResultError
 from tests.fuzz.mutations import json_text, mutated, mutated_bytes
 from tests.support.tiny import tiny_fields, tiny_weights, write_tiny

@@ -5,14 +5,13 @@ from importlib import metadata
 import pytest
 
 from ling3export.checkpoint.synth import config_fields
+from ling3export.cost.chips import CHIPS
 from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.plan import toolchain
-from ling3export.plan.chips import CHIPS
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
-from ling3export.plan.targets import known_targets, parse_target
-from ling3export.plan.toolchain import check_toolchain, compiler_environment
+from ling3export.plan.targets import check_toolchain, compiler_environment, known_targets, parse_target
 
 FULL = Config.from_dict(config_fields("full", {}))
 MICRO = Config.from_dict(config_fields("micro", {}))

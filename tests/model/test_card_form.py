@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from ling3export.checkpoint.synth import config_fields
+from ling3export.cost.chips import CHIPS
 from ling3export.cost.roofline import expert_times
 from ling3export.model import moe
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.mla.paged import attend_tables
 from ling3export.model.program import bind
-from ling3export.plan.chips import CHIPS
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
 from tests.support.direct import relative

@@ -21,10 +21,8 @@ BUILD = (
     ("cli",),
     ("compile", "savedmodel", "report", "simulation"),
     ("cache", "verify"),
-    ("pricing",),
-    ("cost",),
     ("plan",),
-    ("checkpoint",),
+    ("cost", "checkpoint"),
     ("model",),
 )
 BELOW = (("machine",), ("artifacts",), ("foundation",))

@@ -17,7 +17,7 @@ from ling3export.artifacts.manifest import MANIFEST, read_manifest
 from ling3export.artifacts.share import check_share
 from ling3export.cli import main as cli
 from ling3export.compile import attach, replay
-from ling3export.pricing import pricing
+from ling3export.plan import pricing
 from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.cli.options import FOLDER
 from ling3export.runners.cli.references import Artifact

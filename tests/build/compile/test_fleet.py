@@ -22,7 +22,7 @@ from ling3export.foundation.errors import PlanError
 from ling3export.foundation.processes import Failure
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plans
-from ling3export.pricing.pricing import config_of
+from ling3export.plan.pricing import config_of
 from ling3export.runners.fleet.crew import Cluster
 from ling3export.runners.fleet.pool import Pool
 from tests.support.fake_ray import FakeRay

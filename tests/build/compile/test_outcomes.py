@@ -10,10 +10,10 @@ from ling3export.artifacts.schema import Memory, Origin, Program, Receipt, Recei
 from ling3export.cli.progress import Console
 from ling3export.compile import build, pool, replay
 from ling3export.compile.pool import Outcome
+from ling3export.cost.chips import CHIPS
 from ling3export.foundation.errors import ArtifactError, PlanError
 from ling3export.foundation.processes import Failure
 from ling3export.model.config import Config
-from ling3export.plan.chips import CHIPS
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
 from ling3export.plan.targets import Target

@@ -96,7 +96,7 @@ def test_verify_checks_digests_and_says_why_it_ran_nothing(tpu_artifact):
 
 def test_a_target_whose_compiler_is_missing_is_refused_before_anything_is_written(monkeypatch, tmp_path):
     synthesize(tmp_path / "micro", "micro", 0)
-    monkeypatch.setattr("ling3export.plan.toolchain.wanted_libtpu", lambda: "9.9.9")
+    monkeypatch.setattr("ling3export.plan.targets.wanted_libtpu", lambda: "9.9.9")
     arguments = ["build", str(tmp_path / "micro"), str(tmp_path / "a.ling3"), "--target", "tpu:v6e:2x2"]
     done = CliRunner().invoke(cli.main, arguments)
     assert done.exit_code == 1

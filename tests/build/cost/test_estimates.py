@@ -7,11 +7,11 @@ import pytest
 
 from ling3export.artifacts.schema import Collective, Experts, Loop
 from ling3export.checkpoint.synth import config_fields
+from ling3export.cost.chips import CHIPS
 from ling3export.cost.estimates import estimate
 from ling3export.cost.roofline import expert_times, roofline_bound
 from ling3export.foundation.hlo import parse, shape_bytes
 from ling3export.model.config import Config
-from ling3export.plan.chips import CHIPS
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
 

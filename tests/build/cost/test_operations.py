@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 
+from ling3export.cost.chips import CHIPS
 from ling3export.cost.estimates import estimate
-from ling3export.foundation.hlo import parse
-from ling3export.foundation.operations import KINDS, kind, large_bytes, traffic
-from ling3export.plan.chips import CHIPS
+from ling3export.foundation.hlo import KINDS, kind, large_bytes, parse, traffic
 
 CHIP = dataclasses.replace(CHIPS["tpu", "v6e"], clock=1e9, bandwidth=1e9)
 

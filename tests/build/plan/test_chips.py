@@ -10,14 +10,13 @@ import pytest
 
 from ling3export.checkpoint.synth import config_fields
 from ling3export.compile import accelerators
+from ling3export.cost.chips import CARDS, CHIPS, target_config
 from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.plan import chips, toolchain
-from ling3export.plan.chips import CARDS, CHIPS, target_config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
-from ling3export.plan.targets import Target, parse_target
-from ling3export.plan.toolchain import check_toolchain, compiler_environment
+from ling3export.plan.targets import Target, check_toolchain, compiler_environment, parse_target
 
 FULL = Config.from_dict(config_fields("full", {}))
 

@@ -12,18 +12,16 @@ from ling3export.artifacts.schema import Memory
 from ling3export.checkpoint.synth import config_fields
 from ling3export.cli import main as cli
 from ling3export.compile.accelerators import _too_large
+from ling3export.cost.chips import CHIPS
 from ling3export.cost.roofline import TOKENS, roofline_bound
 from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.state import state_bytes
-from ling3export.plan.chips import CHIPS
+from ling3export.plan.memory import check_memory, held, weight_bytes
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
-from ling3export.plan.pools import weight_bytes
-from ling3export.pricing.memory import check_memory, held
-from ling3export.pricing.pricing import PricedCell, TokenCosts, priced, token_costs
-from ling3export.pricing.recorded import config_of, layout_difference, options_of, plan_of
-from ling3export.pricing.text import _columns, _tokens
+from ling3export.plan.pricing import PricedCell, TokenCosts, _columns, _tokens, priced, token_costs
+from ling3export.plan.recorded import config_of, layout_difference, options_of, plan_of
 from tests.support.refusals import refusal
 
 FULL = Config.from_dict(config_fields("full", {}))
@@ -244,18 +242,18 @@ def test_what_a_device_holds():
     """Programs add up, of what passes the dearest counts; an output in a donated buffer needs no memory of its own."""
     plan = make_plan(FULL, Options(), "tpu:v6e:4x4")
     cells = {"decode@16": compiled(), "prefill@512": compiled(temporaries=700)}
-    found = held(FULL, plan, cells)
+    found = held(FULL, plan.target, plan.geometry, cells)
     assert MEMORY.passing == 120
     assert (found.temporaries, found.programs, found.dearest) == (750, 10, "prefill@512")
     assert found.total == found.weights + found.state + 760
-    check_memory(FULL, plan, cells)
+    check_memory(FULL, plan.target, plan.geometry, cells)
 
 
 def test_a_target_whose_temporaries_do_not_fit_is_refused_with_the_sum_and_the_option():
     plan = make_plan(FULL, Options(), "tpu:v6e:4x4")
     cells = {"prefill@512": compiled(temporaries=30 << 30, code=1 << 20)}
     with pytest.raises(PlanError) as caught:
-        check_memory(FULL, plan, cells)
+        check_memory(FULL, plan.target, plan.geometry, cells)
     assert caught.value.message == (
         "memory of `tpu:v6e:4x4`: expected room for weights (971.55 MiB) + state (317.57 MiB) + temporaries of "
         "prefill@512 (30.00 GiB) + 1 programs (1.00 MiB) = 31.26 GiB a device, found 31.24 GiB"
@@ -282,9 +280,10 @@ def test_what_libtpu_refuses_is_said_with_its_sum_and_the_option():
 def test_the_memory_of_a_target_that_no_table_knows_is_not_checked():
     plan = make_plan(FULL, Options(), "cpu")
     records = {"prefill@512": compiled(temporaries=1 << 50)}
-    check_memory(FULL, plan, records)
+    check_memory(FULL, plan.target, plan.geometry, records)
+    larger = make_plan(FULL, Options(), "tpu:v6e:4x4")
     with pytest.raises(PlanError):
-        check_memory(FULL, make_plan(FULL, Options(), "tpu:v6e:4x4"), records)
+        check_memory(FULL, larger.target, larger.geometry, records)
 
 
 def test_priced_refuses_what_a_chip_cannot_hold():

@@ -26,7 +26,7 @@ from ling3export.artifacts.receipts import table
 from ling3export.artifacts.schema import Collective, Estimate, Receipt
 from ling3export.cli.main import main as build_side
 from ling3export.foundation.errors import ArtifactError
-from ling3export.pricing.recorded import config_fields
+from ling3export.plan.recorded import config_fields
 from ling3export.runners.calibrate.calibrate import finite
 from ling3export.runners.calibrate.text import bars, page
 from ling3export.runners.calibrate.times import full

@@ -1,9 +1,15 @@
-"""How many latent pages a target gets: what is asked for, or what its memory holds beside weights and slots."""
+"""What one device holds while a target runs, against what it has: weights, state, temporaries, programs.
+
+The latent pool gets as many pages as are asked for, or as memory holds beside weights and slots. All cells are loaded
+at once, and one runs at a time: programs add up, of temporaries the largest counts.
+"""
 
 import math
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ling3export.artifacts.schema import Program
 from ling3export.foundation.dtypes import BY_NAME
 from ling3export.foundation.errors import PlanError
 from ling3export.foundation.tables import readable
@@ -111,3 +117,55 @@ def size_pages(config: Config, geometry: Geometry, options: Options, target: Tar
         each = readable(snapshot_bytes(config, geometry))
         note += f", of it {geometry.snapshots} snapshots of {each} over all devices"
     return replace(geometry, pages=pages), note
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on one device."""
+
+    weights: int  # its share of the parameters
+    state: int  # its share of slots and pages
+    # What the cell with the most needs, its outputs that reuse no donated buffer included; None while nothing is
+    # compiled.
+    temporaries: int | None
+    programs: int | None  # the code of all cells; None while nothing is compiled
+    dearest: str | None  # the cell with the most temporaries
+    total: int  # the sum of what is known
+    memory: int | None  # what a device has; None where no table says so
+
+
+def held(config: Config, target: Target, geometry: Geometry, cells: Mapping[str, Program]) -> Held:
+    """What a device of ``target`` holds.
+
+    Args:
+        config: The model.
+        target: The machine.
+        geometry: Its pools.
+        cells: Every cell as the compiler left it; empty while nothing is compiled.
+    """
+    memory = None if target.chip is None else target.chip.memory
+    weights, state = weight_bytes(config, geometry), state_of_device(config, geometry)
+    if not cells:
+        return Held(weights, state, None, None, None, weights + state, memory)
+    dearest = max(cells, key=lambda name: cells[name].memory.passing)
+    temporaries, programs = cells[dearest].memory.passing, sum(cell.memory.code for cell in cells.values())
+    return Held(weights, state, temporaries, programs, dearest, weights + state + temporaries + programs, memory)
+
+
+def check_memory(config: Config, target: Target, geometry: Geometry, cells: Mapping[str, Program]) -> None:
+    """Refuses a compiled target that a device cannot hold. Pools are checked before anything is compiled.
+
+    Raises:
+        PlanError: With the sum, and the options that lower it.
+    """
+    found = held(config, target, geometry, cells)
+    if found.memory is None or found.total <= found.memory:
+        return
+    raise PlanError(
+        f"memory of `{target.text}`: expected room for weights ({readable(found.weights)}) + state "
+        f"({readable(found.state)}) + temporaries of {found.dearest} ({readable(found.temporaries or 0)}) + "
+        f"{len(cells)} programs ({readable(found.programs or 0)}) = {readable(found.total)} a device, "
+        f"found {readable(found.memory)}",
+        f"lower --memory-fraction or --pages (pools), --max-running, or the padding of {found.dearest}; or take a "
+        "larger topology",
+    )

@@ -1,1 +1,0 @@
-"""A plan with what it would cost."""
