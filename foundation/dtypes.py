@@ -35,3 +35,5 @@ TABLE = (
 )
 BY_NAME = {dtype.name: dtype for dtype in TABLE}
 BY_CODE = {dtype.code: dtype for dtype in TABLE if dtype.code}
+# In the int32 expert ids of a call, of programs and of those who feed them: this and more means "no expert".
+MASK = 1_000_000

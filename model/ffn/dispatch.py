@@ -1,4 +1,4 @@
-"""The FfnWorkerBatching operator as pure jax, and the sum that brings the experts' results back to their tokens.
+"""The FfnWorkerBatching operator as pure jax: pairs of tokens and experts, ordered by expert.
 
 Attention sessions publish rows: for each token of a micro batch, the ids of its experts. The operator orders the
 (token, expert) pairs by expert and gathers their data, so that an FFN worker computes each expert once. Source of the
@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
+from jaxtyping import Array, Bool, Float32, Int32, Shaped
 
-from ling3export.foundation.experts import MASK
+from ling3export.foundation.dtypes import MASK
 
 LAST = jnp.iinfo(jnp.int32).max  # the sorting key of masked pairs
 MOST_EXPERTS = 8192
@@ -25,7 +25,7 @@ STORED = {FLOAT16: jnp.float16, BFLOAT16: jnp.bfloat16, INT8: jnp.int8}
 class FfnBatch(NamedTuple):
     """Pairs of a token and one of its experts, ordered by expert; of ``Y`` rows the first ``actual_token_num`` hold.
 
-    The other rows are zero. Integers are int32: jax without x64 has no others, and ``runners/ffn`` widens them.
+    The other rows are zero. Integers are int32: jax without x64 has no others.
 
     Attributes:
         y: ``[Y, H]``: the tokens' data, its bits unchanged.
@@ -122,29 +122,6 @@ def ffn_worker_batching(
     session, micro_batch, token, offset = (jnp.where(live, each, 0) for each in (session, micro_batch, token, offset))
     groups = _groups(rows)
     return FfnBatch(y, groups, session, micro_batch, token, offset, scale, count, gathered, dropped)
-
-
-def group_sizes(group_list: Int32[Array, "E 2"]) -> Int32[Array, "E"]:
-    """Rows of every expert, as ``jax.lax.ragged_dot`` takes them."""
-    return jnp.zeros(group_list.shape[0], jnp.int32).at[group_list[:, 0]].add(group_list[:, 1])
-
-
-def combine(
-    results: Float[Array, "Y H"], batch: FfnBatch, weights: Float32[Array, "A BS K1"]
-) -> Float32[Array, "A BS H"]:
-    """Each published token's weighted sum over its experts, in fp32.
-
-    Args:
-        results: What the experts made of ``batch.y``.
-        batch: What :func:`ffn_worker_batching` gave.
-        weights: Of each published pair, with the scaling of routed experts; 1 for a shared one. Pairs without an
-            expert count nothing.
-    """
-    live = jnp.arange(len(results)) < batch.actual_token_num
-    rows = jnp.where(live[:, None], results.astype(jnp.float32), 0)
-    place = jnp.where(live, batch.gather_idx, len(results))
-    spread = jnp.zeros(rows.shape, jnp.float32).at[place].set(rows, mode="drop")
-    return jnp.sum(spread.reshape(*weights.shape, -1) * weights[..., None], axis=2)
 
 
 def _check(

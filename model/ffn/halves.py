@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt8
 
-from ling3export.foundation.experts import MASK
+from ling3export.foundation.dtypes import MASK
 from ling3export.model.config import Config
 from ling3export.model.decoder import Layer, Ling3, static_layer
 from ling3export.model.ffn.dispatch import FLOAT16, INT8, SCALE_BYTES, ffn_worker_batching

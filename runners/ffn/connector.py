@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ling3export.foundation.experts import MASK
+from ling3export.foundation.dtypes import MASK
 from ling3export.runners.ffn import WAIT
 from ling3export.runners.ffn.context import ContextError
 from ling3export.runners.ffn.schedule import FLAG, LAYER, LONGEST_NAP, Published, ScheduleTimeout

@@ -6,15 +6,13 @@ written last, which needs no lock where stores become visible in order (x86-64).
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from ling3export.foundation.dtypes import MASK
 from ling3export.foundation.errors import Ling3Error
-from ling3export.foundation.experts import MASK
-from ling3export.runners.ffn.context import HEAD, SIZE, ContextError, ScheduleContext, get, put
+from ling3export.runners.ffn.context import HEAD, ContextError, ScheduleContext, get, put
 
 FLAG, LAYER = 0, 1  # places in a row of the token info
 LONGEST_NAP = 0.001  # seconds between two looks
@@ -188,63 +186,3 @@ class TokenBuffers:
             self._info[ready, micro_batch, FLAG] = 0
             put(self._memory, "polling_index", (micro_batch + 1) % context.micro_batch_num)
         return Published(numbers[0], numbers[1], numbers[2], ids, count)
-
-    def scheduled(self) -> Published:
-        """What a scheduler of its own wrote into the context's result buffers (``need_schedule=0``).
-
-        Raises:
-            ContextError: A buffer does not lie within the segment, or more rows than sessions are named.
-        """
-        now = ScheduleContext.parse(self._memory[:SIZE])
-        sessions = now.session_num
-        if now.out_num > sessions:
-            raise ContextError(f"context `out_num`: expected at most {sessions} rows, found {now.out_num}")
-
-        def read(start: int, *shape: int) -> np.ndarray:
-            return self.view(start, np.int32, (sessions, *shape)).copy()
-
-        ids = read(now.expert_ids_buf, *now.data_shape[2:4])
-        return Published(
-            read(now.session_ids_buf), read(now.micro_batch_ids_buf), read(now.layer_ids_buf), ids, now.out_num
-        )
-
-
-def receive(
-    buffers: TokenBuffers,
-    operator: Callable[..., Any],
-    *,
-    need_schedule: int,
-    timeout: float,
-    synchronous: bool = True,
-    checks: str = "mask",
-) -> dict[str, np.ndarray]:
-    """FfnWorkerBatching over a segment, with the integers of the original.
-
-    Args:
-        buffers: The segment's.
-        operator: The program: from ``token_data``, ``expert_ids``, ``session_ids``, ``micro_batch_ids``, ``layer_ids``
-            and ``out_num`` to the named outputs of ``ffn_worker_batching``.
-        need_schedule: 1 waits for rows and takes them, as ``TokenBuffers.take``; 0 reads those of another scheduler.
-        timeout: Seconds to wait for rows.
-        synchronous: Which rows are waited for.
-        checks: What becomes of experts that do not exist: ``mask`` leaves that to the operator, ``error`` raises.
-
-    Returns:
-        The outputs by name; ``group_list`` and ``actual_token_num`` as int64, which programs have no room for.
-
-    Raises:
-        ValueError: A setting that there is not.
-        ContextError: An expert that does not exist, or result buffers that do not fit the segment.
-        ScheduleTimeout: No rows in time.
-    """
-    for name, found, there in (("need_schedule", need_schedule, (0, 1)), ("checks", checks, ("mask", "error"))):
-        if found not in there:
-            raise ValueError(f"ffn_worker_batching `{name}`: expected {there[0]} or {there[1]}, found {found}")
-    rows = buffers.take(timeout, synchronous=synchronous) if need_schedule else buffers.scheduled()
-    if checks == "error":
-        rows.check(buffers.context.expert_num)
-    batch = operator(
-        buffers.data, rows.expert_ids, rows.session_ids, rows.micro_batch_ids, rows.layer_ids, np.int32(rows.out_num)
-    )
-    outputs = {name: np.asarray(value) for name, value in batch._asdict().items()}
-    return outputs | {name: outputs[name].astype(np.int64) for name in ("group_list", "actual_token_num")}

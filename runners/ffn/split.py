@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ling3export.artifacts.schema import Manifest, Target
-from ling3export.foundation.dtypes import BY_NAME
+from ling3export.foundation.dtypes import BY_NAME, MASK
 from ling3export.foundation.errors import ArtifactError
-from ling3export.foundation.experts import MASK
 from ling3export.runners.ffn.connector import AttentionConnector, Phases
 from ling3export.runners.ffn.segment import Row
 

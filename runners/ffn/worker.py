@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ling3export.foundation.dtypes import MASK
 from ling3export.foundation.errors import ArtifactError, Ling3Error
-from ling3export.foundation.experts import MASK
 from ling3export.foundation.shards import Shard
 from ling3export.runners.ffn import FFN, WAIT
 from ling3export.runners.ffn.connector import FfnConnector, owners

@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 from jax import export
 
-from ling3export.model.ffn import FfnBatch, combine, ffn_worker_batching, group_sizes
-from ling3export.runners.ffn.context import SIZE, ContextError, ScheduleContext
-from ling3export.runners.ffn.schedule import TokenBuffers, receive
+from ling3export.foundation.dtypes import MASK
+from ling3export.model.ffn import FfnBatch, ffn_worker_batching
 
 pytestmark = pytest.mark.jit
 
-MASK = 1_000_000
 ITEM = (2, 2, 1)  # bytes of a number, by token_dtype
 IDS = np.array([[[3, 0, 4], [0, MASK, 4]], [[3, 1, 4], [MASK, MASK, MASK]]], np.int32)
 EXAMPLE: dict[str, Any] = {"session_ids": np.arange(2, dtype=np.int32), "micro_batch_ids": np.array([1, 0], np.int32)}
@@ -51,7 +49,6 @@ def test_the_published_example(mode, offsets):
     assert batch.expert_offsets.tolist() == padded(*offsets)
     assert batch.group_list.tolist() == [[0, 2], [1, 1], [3, 2], [4, 3], [0, 0]]
     assert (batch.actual_token_num, batch.dropped, batch.dynamic_scale.shape) == (8, 0, (0,))
-    assert np.asarray(group_sizes(jnp.asarray(batch.group_list))).tolist() == [2, 1, 0, 2, 3]
 
 
 def test_the_example_in_int8_carries_its_scales():
@@ -194,21 +191,6 @@ def test_pairs_of_an_expert_keep_their_order():
     assert np.asarray(batch.y)[:, 0].tolist() == list(range(24))
 
 
-def test_experts_that_change_nothing_give_the_tokens_back():
-    rng = np.random.default_rng(0)
-    token = rng.standard_normal((3, 2, 4, 1, 8)).astype(np.float32)
-    data = np.repeat(token, 3, axis=3)  # each of three experts gets the token
-    ids = rng.permuted(np.tile(np.arange(6), (3, 4, 1)), axis=-1)[..., :3].astype(np.int32)
-    weights = rng.random((3, 4, 3)).astype(np.float32)
-    weights = jnp.asarray(weights / weights.sum(-1, keepdims=True))
-    sessions, micro = np.arange(3, dtype=np.int32), np.array([1, 0, 1], np.int32)
-    batch = ffn_worker_batching(data, ids, sessions, micro, expert_num=6, max_out_shape=(3, 4, 3, 8))
-    np.testing.assert_allclose(combine(batch.y, batch, weights), token[sessions, micro, :, 0], rtol=1e-6)
-    ids[1, 2] = MASK  # a token without experts gets nothing
-    batch = ffn_worker_batching(data, ids, sessions, micro, expert_num=6, max_out_shape=(3, 4, 3, 8))
-    assert not np.asarray(combine(batch.y, batch, weights))[1, 2].any()
-
-
 def test_the_exported_program_equals_the_function_in_a_fresh_process(tmp_path):
     """One program for every number of published rows, which is an argument."""
     rng = np.random.default_rng(3)
@@ -239,74 +221,6 @@ for rows in range(4):
         assert int(expected.actual_token_num) == 10 * published
         for name, left, right in zip(FfnBatch._fields, found, expected, strict=True):
             assert left.tobytes() == np.asarray(right).tobytes(), name
-
-
-def segment_of_the_example() -> TokenBuffers:
-    """Both sessions have published: session 0 its micro batch 1, session 1 its micro batch 0, as rows of fp16."""
-    info, pairs = 4 * 2 * 2 * (2 + 6), 2 * 2 * 6
-    context = ScheduleContext(
-        session_num=2,
-        micro_batch_num=2,
-        micro_batch_size=2,
-        selected_expert_num=3,
-        expert_num=5,
-        attn_to_ffn_token_size=512,
-        run_flag=1,
-        ffn_token_info_buf=SIZE,
-        ffn_token_info_size=info,
-        ffn_token_data_buf=SIZE + info,
-        ffn_token_data_size=512 * pairs,
-    )
-    memory = memoryview(bytearray(SIZE + info + 512 * pairs))
-    memory[:SIZE] = context.build()
-    buffers = TokenBuffers(memory)
-    data = np.repeat(values()[..., None], 4, -1).astype(np.float16).view(np.uint8)
-    for session, micro in enumerate(EXAMPLE["micro_batch_ids"]):
-        buffers.publish(session, int(micro), 0, IDS[session], data[session, micro])
-    return buffers
-
-
-def operator(*arguments: Any) -> FfnBatch:
-    *given, _, out_num = arguments
-    return ffn_worker_batching(*given, **OPTIONS, out_num=out_num)
-
-
-def test_the_operator_over_a_segment_takes_what_is_ready_in_the_integers_of_the_original():
-    """An asynchronous worker finds session 1 with its micro batch 0 first, then session 0 with its micro batch 1."""
-    buffers = segment_of_the_example()
-    found = [receive(buffers, operator, need_schedule=1, synchronous=False, timeout=1) for _ in range(2)]
-    assert [each["group_list"].tolist() for each in found] == [
-        [[1, 1], [3, 1], [4, 1], [0, 0], [0, 0]],
-        [[0, 2], [3, 1], [4, 2], [0, 0], [0, 0]],
-    ]
-    assert [each["y"][:5, 0].tolist() for each in found] == [[1001, 1000, 1002, 0, 0], [101, 110, 100, 102, 112]]
-    assert [int(each["actual_token_num"]) for each in found] == [3, 5]
-    dtypes = {name: value.dtype for name, value in found[0].items()}
-    assert dtypes["group_list"] == dtypes["actual_token_num"] == np.int64
-    assert dtypes["session_ids"] == dtypes["token_ids"] == np.int32 and dtypes["y"] == np.float16
-    buffers.stop()
-    ended = receive(buffers, operator, need_schedule=1, timeout=60)
-    assert int(ended["actual_token_num"]) == 0 and not ended["group_list"].any()
-
-
-def test_an_expert_that_does_not_exist_is_masked_and_counted_or_an_error():
-    ids = IDS[0].copy()
-    ids[0, 0] = 5
-    for checks in ("mask", "error"):
-        buffers = segment_of_the_example()
-        for session in range(2):
-            buffers.take(1, synchronous=False)
-            buffers.publish(session, 0, 0, ids, np.zeros((2, 3, 8), np.uint8))
-        if checks == "mask":
-            found = receive(buffers, operator, need_schedule=1, timeout=1)
-            assert (int(found["dropped"]), int(found["actual_token_num"])) == (2, 8)
-        else:
-            with pytest.raises(ContextError, match="expected them below 5, found 5 for token 0 of session 0"):
-                receive(buffers, operator, need_schedule=1, timeout=1, checks=checks)
-    with pytest.raises(ValueError, match="`need_schedule`: expected 0 or 1, found 2"):
-        receive(buffers, operator, need_schedule=2, timeout=1)
-    with pytest.raises(ValueError, match="`checks`: expected mask or error, found no"):
-        receive(buffers, operator, need_schedule=1, timeout=1, checks="no")
 
 
 @pytest.mark.parametrize(

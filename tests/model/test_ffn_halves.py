@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ling3export.foundation.experts import MASK
+from ling3export.foundation.dtypes import MASK
 from ling3export.model.ffn.halves import combine_rows, dispatch, experts, quantized
 from ling3export.model.geometry import Form
 from ling3export.model.moe import MixtureOfExperts, route

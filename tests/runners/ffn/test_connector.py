@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ling3export.foundation.dtypes import BY_NAME
+from ling3export.foundation.dtypes import BY_NAME, MASK
 from ling3export.foundation.errors import Ling3Error
-from ling3export.foundation.experts import MASK
 from ling3export.runners.ffn.connector import AttentionConnector, FfnConnector, owners
 from ling3export.runners.ffn.context import SIZE, ContextError
 from ling3export.runners.ffn.schedule import FLAG, ScheduleTimeout

@@ -196,29 +196,3 @@ def test_a_worker_waits_for_a_session_that_publishes_late():
     late.start()
     assert buffers.take(timeout=60).out_num == SESSIONS
     late.join()
-
-
-def test_what_another_scheduler_found_is_read():
-    size = WHOLE + 4 * (3 * SESSIONS + SESSIONS * TOKENS * EXPERTS)
-    starts = [WHOLE + 4 * SESSIONS * n for n in range(4)]
-    context = replace(
-        CONTEXT,
-        session_ids_buf=starts[0],
-        micro_batch_ids_buf=starts[1],
-        layer_ids_buf=starts[2],
-        expert_ids_buf=starts[3],
-        out_num=2,
-    )
-    memory = memoryview(bytearray(size))
-    memory[:SIZE] = context.build()
-    memory[WHOLE:] = np.arange((size - WHOLE) // 4, dtype=np.int32).tobytes()
-    found = TokenBuffers(memory).scheduled()
-    assert (found.session_ids.tolist(), found.micro_batch_ids.tolist()) == ([0, 1, 2], [3, 4, 5])
-    assert (found.layer_ids.tolist(), found.expert_ids.reshape(-1).tolist()) == ([6, 7, 8], list(range(9, 21)))
-    assert found.out_num == 2
-    memory[:SIZE] = replace(context, out_num=4).build()
-    with pytest.raises(ContextError, match="`out_num`: expected at most 3 rows, found 4"):
-        TokenBuffers(memory).scheduled()
-    memory[:SIZE] = replace(context, expert_ids_buf=size - 4).build()
-    with pytest.raises(ContextError, match="context buffer: expected 48 bytes within"):
-        TokenBuffers(memory).scheduled()
