@@ -8,7 +8,7 @@ from ling3export.checkpoint.synth import config_fields
 from ling3export.cost.chips import CHIPS
 from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
-from ling3export.plan import toolchain
+from ling3export.plan import targets
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
 from ling3export.plan.targets import check_toolchain, compiler_environment, known_targets, parse_target
@@ -101,7 +101,7 @@ def test_a_missing_or_foreign_libtpu_is_refused_by_both_names(monkeypatch, found
             raise metadata.PackageNotFoundError(name)
         return found
 
-    monkeypatch.setattr(toolchain.metadata, "version", version)
+    monkeypatch.setattr(targets.metadata, "version", version)
     monkeypatch.setattr(toolchain, "wanted_libtpu", lambda: "0.0.48")
     with pytest.raises(PlanError) as caught:
         check_toolchain(parse_target("tpu:v6e:4x4", None, FULL))
@@ -114,7 +114,7 @@ def test_a_missing_or_foreign_libtpu_is_refused_by_both_names(monkeypatch, found
 
 def test_the_libtpu_that_belongs_to_jax_is_installed():
     check_toolchain(parse_target("tpu:v6e:4x4", None, FULL))
-    assert toolchain.metadata.version("libtpu").startswith(f"{toolchain.wanted_libtpu()}.")
+    assert targets.metadata.version("libtpu").startswith(f"{targets.wanted_libtpu()}.")
 
 
 def test_compiling_for_a_tpu_needs_no_tpu_in_the_environment():

@@ -10,10 +10,11 @@ import pytest
 
 from ling3export.checkpoint.synth import config_fields
 from ling3export.compile import accelerators
+from ling3export.cost import chips
 from ling3export.cost.chips import CARDS, CHIPS, target_config
 from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
-from ling3export.plan import chips, toolchain
+from ling3export.plan import targets
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
 from ling3export.plan.targets import Target, check_toolchain, compiler_environment, parse_target
@@ -63,7 +64,7 @@ def test_a_missing_or_foreign_plugin_is_refused_by_both_names(monkeypatch, plugi
             raise metadata.PackageNotFoundError(name)
         return versions[name]
 
-    monkeypatch.setattr(toolchain.metadata, "version", version)
+    monkeypatch.setattr(targets.metadata, "version", version)
     with pytest.raises(PlanError) as caught:
         check_toolchain(parse_target("cuda:h200", None, FULL))
     assert caught.value.message == (
@@ -74,9 +75,9 @@ def test_a_missing_or_foreign_plugin_is_refused_by_both_names(monkeypatch, plugi
 
 def test_the_plugin_of_the_version_of_jax_is_accepted(monkeypatch):
     asked = []
-    monkeypatch.setattr(toolchain.metadata, "version", lambda name: asked.append(name) or "0.1.2")
+    monkeypatch.setattr(targets.metadata, "version", lambda name: asked.append(name) or "0.1.2")
     check_toolchain(parse_target("cuda:h100", None, FULL))
-    assert {*asked} == {"jax", *toolchain.CUDA_PACKAGES}
+    assert {*asked} == {"jax", *targets.CUDA_PACKAGES}
 
 
 def test_compiling_for_a_card_needs_no_card():
