@@ -102,7 +102,7 @@ def test_a_missing_or_foreign_libtpu_is_refused_by_both_names(monkeypatch, found
         return found
 
     monkeypatch.setattr(targets.metadata, "version", version)
-    monkeypatch.setattr(toolchain, "wanted_libtpu", lambda: "0.0.48")
+    monkeypatch.setattr(targets, "wanted_libtpu", lambda: "0.0.48")
     with pytest.raises(PlanError) as caught:
         check_toolchain(parse_target("tpu:v6e:4x4", None, FULL))
     assert caught.value.message == (
