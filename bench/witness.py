@@ -11,7 +11,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,9 @@ def ours(url: str, data: Path, tokens: Path, count: int, *more: str) -> tuple[Fl
         run(["ling3export.runners.cli", "bench", "serve", *what, *where])
         found = last_line(line.read_text())
     assert found["figures"]["completed"] == count, found["figures"]
-    heard = [RequestResult(**each | {"times": each["pieces"]}) for each in found["requests"]]
+    known = {each.name for each in fields(RequestResult)}
+    kept = [{name: value for name, value in each.items() if name in known} for each in found["requests"]]
+    heard = [RequestResult(**each | {"times": each["pieces"]}) for each in kept]
     by_text = asdict(figures(heard, found["figures"]["duration"]))
     counts = {"tokens": float(by_text["output_tokens"]), "pieces": float(sum(len(each.pieces) for each in heard))}
     flat = [{row: at(values, place) for row, place, _ in ROWS} | counts for values in (found["figures"], by_text)]

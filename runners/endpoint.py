@@ -1,4 +1,8 @@
-"""A server of OpenAI's API over HTTP, as its clients see it: a connection for each request, the answer as it comes."""
+"""A server of OpenAI's API over HTTP, as its clients see it: a connection for each request, the answer as it comes.
+
+On h11, for httpx takes two to eight times the processor time for each request (docs/log/serving.md, 2026-11-25), and a
+benchmark's client or a router has one core.
+"""
 
 import asyncio
 import json

@@ -7,6 +7,7 @@ from time import perf_counter as now
 from typing import Any
 
 import h11
+from prometheus_client.parser import text_string_to_metric_families
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.strict_json import parse_json
@@ -111,10 +112,9 @@ class HttpClient:
             return None
         counts = []
         for server in self._behind:
-            for line in (await _whole(server, "/metrics")).decode().splitlines():
-                name, _, value = line.rpartition(" ")
-                if name in (COMPILES, f"{COMPILES}_total"):
-                    counts.append(int(float(value)))
+            families = text_string_to_metric_families((await _whole(server, "/metrics")).decode())
+            samples = (sample for family in families for sample in family.samples)
+            counts += [int(each.value) for each in samples if each.name in (COMPILES, f"{COMPILES}_total")]
         return sum(counts) if counts else None
 
     async def _events(self, body: bytes) -> AsyncGenerator[tuple[bytes, float], None]:

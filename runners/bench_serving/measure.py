@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from time import perf_counter as now
 from typing import Any
 
 from ling3export.artifacts.manifest import read_manifest
@@ -14,10 +13,9 @@ from ling3export.artifacts.schema import Manifest
 from ling3export.foundation.errors import RequestError
 from ling3export.foundation.reading import read_bytes
 from ling3export.runners.bench_serving import workloads
-from ling3export.runners.bench_serving.metrics import Figures, RequestResult, figures, parse_goals
+from ling3export.runners.bench_serving.metrics import Figures, figures, parse_goals
 from ling3export.runners.bench_serving.record import record
-from ling3export.runners.bench_serving.run import Run, Told, run
-from ling3export.runners.bench_serving.servers import EngineClient
+from ling3export.runners.bench_serving.run import EngineClient, Run, Told, run
 from ling3export.runners.bench_serving.table import render
 from ling3export.runners.bench_serving.workloads import SampleRequest, WorkloadSpec, arrivals
 from ling3export.runners.engine.engine import Engine
@@ -176,37 +174,6 @@ def measure(
             done = asyncio.run(run(inside, asks, times, limit=how.max_concurrency, tokenizer=tokenizer, told=told))
     found = figures(done.results, done.duration, goals=goals, limit=how.max_concurrency if how.steady else None)
     return Measurement(how, backend, found, done, asks, manifest)
-
-
-def throughput(how: Settings, report: Callable[[str], None] = say) -> Measurement:
-    """Gives all requests to an engine in this process in one call, and waits for the last; no client is in between.
-
-    Raises:
-        Ling3Error: The workload cannot be made, or the artifact cannot be loaded.
-    """
-    manifest, _, asks, _ = _workload(how)
-    with _engine(how, report) as engine:
-        requests = [engine.request(ask.prompt, ask.output, ignore_eos=not how.stop_at_eos) for ask in asks]
-        engine.complete([replace(requests[0], max_tokens=min(requests[0].max_tokens, workloads.WARM_UP))])
-        before, started = engine.stats()["compile_events"], now()
-        answers = engine.complete(requests)
-        duration, compiled = now() - started, engine.stats()["compile_events"] - before
-    results = [
-        RequestResult(
-            started,
-            [started + at / 1e3 for at in each.token_ms],
-            len(each.prompt_ids),
-            len(each.token_ids),
-            each.text or "",
-            len(each.token_ids),
-            cached=each.cached_tokens,
-        )
-        for each in answers
-    ]
-    for result, each in zip(results, answers, strict=True):
-        result.take(each.times)
-    done = Run(results, duration, 0, compiled)
-    return Measurement(how, EngineClient.backend, figures(results, duration), done, asks, manifest)
 
 
 def open_tokenizer(path: Path) -> Tokenizer:

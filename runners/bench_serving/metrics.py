@@ -7,10 +7,11 @@ latencies (ITL) are τ(j+1) - τj. Failed requests count in ``failed`` and nowhe
 
 import itertools
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from ling3export.foundation.errors import RequestError
 
@@ -110,17 +111,11 @@ class Spread:
     @classmethod
     def of(cls, seconds: Iterable[float]) -> "Spread":
         """The figures of values in seconds; the standard deviation is that of a population."""
-        values = sorted(1e3 * each for each in seconds)
-        if not values:
+        values = 1e3 * np.fromiter(seconds, float)
+        if not values.size:
             return cls()
-        return cls(
-            statistics.fmean(values),
-            percentile(values, 50),
-            statistics.pstdev(values),
-            percentile(values, 95),
-            percentile(values, 99),
-            values[-1],
-        )
+        median, p95, p99 = np.percentile(values, (50, 95, 99)).tolist()
+        return cls(float(values.mean()), median, float(values.std()), p95, p99, float(values.max()))
 
 
 @dataclass(frozen=True)
@@ -183,14 +178,6 @@ class Figures:
     transfer_speed: float | None = None
 
 
-def percentile(ascending: Sequence[float], percent: float) -> float:
-    """The percentile of ascending values with linear interpolation, as ``numpy.percentile`` gives it."""
-    place = (len(ascending) - 1) * percent / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ascending) - 1)
-    return ascending[low] + (ascending[high] - ascending[low]) * (place - low)
-
-
 def figures(
     results: Sequence[RequestResult],
     duration: float,
@@ -213,9 +200,6 @@ def figures(
     def rate(amount: float) -> float:
         return amount / duration if duration > 0 else 0.0
 
-    phases = [each.phases for each in done if each.phases is not None]
-    moved = [each for each in done if each.transfer_bytes is not None]
-    taking = sum((each.told or {}).get("transfer", 0.0) for each in moved)
     return Figures(
         len(done),
         len(results) - len(done),
@@ -233,13 +217,9 @@ def figures(
         tpot=Spread.of(each.tpot for each in done if each.tokens > 1),
         itl=Spread.of(gap for each in done for gap in each.itl),
         cache_hit_rate=sum(known) / inputs if known and inputs else None,
-        remote_prefill_share=len(moved) / len(done) if phases else None,
         goodput=None if goals is None else rate(sum(_keeps(each, goals) for each in done)),
         steady=None if limit is None else _steady(done, limit),
-        phases=_phases(phases) or None,
-        moving_share=_moving(moved) if moved else None,
-        transfer_bytes=sum(each.transfer_bytes or 0 for each in moved) / len(moved) if moved else None,
-        transfer_speed=sum(each.transfer_bytes or 0 for each in moved) / taking if taking else None,
+        **_phases(done),
     )
 
 
@@ -263,14 +243,23 @@ def parse_goals(text: str) -> dict[str, float]:
     return found
 
 
-def _phases(found: Sequence[dict[str, float]]) -> dict[str, Spread]:
-    names = [name for name in PHASES if any(name in each for each in found)]
-    return {name: Spread.of(each.get(name, 0.0) for each in found) for name in names}
-
-
-def _moving(moved: Sequence[RequestResult]) -> float:
-    away = sum((each.told or {}).get(name, 0.0) for each in moved for name in ("save", "transfer"))
-    return away / (sum(each.ttft for each in moved) or 1.0)
+def _phases(done: Sequence[RequestResult]) -> dict[str, Any]:
+    """Those figures that need a server of ours, which tells phases; none of them where nobody told any."""
+    told = [each.phases for each in done if each.phases is not None]
+    if not told:
+        return {}
+    names = [name for name in PHASES if any(name in each for each in told)]
+    found: dict[str, Any] = {name: Spread.of(each.get(name, 0.0) for each in told) for name in names}
+    moved = [each for each in done if each.transfer_bytes is not None]
+    size = sum(each.transfer_bytes or 0 for each in moved)
+    save, transfer = (sum((each.told or {}).get(name, 0.0) for each in moved) for name in ("save", "transfer"))
+    return {
+        "phases": found,
+        "remote_prefill_share": len(moved) / len(done),
+        "moving_share": (save + transfer) / (sum(each.ttft for each in moved) or 1.0) if moved else None,
+        "transfer_bytes": size / len(moved) if moved else None,
+        "transfer_speed": size / transfer if transfer else None,
+    }
 
 
 def _keeps(result: RequestResult, goals: dict[str, float]) -> bool:
@@ -281,15 +270,11 @@ def _keeps(result: RequestResult, goals: dict[str, float]) -> bool:
 def _steady(done: Sequence[RequestResult], limit: int) -> Steady | None:
     """The figures of the steady time; None where fewer than ``limit`` requests ever ran at once."""
     changes = sorted([(each.start, 1) for each in done] + [(each.start + each.e2e, -1) for each in done])
-    running, first, last = 0, None, None
-    for at, change in changes:
-        if running == limit:
-            last = at
-        running += change
-        if running == limit and first is None:
-            first = at
-    if first is None or last is None or last <= first:
+    running = list(itertools.accumulate(change for _, change in changes))
+    full = [at for at, count in enumerate(running) if count == limit]
+    if not full or changes[full[0]][0] >= changes[full[-1] + 1][0]:
         return None
+    first, last = changes[full[0]][0], changes[full[-1] + 1][0]
     inside = [each for each in done if first <= each.start and each.start + each.e2e <= last]
     tokens = sum(first <= at <= last for each in done for at in each.times)
     return Steady(

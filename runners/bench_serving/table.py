@@ -92,23 +92,6 @@ def render(
     return "\n".join([f"\n{TITLE:=^{WIDTH}}", *lines, "=" * WIDTH])
 
 
-def offline(found: Figures, backend: str) -> str:
-    """The table of a run without a client: throughput alone."""
-    rows = (
-        ("Backend:", backend),
-        ("Successful requests:", found.completed),
-        ("Benchmark duration (s):", _two(found.duration)),
-        ("Total input tokens:", found.input_tokens),
-        ("Total generated tokens:", found.output_tokens),
-        ("Request throughput (req/s):", _two(found.request_throughput)),
-        ("Input token throughput (tok/s):", _two(found.input_throughput)),
-        ("Output token throughput (tok/s):", _two(found.output_throughput)),
-        ("Total token throughput (tok/s):", _two(found.total_throughput)),
-    )
-    lines = [f"\n{' Offline Throughput Benchmark Result ':=^{WIDTH}}", *("{:<40} {:<10}".format(*row) for row in rows)]
-    return "\n".join([*lines, "=" * WIDTH])
-
-
 def parse(text: str) -> dict[str, str]:
     """The rows of a table by name, without their colons. Of rows of one name the first counts.
 

@@ -35,9 +35,7 @@ WORKLOADS = ("random", "sharegpt", "generated-shared-prefix", "prefix-repetition
 POSITIVE = click.IntRange(1)
 
 
-@click.group(
-    "bench", cls=Group, sections={"Measure": ("serve", "throughput", "compare"), "Look": ("check", "prefixes")}
-)
+@click.group("bench", cls=Group, sections={"Measure": ("serve", "compare"), "Look": ("check", "prefixes")})
 def bench() -> None:
     """Measure latencies and throughput of serving."""
 
@@ -131,36 +129,6 @@ def serve(
     with flight.watched(), progress("bench serve") as told:
         found = measure(how, told)
     click.echo(found.table(table_compat, extended))
-    _write([found], [found.backend], output, html, raw=save_raw)
-    _end(found)
-
-
-@bench.command()
-@click.argument("artifact", type=ARTIFACT)
-@_workload
-@_written
-@artifact_options
-def throughput(
-    artifact: Path,
-    output: Path | None,
-    save_raw: bool,
-    html: Path | None,
-    force: bool,
-    suite: str | None,
-    **settings: Any,
-) -> None:
-    """Measure throughput of ARTIFACT in one call.
-
-    Runs in this process; nothing arrives while it runs.
-    """
-    _check_page(html, force)
-    how = _settings(artifact, suite, settings)
-    from ling3export.runners.bench_serving.measure import throughput as run
-    from ling3export.runners.bench_serving.table import offline
-
-    with flight.watched():
-        found = run(how)
-    click.echo(offline(found.found, found.backend))
     _write([found], [found.backend], output, html, raw=save_raw)
     _end(found)
 

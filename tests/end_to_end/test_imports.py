@@ -22,7 +22,7 @@ PACKAGES = {
     "plan": {"numpy"},
     "report": {"ml_dtypes", "numpy"},
     "runners.adapters": {"inspect_ai", "lm_eval"},
-    "runners.bench_serving": {"h11"},
+    "runners.bench_serving": {"h11", "numpy", "prometheus_client"},
     "runners.calibrate": {"jax", "jinja2", "numpy", "safetensors"},
     "runners.cli": {"click", "numpy"},
     "runners.endpoint": {"h11"},

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.runners.bench_serving.measure import Settings, measure
 from ling3export.runners.bench_serving.record import distribution, over_time, side_by_side
-from ling3export.runners.bench_serving.servers import EngineClient
+from ling3export.runners.bench_serving.run import EngineClient
 from ling3export.runners.bench_serving.table import check
 from ling3export.runners.cli.main import main
 from ling3export.runners.load.programs import Programs
@@ -75,16 +75,6 @@ def test_the_same_seed_measures_the_same_requests(artifact):
     ]
     texts = [sorted(result.text for result in run.done.results) for run in runs]
     assert texts[0] == texts[1] != texts[2]
-
-
-def test_throughput_gives_all_requests_at_once(artifact):
-    done = bench("throughput", artifact, *SMALL)
-    assert done.exit_code == 0
-    assert "====== Offline Throughput Benchmark Result =======" in done.stdout
-    rows = dict(re.findall(r"^(.*?): +(\S+) *$", done.stdout, re.MULTILINE))
-    rate = float(rows["Output token throughput (tok/s)"]) * float(rows["Benchmark duration (s)"])
-    assert rate == pytest.approx(int(rows["Total generated tokens"]), rel=0.5)
-    assert rows["Successful requests"] == "6"
 
 
 def test_a_server_is_measured_with_the_artifacts_tokenizer(artifact):
