@@ -31,7 +31,7 @@ _RING = _COUNT.size
 _TARGET = _RING + _CALLS * _NAME
 _LOADING = _TARGET + _NAME
 _SIZE = 4096
-# Whoever ends a whole group of processes with one of these ends the first one, and not its witness.
+# A signal of these to a whole group of processes ends the first one, and not its witness.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _MEANT = b"."  # told to the second process: the end that follows is meant
 

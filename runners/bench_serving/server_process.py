@@ -1,4 +1,4 @@
-"""Processes of ours on this machine that listen on loopback, started for a measurement and stopped whatever ends it."""
+"""Our servers on loopback, started for a measurement and always stopped after it."""
 
 import os
 import select
@@ -14,14 +14,14 @@ from ling3export.foundation.processes import command, ending, environment
 
 WAIT = 600.0  # seconds until a server prints its address: it loads an artifact on a machine that may be busy
 LAST = 60.0  # seconds that it may take to end
-LINES = 5  # of what it said last go into a message
+LINES = 5  # lines of its last output that a message repeats
 RUNNER = tuple(command("ling3export.runners.cli"))
 
 
 class ServerProcess:
     """A process that prints a line for each address that clients may call, for a ``with``; leaving it ends the process.
 
-    The process has a session of its own: a terminal's Ctrl-C reaches whoever started it alone.
+    The process has a session of its own: a terminal's Ctrl-C reaches only the process that started it.
 
     Args:
         name: What messages call it.

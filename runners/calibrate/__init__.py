@@ -1,1 +1,1 @@
-"""What a machine makes of an artifact's programs: how far they are from the expectations, and how long they take."""
+"""Runs an artifact's programs on a machine: how far they are from the expectations, and how long they take."""

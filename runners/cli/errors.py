@@ -43,7 +43,7 @@ def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def require(command: str, extra: str, *packages: str) -> None:
-    """Refuses a command whose packages are not installed: whoever does not use it does without them.
+    """Refuses a command whose packages are not installed; they are optional for all other commands.
 
     Raises:
         Ling3Error: Packages are missing; it names them, and the extra that brings them.

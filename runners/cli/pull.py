@@ -23,7 +23,7 @@ def pull(
 ) -> None:
     """Pull STORE/ID or STORE/ID@VERSION, and what it depends on.
 
-    Every byte is checked; a pull that broke off is gone on with. With LING3_STORE set, files that an earlier pull has
+    Every byte is checked; a pull that was interrupted continues. With LING3_STORE set, files that an earlier pull has
     brought are not pulled again. Prints the folder.
     """
     kept = os.environ.get(STORE)

@@ -1,1 +1,1 @@
-"""What a machine is, against what an artifact wants of it."""
+"""Compares a machine with the requirements of an artifact."""

@@ -75,7 +75,7 @@ def of_machine(machine: Machine) -> Iterator[Fault]:
 
 
 def of_target(manifest: Manifest, name: str, machine: Machine, artifact: Path) -> Iterator[Fault]:
-    """What a target wants and the machine is not; the verdicts are those of the loader."""
+    """What a target requires and the machine lacks; the verdicts are the loader's."""
     target = manifest.targets[name]
     devices = machine.devices
     build = f"ling3export build --into {artifact} --target {target.platform}"
@@ -96,7 +96,7 @@ def of_target(manifest: Manifest, name: str, machine: Machine, artifact: Path) -
         devices.ids,
     )
     here = verdict.Machine(platform, len(devices.ids), devices.processes)
-    if target.processes > 1 and devices.processes == 1:  # one host of several: the others are as it is, or are asked
+    if target.processes > 1 and devices.processes == 1:  # the other hosts are assumed to be equal
         count = target.mesh.hosts.count(0)
         if len(devices.ids) < count:
             what = f"devices: built for {count} on each host, found {len(devices.ids)}"

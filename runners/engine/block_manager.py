@@ -1,7 +1,7 @@
-"""Slots, pages and snapshots of the state pools: who holds which. Slot 0 and page 0 are never handed out.
+"""Slots, pages and snapshots of the state pools, and their users. Slot 0 and page 0 are never assigned.
 
-A page may be held by many: by sequences that begin alike, and by the prefix cache. Who shares a page only reads it. It
-is free once nobody holds it.
+A page may have many users: sequences with a common beginning, and the prefix cache. A shared page is only read. It is
+free once it has no user.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ class BlockManager:
     Where every device holds every page, any page serves any sequence. Where pages are striped, page n lies on device
     (n - 1) mod ``stripes``; the programs take any page in any place. A sequence then has a home: its page j lies on
     device (home + j) mod ``stripes``, so that one long sequence and many short ones burden all alike. It gets the home
-    that the fewest have; among equals the one with most free pages, then the first.
+    that the fewest sequences have; among equals the one with most free pages, then the first.
 
     Args:
         slots: How many sequences may hold state at once.
@@ -123,19 +123,19 @@ class BlockManager:
         return None
 
     def hold(self, pages: Sequence[int]) -> None:
-        """Notes one more who holds each of ``pages``, which somebody holds already."""
+        """Adds a user to each of ``pages``, which have users already."""
         for page in pages:
             self._holders[page] += 1
 
     def drop(self, pages: Sequence[int]) -> None:
-        """Notes one less who holds each of ``pages``; the last one of a sequence first, they become free."""
+        """Removes a user from each of ``pages``; pages without users become free, the last one of a sequence first."""
         for page in reversed(pages):
             self._holders[page] -= 1
             if not self._holders[page]:
                 self._pools[self._place(page)].append(page)
 
     def alone(self, page: int) -> bool:
-        """Whether a single one holds a page."""
+        """Whether a page has a single user."""
         return self._holders[page] == 1
 
     def take_snapshot(self) -> int | None:

@@ -1,4 +1,4 @@
-"""What a sequence asks of its rows beyond a token: other logits, and fewer tokens that may be taken."""
+"""Penalties, biases and grammars of a sequence: edits of its logits, and masks of the allowed tokens."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
@@ -83,7 +83,7 @@ class Choice:
             self.matcher.accept(token)
 
     def _place(self, token: int) -> int:
-        """Where the edit of a token stands. The arrays may be other ones afterwards: ask first, then write."""
+        """The index of a token's edit. This may replace the arrays, so call it before writing to them."""
         place = self._places.setdefault(token, len(self._places))
         if place == len(self._tokens):
             self._tokens = np.concatenate([self._tokens, np.zeros(place, np.int32)])

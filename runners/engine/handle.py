@@ -26,7 +26,7 @@ class RequestBroken(RequestFailed):
 
 
 class EngineStopped(RequestFailed):
-    """The engine was closed, or failed: what it had not finished will not be."""
+    """The engine was closed, or failed: it will not finish this request."""
 
 
 class EngineStalled(EngineStopped):
@@ -38,7 +38,7 @@ class HostGone(EngineStopped):
 
 
 class QueueFull(Ling3Error):
-    """The engine has as many requests as it takes; try again later."""
+    """The engine has reached its limit of requests; try again later."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 
 class _All:
-    """Every phase but some."""
+    """All phases except those given."""
 
     def __init__(self, *left_out: str) -> None:
         self._left_out = left_out

@@ -15,7 +15,7 @@ from typing import Any
 from ling3export.foundation.errors import Ling3Error, listed
 from ling3export.runners.fleet.crew import Cluster, ClusterError, Crew, Worker, check_room, free_slice, spread
 
-TRIES = 3  # how often a piece is given out, and a worker started, before a death is taken to be its own fault
+TRIES = 3  # attempts at a piece, or starts of a worker, before it is declared bad
 AHEAD = 4  # pieces for each worker that may be done before the one whose turn it is
 CONNECT = 5.0  # seconds
 ANSWERED = "what was answered is kept: the same command goes on from there"

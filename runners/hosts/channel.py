@@ -23,12 +23,12 @@ from ling3export.runners import flight
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import FAILED, Identity, free_port, meet, receive, refuse, send, welcome
 
-BEATS = 6  # signs of life in the seconds without one that end everything
+BEATS = 6  # signs of life that are sent in the time after which silence counts as a lost host
 SETTLE = 5.0  # seconds that a failed step waits for the watch to find its cause on another host
 PORTS = 3  # at which jax's service is started, one after the other, until it does
-SAYING = 60.0  # seconds that it leaves the watch to say what it found, and to end the process
+SAYING = 60.0  # seconds that the watch gets to print its finding and to end the process
 PART, STEP, END, DONE, RELEASE, ALIVE = b"P", b"T", b"E", b"D", b"R", b"A"
-GONE, DIVERGED = b"G", b"V"  # what is told to all: a host is gone, or it read other tokens
+GONE, DIVERGED = b"G", b"V"  # kinds of messages to all: a host is lost, or it read other tokens
 MORE, PIECE = b"M", 64 << 20  # before the last piece of a long message; bytes of a piece
 
 
@@ -46,7 +46,7 @@ def end_process(text: str, code: int) -> None:
 def end_anyway(seconds: float) -> None:
     """Ends this process in so many seconds with 1, and says nothing: Python need not run any more by then.
 
-    Where it has begun to end, it may wait for the threads of a collective, and let no thread of its own run.
+    A process that is already ending may wait for the threads of a collective and run no other thread.
     """
     faulthandler.dump_traceback_later(seconds, exit=True, file=os.open(os.devnull, os.O_WRONLY))
 
@@ -75,7 +75,7 @@ class Channel:
                 refuse(self._peers, str(error))
                 raise
         self._lost = lost
-        self._closing = False  # whoever is gone from now on is expected to be
+        self._closing = False  # hosts that leave from now on are expected to
         self._losing: threading.Event | None = None  # another host is gone; set once that was told
         self._over = threading.Event()  # no more beats
         self._lock = threading.Lock()  # one sender at a time
@@ -120,7 +120,7 @@ class Channel:
 
     def _send(self, kind: bytes, payload: bytes) -> None:
         for peer in self._peers.values():
-            # Whoever is gone is found by its watch, which says so.
+            # The watch of a lost host reports it.
             with self._lock, contextlib.suppress(OSError):
                 send(peer, kind, payload)
 
@@ -186,7 +186,7 @@ class Channel:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """An error inside ends every host, once the watch had time to find that another host is its cause."""
+        """An error inside ends every host, after the watch had time to see whether a lost host caused it."""
         try:
             yield
         except BaseException as error:

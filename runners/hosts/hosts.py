@@ -31,7 +31,7 @@ class Hosts:
         start_timeout: Seconds to wait until all are there.
         host_timeout: Seconds that another host may be silent or behind, before it counts as gone.
         secret: What every host of this start knows, and nobody else.
-        trust_network: Without a secret, take whoever reaches the coordinator's address for a host.
+        trust_network: Without a secret, accept every caller at the coordinator's address as a host.
         bound: On host 0, a socket that is bound to the coordinator's address already; by default it binds one itself.
 
     Raises:
@@ -83,7 +83,7 @@ def find_hosts(
 ) -> Hosts | None:
     """This process's place among several hosts; None where it runs alone.
 
-    What is None is taken from DIST_INIT_ADDR, NNODES and NODE_RANK. NODE_RANK alone says nothing.
+    Arguments that are None come from DIST_INIT_ADDR, NNODES and NODE_RANK. NODE_RANK alone is ignored.
 
     Args:
         coordinator: ``HOST:PORT`` of host 0, or ``auto``: a cluster's launcher knows all three.

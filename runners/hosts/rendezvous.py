@@ -10,7 +10,7 @@ what it loads:
     caller to host 0  IDENTITY   hosts, identity
     host 0 to caller  WELCOME    port, once all are there; or REFUSED or FAILED, with the reason
 
-Who does not get through this is dropped and counted, and nobody waits for it. Without a secret every caller proves the
+A caller that fails is dropped and counted, and nothing waits for it. Without a secret every caller proves the
 empty one. What hosts send each other afterwards is neither signed nor encrypted.
 """
 
@@ -44,7 +44,7 @@ ROLES = ("caller", "host 0")  # who calls, and who answers
 GREETING = 5.0  # seconds that a caller has for everything up to its identity
 CALLERS = 64  # at most that many are answered at once; more are dropped
 PAUSE = 0.1  # seconds between two calls
-SHOWN = 100  # characters of what another host says that go into a message
+SHOWN = 100  # characters of another host's words that a message repeats
 
 
 Identity = dict[str, object]  # what must be the same on all hosts, by name
@@ -125,7 +125,7 @@ def hear(peer: socket.socket, kind: bytes, until: float, largest: int = SMALL, *
 
 
 def _proof(secret: str, role: str, nonces: tuple[str, str], host: int) -> str:
-    """That whoever plays ``role`` knows the secret: HMAC-SHA256, in hexadecimal.
+    """The proof that the side ``role`` knows the secret: HMAC-SHA256, in hexadecimal.
 
     Args:
         secret: The key.
@@ -251,11 +251,11 @@ class _Door:
     def _drop(self, caller: socket.socket) -> None:
         with self._changed:
             self.dropped += 1
-        caller.close()  # behind the count: whoever sees this end may find all hosts there
+        caller.close()  # after the count: a caller that sees this close may already find all hosts connected
 
 
 def _ended(peer: socket.socket) -> bool:
-    """Whether a host that has nothing to say closed its connection."""
+    """Whether a host from which no message is expected closed its connection."""
     peer.settimeout(0)
     try:
         return peer.recv(1, socket.MSG_PEEK) == b""
@@ -390,7 +390,7 @@ def _shown(value: object, most: int = SHOWN) -> str:
 def welcome(peers: dict[int, socket.socket], port: int) -> None:
     """Tells the other hosts that all are there, and where jax's own service listens."""
     for peer in peers.values():
-        with contextlib.suppress(OSError):  # whoever is gone again is found by its watch
+        with contextlib.suppress(OSError):  # a host that is lost again is found by its watch
             send(peer, WELCOME, str(port).encode())
 
 

@@ -1,4 +1,4 @@
-"""State as a sequence finds it at first: zeros, in memory that programs write in place."""
+"""The state at a start: zeros, in memory that programs write in place."""
 
 import mmap
 import os
@@ -27,7 +27,7 @@ Fresh = Callable[[], dict[str, jax.Array]]
 def state_source(read: Mapping[FileRecord, bytes], target: Target, mesh: Mesh) -> Fresh:
     """A function that gives every state array, zeros, whenever it is called.
 
-    Where the target has a program for that which fits this machine, memory is taken where it is first touched. Else all
+    Where the target has a state program that fits this machine, memory is taken when it is first touched. Otherwise all
     of it is written.
 
     Args:
@@ -65,7 +65,7 @@ def _check_memory(target: Target) -> None:
 
 
 def _untouched(target: Target, program: pjrt.Program) -> dict[str, jax.Array]:
-    """What ``program`` gives, made zeros without being written.
+    """The arrays of ``program`` as zeros, without writing them.
 
     Raises:
         ArtifactError: It gives other arrays than the manifest says.

@@ -1,8 +1,8 @@
 """From an artifact's path to programs, weights and state on devices: the ladder, and the order in which things load.
 
-Nothing is given to a deserializer before its digest and its verdict. Reading, digests and loading run in threads beside
-the import of jax. Every byte has been found right before the first step; of the programs those that a first request
-needs have loaded then, or all of them, as the caller likes.
+No program is deserialized before its digest and its verdict are known. Reading, digests and loading run in threads
+beside the import of jax. All digests are checked before the first step. By then either the programs of a first request
+are loaded or all of them, as the caller chooses.
 """
 
 import gc
@@ -268,10 +268,10 @@ def _reduced(target: Target, phases: Container[str]) -> Target:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without the garbage collector: a precaution, while jax is imported beside threads that digest files.
+    """Turns the garbage collector off: a precaution while jax is imported beside threads that digest files.
 
     One start of many ended in a segmentation fault, where jaxlib 0.11.2 looked up a type that was being registered, in
-    another thread than the main one (docs/log/hosts.md). Collections alone lead from those threads into jaxlib.
+    another thread than the main one (docs/log/hosts.md). Only a garbage collection can enter jaxlib from those threads.
     """
     was = gc.isenabled()
     gc.disable()
@@ -284,10 +284,10 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def unsearched() -> Iterator[None]:
-    """Without a search of all installed distributions in this thread: jax makes one while it is imported.
+    """Lets this thread find no installed distributions within the block: importing jax would search all of them.
 
-    It looks for a plugin for ROCm in the metadata of every one, of which an environment to build and test in has
-    hundreds: docs/log/start.md, 2026-11-23. Programs for the processor need none.
+    jax looks for a ROCm plugin in the metadata of every distribution; an environment for builds and tests has hundreds
+    (docs/log/start.md, 2026-11-23). Programs for the processor need no plugin.
     """
     found, mine = metadata.distributions, threading.get_ident()
 

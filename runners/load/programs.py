@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ling3export.runners.load.recompile import Compiled
 
 
-LATER = (*MOVING, "sample", "adjust", "score")  # phases of which a first request needs none, or not the smallest
+LATER = (*MOVING, "sample", "adjust", "score")  # a first request needs at most their smallest padding
 REST = 2.0  # seconds from the first programs to the others: a short command has ended by then, and loads no others
 
 
@@ -50,7 +50,7 @@ class Programs(Mapping[str, "Program"]):
             self._behind = ThreadPoolExecutor(1, thread_name_prefix="ling3-load-behind")
             self._behind.submit(_rested, list(self._futures.values()), self._go)
             self._futures |= {name: self._behind.submit(load, name) for name in names if name not in self._futures}
-            self._behind.shutdown(wait=False)  # so that its thread ends when it has loaded them
+            self._behind.shutdown(wait=False)  # so that its thread ends once they are loaded
 
     def __getitem__(self, name: str) -> "Program":
         """A program.
@@ -88,7 +88,7 @@ class Programs(Mapping[str, "Program"]):
             self[name]
 
     def close(self) -> None:
-        """What has not begun to load does no more; waits for what has, and lets go of all."""
+        """Cancels programs that have not begun to load, waits for the others, and releases all."""
         self._go.set()
         if self._behind is not None:
             self._behind.shutdown(cancel_futures=True)
@@ -96,7 +96,7 @@ class Programs(Mapping[str, "Program"]):
 
 
 def _rested(futures: "list[Future[Program]]", go: threading.Event) -> None:
-    """Waits until all have ended, whichever way, and then for REST seconds or ``go``."""
+    """Waits until all have loaded or failed, and then for REST seconds or ``go``."""
     for future in futures:
         with suppress(CancelledError):
             future.exception()

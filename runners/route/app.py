@@ -63,7 +63,7 @@ class _Prompt:
 
 
 class _BadAnswer(Exception):
-    """A server's answer that no other server has to better: it goes to the client as it is."""
+    """An answer that another server would not improve: it goes to the client unchanged."""
 
     def __init__(self, status: int, data: bytes) -> None:
         self.status, self.data = status, data
@@ -124,7 +124,7 @@ class Router:
             await asyncio.gather(watch, return_exceptions=True)
             for worker in (*self.prefill, *self.decode):
                 worker.feed.end()
-            await asyncio.sleep(0)  # what heard them ends, too
+            await asyncio.sleep(0)  # the listeners to events end, too
 
     async def _watch(self) -> None:
         while True:
@@ -139,7 +139,7 @@ class Router:
         """
         prompt = _Prompt(blocks_of(body), await self._tokens(path, body))
         self._known.labels("memory" if prompt.tokens is None else "events").inc()
-        if self.prefill and path != RESPONSES:  # which takes no kv_transfer_params: who decodes computes the prompt
+        if self.prefill and path != RESPONSES:  # has no kv_transfer_params: D computes the prompt
             params = await self._prefilled(path, body, prompt)
             body = body if params is None else body | {"kv_transfer_params": params}
         tried: list[Worker] = []
@@ -173,10 +173,10 @@ class Router:
         )
 
     async def _prefilled(self, path: str, body: dict[str, Any], prompt: _Prompt) -> dict[str, Any] | None:
-        """What a server that prefilled says of the prompt's state; None where none could.
+        """The ``kv_transfer_params`` of a server that prefilled the prompt; None if none could.
 
         Raises:
-            _BadAnswer: The request is wrong, whoever answers.
+            _BadAnswer: The request is wrong for every server.
         """
         tried: list[Worker] = []
         while (worker := self._pick(self.prefill, prompt, tried)) is not None:
@@ -213,7 +213,7 @@ class Router:
 
 
 class _Call:
-    """One call of a client; when the client leaves, whoever works for it is left, too."""
+    """One call of a client; when the client leaves, the connection to the server that works for it is closed, too."""
 
     def __init__(self, router: Router, path: str, body: dict[str, Any]) -> None:
         self._router, self._path, self._body = router, path, body

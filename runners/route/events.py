@@ -115,7 +115,7 @@ class Feed:
                 self.counts["restarts"] += 1
             self.end()
             self._begin(place)
-        elif self._blocks is not None and self._last < self._said:  # a second ago it was further than this is now
+        elif self._blocks is not None and self._last < self._said:  # its number was higher a second ago
             self.counts["gaps"] += 1
             self.end()
             self._begin(place)
@@ -138,7 +138,7 @@ class Feed:
             with _opened(context, zmq.SUB, f"tcp://{self._host}:{place.port}") as heard:
                 heard.setsockopt(zmq.SUBSCRIBE, place.topic.encode("utf-8", "replace"))
                 await self._ask_and_hear(context, heard, place)
-        except zmq.ZMQError:  # an address that is none
+        except zmq.ZMQError:  # an invalid address
             self.counts["failed"] += 1
         finally:
             context.destroy(linger=0)

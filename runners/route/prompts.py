@@ -17,7 +17,7 @@ from ling3export.runners.route.blocks import Tokens
 from ling3export.runners.route.workers import Worker
 
 WITHIN = 1.0  # seconds for an answer
-AGAIN = 10.0  # and until the next question behind a failure
+AGAIN = 10.0  # seconds until the next question after a failure
 PROMPTS = 4096  # that are remembered
 REMEMBERED = 1 << 22  # tokens of them
 

@@ -30,7 +30,7 @@ AWAY = {
     "remote_host": None,
     "remote_port": None,
 }
-BUSY = {429, 500, 502, 503, 504}  # the server cannot now; another one may
+BUSY = {429, 500, 502, 503, 504}  # statuses after which another server may answer
 
 
 class Load(NamedTuple):
@@ -126,14 +126,14 @@ class Worker:
             self.live -= 1
 
     def lost(self) -> None:
-        """Notes that it did not answer: what it knew may be gone."""
+        """Notes that it did not answer: its cache may be lost."""
         self.well = False
         self.failed += 1
         self._seen.clear()
         self.feed.end()
 
     async def look(self) -> None:
-        """Asks how it is; what it does not say of itself counts as nothing."""
+        """Asks for its health and load; missing figures count as zero."""
         try:
             status, health = await self.endpoint.whole("GET", "/health")
             if status != 200:
@@ -170,7 +170,7 @@ class PrefillRefusedError(Exception):
     Attributes:
         status: Its answer's status; 200 where the answer has no ``kv_transfer_params``.
         data: Its answer's body.
-        wrong: Whether the request is, whoever is asked.
+        wrong: Whether the request is wrong for every server.
     """
 
     def __init__(self, status: int, data: bytes) -> None:

@@ -18,10 +18,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ling3export.runners.serve.responses import refused
 from ling3export.runners.serve.schema import ApiError
 
-PIECES, PIECE = 1024, 256  # a body in more pieces than the first has at least the second in bytes a piece
-READ = 1 << 15  # bytes taken of a body in its client's turn: 50 turns of WHOLE are 0.1 s
-WHOLE = 1 << 18  # bytes taken otherwise, as asyncio does: headers that are too long are read before they are refused
-FOUND = 200  # characters of what h11 says about bytes that are no request
+PIECES, PIECE = 1024, 256  # after 1,024 chunks, a body whose chunks average under 256 bytes is refused
+READ = 1 << 15  # bytes that are read of a body in its client's turn: 50 turns of WHOLE are 0.1 s
+WHOLE = 1 << 18  # bytes of other reads, as asyncio does: too long headers are read before they are refused
+FOUND = 200  # characters of h11's message about bytes that are no request
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ class ResponsesBody(Sampled):
                 and "reasoning_content" in last
                 and not (last["content"] or "tool_calls" in last)
             ):
-                last["content"] = item.content  # what the thought came to
+                last["content"] = item.content  # the text of the reasoning
             else:
                 told.append({"role": item.role, "content": item.content})
         return [Message(**each) for each in told]

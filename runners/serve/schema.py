@@ -208,7 +208,7 @@ class Inner(_Object):
 
 
 class Message(Inner):
-    """A message of a conversation, its content joined from its parts. A call of tools needs no content."""
+    """A message of a conversation, its content joined from its parts. A message with tool calls needs no content."""
 
     role: str
     content: Annotated[str, BeforeValidator(joined)]
