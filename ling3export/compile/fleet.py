@@ -26,8 +26,8 @@ from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Cell, Plan, make_plans
 from ling3export.plan.pricing import config_of
-from ling3export.runners.fleet.crew import Worker, versions
-from ling3export.runners.fleet.pool import Pool
+from ling3export.runners.fleet.crew import PoolWorker, versions
+from ling3export.runners.fleet.pool import WorkerPool
 from ling3export.runners.hosts.hosts import Hosts
 
 STAGE = "compile on the cluster"
@@ -36,7 +36,7 @@ Compiled = tuple[dict[str, Any], Any, dict[str, bytes]]  # what decides the cell
 
 @dataclass
 class CompileWorker:
-    """A node that compiles cells, each in a process of its own, for ``Pool``.
+    """A node that compiles cells, each in a process of its own, for ``WorkerPool``.
 
     Args:
         config: The model.
@@ -61,7 +61,7 @@ class CompileWorker:
 
 
 def build_on(
-    make_pool: Callable[[Callable[[], Worker]], AbstractContextManager[Pool]],
+    make_pool: Callable[[Callable[[], PoolWorker]], AbstractContextManager[WorkerPool]],
     checkpoint: Path,
     artifact: Path,
     options: Options,

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from ling3export.runners.batch.run import WINDOW, Answer, Answered, Numbered, Record, answers
+from ling3export.runners.batch.run import WINDOW, Answer, Answered, BatchRecord, Numbered, answers
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.follower import follow
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.fleet.crew import versions
-from ling3export.runners.fleet.pool import Gone, Pool
+from ling3export.runners.fleet.pool import WorkerLost, WorkerPool
 from ling3export.runners.hosts.hosts import Hosts
 
 PIECE = 32  # lines
@@ -18,7 +18,7 @@ PIECE = 32  # lines
 
 @dataclass
 class BatchWorker:
-    """An engine on a node, or on several, for ``Pool``.
+    """An engine on a node, or on several, for ``WorkerPool``.
 
     Args:
         options: The engine's arguments; ``artifact`` is a path that every node sees.
@@ -37,19 +37,19 @@ class BatchWorker:
         self.engine = Engine(**self.options, hosts=hosts, step_timeout=self.step_timeout)
         return {"artifact": self.engine.manifest.sha256, "target": self.engine.target, "versions": versions()}
 
-    def work(self, piece: tuple[Record, list[Numbered]]) -> list[Answer]:
+    def work(self, piece: tuple[BatchRecord, list[Numbered]]) -> list[Answer]:
         """The answers to some lines of a run."""
         most = WINDOW * self.engine.manifest.targets[self.engine.target].state.slots
         try:
             return [*answers(self.engine, most, *piece)]
         except EngineStopped as error:
-            raise Gone(error.message) from None
+            raise WorkerLost(error.message) from None
 
 
-def answered_by(pool: Pool) -> Answered:
+def answered_by(pool: WorkerPool) -> Answered:
     """What ``answer_file`` asks for, by the workers of a pool of BatchWorker."""
 
-    def answered(asked: Record, lines: Iterator[Numbered]) -> Iterator[Answer]:
+    def answered(asked: BatchRecord, lines: Iterator[Numbered]) -> Iterator[Answer]:
         pieces = iter(lambda: [*islice(lines, PIECE)], [])
         for some in pool.map((asked, piece) for piece in pieces):
             yield from some

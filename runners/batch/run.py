@@ -43,7 +43,7 @@ class BatchError(Ling3Error):
 
 
 @dataclass(frozen=True)
-class Record:
+class BatchRecord:
     """What a run was asked.
 
     Attributes:
@@ -65,11 +65,11 @@ class Record:
     shard: str
 
 
-Answered = Callable[[Record, Iterator[Numbered]], Iterator[Answer]]  # gives the answers to lines, in order
+Answered = Callable[[BatchRecord, Iterator[Numbered]], Iterator[Answer]]  # gives the answers to lines, in order
 
 
 @dataclass(frozen=True)
-class Summary:
+class BatchSummary:
     """How a run ended: lines that were answered, of these refused, and how many an earlier run had done already."""
 
     answered: int
@@ -77,7 +77,7 @@ class Summary:
     earlier: int
 
 
-def run_batch(engine: "Engine", source: Path, output: Path, **options: Any) -> Summary:
+def run_batch(engine: "Engine", source: Path, output: Path, **options: Any) -> BatchSummary:
     """Answers the lines of ``source`` by an engine of this process; ``answer_file`` says the rest.
 
     Raises:
@@ -98,7 +98,7 @@ def answer_file(
     shard: Shard = WHOLE,
     force: bool = False,
     progress: Callable[[int], None] = lambda done: None,
-) -> Summary:
+) -> BatchSummary:
     """Answers the lines of ``source`` that are in ``shard``, or goes on with what an earlier run left.
 
     Args:
@@ -117,7 +117,7 @@ def answer_file(
         RequestError: The input cannot be read.
     """
     digest, count = _scanned(source)
-    asked = Record(FORMAT, artifact, model, digest, count, json.dumps(dict(settings), sort_keys=True), str(shard))
+    asked = BatchRecord(FORMAT, artifact, model, digest, count, json.dumps(dict(settings), sort_keys=True), str(shard))
     record, partial = record_path(output), output.with_name(f"{output.name}.partial")
     mine = range(shard.index, count, shard.count)
     with _opened(partial) as file:
@@ -128,7 +128,7 @@ def answer_file(
             _same(asked, read_record(output), output)
             if output.exists():
                 partial.unlink()
-                return Summary(len(mine), 0, len(mine))
+                return BatchSummary(len(mine), 0, len(mine))
         else:
             file.truncate(0)
         replace_file(record, json.dumps(asdict(asked), indent=1).encode() + b"\n")
@@ -142,10 +142,10 @@ def answer_file(
             progress(number)
         os.fsync(file.fileno())
         os.replace(partial, output)
-    return Summary(len(mine), refused, earlier)
+    return BatchSummary(len(mine), refused, earlier)
 
 
-def answers(engine: "Engine", most: int, asked: Record, lines: Iterable[Numbered]) -> Iterator[Answer]:
+def answers(engine: "Engine", most: int, asked: BatchRecord, lines: Iterable[Numbered]) -> Iterator[Answer]:
     """The answers to lines of a run, in order; at most ``most`` requests run at a time."""
     running: deque[tuple[Line, list[Any]]] = deque()
     settings, run = json.loads(asked.settings), asked.input_sha256[:12]
@@ -208,7 +208,7 @@ def record_path(output: Path) -> Path:
     return output.with_name(f"{output.name}.batch.json")
 
 
-def read_record(output: Path) -> Record:
+def read_record(output: Path) -> BatchRecord:
     """The record of the run that wrote ``output``.
 
     Raises:
@@ -216,7 +216,7 @@ def read_record(output: Path) -> Record:
     """
     path = record_path(output)
     try:
-        return from_json(Record, read_json(path))
+        return from_json(BatchRecord, read_json(path))
     except OSError as error:
         found = f"found {error.strerror}, at {path}"
         raise BatchError(f"batch output `{output}`: expected its record beside it, {found}", ANEW) from error
@@ -224,7 +224,7 @@ def read_record(output: Path) -> Record:
         raise BatchError(f"batch record `{path}`: expected what a run writes, found {error}", ANEW) from error
 
 
-def _same(asked: Record, found: Record, output: Path) -> None:
+def _same(asked: BatchRecord, found: BatchRecord, output: Path) -> None:
     for name, value in vars(asked).items():
         other = getattr(found, name)
         if other != value:
@@ -280,7 +280,7 @@ def _opened(partial: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def _earlier(file: BinaryIO, source: Path, asked: Record, mine: Sequence[int], partial: Path) -> int:
+def _earlier(file: BinaryIO, source: Path, asked: BatchRecord, mine: Sequence[int], partial: Path) -> int:
     """How many answers an earlier run has left in ``partial``; a line that was broken off is cut away.
 
     Raises:

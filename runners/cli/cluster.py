@@ -14,8 +14,8 @@ from ling3export.runners.cli.errors import require
 from ling3export.runners.hosts.hosts import Hosts
 
 if TYPE_CHECKING:
-    from ling3export.runners.fleet.crew import Worker
-    from ling3export.runners.fleet.pool import Pool
+    from ling3export.runners.fleet.crew import PoolWorker
+    from ling3export.runners.fleet.pool import WorkerPool
 
 FOUND_THERE = ("coordinator", "host_id", "secret_file", "trust_network")  # what a cluster knows of a worker's hosts
 
@@ -47,11 +47,11 @@ def on_cluster(
     on: str,
     replicas: int,
     resources: str,
-    make: "Callable[[], Worker]",
+    make: "Callable[[], PoolWorker]",
     *,
     hosts: Hosts | None = None,
     at_once: int = 1,
-) -> "Iterator[Pool]":
+) -> "Iterator[WorkerPool]":
     """A pool of workers on the cluster that ``on`` names. Within the block stdout is stderr: Ray prints there.
 
     Args:
@@ -67,10 +67,10 @@ def on_cluster(
         Ling3Error: The options name none, Ray is not installed, or the cluster is not there or has no room.
     """
     from ling3export.runners.fleet.crew import Cluster
-    from ling3export.runners.fleet.pool import Pool
+    from ling3export.runners.fleet.pool import WorkerPool
 
     cluster = Cluster.parse(on, replicas, resources, hosts)
     require(f"{command} --on", "ray", "ray")
     report = partial(click.echo, err=True)
-    with redirect_stdout(sys.stderr), Pool(cluster, make, at_once=at_once, report=report) as pool:
+    with redirect_stdout(sys.stderr), WorkerPool(cluster, make, at_once=at_once, report=report) as pool:
         yield pool

@@ -37,7 +37,7 @@ from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import announced
 
 if TYPE_CHECKING:
-    from ling3export.runners.evals.backend import Answering, EngineBackend
+    from ling3export.runners.evals.backend import EngineBackend, EvalBackend
     from ling3export.runners.evals.statistics import Summary
     from ling3export.runners.evals.suites import Suite
 
@@ -169,7 +169,7 @@ def run(
     hosts = leading(artifact, place, overlap=OVERLAP, **options) if on is None else None
     with announced(hosts):
         loaded, config = _suite_of(suite, data, limit), replace(DEFAULTS, **settings)
-    opened: AbstractContextManager[Answering] = (
+    opened: AbstractContextManager[EvalBackend] = (
         open_backend(artifact, target, programs, hosts, step_timeout, prefix_cache)
         if on is None
         else _on(on, replicas, resources, loaded, each, {"artifact": artifact.resolve(), **options}, step_timeout)
@@ -240,13 +240,13 @@ def determinism(
     All runs are at temperature 0, in the same order and batches.
     """
     from ling3export.runners.evals import compare
-    from ling3export.runners.evals.backend import OVERLAP, Ask
+    from ling3export.runners.evals.backend import OVERLAP, PromptRequest
 
     hosts = leading(artifact, place, target=target, programs=programs, overlap=OVERLAP, prefix_cache=False)
     with announced(hosts):
         loaded = _suite_of(suite, data, limit)
     max_tokens = loaded.settings.get("max_tokens", max_tokens)
-    asks = [Ask(task.id, task.prompt, max_tokens, stop=stop) for task in loaded.tasks]
+    asks = [PromptRequest(task.id, task.prompt, max_tokens, stop=stop) for task in loaded.tasks]
     opened = open_backend(artifact, target, programs, hosts, step_timeout)
     with opened as backend, progress("determinism") as told:
         found = compare.determinism(backend, asks, runs=runs, batch=batch, alone=alone, progress=told)
@@ -341,7 +341,7 @@ def _on(
     hosts: Hosts | None,
     options: dict[str, Any],
     step_timeout: float | None,
-) -> Iterator["Answering"]:
+) -> Iterator["EvalBackend"]:
     """What answers an evaluation's prompts on a cluster."""
     from ling3export.runners.evals.fleet import EvalWorker, PoolBackend
 

@@ -22,7 +22,7 @@ OVERLAP, PREFIX_CACHE = False, False  # the settings of the reference evaluation
 
 
 @dataclass(frozen=True)
-class Ask:
+class PromptRequest:
     """One prompt of an evaluation, with how it is to be answered.
 
     Attributes:
@@ -43,7 +43,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Answer:
+class PromptResult:
     """What came of one prompt.
 
     Attributes:
@@ -55,10 +55,10 @@ class Answer:
     attempts: tuple[InfraError, ...] = ()
 
 
-class Answering(Protocol):
+class EvalBackend(Protocol):
     """What an evaluation needs: answers to batches, and what decides them."""
 
-    def answers(self, batches: Iterable[Sequence[Ask]], retry: int) -> Iterator[Sequence[Answer]]:
+    def answers(self, batches: Iterable[Sequence[PromptRequest]], retry: int) -> Iterator[Sequence[PromptResult]]:
         """The answers to each batch, in order.
 
         Args:
@@ -76,21 +76,21 @@ class Answering(Protocol):
         """What decides the tokens beside the prompts: artifact, versions, devices, paddings, as JSON."""
 
 
-class Backend(Answering, Protocol):
+class LocalBackend(EvalBackend, Protocol):
     """What answers prompts in this process."""
 
-    def answers(self, batches: Iterable[Sequence[Ask]], retry: int) -> Iterator[Sequence[Answer]]:
+    def answers(self, batches: Iterable[Sequence[PromptRequest]], retry: int) -> Iterator[Sequence[PromptResult]]:
         """The answers to each batch, in order."""
         return (answered(self, batch, retry) for batch in batches)
 
-    def check(self, ask: Ask) -> None:
+    def check(self, ask: PromptRequest) -> None:
         """Raises RequestError for a prompt that can never be served: it is too long, for example."""
 
-    def generate(self, asks: Sequence[Ask]) -> list[Completion]:
+    def generate(self, asks: Sequence[PromptRequest]) -> list[Completion]:
         """Completes a batch, in order. An exception is an infrastructure error of the whole batch."""
 
 
-class EngineBackend(Backend, AbstractContextManager["EngineBackend"]):
+class EngineBackend(LocalBackend, AbstractContextManager["EngineBackend"]):
     """An artifact, loaded by the engine.
 
     Args:
@@ -132,10 +132,10 @@ class EngineBackend(Backend, AbstractContextManager["EngineBackend"]):
             prefix_cache=prefix_cache,
         )
 
-    def check(self, ask: Ask) -> None:
+    def check(self, ask: PromptRequest) -> None:
         self._engine.check(self._request(ask))
 
-    def generate(self, asks: Sequence[Ask]) -> list[Completion]:
+    def generate(self, asks: Sequence[PromptRequest]) -> list[Completion]:
         """Completes a batch, in order.
 
         Raises:
@@ -180,7 +180,7 @@ class EngineBackend(Backend, AbstractContextManager["EngineBackend"]):
             "git_commit": _git_commit(Path(__file__).resolve()),
         }
 
-    def _request(self, ask: Ask) -> Request:
+    def _request(self, ask: PromptRequest) -> Request:
         return self._engine.request(
             ask.prompt, ask.max_tokens, ask.sampling, ask.stop, logits=ask.logits, name=ask.name
         )
@@ -189,25 +189,25 @@ class EngineBackend(Backend, AbstractContextManager["EngineBackend"]):
         self._engine.close()
 
 
-def answered(backend: Backend, asks: Sequence[Ask], retry: int) -> list[Answer]:
+def answered(backend: LocalBackend, asks: Sequence[PromptRequest], retry: int) -> list[PromptResult]:
     """The answers to a batch. Prompts that are refused are left out first."""
-    refused: dict[int, Answer] = {}
-    served: list[Ask] = []
+    refused: dict[int, PromptResult] = {}
+    served: list[PromptRequest] = []
     for place, ask in enumerate(asks):
         try:
             backend.check(ask)
             served.append(ask)
         except RequestError as error:
-            refused[place] = Answer(error)
+            refused[place] = PromptResult(error)
     done = iter(_answers(backend, served, retry) if served else ())
     return [refused[place] if place in refused else next(done) for place in range(len(asks))]
 
 
-def _answers(backend: Backend, asks: Sequence[Ask], retry: int) -> list[Answer]:
+def _answers(backend: LocalBackend, asks: Sequence[PromptRequest], retry: int) -> list[PromptResult]:
     """Completes a batch. After an error it tries the halves, down to the prompts that are at fault, each alone."""
     found = _attempt(backend, asks)
     if not isinstance(found, Exception):
-        return [Answer(each) for each in found]
+        return [PromptResult(each) for each in found]
     # What is refused was not started, and that is said of one prompt alone.
     failed = () if isinstance(found, RequestError) else (InfraError.of(found),)
     # The failure of a batch says nothing yet about any one of its prompts: each gets another attempt in any case.
@@ -215,31 +215,31 @@ def _answers(backend: Backend, asks: Sequence[Ask], retry: int) -> list[Answer]:
 
 
 def _halved(
-    backend: Backend, asks: Sequence[Ask], tries: int, error: Exception, failed: tuple[InfraError, ...]
-) -> list[Answer]:
+    backend: LocalBackend, asks: Sequence[PromptRequest], tries: int, error: Exception, failed: tuple[InfraError, ...]
+) -> list[PromptResult]:
     """Tries the halves of a batch that failed with ``error``; a prompt alone is tried ``tries`` times."""
     found: Sequence[Completion] | Exception
     if len(asks) == 1:
         for _ in range(tries):
             found = _attempt(backend, asks)
             if not isinstance(found, Exception):
-                return [Answer(found[0], failed)]
+                return [PromptResult(found[0], failed)]
             error = found
             if isinstance(error, RequestError):
                 break
             failed = (*failed, InfraError.of(error))
-        return [Answer(error, failed)]
-    answers: list[Answer] = []
+        return [PromptResult(error, failed)]
+    answers: list[PromptResult] = []
     for half in (asks[: len(asks) // 2], asks[len(asks) // 2 :]):
         found = error if len(half) == 1 else _attempt(backend, half)
         if isinstance(found, Exception):
             answers += _halved(backend, half, tries, found, failed)
         else:
-            answers += [Answer(each, failed) for each in found]
+            answers += [PromptResult(each, failed) for each in found]
     return answers
 
 
-def _attempt(backend: Backend, asks: Sequence[Ask]) -> list[Completion] | Exception:
+def _attempt(backend: LocalBackend, asks: Sequence[PromptRequest]) -> list[Completion] | Exception:
     """The completions of a batch, or the error that it ended with, unless that ends the run."""
     try:
         done = backend.generate(asks)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ling3export.runners.evals.backend import Ask, Backend
+from ling3export.runners.evals.backend import LocalBackend, PromptRequest
 from ling3export.runners.evals.folder import Prediction, read_predictions, read_run, read_tasks
 from ling3export.runners.evals.statistics import Summary, mcnemar
 from ling3export.runners.evals.trials import EvalError
@@ -51,8 +51,8 @@ class Determinism(Sameness):
 
 
 def determinism(
-    backend: Backend,
-    asks: Sequence[Ask],
+    backend: LocalBackend,
+    asks: Sequence[PromptRequest],
     *,
     runs: int = 2,
     batch: int = 256,
@@ -91,7 +91,10 @@ def determinism(
 
 
 def _sameness(
-    backend: Backend, asks: Sequence[Ask], first: Sequence[list[int]], runs: Sequence[Sequence[list[int]]]
+    backend: LocalBackend,
+    asks: Sequence[PromptRequest],
+    first: Sequence[list[int]],
+    runs: Sequence[Sequence[list[int]]],
 ) -> Sameness:
     """The answers of the first run against those of others, which may end after fewer prompts."""
     differing: dict[int, list[int]] = {}  # by the prompt's place, the first other answer that differs
@@ -104,14 +107,14 @@ def _sameness(
     return Sameness(f"{total - len(differing)}/{total}", shown)
 
 
-def _divergence(backend: Backend, ask: Ask, a: list[int], b: list[int]) -> Divergence:
+def _divergence(backend: LocalBackend, ask: PromptRequest, a: list[int], b: list[int]) -> Divergence:
     """Where two answers to a prompt part, and how close the model was there."""
     place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     id_a, id_b = (run[place] if place < len(run) else None for run in (a, b))
     gap = None
     if id_a is not None and id_b is not None:
-        prompt = [*backend.generate([Ask(ask.name, ask.prompt, 1)])[0].prompt_ids, *a[:place]]
-        logits = backend.generate([Ask(ask.name, prompt, 1, logits=True)])[0].logits
+        prompt = [*backend.generate([PromptRequest(ask.name, ask.prompt, 1)])[0].prompt_ids, *a[:place]]
+        logits = backend.generate([PromptRequest(ask.name, prompt, 1, logits=True)])[0].logits
         gap = None if logits is None else float(logits[0][id_a]) - float(logits[0][id_b])
     return Divergence(ask.name, place, id_a, id_b, gap)
 

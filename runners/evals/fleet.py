@@ -6,14 +6,14 @@ from typing import Any
 
 from ling3export.runners.engine.follower import follow
 from ling3export.runners.engine.handle import EngineStopped
-from ling3export.runners.evals.backend import OVERLAP, Answer, Answering, Ask, EngineBackend, answered
-from ling3export.runners.fleet.pool import Gone, Pool
+from ling3export.runners.evals.backend import OVERLAP, EngineBackend, EvalBackend, PromptRequest, PromptResult, answered
+from ling3export.runners.fleet.pool import WorkerLost, WorkerPool
 from ling3export.runners.hosts.hosts import Hosts
 
 
 @dataclass
 class EvalWorker:
-    """An engine on a node, or on several, for ``Pool``.
+    """An engine on a node, or on several, for ``WorkerPool``.
 
     Args:
         options: The arguments of EngineBackend; ``artifact`` is a path that every node sees.
@@ -32,25 +32,25 @@ class EvalWorker:
         self.backend = EngineBackend(**self.options, hosts=hosts, step_timeout=self.step_timeout)
         return self.backend.environment()
 
-    def work(self, piece: tuple[Sequence[Ask], int]) -> list[Answer]:
+    def work(self, piece: tuple[Sequence[PromptRequest], int]) -> list[PromptResult]:
         """The answers to a batch."""
         try:
             return answered(self.backend, *piece)
         except EngineStopped as error:
-            raise Gone(error.message) from None
+            raise WorkerLost(error.message) from None
 
 
-class PoolBackend(Answering):
+class PoolBackend(EvalBackend):
     """A pool of EvalWorker.
 
     Args:
         pool: Its workers have one batch each at a time, so that batches are what they are on one engine.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
 
-    def answers(self, batches: Iterable[Sequence[Ask]], retry: int) -> Iterator[Sequence[Answer]]:
+    def answers(self, batches: Iterable[Sequence[PromptRequest]], retry: int) -> Iterator[Sequence[PromptResult]]:
         """The answers to each batch, in order."""
         return self._pool.map((batch, retry) for batch in batches)
 

@@ -106,7 +106,7 @@ class RunRecord:
     format: int  # FORMAT
     suite: dict[str, Any]  # name, notes, reference score and digests of the suite
     config: dict[str, Any]  # the settings (RunConfig)
-    environment: dict[str, Any]  # what decides the tokens beside the prompts (``Backend.environment``)
+    environment: dict[str, Any]  # what decides the tokens beside the prompts (``LocalBackend.environment``)
     sha256: str  # digest of suite, settings and environment: of all that decides the predictions
     totals: dict[str, Any] | None = None  # the totals (Summary), and whether the run is ``invalid``; None while it runs
     status: str = "running"  # ``running`` or ``complete``

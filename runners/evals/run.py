@@ -12,7 +12,7 @@ from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.runners.engine.follower import check_digests
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Completion
-from ling3export.runners.evals.backend import Answer, Answering, Ask
+from ling3export.runners.evals.backend import EvalBackend, PromptRequest, PromptResult
 from ling3export.runners.evals.folder import Prediction, RunFolder, RunRecord, TaskRecord, open_folder
 from ling3export.runners.evals.graders import choice_letter, extract_answer
 from ling3export.runners.evals.harness import graded
@@ -24,8 +24,8 @@ from ling3export.runners.evals.trials import (
     EvalError,
     Outcome,
     RunConfig,
-    Step,
     Transcript,
+    TranscriptStep,
     Trial,
     tokens_digest,
     trial_seed,
@@ -34,7 +34,7 @@ from ling3export.runners.evals.trials import (
 
 def run_suite(
     suite: Suite,
-    backend: Answering,
+    backend: EvalBackend,
     folder: Path,
     config: RunConfig,
     *,
@@ -101,7 +101,7 @@ def concluded(folder: RunFolder, run: RunRecord, tasks: Sequence[TaskRecord]) ->
 class _Runner:
     """Runs batches of trials and writes their records."""
 
-    def __init__(self, suite: Suite, backend: Answering, config: RunConfig, folder: RunFolder) -> None:
+    def __init__(self, suite: Suite, backend: EvalBackend, config: RunConfig, folder: RunFolder) -> None:
         self._suite = suite
         self._tasks = {task.id: (place, task) for place, task in enumerate(suite.tasks)}
         self._backend = backend
@@ -117,7 +117,7 @@ class _Runner:
             self._write(batch, next(answers), before)
             yield
 
-    def _write(self, trials: Sequence[Trial], answers: Sequence[Answer], before: dict[str, Any]) -> None:
+    def _write(self, trials: Sequence[Trial], answers: Sequence[PromptResult], before: dict[str, Any]) -> None:
         refusals = [each.said for each in answers if isinstance(each.said, Ling3Error)]
         if not self._worked and refusals and all(isinstance(each.said, Exception) for each in answers):
             raise refusals[-1]  # all trials of the first batch were refused: that is no accident, but a wrong set-up
@@ -141,9 +141,11 @@ class _Runner:
     def _counters(self) -> dict[str, Any]:
         return self._backend.stats() if self._suite.product else {}
 
-    def ask(self, trial: Trial) -> Ask:
+    def ask(self, trial: Trial) -> PromptRequest:
         task, config = self._tasks[trial.task_id][1], self._config
-        return Ask(f"task `{task.id}`", task.prompt, config.max_tokens, config.sampling(trial.seed), config.stop)
+        return PromptRequest(
+            f"task `{task.id}`", task.prompt, config.max_tokens, config.sampling(trial.seed), config.stop
+        )
 
     def outcome(self, task: Task, completion: Completion, before: dict[str, Any], after: dict[str, Any]) -> Outcome:
         """What came of a trial; with what it left behind, for suites whose graders look at the product."""
@@ -165,7 +167,7 @@ def transcript_of(completion: Completion) -> Transcript:
         list(completion.prompt_ids),
         list(completion.token_ids),
         completion.stop_reason,
-        [Step(step.t_ms, step.kind, step.padding, step.tokens) for step in completion.steps],
+        [TranscriptStep(step.t_ms, step.kind, step.padding, step.tokens) for step in completion.steps],
         ttft_ms=completion.ttft_ms,
         e2e_ms=completion.e2e_ms,
     )

@@ -14,7 +14,7 @@ from ling3export.artifacts.files import replace_file
 from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.strict_json import parse_json
 from ling3export.runners.evals.graders import KINDS, grade
-from ling3export.runners.evals.tasks import FieldPath, Place, Predicates, Task, known, task_from
+from ling3export.runners.evals.tasks import FieldLocation, FieldPath, Predicates, Task, known, task_from
 from ling3export.runners.evals.trials import EvalError, Outcome, Transcript
 
 YAML = (".yaml", ".yml")
@@ -55,7 +55,7 @@ def load_tasks(path: str | Path, predicates: Predicates | None = None) -> list[T
 
     tasks: list[Task] = []
     for value, field in _items(document):
-        place = Place(field, where)
+        place = FieldLocation(field, where)
         if isinstance(value, dict) and "input" not in value and value.keys() & {"prompt", "question"}:
             value = _problem(value, f"{path.stem}-{len(tasks)}", place)
         tasks.append(task_from(value, place, suite=path.stem, predicates=predicates))
@@ -145,7 +145,7 @@ def _failed(task: Task, text: str) -> list[str]:
     return [f"{item.name} ({item.explanation})" for item in grades if item.required and not item.passed]
 
 
-def _problem(value: dict[str, Any], name: str, place: Place) -> dict[str, Any]:
+def _problem(value: dict[str, Any], name: str, place: FieldLocation) -> dict[str, Any]:
     """A problem with its prompt, as the JSON of a task that is graded by the last number."""
     known(value, PROBLEM_FIELDS, place)
     answers = [value[key] for key in ("answer", "target") if key in value]

@@ -45,21 +45,21 @@ def in_code(path: FieldPath) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class FieldLocation:
     """Where a field stands. Its text ends a message: ``in tasks.yaml line 7``."""
 
     path: FieldPath = ()  # the field's path in its document
     where: Callable[[FieldPath], str] = in_code  # says where a path stands
 
-    def at(self, *parts: str | int) -> "Place":
+    def at(self, *parts: str | int) -> "FieldLocation":
         """The place of a field below this one."""
-        return Place((*self.path, *parts), self.where)
+        return FieldLocation((*self.path, *parts), self.where)
 
     def __str__(self) -> str:
         return self.where(self.path)
 
 
-IN_CODE = Place()
+IN_CODE = FieldLocation()
 
 
 @dataclass
@@ -104,10 +104,10 @@ class Task:
     expected_outcome: InitVar[dict[str, Any] | None] = None
     grader: InitVar[Grader | None] = None
     predicates: InitVar[Predicates | None] = None
-    place: InitVar[Place] = IN_CODE
+    place: InitVar[FieldLocation] = IN_CODE
 
     def __post_init__(
-        self, expected_outcome: object, grader: Grader | None, predicates: Predicates | None, place: Place
+        self, expected_outcome: object, grader: Grader | None, predicates: Predicates | None, place: FieldLocation
     ) -> None:
         for each in fields(self):
             _typed(getattr(self, each.name), each.type, place.at(each.name))
@@ -164,7 +164,7 @@ def prompt_sha256(fields: dict[str, Any]) -> str:
     return hashlib.sha256(prompt.encode() if isinstance(prompt, str) else canonical(prompt)).hexdigest()
 
 
-def task_from(value: object, place: Place, *, suite: str = "", predicates: Predicates | None = None) -> Task:
+def task_from(value: object, place: FieldLocation, *, suite: str = "", predicates: Predicates | None = None) -> Task:
     """A task from JSON. A field that is null counts as one that is not there.
 
     Raises:
@@ -182,7 +182,7 @@ def task_from(value: object, place: Place, *, suite: str = "", predicates: Predi
     return task
 
 
-def _grader(value: object, place: Place) -> GraderSpec:
+def _grader(value: object, place: FieldLocation) -> GraderSpec:
     """A grader in any of the forms that ``Task.graders`` may have."""
     if isinstance(value, GraderSpec):
         return value
@@ -201,7 +201,7 @@ def _grader(value: object, place: Place) -> GraderSpec:
     return GraderSpec(kind, name, given, None, required, float(weight))
 
 
-def _expected_graders(value: object, predicates: Predicates, place: Place) -> list[GraderSpec]:
+def _expected_graders(value: object, predicates: Predicates, place: FieldLocation) -> list[GraderSpec]:
     """The graders that ``expected_outcome`` stands for."""
     fields = _typed(value, dict, place)
     known(fields, ("state_checks", *SHORTHANDS), place)
@@ -216,7 +216,7 @@ def _expected_graders(value: object, predicates: Predicates, place: Place) -> li
     return graders
 
 
-def _state_check(value: object, predicates: Predicates, place: Place) -> GraderSpec:
+def _state_check(value: object, predicates: Predicates, place: FieldLocation) -> GraderSpec:
     fields = _typed(value, dict, place)
     if "path" in fields:
         _check_arguments("state_check", fields, place)
@@ -239,7 +239,7 @@ def _state_check(value: object, predicates: Predicates, place: Place) -> GraderS
     return GraderSpec("state_check", f"state_check {name}", {}, check)
 
 
-def _check_arguments(kind: str, arguments: dict[str, Any], place: Place) -> None:
+def _check_arguments(kind: str, arguments: dict[str, Any], place: FieldLocation) -> None:
     takes = arguments_of(kind)
     known(arguments, takes, place)
     for name, (type_, needed) in takes.items():
@@ -255,7 +255,7 @@ def _check_arguments(kind: str, arguments: dict[str, Any], place: Place) -> None
             raise EvalError(f"`{name}`: {error}, {place.at(name)}") from error
 
 
-def _check_input(fields: dict[str, Any], place: Place) -> None:
+def _check_input(fields: dict[str, Any], place: FieldLocation) -> None:
     known(fields, (*PROMPTS, "context"), place)
     given = [name for name in PROMPTS if name in fields]
     if len(given) != 1:
@@ -273,7 +273,7 @@ def _check_input(fields: dict[str, Any], place: Place) -> None:
         raise EvalError(f"`context`: expected it beside a text, found it beside {name}, {place.at('context')}")
 
 
-def known(fields: dict[str, Any], names: Collection[str], place: Place) -> None:
+def known(fields: dict[str, Any], names: Collection[str], place: FieldLocation) -> None:
     """Refuses a field that has none of the names.
 
     Raises:
@@ -284,7 +284,7 @@ def known(fields: dict[str, Any], names: Collection[str], place: Place) -> None:
             raise EvalError(f"key `{name}`: expected one of {', '.join(names)}, found `{name}`, {place.at(name)}")
 
 
-def _typed(value: Any, kind: Any, place: Place) -> Any:
+def _typed(value: Any, kind: Any, place: FieldLocation) -> Any:
     """The value, if it is of the type ``kind``, which may be a union."""
     kinds = get_args(kind) if isinstance(kind, UnionType) else [kind]
     wrong = [_wrong(value, each) for each in kinds]

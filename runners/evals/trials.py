@@ -83,7 +83,7 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class Step:
+class TranscriptStep:
     """One step of a transcript.
 
     Attributes:
@@ -121,7 +121,7 @@ class Transcript:
     prompt_token_ids: list[int] = field(default_factory=list)
     output_token_ids: list[int] = field(default_factory=list)
     stop_reason: str = "eos"
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TranscriptStep] = field(default_factory=list)
     artifact: dict[str, str] = field(default_factory=dict)
     ttft_ms: float = 0.0
     e2e_ms: float = 0.0

@@ -69,7 +69,7 @@ class Cluster:
         return 1 if self.hosts is None else self.hosts.count
 
 
-class Worker(Protocol):
+class PoolWorker(Protocol):
     """What does pieces of work in a process of a node."""
 
     def start(self, hosts: Hosts | None) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Worker(Protocol):
         ...
 
     def work(self, piece: Any) -> Any:
-        """The result of a piece; raises Gone where another worker has to do it."""
+        """The result of a piece; raises WorkerLost where another worker has to do it."""
         ...
 
 
@@ -94,7 +94,7 @@ def versions() -> dict[str, str]:
 class _Actor:
     """A worker in its process. What it is made with fails in ``start``, whose error arrives as it is."""
 
-    def __init__(self, make: Callable[[], Worker]) -> None:
+    def __init__(self, make: Callable[[], PoolWorker]) -> None:
         self._make = make
 
     def listens(self) -> str:
@@ -123,7 +123,7 @@ class _Actor:
         return self._worker.work(piece)
 
 
-class Crew:
+class WorkerGroup:
     """A worker's actors.
 
     Args:
@@ -144,7 +144,7 @@ class Crew:
         self,
         ray: Any,
         cluster: Cluster,
-        make: Callable[[], Worker],
+        make: Callable[[], PoolWorker],
         at_once: int,
         *,
         strict: bool = True,

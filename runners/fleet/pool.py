@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ling3export.foundation.errors import Ling3Error, listed
-from ling3export.runners.fleet.crew import Cluster, ClusterError, Crew, Worker, check_room, free_slice, spread
+from ling3export.runners.fleet.crew import (
+    Cluster,
+    ClusterError,
+    PoolWorker,
+    WorkerGroup,
+    check_room,
+    free_slice,
+    spread,
+)
 
 TRIES = 3  # attempts at a piece, or starts of a worker, before it is declared bad
 AHEAD = 4  # pieces for each worker that may be done before the one whose turn it is
@@ -21,7 +29,7 @@ CONNECT = 5.0  # seconds
 ANSWERED = "what was answered is kept: the same command goes on from there"
 
 
-class Gone(Ling3Error):
+class WorkerLost(Ling3Error):
     """Raised by a worker's piece: the worker is of no more use, and another one is to do the piece."""
 
 
@@ -32,7 +40,7 @@ class _Job:
     tries: int = 0
 
 
-class Pool(AbstractContextManager["Pool"]):
+class WorkerPool(AbstractContextManager["WorkerPool"]):
     """Workers in a cluster.
 
     Args:
@@ -53,7 +61,7 @@ class Pool(AbstractContextManager["Pool"]):
     def __init__(
         self,
         cluster: Cluster,
-        make: Callable[[], Worker],
+        make: Callable[[], PoolWorker],
         *,
         at_once: int = 1,
         start_timeout: float = 600,
@@ -63,12 +71,12 @@ class Pool(AbstractContextManager["Pool"]):
 
         self._ray, self._cluster, self._at_once, self._start_timeout = ray, cluster, at_once, start_timeout
         self._make, self._report = make, report
-        self._crews: list[Crew] = []  # those that start or are alive
-        self._starting: dict[Any, Crew] = {}  # by the reference of the start's result
-        self._following: dict[Any, Crew] = {}  # by those of hosts other than 0, each of which ends its crew
-        self._idle: deque[Crew] = deque()
-        self._alive: list[Crew] = []
-        self._running: dict[Any, tuple[_Job, Crew]] = {}
+        self._crews: list[WorkerGroup] = []  # those that start or are alive
+        self._starting: dict[Any, WorkerGroup] = {}  # by the reference of the start's result
+        self._following: dict[Any, WorkerGroup] = {}  # by those of hosts other than 0, each of which ends its crew
+        self._idle: deque[WorkerGroup] = deque()
+        self._alive: list[WorkerGroup] = []
+        self._running: dict[Any, tuple[_Job, WorkerGroup]] = {}
         self._again: deque[_Job] = deque()
         self._deaths = 0  # workers that died since one last did something
         self.about: dict[str, Any] = {}
@@ -127,7 +135,7 @@ class Pool(AbstractContextManager["Pool"]):
     def _start(self) -> None:
         nodes, cluster = self._ray.nodes(), self._cluster  # one may be gone, or be there, since the last start
         on = free_slice(nodes, cluster, [crew.slice_name for crew in self._crews])
-        crew = Crew(self._ray, cluster, self._make, self._at_once, strict=spread(nodes, cluster), slice_name=on)
+        crew = WorkerGroup(self._ray, cluster, self._make, self._at_once, strict=spread(nodes, cluster), slice_name=on)
         self._crews.append(crew)
         self._starting[crew.started] = crew
         self._following |= dict.fromkeys(crew.others, crew)
@@ -151,7 +159,7 @@ class Pool(AbstractContextManager["Pool"]):
                 result = self._ray.get(reference)
             except self._ray.exceptions.RayTaskError as error:
                 cause = error.cause
-                if not isinstance(cause, Gone):
+                if not isinstance(cause, WorkerLost):
                     raise (cause if isinstance(cause, Ling3Error) else ClusterError(f"ray: worker: {error}")) from None
                 self._replace(crew, job, cause.message)
                 continue
@@ -170,7 +178,7 @@ class Pool(AbstractContextManager["Pool"]):
                 done.append((job, result))
         return done
 
-    def _admit(self, crew: Crew, about: dict[str, Any]) -> None:
+    def _admit(self, crew: WorkerGroup, about: dict[str, Any]) -> None:
         """Takes a worker that has started."""
         node = about.pop("node")
         if not self.about:
@@ -183,7 +191,7 @@ class Pool(AbstractContextManager["Pool"]):
         self._alive.append(crew)
         self._idle.extend([crew] * self._at_once)
 
-    def _replace(self, crew: Crew, job: _Job | None, why: str) -> None:
+    def _replace(self, crew: WorkerGroup, job: _Job | None, why: str) -> None:
         """Starts another worker in the place of one that died, once; its piece is to be done again."""
         if job is not None:
             job.tries += 1

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ling3export.runners.engine.request import Completion
-from ling3export.runners.evals.backend import Ask, Backend
+from ling3export.runners.evals.backend import LocalBackend, PromptRequest
 from ling3export.runners.evals.graders import GraderSpec
 from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.suites import Suite
@@ -32,7 +32,7 @@ ENVIRONMENT = {
 }
 
 
-class FakeBackend(Backend):
+class FakeBackend(LocalBackend):
     """Answers a prompt by a function; tokens are the text's code points, times are constant.
 
     Args:
@@ -45,17 +45,17 @@ class FakeBackend(Backend):
         self.answer = answer
         self.stop_reason = stop_reason
         self.delay = delay
-        self.batches: list[list[Ask]] = []
+        self.batches: list[list[PromptRequest]] = []
 
-    def check(self, ask: Ask) -> None:
+    def check(self, ask: PromptRequest) -> None:
         pass
 
-    def generate(self, asks: Sequence[Ask]) -> list[Completion]:
+    def generate(self, asks: Sequence[PromptRequest]) -> list[Completion]:
         self.batches.append(list(asks))
         time.sleep(self.delay)
         return [self.complete(ask) for ask in asks]
 
-    def complete(self, ask: Ask) -> Completion:
+    def complete(self, ask: PromptRequest) -> Completion:
         shown = ask.prompt if isinstance(ask.prompt, str) else "".join(map(chr, ask.prompt))
         text, prompt = self.answer(shown), [ord(c) for c in shown]
         logits = np.zeros((1, 1 << 16), np.float32) if ask.logits else None

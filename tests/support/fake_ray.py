@@ -1,4 +1,4 @@
-"""What ``Pool`` uses of Ray, in this process: calls run at once, and end in a random order."""
+"""What ``WorkerPool`` uses of Ray, in this process: calls run at once, and end in a random order."""
 
 import itertools
 import random
@@ -29,7 +29,7 @@ class RayTaskError(RayError):
 
 
 class FakeRay:
-    """What Pool uses of Ray.
+    """What WorkerPool uses of Ray.
 
     Attributes:
         started: How many actors were.

@@ -24,7 +24,7 @@ from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plans
 from ling3export.plan.pricing import config_of
 from ling3export.runners.fleet.crew import Cluster
-from ling3export.runners.fleet.pool import Pool
+from ling3export.runners.fleet.pool import WorkerPool
 from tests.support.fake_ray import FakeRay
 from tests.support.tiny import tiny_fields, tiny_weights, write_tiny
 
@@ -69,7 +69,7 @@ class Asked:
 
     def pool(self, make) -> AbstractContextManager:
         self.pools += 1
-        return Pool(Cluster(None, 2, {"CPU": 1}), make, report=lambda text: None)
+        return WorkerPool(Cluster(None, 2, {"CPU": 1}), make, report=lambda text: None)
 
     def run(self, use: CacheUse | None = None) -> None:
         with Console() as console:

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from ling3export.runners.cli.main import main
-from ling3export.runners.evals.backend import Ask
+from ling3export.runners.evals.backend import PromptRequest
 from ling3export.runners.evals.compare import determinism, diff
 from ling3export.runners.evals.folder import read_predictions
 from ling3export.runners.evals.report import diagnose, goes_on, loops
@@ -131,7 +131,7 @@ class Flips(FakeBackend):
         return done
 
 
-ASKS = [Ask(f"t{n}", str(n), 20) for n in range(3)]
+ASKS = [PromptRequest(f"t{n}", str(n), 20) for n in range(3)]
 
 
 def test_determinism_finds_an_injected_flip():

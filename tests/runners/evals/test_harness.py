@@ -14,8 +14,8 @@ from ling3export.runners.evals.trials import (
     GraderError,
     InfraError,
     Outcome,
-    Step,
     Transcript,
+    TranscriptStep,
     tokens_digest,
     trial_seed,
 )
@@ -132,7 +132,9 @@ def test_classes_of_infrastructure_errors(error, kind):
 
 def test_weights_required_and_authority():
     """All required graders decide; the score is the weighted mean; who looks at state says why first."""
-    steps = Transcript("text", steps=[Step(0, "tool", name="verify"), Step(1, "tool", name="refund")])
+    steps = Transcript(
+        "text", steps=[TranscriptStep(0, "tool", name="verify"), TranscriptStep(1, "tool", name="refund")]
+    )
 
     async def agent(input, env):
         return steps, Outcome({"rows": [{"status": "open"}]})

@@ -10,7 +10,7 @@ from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.evals.graders import grade, value_at
 from ling3export.runners.evals.task_files import json_lines, load_tasks, read_records
 from ling3export.runners.evals.tasks import Task
-from ling3export.runners.evals.trials import EvalError, Outcome, Step, Transcript
+from ling3export.runners.evals.trials import EvalError, Outcome, Transcript, TranscriptStep
 
 TEMPLATE = """\
 task:
@@ -52,7 +52,9 @@ def test_template_of_the_specification_loads_and_grades(tmp_path):
         "I want to return this defective product\n\n"
         '{"order_id":"ORD-12345","product_id":"PROD-789","purchase_date":"2026-02-15","reason":"defective"}'
     )
-    calls = [Step(0, "tool", name=name) for name in ("send_confirmation", "verify_identity", "process_refund")]
+    calls = [
+        TranscriptStep(0, "tool", name=name) for name in ("send_confirmation", "verify_identity", "process_refund")
+    ]
     said = Transcript("Your refund is on its way.", steps=calls, turns=3)
     grades, passed, score = grade(task, said, Outcome(rows))
     assert (passed, score) == (True, 1.0)

@@ -10,7 +10,7 @@ import pytest
 from ling3export.foundation.errors import ArtifactError, Ling3Error
 from ling3export.runners.cli.cluster import on_cluster
 from ling3export.runners.fleet.crew import PLACE, SLICE, Cluster, ClusterError
-from ling3export.runners.fleet.pool import Gone, Pool
+from ling3export.runners.fleet.pool import WorkerLost, WorkerPool
 from ling3export.runners.hosts.hosts import Hosts
 from tests.support.fake_ray import Dead, FakeRay, RayError
 
@@ -61,14 +61,14 @@ def pool(monkeypatch):
         room: float = 4,
         hosts: int = 1,
         labels: Sequence[dict[str, str]] = ({},),
-    ) -> Pool:
+    ) -> WorkerPool:
         ray = FakeRay(seed, room)
         ray.labels = [*labels]
         monkeypatch.setitem(sys.modules, "ray", ray)
         several = Hosts("127.0.0.1:1", hosts, 0, 7.0) if hosts > 1 else None
         cluster = Cluster(None, replicas, {"CPU": 1}, several)
         said: list[str] = []
-        found: Any = Pool(cluster, lambda: Doubler(does), at_once=at_once, report=said.append)
+        found: Any = WorkerPool(cluster, lambda: Doubler(does), at_once=at_once, report=said.append)
         found.ray, found.said = ray, said
         return found
 
@@ -79,7 +79,7 @@ def pool(monkeypatch):
 def test_results_come_in_order_whoever_dies(pool, seed):
     """Every piece is done, none is there twice, and each dead worker has one other in its place."""
     dice = random.Random(seed)
-    does = {dice.randrange(60): [dice.choice([Dead(), Gone("worker: it is broken")])] for _ in range(6)}
+    does = {dice.randrange(60): [dice.choice([Dead(), WorkerLost("worker: it is broken")])] for _ in range(6)}
     deaths = len(does)
     with pool(does, seed=seed, replicas=dice.choice([1, 3]), at_once=dice.choice([1, 2])) as workers:
         assert workers.about["versions"] == {"jaxlib": "0.11.2"}
@@ -155,7 +155,7 @@ def test_an_error_of_a_host_that_follows_is_the_runs(pool):
     pool({})  # a Ray of this process
     with (
         pytest.raises(ClusterError, match=r"ray: artifact `x.ling3`: expected a manifest, found none; on node"),
-        Pool(Cluster(None, 1, {"CPU": 1}, first), lambda: Second(does), report=print) as workers,
+        WorkerPool(Cluster(None, 1, {"CPU": 1}, first), lambda: Second(does), report=print) as workers,
     ):
         list(workers.map(range(50)))
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from ling3export.foundation.errors import RequestError
 from ling3export.runners.cli.main import main
 from ling3export.runners.fleet.crew import PLACE, SLICE, Cluster, ClusterError, check_room, free_slice, spread
-from ling3export.runners.fleet.pool import Pool
+from ling3export.runners.fleet.pool import WorkerPool
 from ling3export.runners.hosts.hosts import Hosts
 
 
@@ -121,5 +121,5 @@ def test_a_command_on_a_cluster_is_given_once_and_not_on_each_host(tmp_path, wor
 @pytest.mark.extras
 def test_a_cluster_that_is_not_there_is_said_at_once():
     with pytest.raises(ClusterError, match=r"ray: expected a cluster at 127\.0\.0\.1:9, found .*refused") as caught:
-        Pool(Cluster("127.0.0.1:9", 1, {"CPU": 1}), dict, report=print)
+        WorkerPool(Cluster("127.0.0.1:9", 1, {"CPU": 1}), dict, report=print)
     assert "ray start --head" in str(caught.value)
