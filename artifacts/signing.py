@@ -94,9 +94,18 @@ def make_key(path: Path) -> str:
     public = private.public_key()
     secret = private.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
     known = public.public_bytes(form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo)
-    for name, data, mode in ((path, secret, 0o600), (public_path(path), known, 0o644)):
-        with writing(name), open(create(name, mode), "wb") as file:
-            file.write(data)
+    made: list[Path] = []
+    try:
+        for name, data, mode in ((path, secret, 0o600), (public_path(path), known, 0o644)):
+            with writing(name):
+                descriptor = create(name, mode)
+                made.append(name)
+                with open(descriptor, "wb") as file:
+                    file.write(data)
+    except ArtifactError:
+        for name in made:  # half a pair would be in the way of the next one
+            name.unlink()
+        raise
     return key_id(public)
 
 
@@ -123,6 +132,19 @@ def sign(artifact: Path, key: Path) -> str:
     return name
 
 
+def trusted_folder() -> Path | None:
+    """The folder of trusted keys that LING3_TRUST names; None where it is not set.
+
+    Raises:
+        TrustError: It is set and empty, which could be meant as anything.
+    """
+    if (folder := os.environ.get(TRUST)) == "":
+        raise TrustError(
+            f"{TRUST}: expected a folder of public keys, found an empty value", f"name one, or unset {TRUST}"
+        )
+    return None if folder is None else Path(folder)
+
+
 def read_trusted(artifact: Path, report: Callable[[str], None], name: str | None = None) -> Manifest:
     """The manifest of an artifact, signed by a key of the folder that LING3_TRUST names, if it names one.
 
@@ -135,9 +157,9 @@ def read_trusted(artifact: Path, report: Callable[[str], None], name: str | None
         ArtifactError: The manifest is damaged.
         TrustError: Keys are trusted, and none of them signed it; or they cannot be read.
     """
-    folder, name = os.environ.get(TRUST), name or artifact.name
-    if folder:
-        keys = read_keys(Path(folder))
+    folder, name = trusted_folder(), name or artifact.name
+    if folder is not None:
+        keys = read_keys(folder)
         return read_manifest(artifact, lambda data: report(f"{name}: signed by {check(artifact, data, keys, name)}"))
     manifest = read_manifest(artifact)
     try:

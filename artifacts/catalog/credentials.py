@@ -4,24 +4,27 @@ import base64
 import os
 import re
 import stat
+import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import requests
+import urllib3
 from requests.auth import AuthBase
 from requests.utils import parse_dict_header
 
-from ling3export.artifacts.catalog.layout import BLOCK
 from ling3export.artifacts.catalog.record import LARGEST, parsed
 from ling3export.foundation.errors import AuthDenied, AuthRequired, CatalogError
 from ling3export.foundation.strict_json import read_json
 
 TOKEN = "LING3_CATALOG_TOKEN"
 TIMEOUT = (10, 60)  # seconds to connect, and without a byte
+DEADLINE = 120.0  # seconds for the whole of a document, however slowly it drips
+LARGEST_TOKEN = 64 << 10  # bytes of a file that holds one
 
 
 class Credentials(AuthBase):
-    """Adds a header; requests leaves it out where a redirect leads to another host.
+    """Adds a header to what goes to one host; requests leaves it out where a redirect leads to another.
 
     Args:
         host: The registry's host, with its port.
@@ -36,7 +39,8 @@ class Credentials(AuthBase):
         self.token: str | None = None
 
     def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        if (header := self.token or self.header) is not None:
+        header = self.token or self.header
+        if header is not None and urlsplit(request.url or "").netloc == self._host:
             request.headers["Authorization"] = header
         return request
 
@@ -65,7 +69,7 @@ class Credentials(AuthBase):
             answer = requests.get(
                 realm.geturl(),
                 {name: asked[name] for name in ("service", "scope") if asked.get(name)},
-                auth=Credentials(self._host, given if known else None),
+                auth=Credentials(realm.netloc, given if known else None),
                 timeout=TIMEOUT,
                 stream=True,
             )
@@ -92,14 +96,13 @@ def authorization(host: str) -> str | None:
     """The header for a registry: the token of LING3_CATALOG_TOKEN, or of the file (0600) that it names, or docker's.
 
     Raises:
-        AuthDenied: Others may read the file.
+        AuthDenied: Others may read the file, it cannot be read, or what is there cannot be sent. The token is not told.
     """
     if token := os.environ.get(TOKEN):
-        path = Path(token)
-        if path.is_absolute():
-            if stat.S_IMODE(path.stat().st_mode) & 0o077:
-                raise AuthDenied(f"token file `{path}`: expected that its owner alone can read it, found others may")
-            token = path.read_text().strip()
+        if os.path.isabs(token):
+            token = _token_of(Path(token))
+        if not re.fullmatch(r"[!-~]+", token):
+            raise AuthDenied(f"{TOKEN}: expected a token of ASCII letters, digits and signs, found other characters")
         return f"Bearer {token}"
     folder = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
     try:
@@ -109,19 +112,32 @@ def authorization(host: str) -> str | None:
         return None
 
 
-def bounded(reply: requests.Response, where: str) -> bytes:
+def _token_of(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            shared, data = stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077, file.read(LARGEST_TOKEN)
+    except OSError as error:  # without the path: a token may begin with a slash
+        raise AuthDenied(f"{TOKEN}: expected a token or a readable file, found {error.strerror}") from None
+    if shared:
+        raise AuthDenied(f"token file `{path}`: expected that its owner alone can read it, found others may")
+    return data.decode("latin-1").strip()
+
+
+def bounded(reply: requests.Response, where: str, largest: int = LARGEST) -> bytes:
     """The body of an answer that is a document.
 
     Raises:
-        CatalogError: It is too long for one, or breaks off.
+        CatalogError: It is longer than ``largest``, breaks off, or takes longer than DEADLINE.
     """
-    found = b""
+    found, until = b"", time.monotonic() + DEADLINE
     try:
         with reply:
-            for data in reply.iter_content(BLOCK):
+            while data := reply.raw.read1(64 << 10, decode_content=True):
                 found += data
-                if len(found) > LARGEST:
-                    raise CatalogError(f"store `{where}`: expected a document of at most {LARGEST:,} bytes, found more")
-    except requests.RequestException as error:
+                if len(found) > largest:
+                    raise CatalogError(f"store `{where}`: expected a document of at most {largest:,} bytes, found more")
+                if time.monotonic() > until:
+                    raise CatalogError(f"store `{where}`: expected a document within {DEADLINE:g} s, found a part")
+    except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
         raise CatalogError(f"store `{where}`: expected a whole answer, found {type(error).__name__}") from None
     return found

@@ -7,7 +7,7 @@ Blobs come first, each whole under its digest by a rename; then one rename of ``
 import fcntl
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from hashlib import sha256
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.catalog import oci
-from ling3export.artifacts.catalog.oci import Block, Descriptor, Entry, ImageManifest, Index, Part
+from ling3export.artifacts.catalog.oci import Block, CatalogEntry, Descriptor, Index, LayerSource
 from ling3export.artifacts.catalog.record import LARGEST, parsed
 from ling3export.artifacts.catalog.versions import is_version, latest, order
 from ling3export.artifacts.files import PARTIAL, inside, leftovers, open_lock, refuse_links, replacing, writing
@@ -28,7 +28,7 @@ LAYOUT_DATA = canonical({"imageLayoutVersion": "1.0.0"})
 BLOCK = 1 << 20
 BLOBS = "blobs/sha256"
 OURS = re.compile(rf"[0-9a-f]{{64}}|\.[0-9a-f]{{64}}\.{PARTIAL}")  # what a publication makes in BLOBS
-WRITERS, TAGS = ".writers.lock", ".index.lock"
+PUBLISHERS_LOCK, INDEX_LOCK = ".writers.lock", ".index.lock"
 
 
 def named(digest: str) -> str:
@@ -52,7 +52,7 @@ def existing(id: str, version: str, store: object) -> VersionExists:
     )
 
 
-class Layout:
+class OciLayout:
     """An OCI image layout.
 
     Args:
@@ -67,9 +67,17 @@ class Layout:
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
-    def entries(self, id: str | None = None) -> list[Entry]:
-        """Every version, or those of one id; the tag ``latest`` is none."""
+    def entries(self, id: str | None = None) -> list[CatalogEntry]:
+        """Every version, or those of one id, in order; the tag ``latest`` is none."""
         return _entries(self._index(), id)
+
+    def versions(self, id: str) -> list[str]:
+        """The versions of an id, in order."""
+        return [entry.version for entry in self.entries(id)]
+
+    def entry(self, id: str, version: str) -> CatalogEntry | None:
+        """A version, if it is there."""
+        return next((entry for entry in self.entries(id) if entry.version == version), None)
 
     def read(self, blob: Descriptor) -> bytes:
         """A small blob: a manifest or a record.
@@ -118,31 +126,21 @@ class Layout:
             file.seek(start)
             yield from blocks(file, stop - start)
 
-    def referrers(self, subject: Descriptor) -> list[tuple[Descriptor, ImageManifest]]:
-        """What was said of a version after it was published."""
-        found = []
-        for each in self._index().manifests:
-            if each.artifactType == oci.EVAL:
-                image = oci.image_of(self.read(each), str(self))
-                if image.subject is not None and image.subject.digest == subject.digest:
-                    found.append((each, image))
-        return found
-
     # --- writing -----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def writing(self, id: str) -> Iterator[None]:
         """Blobs that are written in the block are not removed by ``gc`` before it ends; makes the layout."""
         self._begin()
-        with self._locked(WRITERS, fcntl.LOCK_SH):
-            with self._locked(TAGS):
+        with self._locked(PUBLISHERS_LOCK, fcntl.LOCK_SH):
+            with self._locked(INDEX_LOCK):
                 if not self._there(LAYOUT):
                     self._put(LAYOUT, LAYOUT_DATA)
                 if not self._there(INDEX):  # last: where it is, there is a whole layout
-                    self._make_index()
+                    self._write_index(())
             yield
 
-    def add(self, part: Part) -> int:
+    def add(self, part: LayerSource) -> int:
         """Writes a part of a file; returns how many bytes had to be written.
 
         Raises:
@@ -175,71 +173,37 @@ class Layout:
             VersionExists: It is there.
         """
 
-        def added(entries: list[Entry]) -> list[Entry]:
+        with self._locked(INDEX_LOCK):
+            index = self._index()
+            entries = _entries(index)
             there = [each.descriptor.digest for each in entries if (each.id, each.version) == (id, version)]
             if there == [manifest.digest]:  # entered by a request whose answer was lost
-                return entries
+                return
             if there:
                 raise existing(id, version, self)
-            return [*entries, Entry(id, version, replace(manifest, annotations={oci.NAME: f"{id}:{version}"}))]
-
-        self._change(added)
-
-    def yank(self, id: str, version: str) -> None:
-        """Hides a version from all who do not name it exactly.
-
-        Raises:
-            CatalogError: There is none.
-        """
-
-        def hidden(entries: list[Entry]) -> list[Entry]:
-            at = [(each.id, each.version) for each in entries]
-            if (id, version) not in at:
-                raise CatalogError(f"version `{id}@{version}`: expected one that is there, found none, in {self}")
-            old = entries[at.index((id, version))]
-            notes = {**(old.descriptor.annotations or {}), oci.YANKED: "true"}
-            entries[at.index((id, version))] = replace(old, descriptor=replace(old.descriptor, annotations=notes))
-            return entries
-
-        self._change(hidden)
-
-    def refer(self, id: str, manifest: Descriptor, image: ImageManifest) -> bool:
-        """Adds what is said of a version, which ``image`` names as its subject; False if it was there."""
-        there = [each.digest for each in self._index().manifests]
-        self._change(lambda entries: entries, replace(manifest, annotations=image.annotations))
-        return manifest.digest not in there
-
-    def _change(self, change: Callable[[list[Entry]], list[Entry]], more: Descriptor | None = None) -> None:
-        self._begin()
-        with self._locked(TAGS):
-            index = self._index()
-            others = [each for each in index.manifests if not _is_ours(each)]
-            if more is not None and more.digest not in {each.digest for each in others}:
-                others.append(more)
-            entries = change(_entries(index))
+            entries.append(CatalogEntry(id, version, replace(manifest, annotations={oci.NAME: f"{id}:{version}"})))
             tags = []
-            for id in sorted({each.id for each in entries}):
-                shown = {each.version: each for each in entries if each.id == id and not each.yanked}
-                if (newest := latest(shown)) is not None:
-                    tags.append(replace(shown[newest].descriptor, annotations={oci.NAME: f"{id}:latest"}))
-            self._write_index([*others, *(each.descriptor for each in entries), *tags])
-
-    def _make_index(self) -> None:
-        self._write_index(())
+            for each in sorted({entry.id for entry in entries}):
+                known = {entry.version: entry.descriptor for entry in entries if entry.id == each}
+                newest = latest(known)
+                assert newest is not None
+                tags.append(replace(known[newest], annotations={oci.NAME: f"{each}:latest"}))
+            others = [each for each in index.manifests if not _is_ours(each)]
+            self._write_index([*others, *(entry.descriptor for entry in entries), *tags])
 
     def _write_index(self, manifests: Sequence[Descriptor]) -> None:
         body = Index(schemaVersion=2, mediaType=oci.INDEX, manifests=tuple(manifests))
         self._put(INDEX, canonical(to_json(body)))
 
     def gc(self) -> tuple[int, int]:
-        """Removes blobs that no version names, yanked ones included; returns how many, and their bytes.
+        """Removes blobs that no version names; returns how many, and their bytes.
 
         Waits until nobody publishes. Files with other names than blobs have are left alone.
 
         Raises:
             ArtifactError: A link leads out of the layout, to where files could be somebody else's.
         """
-        with self._locked(WRITERS), self._locked(TAGS):
+        with self._locked(PUBLISHERS_LOCK), self._locked(INDEX_LOCK):
             refuse_links(self.folder, (BLOBS,))
             kept: set[str] = set()
             for each in self._index().manifests:
@@ -260,7 +224,7 @@ class Layout:
         with writing(self.folder / LAYOUT):
             refuse_links(self.folder, (BLOBS,))
             (self.folder / BLOBS).mkdir(parents=True, exist_ok=True)
-        with self._locked(TAGS):
+        with self._locked(INDEX_LOCK):
             for left in leftovers(self.folder / INDEX):
                 left.unlink(missing_ok=True)
 
@@ -287,12 +251,12 @@ class Layout:
             os.close(descriptor)
 
 
-def _entries(index: Index, id: str | None = None) -> list[Entry]:
+def _entries(index: Index, id: str | None = None) -> list[CatalogEntry]:
     found = []
     for each in index.manifests:
         name, _, version = each.annotation(oci.NAME).partition(":")
         if is_version(version) and id in (None, name):
-            found.append(Entry(name, version, each))
+            found.append(CatalogEntry(name, version, each))
     return sorted(found, key=lambda entry: (entry.id, order(entry.version)))
 
 

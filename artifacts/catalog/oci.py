@@ -7,21 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from ling3export.artifacts.catalog.record import File, Named, Record, parsed, typed, without_unknown
+from ling3export.artifacts.catalog.record import CatalogRecord, File, Named, parsed, typed, without_unknown
 from ling3export.artifacts.records import at_most
 from ling3export.foundation.errors import CatalogError
 
 ARTIFACT = "application/vnd.ling3.artifact.v1"
 RECORD = "application/vnd.ling3.record.v1+json"
 LAYER = "application/vnd.ling3.file.v1"
-EVAL = "application/vnd.ling3.eval.v1"  # results of an evaluation; their subject is a version
-EMPTY = "application/vnd.oci.empty.v1+json"
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 INDEX = "application/vnd.oci.image.index.v1+json"
 TITLE = "org.opencontainers.image.title"
 NAME = "org.opencontainers.image.ref.name"
-YANKED = "vnd.ling3.yanked"
-SUITE, SCORE, RUN = "vnd.ling3.eval.suite", "vnd.ling3.eval.score", "vnd.ling3.eval.run"
 Block = bytes | memoryview  # of a file as it comes; a memoryview holds it until the next one is asked for
 PART = 2_000_000_000  # bytes of a layer: registries and proxies refuse much larger ones
 
@@ -43,7 +39,7 @@ class Descriptor:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageManifest:
-    """A version: its record and its files; with a subject, what was said of a version later."""
+    """A version: its record and its files."""
 
     schemaVersion: int
     mediaType: str
@@ -51,7 +47,6 @@ class ImageManifest:
     layers: Annotated[tuple[Descriptor, ...], at_most(200_000)]
     artifactType: str | None = None
     annotations: dict[str, str] | None = None
-    subject: Descriptor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,24 +59,19 @@ class Index:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogEntry:
     """A version in a store, by the descriptor of its manifest."""
 
     id: str
     version: str
     descriptor: Descriptor
 
-    @property
-    def yanked(self) -> bool:
-        """Whether only those who name it exactly find it."""
-        return self.descriptor.annotation(YANKED) == "true"
-
     def __str__(self) -> str:
         return f"{self.id}@{self.version}"
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerSource:
     """A range of a file of a folder, with the digest of its bytes."""
 
     path: Path
@@ -107,7 +97,7 @@ def image_of(data: bytes, where: str) -> ImageManifest:
     return image
 
 
-def layers_of(manifest: ImageManifest, record: Record, where: str) -> dict[str, list[Descriptor]]:
+def layers_of(manifest: ImageManifest, record: CatalogRecord, where: str) -> dict[str, list[Descriptor]]:
     """The layers of each file, by its path.
 
     Raises:

@@ -1,6 +1,5 @@
 """From an artifact's folder to a version in a store."""
 
-import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -12,20 +11,20 @@ from typing import Any, Protocol
 from ling3export.artifacts import manifest as manifests
 from ling3export.artifacts.catalog import oci
 from ling3export.artifacts.catalog.layout import existing
-from ling3export.artifacts.catalog.oci import Descriptor, Entry, ImageManifest, Part
+from ling3export.artifacts.catalog.oci import CatalogEntry, Descriptor, ImageManifest, LayerSource
 from ling3export.artifacts.catalog.record import (
     SCHEMA,
+    CatalogRecord,
     Dependency,
+    EvalScore,
     File,
     Install,
     Needs,
-    Record,
-    Score,
     check_paths,
     digest_of,
     typed,
 )
-from ling3export.artifacts.catalog.stores import Store, choose, find
+from ling3export.artifacts.catalog.stores import Catalog, find
 from ling3export.artifacts.files import open_regular
 from ling3export.artifacts.records import canonical, to_json
 from ling3export.artifacts.schema import Manifest, Target
@@ -35,14 +34,14 @@ BLOCK = 1 << 20
 WORKERS = 2  # hashing releases the interpreter lock
 
 
-class Writable(Store, Protocol):
+class Writable(Catalog, Protocol):
     """A store that takes versions."""
 
     def writing(self, id: str) -> Any:
         """A context in which parts may be added."""
         ...
 
-    def add(self, part: Part) -> int:
+    def add(self, part: LayerSource) -> int:
         """Writes a part of a file unless it is there; returns the bytes that were written."""
         ...
 
@@ -52,10 +51,6 @@ class Writable(Store, Protocol):
 
     def enter(self, id: str, version: str, manifest: Descriptor) -> None:
         """Makes the version, and moves ``latest``."""
-        ...
-
-    def refer(self, id: str, manifest: Descriptor, image: ImageManifest) -> bool:
-        """Adds what is said of a version, which ``image`` names as its subject; False if it was there."""
         ...
 
 
@@ -71,7 +66,7 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Published:
+class Publication:
     """What a publication did.
 
     Attributes:
@@ -80,14 +75,14 @@ class Published:
         new: Whether the version was not there before.
     """
 
-    record: Record
+    record: CatalogRecord
     moved: int
     new: bool
 
 
 def publish(
-    artifact: Path, store: Writable, id: str, version: str, words: Words, score: Score | None = None
-) -> Published:
+    artifact: Path, store: Writable, id: str, version: str, words: Words, score: EvalScore | None = None
+) -> Publication:
     """Publishes a folder whose bytes were verified.
 
     Args:
@@ -96,7 +91,7 @@ def publish(
         id: Its name there.
         version: A semantic version that is not there yet, or that has the same content.
         words: What people are told of it.
-        score: How it did in an evaluation; a version that is there keeps the score that it was published with.
+        score: How it did in an evaluation.
 
     Raises:
         VersionExists: The version is there with other content.
@@ -112,11 +107,10 @@ def publish(
     now = datetime.now(UTC).isoformat(timespec="seconds")
     record = described(manifest, id, version, words, files, now, now, score)
     with store.writing(id):
-        for entry in store.entries(id):
-            if entry.version == version:
-                if (same := _same(store, entry, record)) is None:
-                    raise existing(id, version, store)
-                return Published(same, 0, False)
+        if (entry := store.entry(id, version)) is not None:
+            if (same := _same(store, entry, record)) is None:
+                raise existing(id, version, store)
+            return Publication(same, 0, False)
         moved = sum(store.add(part) for _, parts in digested.values() for part in parts)
         config = store.add_document(canonical(to_json(record)), oci.RECORD)
         layers = tuple(part.descriptor for _, parts in digested.values() for part in parts)
@@ -125,63 +119,14 @@ def publish(
         )
         document = store.add_document(canonical(to_json(image)), oci.MANIFEST, oci.ARTIFACT)
         store.enter(id, version, document)  # which refuses a version that is there by now
-    return Published(record, moved, True)
+    return Publication(record, moved, True)
 
 
-def _same(store: Store, entry: Entry, record: Record) -> Record | None:
-    """The record of a version that is there, if it says the same as a new one, dates and score apart."""
+def _same(store: Catalog, entry: CatalogEntry, record: CatalogRecord) -> CatalogRecord | None:
+    """The record of a version that is there, if it says the same as a new one, dates apart."""
     _, old = find(store, entry)
-    dated = sealed(replace(record, created_at=old.created_at, updated_at=old.updated_at, eval=old.eval))
+    dated = sealed(replace(record, created_at=old.created_at, updated_at=old.updated_at))
     return old if dated.digest == old.digest else None
-
-
-def attach(store: Writable, id: str, version: str, score: Score, folder: Path, names: Sequence[str]) -> bool:
-    """Adds the results of an evaluation to a version, as a manifest of their own whose subject is the version's.
-
-    Args:
-        store: Where the version is.
-        id: Its id.
-        version: The version.
-        score: What came out.
-        folder: Where the results are.
-        names: Their files.
-
-    Returns:
-        Whether they were not there before.
-    """
-    with store.writing(id):
-        subject = replace(choose(store, id, version).descriptor, annotations=None, artifactType=None)
-        parts = [part for name in names for part in digested_file(folder, name)[1]]
-        for part in parts:
-            store.add(part)
-        image = ImageManifest(
-            schemaVersion=2,
-            mediaType=oci.MANIFEST,
-            artifactType=oci.EVAL,
-            subject=subject,
-            config=store.add_document(b"{}", oci.EMPTY),
-            layers=tuple(part.descriptor for part in parts),
-            annotations={oci.SUITE: score.suite, oci.SCORE: repr(score.score), oci.RUN: score.run_digest},
-        )
-        return store.refer(id, store.add_document(canonical(to_json(image)), oci.MANIFEST, oci.EVAL), image)
-
-
-def attached(store: Store, entry: Entry) -> list[Score]:
-    """The results of evaluations that were added to a version.
-
-    Raises:
-        CatalogError: One of them says something else than that.
-    """
-    found = []
-    for _, image in store.referrers(entry.descriptor):
-        said = image.annotations or {}
-        try:
-            number = float(said.get(oci.SCORE, ""))
-        except ValueError:
-            number = math.nan
-        raw = {"suite": said.get(oci.SUITE), "score": number, "run_digest": said.get(oci.RUN)}
-        found.append(typed(Score, raw, f"{entry} of {store}", "evaluation"))
-    return found
 
 
 def described(
@@ -192,8 +137,8 @@ def described(
     files: tuple[File, ...],
     created: str,
     updated: str,
-    score: Score | None = None,
-) -> Record:
+    score: EvalScore | None = None,
+) -> CatalogRecord:
     """The record of an artifact.
 
     Raises:
@@ -213,7 +158,7 @@ def described(
         memory_bytes_per_device=max(peaks, default=None),
     )
     facts = {target.platform for target in targets} | {f"tp{target.tp}" for target in targets} | {manifest.plan.dtype}
-    record = Record(
+    record = CatalogRecord(
         schema=SCHEMA,
         id=id,
         version=version,
@@ -230,7 +175,7 @@ def described(
         digest="sha256:" + "0" * 64,
         eval=score,
     )
-    return typed(Record, to_json(sealed(record)), "what is to be published", "record")
+    return typed(CatalogRecord, to_json(sealed(record)), "what is to be published", "record")
 
 
 def spelled(target: Target) -> str:
@@ -238,15 +183,15 @@ def spelled(target: Target) -> str:
     return target.text if target.topology else f"{target.text}@{target.tp}"
 
 
-def sealed(record: Record) -> Record:
+def sealed(record: CatalogRecord) -> CatalogRecord:
     """A record with its digest."""
     return replace(record, digest=digest_of(to_json(record)))
 
 
-def digested_file(folder: Path, name: str) -> tuple[File, Sequence[Part]]:
+def digested_file(folder: Path, name: str) -> tuple[File, Sequence[LayerSource]]:
     """A file's size and digest, and those of its parts; read once."""
     whole, start = sha256(), 0
-    parts: list[Part] = []
+    parts: list[LayerSource] = []
     with open_regular(folder, name, f"file `{name}`") as file:
         while True:
             digest, size = sha256(), 0
@@ -255,7 +200,7 @@ def digested_file(folder: Path, name: str) -> tuple[File, Sequence[Part]]:
                 digest.update(data)
                 size += len(data)
             if size or not parts:
-                parts.append(Part(folder, name, start, size, f"sha256:{digest.hexdigest()}"))
+                parts.append(LayerSource(folder, name, start, size, f"sha256:{digest.hexdigest()}"))
             start += size
             if size < oci.PART:
                 return File(name, start, whole.hexdigest()), parts

@@ -12,10 +12,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.catalog.oci import Block, Descriptor, Entry
-from ling3export.artifacts.catalog.record import File, Record
+from ling3export.artifacts.catalog.oci import Block, CatalogEntry, Descriptor
+from ling3export.artifacts.catalog.record import CatalogRecord, File
 from ling3export.artifacts.catalog.slabs import Slab, begin, copied, holds, ranged, runs, slabs_of, tensors_of
-from ling3export.artifacts.catalog.stores import Store, choose, find
+from ling3export.artifacts.catalog.stores import Catalog, choose, find
 from ling3export.artifacts.files import open_lock, refuse_links, writing
 from ling3export.artifacts.manifest import MANIFEST, file_records, named_target
 from ling3export.artifacts.schema import Manifest, StoredTensor
@@ -26,16 +26,17 @@ from ling3export.foundation.errors import CatalogError
 
 BLOCK = 1 << 20
 PARALLEL = 4  # files at a time
+MOST = 256  # versions that come with one
 TRIES = 5  # of one file, as long as each brings some bytes
 
 
 @dataclass(frozen=True)
-class Found:
+class ResolvedVersion:
     """A version that is to be pulled."""
 
-    entry: Entry
+    entry: CatalogEntry
     layers: dict[str, list[Descriptor]]
-    record: Record
+    record: CatalogRecord
 
 
 class Moved:
@@ -58,13 +59,13 @@ class Moved:
 
 
 def resolve(
-    store: Store,
+    store: Catalog,
     id: str,
     version: str | None,
     *,
     strict: bool = False,
     warn: Callable[[str], object] = lambda text: None,
-) -> list[Found]:
+) -> list[ResolvedVersion]:
     """A version and all that it depends on, which comes before it.
 
     Args:
@@ -77,25 +78,27 @@ def resolve(
     Raises:
         CatalogError: One is not there, is damaged, or depends on itself.
     """
-    found: dict[tuple[str, str], Found] = {}
+    found: dict[tuple[str, str], ResolvedVersion] = {}
 
     def add(id: str, version: str | None, path: tuple[str, ...]) -> None:
         entry = choose(store, id, version)
         if str(entry) in path:
             raise CatalogError(f"version `{entry}`: expected no circle, found {' → '.join((*path, str(entry)))}")
         if (entry.id, entry.version) not in found:
+            if len(path) + len(found) >= MOST:
+                raise CatalogError(f"version `{id}@{version}`: expected at most {MOST} that come together, found more")
             layers, record = find(store, entry, strict=strict, warn=warn)
             for each in record.requirements.depends:
                 add(each.id, each.version, (*path, str(entry)))
-            found[entry.id, entry.version] = Found(entry, layers, record)
+            found[entry.id, entry.version] = ResolvedVersion(entry, layers, record)
 
     add(id, version, ())
     return list(found.values())
 
 
 def pull(
-    store: Store,
-    found: Found,
+    store: Catalog,
+    found: ResolvedVersion,
     to: Path,
     blobs: Path,
     *,
@@ -173,7 +176,7 @@ def pull(
 
 
 def pull_manifest(
-    store: Store, found: Found, folder: Path, blobs: Path, moved: Moved, report: Callable[[str], None]
+    store: Catalog, found: ResolvedVersion, folder: Path, blobs: Path, moved: Moved, report: Callable[[str], None]
 ) -> Manifest:
     """Pulls the manifest of a version, and who signed it, into ``folder``, and reads it.
 
@@ -188,7 +191,7 @@ def pull_manifest(
     return read_trusted(folder, report, str(found.entry))
 
 
-def check_room(found: Found, blobs: Path, folder: Path, needs: dict[str, int]) -> None:
+def check_room(found: ResolvedVersion, blobs: Path, folder: Path, needs: dict[str, int]) -> None:
     """Passes where the disk has room for what a version needs and is not there yet.
 
     Args:
@@ -218,7 +221,7 @@ def _begun(blob: Path) -> int:
 
 
 def _shared(
-    manifest: Manifest, target: str | None, host: int, files: dict[str, File], found: Found
+    manifest: Manifest, target: str | None, host: int, files: dict[str, File], found: ResolvedVersion
 ) -> dict[str, tuple[str, list[Slab]]]:
     """A host's slabs of each weight file, and what the file that has them alone is called among blobs.
 
@@ -235,7 +238,7 @@ def _shared(
     return {path: (f"{files[path].sha256}-{target}-{host}", slabs.get(path, [])) for path in manifest.weights.files}
 
 
-def _wanted(manifest: Manifest, files: dict[str, File], target: str | None, found: Found) -> list[File]:
+def _wanted(manifest: Manifest, files: dict[str, File], target: str | None, found: ResolvedVersion) -> list[File]:
     """The files that a manifest names and that are to be pulled.
 
     Raises:
@@ -262,7 +265,7 @@ def _place(blob: Path, path: Path) -> None:
             shutil.copyfile(blob, path)
 
 
-def _fetch(store: Store, file: File, layers: list[Descriptor], blobs: Path, moved: Moved) -> None:
+def _fetch(store: Catalog, file: File, layers: list[Descriptor], blobs: Path, moved: Moved) -> None:
     """Brings a file's bytes to ``blobs``, under their digest."""
     blob = blobs / file.sha256
     if blob.is_file() and not blob.is_symlink() and blob.stat().st_size == file.size and _digest(blob) == file.sha256:
@@ -296,7 +299,7 @@ def _fetch(store: Store, file: File, layers: list[Descriptor], blobs: Path, move
 
 
 def _fetch_share(
-    store: Store,
+    store: Catalog,
     file: File,
     layers: list[Descriptor],
     blob: Path,
@@ -335,7 +338,7 @@ def _fetch_share(
 
 
 def _copy(
-    store: Store, file: File, layers: list[Descriptor], descriptor: int, digest: Any, there: int, moved: Moved
+    store: Catalog, file: File, layers: list[Descriptor], descriptor: int, digest: Any, there: int, moved: Moved
 ) -> int:
     """Appends the bytes behind the first ``there`` ones; returns how many there are then."""
     start = 0
@@ -401,7 +404,7 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def verify(store: Store, found: Found) -> int:
+def verify(store: Catalog, found: ResolvedVersion) -> int:
     """Reads every file of a version; returns their bytes.
 
     Raises:

@@ -76,7 +76,7 @@ class Install:
 
 
 @dataclass(frozen=True)
-class Score:
+class EvalScore:
     """How it did in an evaluation."""
 
     suite: str
@@ -85,7 +85,7 @@ class Score:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class CatalogRecord:
     """What a catalogue says of one version; it never changes."""
 
     schema: Annotated[str, one_of(SCHEMA)]
@@ -102,7 +102,7 @@ class Record:
     updated_at: Date
     files: Annotated[tuple[File, ...], at_most(100_000)]
     digest: Named
-    eval: Score | None = None
+    eval: EvalScore | None = None
     signature: str | None = None
 
     @property
@@ -118,7 +118,7 @@ def digest_of(raw: dict[str, Any]) -> str:
 
 def read_record(
     data: bytes, where: str, *, strict: bool = False, warn: Callable[[str], object] = lambda text: None
-) -> Record:
+) -> CatalogRecord:
     """A record from its bytes.
 
     Args:
@@ -132,12 +132,12 @@ def read_record(
         UnsafePath: A path that leaves the folder, or two that some file system takes for one.
     """
     raw = parsed(data, where, "record")
-    known, unknown = without_unknown(Record, raw)
+    known, unknown = without_unknown(CatalogRecord, raw)
     if unknown:
         if strict:
             raise CatalogError(f"record: expected no other fields, found {listed(unknown)}, in {where}")
         warn(f"record: fields that this version does not know: {listed(unknown)}, in {where}")
-    record = typed(Record, known, where, "record")
+    record = typed(CatalogRecord, known, where, "record")
     if record.digest != (found := digest_of(raw)):
         raise CatalogError(f"record: expected digest {record.digest}, found {found}, in {where}")
     if datetime.fromisoformat(record.updated_at) < datetime.fromisoformat(record.created_at):

@@ -16,14 +16,13 @@ import requests
 from ling3export.artifacts.catalog import oci
 from ling3export.artifacts.catalog.credentials import TIMEOUT, TOKEN, Credentials, authorization, bounded
 from ling3export.artifacts.catalog.layout import BLOCK, existing
-from ling3export.artifacts.catalog.oci import Descriptor, Entry, ImageManifest, Index, Part
-from ling3export.artifacts.catalog.record import parsed
+from ling3export.artifacts.catalog.oci import CatalogEntry, Descriptor, LayerSource
+from ling3export.artifacts.catalog.record import LARGEST, parsed
 from ling3export.artifacts.catalog.versions import is_version, latest, order
-from ling3export.artifacts.records import canonical, to_json
 from ling3export.foundation.errors import AuthDenied, AuthRequired, CatalogError
 from ling3export.foundation.reading import opened
 
-PAGES = 1000  # of a list of tags
+PAGES = 1000  # of a list of tags, whose texts together are a document
 
 
 class Registry:
@@ -50,48 +49,66 @@ class Registry:
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
-    def entries(self, id: str | None = None) -> list[Entry]:
-        """Every version, or those of one id."""
-        found = []
-        for name in [id] if id is not None else self._ids():
-            repository = self._prefix + name
-            for tag in self._listed(f"{repository}/tags/list", "tags"):
-                if is_version(version := tag.replace("_", "+")):
-                    found.append(Entry(name, version, self._head(repository, tag)))
-        return sorted(found, key=lambda entry: (entry.id, order(entry.version)))
+    def entries(self, id: str | None = None) -> list[CatalogEntry]:
+        """Every version, or those of one id, in order, with a request each."""
+        named = [(name, version) for name in self._ids(id) for version in self.versions(name)]
+        return [entry for each in named if (entry := self.entry(*each)) is not None]
 
-    def _ids(self) -> list[str]:
-        names = self._listed("_catalog", "repositories")
-        return [
+    def versions(self, id: str) -> list[str]:
+        """The versions of an id, in order."""
+        tags = self._listed(f"{self._prefix}{id}/tags/list", "tags")
+        return sorted((version for tag in tags if is_version(version := tag.replace("_", "+"))), key=order)
+
+    def entry(self, id: str, version: str) -> CatalogEntry | None:
+        """A version, if it is there: one request, however many there are besides."""
+        repository = self._prefix + id
+        path = f"{repository}/manifests/{_tag(version)}"
+        reply = self._call("GET", path, missing=True, headers={"Accept": oci.MANIFEST})
+        if reply.status_code == 404:
+            return None
+        data = bounded(reply, str(self))
+        blob = Descriptor(mediaType=oci.MANIFEST, digest=f"sha256:{sha256(data).hexdigest()}", size=len(data))
+        self._homes[blob.digest] = repository
+        self._documents[blob.digest] = data
+        return CatalogEntry(id, version, blob)
+
+    def _ids(self, id: str | None) -> list[str]:
+        if id is not None:
+            return [id]
+        below = [
             each.removeprefix(self._prefix)
-            for each in names
-            if each.startswith(self._prefix) and "/" not in each.removeprefix(self._prefix)
+            for each in self._listed("_catalog", "repositories")
+            if each.startswith(self._prefix)
         ]
+        return sorted(each for each in below if "/" not in each)
 
     def _listed(self, path: str, field: str) -> list[str]:
-        """A list that comes in pages."""
+        """A list that comes in pages.
+
+        Raises:
+            CatalogError: The pages have no end, lead to another host, or are no lists of text.
+        """
         found: list[str] = []
-        for _ in range(PAGES):
-            reply = self._call("GET", path, missing=True)
+        url, seen, room = urljoin(self._base, path), set[str](), LARGEST
+        while url not in seen:
+            seen.add(url)
+            reply = self._call("GET", url, missing=True)
             if reply.status_code == 404:
-                break
-            page = parsed(bounded(reply, str(self)), str(self), path).get(field) or []
+                return found
+            data = bounded(reply, str(self), room)
+            room -= len(data)
+            page = parsed(data, str(self), path).get(field) or []
             if not isinstance(page, list) or not all(isinstance(each, str) for each in page):
                 raise CatalogError(f"{path}: expected `{field}` to be a list of text, found another, in {self}")
             found += page
             following = reply.links.get("next", {}).get("url")
             if following is None:
-                break
-            path = urljoin(reply.url, following)
-        return found
-
-    def _head(self, repository: str, tag: str) -> Descriptor:
-        reply = self._call("GET", f"{repository}/manifests/{tag}", headers={"Accept": oci.MANIFEST})
-        data = bounded(reply, str(self))
-        blob = Descriptor(mediaType=oci.MANIFEST, digest=f"sha256:{sha256(data).hexdigest()}", size=len(data))
-        self._homes[blob.digest] = repository
-        self._documents[blob.digest] = data
-        return blob
+                return found
+            url = urljoin(url, following)
+            if not url.startswith(self._base) or len(seen) == PAGES:
+                what = f"more than {PAGES:,}" if url.startswith(self._base) else "one of another host"
+                raise CatalogError(f"{path}: expected pages of this registry, found {what}, in {self}")
+        raise CatalogError(f"{path}: expected each page once, found one that names itself or an earlier one, in {self}")
 
     def read(self, blob: Descriptor) -> bytes:
         """A manifest or a record, its digest checked."""
@@ -136,13 +153,13 @@ class Registry:
         self._repository = self._prefix + id
         yield
 
-    def add(self, part: Part) -> int:
+    def add(self, part: LayerSource) -> int:
         """Uploads a part of a file unless the registry has it; returns how many bytes moved."""
         if self._has(part.digest):
             return 0
         with opened(part.path, part.title) as file:
             file.seek(part.start)
-            self._upload(part.digest, Body(file, part.size))
+            self._upload(part.digest, BlobBody(file, part.size))
         return part.size
 
     def add_document(self, data: bytes, media: str, artifact: str | None = None) -> Descriptor:
@@ -159,56 +176,12 @@ class Registry:
         Raises:
             VersionExists: It is there.
         """
-        repository = self._prefix + id
-        there = [entry.version for entry in self.entries(id)]
+        there = self.versions(id)
         if version in there:
             raise existing(id, version, self)
-        for tag in (version.replace("+", "_"), *(["latest"] if latest([*there, version]) == version else [])):
-            self._put(f"{repository}/manifests/{tag}", self._documents[manifest.digest], oci.MANIFEST)
-
-    def referrers(self, subject: Descriptor) -> list[tuple[Descriptor, ImageManifest]]:
-        """What was said of a version after it was published: what the registry lists, or a tag of the version's."""
-        repository = self._home(subject)
-        found = []
-        for each in self._referring(repository, subject):
-            if each.artifactType == oci.EVAL:
-                blob = self._head(repository, each.digest)
-                image = oci.foreign(
-                    ImageManifest, parsed(self.read(blob), str(self), "manifest"), str(self), "manifest"
-                )
-                if blob.digest == each.digest and image.subject is not None and image.subject.digest == subject.digest:
-                    found.append((blob, image))
-        return found
-
-    def refer(self, id: str, manifest: Descriptor, image: ImageManifest) -> bool:
-        """Adds what is said of a version, which ``image`` names as its subject; False if it was there."""
-        assert image.subject is not None
-        repository = self._prefix + id
-        there = self._referring(repository, image.subject)
-        if manifest.digest in {each.digest for each in there}:
-            return False
-        data = self._documents[manifest.digest]
-        reply = self._put(f"{repository}/manifests/{manifest.digest}", data, oci.MANIFEST)
-        if "OCI-Subject" not in reply.headers:  # it keeps no list: the specification has us keep it, under a tag
-            named = (*there, replace(manifest, annotations=image.annotations))
-            index = Index(schemaVersion=2, mediaType=oci.INDEX, manifests=named)
-            self._put(f"{repository}/manifests/{_tag(image.subject)}", canonical(to_json(index)), oci.INDEX)
-        return True
-
-    def _referring(self, repository: str, subject: Descriptor) -> list[Descriptor]:
-        reply = self._call("GET", f"{repository}/referrers/{subject.digest}", missing=True)
-        if reply.status_code == 404:
-            reply = self._call(
-                "GET", f"{repository}/manifests/{_tag(subject)}", missing=True, headers={"Accept": oci.INDEX}
-            )
-        if reply.status_code == 404:
-            return []
-        where = str(self)
-        index: Index = oci.foreign(Index, parsed(bounded(reply, where), where, "referrers"), where, "referrers")
-        return list(index.manifests)
-
-    def _put(self, path: str, data: bytes, media: str) -> requests.Response:
-        return self._call("PUT", path, data=data, headers={"Content-Type": media})
+        data, headers = self._documents[manifest.digest], {"Content-Type": oci.MANIFEST}
+        for tag in (_tag(version), *(["latest"] if latest([*there, version]) == version else [])):
+            self._call("PUT", f"{self._prefix}{id}/manifests/{tag}", data=data, headers=headers)
 
     def _has(self, digest: str) -> bool:
         return self._call("HEAD", f"{self._repository}/blobs/{digest}", missing=True).status_code == 200
@@ -216,15 +189,8 @@ class Registry:
     def _upload(self, digest: str, data: Any) -> None:
         begun = self._call("POST", f"{self._repository}/blobs/uploads/")
         place = urljoin(begun.url, begun.headers.get("Location", ""))
-        kept = self._session.auth
-        if urlsplit(place).netloc != self._host:
-            self._session.auth = Credentials(self._host, None)
-        try:
-            self._call(
-                "PUT", place, data=data, params={"digest": digest}, headers={"Content-Type": "application/octet-stream"}
-            )
-        finally:
-            self._session.auth = kept
+        headers = {"Content-Type": "application/octet-stream"}
+        self._call("PUT", place, data=data, params={"digest": digest}, headers=headers)
 
     def _call(self, method: str, path: str, *, missing: bool = False, **options: Any) -> requests.Response:
         """Asks the registry.
@@ -236,7 +202,7 @@ class Registry:
         url = urljoin(self._base, path)
         reply = self._asked(method, url, options)
         if reply.status_code == 401 and self._credentials.exchanged(reply, str(self)):
-            if isinstance(body := options.get("data"), Body):
+            if isinstance(body := options.get("data"), BlobBody):
                 body.rewind()
             reply = self._asked(method, url, options)
         if reply.status_code in (401, 403):
@@ -263,7 +229,7 @@ class Registry:
         return reply
 
 
-class Body:
+class BlobBody:
     """So many bytes of an open file, as requests sends them: with their length."""
 
     def __init__(self, file: Any, size: int) -> None:
@@ -284,6 +250,6 @@ class Body:
         return data
 
 
-def _tag(subject: Descriptor) -> str:
-    """Where those who keep the list of a manifest's referrers themselves keep it."""
-    return subject.digest.replace(":", "-")
+def _tag(version: str) -> str:
+    """What a version is called where names have no ``+``."""
+    return version.replace("+", "_")

@@ -1,20 +1,18 @@
 """A layout that fsspec reaches (``s3://…``, ``gs://…``, ``https://…`` for reading); extra ``remote``.
 
 A file appears there whole, when it is closed. S3 and Google's stores write the index only if it is what was read before
-(If-Match, ifGenerationMatch). For others whoever changes the index holds an object that only one can create.
+(If-Match, ifGenerationMatch), so of two publications at a time none is lost; all others are read alone.
 """
 
-import os
-import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import fsspec
 
-from ling3export.artifacts.catalog.layout import BLOCK, INDEX, LAYOUT, LAYOUT_DATA, TAGS, Layout, blocks
-from ling3export.artifacts.catalog.oci import Block, Descriptor, Entry
+from ling3export.artifacts.catalog.layout import INDEX, LAYOUT, LAYOUT_DATA, OciLayout, blocks
+from ling3export.artifacts.catalog.oci import Block, Descriptor
 from ling3export.foundation.errors import CatalogError
 
 # What file systems raise; aiohttp's errors are OSErrors or ValueErrors.
@@ -30,7 +28,7 @@ class _Beaten(Exception):
     """Another writer has changed the index since it was read."""
 
 
-class Remote(Layout):
+class RemoteLayout(OciLayout):
     """An OCI image layout at a URL.
 
     Args:
@@ -115,9 +113,9 @@ class Remote(Layout):
         )
 
     def _begin(self) -> None:
-        if self._web or self._url.startswith(("file:", "local:")):  # fsspec writes no file of a folder at once
+        if self._kind is None:
             raise CatalogError(
-                f"store `{self}`: expected one that can be written, found one that is read alone",
+                f"store `{self}`: expected oci:FOLDER, s3:// or gs://, found one that is read alone",
                 "publish into oci:FOLDER, and copy the folder there: blobs first, index.json last",
             )
 
@@ -125,11 +123,11 @@ class Remote(Layout):
         with self._failing("read", path):
             return bool(self._files.exists(self._at(path)))
 
-    def _change(self, change: Callable[[list[Entry]], list[Entry]], more: Descriptor | None = None) -> None:
+    def enter(self, id: str, version: str, manifest: Descriptor) -> None:
         until = time.monotonic() + PATIENCE
         while True:
             try:
-                return super()._change(change, more)
+                return super().enter(id, version, manifest)
             except _Beaten:
                 if time.monotonic() > until:
                     raise CatalogError(
@@ -138,32 +136,29 @@ class Remote(Layout):
                         "try again: what was written is there",
                     ) from None
 
-    def _make_index(self) -> None:
+    def _write_index(self, manifests: Sequence[Descriptor]) -> None:
+        if manifests:
+            super()._write_index(manifests)
+            return
         self._read_tag = None
-        with suppress(_Beaten):
-            super()._make_index()
+        with suppress(_Beaten):  # somebody else has made it meanwhile
+            super()._write_index(())
 
     def _put(self, path: str, data: bytes) -> None:
         if path == INDEX:
             self._check_conditions()
-        if path == INDEX and self._kind:
             self._put_if(path, data, self._read_tag)
         else:
             super()._put(path, data)
 
     def _check_conditions(self) -> None:
         """Passes where the store refuses what must not be written: not all that speak S3 know conditions."""
-        try:
-            if self._kind:
-                self._put_if(LAYOUT, LAYOUT_DATA, NAMES[self._kind][1])
-            elif not self._created(LAYOUT, LAYOUT_DATA):
-                return
-        except _Beaten:
-            return
-        raise CatalogError(
-            f"store `{self}`: expected one that writes on a condition, found one that writes in any case",
-            "of two publications at a time one could be lost: publish into oci:FOLDER, and copy the folder there",
-        )
+        with suppress(_Beaten):
+            self._put_if(LAYOUT, LAYOUT_DATA, NAMES[self._kind or ""][1])
+            raise CatalogError(
+                f"store `{self}`: expected one that writes on a condition, found one that writes in any case",
+                "of two publications at a time one could be lost: publish into oci:FOLDER, and copy the folder there",
+            )
 
     def _put_if(self, path: str, data: bytes, tag: str | None) -> None:
         """Writes an object if the store still calls it ``tag``; if that is None, if there is none.
@@ -193,33 +188,7 @@ class Remote(Layout):
 
     @contextmanager
     def _locked(self, name: str, how: int = 0) -> Iterator[None]:
-        if name != TAGS or self._kind:  # what tells gc of publishers, or what nobody needs
-            yield
-            return
-        said, until = f"{socket.gethostname()}, process {os.getpid()}", time.monotonic() + PATIENCE
-        while not self._created(name, said.encode()):
-            if time.monotonic() > until:
-                holder = self._bytes(name, BLOCK).decode(errors="replace")
-                raise CatalogError(
-                    f"store `{self}`: expected its index to be free within {PATIENCE:g} s, found it held by {holder}",
-                    f"if that has ended, remove {self._url}/{name}",
-                )
-            time.sleep(0.1)
-        try:
-            yield
-        finally:
-            with self._failing("remove", name):
-                self._files.rm_file(self._at(name))
-
-    def _created(self, path: str, data: bytes) -> bool:
-        """Creates an object; False if it is there."""
-        with self._failing("create", path):
-            try:
-                with self._files.open(self._at(path), "xb") as file:
-                    file.write(data)
-            except FileExistsError:
-                return False
-        return True
+        yield  # nobody holds anything: the index is written on a condition
 
     @contextmanager
     def _failing(self, what: str, path: str) -> Iterator[None]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ling3export.artifacts.catalog.oci import Block, Descriptor
 from ling3export.artifacts.catalog.record import File
-from ling3export.artifacts.catalog.stores import Store
+from ling3export.artifacts.catalog.stores import Catalog
 from ling3export.artifacts.files import writing
 from ling3export.artifacts.schema import Manifest, StoredTensor
 from ling3export.artifacts.store_layout import header
@@ -74,7 +74,7 @@ def runs(slabs: Iterable[Slab]) -> list[list[Slab]]:
     return found
 
 
-def ranged(store: Store, layers: list[Descriptor], start: int, stop: int) -> Iterator[Block]:
+def ranged(store: Catalog, layers: list[Descriptor], start: int, stop: int) -> Iterator[Block]:
     """Bytes of a file that is several layers."""
     at = 0
     for layer in layers:
@@ -90,7 +90,7 @@ def write_at(descriptor: int, data: memoryview, at: int) -> None:
         data, at = data[count:], at + count
 
 
-def copied(data: Iterator[Block], descriptor: int, run: list[Slab], file: File, store: Store) -> Iterator[int]:
+def copied(data: Iterator[Block], descriptor: int, run: list[Slab], file: File, store: Catalog) -> Iterator[int]:
     """Writes the bytes of a run where they belong.
 
     Yields:

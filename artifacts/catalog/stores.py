@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ling3export.artifacts.catalog import oci
-from ling3export.artifacts.catalog.layout import Layout
-from ling3export.artifacts.catalog.oci import Block, Descriptor, Entry, ImageManifest
-from ling3export.artifacts.catalog.record import Record, read_record
+from ling3export.artifacts.catalog.layout import OciLayout
+from ling3export.artifacts.catalog.oci import Block, CatalogEntry, Descriptor
+from ling3export.artifacts.catalog.record import CatalogRecord, read_record
 from ling3export.artifacts.catalog.versions import is_version, latest, order
 from ling3export.foundation.errors import CatalogError, listed
 
@@ -21,11 +21,19 @@ if TYPE_CHECKING:
 HOST = re.compile(r"(localhost|[\w-]+(\.[\w-]+)+|[\w-]+(?=:))(:\d{1,5})?(/[a-z0-9._/-]+)?", re.ASCII)
 
 
-class Store(Protocol):
+class Catalog(Protocol):
     """A place that has versions."""
 
-    def entries(self, id: str | None = None) -> list[Entry]:
+    def entries(self, id: str | None = None) -> list[CatalogEntry]:
         """Every version, or those of one id, in order."""
+        ...
+
+    def versions(self, id: str) -> list[str]:
+        """The versions of an id, in order."""
+        ...
+
+    def entry(self, id: str, version: str) -> CatalogEntry | None:
+        """A version, if it is there."""
         ...
 
     def read(self, blob: Descriptor) -> bytes:
@@ -36,13 +44,9 @@ class Store(Protocol):
         """The bytes of a blob from ``start`` to ``stop``, not checked."""
         ...
 
-    def referrers(self, subject: Descriptor) -> list[tuple[Descriptor, ImageManifest]]:
-        """What was said of a version after it was published, by the descriptor of its manifest."""
-        ...
-
 
 @dataclass(frozen=True)
-class Reference:
+class CatalogReference:
     """``STORE/ID[@VERSION]``, for a registry ``HOST/NAME[:VERSION]``."""
 
     store: str
@@ -50,7 +54,7 @@ class Reference:
     version: str | None = None
 
 
-def parse_reference(text: str) -> Reference:
+def parse_reference(text: str) -> CatalogReference:
     """Reads a reference.
 
     Raises:
@@ -62,10 +66,10 @@ def parse_reference(text: str) -> Reference:
             f"reference `{text}`: expected STORE/ID or STORE/ID@VERSION, found another form",
             "for example oci:FOLDER/ling3-tiny@1.0.0, or HOST/ling3-tiny:1.0.0 of a registry",
         )
-    return Reference(match[1], match[2], None if match[3] == "latest" else match[3])
+    return CatalogReference(match[1], match[2], None if match[3] == "latest" else match[3])
 
 
-def open_store(text: str) -> "Layout | Registry":
+def open_store(text: str) -> "OciLayout | Registry":
     """The store that a text names.
 
     Raises:
@@ -73,12 +77,12 @@ def open_store(text: str) -> "Layout | Registry":
     """
     kind, _, place = text.partition(":")
     if kind == "oci" and place:
-        return Layout(Path(place))
+        return OciLayout(Path(place))
     if "://" in text:
         _require("remote", "fsspec")
-        from ling3export.artifacts.catalog.remote import Remote
+        from ling3export.artifacts.catalog.remote import RemoteLayout
 
-        return Remote(text)
+        return RemoteLayout(text)
     if HOST.fullmatch(text):
         _require("oci", "requests")
         from ling3export.artifacts.catalog.registry import Registry
@@ -90,14 +94,14 @@ def open_store(text: str) -> "Layout | Registry":
     )
 
 
-def open_layout(text: str) -> Layout:
-    """A store whose versions can be hidden and whose blobs can be removed.
+def open_layout(text: str) -> OciLayout:
+    """A store whose blobs can be removed.
 
     Raises:
         CatalogError: It is a registry, which has its own ways.
     """
     store = open_store(text)
-    if not isinstance(store, Layout):
+    if not isinstance(store, OciLayout):
         raise CatalogError(f"store `{text}`: expected oci:FOLDER, found a registry", "use the registry's own tools")
     return store
 
@@ -110,25 +114,24 @@ def _require(extra: str, package: str) -> None:
         )
 
 
-def choose(store: Store, id: str, version: str | None) -> Entry:
+def choose(store: Catalog, id: str, version: str | None) -> CatalogEntry:
     """A version, or the latest one.
 
     Raises:
         CatalogError: There is none.
     """
-    there = store.entries(id)
-    shown = [entry.version for entry in there if not entry.yanked]
-    wanted = version or latest(shown)
-    for entry in there:
-        if entry.version == wanted:
-            return entry
-    found = f"version {listed([*reversed(shown)])}" if shown else "none"
-    raise CatalogError(f"version `{id}@{version or 'latest'}`: expected it in the store, found {found}, in {store}")
+    wanted = version or latest(store.versions(id))
+    entry = None if wanted is None else store.entry(id, wanted)
+    if entry is None:
+        there = store.versions(id)
+        found = f"version {listed([*reversed(there)])}" if there else "none"
+        raise CatalogError(f"version `{id}@{version or 'latest'}`: expected it in the store, found {found}, in {store}")
+    return entry
 
 
 def find(
-    store: Store, entry: Entry, *, strict: bool = False, warn: Callable[[str], object] = lambda text: None
-) -> tuple[dict[str, list[Descriptor]], Record]:
+    store: Catalog, entry: CatalogEntry, *, strict: bool = False, warn: Callable[[str], object] = lambda text: None
+) -> tuple[dict[str, list[Descriptor]], CatalogRecord]:
     """The layers of a version by file, and its record.
 
     Raises:
@@ -144,14 +147,14 @@ def find(
 
 
 def search(
-    store: Store,
+    store: Catalog,
     words: str,
     *,
     tag: str | None = None,
     kind: str | None = None,
     target: str | None = None,
     tp: int | None = None,
-) -> list[Record]:
+) -> list[CatalogRecord]:
     """Records that hold every word, in id, name, description, author or a tag, whatever its case.
 
     Args:
@@ -168,7 +171,7 @@ def search(
     """
     said = words.casefold()
     found = []
-    for record in (find(store, entry)[1] for entry in store.entries() if not entry.yanked):
+    for record in (find(store, entry)[1] for entry in store.entries()):
         text = "\n".join((record.id, record.name, record.description, record.author, *record.tags)).casefold()
         targets = {*record.requirements.targets, *(each.partition("@")[0] for each in record.requirements.targets)}
         if (
@@ -180,7 +183,7 @@ def search(
         ):
             found.append(record)
 
-    def rank(record: Record) -> int:
+    def rank(record: CatalogRecord) -> int:
         matches = (record.id == said, record.id.startswith(said), said in record.name.casefold(), True)
         return matches.index(True)
 
@@ -188,7 +191,7 @@ def search(
     return sorted(found, key=lambda record: (rank(record), record.id))
 
 
-def summary(record: Record) -> dict[str, Any]:
+def summary(record: CatalogRecord) -> dict[str, Any]:
     """What a line of a list says of a version."""
     return {
         "id": record.id,

@@ -36,7 +36,7 @@ catalog.add_command(pull)
 @click.option("--tag", "tags", multiple=True, help="A word to find it by, beside targets and dtype; again for more.")
 @click.option("--depends", multiple=True, metavar="ID@VERSION", help="Pulled with it; again for more.")
 @click.option(
-    "--eval", "evaluation", type=PATH, metavar="RUN", help="Attach a finished evaluation of ARTIFACT, its folder."
+    "--eval", "evaluation", type=PATH, metavar="RUN", help="Record the score of a finished evaluation of ARTIFACT."
 )
 @click.option("--no-run", is_flag=True, help="Check digests alone before: nothing of ARTIFACT is executed.")
 @trust_option
@@ -58,9 +58,9 @@ def publish(
     ARTIFACT is verified first. The same content again does nothing; other content is refused. Prints the version's
     digest.
     """
-    from ling3export.artifacts.catalog.publish import Words, attach
+    from ling3export.artifacts.catalog.publish import Words
     from ling3export.artifacts.catalog.publish import publish as published
-    from ling3export.artifacts.catalog.record import Dependency, Score
+    from ling3export.artifacts.catalog.record import Dependency, EvalScore
     from ling3export.artifacts.catalog.stores import open_store
     from ling3export.artifacts.manifest import file_record, read_manifest
     from ling3export.runners.cli.eval import finished_run
@@ -70,7 +70,7 @@ def publish(
     place, score = open_store(store), None
     if evaluation is not None:
         suite, rate, results = finished_run(evaluation, read_manifest(artifact).sha256)
-        score = Score(suite, rate, f"sha256:{file_record(evaluation, results[0]).sha256}")
+        score = EvalScore(suite, rate, f"sha256:{file_record(evaluation, results[0]).sha256}")
     signed: list[str] = []
     result = verify_artifact(artifact, None, run=not no_run, report=signed.append)
     if not result.passed:
@@ -82,9 +82,6 @@ def publish(
     said = f"{done.moved:,} bytes written" if done.new else "was there"
     click.echo("\n".join(signed), err=True)
     click.echo(f"{name}@{version}: {said}, of {done.record.size:,}", err=True)
-    if evaluation is not None and score is not None:
-        new = attach(place, name, version, score, evaluation, results)
-        click.echo(f"{score.suite}: {score.score:.4f}, {'attached' if new else 'was attached'}", err=True)
     click.echo(done.record.digest)
 
 
@@ -120,8 +117,7 @@ def search(
 @click.argument("reference")
 @click.option("--strict", is_flag=True, help="Refuse fields that this version does not know.")
 def info(reference: str, strict: bool) -> None:
-    """Print the record of REFERENCE, and on stderr the evaluations that were attached to it."""
-    from ling3export.artifacts.catalog.publish import attached
+    """Print the record of REFERENCE."""
     from ling3export.artifacts.catalog.stores import choose, find, open_store, parse_reference
     from ling3export.artifacts.records import laid_out, to_json
 
@@ -130,36 +126,21 @@ def info(reference: str, strict: bool) -> None:
     entry = choose(store, wanted.id, wanted.version)
     record = find(store, entry, strict=strict, warn=lambda text: click.echo(text, err=True))[1]
     click.echo(laid_out(to_json(record)))
-    for each in attached(store, entry):
-        click.echo(f"{each.suite}: {each.score:.4f} ({each.run_digest})", err=True)
 
 
 @catalog.command()
 @click.argument("reference")
 def verify(reference: str) -> None:
     """Read every byte of REFERENCE in its store, and compare it with the record."""
-    from ling3export.artifacts.catalog.pull import Found
+    from ling3export.artifacts.catalog.pull import ResolvedVersion
     from ling3export.artifacts.catalog.pull import verify as verified
     from ling3export.artifacts.catalog.stores import choose, find, open_store, parse_reference
 
     wanted = parse_reference(reference)
     store = open_store(wanted.store)
     entry = choose(store, wanted.id, wanted.version)
-    found = Found(entry, *find(store, entry))
+    found = ResolvedVersion(entry, *find(store, entry))
     click.echo(f"{entry}: {len(found.record.files)} files, {verified(store, found):,} bytes agree")
-
-
-@catalog.command()
-@click.argument("reference")
-def yank(reference: str) -> None:
-    """Hide REFERENCE, which names a version: only who names it so finds it."""
-    from ling3export.artifacts.catalog.stores import open_layout, parse_reference
-
-    wanted = parse_reference(reference)
-    if wanted.version is None:
-        raise click.UsageError("expected STORE/ID@VERSION.")
-    open_layout(wanted.store).yank(wanted.id, wanted.version)
-    click.echo(f"{wanted.id}@{wanted.version}: hidden", err=True)
 
 
 @catalog.command()

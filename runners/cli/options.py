@@ -238,17 +238,18 @@ step_timeout_option = click.option(
 )
 
 
-def _trusted(context: click.Context, param: click.Parameter, folder: Path | None) -> None:
+def _trusted(context: click.Context, param: click.Parameter, folder: str | None) -> None:
     """Tells this process and those that it starts where the keys are; whoever reads a manifest looks there."""
+    if folder == "":
+        raise click.BadParameter("expected a folder of public keys, found an empty value.")
     if folder is not None:
-        os.environ[TRUST] = str(folder)
+        os.environ[TRUST] = folder
     if os.environ.get(TRUST):
         require("--trust", "sign", "cryptography")
 
 
 trust_option = click.option(
     "--trust",
-    type=PATH,
     metavar="KEYS",
     expose_value=False,
     is_eager=True,  # before an artifact is pulled

@@ -18,7 +18,7 @@ from ling3export.artifacts.files import open_lock, writing
 from ling3export.foundation.errors import CatalogError, listed, printable
 
 if TYPE_CHECKING:
-    from ling3export.artifacts.catalog.pull import Found
+    from ling3export.artifacts.catalog.pull import ResolvedVersion
 
 STORE = "LING3_STORE"
 # What no folder is called: a store's kind in front, or a host and a version.
@@ -102,13 +102,13 @@ def pulled(
 
 def pulled_manifest(reference: str, folder: Path) -> Path:
     """Pulls the manifest of a version, without its files; returns the folder that it lies in, in ``folder``."""
-    from ling3export.artifacts.catalog.pull import Found, Moved, pull_manifest
+    from ling3export.artifacts.catalog.pull import Moved, ResolvedVersion, pull_manifest
     from ling3export.artifacts.catalog.stores import choose, find, open_store, parse_reference
 
     wanted = parse_reference(reference)
     store = open_store(wanted.store)
     entry = choose(store, wanted.id, wanted.version)
-    found, place = Found(entry, *find(store, entry, warn=_say)), folder / f"{entry}.ling3"
+    found, place = ResolvedVersion(entry, *find(store, entry, warn=_say)), folder / f"{entry}.ling3"
     place.mkdir()
     pull_manifest(store, found, place, folder, Moved(), _say)
     return place
@@ -132,7 +132,9 @@ def _say(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
 
 
-def _place(found: "Found", to: Path | None, kept: str | None, last: bool, target: str | None, host: int | None) -> Path:
+def _place(
+    found: "ResolvedVersion", to: Path | None, kept: str | None, last: bool, target: str | None, host: int | None
+) -> Path:
     """The folder of a version: ``to``, or beside it for what it depends on, or in the store."""
     if to is not None:
         return to if last else to.with_name(f"{found.entry}.ling3")
@@ -146,7 +148,7 @@ def _blobs(place: Path, kept: str | None) -> Path:
     return Path(kept) / "blobs" if kept else place.parent / f".{place.name}.pull"
 
 
-def _check_machine(found: "Found", target: str | None, elsewhere: bool) -> None:
+def _check_machine(found: "ResolvedVersion", target: str | None, elsewhere: bool) -> None:
     """Says what this machine lacks before anything is pulled.
 
     Raises:

@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -188,10 +189,15 @@ def test_the_command_line_makes_keys_signs_and_trusts(toy, tmp_path, monkeypatch
     before = key.read_bytes()
     assert "expected a writable file, found File exists" in refusal(cli.main, "keygen", key)
     assert key.read_bytes() == before
+    (tmp_path / "half.pub").write_text("another's")
+    assert "write `half.pub`: expected a writable file, found File exists" in refusal(
+        cli.main, "keygen", tmp_path / "half"
+    )
+    assert not (tmp_path / "half").exists() and (tmp_path / "half.pub").read_text() == "another's"
     keys.mkdir()
     shutil.copy(public_path(key), keys)
     command = ["generate", str(toy), "--prompt-ids", "1,2", "--max-tokens", "1", "--trust", str(keys)]
-    monkeypatch.setenv(TRUST, "")  # what --trust sets is taken back
+    monkeypatch.setenv(TRUST, str(tmp_path))  # what --trust sets is taken back
     assert "expected a signature by" in refusal(runner_cli.main, *command)
     signed = CliRunner().invoke(cli.main, ["sign", str(toy), "--key", str(key)])
     assert (signed.exit_code, signed.stdout) == (0, made.stdout)
@@ -199,6 +205,30 @@ def test_the_command_line_makes_keys_signs_and_trusts(toy, tmp_path, monkeypatch
     assert done.exit_code == 0 and f"signed by {made.stdout.strip()}\n" in done.stderr
     verified = CliRunner().invoke(cli.main, ["verify", str(toy), "--no-run", "--trust", str(keys)])
     assert verified.exit_code == 0 and f"signed by {made.stdout.strip()}\n" in verified.stderr
+
+
+def test_keygen_on_a_full_disk_leaves_nothing_that_stops_the_next_one(tmp_path):
+    """It once left an empty file under each name that it had come to."""
+    words = [sys.executable, "-m", "ling3export", "keygen", str(tmp_path / "k")]
+    full = subprocess.run(["sh", "-c", 'ulimit -f 0; exec "$@"', "sh", *words], capture_output=True, text=True)
+    assert full.returncode == 1 and "error: write `k`: expected room, found a file-size limit of 0 bytes" in full.stderr
+    assert not [*tmp_path.iterdir()]
+    assert subprocess.run(words, capture_output=True).returncode == 0
+
+
+def test_an_empty_name_for_the_trusted_keys_is_an_error(toy, key, monkeypatch):
+    """``--trust ""`` was the current folder, and ``LING3_TRUST=""`` checked nothing."""
+    sign(toy, key)
+    monkeypatch.chdir(key.parent)
+    command = ["generate", str(toy), "--prompt-ids", "1,2", "--max-tokens", "1"]
+    found = refusal(runner_cli.main, *command, "--trust", "", code=2)
+    assert "Invalid value for '--trust': expected a folder of public keys, found an empty value." in found
+    monkeypatch.setenv(TRUST, "")
+    assert f"error: {TRUST}: expected a folder of public keys, found an empty value" in refusal(
+        runner_cli.main, *command
+    )
+    with pytest.raises(TrustError, match="found an empty value"):
+        loader.load(toy)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")

@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from random import Random
 
-from ling3export.artifacts.catalog.layout import Layout
+from ling3export.artifacts.catalog.layout import OciLayout
 from ling3export.artifacts.catalog.publish import Words, publish
 from ling3export.artifacts.catalog.pull import pull, resolve, verify
 from ling3export.artifacts.catalog.record import digest_of
@@ -24,7 +24,7 @@ from tests.fuzz.mutations import json_text, mutated, mutated_bytes
 @contextmanager
 def catalogs(folder: Path) -> Iterator[Case]:
     """Whatever is taken is what was published; nothing is written outside of the folder that a pull makes."""
-    toy, store = toy_copy(folder), Layout(folder / "store")
+    toy, store = toy_copy(folder), OciLayout(folder / "store")
     publish(toy, store, "toy", "1.0.0", Words())
     (found,) = resolve(store, "toy", None)
     index = json.loads((store.folder / "index.json").read_text())
@@ -64,7 +64,7 @@ def catalogs(folder: Path) -> Iterator[Case]:
     yield case
 
 
-def _write(store: Layout, index: dict, image: dict, what: str, data: bytes) -> None:
+def _write(store: OciLayout, index: dict, image: dict, what: str, data: bytes) -> None:
     """Puts a document into the layout, and names it by its digest in those above it."""
     if what == "record":
         image = image | {"config": image["config"] | _blob(store, data)}
@@ -75,7 +75,7 @@ def _write(store: Layout, index: dict, image: dict, what: str, data: bytes) -> N
     (store.folder / "index.json").write_bytes(data)
 
 
-def _blob(store: Layout, data: bytes) -> dict[str, object]:
+def _blob(store: OciLayout, data: bytes) -> dict[str, object]:
     digest = sha256(data).hexdigest()
     (store.folder / "blobs/sha256" / digest).write_bytes(data)
     return {"digest": f"sha256:{digest}", "size": len(data)}

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from ling3export.artifacts.catalog.layout import Layout
+from ling3export.artifacts.catalog.layout import OciLayout
 from ling3export.artifacts.catalog.publish import Words, publish
 from ling3export.artifacts.catalog.pull import resolve, verify
 from ling3export.artifacts.catalog.stores import open_layout
@@ -80,7 +80,7 @@ def killed(process: subprocess.Popen[str], after: float, line: str = "") -> bool
     return running
 
 
-def seen(store: Layout) -> bool:
+def seen(store: OciLayout) -> bool:
     """Whether a reader finds the version; then every byte of it is read and compared."""
     try:
         (found,) = resolve(store, "toy", None)

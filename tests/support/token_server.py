@@ -17,23 +17,28 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 
-Answer = tuple[int, dict[str, str], bytes]
+Answer = tuple[int, dict[str, str], bytes | Iterator[bytes]]
 USER = "Basic " + base64.b64encode(b"me:secret").decode()
 
 
 @contextmanager
 def answering(answer: Callable[[str, dict[str, str]], Answer]) -> Iterator[str]:
-    """``HOST:PORT`` of a server that gives ``answer(path, headers)`` to every request."""
+    """``HOST:PORT`` of a server that gives ``answer(path, headers)`` to every request.
+
+    A body that comes in pieces has its length among the headers.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             status, headers, body = answer(self.path, {name.lower(): value for name, value in self.headers.items()})
             self.send_response(status)
-            for name, value in ({"Content-Length": str(len(body))} | headers).items():
+            length = {"Content-Length": str(len(body))} if isinstance(body, bytes) else {}
+            for name, value in (length | headers).items():
                 self.send_header(name, value)
             self.end_headers()
             with suppress(ConnectionError):  # a caller that has read enough
-                self.wfile.write(body)
+                for piece in [body] if isinstance(body, bytes) else body:
+                    self.wfile.write(piece)
 
         do_HEAD = do_POST = do_PUT = do_GET
 

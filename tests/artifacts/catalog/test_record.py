@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from ling3export.artifacts.catalog.record import Record, check_paths, digest_of, read_record, typed
+from ling3export.artifacts.catalog.record import CatalogRecord, check_paths, digest_of, read_record, typed
 from ling3export.artifacts.catalog.versions import is_version, latest, order
 from ling3export.artifacts.records import canonical
 from ling3export.foundation.errors import CatalogError, UnsafePath
@@ -47,7 +47,7 @@ def raw_record(**changes) -> dict:
     return raw | {"digest": digest_of(raw)}
 
 
-def read(raw: dict, **options) -> Record:
+def read(raw: dict, **options) -> CatalogRecord:
     return read_record(canonical(raw), "here", **options)
 
 
@@ -118,7 +118,7 @@ def test_a_record_whose_digest_is_not_its_own_is_refused():
     with pytest.raises(CatalogError, match="expected JSON, found a key that stands twice"):
         read_record(b'{"id": 1, "id": 2}', "here")
     signed = raw_record() | {"signature": "what signs the digest is not part of it"}
-    assert typed(Record, signed, "here", "record").digest == read(signed).digest
+    assert typed(CatalogRecord, signed, "here", "record").digest == read(signed).digest
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from ling3export.artifacts.catalog.layout import Layout
+from ling3export.artifacts.catalog.layout import OciLayout
 from ling3export.artifacts.catalog.publish import Words, publish
 from ling3export.artifacts.manifest import MANIFEST, read_manifest
 from ling3export.artifacts.share import check_share
@@ -37,7 +37,7 @@ def toy(tmp_path) -> Path:
 def reference(toy, tmp_path) -> str:
     """The toy in a store, as two hosts of one device each would have it."""
     parted(toy)
-    publish(toy, Layout(tmp_path / "store"), "toy", "1.0.0", Words())
+    publish(toy, OciLayout(tmp_path / "store"), "toy", "1.0.0", Words())
     return f"oci:{tmp_path}/store/toy@1.0.0"
 
 
@@ -114,7 +114,7 @@ def test_verify_publish_and_attach_pull_what_they_read(toy, reference, kept, tmp
         "1.0.0",
         "--no-run",
     )
-    here, there = (Layout(tmp_path / name).entries() for name in ("store", "other"))
+    here, there = (OciLayout(tmp_path / name).entries() for name in ("store", "other"))
     assert [entry.version for entry in here] == [entry.version for entry in there] == ["1.0.0"]
 
     def attached(artifact, checkpoint, out, *others, **options):

@@ -3,27 +3,27 @@
 import base64
 import json
 import shutil
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import requests
 from click.testing import CliRunner
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
-from ling3export.artifacts.catalog import oci, remote
+from ling3export.artifacts.catalog import credentials, oci
 from ling3export.artifacts.catalog import pull as pulling
-from ling3export.artifacts.catalog.layout import INDEX, Layout
-from ling3export.artifacts.catalog.publish import Words, attach, attached, publish
-from ling3export.artifacts.catalog.record import Score
+from ling3export.artifacts.catalog import registry as registries
+from ling3export.artifacts.catalog.layout import INDEX, OciLayout
+from ling3export.artifacts.catalog.publish import Words, publish
 from ling3export.artifacts.catalog.registry import TOKEN, Registry
-from ling3export.artifacts.catalog.remote import Remote
-from ling3export.artifacts.catalog.stores import open_store, parse_reference
+from ling3export.artifacts.catalog.remote import RemoteLayout
+from ling3export.artifacts.catalog.stores import choose, open_store, parse_reference
 from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manifest
 from ling3export.cli import main as cli
 from ling3export.foundation.errors import AuthDenied, AuthRequired, CatalogError, VersionExists
@@ -127,14 +127,14 @@ def test_a_registry_that_asks_gets_a_token_and_no_other_host_does(toy, tmp_path,
             Registry(host).entries("toy")
         assert "s3cret-token" not in str(caught.value)
         assert refusal(cli.main, "catalog", "search", host, code=14).startswith("error: store ")
-    (tmp_path / "token").write_text("from a file\n")
+    (tmp_path / "token").write_text("from-a-file\n")
     monkeypatch.setenv(TOKEN, str(tmp_path / "token"))
     with pytest.raises(AuthDenied, match="expected that its owner alone can read it"):
         Registry(host)
     (tmp_path / "token").chmod(0o600)
     store = Registry(host)
     first = requests.Request("GET", f"http://{host}/v2/", auth=store._credentials).prepare()
-    assert first.headers["Authorization"] == "Bearer from a file"
+    assert first.headers["Authorization"] == "Bearer from-a-file"
     elsewhere = first.copy()
     elsewhere.url = "http://example.org/blob"
     answer = requests.Response()
@@ -144,7 +144,7 @@ def test_a_registry_that_asks_gets_a_token_and_no_other_host_does(toy, tmp_path,
 
 
 def test_a_layout_on_a_web_server_is_searched_verified_and_pulled(toy, tmp_path):
-    publish(toy, Layout(tmp_path / "store"), "toy", "1.0.0", Words())
+    publish(toy, OciLayout(tmp_path / "store"), "toy", "1.0.0", Words())
     with web_server(tmp_path / "store") as url:
         lines = said(cli.main, "catalog", "search", url).splitlines()
         assert len(lines) == 2 and "toy@1.0.0" in lines[1]
@@ -163,7 +163,7 @@ def test_a_layout_on_a_web_server_is_searched_verified_and_pulled(toy, tmp_path)
         with pytest.raises(CatalogError, match="expected an OCI image layout, found No such file"):
             store.entries()
     with pytest.raises(CatalogError, match="expected an OCI image layout, found"):
-        Remote(url).entries()
+        RemoteLayout(url).entries()
 
 
 def test_a_registry_that_names_a_token_server_gets_tokens_for_the_password_of_docker(toy, tmp_path, monkeypatch):
@@ -259,59 +259,6 @@ def test_a_registry_that_redirects_takes_no_token_with_it_and_no_endless_answer(
     assert seen and set(seen) == {None}
 
 
-def test_a_layout_that_fsspec_writes_is_published_into_and_pulled_from(toy, tmp_path):
-    where = "memory://bucket/catalogue"
-    try:
-        words = ("catalog", "publish", toy, where, "--id", "toy", "--no-run", "--version")
-        digest = said(cli.main, *words, "1.0.0")
-        assert said(cli.main, *words, "1.0.0") == digest
-        first = Remote(where).entries()
-        write_manifest(toy, replace(read_manifest(toy), notes=("other programs",)))
-        with pytest.raises(VersionExists):
-            publish(toy, Remote(where), "toy", "1.0.0", Words())
-        assert publish(toy, Remote(where), "toy", "1.1.0", Words()).moved == (toy / MANIFEST).stat().st_size
-        assert Remote(where).entries()[:1] == first
-        assert json.loads(said(cli.main, "catalog", "search", where, "toy", "--json"))[0]["version"] == "1.1.0"
-        said(runner_cli.main, "pull", f"{where}/toy", "--to", tmp_path / "out.ling3")
-        assert contents(tmp_path / "out.ling3") == contents(toy)
-        said(cli.main, "catalog", "yank", f"{where}/toy@1.1.0")
-        assert pulling.resolve(Remote(where), "toy", None)[0].entry.version == "1.0.0"
-        assert "where nobody knows who else is publishing" in refusal(cli.main, "catalog", "gc", where)
-    finally:
-        fsspec.filesystem("memory").rm("/bucket", recursive=True)
-
-
-def test_a_publication_through_fsspec_that_breaks_leaves_no_part_and_waits_for_the_index(toy, monkeypatch):
-    store = Remote("memory://broken")
-    try:
-        breaking = iter([None, None, KeyboardInterrupt])
-
-        def written(self, path, size, real=Remote._written):
-            if (error := next(breaking, None)) is not None:
-                raise error
-            return real(self, path, size)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Remote, "_written", written)
-            with pytest.raises(KeyboardInterrupt):
-                publish(toy, store, "toy", "1.0.0", Words())
-        assert store.entries() == []
-        with suppress(ZeroDivisionError), store._written("blobs/sha256/y", 1) as file:
-            file.write(b"half")
-            raise ZeroDivisionError
-        assert not store._there("blobs/sha256/y")
-        assert store._created(".index.lock", b"another machine, process 1")
-        monkeypatch.setattr(remote, "PATIENCE", 0.0)
-        with pytest.raises(CatalogError, match="found it held by another machine, process 1"):
-            publish(toy, store, "toy", "1.0.0", Words())
-        store._files.rm_file(store._at(".index.lock"))
-        publish(toy, store, "toy", "1.0.0", Words())
-        assert pulling.verify(store, pulling.resolve(store, "toy", None)[0]) > 0
-        assert not store._there(".index.lock")
-    finally:
-        fsspec.filesystem("memory").rm("/broken", recursive=True)
-
-
 class Google(MemoryFileSystem):
     """Memory with the generations of Google's objects, and the upload on a condition as gcsfs passes it on."""
 
@@ -342,10 +289,53 @@ class PreconditionFailed(FileExistsError):
     """As gcsfs says that a condition does not hold."""
 
 
-def test_a_store_of_googles_writes_the_index_over_the_generation_that_was_read(toy, tmp_path, monkeypatch):
+@pytest.fixture
+def where(monkeypatch) -> str:
+    """A store of Google's, empty."""
     monkeypatch.setitem(_registry, "gs", Google)
-    where, call = "gs://bucket/catalogue", Google.call
-    others = [lambda: publish(toy, Remote(where), "other", "1.0.0", Words())]
+    monkeypatch.setattr(Google, "store", {})
+    return "gs://bucket/catalogue"
+
+
+def test_a_layout_that_fsspec_writes_is_published_into_and_pulled_from(toy, where, tmp_path):
+    words = ("catalog", "publish", toy, where, "--id", "toy", "--no-run", "--version")
+    digest = said(cli.main, *words, "1.0.0")
+    assert said(cli.main, *words, "1.0.0") == digest
+    first = RemoteLayout(where).entries()
+    write_manifest(toy, replace(read_manifest(toy), notes=("other programs",)))
+    with pytest.raises(VersionExists):
+        publish(toy, RemoteLayout(where), "toy", "1.0.0", Words())
+    assert publish(toy, RemoteLayout(where), "toy", "1.1.0", Words()).moved == (toy / MANIFEST).stat().st_size
+    assert RemoteLayout(where).entries()[:1] == first
+    assert json.loads(said(cli.main, "catalog", "search", where, "toy", "--json"))[0]["version"] == "1.1.0"
+    said(runner_cli.main, "pull", f"{where}/toy", "--to", tmp_path / "out.ling3")
+    assert contents(tmp_path / "out.ling3") == contents(toy)
+    assert "where nobody knows who else is publishing" in refusal(cli.main, "catalog", "gc", where)
+    elsewhere = ("memory://x", "--id", "toy", "--version", "1.0.0", "--no-run")
+    assert "found one that is read alone" in refusal(cli.main, "catalog", "publish", toy, *elsewhere)
+
+
+def test_a_publication_through_fsspec_that_breaks_leaves_no_version(toy, where, monkeypatch):
+    breaking = iter([None, None, KeyboardInterrupt])
+    real = Google._open
+
+    def opened(self, path, mode="rb", **options):
+        if "w" in mode and (error := next(breaking, None)) is not None:
+            raise error
+        return real(self, path, mode, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Google, "_open", opened)
+        with pytest.raises(KeyboardInterrupt):
+            publish(toy, RemoteLayout(where), "toy", "1.0.0", Words())
+    assert RemoteLayout(where).entries() == []
+    publish(toy, RemoteLayout(where), "toy", "1.0.0", Words())
+    assert pulling.verify(RemoteLayout(where), pulling.resolve(RemoteLayout(where), "toy", None)[0]) > 0
+
+
+def test_a_store_of_googles_writes_the_index_over_the_generation_that_was_read(toy, where, tmp_path, monkeypatch):
+    call = Google.call
+    others = [lambda: publish(toy, RemoteLayout(where), "other", "1.0.0", Words())]
 
     def called(self, method, url, **what):
         if what["name"].endswith(INDEX) and others:
@@ -354,32 +344,101 @@ def test_a_store_of_googles_writes_the_index_over_the_generation_that_was_read(t
 
     monkeypatch.setattr(Google, "call", called)
     for version in ("1.0.0", "1.1.0"):
-        publish(toy, Remote(where), "toy", version, Words())
-        others.append(lambda version=version: publish(toy, Remote(where), "other", f"2{version}", Words()))
-    found = [(entry.id, entry.version) for entry in Remote(where).entries()]
+        publish(toy, RemoteLayout(where), "toy", version, Words())
+        others.append(lambda version=version: publish(toy, RemoteLayout(where), "other", f"2{version}", Words()))
+    found = [(entry.id, entry.version) for entry in RemoteLayout(where).entries()]
     assert found == [("other", "1.0.0"), ("other", "21.0.0"), ("toy", "1.0.0"), ("toy", "1.1.0")]
-    assert not Remote(where)._there(".index.lock")
-    pulled(Remote(where), "toy", tmp_path / "out")
+    pulled(RemoteLayout(where), "toy", tmp_path / "out")
     assert contents(tmp_path / "out") == contents(toy)
     monkeypatch.setattr(
         Google, "call", lambda self, method, url, name, data, **_: self.pipe_file(f"/bucket/{name}", data)
     )
     with pytest.raises(CatalogError, match="found one that writes in any case"):
-        Remote(where).yank("toy", "1.0.0")
+        publish(toy, RemoteLayout(where), "toy", "3.0.0", Words())
 
 
-def test_evaluations_are_attached_in_a_registry_under_the_tag_that_the_specification_names(toy, registry):
-    store = Registry(registry)
-    publish(toy, store, "scored", "1.0.0", Words())
-    results = toy.parent / "run"
-    results.mkdir()
-    (results / "run.json").write_text("{}")
-    for suite in ("one", "two", "one"):
-        score = Score(suite, 0.5, "sha256:" + "0" * 64)
-        attach(store, "scored", "1.0.0", score, results, ["run.json"])
-    reader = Registry(registry)
-    (entry,) = reader.entries("scored")
-    assert [score.suite for score in attached(reader, entry)] == ["one", "two"]
-    tag = entry.descriptor.digest.replace(":", "-")
-    listed = requests.get(f"http://{registry}/v2/scored/manifests/{tag}", headers={"Accept": oci.INDEX}, timeout=60)
-    assert {each["artifactType"] for each in listed.json()["manifests"]} == {oci.EVAL}
+# What a registry may answer to a question for tags, and what is said of it.
+PAGES = {
+    "another host": (lambda number, other: f"http://{other}/v2/toy/tags/list?n=2", "found one of another host"),
+    "itself": (lambda number, other: "/v2/toy/tags/list", "found one that names itself or an earlier one"),
+    "no end": (lambda number, other: f"/v2/toy/tags/list?last={number}", "found more than 7"),
+}
+
+
+@pytest.mark.parametrize("case", PAGES)
+def test_pages_of_tags_without_an_end_or_on_another_host_are_refused(case, monkeypatch):
+    """The token went to the host that a ``Link:`` named; a page that named itself was asked for 2,028 times."""
+    following, message = PAGES[case]
+    monkeypatch.setattr(registries, "PAGES", 7)
+    monkeypatch.setenv(TOKEN, "s3cret-token")
+    asked, strangers = list[str](), list[str]()
+
+    def elsewhere(path: str, headers: dict[str, str]) -> Answer:
+        strangers.append(path)
+        return 200, {}, b"{}"
+
+    with answering(elsewhere) as other:
+
+        def page(path: str, headers: dict[str, str]) -> Answer:
+            asked.append(path)
+            return 200, {"Link": f'<{following(len(asked), other)}>; rel="next"'}, b'{"tags": ["1.0.0"]}'
+
+        with answering(page) as host, pytest.raises(CatalogError, match=message):
+            Registry(host).versions("toy")
+    assert len(asked) <= 7 and not strangers
+
+
+def test_all_pages_of_tags_together_are_no_larger_than_a_document():
+    """1,000 pages of 8 MB each once took 6 GB."""
+    big, asked = json.dumps({"tags": ["x" * 1_000_000]}).encode(), list[str]()
+
+    def page(path: str, headers: dict[str, str]) -> Answer:
+        asked.append(path)
+        return 200, {"Link": f'</v2/toy/tags/list?last={len(asked)}>; rel="next"'}, big
+
+    with answering(page) as host, pytest.raises(CatalogError, match="expected a document of at most"):
+        Registry(host).versions("toy")
+    assert len(asked) == 9
+
+
+def test_a_version_costs_one_request_and_the_latest_two_however_many_there_are():
+    """Each tag was once asked for: 3,000 of them took over a minute."""
+    tags, asked = json.dumps({"tags": [f"1.{number}.0" for number in range(3000)]}).encode(), list[str]()
+
+    def page(path: str, headers: dict[str, str]) -> Answer:
+        asked.append(path)
+        return 200, {}, tags if path.endswith("list") else b"{}"
+
+    with answering(page) as host:
+        assert str(choose(Registry(host), "toy", "1.7.0")) == "toy@1.7.0" and asked == ["/v2/toy/manifests/1.7.0"]
+        asked.clear()
+        assert str(choose(Registry(host), "toy", None)) == "toy@1.2999.0"
+    assert asked == ["/v2/toy/tags/list", "/v2/toy/manifests/1.2999.0"]
+
+
+def test_a_document_that_drips_has_a_deadline(monkeypatch):
+    monkeypatch.setattr(credentials, "DEADLINE", 0.3)
+    stopped = threading.Event()
+
+    def drips() -> Iterator[bytes]:
+        while not stopped.wait(0.05):
+            yield b" "
+
+    began = time.monotonic()
+    with answering(lambda path, headers: (200, {"Content-Length": "1000000"}, drips())) as host:
+        with pytest.raises(CatalogError, match=r"expected a document within 0\.3 s, found a part"):
+            Registry(host).versions("toy")
+        stopped.set()
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("token", ["s3cret\nHost: x", "s3cret-\u00e9", "s3 cret", "/no/s3cret/file"])
+@pytest.mark.parametrize("in_file", [False, True])
+def test_a_token_that_cannot_be_sent_is_refused_and_not_printed(token, in_file, tmp_path, monkeypatch):
+    """Its traceback once printed it."""
+    if in_file:
+        (tmp_path / "token").write_text(token if token[0] != "/" else "s3cret\x7f")
+        (tmp_path / "token").chmod(0o600)
+    monkeypatch.setenv(TOKEN, str(tmp_path / "token") if in_file else token)
+    text = refusal(cli.main, "catalog", "search", "127.0.0.1:9", code=14)
+    assert text.startswith(f"error: {TOKEN}: expected a token") and "cret" not in text

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ling3export.artifacts.catalog.layout import Layout
+from ling3export.artifacts.catalog.layout import OciLayout
 from ling3export.artifacts.catalog.publish import Words, publish
 from ling3export.artifacts.manifest import MANIFEST
 from ling3export.foundation.errors import RequestError
@@ -332,7 +332,7 @@ def test_both_models_pull_a_reference(tmp_path: Path, monkeypatch: pytest.Monkey
         warnings.simplefilter("ignore")
         from ling3export.runners.adapters import inspect_ai, lm_eval
 
-    publish(toy_artifact.shared(), Layout(tmp_path / "store"), "toy", "1.0.0", Words())
+    publish(toy_artifact.shared(), OciLayout(tmp_path / "store"), "toy", "1.0.0", Words())
     reference, given = f"oci:{tmp_path}/store/toy@1.0.0", list[Path]()
     monkeypatch.setenv("LING3_STORE", str(tmp_path / "kept"))
 
