@@ -97,11 +97,9 @@ def make_key(path: Path) -> str:
     made: list[Path] = []
     try:
         for name, data, mode in ((path, secret, 0o600), (public_path(path), known, 0o644)):
-            with writing(name):
-                descriptor = create(name, mode)
+            with writing(name), open(create(name, mode), "wb") as file:
                 made.append(name)
-                with open(descriptor, "wb") as file:
-                    file.write(data)
+                file.write(data)
     except ArtifactError:
         for name in made:  # half a pair would be in the way of the next one
             name.unlink()
