@@ -120,10 +120,11 @@ def choose(store: Catalog, id: str, version: str | None) -> CatalogEntry:
     Raises:
         CatalogError: There is none.
     """
-    wanted = version or latest(store.versions(id))
+    there = [] if version else store.versions(id)
+    wanted = version or latest(there)
     entry = None if wanted is None else store.entry(id, wanted)
     if entry is None:
-        there = store.versions(id)
+        there = store.versions(id) if version else there  # once: somebody may publish meanwhile
         found = f"version {listed([*reversed(there)])}" if there else "none"
         raise CatalogError(f"version `{id}@{version or 'latest'}`: expected it in the store, found {found}, in {store}")
     return entry
